@@ -1,0 +1,64 @@
+"""advisor: why a PyTorch training step is slow, what to change, and what the change is worth.
+
+The public names, loaded when first used, so that ``import advisor`` stays cheap inside somebody
+else's training process: no polars, dash or torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from advisor.advice.engine import analyze
+    from advisor.analysis import Analysis
+    from advisor.errors import AdvisorError
+    from advisor.ingest import open_run as open  # noqa: A004
+    from advisor.model import Edit, Finding, Rule, Select, Worth
+    from advisor.trace import Run, Trace
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AdvisorError": ("advisor.errors", "AdvisorError"),
+    "Analysis": ("advisor.analysis", "Analysis"),
+    "Edit": ("advisor.model", "Edit"),
+    "Finding": ("advisor.model", "Finding"),
+    "Rule": ("advisor.model", "Rule"),
+    "Run": ("advisor.trace", "Run"),
+    "Select": ("advisor.model", "Select"),
+    "Trace": ("advisor.trace", "Trace"),
+    "Worth": ("advisor.model", "Worth"),
+    "analyze": ("advisor.advice.engine", "analyze"),
+    "open": ("advisor.ingest", "open_run"),
+}
+
+__all__ = [
+    "AdvisorError",
+    "Analysis",
+    "Edit",
+    "Finding",
+    "Rule",
+    "Run",
+    "Select",
+    "Trace",
+    "Worth",
+    "__version__",
+    "analyze",
+    "open",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home module on first use (PEP 562)."""
+    try:
+        module, attribute = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module 'advisor' has no attribute {name!r}") from None
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,256 @@
+"""Measurements of one rank's window: the facade whose attributes are the table of contents.
+
+Each attribute is computed by a pure function in its own file, on first use, and kept. Nothing
+here holds an opinion or a threshold.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from advisor.intervals import Intervals, intersect, union
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from advisor.analysis.breakdown import Breakdown
+    from advisor.analysis.steps import Steps
+    from advisor.hardware import Gpu
+    from advisor.trace import Device, Trace
+
+
+class Analysis:
+    """One rank's window, measured. ``select`` keeps a half-open range of steps.
+
+    Frames named after a table of the trace are *aligned* with it: row i describes row i of
+    ``trace.gpu`` (or ``trace.cpu``). All measurements count only instants inside ``spans``, the
+    steps that are used.
+    """
+
+    def __init__(self, trace: Trace, select: tuple[int | None, int | None] | None = None) -> None:
+        self.trace = trace
+        self._select = select
+
+    # -- what the analysis is about ---------------------------------------------------------
+
+    @cached_property
+    def steps(self) -> Steps:
+        """Steps and how they were found (``steps.py``)."""
+        from advisor.analysis.steps import find_steps
+
+        return find_steps(self.trace, self._select)
+
+    @property
+    def spans(self) -> Intervals:
+        """The instants that count: the used steps, ns."""
+        return self.steps.spans
+
+    @cached_property
+    def span_ns(self) -> int:
+        """Length of the analysed window, ns."""
+        return self.spans.total
+
+    @cached_property
+    def step_count(self) -> int:
+        """Number of used steps (1 for ``whole trace``)."""
+        return max(1, self.steps.used.height)
+
+    @cached_property
+    def step_ns(self) -> float:
+        """Mean duration of the used steps, ns."""
+        return self.span_ns / self.step_count
+
+    @cached_property
+    def device_id(self) -> int | None:
+        """The device that is analysed: the one with most device time; ``None``: no device work."""
+        gpu = self.trace.gpu
+        if gpu.is_empty():
+            return None
+        totals = gpu.group_by("device").agg(pl.col("dur").sum()).sort("dur", "device")
+        return int(totals["device"][-1])
+
+    @cached_property
+    def device(self) -> Device | None:
+        """Properties of that device, if the file has them."""
+        return None if self.device_id is None else self.trace.device(self.device_id)
+
+    @cached_property
+    def hardware(self) -> Gpu | None:
+        """What that device can do; ``None``: unknown GPU, so rooflines are not measured."""
+        from advisor.hardware import lookup
+
+        if self.device is None:
+            return None
+        return lookup(
+            self.device.name,
+            sms=self.device.sms,
+            memory_bytes=self.device.memory_bytes,
+            compute=self.device.compute,
+        )
+
+    @cached_property
+    def in_window(self) -> NDArray[np.bool_]:
+        """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``."""
+        from advisor.intervals import covered
+
+        gpu = self.trace.gpu
+        ts = gpu["ts"].to_numpy()
+        inside = covered(ts, ts + gpu["dur"].to_numpy(), self.spans) > 0
+        return inside & (gpu["device"] == self.device_id).to_numpy()
+
+    def device_busy(self, rows: NDArray[np.bool_]) -> Intervals:
+        """Union of the selected rows of ``trace.gpu``, clipped to ``spans``."""
+        gpu = self.trace.gpu
+        ts = gpu["ts"].to_numpy()[rows]
+        return intersect(union(ts, ts + gpu["dur"].to_numpy()[rows]), self.spans)
+
+    # -- time -------------------------------------------------------------------------------
+
+    @cached_property
+    def breakdown(self) -> Breakdown:
+        """The step's device time in exclusive classes, and host time (``breakdown.py``)."""
+        from advisor.analysis.breakdown import break_down
+
+        return break_down(self)
+
+    @cached_property
+    def gaps(self) -> pl.DataFrame:
+        """Idle gaps of the device with blame (``gaps.py``): they add up to the idle time.
+
+        Columns: ``ts``, ``dur`` (ns, clipped to ``spans``; a gap with several causes is split
+        into consecutive pieces), ``step`` (index), ``cause`` (one of ``gaps.CAUSES``),
+        ``thread`` (row of threads, null: none), ``host`` (row of ``trace.cpu`` blamed, null:
+        none), ``line`` (row of the innermost *user* Python frame around it, null: no stacks),
+        ``next`` (row of ``trace.gpu`` that ended the gap, null: end of window), ``gap`` (number
+        of the gap the piece belongs to).
+        """
+        from advisor.analysis.gaps import idle_gaps
+
+        return idle_gaps(self)
+
+    @cached_property
+    def syncs(self) -> pl.DataFrame:
+        """Host waits for the device (``syncs.py``), one row a synchronising runtime call inside
+        ``spans``: ``host`` (row of cpu), ``ts``, ``dur``, ``call``, ``kind`` (``device``,
+        ``stream``, ``event``, ``memcpy``: a copy that blocked the host), ``waited`` (ns of the
+        call during which the device was still working), ``bubble`` (ns the device then idled
+        because the host had been held: from the end of the awaited work to the start of the next
+        device work that this thread launched after the sync, idle part only), ``op`` (row of the
+        innermost op around, null), ``cause`` (text: ``aten::item``, ``aten::nonzero``,
+        ``torch.cuda.synchronize``, …), ``copy`` (row of gpu of the copy it waits for, null),
+        ``line`` (row of the user Python frame, null), ``step``, ``profiler`` (true: issued by the
+        profiler itself at the end of its window)."""
+        from advisor.analysis.syncs import find_syncs
+
+        return find_syncs(self)
+
+    @cached_property
+    def copies(self) -> pl.DataFrame:
+        """Copies inside ``spans`` (``copies.py``): ``gpu`` (row), ``ts``, ``dur``, ``copy``,
+        ``memory`` (``pageable``, ``pinned``, null: not told or no host side), ``bytes``,
+        ``gbps``, ``exposed`` (ns not under compute or communication), ``blocking`` (the host was
+        held until it ended), ``stream``, ``op``, ``line``, ``step``, ``same_stream`` (it runs on
+        the stream that most compute runs on)."""
+        from advisor.analysis.copies import find_copies
+
+        return find_copies(self)
+
+    @cached_property
+    def host(self) -> pl.DataFrame:
+        """Host time a step (``host.py``): one row a thread and class with ``thread``, ``class``
+        (one of ``host.CLASSES``), ``ns`` (exclusive, inside ``spans``)."""
+        from advisor.analysis.host import host_breakdown
+
+        return host_breakdown(self)
+
+    # -- device work ------------------------------------------------------------------------
+
+    @cached_property
+    def kernels(self) -> pl.DataFrame:
+        """Aligned with ``trace.gpu`` (``kernels.py``): ``family`` (one of ``families.FAMILIES``),
+        ``communication`` (bool), ``tensor_core`` (bool; null: not told), ``eligible`` (bool: an
+        op whose kernels could use tensor cores with 16-bit or TF32 inputs; null: unknown),
+        ``dtype`` (input type as in hardware.Gpu.peak; null: not known), ``flops`` (float of this
+        kernel; null: not known), ``moved`` (bytes read and written at least once; null),
+        ``waves`` (float; null), ``op_name`` (categorical: the op judged responsible; null)."""
+        from advisor.analysis.kernels import measure_kernels
+
+        return measure_kernels(self)
+
+    @cached_property
+    def families(self) -> pl.DataFrame:
+        """Device time by family inside ``spans``: ``family``, ``count``, ``dur`` (ns summed),
+        ``share`` (of summed compute + communication kernel time), ``flops``, ``moved``."""
+        from advisor.analysis.kernels import sum_families
+
+        return sum_families(self)
+
+    @cached_property
+    def hot_kernels(self) -> pl.DataFrame:
+        """Device time by kernel name inside ``spans``: ``name``, ``family``, ``count``, ``dur``,
+        ``share``, ``occupancy`` (time-weighted percent; null), ``blocks_per_sm`` (time-weighted;
+        null), ``tensor_core``, ``flops_per_s``, ``bytes_per_s``, ``roofline`` (share of the
+        attainable peak; null: not measured), ``op_name``; largest ``dur`` first."""
+        from advisor.analysis.kernels import sum_kernels
+
+        return sum_kernels(self)
+
+    @cached_property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: FLOPs of all kernels with known shapes over the step time times
+        the peak of their dtype (0 to 1). ``None``: shapes or peak not known, or shapes cover
+        less than 80 % of GEMM, convolution and attention time."""
+        from advisor.analysis.kernels import model_flop_utilisation
+
+        return model_flop_utilisation(self)
+
+    @cached_property
+    def collectives(self) -> pl.DataFrame:
+        """Collectives inside ``spans`` (``comms.py``): ``gpu`` (row), ``ts``, ``dur``,
+        ``collective`` (``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
+        ``broadcast``, ``reduce``, ``send_recv``, ``other``), ``bytes`` (message; null),
+        ``group_size`` (null), ``dtype``, ``bus_gbps`` (null: bytes or group unknown),
+        ``exposed`` (ns not under compute), ``hidden_by`` (family that covered most of it; null),
+        ``stream``, ``op`` (row), ``annotation`` (text of the nearest user annotation, null),
+        ``group`` (process group name, null), ``step``, ``order`` (n-th of its kind and group)."""
+        from advisor.analysis.comms import find_collectives
+
+        return find_collectives(self)
+
+    # -- memory -----------------------------------------------------------------------------
+
+    @cached_property
+    def memory(self) -> pl.DataFrame:
+        """Device memory a step (``memory.py``): ``device``, ``step``, ``peak_allocated``,
+        ``peak_reserved`` (bytes; null), ``capacity`` (bytes; null). Empty: not recorded."""
+        from advisor.analysis.memory import memory_by_step
+
+        return memory_by_step(self)
+
+    @cached_property
+    def allocations(self) -> pl.DataFrame:
+        """Runtime calls that allocate or free device or pinned memory inside ``spans``
+        (``memory.py``): ``host`` (row), ``call``, ``ts``, ``dur``, ``step``, ``line``, ``op``."""
+        from advisor.analysis.memory import find_allocations
+
+        return find_allocations(self)
+
+    # -- stacks -----------------------------------------------------------------------------
+
+    @cached_property
+    def user_frame(self) -> NDArray[np.int32]:
+        """Aligned with ``trace.cpu``: row of the innermost Python frame of the *user's* code
+        around (or at) each host row, -1: none (``stacks.py``)."""
+        from advisor.analysis.stacks import user_frames
+
+        return user_frames(self.trace)
+
+    def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:
+        """(file, line, function) of the user's code around a host row; Nones: no stacks."""
+        from advisor.analysis.stacks import locate
+
+        return locate(self, host_row)

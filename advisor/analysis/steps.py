@@ -1,0 +1,173 @@
+"""Steps: which spans of time the analysis is about, and how they were found."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.intervals import Intervals, union
+from advisor.trace import Trace
+
+MIN_OPTIMIZER_STEPS = 3
+OUTLIER_FACTOR = 1.5
+"""A step longer than this many medians, and more than 5 median absolute deviations away, is
+measured but set aside; gpuprof calls a first step an outlier at 3x, Hampel's test uses 3 MAD."""
+OUTLIER_MADS = 5.0
+MIN_STEPS_LEFT = 3
+PARTIAL_SHARE = 0.25
+"""A last step shorter than this share of the median was cut off by the end of the recording."""
+
+STEPS_SCHEMA = {
+    "index": pl.Int32,  # 0, 1, … in order of time
+    "name": pl.String,
+    "ts": pl.Int64,  # ns
+    "end": pl.Int64,  # ns; contiguous steps end where the next one starts
+    "dur": pl.Int64,  # ns: end - ts
+    "outlier": pl.Boolean,
+    "used": pl.Boolean,  # selected and not an outlier
+}
+
+
+class Steps(NamedTuple):
+    """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
+    ``ProfilerStep``, ``recorder``, ``optimizer`` or ``whole trace``."""
+
+    table: pl.DataFrame
+    source: str
+
+    @property
+    def used(self) -> pl.DataFrame:
+        """The steps that count."""
+        return self.table.filter("used")
+
+    @property
+    def spans(self) -> Intervals:
+        """The instants that count, ns."""
+        return union(self.used["ts"].to_numpy(), self.used["end"].to_numpy())
+
+
+def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None) -> Steps:
+    """Find the steps: ProfilerStep ranges, else the recorder's ``advisor::step`` ranges, else
+    the period of ``Optimizer.step``, else the whole trace.
+
+    A step ends where the next one starts; the last one ends with its own range, or with the last
+    device work launched inside it if that is later. ``select`` is a half-open range of indices
+    (negative ones count from the end); outliers among what it leaves are set aside, but never
+    below three steps.
+    """
+    for source, pattern in (
+        ("ProfilerStep", r"^ProfilerStep\s*#?\d+"),
+        ("recorder", r"^advisor::step\b"),
+    ):
+        marks = _marks(trace, pattern)
+        if marks.height:
+            return _finish(trace, marks, source, select)
+    marks = _marks(trace, r"^Optimizer\.step#")
+    if marks.height > MIN_OPTIMIZER_STEPS:
+        # one step: from the end of one Optimizer.step to the end of the next
+        ends = (marks["ts"] + marks["dur"]).to_numpy()
+        marks = pl.DataFrame(
+            {
+                "name": [f"optimizer step {i + 1}" for i in range(len(ends) - 1)],
+                "ts": ends[:-1],
+                "dur": ends[1:] - ends[:-1],
+            }
+        )
+        return _finish(trace, marks, "optimizer", select)
+    start, end = extent(trace)
+    whole = pl.DataFrame({"name": ["whole trace"], "ts": [start], "dur": [end - start]})
+    return _finish(trace, whole, "whole trace", None)
+
+
+def extent(trace: Trace) -> tuple[int, int]:
+    """First start and last end of the work in the trace, ns: device work where there is any host
+    work launched for it, else host ops, else everything."""
+    frames = [
+        trace.cpu.filter(pl.col("kind") != "overhead").select("ts", "dur"),
+        trace.gpu.select("ts", "dur"),
+    ]
+    frames = [f for f in frames if f.height]
+    if not frames:
+        return 0, max(trace.meta.end_ns, 0)
+    both = pl.concat(frames)
+    return int(both["ts"].min()), int((both["ts"] + both["dur"]).max())  # type: ignore[arg-type]
+
+
+def _marks(trace: Trace, pattern: str) -> pl.DataFrame:
+    names = trace.cpu.filter(pl.col("kind").is_in(["annotation", "op"])).select(
+        "name", "ts", "dur", "thread"
+    )
+    unique = names["name"].unique().cast(pl.String)
+    wanted = unique.filter(unique.str.contains(pattern))
+    marks = names.filter(pl.col("name").is_in(wanted.cast(pl.Categorical)))
+    if not marks.height:
+        return marks
+    first = marks.sort("ts")["thread"][0]
+    return (
+        marks.filter(pl.col("thread") == first)
+        .with_columns(pl.col("name").cast(pl.String))
+        .sort("ts")
+    )
+
+
+def _finish(
+    trace: Trace, marks: pl.DataFrame, source: str, select: tuple[int | None, int | None] | None
+) -> Steps:
+    ts = marks["ts"].to_numpy().astype(np.int64)
+    end = ts + marks["dur"].to_numpy()
+    count = len(ts)
+    if count > 1:
+        # contiguous loops: a step lasts until the next one starts; a real gap is not a step
+        following = ts[1:] - end[:-1]
+        near = following <= 0.5 * np.median(np.diff(ts))
+        end[:-1] = np.where(near, ts[1:], np.minimum(end[:-1], ts[1:]))
+    launched = _last_device_end(trace, int(ts[-1]), int(end[-1]))
+    if launched is not None and source != "optimizer":
+        end[-1] = max(int(end[-1]), launched)
+    dur = end - ts
+    chosen = np.zeros(count, dtype=bool)
+    chosen[slice(*select) if select else slice(None)] = True
+    outlier = _outliers(dur, chosen)
+    if count > 1 and dur[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
+        chosen[-1] = False  # the profiler stopped inside it
+    table = pl.DataFrame(
+        {
+            "index": np.arange(count),
+            "name": marks["name"],
+            "ts": ts,
+            "end": end,
+            "dur": dur,
+            "outlier": outlier,
+            "used": chosen & ~outlier & (dur > 0),
+        },
+        schema_overrides=STEPS_SCHEMA,
+    )
+    return Steps(table, source)
+
+
+def _last_device_end(trace: Trace, start: int, end: int) -> int | None:
+    """End of the last device work whose launch lies in [start, end)."""
+    work = trace.gpu.filter(pl.col("launch").is_not_null())
+    if not work.height:
+        inside = trace.gpu.filter(pl.col("ts").is_between(start, end))
+        return int((inside["ts"] + inside["dur"]).max()) if inside.height else None  # type: ignore[arg-type]
+    launched = trace.cpu["ts"].gather(work["launch"])
+    work = work.filter((launched >= start) & (launched < end))
+    return int((work["ts"] + work["dur"]).max()) if work.height else None  # type: ignore[arg-type]
+
+
+def _outliers(dur: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Long steps among the chosen, most extreme first, as long as three steps are left."""
+    outlier = np.zeros(len(dur), dtype=bool)
+    values = dur[chosen]
+    if len(values) <= MIN_STEPS_LEFT:
+        return outlier
+    median = float(np.median(values))
+    mad = float(np.median(np.abs(values - median)))
+    limit = max(OUTLIER_FACTOR * median, median + OUTLIER_MADS * mad)
+    candidates = np.flatnonzero(chosen & (dur > limit))
+    candidates = candidates[np.argsort(-dur[candidates])]
+    outlier[candidates[: len(values) - MIN_STEPS_LEFT]] = True
+    return outlier

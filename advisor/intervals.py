@@ -1,0 +1,106 @@
+"""Interval arithmetic over whole columns. Intervals are half open, times int64 nanoseconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Intervals(NamedTuple):
+    """Disjoint intervals in order of time: a set of instants."""
+
+    start: Ints
+    end: Ints
+
+    @property
+    def total(self) -> int:
+        """Their summed length, ns."""
+        return int((self.end - self.start).sum())
+
+    def __len__(self) -> int:  # type: ignore[override]
+        return len(self.start)
+
+
+EMPTY = Intervals(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+def union(start: ArrayLike, end: ArrayLike) -> Intervals:
+    """The instants covered by at least one of the given intervals (any order, overlapping)."""
+    s = np.asarray(start, dtype=np.int64)
+    e = np.asarray(end, dtype=np.int64)
+    keep = e > s
+    if not keep.all():
+        s, e = s[keep], e[keep]
+    if not len(s):
+        return EMPTY
+    order = np.argsort(s, kind="stable")
+    s, e = s[order], np.maximum.accumulate(e[order])
+    first = np.empty(len(s), dtype=bool)
+    first[0] = True
+    np.greater(s[1:], e[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    return Intervals(s[starts], e[np.append(starts[1:] - 1, len(s) - 1)])
+
+
+def subtract(a: Intervals, b: Intervals) -> Intervals:
+    """The instants of ``a`` that are not in ``b``."""
+    if not len(a) or not len(b):
+        return a
+    return intersect(a, _gaps_of(b))
+
+
+def intersect(a: Intervals, b: Intervals) -> Intervals:
+    """The instants in both."""
+    if not len(a) or not len(b):
+        return EMPTY
+    first = np.searchsorted(b.end, a.start, side="right")
+    last = np.searchsorted(b.start, a.end, side="left")
+    count = np.maximum(last - first, 0)
+    total = int(count.sum())
+    if not total:
+        return EMPTY
+    which = np.repeat(np.arange(len(a)), count)
+    offset = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
+    other = np.repeat(first, count) + offset
+    return Intervals(
+        np.maximum(a.start[which], b.start[other]), np.minimum(a.end[which], b.end[other])
+    )
+
+
+def join(*sets: Intervals) -> Intervals:
+    """The instants in any of the sets."""
+    return union(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
+
+
+def _gaps_of(a: Intervals) -> Intervals:
+    """Everything outside, from the beginning to the end of int64 time."""
+    lowest, highest = np.iinfo(np.int64).min // 4, np.iinfo(np.int64).max // 4
+    return Intervals(np.append(lowest, a.end), np.append(a.start, highest))
+
+
+def gaps(a: Intervals, start: int, end: int) -> Intervals:
+    """The instants of [start, end) outside ``a``."""
+    return subtract(union([start], [end]), a)
+
+
+def covered(start: ArrayLike, end: ArrayLike, by: Intervals) -> Ints:
+    """How much of each given interval lies in the set, ns: one value an interval, vectorised."""
+    s = np.asarray(start, dtype=np.int64)
+    e = np.maximum(np.asarray(end, dtype=np.int64), s)
+    if not len(by):
+        return np.zeros(len(s), dtype=np.int64)
+    return _before(e, by) - _before(s, by)
+
+
+def _before(t: Ints, by: Intervals) -> Ints:
+    """Length of the set before each instant."""
+    lengths = by.end - by.start
+    upto = np.concatenate([[0], np.cumsum(lengths)])
+    place = np.searchsorted(by.start, t, side="right") - 1
+    at = np.maximum(place, 0)
+    inside = np.clip(t - by.start[at], 0, lengths[at])
+    return np.where(place < 0, 0, upto[at] + inside)

@@ -1,0 +1,249 @@
+"""The vocabulary of advice: Finding, Edit, Worth, Rule. A leaf that everybody may import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from msgspec import Struct, field
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.testing import TraceBuilder
+
+Severity = Literal["info", "warning", "critical"]
+Category = Literal[
+    "input",
+    "host",
+    "sync",
+    "transfer",
+    "kernel",
+    "memory",
+    "optimizer",
+    "compile",
+    "distributed",
+    "hardware",
+    "inference",
+]
+Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
+Validation = Literal["real traces", "recordings", "synthetic"]
+Operation = Literal["remove", "scale", "overlap", "asynchronous", "merge", "drop_launch", "spread"]
+
+
+class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which events an :class:`Edit` touches: every field that is given must match.
+
+    Selectors name events by what they are, never by row number, so that an Edit can be written
+    by a person, stored, and applied to another window of the same job.
+    """
+
+    on: Literal["gpu", "host", "gap"]
+    """Device work, host events (ops, Python frames, runtime calls), or idle gaps of the device."""
+    kind: tuple[str, ...] = ()
+    """``gpu``: kernel, memcpy, memset. ``host``: op, annotation, python, runtime."""
+    name: str = ""
+    """Regular expression searched in the event's own name."""
+    under: str = ""
+    """Regular expression searched in the names of the host events around it: for device work,
+    those around its launch; for a gap, the event that is blamed."""
+    family: tuple[str, ...] = ()
+    """Kernel families, as in ``Analysis.kernels`` (``gemm``, ``softmax``, ``communication`` …)."""
+    copy: tuple[str, ...] = ()
+    """Copy directions: HtoD, DtoH, DtoD, PtoP, HtoH."""
+    memory: Literal["", "pageable", "pinned"] = ""
+    """Host side of a copy."""
+    call: tuple[str, ...] = ()
+    """Runtime call classes, as in the ``call`` column of ``Trace.cpu``."""
+    cause: tuple[str, ...] = ()
+    """Idle-gap causes, as in ``Analysis.gaps``."""
+    stream: tuple[int, ...] = ()
+    """CUDA streams."""
+    max_ns: int | None = None
+    """Only events of at most this duration."""
+    correlation: tuple[int, ...] = ()
+    """CUDA correlation ids: the identity of a launch and its device work inside one trace."""
+
+
+class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a fix would change in the step, as an operation over selected events."""
+
+    op: Operation
+    """``remove`` the events; ``scale`` their durations by ``factor``; ``overlap`` them with other
+    work (move to another stream); make a blocking host call ``asynchronous``; ``merge`` kernels
+    into one; ``drop_launch`` cost (CUDA graph, compile); ``spread`` host work over ``workers``."""
+    select: Select
+    factor: float | None = None
+    """``scale`` and ``merge``: new duration = factor x old (the central estimate)."""
+    factor_low: float | None = None
+    """Factor under the optimistic assumption (larger gain)."""
+    factor_high: float | None = None
+    """Factor under the pessimistic assumption (smaller gain)."""
+    workers: int | None = None
+    """``spread``: number of workers that share the host work."""
+    host_ns: int | None = None
+    """``drop_launch``: host time that remains for each launch."""
+
+
+class Worth(Struct, frozen=True, kw_only=True):
+    """What a finding is worth, and in which currency. Currencies are never converted."""
+
+    currency: Currency
+    gain_ns: int | None = None
+    """Time saved a step (``step_time``) or over the run (``run_time``), central estimate, ns."""
+    low_ns: int | None = None
+    """Lower end of the band, ns."""
+    high_ns: int | None = None
+    """Upper end of the band, ns."""
+    share: float | None = None
+    """``gain_ns`` as a share of the measured step (0 to 1)."""
+    freed_bytes: int | None = None
+    """``memory``: device memory freed, bytes."""
+    method: str = ""
+    """How the figure was got: ``upper bound (exposed time)`` or ``replay``."""
+    reason: str = ""
+    """``unpriced`` and ``risk``: why there is no figure."""
+
+
+class Evidence(Struct, frozen=True):
+    """One measured fact behind a finding."""
+
+    label: str
+    value: float | int | str | None
+    """``None`` means not measured."""
+    unit: str = ""
+    """``ns``, ``bytes``, ``share`` (0 to 1), ``count``, ``GB/s``, ``FLOP/s``, or empty for text."""
+    threshold: float | int | None = None
+    """The limit it was held against, in the same unit."""
+    source: str = ""
+    """Where the threshold comes from."""
+
+
+class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where it happens: a line of the user's code when stacks were recorded, else op and kernel."""
+
+    file: str | None = None
+    line: int | None = None
+    function: str | None = None
+    op: str | None = None
+    kernel: str | None = None
+    step: str | None = None
+    ts_ns: int | None = None
+    """Start of the worst instance, ns on the trace's clock."""
+    dur_ns: int | None = None
+    count: int | None = None
+    """How many instances there are in the analysed window."""
+
+
+class Finding(Struct, kw_only=True):
+    """A bottleneck that was seen: evidence, fix, and the Edit that says what the fix changes."""
+
+    rule: str
+    title: str
+    summary: str
+    """One or two sentences: what was seen and why it costs time."""
+    fix: str
+    code: str = ""
+    """The fix as a snippet the user can paste."""
+    check: str = ""
+    """How to see that the fix worked."""
+    evidence: list[Evidence] = field(default_factory=list)
+    where: list[Location] = field(default_factory=list)
+    edits: list[Edit] = field(default_factory=list)
+    confidence: float = 0.8
+    """0 to 1: how sure the rule is of the cause, before the engine lowers it for short windows."""
+    confidence_notes: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    falsified_by: str = ""
+    """What observation would prove the finding wrong."""
+    alternatives: str = ""
+    """Name of the group of findings of which one fix replaces the others (for example ``fuse``)."""
+    worth: Worth | None = None
+    """What a rule itself can price (memory, risk); step time is priced by the engine from edits."""
+    informational: bool = False
+    """Shown among the notes, never ranked, never counted as a bottleneck."""
+    # filled in by the engine
+    category: str = ""
+    severity: Severity = "info"
+    rank: int | None = None
+    rank_gain_ns: int | None = None
+    """Marginal gain a step in the staircase, after the findings ranked before it, ns."""
+    folded_under: str | None = None
+    """Rule id of the finding that already explains this one."""
+    validation: str = ""
+    references: list[str] = field(default_factory=list)
+    device: int | None = None
+    trace_rank: int | None = None
+
+
+class NotMeasured(Struct, kw_only=True):
+    """A rule abstains: what it could not check, why, and what to record to allow it."""
+
+    what: str
+    why: str
+    record: str = ""
+    """The recording option that would allow it (``record_shapes=True`` …)."""
+    rule: str = ""
+
+
+class Good(Struct, kw_only=True):
+    """Something the run already does well, with the figure that shows it."""
+
+    text: str
+    rule: str = ""
+
+
+Outcome = Finding | NotMeasured | Good
+
+
+class Rule:
+    """Looks at an :class:`~advisor.analysis.Analysis` and yields what it found.
+
+    One rule a file. The class docstring is the rule's documentation: the first paragraph says
+    what it looks for and why that costs time, the rest gives definitions, sources and traps.
+    Thresholds are class attributes with a comment naming their source; a user overrides them in
+    ``[tool.advisor.rules.<id>]`` of their ``pyproject.toml``. A rule never computes its own gain
+    and knows no other rule. When a signal it needs is missing it yields :class:`NotMeasured`.
+    """
+
+    id: ClassVar[str] = ""
+    """Stable identifier: lower case words joined by ``-``."""
+    title: ClassVar[str] = ""
+    category: ClassVar[Category]
+    validated: ClassVar[Validation] = "synthetic"
+    """``synthetic`` rules stay informational."""
+    validated_on: ClassVar[str] = ""
+    """The evidence: which traces or recordings, and what was seen there."""
+    references: ClassVar[tuple[str, ...]] = ()
+    across_ranks: ClassVar[bool] = False
+    """The rule looks at the whole run (``check_run``), not at one rank's window."""
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Yield findings, abstentions and praise for one rank's window."""
+        raise NotImplementedError
+
+    def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
+        """Yield findings for a run of several ranks; only when ``across_ranks`` is set."""
+        raise NotImplementedError
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Examples that must produce a finding of this rule, by name."""
+        raise NotImplementedError
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Examples that must not, by name: the traps."""
+        raise NotImplementedError
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """The thresholds a user may override: public numbers, flags and strings of the class."""
+        reserved = set(Rule.__dict__)
+        found: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            for name, value in vars(base).items():
+                if name.startswith("_") or name in reserved:
+                    continue
+                if isinstance(value, bool | int | float | str):
+                    found[name] = value
+        return found

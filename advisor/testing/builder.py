@@ -1,0 +1,407 @@
+"""TraceBuilder: a host, a few streams and a clock that write Kineto JSON.
+
+It plays the program: host calls advance the host clock, device work starts when it is launched
+and its stream is free, a synchronising call waits. The result goes through the real reader, so
+an example exercises the same path as a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from advisor.analysis import Analysis
+    from advisor.trace import Trace
+
+DEVICES: dict[str, dict[str, Any]] = {
+    "A100": {
+        "name": "NVIDIA A100-SXM4-80GB", "totalGlobalMem": 85_094_825_984,
+        "computeMajor": 8, "computeMinor": 0, "numSms": 108,
+        "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048,
+        "regsPerBlock": 65536, "regsPerMultiprocessor": 65536, "warpSize": 32,
+        "sharedMemPerBlock": 49152, "sharedMemPerMultiprocessor": 167936,
+        "sharedMemPerBlockOptin": 166912,
+    },
+    "V100": {
+        "name": "Tesla V100-SXM2-16GB", "totalGlobalMem": 16_945_512_448,
+        "computeMajor": 7, "computeMinor": 0, "numSms": 80,
+        "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048,
+        "regsPerBlock": 65536, "regsPerMultiprocessor": 65536, "warpSize": 32,
+        "sharedMemPerBlock": 49152, "sharedMemPerMultiprocessor": 98304,
+        "sharedMemPerBlockOptin": 98304,
+    },
+    "H100": {
+        "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85_045_411_840,
+        "computeMajor": 9, "computeMinor": 0, "numSms": 132,
+        "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048,
+        "regsPerBlock": 65536, "regsPerMultiprocessor": 65536, "warpSize": 32,
+        "sharedMemPerBlock": 49152, "sharedMemPerMultiprocessor": 233472,
+        "sharedMemPerBlockOptin": 232448,
+    },
+}  # fmt: skip
+
+MAIN = 1000
+"""Process and main thread id."""
+
+
+class TraceBuilder:
+    """Write a small trace as a program. All times are microseconds.
+
+    >>> b = TraceBuilder()
+    >>> for _ in range(4):
+    ...     with b.step():
+    ...         b.loader_wait(5000, workers=0)
+    ...         with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+    ...             b.launch("ampere_sgemm_128x64_nn", 900, blocks=128, threads=256)
+    >>> trace = b.trace()
+    """
+
+    def __init__(
+        self,
+        gpu: str | None = "A100",
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        launch_us: float = 5.0,
+        latency_us: float = 3.0,
+        cuda_sync_rows: bool = False,
+    ) -> None:
+        self.now = 1000.0
+        """The clock of the current host thread."""
+        self.events: list[dict[str, Any]] = []
+        self.head: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": []}
+        if gpu is not None:
+            self.head["deviceProperties"] = [{"id": 0, **DEVICES[gpu]}]
+        if rank is not None:
+            self.head["distributedInfo"] = {
+                "backend": "nccl", "rank": rank, "world_size": world_size or rank + 1,
+            }  # fmt: skip
+        self.launch_us = launch_us
+        """Host time of one launch call."""
+        self.latency_us = latency_us
+        """From the end of a launch call to the start of its kernel on an idle stream."""
+        self.cuda_sync_rows = cuda_sync_rows
+        self.tid = MAIN
+        self._clocks: dict[int, float] = {}
+        self._free: dict[int, float] = {}
+        self._recorded: dict[int, float] = {}
+        self._ids = 0
+        self._steps = 0
+
+    # -- the host ---------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, number: int | None = None) -> Iterator[None]:
+        """A ``ProfilerStep#N`` range."""
+        number = self._steps if number is None else number
+        self._steps = number + 1
+        with self.range(f"ProfilerStep#{number}"):
+            yield
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """A user annotation."""
+        with self._span("user_annotation", name, {"External id": self._next()}):
+            yield
+
+    @contextmanager
+    def op(
+        self,
+        name: str,
+        shapes: Sequence[Sequence[int]] | None = None,
+        dtypes: str | Sequence[str] = "float",
+        *,
+        strides: Sequence[Sequence[int]] | None = None,
+        concrete: Sequence[str] | None = None,
+        sequence: int | None = None,
+        host_us: float = 2.0,
+    ) -> Iterator[None]:
+        """An operator around what it launches; ``host_us`` is its own host time before that."""
+        args: dict[str, Any] = {"External id": self._next()}
+        if shapes is not None:
+            types = [dtypes] * len(shapes) if isinstance(dtypes, str) else list(dtypes)
+            args |= {"Input Dims": shapes, "Input type": types}
+            if strides is not None:
+                args["Input Strides"] = strides
+            if concrete is not None:
+                args["Concrete Inputs"] = concrete
+        if sequence is not None:
+            args["Sequence number"] = sequence
+        with self._span("cpu_op", name, args):
+            self.now += host_us
+            yield
+            self.now += 0.5
+
+    @contextmanager
+    def python(self, frame: str) -> Iterator[None]:
+        """A Python frame as the profiler writes it: ``train.py(12): forward``."""
+        with self._span("python_function", frame, {"Python id": self._next()}):
+            self.now += 0.5
+            yield
+            self.now += 0.5
+
+    def host(self, us: float) -> None:
+        """Host time that nothing in the trace explains (unless inside a :meth:`python` frame)."""
+        self.now += us
+
+    def loader_wait(self, us: float, *, workers: int = 2) -> None:
+        """The training loop waits ``us`` for the next batch."""
+        which = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
+        with self.range(f"enumerate(DataLoader)#{which}.__next__"):
+            self.now += us
+
+    def call(self, name: str, us: float, correlation: int | None = None, **args: Any) -> None:
+        """Any runtime call."""
+        given = {"correlation": self._next() if correlation is None else correlation, **args}
+        self._emit("cuda_runtime", name, self.now, us, MAIN, self.tid, given)
+        self.now += us
+
+    def overhead(self, name: str, us: float) -> None:
+        """Time the profiler itself takes from the host thread."""
+        self._emit("overhead", name, self.now, us, -1, 0, {})
+        self.now += us
+
+    @contextmanager
+    def thread(self, tid: int) -> Iterator[None]:
+        """Another host thread, starting now; the caller goes on when it is done (as the main
+        thread does while autograd runs backward)."""
+        outer, self.tid = self.tid, tid
+        try:
+            yield
+        finally:
+            self.tid = outer
+
+    # -- the device -------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernel: str,
+        us: float,
+        *,
+        stream: int = 7,
+        blocks: int = 1024,
+        threads: int = 256,
+        registers: int = 32,
+        shared: int = 0,
+        occupancy: float | None = 50,
+        call: str = "cudaLaunchKernel",
+        comm: dict[str, Any] | None = None,
+        after: float = 0.0,
+    ) -> int:
+        """Launch a kernel that runs ``us``; returns its correlation id. ``after``: not before."""
+        args: dict[str, Any] = {
+            "registers per thread": registers, "shared memory": shared,
+            "grid": [blocks, 1, 1], "block": [threads, 1, 1], "queued": 0,
+        }  # fmt: skip
+        properties = self.head["deviceProperties"]
+        if properties:
+            args["blocks per SM"] = blocks / properties[0]["numSms"]
+            args["warps per SM"] = args["blocks per SM"] * threads / 32
+        if occupancy is not None:
+            args["est. achieved occupancy %"] = occupancy
+        return self._work("kernel", kernel, us, stream, call, args | (comm or {}), after)
+
+    def graph_launch(self, kernels: Sequence[tuple[str, float]], *, stream: int = 7) -> None:
+        """One ``cudaGraphLaunch`` with many kernels: (name, us) each."""
+        correlation = self._next()
+        self._emit("cuda_runtime", "cudaGraphLaunch", self.now, 2 * self.launch_us, MAIN, self.tid,
+                   {"correlation": correlation})  # fmt: skip
+        self.now += 2 * self.launch_us
+        for name, us in kernels:
+            self._device("kernel", name, us, stream, correlation, {
+                "grid": [256, 1, 1], "block": [256, 1, 1], "graph id": 1,
+            })  # fmt: skip
+
+    def copy(
+        self,
+        direction: str,
+        size: int,
+        us: float | None = None,
+        *,
+        pinned: bool = True,
+        blocking: bool = False,
+        stream: int = 7,
+        op: str | None = "aten::copy_",
+    ) -> None:
+        """A copy (``HtoD``, ``DtoH``, ``DtoD``). ``us`` defaults to 20 GB/s pinned, 6 GB/s pageable.
+
+        A blocking copy is followed by ``cudaStreamSynchronize`` inside its op, as PyTorch does
+        without ``non_blocking=True``.
+        """
+        if us is None:
+            us = size / (1000e3 if direction == "DtoD" else 20e3 if pinned else 6e3)
+        host = "Pinned" if pinned else "Pageable"
+        ends = {"HtoD": (host, "Device"), "DtoH": ("Device", host)}.get(
+            direction, ("Device", "Device")
+        )
+        name = f"Memcpy {direction} ({ends[0]} -> {ends[1]})"
+        args = {"bytes": size, "memory bandwidth (GB/s)": size / us / 1e3}
+
+        def act() -> None:
+            self._work("gpu_memcpy", name, us, stream, "cudaMemcpyAsync", args, 0.0)
+            if blocking or (not pinned and direction != "DtoD"):
+                self.sync("cudaStreamSynchronize", stream=stream)
+
+        if op is None:
+            act()
+        else:
+            with self.op(op):
+                act()
+
+    def memset(self, size: int, us: float, *, stream: int = 7) -> None:
+        """A ``cudaMemsetAsync``."""
+        self._work("gpu_memset", "Memset (Device)", us, stream, "cudaMemsetAsync",
+                   {"bytes": size, "memory bandwidth (GB/s)": size / us / 1e3}, 0.0)  # fmt: skip
+
+    def collective(
+        self,
+        kind: str,
+        size: int,
+        us: float,
+        *,
+        group_size: int = 8,
+        dtype: str = "Float",
+        stream: int = 20,
+        group: str = "0",
+        arguments: bool = True,
+        wait: bool = False,
+    ) -> None:
+        """An NCCL collective (``allreduce``, ``_allgather_base``, ``all_to_all``, …) of ``size``
+        bytes that starts when the compute stream has got this far; ``wait``: the compute stream
+        waits for its end."""
+        width = {"Float": 4, "BFloat16": 2, "Half": 2}.get(dtype, 4)
+        args = {
+            "Collective name": kind, "In msg nelems": size // width,
+            "Out msg nelems": size // width, "Group size": group_size, "dtype": dtype,
+            "Process Group Name": group, "Process Group Ranks": list(range(group_size)),
+        }  # fmt: skip
+        kernel = {
+            "allreduce": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "_allgather_base": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "_reduce_scatter_base": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)",
+            "broadcast": "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        }.get(kind, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)")  # fmt: skip
+        shown = {"allreduce": "all_reduce", "_reduce_scatter_base": "_reduce_scatter_base"}
+        with self.range(f"nccl:{shown.get(kind, kind)}"):
+            self.launch(
+                kernel, us, stream=stream, blocks=8, threads=512, occupancy=0,
+                comm=args if arguments else None, call="cudaLaunchKernelExC",
+                after=self._free.get(7, 0.0),
+            )  # fmt: skip
+        if wait:
+            self.wait_stream(7, stream)
+
+    def record(self, event: int, stream: int = 7) -> None:
+        """``cudaEventRecord``."""
+        self._recorded[event] = self._free.get(stream, 0.0)
+        self.call("cudaEventRecord", 1.0)
+
+    def wait_stream(self, stream: int, on: int) -> None:
+        """``stream`` waits for all work now on stream ``on`` (record + wait event)."""
+        self.call("cudaEventRecord", 1.0)
+        self.call("cudaStreamWaitEvent", 1.0)
+        self._free[stream] = max(self._free.get(stream, 0.0), self._free.get(on, 0.0))
+
+    def sync(self, name: str = "cudaDeviceSynchronize", *, stream: int | None = None) -> None:
+        """The host waits: for one stream, or for all when ``stream`` is None."""
+        start = self.now
+        busy = [self._free.get(stream, 0.0)] if stream is not None else [*self._free.values(), 0.0]
+        self.now = max(self.now + 1.0, *busy)
+        correlation = self._next()
+        self._emit("cuda_runtime", name, start, self.now - start, MAIN, self.tid,
+                   {"correlation": correlation})  # fmt: skip
+        if self.cuda_sync_rows:
+            kind = "Context Sync" if stream is None else "Stream Sync"
+            self._emit("cuda_sync", kind, start, self.now - start, 0, stream or -1, {
+                "cuda_sync_kind": kind, "stream": -1 if stream is None else stream,
+                "correlation": correlation, "device": 0,
+            })  # fmt: skip
+
+    def item(self, op: str = "aten::item") -> None:
+        """Read one value of a device tensor: ``aten::item`` with its copy and its sync."""
+        with self.op(op), self.op("aten::_local_scalar_dense"):
+            self.copy("DtoH", 4, 1.5, pinned=False, op=None)
+
+    def memory(
+        self, size: int, allocated: int, reserved: int, *, device: int = 0, address: int = 4096
+    ) -> None:
+        """An allocator event (``profile_memory=True``)."""
+        self.events.append({
+            "ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": MAIN,
+            "tid": self.tid, "ts": round(self.now, 3),
+            "args": {"Total Reserved": reserved, "Total Allocated": allocated, "Bytes": size,
+                     "Addr": address, "Device Id": device, "Device Type": 1},
+        })  # fmt: skip
+
+    # -- the result -------------------------------------------------------------------------
+
+    def json(self) -> bytes:
+        """The trace as a Kineto file's text."""
+        return msgspec.json.encode({**self.head, "traceEvents": self.events})
+
+    def write(self, path: Path) -> Path:
+        """Write the file; returns its path."""
+        path.write_bytes(self.json())
+        return path
+
+    def trace(self) -> Trace:
+        """The trace, read by the real reader."""
+        from advisor.ingest.kineto import read_bytes
+
+        return read_bytes(self.json(), "<TraceBuilder>")
+
+    def analysis(self) -> Analysis:
+        """The trace, ready to be measured."""
+        from advisor.analysis import Analysis
+
+        return Analysis(self.trace())
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _next(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def _emit(
+        self, cat: str, name: str, ts: float, dur: float, pid: int, tid: int, args: dict[str, Any]
+    ) -> dict[str, Any]:
+        event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid,
+                 "ts": round(ts, 3), "dur": round(dur, 3), "args": args}  # fmt: skip
+        self.events.append(event)
+        return event
+
+    @contextmanager
+    def _span(self, cat: str, name: str, args: dict[str, Any]) -> Iterator[None]:
+        event = self._emit(cat, name, self.now, 0.0, MAIN, self.tid, args)
+        start = self.now
+        yield
+        event["dur"] = round(self.now - start, 3)
+
+    def _work(
+        self, cat: str, name: str, us: float, stream: int, call: str, args: dict[str, Any],
+        after: float,
+    ) -> int:  # fmt: skip
+        correlation = self._next()
+        self._emit(
+            "cuda_driver" if call.startswith("cu") and not call.startswith("cuda") else "cuda_runtime",
+            call, self.now, self.launch_us, MAIN, self.tid, {"correlation": correlation},
+        )  # fmt: skip
+        self.now += self.launch_us
+        self._device(cat, name, us, stream, correlation, args, after)
+        return correlation
+
+    def _device(
+        self, cat: str, name: str, us: float, stream: int, correlation: int,
+        args: dict[str, Any], after: float = 0.0,
+    ) -> None:  # fmt: skip
+        start = max(self.now + self.latency_us, self._free.get(stream, 0.0), after)
+        self._free[stream] = start + us
+        self._emit(cat, name, start, us, 0, stream, {
+            "device": 0, "context": 1, "stream": stream, "correlation": correlation, **args,
+        })  # fmt: skip

@@ -1,0 +1,25 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", REPO.parent / "shared" / "traces"))
+
+
+@pytest.fixture(scope="session")
+def shared_trace() -> Callable[[str], str]:
+    """``shared_trace("alexnet")``: path of a public real trace; skips where they are absent."""
+
+    def find(name: str) -> str:
+        path = SHARED / f"{name}.json.gz"
+        if not path.exists():
+            pytest.skip(f"real trace {name} is not here ({SHARED} is not part of the project)")
+        return str(path)
+
+    return find

@@ -1,0 +1,48 @@
+# `make demo` and `make test` need nothing but Python >= 3.11 and make: the first target that runs
+# creates .venv and installs the exact versions of constraints.txt into it.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
+
+.PHONY: help demo test lint fmt bench clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(STAMP) ## Record a short training run and analyse it
+	@$(BIN)/advisor demo
+
+# worksteal: a worker that is done takes over tests from one that got the long ones.
+test: $(STAMP) ## Run the tests on all cores (ARGS="-k name" is passed to pytest)
+	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
+
+lint: $(STAMP) ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p advisor
+
+fmt: $(STAMP) ## Format the code and apply the safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## Measure speed and memory (benchmarks/)
+	@for file in benchmarks/bench_*.py; do \
+	  test -e "$$file" || { echo "no benchmarks yet" >&2; exit 1; }; \
+	  echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; \
+	done
+
+clean: ## Remove what make, builds and tests left behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "advisor needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing); choose one with 'make PYTHON=python3.12 ...'" >&2; \
+	  exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" $(TORCH)
+	@touch $@

@@ -1,0 +1,1 @@
+"""The dashboard: a Dash application over a run. Import it as ``advisor.dashboard``."""

@@ -192,6 +192,8 @@ class TraceMeta:
     events_dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> number of events that were left out."""
     truncated: bool = False
+    damage: str | None = None
+    """What the unpacker complained of."""
     bytes_read: int = 0
     """Uncompressed size."""
     sync_events: bool = False

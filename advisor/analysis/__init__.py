@@ -33,7 +33,8 @@ class Analysis:
 
     def __init__(self, trace: Trace, select: tuple[int | None, int | None] | None = None) -> None:
         self.trace = trace
-        self._select = select
+        self.selection = select
+        """Half-open range of step indices, or None."""
 
     # -- what the analysis is about ---------------------------------------------------------
 
@@ -42,7 +43,7 @@ class Analysis:
         """Steps and how they were found (``steps.py``)."""
         from advisor.analysis.steps import find_steps
 
-        return find_steps(self.trace, self._select)
+        return find_steps(self.trace, self.selection)
 
     @property
     def spans(self) -> Intervals:
@@ -139,7 +140,8 @@ class Analysis:
         ``stream``, ``event``, ``memcpy``: a copy that blocked the host), ``waited`` (ns of the
         call during which the device was still working), ``bubble`` (ns the device then idled
         because the host had been held: from the end of the awaited work to the start of the next
-        device work that this thread launched after the sync, idle part only), ``op`` (row of the
+        device work that this thread launched after the sync, idle part only), ``bubble_ts``,
+        ``bubble_end`` (that span before clipping to idle time; null: no bubble), ``op`` (row of the
         innermost op around, null), ``cause`` (text: ``aten::item``, ``aten::nonzero``,
         ``torch.cuda.synchronize``, …), ``copy`` (row of gpu of the copy it waits for, null),
         ``line`` (row of the user Python frame, null), ``step``, ``profiler`` (true: issued by the

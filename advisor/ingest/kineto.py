@@ -145,6 +145,7 @@ def _meta(
         events_read=assembler.events,
         events_dropped=dropped,
         truncated=splitter.truncated or splitter.source.truncated,
+        damage=splitter.source.damage,
         bytes_read=splitter.source.bytes_read,
         sync_events=facts["sync_events"],
         nesting_repaired=facts.get("nesting_repaired", 0),

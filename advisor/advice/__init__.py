@@ -1,0 +1,1 @@
+"""The engine: runs rules, prices their edits, arbitrates and ranks."""

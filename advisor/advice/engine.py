@@ -1,0 +1,288 @@
+"""The engine: runs the rules, prices their edits, arbitrates, ranks, and writes the Report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import advisor
+from advisor.advice.arbitration import Priced, rank
+from advisor.advice.pricing import METHOD, claims, gain
+from advisor.advice.registry import load_rules, read_config
+from advisor.advice.summary import inputs, limits, measure, ranks_view, verdict
+from advisor.analysis import Analysis
+from advisor.errors import AdvisorError
+from advisor.ingest import ReadOptions, open_run
+from advisor.model import Finding, Good, NotMeasured, Outcome, Rule, Worth
+from advisor.report.data import Report
+from advisor.trace import Run, Trace
+
+MIN_GAIN_SHARE = 0.01
+"""Findings worth less than this share of the step are notes: measurement noise between two
+profiled runs is of that order."""
+CRITICAL_SHARE, WARNING_SHARE = 0.20, 0.05
+"""XProf's bands for input (5 and 20 % of the step), used for every cause alike."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to analyse and how."""
+
+    rank: int | None = None
+    window: int | None = None
+    steps: tuple[int | None, int | None] | None = None
+    rules_folder: Path | None = None
+    config: dict[str, dict[str, Any]] | None = None
+    """``None``: from the nearest pyproject.toml."""
+    read: ReadOptions = field(default_factory=ReadOptions)
+    executor: Executor | None = None
+    """Where the per-rank stage runs; ``None``: threads of this process."""
+
+
+@dataclass
+class RankResult:
+    """What the per-rank stage found."""
+
+    rank: int
+    findings: list[Priced]
+    good: list[Good]
+    not_measured: list[NotMeasured]
+
+
+def analyze(
+    source: str | Path | Sequence[str | Path] | Run, options: Options | None = None
+) -> Report:
+    """Read traces (a path, several, or an opened Run) and say what is slow.
+
+    Raises AdvisorError when there is nothing to analyse.
+    """
+    options = options or Options()
+    config = read_config() if options.config is None else options.config
+    rules = load_rules(options.rules_folder, config)
+    run = source if isinstance(source, Run) else open_run(source, options.read, rank=options.rank)
+    chosen = _windows(run, options)
+    analyses = {
+        number: Analysis(run.traces[number, window], options.steps)
+        for number, window in chosen.items()
+    }
+    for number, a in analyses.items():
+        if a.steps.used.is_empty() and a.steps.table.height:
+            raise AdvisorError(
+                f"{a.trace.meta.path}: --steps selects none of the {a.steps.table.height} steps "
+                f"of rank {number}"
+            )
+    results = _per_rank(analyses, rules, options.executor)
+    return _report(run, analyses, results, rules)
+
+
+def _windows(run: Run, options: Options) -> dict[int, int]:
+    """The window to analyse of each rank."""
+    chosen = {}
+    for number in run.ranks:
+        have = sorted(w for r, w in run.traces if r == number)
+        if options.window is not None and options.window not in have:
+            raise AdvisorError(
+                f"{run.path or 'run'}: no window {options.window} of rank {number} "
+                f"(windows present: {have[0]} to {have[-1]})"
+            )
+        chosen[number] = have[0] if options.window is None else options.window
+    return chosen
+
+
+def _per_rank(
+    analyses: dict[int, Analysis], rules: list[Rule], executor: Executor | None
+) -> dict[int, RankResult]:
+    if len(analyses) == 1:
+        return {number: run_rules(number, a, rules) for number, a in analyses.items()}
+    if executor is not None:
+        done = executor.map(
+            _remote,
+            list(analyses),
+            [a.trace for a in analyses.values()],
+            [a.selection for a in analyses.values()],
+            [rules] * len(analyses),
+        )
+        return {result.rank: result for result in done}
+    with ThreadPoolExecutor() as threads:
+        done = threads.map(run_rules, list(analyses), analyses.values(), [rules] * len(analyses))
+        return {result.rank: result for result in done}
+
+
+def _remote(
+    number: int, trace: Trace, select: tuple[int | None, int | None] | None, rules: list[Rule]
+) -> RankResult:
+    return run_rules(number, Analysis(trace, select), rules)
+
+
+def run_rules(number: int, a: Analysis, rules: list[Rule]) -> RankResult:
+    """Run the per-rank rules on one window and price what they find."""
+    result = RankResult(number, [], [], [])
+    for rule in rules:
+        if not rule.across_ranks:
+            _sort_out(rule, list(rule.check(a)), a, number, result)
+    return result
+
+
+def rank_rules(ranks: dict[int, Analysis], rules: list[Rule]) -> RankResult:
+    """Run the rules that look across ranks; prices are for the first rank's window."""
+    main = next(iter(ranks))
+    result = RankResult(main, [], [], [])
+    for rule in rules:
+        if rule.across_ranks:
+            _sort_out(rule, list(rule.check_run(ranks)), ranks[main], main, result)
+    return result
+
+
+def _sort_out(
+    rule: Rule, outcomes: list[Outcome], a: Analysis, number: int, result: RankResult
+) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, Finding):
+            result.findings.append(price(_complete(outcome, rule, a, number), a))
+        elif isinstance(outcome, Good):
+            outcome.rule = rule.id
+            result.good.append(outcome)
+        else:
+            outcome.rule = rule.id
+            result.not_measured.append(outcome)
+
+
+def _complete(finding: Finding, rule: Rule, a: Analysis, number: int) -> Finding:
+    """Fill in what the rule class says of all its findings, and lower the confidence by what the
+    window allows."""
+    finding.rule = rule.id
+    finding.category = rule.category
+    finding.validation = rule.validated
+    finding.references = list(rule.references)
+    finding.informational = finding.informational or rule.validated == "synthetic"
+    finding.trace_rank = None if number < 0 else number
+    finding.device = a.device_id
+    if not a.trace.meta.path.startswith("<"):
+        for factor, why in _doubts(a):
+            finding.confidence *= factor
+            finding.confidence_notes.append(why)
+    return finding
+
+
+def _doubts(a: Analysis) -> list[tuple[float, str]]:
+    found = []
+    if a.steps.source == "whole trace":
+        found.append((0.8, "no steps in the trace: start-up and shut-down may be inside"))
+    elif a.step_count < 3:
+        found.append((0.85, f"only {a.step_count} step(s) measured"))
+    if a.trace.meta.truncated:
+        found.append((0.9, "the file is truncated"))
+    return found
+
+
+def price(finding: Finding, a: Analysis) -> Priced:
+    """Give a finding its worth: the rule's own (memory, risk), else its edits' exposed time."""
+    if finding.worth is not None or not finding.edits:
+        if finding.worth is None:
+            finding.worth = Worth(
+                currency="unpriced", reason="the rule names no change of the step's events"
+            )
+        return Priced(finding, [])
+    parts = claims(a, finding)
+    finding.worth = step_worth(gain(parts), a)
+    finding.severity = severity(finding.worth.share)
+    return Priced(finding, parts)
+
+
+def step_worth(saved: tuple[float, float, float], a: Analysis) -> Worth:
+    """Time saved inside the window to Worth: per step, as a share of it."""
+    central, low, high = (value / a.step_count for value in saved)
+    return Worth(
+        currency="step_time",
+        gain_ns=round(central),
+        low_ns=round(low),
+        high_ns=round(high),
+        share=central / a.step_ns if a.step_ns else None,
+        method=METHOD,
+    )
+
+
+def severity(share: float | None) -> Any:
+    """critical, warning or info, by the share of the step that the fix is worth."""
+    if share is None or share < WARNING_SHARE:
+        return "info"
+    return "critical" if share >= CRITICAL_SHARE else "warning"
+
+
+def _report(
+    run: Run, analyses: dict[int, Analysis], results: dict[int, RankResult], rules: list[Rule]
+) -> Report:
+    main = next(iter(analyses))
+    a, result = analyses[main], results[main]
+    _other_ranks(result, results, main)
+    if len(analyses) > 1:
+        across = rank_rules(analyses, rules)
+        result.findings += across.findings
+        result.good += across.good
+        result.not_measured += across.not_measured
+    ranked, notes, risks = [], [], []
+    for priced in result.findings:
+        worth = priced.finding.worth
+        if priced.finding.informational or worth is None or worth.currency == "unpriced":
+            notes.append(priced.finding)
+        elif worth.currency != "step_time":
+            risks.append(priced.finding)
+        elif (worth.share or 0.0) < MIN_GAIN_SHARE:
+            continue
+        else:
+            ranked.append(priced)
+    findings = rank(ranked, a)
+    report = Report(
+        version=advisor.__version__,
+        status="limited",
+        verdict="",
+        inputs=inputs(run, analyses),
+        findings=findings,
+        notes=notes,
+        risks=sorted(risks, key=lambda f: -f.confidence),
+        good=result.good,
+        not_checked=_merged(result.not_measured),
+        limits=limits(a, run),
+        ranks=ranks_view(analyses),
+        **measure(a),
+    )
+    report.status, report.verdict = verdict(report, a)
+    return report
+
+
+def _other_ranks(result: RankResult, results: dict[int, RankResult], main: int) -> None:
+    """Findings of other ranks: counted beside the same one of the main rank, added when new."""
+    own = {p.finding.rule: p.finding for p in result.findings}
+    seen: dict[str, list[int]] = {rule: [main] for rule in own}
+    for number, other in results.items():
+        if number == main:
+            continue
+        for priced in other.findings:
+            rule = priced.finding.rule
+            if rule not in own:
+                own[rule] = priced.finding
+                priced.parts = []  # another rank's instants: not comparable with this rank's
+                result.findings.append(priced)
+            seen.setdefault(rule, []).append(number)
+    for rule, numbers in seen.items():
+        count = len(set(numbers))
+        if len(results) > 1 and rule in own:
+            own[rule].confidence_notes.append(f"seen on {count} of {len(results)} ranks")
+
+
+def _merged(items: list[NotMeasured]) -> list[NotMeasured]:
+    """The same abstention of several rules becomes one."""
+    merged: dict[tuple[str, str], NotMeasured] = {}
+    for item in items:
+        key = (item.why, item.record)
+        if key in merged:
+            what = merged[key].what
+            if item.what not in what:
+                merged[key].what = f"{what}; {item.what}"
+            merged[key].rule += f", {item.rule}" if item.rule not in merged[key].rule else ""
+        else:
+            merged[key] = item
+    return list(merged.values())

@@ -1,0 +1,99 @@
+"""What an Edit is worth at most: the exposed time of the events it touches.
+
+Time during which the device is busy with something else is not gained by removing an event, so
+only exposed time counts: device work that nothing else covers, host time during which the device
+is idle. What else might then keep the device waiting is not known here, hence an upper bound.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from advisor.advice.select import selected_gaps, selected_gpu, selected_host
+from advisor.intervals import EMPTY, Intervals, intersect, join, subtract, union
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.model import Edit, Finding
+
+METHOD = "upper bound (exposed time)"
+
+
+class Claim(NamedTuple):
+    """Instants of the window that a fix would save, and which share of them."""
+
+    time: Intervals
+    share: float
+    share_low: float
+    """Of the time, under the pessimistic assumption (smaller gain)."""
+    share_high: float
+
+
+def claims(a: Analysis, finding: Finding) -> list[Claim]:
+    """The time each edit of a finding touches."""
+    return [_claim(a, edit) for edit in finding.edits]
+
+
+def _claim(a: Analysis, edit: Edit) -> Claim:
+    time = exposed(a, edit)
+    if edit.op in ("scale", "merge") and edit.factor is not None:
+        middle = 1 - edit.factor
+        low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)
+        high = 1 - (edit.factor_low if edit.factor_low is not None else edit.factor)
+        return Claim(time, max(0.0, middle), max(0.0, low), max(0.0, high))
+    return Claim(time, 1.0, 1.0, 1.0)
+
+
+def exposed(a: Analysis, edit: Edit) -> Intervals:
+    """The instants at which only the selected events keep the step from going on."""
+    select = edit.select
+    if select.on == "gpu":
+        mask = selected_gpu(a, select)
+        rest = a.device_busy(a.in_window & ~mask)
+        return subtract(a.device_busy(mask), rest)
+    if select.on == "gap":
+        rows = selected_gaps(a, select)
+        ts = a.gaps["ts"].to_numpy()[rows]
+        return union(ts, ts + a.gaps["dur"].to_numpy()[rows])
+    mask = selected_host(a, select)
+    if edit.op == "asynchronous":
+        return _bubbles(a, mask)
+    cpu = a.trace.cpu
+    ts = cpu["ts"].to_numpy()[mask]
+    held = union(ts, ts + cpu["dur"].to_numpy()[mask])
+    idle = a.breakdown.idle if a.device_id is not None else a.spans
+    return intersect(held, idle)
+
+
+def _bubbles(a: Analysis, mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Intervals:
+    """Idle time that the selected synchronising calls leave behind them."""
+    syncs = a.syncs
+    if syncs.is_empty():
+        return EMPTY
+    rows = mask[syncs["host"].to_numpy()]
+    start = syncs["bubble_ts"].fill_null(0).to_numpy()[rows]
+    end = syncs["bubble_end"].fill_null(0).to_numpy()[rows]
+    return intersect(union(start, end), a.breakdown.idle)
+
+
+def gain(parts: list[Claim], claimed: Intervals = EMPTY) -> tuple[float, float, float]:
+    """Time saved inside the window beyond what is claimed already: (central, low, high), ns.
+
+    Edits of one finding that touch the same instants count them once, for the first edit.
+    """
+    central = low = high = 0.0
+    taken = claimed
+    for part in parts:
+        fresh = subtract(part.time, taken).total
+        central += fresh * part.share
+        low += fresh * part.share_low
+        high += fresh * part.share_high
+        taken = join(taken, part.time)
+    return central, low, high
+
+
+def touched(parts: list[Claim]) -> Intervals:
+    """All instants that the claims touch."""
+    return join(EMPTY, *(part.time for part in parts))

@@ -1,0 +1,241 @@
+"""The parts of a Report that are measurements, not advice: scope, time, limits, verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import polars as pl
+
+from advisor.report.data import (
+    Family,
+    HostShare,
+    IdleCause,
+    Input,
+    RankLine,
+    Ranks,
+    Report,
+    Scope,
+    TimeShare,
+)
+from advisor.trace import Run
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+
+BUSY = 0.80
+"""Device-busy share from which a step without findings may be called healthy (gpu-idle: 80 %)."""
+
+
+def inputs(run: Run, analyses: dict[int, Analysis]) -> list[Input]:
+    """One entry a rank: the window that is analysed."""
+    found = []
+    for number, a in analyses.items():
+        meta = a.trace.meta
+        found.append(
+            Input(
+                path=meta.path,
+                rank=None if number < 0 else number,
+                window=meta.window,
+                windows=sum(1 for r, _ in run.traces if r == number),
+                events_read=meta.events_read,
+                events_dropped=meta.events_dropped,
+                bytes_read=meta.bytes_read,
+                truncated=meta.truncated,
+                damage=meta.damage,
+            )
+        )
+    return found
+
+
+def measure(a: Analysis) -> dict[str, Any]:
+    """The measured fields of a Report."""
+    fields: dict[str, Any] = {"scope": _scope(a), "host": _host(a)}
+    if a.device_id is not None:
+        per_step = a.step_count
+        totals = a.breakdown.totals()
+        span = max(a.span_ns, 1)
+        communication = a.breakdown.all_communication.total
+        fields |= {
+            "time": [TimeShare(n, ns / per_step, ns / span) for n, ns in totals.items()],
+            "busy_share": a.breakdown.busy.total / span,
+            "communication_ns": communication / per_step if communication else None,
+            "communication_overlap": a.breakdown.communication_overlap,
+            "families": _families(a),
+            "mfu": a.mfu,
+            **_idle(a, totals["idle"]),
+        }
+    memory = a.memory
+    if not memory.is_empty():
+        peak, capacity = memory["peak_reserved"].max(), memory["capacity"].max()
+        fields["memory_peak_bytes"] = peak
+        fields["memory_capacity_bytes"] = capacity
+    return fields
+
+
+def _scope(a: Analysis) -> Scope:
+    table, used = a.steps.table, a.steps.used
+    return Scope(
+        rank=a.trace.meta.rank,
+        step_source=a.steps.source,
+        steps_found=table.height,
+        steps_used=used.height,
+        outliers=table.filter("outlier")["name"].to_list(),
+        span_ns=a.span_ns,
+        step_ns=a.step_ns,
+        step_min_ns=_whole(used["dur"].min()),
+        step_max_ns=_whole(used["dur"].max()),
+        step_median_ns=float(used["dur"].median() or 0),  # type: ignore[arg-type]
+        device=a.device_id,
+        device_name=a.device.name if a.device else None,
+        device_known=a.hardware is not None,
+        devices_seen=a.trace.gpu["device"].n_unique(),
+    )
+
+
+def _whole(value: Any) -> int:
+    return int(value) if value is not None else 0
+
+
+def _host(a: Analysis) -> list[HostShare]:
+    main = a.trace.main_thread
+    if main is None:
+        return []
+    table = a.host.filter(pl.col("thread") == main).sort("ns", descending=True)
+    return [
+        HostShare(name, ns / a.step_count, ns / max(a.span_ns, 1))
+        for name, ns in zip(table["class"].to_list(), table["ns"].to_list(), strict=True)
+        if ns
+    ]
+
+
+def _families(a: Analysis) -> list[Family]:
+    table = a.families.sort("dur", descending=True)
+    return [
+        Family(name, dur / a.step_count, share, count / a.step_count)
+        for name, dur, share, count in table.select("family", "dur", "share", "count").iter_rows()
+        if share is not None
+    ]
+
+
+def _idle(a: Analysis, idle: int) -> dict[str, Any]:
+    table = a.gaps.group_by("cause").agg(pl.col("dur").sum()).sort("dur", descending=True)
+    rows = list(zip(table["cause"].cast(pl.String), table["dur"], strict=True))
+    unknown = sum(ns for cause, ns in rows if cause == "unknown")
+    span = max(a.span_ns, 1)
+    return {
+        "idle": [IdleCause(cause, ns / a.step_count, ns / span) for cause, ns in rows if ns],
+        "unknown_idle_share": unknown / idle if idle else None,
+    }
+
+
+def limits(a: Analysis, run: Run) -> list[str]:
+    """What this trace cannot tell, and what was left out of it, a sentence each."""
+    meta = a.trace.meta
+    found = []
+    if a.trace.gpu.is_empty():
+        found.append(
+            "No device work in the trace: device time, transfers, kernels and idle gaps are not "
+            "measured. Record with activities=[CPU, CUDA] on a machine with a GPU to get them."
+        )
+    if a.trace.cpu.is_empty():
+        found.append(
+            "No host events in the trace: who launched what, why the device idles and which line "
+            "of code is responsible are not measured. Record with activities=[CPU, CUDA]."
+        )
+    elif not (a.trace.cpu["kind"] == "op").any():
+        found.append(
+            "No operators in the trace, only runtime calls: kernels cannot be tied to the code "
+            "that launched them. Record with activities=[CPU, CUDA]."
+        )
+    if meta.truncated:
+        damage = f" ({meta.damage})" if meta.damage else ""
+        found.append(f"The file is truncated{damage}: {meta.events_read:,} events kept.")
+    for reason, count in meta.events_dropped.items():
+        found.append(f"{count:,} events: {reason}.")
+    if a.steps.source == "whole trace":
+        found.append(
+            "No steps in the trace: the figures are for the whole recording. Call "
+            "profiler.step() once an iteration to have them a step."
+        )
+    found.extend(run.problems)
+    return found
+
+
+def ranks_view(analyses: dict[int, Analysis]) -> Ranks | None:
+    """Ranks side by side; ``None`` for one rank."""
+    if len(analyses) < 2:
+        return None
+    from advisor.analysis.ranks import align, skew
+
+    lines = {}
+    for number, a in analyses.items():
+        device = a.device_id is not None
+        totals = a.breakdown.totals() if device else {}
+        lines[number] = RankLine(
+            rank=number,
+            step_ns=a.step_ns,
+            busy_share=a.breakdown.busy.total / max(a.span_ns, 1) if device else None,
+            communication_ns=totals["communication"] / a.step_count if device else None,
+            idle_ns=totals["idle"] / a.step_count if device else None,
+        )
+    alignment = align(analyses)
+    if alignment.error_ns is None:
+        note = f"Skew between ranks is not measured: {alignment.reason}."
+        return Ranks(lines=list(lines.values()), aligned=False, alignment_error_ns=None, note=note)
+    table = skew(analyses, alignment).stragglers
+    for number, last, wait in table.select("rank", "last_share", "caused_wait_ns").iter_rows():
+        lines[number].last_share = last
+        lines[number].caused_wait_ns = wait
+    note = (
+        f"Ranks put on one clock by the ends of {alignment.matched} matched collectives, "
+        f"to within {alignment.error_ns / 1e3:.0f} µs."
+    )
+    return Ranks(
+        lines=list(lines.values()), aligned=True, alignment_error_ns=alignment.error_ns, note=note
+    )
+
+
+def verdict(
+    report: Report, a: Analysis
+) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+    """Status and one sentence."""
+    step = _ms(report.scope.step_ns)
+    unit = "recording" if report.scope.step_source == "whole trace" else "step"
+    if report.busy_share is None:
+        top = report.host[0] if report.host else None
+        if top is None:
+            return "limited", "Nothing in this trace can be measured."
+        text = f"No GPU work in the trace. The host's {step} {unit}: {top.name} {top.share:.0%}"
+        if report.findings:
+            return "bottlenecks", f"{text}; {_lead(report)}."
+        return "limited", f"{text}; GPU bottlenecks are not measured."
+    text = f"GPU busy {report.busy_share:.0%} of a {step} {unit}"
+    if report.findings:
+        return "bottlenecks", f"{text}; {_lead(report)}."
+    if report.busy_share >= BUSY:
+        return "healthy", f"Healthy: {text.replace('GPU', 'the GPU is')}, and nothing stands out."
+    idle = report.idle[0] if report.idle else None
+    if idle is not None:
+        why = f"idle mostly for {idle.cause} ({idle.share:.0%} of the {unit})"
+        return "limited", f"{text}, {why}, but no rule has a fix that is worth showing."
+    return "limited", f"{text}."
+
+
+def _lead(report: Report) -> str:
+    first = report.findings[0]
+    worth = first.worth
+    if worth is None or worth.gain_ns is None or worth.share is None:
+        return f"first: {first.title}"
+    title = first.title[0].lower() + first.title[1:] if first.title[1:2].islower() else first.title
+    return f"first: {title}, worth up to {_ms(worth.gain_ns)} ({worth.share:.0%})"
+
+
+def _ms(ns: float) -> str:
+    value = ns / 1e6
+    return (
+        f"{value:.0f} ms"
+        if value >= 100
+        else f"{value:.1f} ms"
+        if value >= 1
+        else f"{ns / 1e3:.0f} µs"
+    )

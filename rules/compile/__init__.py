@@ -1,0 +1,1 @@
+"""Rules about torch.compile and CUDA graphs."""

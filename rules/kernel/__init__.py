@@ -1,0 +1,1 @@
+"""Rules about what kernels do with the device."""

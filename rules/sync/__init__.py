@@ -1,0 +1,1 @@
+"""Rules about host waits for the device."""

@@ -1,0 +1,73 @@
+"""Every rule's own examples: one generic test runs them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from advisor.advice.engine import MIN_GAIN_SHARE, run_rules
+from advisor.advice.registry import load_rules
+from advisor.analysis import Analysis
+from advisor.model import Rule, Worth
+from advisor.testing import TraceBuilder
+
+RULES = load_rules(config={})
+IDS = [rule.id for rule in RULES]
+
+
+def outcome(rule: Rule, example: TraceBuilder | list[TraceBuilder]) -> list[str]:
+    """Titles of this rule's findings that a user would see on an example (a rule across ranks
+    has a list of builders, one a rank)."""
+    if rule.across_ranks:
+        assert isinstance(example, list)
+        from advisor.advice.engine import rank_rules
+
+        ranks = {number: b.analysis() for number, b in enumerate(example)}
+        findings = rank_rules(ranks, [rule]).findings
+    else:
+        assert isinstance(example, TraceBuilder)
+        findings = run_rules(-1, Analysis(example.trace()), [rule]).findings
+    return [p.finding.title for p in findings if worth_showing(p.finding.worth)]
+
+
+def worth_showing(worth: Worth | None) -> bool:
+    assert worth is not None
+    return worth.currency != "step_time" or (worth.share or 0) >= MIN_GAIN_SHARE
+
+
+def examples(kind: str) -> Iterator[object]:
+    for rule in RULES:
+        for name, example in getattr(rule, kind)().items():
+            yield pytest.param(rule, example, id=f"{rule.id}: {name}")
+
+
+@pytest.mark.parametrize(("rule", "example"), examples("fires_on"))
+def test_a_rule_fires_on_what_it_is_for(rule: Rule, example: TraceBuilder) -> None:
+    assert outcome(rule, example)
+
+
+@pytest.mark.parametrize(("rule", "example"), examples("silent_on"))
+def test_a_rule_is_silent_on_its_traps(rule: Rule, example: TraceBuilder) -> None:
+    assert outcome(rule, example) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_a_rule_is_complete(rule: Rule) -> None:
+    assert rule.id == rule.id.lower().replace(" ", "-")
+    assert rule.title and rule.__doc__ and rule.category
+    assert len(rule.__doc__) > 80
+    assert rule.fires_on() and rule.silent_on()
+    assert rule.validated == "synthetic" or rule.validated_on
+
+
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_a_finding_is_actionable(rule: Rule) -> None:
+    for example in rule.fires_on().values():
+        if rule.across_ranks:
+            continue
+        for priced in run_rules(-1, Analysis(example.trace()), [rule]).findings:
+            finding = priced.finding
+            assert finding.summary and finding.fix and finding.check and finding.evidence
+            assert finding.edits or finding.worth is not None
+            assert 0 < finding.confidence <= 1

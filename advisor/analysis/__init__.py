@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from advisor.analysis.breakdown import Breakdown
     from advisor.analysis.steps import Steps
+    from advisor.analysis.timeline import Timeline
     from advisor.hardware import Gpu
     from advisor.trace import Device, Trace
 
@@ -101,7 +102,10 @@ class Analysis:
         gpu = self.trace.gpu
         ts = gpu["ts"].to_numpy()
         inside = covered(ts, ts + gpu["dur"].to_numpy(), self.spans) > 0
-        return inside & (gpu["device"] == self.device_id).to_numpy()
+        if self.device_id is None:
+            return inside
+        mine: NDArray[np.bool_] = (gpu["device"] == self.device_id).to_numpy()
+        return inside & mine
 
     def device_busy(self, rows: NDArray[np.bool_]) -> Intervals:
         """Union of the selected rows of ``trace.gpu``, clipped to ``spans``."""
@@ -168,6 +172,13 @@ class Analysis:
         from advisor.analysis.host import host_breakdown
 
         return host_breakdown(self)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What each host thread was doing at each instant (``timeline.py``)."""
+        from advisor.analysis.timeline import build_timeline
+
+        return build_timeline(self)
 
     # -- device work ------------------------------------------------------------------------
 
@@ -250,6 +261,14 @@ class Analysis:
         from advisor.analysis.stacks import user_frames
 
         return user_frames(self.trace)
+
+    @cached_property
+    def forward_frame(self) -> NDArray[np.int32]:
+        """Aligned with ``trace.cpu``: for rows of the backward pass, row of the user's Python
+        frame around the forward operator they belong to, -1: none (``stacks.py``)."""
+        from advisor.analysis.stacks import forward_frames
+
+        return forward_frames(self)
 
     def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:
         """(file, line, function) of the user's code around a host row; Nones: no stacks."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.intervals import Intervals, covered, gaps, join, subtract
+from advisor.intervals import EMPTY, Intervals, covered, gaps, intersect, join, subtract
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -22,6 +22,9 @@ class Breakdown(NamedTuple):
     memset: so ``communication`` is communication not hidden under compute, and ``copies`` are
     copies hidden under neither. ``per_step`` has a row a used step: ``step`` and one column a
     class, ns, clipped to the step's own span.
+
+    Without device work in the trace nothing is measured: all sets are empty, ``idle`` too, and
+    the columns of ``per_step`` are null.
     """
 
     compute: Intervals
@@ -37,7 +40,7 @@ class Breakdown(NamedTuple):
     per_step: pl.DataFrame
 
     def totals(self) -> dict[str, int]:
-        """Class -> ns; they add up to the analysed window."""
+        """Class -> ns; they add up to the analysed window (0 without device work)."""
         return {name: getattr(self, name).total for name in CLASSES}
 
     @property
@@ -49,6 +52,8 @@ class Breakdown(NamedTuple):
 
 def break_down(a: Analysis) -> Breakdown:
     """Exclusive classes of device time of the analysed device."""
+    if a.device_id is None:
+        return _not_measured(a)
     kind = a.trace.gpu["kind"]
     communication = a.kernels["communication"].to_numpy() & a.in_window
     kernel = (kind == "kernel").to_numpy() & a.in_window & ~communication
@@ -74,10 +79,24 @@ def break_down(a: Analysis) -> Breakdown:
     )
 
 
+def _not_measured(a: Analysis) -> Breakdown:
+    step = a.steps.used.select(pl.col("index").alias("step"))
+    nulls = [pl.lit(None, dtype=pl.Int64).alias(name) for name in CLASSES]
+    return Breakdown(
+        compute=EMPTY,
+        communication=EMPTY,
+        copies=EMPTY,
+        memset=EMPTY,
+        idle=EMPTY,
+        busy=EMPTY,
+        all_communication=EMPTY,
+        all_copies=EMPTY,
+        per_step=step.with_columns(nulls),
+    )
+
+
 def _outside(busy: Intervals, spans: Intervals) -> Intervals:
     if not len(spans):
         return spans
     whole = gaps(busy, int(np.min(spans.start)), int(np.max(spans.end)))
-    from advisor.intervals import intersect
-
     return intersect(whole, spans)

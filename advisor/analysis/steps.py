@@ -48,6 +48,21 @@ class Steps(NamedTuple):
         return union(self.used["ts"].to_numpy(), self.used["end"].to_numpy())
 
 
+def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> pl.Series:
+    """Index of the first used step that each interval [start, end) touches; null: none. Without
+    ``end``, of the step that each instant lies in."""
+    used = steps.used
+    begin, finish = used["ts"].to_numpy(), used["end"].to_numpy()
+    if not len(begin) or not len(start):
+        return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(start))
+    until = start + 1 if end is None else np.maximum(end, start + 1)
+    place = np.searchsorted(finish, start, side="right")
+    at = np.minimum(place, len(begin) - 1)
+    touches = (place < len(begin)) & (begin[at] < until)
+    index = used["index"].gather(at)
+    return index.set(pl.Series(~touches), None)
+
+
 def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None) -> Steps:
     """Find the steps: ProfilerStep ranges, else the recorder's ``advisor::step`` ranges, else
     the period of ``Optimizer.step``, else the whole trace.
@@ -64,7 +79,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
         marks = _marks(trace, pattern)
         if marks.height:
             return _finish(trace, marks, source, select)
-    marks = _marks(trace, r"^Optimizer\.step#")
+    marks = _one_name(_marks(trace, r"^Optimizer\.step#"))
     if marks.height > MIN_OPTIMIZER_STEPS:
         # one step: from the end of one Optimizer.step to the end of the next
         ends = (marks["ts"] + marks["dur"]).to_numpy()
@@ -82,8 +97,8 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
 
 
 def extent(trace: Trace) -> tuple[int, int]:
-    """First start and last end of the work in the trace, ns: device work where there is any host
-    work launched for it, else host ops, else everything."""
+    """First start and last end of the work in the trace, ns, without the profiler's overhead
+    rows."""
     frames = [
         trace.cpu.filter(pl.col("kind") != "overhead").select("ts", "dur"),
         trace.gpu.select("ts", "dur"),
@@ -112,6 +127,15 @@ def _marks(trace: Trace, pattern: str) -> pl.DataFrame:
     )
 
 
+def _one_name(marks: pl.DataFrame) -> pl.DataFrame:
+    """Only the most frequent name (the first of equals): a loop with several optimizers, or with
+    one that wraps another, has as many steps as one of them."""
+    if not marks.height:
+        return marks
+    counts = marks.group_by("name", maintain_order=True).len()
+    return marks.filter(pl.col("name") == counts["name"][int(counts["len"].arg_max() or 0)])
+
+
 def _finish(
     trace: Trace, marks: pl.DataFrame, source: str, select: tuple[int | None, int | None] | None
 ) -> Steps:
@@ -129,9 +153,9 @@ def _finish(
     dur = end - ts
     chosen = np.zeros(count, dtype=bool)
     chosen[slice(*select) if select else slice(None)] = True
-    outlier = _outliers(dur, chosen)
-    if count > 1 and dur[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
+    if count > 1 and chosen[:-1].any() and dur[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
         chosen[-1] = False  # the profiler stopped inside it
+    outlier = _outliers(dur, chosen)
     table = pl.DataFrame(
         {
             "index": np.arange(count),

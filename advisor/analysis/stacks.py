@@ -1,0 +1,228 @@
+"""Call stacks: ancestors over whole columns, and the line of the user's own code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis.names import map_names, matches
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.trace import Trace
+
+Rows = NDArray[np.int32]
+Mask = NDArray[np.bool_]
+
+# -- ancestors ---------------------------------------------------------------------------------
+
+
+def parents(trace: Trace) -> Rows:
+    """Aligned with ``trace.cpu``: row of the event around each row, -1: none."""
+    return trace.cpu["parent"].fill_null(-1).to_numpy().astype(np.int32, copy=False)
+
+
+def nearest(parent: Rows, wanted: Mask) -> Rows:
+    """For each row the innermost wanted row among itself and its ancestors, -1: none.
+
+    Every row points at itself when it is wanted, else at its parent; following all pointers
+    twice as far in each round settles in log2(depth) rounds over whole columns.
+    """
+    count = len(parent)
+    own = np.arange(count, dtype=np.int32)
+    jump = np.append(np.where(wanted, own, np.where(parent < 0, count, parent)), count)
+    jump = jump.astype(np.int32, copy=False)
+    while True:
+        further = jump[jump]
+        if np.array_equal(further, jump):
+            break
+        jump = further
+    found = jump[:-1]
+    return np.where(found == count, np.int32(-1), found)
+
+
+def outermost(parent: Rows, wanted: Mask) -> Rows:
+    """For each row the outermost wanted row among itself and its ancestors, -1: none."""
+    near = nearest(parent, wanted)
+    above = np.where(parent < 0, np.int32(-1), near[np.maximum(parent, 0)])
+    return nearest(parent, wanted & (above < 0))
+
+
+_RANGES = r"^(?:ProfilerStep|Optimizer\.|##|DistributedDataParallel\.|\[|advisor::|enumerate\()"
+
+
+def operators(trace: Trace) -> Mask:
+    """Aligned with ``trace.cpu``: operators, without the ranges (``ProfilerStep#5``,
+    ``Optimizer.step#Adam.step``) that profilers before 2022 wrote in the same category."""
+    is_range = matches(trace.cpu["name"], _RANGES)
+    found: Mask = ((trace.cpu["kind"] == "op") & ~is_range).to_numpy()
+    return found
+
+
+def climb(parent: Rows, wanted: Mask, rows: NDArray[np.int64], *, top: bool = False) -> Rows:
+    """:func:`nearest` (with ``top``: :func:`outermost`) for a few rows only: one round a level."""
+    at = rows.astype(np.int32)
+    found = np.full(len(at), -1, dtype=np.int32)
+    while (at >= 0).any():
+        hit = (at >= 0) & wanted[at] & (top | (found < 0))
+        found[hit] = at[hit]
+        at = np.where((at >= 0) & (top | (found < 0)), parent[at], -1)
+    return found
+
+
+# -- frames ------------------------------------------------------------------------------------
+
+
+class Frame(NamedTuple):
+    """A Python frame as the profiler writes it: ``train.py(12): forward``."""
+
+    file: str
+    line: int
+    function: str
+
+
+_FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
+# The profiler cuts the entries of sys.path off the front of a file's name, so that a frame of an
+# installed package starts with the package's own name and only that name tells it from user code.
+_TORCH = frozenset({"torch", "advisor", "numpy", "triton"})
+_LIBRARIES = frozenset(
+    """accelerate aiohttp apex bitsandbytes composer cv2 cupy dask datasets deepspeed diffusers
+    einops evaluate fairscale fastai flash_attn flashinfer flax fsspec hydra huggingface_hub
+    ignite jax keras kornia lightning lightning_fabric lightning_utilities lightly llvmlite
+    matplotlib megatron mlflow mmcv mmengine monai numba omegaconf onnx onnxruntime open_clip
+    optree optuna packaging pandas peft PIL polars psutil pyarrow pydantic pytest pytorch_lightning
+    ray requests rich safetensors scipy sentence_transformers skimage sklearn sympy tensorboard
+    tensorboardX tensordict tensorflow timm tokenizers torch_geometric torch_scatter torch_sparse
+    torchao torchaudio torchdata torcheval torchmetrics torchrec torchtext torchvision tqdm
+    transformer_engine transformers trl ultralytics wandb webdataset xformers yaml""".split()  # noqa: SIM905 - a name a line would be most of the file
+)
+_GENERATED = re.compile(r"^<(?!ipython-input)|torchinductor|torch_compile_debug|eval_with_key")
+_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/(]+)")
+_STDLIB = re.compile(r"(?:^|/)lib(?:64)?/python\d[\d.]*t?/|(?:^|/)Lib/(?!site-packages)")
+
+
+def parse_frame(name: str) -> Frame | None:
+    """File, line and function of a frame's name; ``None``: a built-in, a module range, no frame."""
+    found = _FRAME.match(name)
+    if found is None:
+        return None
+    return Frame(found[1], int(found[2]), found[3])
+
+
+def frame_rank(name: str) -> int:
+    """Whose code a frame is: 2 the user's own, 1 a library the user installed, 0 PyTorch, the
+    standard library, generated code, a built-in, or no frame at all."""
+    frame = parse_frame(name)
+    if frame is None or _GENERATED.search(frame.file):
+        return 0
+    path = frame.file.replace("\\", "/")
+    installed = _INSTALLED.search(path)
+    if installed:
+        return 0 if installed[1].removesuffix(".py") in _TORCH else 1
+    if _STDLIB.search(path):
+        return 0
+    if path.startswith("/") or path[1:3] == ":/":
+        return 2
+    top = path.split("/", 1)[0].removesuffix(".py")
+    if top in _TORCH or top in sys.stdlib_module_names:
+        return 0
+    return 1 if top in _LIBRARIES else 2
+
+
+def user_frames(trace: Trace) -> Rows:
+    """See ``Analysis.user_frame``.
+
+    The innermost frame of the user's own code; where only installed libraries are around a row
+    (a trace of a serving engine, say), the innermost of theirs: never PyTorch's or Python's.
+    """
+    cpu = trace.cpu
+    python = np.flatnonzero((cpu["kind"] == "python").to_numpy())
+    if not len(python):
+        return np.full(cpu.height, -1, dtype=np.int32)
+    rank = np.zeros(cpu.height, dtype=np.int8)
+    rank[python] = map_names(cpu["name"].gather(python), frame_rank, pl.Int8).to_numpy()
+    parent = parents(trace)
+    own = nearest(parent, rank == 2)
+    if (rank == 1).any():
+        own = np.where(own >= 0, own, nearest(parent, rank == 1))
+    return own
+
+
+def frame_of(a: Analysis, rows: pl.Series) -> pl.Series:
+    """User frame of each host row of a column; null: no row, or no stacks."""
+    at = rows.fill_null(-1).to_numpy()
+    if not a.trace.cpu.height:
+        return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(at))
+    frame = np.where(at >= 0, a.user_frame[np.maximum(at, 0)], -1)
+    return pl.Series(frame, dtype=pl.Int32).set(pl.Series(frame < 0), None)
+
+
+def locate(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | None]:
+    """See ``Analysis.location``. An operator of the backward pass, which runs on a thread without
+    Python frames, is located at the line that called its forward operator."""
+    if row is None or row < 0:
+        return None, None, None
+    frame = int(a.user_frame[row])
+    if frame < 0:
+        frame = int(a.forward_frame[row])
+    if frame < 0:
+        return None, None, None
+    parsed = parse_frame(str(a.trace.cpu["name"][frame]))
+    return (None, None, None) if parsed is None else (parsed.file, parsed.line, parsed.function)
+
+
+# -- the backward pass -------------------------------------------------------------------------
+
+_BACKWARD = r"^autograd::engine::evaluate_function|Backward\d*$"
+
+
+def forward_ops(trace: Trace) -> Rows:
+    """Aligned with ``trace.cpu``: for rows inside an operator of the backward pass the operator
+    of the forward pass that created its node, -1 elsewhere and where it cannot be told.
+
+    Both carry the same autograd sequence number. Forward operators that created no node carry
+    the number of the next one that does, so the *last* forward operator with a number is its
+    owner. Numbers count per thread; one that two forward threads used is left out.
+    """
+    cpu = trace.cpu
+    none = np.full(cpu.height, -1, dtype=np.int32)
+    sequence = cpu["sequence"].fill_null(-1).to_numpy()
+    numbered = sequence >= 0
+    if not numbered.any():
+        return none
+    parent = parents(trace)
+    backward = matches(cpu["name"], _BACKWARD).to_numpy() & numbered
+    around = nearest(parent, backward)
+    thread = cpu["thread"].to_numpy()
+    forward = np.flatnonzero(numbered & (around < 0) & (cpu["kind"] == "op").to_numpy())
+    inside = np.flatnonzero(around >= 0)
+    if not len(forward) or not len(inside):
+        return none
+    keys = sequence[forward]
+    order = np.lexsort((cpu["ts"].to_numpy()[forward], keys))
+    forward, keys = forward[order], keys[order]
+    last = np.append(keys[1:] != keys[:-1], True)
+    first = np.append(True, keys[1:] != keys[:-1])
+    starts = np.flatnonzero(first)
+    lowest = np.minimum.reduceat(thread[forward], starts)
+    highest = np.maximum.reduceat(thread[forward], starts)
+    owner = np.where(lowest == highest, forward[last], -1)
+    wanted = sequence[around[inside]]
+    place = np.minimum(np.searchsorted(keys[last], wanted), len(owner) - 1)
+    found = np.where(keys[last][place] == wanted, owner[place], -1)
+    none[inside] = found
+    return none
+
+
+def forward_frames(a: Analysis) -> Rows:
+    """Aligned with ``trace.cpu``: user frame of the forward operator behind each row of the
+    backward pass, -1: none. See :func:`forward_ops`."""
+    if not (a.user_frame >= 0).any():
+        return np.full(a.trace.cpu.height, -1, dtype=np.int32)
+    owner = forward_ops(a.trace)
+    return np.where(owner >= 0, a.user_frame[np.maximum(owner, 0)], np.int32(-1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 
 from advisor.errors import AdvisorError
@@ -13,8 +15,10 @@ from advisor.ingest.kineto import ReadOptions, read_trace, with_window
 from advisor.trace import Run, Trace
 
 _TRACE_NAME = re.compile(r"\.json(\.gz|\.zst|\.zstd)?$", re.IGNORECASE)
-_RANK = re.compile(r"rank[-_ =]?(\d{1,6})", re.IGNORECASE)
+_RANK = re.compile(r"(?:(?<![A-Za-z])rank|Rank|RANK)[-_. =]?(\d{1,6})(?!\d)")
 MAX_FILES = 4096
+OVERLAP_NS = 1_000_000
+"""Device times are converted to the host's clock: ends and starts this close are not an overlap."""
 
 
 def open_run(
@@ -27,12 +31,16 @@ def open_run(
     """Open a trace file, a directory of traces, or several of either, as one Run.
 
     A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its
-    name or folder, else -1. Files of one rank are its windows, in order of time; ones that
-    overlap in time are an error, because two recordings of one rank cannot.
+    name or the nearest folder that has one, else -1. Files of one rank are its windows, in order
+    of time; ones that overlap in time are an error, because two recordings of one rank cannot.
     ``rank`` keeps one rank only. ``executor`` reads files in parallel.
+
+    One file must be a trace. Of several, those that are none are left out and told in
+    ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, a directory
+    without traces, no readable trace at all, a rank that is not there, overlapping windows.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
-    files = [file for path in given for file in _files(str(path))]
+    files = _distinct([file for path in given for file in _files(str(path), len(given) > 1)])
     if not files:
         raise AdvisorError("no trace given")
     problems: list[str] = []
@@ -57,6 +65,7 @@ def open_run(
         by_rank = {rank: by_rank[rank]}
     keyed = {}
     for number, windows in by_rank.items():
+        _refuse_overlap(number, windows)
         for window, trace in enumerate(windows):
             shown = None if number < 0 else number
             keyed[number, window] = with_window(trace, shown, window)
@@ -81,47 +90,74 @@ def _try_read(file: str, options: ReadOptions | None) -> Trace | str:
         return str(error)
 
 
-def _files(path: str) -> list[str]:
-    """The trace files a path stands for. Raises AdvisorError for a directory without any."""
+def _files(path: str, one_of_several: bool) -> list[str]:
+    """The trace files that a path stands for. Raises AdvisorError: a directory without any, or a
+    path that is not there (the reader says so when it is the only one)."""
     if path == "-":
         return [path]
+    if "\0" in path:
+        raise AdvisorError(f"{path!r}: not a file name")
     try:
-        is_directory = Path(path).is_dir()
-    except (OSError, ValueError):
-        is_directory = False
-    if not is_directory:
-        return [path]
-    found = sorted(
-        str(file) for file in Path(path).rglob("*") if _TRACE_NAME.search(file.name) and file.is_file()
-    )  # fmt: skip
+        if not Path(path).is_dir():
+            if one_of_several and not Path(path).exists():
+                raise AdvisorError(f"{path}: no such file or directory")
+            return [path]
+        found = sorted(islice(_traces_under(Path(path)), MAX_FILES + 1))
+    except OSError as error:
+        raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
     if not found:
         raise AdvisorError(f"{path}: a directory without traces (*.json, *.json.gz, *.json.zst)")
     if len(found) > MAX_FILES:
-        raise AdvisorError(f"{path}: {len(found)} traces; give a directory with fewer")
+        raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
     return found
 
 
+def _traces_under(folder: Path) -> Iterator[str]:
+    """Files named like traces. Hidden ones are left out: what is there are editors' copies."""
+    os.scandir(folder).close()  # os.walk is silent about a folder that may not be read
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if _TRACE_NAME.search(name) and not name.startswith("."):
+                file = Path(where, name)
+                if file.is_file():
+                    yield str(file)
+
+
+def _distinct(files: list[str]) -> list[str]:
+    """Each file once, however often and by whichever path it was given."""
+    kept: dict[str, str] = {}
+    for file in files:
+        kept.setdefault(file if file == "-" else os.path.realpath(file), file)
+    return list(kept.values())
+
+
 def _group(traces: list[Trace]) -> dict[int, list[Trace]]:
+    """Traces by rank, those of one rank in order of time."""
     by_rank: dict[int, list[Trace]] = {}
-    for trace in traces:
+    for trace in sorted(traces, key=lambda t: t.meta.start_ns):
         by_rank.setdefault(_rank(trace), []).append(trace)
-    for number, windows in by_rank.items():
-        windows.sort(key=lambda t: t.meta.start_ns)
-        for before, after in zip(windows, windows[1:], strict=False):
-            end = before.meta.start_ns + before.meta.end_ns
-            if before.meta.clock == after.meta.clock == "unix" and after.meta.start_ns < end:
-                who = "traces without a rank" if number < 0 else f"traces of rank {number}"
-                raise AdvisorError(
-                    f"{before.meta.path} and {after.meta.path}: two {who} that overlap in time; "
-                    "give one of them, or put 'rank0', 'rank1' … in the file names"
-                )
     return dict(sorted(by_rank.items()))
+
+
+def _refuse_overlap(number: int, windows: list[Trace]) -> None:
+    for before, after in pairwise(windows):
+        end = before.meta.start_ns + before.meta.end_ns
+        unix = before.meta.clock == after.meta.clock == "unix"
+        if unix and after.meta.start_ns < end - OVERLAP_NS:
+            who, cure = f"traces of rank {number}", "give one of them"
+            if number < 0:
+                who = "traces without a rank"
+                cure += ", or put 'rank0', 'rank1' … in the file names"
+            raise AdvisorError(
+                f"{before.meta.path} and {after.meta.path}: two {who} overlap in time; {cure}"
+            )
 
 
 def _rank(trace: Trace) -> int:
     if trace.meta.rank is not None and trace.meta.rank >= 0:
         return trace.meta.rank
     for part in reversed(Path(trace.meta.path).parts):
-        if match := _RANK.search(part):
-            return int(match.group(1))
+        if found := _RANK.findall(part):
+            return int(found[-1])
     return -1

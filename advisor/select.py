@@ -10,8 +10,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.analysis.moments import MOMENTS
 from advisor.analysis.names import matches
 from advisor.errors import AdvisorError
+from advisor.intervals import covered
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -86,6 +88,9 @@ def selected_gaps(a: Analysis, select: Select) -> Mask:
         mask &= np.append(named, False)[host]
     if select.max_ns is not None:
         mask &= (gaps["dur"] <= select.max_ns).to_numpy()
+    if select.at:
+        ts = gaps["ts"].to_numpy()
+        mask &= covered(ts, ts + gaps["dur"].to_numpy(), MOMENTS[select.at](a)) > 0
     return mask
 
 

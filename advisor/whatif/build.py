@@ -1,0 +1,269 @@
+"""From tables to the dependency graph of a run of consecutive steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from advisor.whatif.device import DeviceWork, device_work, stream_edges
+from advisor.analysis.names import matches
+from advisor.whatif.edits import HAND_BATCH_NS
+from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
+from advisor.whatif.handover import find_handovers
+from advisor.whatif.points import WORKERS, Points, launches, loaders, waits
+from advisor.whatif.release import release_edges
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.trace import Trace
+
+MAX_NODES = 60_000
+"""Nodes that one replay may have: about 15 ms. Longer recordings are represented by a run of
+consecutive steps in their middle."""
+
+
+def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]:
+    """First step and one after the last (rows of the steps table) of the run to replay: all
+    consecutive used steps, or the middle ones when that would be more than ``limit`` nodes; at
+    least three where there are three."""
+    used = a.steps.table["used"].to_numpy()
+    rows = np.flatnonzero(used)
+    if not len(rows):
+        return 0, 0
+    breaks = np.flatnonzero(np.diff(rows) > 1)
+    groups = np.split(rows, breaks + 1)
+    group = max(groups, key=len)
+    first, last = int(group[0]), int(group[-1]) + 1
+    work = 2.2 * a.trace.gpu.height * (last - first) / max(1, len(used))
+    if work > limit and last - first > 3:
+        keep = max(3, int((last - first) * limit / work))
+        first += (last - first - keep) // 2
+        last = first + keep
+    return first, last
+
+
+def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
+    """The graph of the given steps (rows of the steps table; default: representative ones)."""
+    trace = a.trace
+    steps = representative_steps(a) if steps is None else steps
+    table = a.steps.table[steps[0] : steps[1]]
+    bounds = np.append(table["ts"].to_numpy(), table["end"].to_numpy()[-1]).astype(np.int64)
+    start, end = int(bounds[0]), int(bounds[-1])
+    facts: dict[str, float] = {}
+
+    points = Points()
+    waiting = waits(trace, start, end)
+    launching = launches(trace, start, end)
+    loading = loaders(trace, start, end)
+    cpu_ts = trace.cpu["ts"].to_numpy()
+    cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
+    cpu_thread = trace.cpu["thread"].to_numpy()
+    for rows, kind in ((launching, Node.LAUNCH), (waiting, Node.WAIT), (loading, Node.LOADER)):
+        points.add(cpu_thread[rows], cpu_ts[rows], kind, rows)
+    points.add(cpu_thread[waiting], cpu_end[waiting], Node.RELEASED, waiting)
+    points.add(cpu_thread[loading], cpu_end[loading], Node.LOADED, loading)
+    main = trace.main_thread
+    if main is not None:
+        points.add(np.array(main), bounds, Node.STEP)
+    threads = np.unique(cpu_thread[np.concatenate([launching, waiting, loading])])
+    if main is not None and main not in threads:
+        threads = np.append(threads, main)
+    handovers = find_handovers(trace, threads, start, end, loading)
+    for owner, time in (
+        (handovers.waiter, handovers.left),
+        (handovers.worker, handovers.began),
+        (handovers.worker, handovers.done),
+        (handovers.waiter, handovers.back),
+    ):
+        points.add(owner, time, Node.MARK)
+    thread, time, kind, row = points.arrays()
+    inside = (time >= start) & (time <= end)
+    thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
+
+    work = device_work(trace, start, end, facts)
+    graph = _join(trace, thread, time, kind, row, work, start)
+    edges = _Edges(graph)
+    _program(edges, graph)
+    release_edges(trace, graph, edges, work, facts)
+    _loader(edges, graph, trace)
+    _handover(edges, graph, handovers, start)
+    stream_edges(trace, graph, edges, work, facts)
+    edges.store()
+    graph.steps = steps
+    graph.facts = facts
+    graph.starts = _boundaries(graph, bounds - start)
+    graph.last = _last_work(trace, graph, work, bounds)
+    return graph
+
+
+def _join(
+    trace: Trace, thread: Array, time: Array, kind: Array, row: Array, work: DeviceWork, start: int
+) -> Graph:
+    """One list of nodes in order of measured time (device nodes: of their start)."""
+    hosts, devices = len(time), len(work.row)
+    when = np.concatenate([[start - 1], time, work.ts])
+    tie = np.concatenate([[0], np.ones(hosts), np.full(devices, 2)])
+    # host points keep their order on a thread when several share an instant
+    inner = np.concatenate([[0], np.arange(hosts), np.arange(devices)])
+    order = np.lexsort((inner, tie, when))
+    kinds = np.concatenate([[Node.SOURCE], kind, np.full(devices, Node.DEVICE)]).astype(np.uint8)
+    ends = np.concatenate([[start], time, work.ts + work.dur])
+    dur = np.concatenate([np.zeros(1 + hosts), work.dur]).astype(float)
+    rows = np.concatenate([[-1], row, work.row])
+    lane = np.concatenate([[-1], thread, work.lane])
+    none = np.zeros(0, dtype=np.int64)
+    return Graph(
+        kind=kinds[order],
+        row=rows[order],
+        lane=lane[order],
+        time=(ends[order] - start).astype(float),
+        dur=dur[order],
+        src=none,
+        dst=none,
+        weight=none.astype(float),
+        edge=none.astype(np.uint8),
+        from_start=none.astype(bool),
+        lanes=work.lanes,
+        starts=none,
+        last=[],
+        origin=start,
+        steps=(0, 0),
+    )
+
+
+class _Edges:
+    """Collects edges in columns; a later edge may replace the program edge into a node."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._parts: list[tuple[Array, Array, Array, Array, Array]] = []
+
+    def add(
+        self, src: Array, dst: Array, weight: Array | float, kind: Edge, *, from_start: bool = False
+    ) -> None:
+        """Append edges; those that do not lead forward in the node order are left out."""
+        src, dst = np.asarray(src, dtype=np.int64), np.asarray(dst, dtype=np.int64)
+        weight = np.broadcast_to(np.asarray(weight, dtype=float), src.shape)
+        good = src < dst
+        count = int(good.sum())
+        self._parts.append(
+            (
+                src[good],
+                dst[good],
+                weight[good],
+                np.full(count, kind, dtype=np.uint8),
+                np.full(count, from_start),
+            )
+        )
+
+    def drop_program(self, nodes: Array) -> None:
+        """Forget the program edges into these nodes: something else decides when they come."""
+        self._parts = [
+            tuple(c[~((p[3] == Edge.PROGRAM) & np.isin(p[1], nodes))] for c in p)  # type: ignore[misc]
+            for p in self._parts
+        ]
+
+    def shorten(self, src: Array, dst: Array, weight: Array) -> None:
+        """Cut the program edges between pairs of points down to ``weight``."""
+        limit = np.full(len(self.graph), np.inf)
+        limit[dst] = weight
+        source = np.full(len(self.graph), -1, dtype=np.int64)
+        source[dst] = src
+        for part in self._parts:
+            at = (part[3] == Edge.PROGRAM) & (source[part[1]] == part[0])
+            part[2][at] = np.minimum(part[2][at], limit[part[1][at]])
+
+    def store(self) -> None:
+        """Put them into the graph, ordered by the node they lead into."""
+        columns = [np.concatenate(c) for c in zip(*self._parts, strict=True)]
+        order = np.argsort(columns[1], kind="stable")
+        g = self.graph
+        g.src, g.dst, g.weight, g.edge, g.from_start = (c[order] for c in columns)
+
+
+def _program(edges: _Edges, graph: Graph) -> None:
+    """Host time between consecutive points of a thread; the first of each hangs on the source."""
+    host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
+    order = host[np.argsort(graph.lane[host], kind="stable")]
+    same = np.append(False, graph.lane[order][1:] == graph.lane[order][:-1])
+    first = order[~same]
+    edges.add(np.zeros(len(first), dtype=np.int64), first, graph.time[first], Edge.PROGRAM)
+    src, dst = order[np.flatnonzero(same) - 1], order[same]
+    edges.add(src, dst, graph.time[dst] - graph.time[src], Edge.PROGRAM)
+
+
+def _loader(edges: _Edges, graph: Graph, trace: Trace) -> None:
+    """A starved loader delivers at the rate of its workers, however early it is asked. Without
+    workers the call is host time; its rate edge is there, switched off, for edits that spread
+    the work over workers."""
+    asked = np.flatnonzero(graph.kind == Node.LOADER)
+    loaded = np.flatnonzero(graph.kind == Node.LOADED)
+    if not len(loaded):
+        return
+    by_row = {int(r): int(n) for r, n in zip(graph.row[asked], asked, strict=True)}
+    start = np.array([by_row.get(int(r), 0) for r in graph.row[loaded]])
+    names = trace.cpu["name"].gather(pl.Series(graph.row[loaded]))
+    workers = matches(names, WORKERS).to_numpy()
+    fed = loaded[workers]
+    edges.drop_program(fed)
+    wait = graph.time[fed] - graph.time[start[workers]]
+    edges.add(start[workers], fed, np.minimum(wait, HAND_BATCH_NS), Edge.PROGRAM)
+    before = np.append(0, loaded[:-1])
+    rate = np.where(workers, graph.time[loaded] - graph.time[before], NEVER)
+    edges.add(before, loaded, rate, Edge.LOADER)
+
+
+def _handover(edges: _Edges, graph: Graph, found: object, start: int) -> None:
+    from advisor.whatif.handover import Handover
+
+    assert isinstance(found, Handover)
+    marks = np.flatnonzero(graph.kind == Node.MARK)
+    at = {
+        (int(lane), round(time)): int(node)
+        for lane, time, node in zip(graph.lane[marks], graph.time[marks], marks, strict=True)
+    }
+
+    def nodes(owner: Array, time: Array) -> Array:
+        return np.array(
+            [at.get((int(o), int(t) - start), 0) for o, t in zip(owner, time, strict=True)],
+            dtype=np.int64,
+        )
+
+    left, began = nodes(found.waiter, found.left), nodes(found.worker, found.began)
+    done, back = nodes(found.worker, found.done), nodes(found.waiter, found.back)
+    pairs_of = [(left, began), (done, back)]
+    forward = [(src > 0) & (src < dst) for src, dst in pairs_of]
+    woken = np.concatenate([dst[good] for (_, dst), good in zip(pairs_of, forward, strict=True)])
+    edges.drop_program(woken)
+    for (src, dst), real in zip(pairs_of, forward, strict=True):
+        pairs = np.unique(np.stack([src[real], dst[real]]), axis=1)
+        edges.add(
+            pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], Edge.HANDOVER
+        )
+    graph.hard["thread hand-overs"] = np.unique(woken)
+
+
+def _boundaries(graph: Graph, bounds: Array) -> Array:
+    steps = np.flatnonzero(graph.kind == Node.STEP)
+    if len(steps) >= len(bounds):
+        return steps[np.searchsorted(graph.time[steps], bounds)]
+    # no host thread: a boundary is the source for all, and device work alone decides
+    return np.zeros(len(bounds), dtype=np.int64)
+
+
+def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
+    """The last device node of every lane launched inside each step (or started, if unknown)."""
+    nodes = graph.device
+    launch = trace.gpu["launch"].gather(pl.Series(graph.row[nodes])).fill_null(-1).to_numpy()
+    ts = trace.gpu["ts"].to_numpy()[graph.row[nodes]]
+    if trace.cpu.height:
+        ts = np.where(launch >= 0, trace.cpu["ts"].to_numpy()[launch], ts)
+    step = np.searchsorted(bounds, ts, side="right") - 1
+    found = []
+    for number in range(len(bounds) - 1):
+        mine = nodes[step == number]
+        _, last = np.unique(graph.lane[mine][::-1], return_index=True)
+        found.append(mine[::-1][last])
+    return found

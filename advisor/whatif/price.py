@@ -1,0 +1,166 @@
+"""WhatIf: the measured steps, replayed; the same with edits; how far to trust it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from advisor.whatif.build import build
+from advisor.whatif.edits import Patch
+from advisor.whatif.graph import Array, Edge, Graph
+from advisor.whatif.replay import Outcome, Plan, completions
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.model import Edit
+
+EXPLAINED_NS = 5_000
+EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
+"""Host time that the profiler adds to each event, about: 0.8 µs plain, 1.4 with shapes, 2.3 with
+stacks and all else (PyTorch 2.13, CPU; per event, so small operators suffer most)."""
+MIN_LEFT = 0.3
+"""No stretch of host time is taken to be more than this much profiler."""
+
+
+class HardPart(NamedTuple):
+    """How well one of the hard parts of the model is reproduced, given all else as measured."""
+
+    name: str
+    count: int
+    explained: float
+    """Share within 5 µs."""
+    error_ns: float
+    """Median absolute error."""
+
+
+class Quality(NamedTuple):
+    """How far the replay can be trusted."""
+
+    step_error: float
+    """Mean absolute error of the replayed against the measured steps, as a share of the step."""
+    total_error: float
+    """Signed error of the whole run of steps, as a share of it."""
+    explained: float | None
+    """Share of device starts that the graph's edges explain within 5 µs."""
+    starts: int
+    hard: tuple[HardPart, ...]
+    steps: int
+    """How many consecutive steps are replayed."""
+    of_steps: int
+    """How many there are."""
+
+
+class WhatIf:
+    """Replays of one window. All times in ns."""
+
+    def __init__(self, a: Analysis) -> None:
+        self.a = a
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The dependency graph of the representative steps."""
+        return build(self.a)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The graph laid out for replaying."""
+        return Plan(self.graph)
+
+    @cached_property
+    def base(self) -> Outcome:
+        """The replay without edits."""
+        return self.plan.outcome()
+
+    @cached_property
+    def measured(self) -> Outcome:
+        """The same moments, as measured."""
+        return Outcome(self.graph.time, completions(self.graph, self.graph.time))
+
+    def outcome(self, edits: Sequence[Edit], assumption: str = "") -> Outcome:
+        """Replay with edits applied."""
+        patch = Patch(self.a, self.graph).apply(edits, assumption)
+        return self.plan.outcome(patch.weight, patch.dur, patch.src)
+
+    def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
+        """Steady-state time of a step with edits applied."""
+        return self.base.period if not edits else self.outcome(edits, assumption).period
+
+    def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
+        """What edits save a step, on top of others that are given."""
+        return self.period(given) - self.period([*given, *edits])
+
+    def band(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> tuple[float, float]:
+        """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
+        and the error of the replay itself."""
+        gains = [
+            self.period(given) - self.outcome([*given, *edits], assumption).period
+            for assumption in ("low", "", "high")
+        ]
+        gains.append(self._without_profiler(edits, given))
+        error = abs(self.base.period - self.measured.period)
+        return min(gains) - error, max(gains) + error
+
+    def _without_profiler(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
+        before = Patch(self.a, self.graph).apply(given)
+        after = Patch(self.a, self.graph).apply([*given, *edits])
+        share = self._real_share
+        plain, fixed = (
+            self.plan.outcome(p.weight * share, p.dur, p.src).period for p in (before, after)
+        )
+        return plain - fixed
+
+    @cached_property
+    def _real_share(self) -> Array:
+        """For each edge: the share of its host time that would be there without a profiler."""
+        graph, trace = self.graph, self.a.trace
+        cost = EVENT_COST_NS["plain"]
+        cost += EVENT_COST_NS["shapes"] if trace.meta.record_shapes else 0.0
+        cost += EVENT_COST_NS["stacks"] if trace.meta.with_stack else 0.0
+        share = np.ones(len(graph.weight))
+        edges = np.flatnonzero((graph.edge == Edge.PROGRAM) & (graph.weight > 0))
+        lane = graph.lane[graph.dst[edges]]
+        cpu = trace.cpu
+        thread, ts = cpu["thread"].to_numpy(), cpu["ts"].to_numpy()
+        for owner in np.unique(lane):
+            mine = edges[lane == owner]
+            starts = np.sort(ts[thread == owner])
+            begin = graph.time[graph.src[mine]] + graph.origin
+            end = graph.time[graph.dst[mine]] + graph.origin
+            events = np.searchsorted(starts, end) - np.searchsorted(starts, begin)
+            length = graph.weight[mine]
+            share[mine] = np.maximum(1.0 - events * cost / length, MIN_LEFT)
+        return share
+
+    @cached_property
+    def quality(self) -> Quality:
+        """How well the replay without edits reproduces what was measured."""
+        graph = self.graph
+        measured, replayed = (np.diff(o.complete) for o in (self.measured, self.base))
+        whole = max(float(measured.sum()), 1.0)
+        device = graph.device
+        allowed = graph.local_start()
+        error = allowed - (graph.time - graph.dur)
+        hard = tuple(
+            HardPart(
+                name,
+                len(nodes),
+                float((np.abs(error[nodes]) <= EXPLAINED_NS).mean()),
+                float(np.median(np.abs(error[nodes]))),
+            )
+            for name, nodes in graph.hard.items()
+            if len(nodes)
+        )
+        return Quality(
+            step_error=float(np.abs(replayed - measured).sum()) / whole,
+            total_error=float(replayed.sum() - measured.sum()) / whole,
+            explained=float((np.abs(error[device]) <= EXPLAINED_NS).mean())
+            if len(device)
+            else None,
+            starts=len(device),
+            hard=hard,
+            steps=graph.steps[1] - graph.steps[0],
+            of_steps=self.a.step_count,
+        )

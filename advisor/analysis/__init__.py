@@ -189,7 +189,10 @@ class Analysis:
         op whose kernels could use tensor cores with 16-bit or TF32 inputs; null: unknown),
         ``dtype`` (input type as in hardware.Gpu.peak; null: not known), ``flops`` (float of this
         kernel; null: not known), ``moved`` (bytes read and written at least once; null),
-        ``waves`` (float; null), ``op_name`` (categorical: the op judged responsible; null)."""
+        ``waves`` (float; null), ``op_name`` (categorical: the op judged responsible; null),
+        ``occupancy`` (percent, computed where the device is known, else as the profiler wrote it;
+        null), ``sdpa`` (row of ``trace.cpu``: the ``scaled_dot_product_attention`` op around the
+        launch, whose name says its backend; null)."""
         from advisor.analysis.kernels import measure_kernels
 
         return measure_kernels(self)

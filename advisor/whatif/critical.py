@@ -4,6 +4,7 @@ without touching something on it."""
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 
 from advisor.whatif.graph import Array, Edge, Graph, Node
 
@@ -38,14 +39,15 @@ def critical_path(
 
 
 def composition(
-    graph: Graph, time: Array, weight: Array, dur: Array, src: Array, communication: Array
+    graph: Graph, time: Array, weight: Array, dur: Array, src: Array, communication: pl.Series
 ) -> dict[str, float]:
     """Critical path summed by what it consists of, ns: ``host``, ``compute``, ``communication``,
-    ``copies``, ``loader``, ``latency``. ``communication``: aligned with ``trace.gpu``."""
+    ``loader``, ``latency``. ``communication``: aligned with ``trace.gpu``."""
     total: dict[str, float] = {}
+    communicates = communication.to_numpy()
     for edge, node, ns in critical_path(graph, time, weight, dur, src):
         if edge < 0:
-            name = "communication" if communication[graph.row[node]] else "compute"
+            name = "communication" if communicates[graph.row[node]] else "compute"
         elif graph.edge[edge] in (Edge.PROGRAM, Edge.HANDOVER):
             name = "loader" if graph.kind[node] == Node.LOADED else "host"
         elif graph.edge[edge] == Edge.LOADER:

@@ -117,7 +117,8 @@ def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list
     keys = labels.select(pl.concat_str(pl.col("*").fill_null("?"), separator=" ").alias("key"))["key"]
     names = keys.unique(maintain_order=True).to_list()
     index = {name: number for number, name in enumerate(names)}
-    return keys.replace_strict(index, return_dtype=pl.Int64).to_numpy(), [str(n) for n in names]
+    codes = np.array([index[key] for key in keys.to_list()], dtype=np.int64)
+    return codes, [str(n) for n in names]
 
 
 def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array) -> Array:
@@ -188,6 +189,8 @@ def stream_edges(
     trace: Trace, graph: Graph, edges: EdgeSink, work: DeviceWork, facts: dict[str, float]
 ) -> None:
     """Launch, stream-order and cross-stream edges into all device nodes."""
+    if not len(work.row):
+        return
     node = device_nodes(graph, work)
     latency = np.array([facts[f"latency of {n}"] for n in work.groups] or [0.0])[work.group]
     gap = np.array([facts[f"gap of {n}"] for n in work.groups] or [0.0])[work.group]

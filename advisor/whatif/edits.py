@@ -44,6 +44,18 @@ class Patch:
             getattr(self, f"_{edit.op}")(edit, factor)
         return self
 
+    def count(self, edit: Edit) -> int:
+        """How many events of the replayed steps an edit selects."""
+        graph = self.graph
+        if edit.select.on == "gpu":
+            return len(self._work(edit))
+        first, last = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
+        if edit.select.on == "gap":
+            ts = self.a.gaps["ts"].to_numpy()[selected_gaps(self.a, edit.select)]
+        else:
+            ts = self.a.trace.cpu["ts"].to_numpy()[selected_host(self.a, edit.select)]
+        return int(((ts >= first) & (ts < last)).sum())
+
     # -- operations -------------------------------------------------------------------------
 
     def _remove(self, edit: Edit, factor: float | None) -> None:

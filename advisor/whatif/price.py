@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from advisor.whatif.build import build
+from advisor.whatif.critical import composition
 from advisor.whatif.edits import Patch
 from advisor.whatif.graph import Array, Edge, Graph
 from advisor.whatif.replay import Outcome, Plan, completions
@@ -133,6 +134,20 @@ class WhatIf:
             length = graph.weight[mine]
             share[mine] = np.maximum(1.0 - events * cost / length, MIN_LEFT)
         return share
+
+    def selected(self, edit: Edit) -> int:
+        """How many events an edit selects in the replayed steps."""
+        return Patch(self.a, self.graph).count(edit)
+
+    def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
+        """What the critical path consists of with edits applied, ns a step, largest first."""
+        patch = Patch(self.a, self.graph).apply(edits)
+        time = self.plan.run(patch.weight, patch.dur, patch.src)
+        parts = composition(
+            self.graph, time, patch.weight, patch.dur, patch.src, self.a.kernels["communication"]
+        )
+        steps = max(1, len(self.graph.starts) - 1)
+        return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 
     @cached_property
     def quality(self) -> Quality:

@@ -1,0 +1,128 @@
+"""``advisor whatif``: replay the measured steps with edits that a person writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from advisor.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from advisor.whatif.price import WhatIf
+
+
+def command(
+    path: Annotated[
+        str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
+    ],
+    edit: Annotated[
+        list[str],
+        typer.Option(
+            "--edit", "-e", metavar="EDIT",
+            help="VERB TARGET[:PATTERN] [under:PATTERN] [NUMBER], for example "
+            "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
+        ),
+    ] = [],  # noqa: B006
+    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")] = None,
+    form: Annotated[
+        Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
+    ] = "terminal",
+) -> None:  # fmt: skip
+    """What a step would take with edits applied, by replaying its dependency graph.
+
+    The edit language is described in docs/whatif.md.
+    """
+    from advisor.whatif.language import parse_edit
+
+    edits = [parse_edit(line) for line in edit]
+    from advisor.analysis import Analysis
+    from advisor.ingest import open_run
+    from advisor.whatif.price import WhatIf
+
+    run = open_run(path, rank=rank)
+    trace = run.window(run.ranks[0])
+    whatif = WhatIf(Analysis(trace))
+    if trace.gpu.is_empty() and trace.cpu.is_empty():
+        raise AdvisorError(f"{path}: nothing to replay")
+    result = _replay(whatif, edit, edits)
+    if form == "json":
+        print(json.dumps(result, indent=2))
+    else:
+        _show(result, sys.stdout)
+
+
+def _replay(whatif: WhatIf, lines: list[str], edits: list[Any]) -> dict[str, Any]:
+    """Measured and replayed step times, alone and one after the other."""
+    rows = []
+    for number, (line, edit) in enumerate(zip(lines, edits, strict=True)):
+        low, high = whatif.band([edit], edits[:number])
+        rows.append(
+            {
+                "edit": line,
+                "selected": whatif.selected(edit),
+                "alone_ns": whatif.gain([edit]),
+                "gain_ns": whatif.gain([edit], edits[:number]),
+                "low_ns": low,
+                "high_ns": high,
+                "step_then_ns": whatif.period(edits[: number + 1]),
+            }
+        )
+    quality = whatif.quality
+    return {
+        "measured_step_ns": whatif.measured.period,
+        "replayed_step_ns": whatif.base.period,
+        "edited_step_ns": whatif.period(edits),
+        "edits": rows,
+        "critical_path": whatif.critical(edits),
+        "replay": {
+            "step_error": quality.step_error,
+            "total_error": quality.total_error,
+            "starts": quality.starts,
+            "explained": quality.explained,
+            "hard": [part._asdict() for part in quality.hard],
+            "steps": quality.steps,
+            "of_steps": quality.of_steps,
+        },
+    }
+
+
+def _show(result: dict[str, Any], file: Any) -> None:
+    """The table a person reads, within 80 columns."""
+    from advisor.report.text import clean
+
+    def ms(ns: float) -> str:
+        return f"{ns / 1e6:,.3f}" if abs(ns) < 1e7 else f"{ns / 1e6:,.1f}"
+
+    replay = result["replay"]
+    print(f"measured step   {ms(result['measured_step_ns']):>10} ms", file=file)
+    explained = "not measured" if replay["explained"] is None else f"{replay['explained']:.1%}"
+    print(
+        f"replayed        {ms(result['replayed_step_ns']):>10} ms   "
+        f"error {replay['step_error']:.2%}, {explained} of {replay['starts']:,} device starts",
+        file=file,
+    )
+    print(f"                {'':>10}      explained, {replay['steps']} of {replay['of_steps']} "
+          "steps replayed", file=file)  # fmt: skip
+    for part in replay["hard"]:
+        print(f"                {'':>10}      {part['name']}: {part['count']}, "
+              f"{part['explained']:.0%} explained", file=file)  # fmt: skip
+    if result["edits"]:
+        print(file=file)
+        print(f"{'saves':>10} {'band':>19} {'alone':>9} {'step then':>10}   edit  (ms)", file=file)
+    for row in result["edits"]:
+        band = f"{ms(row['low_ns'])} to {ms(row['high_ns'])}"
+        shown = clean(row["edit"])
+        print(
+            f"{ms(row['gain_ns']):>10} {band:>19} {ms(row['alone_ns']):>9} "
+            f"{ms(row['step_then_ns']):>10}   {shown}",
+            file=file,
+        )
+        if row["selected"] == 0:
+            print(f"{'':>53}   selects nothing in these steps", file=file)
+    path = result["critical_path"]
+    total = sum(path.values()) or 1.0
+    parts = ", ".join(f"{name} {ns / total:.0%}" for name, ns in path.items() if ns > 0.005 * total)
+    print(f"\ncritical path   {parts}", file=file)

@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo test lint fmt bench clean
+.PHONY: help demo test lint fmt docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -28,6 +28,9 @@ lint: $(STAMP) ## Check style, formatting and types
 fmt: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP) ## Write the generated pages (docs/rules, docs/report-schema.md)
+	$(BIN)/python docs/generate.py
 
 bench: $(STAMP) ## Measure speed and memory (benchmarks/)
 	@for file in benchmarks/bench_*.py; do \

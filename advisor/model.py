@@ -56,6 +56,9 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Runtime call classes, as in the ``call`` column of ``Trace.cpu``."""
     cause: tuple[str, ...] = ()
     """Idle-gap causes, as in ``Analysis.gaps``."""
+    at: Literal["", "step_start", "graph_break"] = ""
+    """``gap``: only instants before the first device work of their step, or on the way from one
+    compiled graph to the next across a graph break (``analysis/moments.py``)."""
     stream: tuple[int, ...] = ()
     """CUDA streams."""
     max_ns: int | None = None
@@ -72,6 +75,7 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     work (move to another stream); make a blocking host call ``asynchronous``; ``merge`` kernels
     into one; ``drop_launch`` cost (CUDA graph, compile); ``spread`` host work over ``workers``."""
     select: Select
+    """Which events."""
     factor: float | None = None
     """``scale`` and ``merge``: new duration = factor x old (the central estimate)."""
     factor_low: float | None = None
@@ -88,6 +92,7 @@ class Worth(Struct, frozen=True, kw_only=True):
     """What a finding is worth, and in which currency. Currencies are never converted."""
 
     currency: Currency
+    """Time a step, time over the run, memory, risk, or no figure."""
     gain_ns: int | None = None
     """Time saved a step (``step_time``) or over the run (``run_time``), central estimate, ns."""
     low_ns: int | None = None
@@ -108,6 +113,7 @@ class Evidence(Struct, frozen=True):
     """One measured fact behind a finding."""
 
     label: str
+    """What was measured."""
     value: float | int | str | None
     """``None`` means not measured."""
     unit: str = ""
@@ -122,14 +128,21 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where it happens: a line of the user's code when stacks were recorded, else op and kernel."""
 
     file: str | None = None
+    """Source file."""
     line: int | None = None
+    """Line in it."""
     function: str | None = None
+    """Function around it."""
     op: str | None = None
+    """Operator, or annotation."""
     kernel: str | None = None
+    """Name of the device work."""
     step: str | None = None
+    """Step of the worst instance."""
     ts_ns: int | None = None
     """Start of the worst instance, ns on the trace's clock."""
     dur_ns: int | None = None
+    """Duration of the worst instance, ns."""
     count: int | None = None
     """How many instances there are in the analysed window."""
 
@@ -138,21 +151,29 @@ class Finding(Struct, kw_only=True):
     """A bottleneck that was seen: evidence, fix, and the Edit that says what the fix changes."""
 
     rule: str
+    """Identifier of the rule."""
     title: str
+    """What is wrong, in a line."""
     summary: str
     """One or two sentences: what was seen and why it costs time."""
     fix: str
+    """What to do."""
     code: str = ""
     """The fix as a snippet the user can paste."""
     check: str = ""
     """How to see that the fix worked."""
     evidence: list[Evidence] = field(default_factory=list)
+    """The measured facts."""
     where: list[Location] = field(default_factory=list)
+    """The places that cost most, worst first."""
     edits: list[Edit] = field(default_factory=list)
+    """What the fix changes, for pricing and what-if."""
     confidence: float = 0.8
     """0 to 1: how sure the rule is of the cause, before the engine lowers it for short windows."""
     confidence_notes: list[str] = field(default_factory=list)
+    """What lowered the confidence."""
     assumptions: list[str] = field(default_factory=list)
+    """What the gain takes for granted."""
     falsified_by: str = ""
     """What observation would prove the finding wrong."""
     alternatives: str = ""
@@ -163,33 +184,45 @@ class Finding(Struct, kw_only=True):
     """Shown among the notes, never ranked, never counted as a bottleneck."""
     # filled in by the engine
     category: str = ""
+    """Of the rule."""
     severity: Severity = "info"
+    """By the share of the step that the fix is worth."""
     rank: int | None = None
+    """Place in the order of worth; ``null``: not ranked."""
     rank_gain_ns: int | None = None
     """Marginal gain a step in the staircase, after the findings ranked before it, ns."""
     folded_under: str | None = None
     """Rule id of the finding that already explains this one."""
     validation: str = ""
+    """How far the rule was tested: ``real traces``, ``recordings`` or ``synthetic``."""
     references: list[str] = field(default_factory=list)
+    """Where to read more."""
     device: int | None = None
+    """GPU it was seen on."""
     trace_rank: int | None = None
+    """Rank it was seen on."""
 
 
 class NotMeasured(Struct, kw_only=True):
     """A rule abstains: what it could not check, why, and what to record to allow it."""
 
     what: str
+    """What could not be checked."""
     why: str
+    """What was missing."""
     record: str = ""
     """The recording option that would allow it (``record_shapes=True`` …)."""
     rule: str = ""
+    """Rules that abstained."""
 
 
 class Good(Struct, kw_only=True):
     """Something the run already does well, with the figure that shows it."""
 
     text: str
+    """What, with the figure that shows it."""
     rule: str = ""
+    """Rule that looked."""
 
 
 Outcome = Finding | NotMeasured | Good
@@ -238,7 +271,7 @@ class Rule:
     @classmethod
     def options(cls) -> dict[str, Any]:
         """The thresholds a user may override: public numbers, flags and strings of the class."""
-        reserved = set(Rule.__dict__)
+        reserved = {*Rule.__dict__, *Rule.__annotations__}
         found: dict[str, Any] = {}
         for base in reversed(cls.__mro__):
             for name, value in vars(base).items():

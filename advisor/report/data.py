@@ -19,25 +19,36 @@ class Input(Struct, kw_only=True):
     """One trace that was read."""
 
     path: str
+    """As it was given; ``-``: standard input."""
     rank: int | None
+    """``null``: neither the file nor its name tells."""
     window: int
+    """Which recording of this rank, in order of time, from 0."""
     windows: int
     """How many windows this rank has; only one is analysed."""
     events_read: int
+    """Events that were kept."""
     events_dropped: dict[str, int]
+    """Reason -> events that were left out."""
     bytes_read: int
+    """Uncompressed size, bytes."""
     truncated: bool
+    """The file ends early: only what comes before is analysed."""
     damage: str | None = None
+    """What the unpacker or the JSON reader complained of."""
 
 
 class Scope(Struct, kw_only=True):
     """What the figures are about."""
 
     rank: int | None
+    """The rank that the figures are of."""
     step_source: str
     """``ProfilerStep``, ``recorder``, ``optimizer`` or ``whole trace``."""
     steps_found: int
+    """Steps in the trace, or in the range that was asked for."""
     steps_used: int
+    """Steps that are measured: whole ones that are no outliers."""
     outliers: list[str]
     """Names of the steps that were set aside."""
     span_ns: int
@@ -45,20 +56,28 @@ class Scope(Struct, kw_only=True):
     step_ns: float
     """Mean duration of the used steps, ns."""
     step_min_ns: int
+    """The shortest used step, ns."""
     step_max_ns: int
+    """The longest used step, ns."""
     step_median_ns: float
+    """Of the used steps, ns."""
     device: int | None
+    """The GPU that is analysed, the one with most work; ``null``: no device work."""
     device_name: str | None
+    """As the trace has it."""
     device_known: bool
     """There is an entry in advisor/hardware: rooflines can be measured."""
     devices_seen: int
+    """GPUs with work in the trace."""
 
 
 class IdleCause(Struct, frozen=True):
     """Idle device time blamed on one cause, a step."""
 
     cause: str
+    """One of ``analysis.gaps.CAUSES``."""
     ns: float
+    """A step, ns."""
     share: float
     """Of the step."""
 
@@ -67,15 +86,21 @@ class TimeShare(Struct, frozen=True):
     """Exclusive device time of one class, a step."""
 
     name: str
+    """``compute``, ``communication``, ``copies``, ``memset`` or ``idle``, each only while none of
+    those before it runs."""
     ns: float
+    """A step, ns."""
     share: float
+    """Of the step."""
 
 
 class Family(Struct, frozen=True):
     """Device time of one kernel family, a step, not exclusive of other streams."""
 
     name: str
+    """One of ``analysis.families.FAMILIES``."""
     ns: float
+    """Durations summed, a step, ns."""
     share: float
     """Of all kernel time."""
     count: float
@@ -86,19 +111,26 @@ class HostShare(Struct, frozen=True):
     """Host time of the main thread, a step."""
 
     name: str
+    """One of ``analysis.host.CLASSES``."""
     ns: float
+    """A step, ns, exclusive."""
     share: float
+    """Of the step."""
 
 
 class RankLine(Struct, kw_only=True):
     """One rank beside the others."""
 
     rank: int
+    """Its number."""
     step_ns: float
+    """Mean duration of its steps, ns."""
     busy_share: float | None
+    """Share of its step during which its GPU works; ``null``: no device work."""
     communication_ns: float | None
     """Exposed, a step."""
     idle_ns: float | None
+    """A step, ns."""
     last_share: float | None = None
     """Share of collectives at which this rank arrives last; ``None``: not measured."""
     caused_wait_ns: float | None = None
@@ -109,37 +141,53 @@ class Ranks(Struct, kw_only=True):
     """The view across ranks."""
 
     lines: list[RankLine]
+    """One entry a rank."""
     aligned: bool
+    """The ranks could be put on one clock."""
     alignment_error_ns: float | None
+    """How well, ns; ``null``: they could not."""
     note: str
+    """How they were aligned, or why not."""
 
 
 class Report(Struct, kw_only=True):
     """Everything a renderer or the dashboard needs. ``to_dict`` has the schema ``SCHEMA``."""
 
     schema: str = SCHEMA
+    """Name and number of this schema."""
     version: str = ""
     """Of advisor."""
     status: Status
+    """``bottlenecks``: something is worth fixing. ``healthy``: nothing is. ``limited``: neither can
+    be said for sure."""
     verdict: str
     """One sentence."""
     inputs: list[Input]
+    """The traces, one a rank."""
     scope: Scope
+    """Which steps of which device the figures are about."""
     time: list[TimeShare] = field(default_factory=list)
     """Adds up to the step. Empty: no device work in the trace."""
     busy_share: float | None = None
+    """Share of the step during which the GPU does anything."""
     communication_ns: float | None = None
     """All communication a step, hidden or not."""
     communication_overlap: float | None = None
+    """Share of communication that runs under compute."""
     idle: list[IdleCause] = field(default_factory=list)
     """Adds up to the idle time."""
     unknown_idle_share: float | None = None
     """Share of the idle time that could not be blamed."""
     host: list[HostShare] = field(default_factory=list)
+    """The main thread's time, largest first."""
     families: list[Family] = field(default_factory=list)
+    """Kernel time by kind, largest first."""
     mfu: float | None = None
+    """FLOPs of the step over its duration and the device's peak, 0 to 1."""
     memory_peak_bytes: int | None = None
+    """Most device memory the allocator reserved."""
     memory_capacity_bytes: int | None = None
+    """Device memory there is."""
     findings: list[Finding] = field(default_factory=list)
     """Ranked, worth time a step; then those folded under them."""
     risks: list[Finding] = field(default_factory=list)
@@ -147,10 +195,13 @@ class Report(Struct, kw_only=True):
     notes: list[Finding] = field(default_factory=list)
     """Informational: not shown right on real traces yet, or worth too little to act on."""
     good: list[Good] = field(default_factory=list)
+    """What the run already does well."""
     not_checked: list[NotMeasured] = field(default_factory=list)
+    """What could not be checked, and what to record to allow it."""
     limits: list[str] = field(default_factory=list)
     """What this trace cannot tell, in a sentence each."""
     ranks: Ranks | None = None
+    """The ranks side by side; ``null``: one rank."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""

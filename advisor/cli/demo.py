@@ -1,0 +1,76 @@
+"""``advisor demo``: the main job on a training run recorded here and now."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from advisor.cli import output as out
+from advisor.cli.analyze import deliver, study
+from advisor.errors import AdvisorError
+
+
+def command(
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="DIR", help="Keep the trace in this folder."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: cuda where there is.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps to record.")] = 8,
+    form: Annotated[out.Format, typer.Option("--format")] = "terminal",
+) -> None:
+    """Record a small CNN's training loop, slow on purpose, and say why it is slow."""
+    if find_spec("torch") is None:
+        raise AdvisorError(
+            "the demo records a training run and needs PyTorch: pip install 'gpu-advisor[record]'"
+        )
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="advisor-demo-")))
+        trace = _record(folder, device, steps)
+        _analyse(trace, form)
+
+
+def _record(folder: Path, device: str | None, steps: int) -> Path:
+    """Record the textbook CNN; the path of the trace."""
+    from advisor.cli.progress import Progress
+    from advisor.sample_workloads import simple_cnn
+
+    device = _usable(device)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with Progress() as shown:
+            shown.say(f"recording {steps} steps of a small CNN on the {device}")
+            return simple_cnn.record(folder / "simple_cnn.json.gz", device=device, steps=steps)
+    except OSError as error:
+        raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None
+
+
+def _usable(device: str | None) -> str:
+    """The device to record on. Raises AdvisorError for one that is not here."""
+    from advisor.sample_workloads import simple_cnn
+
+    best = simple_cnn.default_device()
+    if device not in (None, "cpu", best):
+        raise AdvisorError(f"--device {device}: not usable here; choose cpu or leave it out")
+    return device or best
+
+
+def _analyse(trace: Path, form: out.Format) -> None:
+    from advisor.advice.engine import Options
+    from advisor.cli.progress import Progress
+
+    with Progress() as shown:
+        report = study([str(trace)], Options(), shown)
+    if form == "terminal":
+        out.show(f"$ advisor analyze {trace}\n\n")
+    deliver(report, form)
+    sys.stdout.flush()

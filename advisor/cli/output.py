@@ -1,0 +1,138 @@
+"""Where a report goes: the terminal as wide and colourful as it is, or a file, whole or not."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, TextIO
+
+from advisor.errors import AdvisorError
+
+Format = Literal["terminal", "json", "markdown"]
+
+PIPED_WIDTH, WIDEST = 80, 120
+"""Columns of a report that goes to no terminal; and at most, since longer lines read badly."""
+
+_SUFFIXES: dict[str, Format] = {".json": "json", ".md": "markdown", ".markdown": "markdown"}
+
+_ASCII = str.maketrans(
+    {
+        "█": "#", "▓": "=", "▒": "+", "▚": "%", "░": ".", "╱": "/", "╲": "\\", "┄": "-",
+        "∙": ":", "╳": "x", "─": "-", "│": "|", "µ": "u", "×": "x", "–": "-", "—": "-",
+        "−": "-", "≥": ">=", "≤": "<=", "→": "->", "·": "-", "…": "~", "≈": "~",
+    }
+)  # fmt: skip
+"""What stands in for the characters of a report where the encoding lacks them."""
+
+
+def choose_format(given: Format | None, output: Path | None) -> Format:
+    """``--format``, else what the suffix of ``--output`` says, else the terminal's."""
+    if given is not None:
+        return given
+    return _SUFFIXES.get(output.suffix.lower(), "terminal") if output is not None else "terminal"
+
+
+def colourful(stream: TextIO) -> bool:
+    """Colour is for terminals, and not for those who say they do not want it (no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
+
+
+def columns(stream: TextIO) -> int:
+    """Width of the report on this stream: the terminal's within reason, 80 without one."""
+    if not stream.isatty():
+        return PIPED_WIDTH
+    return max(40, min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, WIDEST))
+
+
+def show(text: str) -> None:
+    """Write to stdout, in whatever encoding it has; a full disk or the like is one line."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise AdvisorError(f"the report cannot be written to stdout: {error.strerror}") from None
+
+
+def check(output: Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse an output that cannot be written or is one of the inputs, before the work is done."""
+    for given in inputs:
+        if str(given) != "-" and _same(Path(given), output):
+            raise AdvisorError(f"--output {output}: that is an input; choose another file")
+    if output.is_dir():
+        raise AdvisorError(f"--output {output}: that is a folder; give a file name")
+    if _special(output):
+        return
+    target = _target(output)
+    if not target.parent.is_dir():
+        raise AdvisorError(f"--output {output}: no folder {target.parent}; create it first")
+    if not os.access(target.parent, os.W_OK):
+        raise AdvisorError(f"--output {output}: no permission to write to {target.parent}")
+
+
+def write(text: str, output: Path, inputs: Iterable[str | Path] = ()) -> None:
+    """Write the file whole or leave what was there: beside it first, then renamed over it.
+
+    ``inputs``: files that were read, which are never written over.
+    """
+    check(output, inputs)
+    try:
+        if _special(output):  # a device or a pipe cannot be replaced, only written to
+            with output.open("w", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            _replace(text, _target(output))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise AdvisorError(f"--output {output}: cannot be written: {error.strerror}") from None
+
+
+def _replace(text: str, target: Path) -> None:
+    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, beside)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _target(output: Path) -> Path:
+    """The file itself: a symbolic link is followed, not replaced."""
+    try:
+        return output.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise AdvisorError(f"--output {output}: cannot be resolved ({error})") from None
+
+
+def _special(output: Path) -> bool:
+    try:
+        mode = output.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode)
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

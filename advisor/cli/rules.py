@@ -1,0 +1,68 @@
+"""``advisor rules``: which rules there are, and what each looks for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from advisor.cli import output as out
+from advisor.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from advisor.model import Rule
+
+app = typer.Typer(help="Which rules there are, and what each looks for.", rich_markup_mode=None)
+
+Folder = Annotated[
+    Path | None, typer.Option("--rules", metavar="DIR", help="More rules: every *.py in it.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def _rules(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        list_rules(None)
+
+
+@app.command("list")
+def list_rules(folder: Folder = None) -> None:
+    """All rules by category, with how far each was validated."""
+    from advisor.advice.registry import read_config
+    from advisor.report import rule_page
+
+    rules = _load(folder)
+    off = {name for name, options in read_config().items() if options.get("enabled") is False}
+    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
+    out.show(rule_page.render_list(rules, disabled=off, width=width, colour=colour))
+
+
+@app.command("show")
+def show(
+    rule_id: Annotated[str, typer.Argument(metavar="ID", help="As 'advisor rules list' has it.")],
+    folder: Folder = None,
+) -> None:
+    """What a rule looks for, why that costs time, its thresholds and how to change them."""
+    from advisor.report import rule_page
+
+    rules = {rule.id: rule for rule in _load(folder)}
+    if rule_id not in rules:
+        raise AdvisorError(f"no rule {rule_id!r}{_suggestion(rule_id, list(rules))}")
+    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
+    out.show(rule_page.render(rules[rule_id], width=width, colour=colour))
+
+
+def _load(folder: Path | None) -> list[Rule]:
+    """Every rule with its built-in thresholds, those that are switched off included."""
+    from advisor.advice.registry import load_rules
+
+    return load_rules(folder, config={})
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else "; see 'advisor rules list'"

@@ -1,0 +1,169 @@
+"""What the figures of a report are about, and those beside the bar: as words, for any renderer."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from advisor.model import Finding, Location
+from advisor.report import text as t
+from advisor.report.data import Report
+
+MOST_NAMES = 6
+
+Line = tuple[str, list[str]]
+"""A label and the parts that follow it."""
+
+
+def scope(report: Report) -> list[Line]:
+    """Which traces, device and steps."""
+    lines = [("trace", _trace(report)), ("device", _device(report)), ("steps", _steps(report))]
+    return [(label, parts) for label, parts in lines if parts]
+
+
+def _trace(report: Report) -> list[str]:
+    shown = next((i for i in report.inputs if i.rank == report.scope.rank), None)
+    if shown is None:
+        return []
+    name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
+    parts = [t.path(name, 60), f"{t.count(shown.events_read)} events"]
+    if shown.truncated:
+        parts.append("truncated")
+    if shown.windows > 1:
+        parts.append(f"window {shown.window} of {shown.windows} (--window)")
+    if len(report.inputs) > 1:
+        parts.append(f"rank {shown.rank}, beside {len(report.inputs) - 1} more")
+    elif shown.rank is not None:
+        parts.append(f"rank {shown.rank}")
+    return parts
+
+
+def _device(report: Report) -> list[str]:
+    scope_ = report.scope
+    if scope_.device is None:
+        return []
+    name = "model not recorded" if scope_.device_name is None else t.clean(scope_.device_name)
+    parts = [f"GPU {scope_.device}: {t.shorten(name, 50)}"]
+    if scope_.devices_seen > 1:
+        parts.append(f"of {scope_.devices_seen} in the trace, the one with most work")
+    return parts
+
+
+def _steps(report: Report) -> list[str]:
+    scope_ = report.scope
+    if scope_.step_source == "whole trace":
+        return [f"none marked: the whole recording, {t.time(scope_.span_ns)}"]
+    source = t.clean(scope_.step_source)
+    used = f"{scope_.steps_used} of {scope_.steps_found}"
+    mean = f"{t.time(scope_.step_ns)} a step"
+    if scope_.steps_used == 1:
+        parts = [f"{used} {source}", mean]
+    else:
+        spread = t.between(scope_.step_min_ns, scope_.step_max_ns)
+        parts = [f"{used} {source}", f"{mean} on average", spread]
+    if scope_.outliers:
+        parts.append(f"outliers set aside: {names(scope_.outliers)}")
+    return parts
+
+
+def figures(report: Report) -> list[Line]:
+    """The figures beside the bar."""
+    lines: list[Line] = []
+    if report.time:
+        busy = [f"busy {t.percent(report.busy_share)}"]
+        if report.communication_ns is not None:
+            hidden = t.percent(report.communication_overlap)
+            busy.append(f"communication {t.time(report.communication_ns)}, {hidden} hidden")
+        busy += [f"MFU {t.percent(report.mfu)}", f"memory peak {_memory(report)}"]
+        lines.append(("GPU", busy))
+    if report.families:
+        lines.append(("kernels", _families(report)))
+    if report.host and report.time:
+        host = [f"{t.cause_label(part.name)} {t.percent(part.share)}" for part in report.host]
+        lines.append(("host", host[:MOST_NAMES]))
+    return lines
+
+
+def _families(report: Report) -> list[str]:
+    parts = sorted(report.families, key=lambda family: -family.ns)
+    shown = [f"{t.clean(f.name)} {t.percent(f.share)}" for f in parts[:MOST_NAMES]]
+    unit = t.loop_unit(report.scope.step_source)
+    total = sum(family.count for family in report.families)
+    return [*shown, f"{t.count(round(total))} kernels a {unit}"]
+
+
+def _memory(report: Report) -> str:
+    peak, capacity = report.memory_peak_bytes, report.memory_capacity_bytes
+    if peak is None or capacity is None:
+        return t.memory(peak)
+    return f"{t.memory(peak)} of {t.memory(capacity)}"
+
+
+def names(items: list[str], most: int = 4) -> str:
+    """``a, b, c and 12 more``."""
+    shown = ", ".join(t.shorten(t.clean(item), 30) for item in items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def ranked(report: Report) -> list[Finding]:
+    """The findings that count, the most valuable first."""
+    return [finding for finding in report.findings if finding.folded_under is None]
+
+
+def places(finding: Finding, most: int = 3) -> list[Location]:
+    """Where it is, worst first, places of the same name once."""
+    found: dict[tuple[str, ...], Location] = {}
+    for location in finding.where:
+        found.setdefault(tuple(t.place_names(location)), location)
+    return list(found.values())[:most]
+
+
+def folded(report: Report, finding: Finding) -> list[Finding]:
+    """Symptoms and alternatives that a finding already covers."""
+    return [other for other in report.findings if other.folded_under == finding.rule]
+
+
+def more(finding: Finding) -> str | None:
+    """What a finding adds once those before it are fixed, where that is less than on its own."""
+    own = finding.worth.gain_ns if finding.worth is not None else None
+    left = finding.rank_gain_ns
+    if own is None or left is None or finding.rank == 1 or left >= 0.95 * own:
+        return None
+    return f"{t.time(left)} of it once those above are fixed"
+
+
+def doubts(finding: Finding) -> list[str]:
+    """Why a finding may be wrong: what lowered its confidence, what it takes for granted."""
+    found = [*finding.confidence_notes]
+    if finding.assumptions:
+        found.append(f"assumes: {'; '.join(finding.assumptions)}")
+    if finding.falsified_by:
+        found.append(f"wrong if you see: {finding.falsified_by}")
+    return [t.clean(doubt) for doubt in found]
+
+
+def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
+    """How to name a folded finding: (``or``, …) for an alternative, (``also``, …) for a symptom."""
+    alternative = bool(finding.alternatives) and finding.alternatives == other.alternatives
+    title = t.clean(other.title)
+    return ("or", title) if alternative else ("also", f"{title}: {t.gain(other)} by itself")
+
+
+def abstentions(report: Report) -> list[tuple[str, str]]:
+    """What could not be checked: (what, why and what to record)."""
+    found = []
+    for item in report.not_checked:
+        why = t.clean(item.why).rstrip(".")
+        record = f". Record with {t.clean(item.record)}" if item.record else ""
+        found.append((t.clean(item.what), f"{why}{record}."))
+    return found
+
+
+def definitions(report: Report) -> list[str]:
+    """What the figures mean, as far as this report has such figures."""
+    found = []
+    if report.findings and any(
+        f.worth is not None and f.worth.method.startswith("upper bound") for f in report.findings
+    ):
+        found.append("'Up to' is the time during which nothing but the cause keeps the GPU or "
+                     "the step waiting: a fix cannot gain more.")  # fmt: skip
+    return found

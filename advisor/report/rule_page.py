@@ -1,0 +1,212 @@
+"""What a rule says about itself: its docstring, thresholds with their sources, how it was tested.
+
+Read by ``advisor rules`` and by the generator of the reference in docs/rules.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+from typing import Any, NamedTuple
+
+from advisor.model import Rule
+from advisor.report import text as t
+from advisor.report.page import Page
+
+CATEGORIES = {
+    "input": "Input pipeline",
+    "host": "Host and launches",
+    "sync": "Synchronisation",
+    "transfer": "Transfers",
+    "kernel": "Kernels",
+    "memory": "Memory",
+    "optimizer": "Optimizer",
+    "compile": "Compilation and CUDA graphs",
+    "distributed": "Distributed",
+    "hardware": "Hardware",
+    "inference": "Inference",
+}
+VALIDATION = {
+    "real traces": "seen right on public real traces",
+    "recordings": "seen right on recordings of the bundled workloads",
+    "synthetic": "only on synthetic examples, so its findings stay notes",
+}
+
+
+class Threshold(NamedTuple):
+    """One option of a rule: name, built-in value, and what its comment says about it."""
+
+    name: str
+    value: Any
+    comment: str
+
+
+class RulePage(NamedTuple):
+    """A rule's documentation, taken apart."""
+
+    id: str
+    title: str
+    category: str
+    paragraphs: list[str]
+    """Of the class docstring."""
+    thresholds: list[Threshold]
+    validated: str
+    validated_on: str
+    references: tuple[str, ...]
+    fires_on: list[str]
+    """Names of the examples that must produce a finding."""
+    silent_on: list[str]
+    """Names of the traps that must not."""
+
+
+def describe(rule: Rule) -> RulePage:
+    """Take a rule's documentation from its class."""
+    cls = type(rule)
+    comments = _comments(cls)
+    doc = inspect.cleandoc(cls.__doc__ or "")
+    return RulePage(
+        id=cls.id,
+        title=cls.title,
+        category=str(cls.category),
+        paragraphs=[part for part in doc.split("\n\n") if part.strip()],
+        thresholds=[
+            Threshold(name, value, comments.get(name, "")) for name, value in cls.options().items()
+        ],
+        validated=str(cls.validated),
+        validated_on=cls.validated_on,
+        references=cls.references,
+        fires_on=list(cls.fires_on()),
+        silent_on=list(cls.silent_on()),
+    )
+
+
+def _comments(cls: type[Rule]) -> dict[str, str]:
+    """Class attribute -> the comment on its line, or those on the lines just above it."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not issubclass(base, Rule) or base is Rule:
+            continue
+        try:
+            source = textwrap.dedent(inspect.getsource(base))
+            tree = ast.parse(source)
+        except (OSError, TypeError, SyntaxError):  # defined where no source is kept
+            continue
+        remarks = _remarks(source)
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for node in body:
+            targets = node.targets if isinstance(node, ast.Assign) else (
+                [node.target] if isinstance(node, ast.AnnAssign) else [])  # fmt: skip
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    found[target.id] = _remark(remarks, node.lineno, node.end_lineno or node.lineno)
+    return found
+
+
+def _remarks(source: str) -> dict[int, tuple[str, bool]]:
+    """Line -> (comment, whether the line holds nothing else)."""
+    found = {}
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row = token.start[0]
+            text = token.string.lstrip("# ").rstrip()
+            alone = lines[row - 1].lstrip().startswith("#")
+            if not text.startswith(("fmt:", "type:", "noqa")):
+                found[row] = (text, alone)
+    return found
+
+
+def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
+    inside = [remarks[row][0] for row in range(first, last + 1) if row in remarks]
+    above = []
+    row = first - 1
+    while row in remarks and remarks[row][1]:
+        above.append(remarks[row][0])
+        row -= 1
+    return " ".join([*reversed(above), *inside])
+
+
+def override(page: RulePage) -> str:
+    """The lines of pyproject.toml that change a threshold, or switch the rule off."""
+    lines = [f"[tool.advisor.rules.{page.id}]"]
+    lines += [f"{item.name} = {toml(item.value)}" for item in page.thresholds[:1]]
+    return "\n".join([*lines, "enabled = false  # to switch it off"])
+
+
+def toml(value: Any) -> str:
+    """A value as pyproject.toml writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else f'"{value}"'
+
+
+def render(rule: Rule, *, width: int = 80, colour: bool = False) -> str:
+    """A rule's page for the terminal."""
+    about = describe(rule)
+    page = Page(width, colour=colour)
+    page.wrapped((t.clean(about.title), "bold"))
+    category = CATEGORIES.get(about.category, about.category)
+    page.wrapped(f"{about.id} · {category}", style="dim")
+    page.section("Why it matters")
+    for number, paragraph in enumerate(about.paragraphs):
+        if number:
+            page.blank()
+        _paragraph(page, paragraph)
+    if about.thresholds:
+        page.section("Thresholds")
+        for item in about.thresholds:
+            page.wrapped((f"{item.name} = {toml(item.value)}", "bold"), indent=2)
+            if item.comment:
+                page.wrapped(t.clean(item.comment), indent=6, style="dim")
+    page.section("How it was tested")
+    page.field("on", VALIDATION.get(about.validated, about.validated), indent=2)
+    page.field("seen", about.validated_on, indent=2)
+    page.field("fires", "; ".join(about.fires_on), indent=2)
+    page.field("silent", "; ".join(about.silent_on), indent=2)
+    page.section("Change it", "in pyproject.toml")
+    page.code("", override(about), indent=0)
+    if about.references:
+        page.section("References")
+        for reference in about.references:
+            page.wrapped(t.clean(reference), indent=2)
+    return page.getvalue()
+
+
+def _paragraph(page: Page, paragraph: str) -> None:
+    """Prose is wrapped anew; lists and indented lines keep their line breaks."""
+    lines = paragraph.split("\n")
+    if any(line.startswith((" ", "- ", "* ")) for line in lines):
+        for line in lines:
+            page.wrapped(t.clean(line.strip()), indent=2 + len(line) - len(line.lstrip()))
+    else:
+        page.wrapped(t.clean(" ".join(lines)), indent=2)
+
+
+def render_list(
+    rules: list[Rule], *, disabled: set[str], width: int = 80, colour: bool = False
+) -> str:
+    """All rules by category."""
+    page = Page(width, colour=colour)
+    known = list(CATEGORIES)
+    by_category: dict[str, list[Rule]] = {}
+    for rule in rules:
+        by_category.setdefault(str(rule.category), []).append(rule)
+    order = sorted(by_category, key=lambda c: known.index(c) if c in known else len(known))
+    longest = max((len(rule.id) for rule in rules), default=0)
+    for category in order:
+        page.section(CATEGORIES.get(category, category))
+        for rule in sorted(by_category[category], key=lambda rule: rule.id):
+            remark = "switched off" if rule.id in disabled else (
+                "note only" if rule.validated == "synthetic" else "")  # fmt: skip
+            title = f"{t.clean(rule.title)}{f' ({remark})' if remark else ''}"
+            page.wrapped(title, first=f"  {rule.id:<{longest}}  ", indent=longest + 4)
+    page.blank()
+    page.wrapped(
+        f"{len(rules)} rules; 'advisor rules show ID' says what one looks for and how to "
+        "change its thresholds. Note only: not yet seen right on a real recording, so its "
+        "findings are not ranked."
+    )
+    return page.getvalue().lstrip("\n")

@@ -1,0 +1,59 @@
+"""Traces on disk and a command line to run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from advisor import cli
+from advisor.testing import TraceBuilder
+
+
+class Done(NamedTuple):
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def advisor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Done]:
+    """``advisor("analyze", path)``: the command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Done:
+        capsys.readouterr()
+        code = cli.run([str(argument) for argument in arguments])
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def slow_trace(tmp_path: Path) -> Path:
+    """Four steps of 11 ms, of which the device waits 10 ms for a data loader without workers."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            b.loader_wait(10_000, workers=0)
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", 900)
+            b.sync()
+    return b.write(tmp_path / "slow.json")
+
+
+@pytest.fixture
+def busy_trace(tmp_path: Path) -> Path:
+    """Four steps during which the device works all the time."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+            b.launch("ampere_bf16_s16816gemm_bf16_128x128", 20_000, blocks=1080)
+            b.sync()
+    return b.write(tmp_path / "busy.json")

@@ -1,0 +1,301 @@
+"""``advisor analyze``: its exit codes, its one-line errors, where its report goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from advisor.cli.analyze import is_hit, parse_size, parse_steps
+from advisor.errors import AdvisorError
+from advisor.model import Finding
+from advisor.report import Report
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def one_line(err: str) -> str:
+    """The line of an error, which must be the only one."""
+    assert err.startswith("advisor: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err.strip()
+
+
+def test_a_report_goes_to_stdout_and_nothing_to_stderr(advisor: Run, slow_trace: Path) -> None:
+    code, out, err = advisor("analyze", slow_trace)
+    assert (code, err) == (0, "")
+    assert "NVIDIA A100-SXM4-80GB" in out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_json_is_a_report(advisor: Run, slow_trace: Path) -> None:
+    code, out, err = advisor("analyze", slow_trace, "--format", "json")
+    assert (code, err) == (0, "")
+    report = Report.from_json(out)
+    assert report.scope.steps_found == 4
+    assert report.inputs[0].path == str(slow_trace)
+
+
+def test_markdown_has_headings_and_a_table(advisor: Run, slow_trace: Path) -> None:
+    code, out, _ = advisor("analyze", slow_trace, "--format", "markdown")
+    assert code == 0
+    assert "### Where the step's time goes" in out
+    assert "| idle |" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("r.json", "{"), ("r.md", "**"), ("r.txt", "GPU"), ("r", "GPU")]
+)
+def test_the_format_follows_the_suffix_of_the_output(
+    advisor: Run, slow_trace: Path, tmp_path: Path, name: str, start: str
+) -> None:
+    code, out, err = advisor("analyze", slow_trace, "--output", tmp_path / name)
+    assert (code, out, err) == (0, "", "")
+    assert (tmp_path / name).read_text().startswith(start)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "slow.json"])
+
+
+def test_a_named_format_wins_over_the_suffix(
+    advisor: Run, slow_trace: Path, tmp_path: Path
+) -> None:
+    advisor("analyze", slow_trace, "-o", tmp_path / "r.txt", "--format", "json")
+    assert json.loads((tmp_path / "r.txt").read_text())["schema"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "no such file"),
+        (b"", "empty"),
+        (b"hello, world", ""),
+        (b'{"a": 1}', ""),
+        (b'{"traceEvents": []}', "no events"),
+    ],
+    ids=["missing", "empty", "not JSON", "no traceEvents", "no events"],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    advisor: Run, tmp_path: Path, content: bytes | None, complaint: str
+) -> None:
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_bytes(content)
+    code, out, err = advisor("analyze", path)
+    assert (code, out) == (2, "")
+    line = one_line(err)
+    assert "trace.json" in line
+    assert complaint in line
+
+
+def test_a_folder_without_traces_is_one_line(advisor: Run, tmp_path: Path) -> None:
+    code, _, err = advisor("analyze", tmp_path)
+    assert code == 2
+    assert "without traces" in one_line(err)
+
+
+def test_an_escape_sequence_in_a_file_name_is_not_obeyed(advisor: Run, tmp_path: Path) -> None:
+    code, _, err = advisor("analyze", tmp_path / "\x1b[31mred\nline\x07.json")
+    assert code == 2
+    assert "\x1b" not in one_line(err)
+    assert "\x07" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["analyze"],
+        ["analyze", "x", "--nonsense"],
+        ["analyze", "x", "--format", "pdf"],
+        ["analyze", "x", "--rank", "first"],
+        ["analyze", "x", "--rank", "-1"],
+        ["analyze", "x", "--top", "-1"],
+        ["analyze", "x", "--fail-on", "info"],
+        ["analyze", "x", "--steps", "3"],
+        ["analyze", "x", "--steps", "5:3"],
+        ["analyze", "x", "--steps", "a:b"],
+        ["analyze", "x", "--max-size", "huge"],
+        ["analyze", "x", "--max-size", "0"],
+        ["nonsense"],
+        ["--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_misuse_is_one_line_and_exit_code_2(advisor: Run, arguments: list[str]) -> None:
+    code, out, err = advisor(*arguments)
+    assert (code, out) == (2, "")
+    one_line(err)
+
+
+def test_steps_outside_the_trace_are_one_line(advisor: Run, slow_trace: Path) -> None:
+    code, out, err = advisor("analyze", slow_trace, "--steps", "10:12")
+    assert (code, out) == (2, "")
+    assert "10:12" in one_line(err) or "--steps" in err
+
+
+def test_steps_choose_what_is_measured(advisor: Run, slow_trace: Path) -> None:
+    _, out, _ = advisor("analyze", slow_trace, "--steps", "1:3", "--format", "json")
+    assert Report.from_json(out).scope.steps_used == 2
+
+
+def test_a_rank_that_is_not_there_is_one_line(advisor: Run, slow_trace: Path) -> None:
+    code, _, err = advisor("analyze", slow_trace, "--rank", "7")
+    assert code == 2
+    assert "rank 7" in one_line(err)
+
+
+def test_a_window_that_is_not_there_is_one_line(advisor: Run, slow_trace: Path) -> None:
+    code, _, err = advisor("analyze", slow_trace, "--window", "7")
+    assert code == 2
+    assert "window 7" in one_line(err)
+
+
+def test_a_trace_over_the_size_limit_is_one_line_that_names_the_option(
+    advisor: Run, slow_trace: Path
+) -> None:
+    code, _, err = advisor("analyze", slow_trace, "--max-size", "1k")
+    assert code == 2
+    assert "--max-size" in one_line(err)
+
+
+def test_a_folder_of_rules_that_is_not_there_is_one_line(advisor: Run, slow_trace: Path) -> None:
+    code, _, err = advisor("analyze", slow_trace, "--rules", "/nowhere")
+    assert code == 2
+    assert "/nowhere" in one_line(err)
+
+
+def test_fail_on_a_slow_trace_is_exit_code_1_and_the_report_is_still_shown(
+    advisor: Run, slow_trace: Path
+) -> None:
+    _, out, _ = advisor("analyze", slow_trace, "--format", "json")
+    severities = {finding.severity for finding in Report.from_json(out).findings}
+    code, shown, err = advisor("analyze", slow_trace, "--fail-on", "warning")
+    assert code == (1 if severities & {"warning", "critical"} else 0)
+    assert (shown != "", err) == (True, "")
+
+
+def test_fail_on_a_healthy_trace_is_exit_code_0(advisor: Run, busy_trace: Path) -> None:
+    code, _, _ = advisor("analyze", busy_trace, "--fail-on", "warning")
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("severity", "warning", "critical"),
+    [("info", False, False), ("warning", True, False), ("critical", True, True)],
+)
+def test_fail_on_counts_causes_and_risks_but_no_symptoms_and_no_notes(
+    advisor: Run, busy_trace: Path, severity: str, warning: bool, critical: bool
+) -> None:
+    def found(**changes: object) -> Finding:
+        given = {"rule": "r", "title": "t", "summary": "s", "fix": "f", "severity": severity}
+        return Finding(**given, **changes)  # type: ignore[arg-type]
+
+    report = Report.from_json(advisor("analyze", busy_trace, "--format", "json")[1])
+    for findings, risks in (([found()], []), ([], [found()])):
+        report.findings, report.risks = findings, risks
+        assert is_hit(report, "warning") is warning
+        assert is_hit(report, "critical") is critical
+    report.findings, report.risks, report.notes = [found(folded_under="x")], [], [found()]
+    assert not is_hit(report, "warning")
+
+
+# -- where the report goes ----------------------------------------------------------------------
+
+
+def test_an_input_is_never_written_over(advisor: Run, slow_trace: Path, tmp_path: Path) -> None:
+    before = slow_trace.read_bytes()
+    (tmp_path / "link.json").symlink_to(slow_trace)
+    for output in (slow_trace, tmp_path / "link.json", tmp_path / "." / "slow.json"):
+        code, _, err = advisor("analyze", slow_trace, "--output", output)
+        assert code == 2
+        assert "input" in one_line(err)
+    code, _, err = advisor("analyze", tmp_path, "--output", slow_trace)
+    assert code == 2
+    assert "input" in one_line(err)
+    assert slow_trace.read_bytes() == before
+
+
+@pytest.mark.parametrize("output", ["no/such/folder/r.json", "."])
+def test_an_output_that_cannot_be_is_one_line(advisor: Run, slow_trace: Path, output: str) -> None:
+    code, out, err = advisor("analyze", slow_trace, "--output", output)
+    assert (code, out) == (2, "")
+    assert "--output" in one_line(err)
+
+
+def test_a_failed_write_leaves_what_was_there(
+    advisor: Run, slow_trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out" / "report.json"
+    output.parent.mkdir()
+    output.write_text("the last one")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = advisor("analyze", slow_trace, "--output", output)
+    assert code == 2
+    assert "No space left" in one_line(err)
+    assert output.read_text() == "the last one"
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_bad_input_leaves_the_last_report_alone(advisor: Run, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    output.write_text("the last one")
+    assert advisor("analyze", tmp_path / "missing.json", "--output", output)[0] == 2
+    assert output.read_text() == "the last one"
+
+
+def test_a_report_replaces_the_last_one_through_a_link_and_keeps_its_mode(
+    advisor: Run, slow_trace: Path, tmp_path: Path
+) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.txt"
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    assert advisor("analyze", slow_trace, "-o", link, "--format", "json")[0] == 0
+    assert link.is_symlink()
+    assert Report.from_json(real.read_text())
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+
+
+def test_a_device_is_written_to_not_replaced(advisor: Run, slow_trace: Path) -> None:
+    assert advisor("analyze", slow_trace, "--output", os.devnull)[0] == 0
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)  # noqa: PTH116
+
+
+# -- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "range_"),
+    [(None, None), ("2:8", (2, 8)), ("2:", (2, None)), (":8", (None, 8)), (":", (None, None))],
+)
+def test_a_range_of_steps(text: str | None, range_: object) -> None:
+    assert parse_steps(text) == range_
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (None, None),
+        ("1000", 1000),
+        ("16G", 16_000_000_000),
+        ("500mb", 500_000_000),
+        ("1.5G", 1_500_000_000),
+        ("2 T", 2_000_000_000_000),
+    ],
+)
+def test_a_size(text: str | None, size: int | None) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1X", "G", "1e9", "nan", "9" * 40])
+def test_nonsense_is_no_size(text: str) -> None:
+    with pytest.raises(AdvisorError, match="--max-size"):
+        parse_size(text)

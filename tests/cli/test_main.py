@@ -1,0 +1,188 @@
+"""The command as a whole: version, help, streams, signals."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import advisor as package
+from advisor import cli
+from advisor.cli import output as out
+from advisor.cli import progress as progress_module
+from advisor.cli.progress import Progress
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_version(advisor: Run) -> None:
+    assert advisor("--version") == (0, f"advisor {package.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_the_help_names_the_commands(advisor: Run, arguments: list[str]) -> None:
+    code, shown, err = advisor(*arguments)
+    assert (code, err) == (0, "")
+    for command in ("analyze", "demo", "rules"):
+        assert command in shown
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from advisor import cli\n"
+        "cli.run(['--help'])\n"
+        "heavy = {'polars', 'torch', 'dash', 'scalene', 'numpy'}\n"
+        "loaded = heavy & {name.split('.')[0] for name in sys.modules}\n"
+        "sys.exit(', '.join(loaded) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "advisor", "--version"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"advisor {package.__version__}\n"
+
+
+def test_colour_is_for_terminals_and_for_those_who_want_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert out.colourful(Terminal())
+    assert not out.colourful(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not out.colourful(Terminal())
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not out.colourful(Terminal())
+
+
+@pytest.mark.parametrize(("columns", "width"), [("20", 40), ("80", 80), ("97", 97), ("300", 120)])
+def test_the_report_is_as_wide_as_the_terminal_within_reason(
+    monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert out.columns(Terminal()) == width
+    assert out.columns(io.StringIO()) == 80
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_stream_without_unicode_gets_a_bar_it_can_show(
+    advisor: Run, slow_trace: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.run(["analyze", str(slow_trace)]) == 0
+    stream.flush()
+    shown = buffer.getvalue().decode(encoding)
+    assert "####" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+class Broken(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def fileno(self) -> int:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def test_a_reader_that_goes_away_is_no_error(
+    advisor: Run, slow_trace: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "stdout", Broken())
+    assert cli.run(["analyze", str(slow_trace)]) == cli.BROKEN_PIPE
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_behind_stdout_is_one_line(
+    advisor: Run, slow_trace: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    stream = io.StringIO()
+
+    def full(_: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    stream.write = full  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.run(["analyze", str(slow_trace)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_interrupt_is_exit_code_130_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "advisor", "analyze", "-"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(b'{"traceEvents": [')  # and then it waits for more
+        process.stdin.flush()
+        time.sleep(3)  # past the imports, which are interrupted anyhow
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+        assert process.returncode == 130
+
+
+# -- progress -----------------------------------------------------------------------------------
+
+
+def test_no_progress_where_nobody_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_module, "PATIENCE", 0.0)
+    with Progress() as shown:
+        shown.say("reading")
+        time.sleep(0.3)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_waits_a_second_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress() as shown:
+        shown.say("reading")
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr(progress_module, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress_module, "PAUSE", 0.01)
+    with Progress() as shown:
+        shown.reading("/somewhere/\x1b[31mtrace.json", 120_000_000)
+        time.sleep(0.2)
+    written = terminal.getvalue()
+    assert "trace.json: 120 MB" in written
+    assert "\x1b[31m" not in written
+    assert written.endswith("\r\x1b[K")
+
+
+def test_no_progress_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert not Progress(enabled=False).enabled

@@ -1,0 +1,102 @@
+"""``advisor rules``: what there is, and what each is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from advisor.advice.registry import load_rules
+
+Run = Callable[..., tuple[int, str, str]]
+
+RULE = '''
+from advisor.model import Good, Rule
+
+
+class Mine(Rule):
+    """Looks at nothing at all, which costs nothing.
+
+    A second paragraph.
+    """
+
+    id = "mine"
+    title = "A rule of my own"
+    category = "host"
+
+    # on top: from a book
+    first = 3
+    second = 0.5  # share of the step; from a paper
+
+    def check(self, a):
+        yield Good(text="my rule ran")
+
+    @staticmethod
+    def fires_on():
+        return {"this": None}
+
+    @staticmethod
+    def silent_on():
+        return {"that": None}
+'''
+
+
+def test_the_list_has_every_rule_and_fits(advisor: Run) -> None:
+    code, shown, err = advisor("rules", "list")
+    assert (code, err) == (0, "")
+    ids = [rule.id for rule in load_rules(config={})]
+    assert "exposed-communication" in ids
+    assert [name for name in ids if f"  {name} " not in shown] == []
+    assert max(map(len, shown.splitlines())) <= 80
+    assert advisor("rules") == (code, shown, err)
+
+
+def test_every_rule_can_be_shown(advisor: Run) -> None:
+    for rule in load_rules(config={}):
+        code, shown, err = advisor("rules", "show", rule.id)
+        assert (code, err) == (0, "")
+        assert rule.title in " ".join(shown.split())
+        assert "Why it matters" in shown
+        assert f"[tool.advisor.rules.{rule.id}]" in shown
+        assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_rule_is_shown_with_its_thresholds_and_where_they_come_from(
+    advisor: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "mine.py").write_text(RULE)
+    code, shown, _ = advisor("rules", "show", "mine", "--rules", tmp_path / "rules")
+    assert code == 0
+    for part in (
+        "Looks at nothing at all",
+        "A second paragraph.",
+        "first = 3\n      on top: from a book",
+        "second = 0.5\n      share of the step; from a paper",
+        "only on synthetic examples",
+        "fires   this",
+        "silent  that",
+    ):
+        assert part in shown, part
+
+
+def test_a_rule_of_the_users_own_is_run(advisor: Run, tmp_path: Path, slow_trace: Path) -> None:
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "mine.py").write_text(RULE)
+    code, shown, _ = advisor("analyze", slow_trace, "--rules", tmp_path / "rules")
+    assert code == 0
+    assert "my rule ran" in shown
+
+
+def test_a_rule_that_is_switched_off_is_marked(advisor: Run, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.advisor.rules.exposed-communication]\nenabled = false\n"
+    )
+    _, shown, _ = advisor("rules")
+    assert "switched off" in shown
+
+
+def test_a_name_that_is_nearly_right_gets_a_suggestion(advisor: Run) -> None:
+    code, out, err = advisor("rules", "show", "exposed-comunication")
+    assert (code, out) == (2, "")
+    assert "did you mean exposed-communication" in err
+    assert advisor("rules", "show", "zzz")[2].count("\n") == 1

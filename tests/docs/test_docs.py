@@ -1,0 +1,48 @@
+"""The generated pages are current, and what the docs name exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_generated_pages_are_current() -> None:
+    wanted = generator().pages()
+    stale = [
+        str(path.relative_to(ROOT))
+        for path, text in wanted.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    left = [str(p) for p in (ROOT / "docs" / "rules").glob("*.md") if p not in wanted]
+    assert (stale, left) == ([], []), "run 'make docs'"
+
+
+def test_every_field_of_the_report_has_a_meaning() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", generator().schema_text(), re.MULTILINE)
+    assert len(rows) > 80
+    assert [name for name, meaning in rows if not meaning.strip()] == []
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    links = [
+        (page, target)
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if "://" not in target
+    ]
+    broken = [f"{p.relative_to(ROOT)}: {to}" for p, to in links if not (p.parent / to).exists()]
+    assert broken == []

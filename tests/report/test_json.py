@@ -1,0 +1,62 @@
+"""The JSON: versioned, whole, read back as it was, and nothing a terminal obeys in it."""
+
+from __future__ import annotations
+
+import json as standard
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from advisor.errors import AdvisorError
+from advisor.report import Report, json
+from advisor.report.data import SCHEMA, Ranks
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_a_report_reads_back_as_it_was(
+    report: Callable[..., Report], ranks: Callable[..., Ranks]
+) -> None:
+    full = report(12, ranks=ranks(3))
+    assert Report.from_json(json.render(full)) == full
+
+
+def test_a_report_with_hostile_names_reads_back_as_it_was(
+    report: Callable[..., Report], hostile: str
+) -> None:
+    name = hostile.encode("utf-8", "replace").decode()
+    full = report(2, name)
+    text = json.render(full)
+    assert Report.from_json(text) == full
+    assert standard.loads(text) == full.to_dict()
+    assert all(char == "\n" or 32 <= ord(char) < 127 or ord(char) > 0x9F for char in text)
+
+
+def test_another_schema_is_refused(report: Callable[..., Report]) -> None:
+    text = json.render(report()).replace(SCHEMA, "advisor.report/999")
+    with pytest.raises(AdvisorError, match=r"advisor\.report/999"):
+        Report.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "nonsense", '{"schema": 1}'])
+def test_what_is_no_report_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(AdvisorError, match="not a report"):
+        Report.from_json(text)
+
+
+def test_every_field_in_the_json_is_in_the_documentation(
+    report: Callable[..., Report], ranks: Callable[..., Ranks]
+) -> None:
+    documented = (DOCS / "report-schema.md").read_text(encoding="utf-8")
+
+    def names(value: object) -> set[str]:
+        if isinstance(value, dict):
+            found = set() if "negative duration" in value else set(value)
+            return found.union(*map(names, value.values()))
+        return set().union(*map(names, value)) if isinstance(value, list) else set()
+
+    full = standard.loads(json.render(report(2, ranks=ranks(2))))
+    assert len(names(full)) > 80
+    assert [name for name in sorted(names(full)) if f"| `{name}` |" not in documented] == []
+    assert SCHEMA in documented

@@ -1,0 +1,217 @@
+"""The terminal report: fits, reads top down, shows no name as anything but text."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+import pytest
+from rich.cells import cell_len
+
+from advisor.model import Finding, Location, Worth
+from advisor.report import terminal
+from advisor.report.data import Ranks, Report
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+Make = Callable[..., Report]
+
+
+def widest(text: str) -> int:
+    return max(cell_len(ANSI.sub("", line)) for line in text.split("\n"))
+
+
+def section(text: str, title: str) -> str:
+    """What stands under a heading."""
+    start = text.index(f"\n{title}")
+    end = re.compile(r"^\S.* ─{3,}$", re.MULTILINE).search(text, start + len(title) + 81)
+    return text[start : end.start() if end else len(text)]
+
+
+@pytest.mark.parametrize("findings", [0, 1, 12])
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("colour", [False, True])
+def test_every_line_fits(report: Make, ranks: Callable[..., Ranks], findings: int, width: int,
+                         colour: bool) -> None:  # fmt: skip
+    shown = terminal.render(report(findings, ranks=ranks(3)), width=width, colour=colour)
+    assert widest(shown) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_hostile_names_fit_and_stay_names(report: Make, hostile: str, width: int) -> None:
+    full = report(2, hostile)
+    full.notes = full.findings[1:]
+    full.risks = full.findings[:1]
+    plain = terminal.render(full, width=width)
+    assert widest(plain) <= width
+    for char in plain.replace("\n", ""):
+        assert unicodedata.category(char) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    coloured = terminal.render(full, width=width, colour=True)
+    assert ANSI.sub("", coloured) == plain
+    assert "\x1b" not in ANSI.sub("", coloured)
+
+
+def test_markup_in_a_name_is_shown_not_obeyed(report: Make) -> None:
+    name = "[bold red]hot[/bold red] :fire:"
+    shown = terminal.render(report(1, name), colour=True)
+    assert name in ANSI.sub("", shown)
+
+
+def test_colour_is_off_unless_asked_for(report: Make) -> None:
+    assert "\x1b" not in terminal.render(report(3))
+    assert "\x1b" in terminal.render(report(3), colour=True)
+
+
+def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: Make) -> None:
+    shown = terminal.render(report(2))
+    order = [
+        "GPU busy 82%",
+        "NVIDIA A100",
+        "Where the step's time goes",
+        "What to change",
+        "What is good",
+        "Not checked",
+        "Limits of this trace",
+    ]
+    places = [shown.index(part) for part in order]
+    assert places == sorted(places)
+    assert places[0] == 0
+
+
+def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> None:
+    shown = section(terminal.render(report(1)), "What to change")
+    for part in (
+        "up to 40.0 ms a step, 10%",
+        "20.0 to 40.0 ms",
+        "confidence 80%",
+        "/home/me/project/train.py:42 in train_step",
+        "aten::item",
+        "share of the step 10% (limit 5%, XProf)",
+        "bandwidth not measured",
+        "Do the other thing",
+        "│ step(quick=True)",
+        "Profile again",
+        "only 2 step(s) measured",
+    ):
+        assert part in shown, part
+
+
+def test_the_index_takes_each_gain_from_what_the_ones_above_left(report: Make) -> None:
+    # By hand: 400 - 40 = 360; 20 alone, 10 after the first: 350; 13.33 / 2 = 6.67: 343.3.
+    shown = section(terminal.render(report(3)), "What to change")
+    lefts = re.findall(r"^ [123]  .* ([\d.]+) ms$", shown, re.MULTILINE)
+    assert lefts == ["360.0", "350.0", "343.3"]
+
+
+def test_code_that_does_not_fit_beside_its_name_moves_left_before_it_is_folded(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    line = "x" * 70
+    shown = terminal.render(report(1, findings=[finding(1, code=f"a = 1\n{line}")]))
+    assert f"\n    │ a = 1\n    │ {line}\n" in shown
+    shown = terminal.render(report(1, findings=[finding(1, code="y" * 90)]))
+    assert "y" * 90 in "".join(re.findall(r"│ +(y+)$", shown, re.MULTILINE))
+
+
+def test_a_place_is_shown_once(report: Make, finding: Callable[..., Finding]) -> None:
+    one = finding(1)
+    one.where = [*one.where, *one.where, Location(op="aten::other")]
+    shown = terminal.render(report(1, findings=[one]))
+    assert shown.count("/home/me/project/train.py") == 1
+    assert "aten::other" in shown
+
+
+def test_one_finding_needs_no_index(report: Make) -> None:
+    assert "step then" not in terminal.render(report(1))
+    assert "step then" in terminal.render(report(2))
+
+
+def test_top_hides_details_says_so_and_keeps_the_index(report: Make) -> None:
+    shown = section(terminal.render(report(12), top=3), "What to change")
+    assert shown.count("    fix ") == 3
+    assert "9 more in detail: --top 12" in shown
+    assert all(f"\n{number:>2}  Finding number {number} " in shown for number in range(1, 13))
+
+
+def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    cause = finding(1)
+    symptom = finding(2, title="The symptom", rank=None, folded_under="rule-1")
+    rival = finding(3, title="The alternative", rank=None, folded_under="rule-1")
+    cause.alternatives = rival.alternatives = "fuse"
+    shown = section(terminal.render(report(1, findings=[cause, symptom, rival])), "What to change")
+    assert re.search(r"^    also +The symptom: up to 20.0 ms", shown, re.MULTILINE)
+    assert re.search(r"^    or +The alternative", shown, re.MULTILINE)
+    assert shown.count("    fix ") == 1
+
+
+def test_a_healthy_run_shows_no_empty_sections(report: Make) -> None:
+    healthy = report(0, verdict="Healthy: nothing stands out.", not_checked=[], limits=[])
+    shown = terminal.render(healthy)
+    assert shown.startswith("Healthy")
+    for title in ("What to change", "Not checked", "Limits", "Notes", "Ranks", "'Up to'"):
+        assert title not in shown
+
+
+def test_without_device_work_the_bar_is_the_hosts(report: Make) -> None:
+    cpu_only = report(0, time=[], idle=[], families=[], busy_share=None, mfu=None)
+    cpu_only.scope.device = cpu_only.scope.device_name = None
+    shown = terminal.render(cpu_only)
+    assert "on the host's main thread" in shown
+    assert "dispatching ops" in shown
+    assert "GPU 0" not in shown
+    assert "MFU" not in shown
+
+
+def test_without_host_events_nothing_is_said_of_the_host(report: Make) -> None:
+    shown = terminal.render(report(0, host=[], idle=[]))
+    assert "on the GPU" in shown
+    assert "  host " not in shown
+
+
+def test_what_was_not_measured_is_not_shown_as_zero(report: Make) -> None:
+    shown = terminal.render(report(0, mfu=None, memory_peak_bytes=None))
+    assert "MFU not measured" in shown
+    assert "memory peak not measured" in shown
+
+
+def test_a_truncated_trace_says_so_at_the_top(report: Make) -> None:
+    cut = report(1)
+    cut.inputs[0].truncated = True
+    assert "truncated" in terminal.render(cut).split("Where the step")[0]
+
+
+def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:
+    whole = report(1)
+    whole.scope.step_source = "whole trace"
+    shown = terminal.render(whole)
+    assert "Where the recording's time goes" in shown
+    assert "up to 40.0 ms of the recording, 10%" in shown
+
+
+def test_ranks_stand_side_by_side_and_a_missing_value_is_a_dash(
+    report: Make, ranks: Callable[..., Ranks]
+) -> None:
+    shown = section(terminal.render(report(1, ranks=ranks(2))), "Ranks")
+    assert re.search(r"^ +1 +401.0 ms +80% +20.0 ms +70.0 ms +5% +1.0 ms$", shown, re.MULTILINE)
+    shown = section(terminal.render(report(1, ranks=ranks(2, aligned=False))), "Ranks")
+    assert re.search(r"^ +1 +401.0 ms( +–){5}$", shown, re.MULTILINE)
+    assert "Skew is not measured" in shown
+
+
+def test_of_many_ranks_those_that_hold_up_the_others_are_shown(
+    report: Make, ranks: Callable[..., Ranks]
+) -> None:
+    shown = section(terminal.render(report(1, ranks=ranks(64))), "Ranks")
+    numbers = [int(n) for n in re.findall(r"^ +(\d+) +\d+\.\d ms", shown, re.MULTILINE)]
+    assert numbers == list(range(48, 64))
+    assert "48 more ranks" in shown
+
+
+def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., Finding]) -> None:
+    worth = Worth(currency="risk", reason="97% of the memory is taken")
+    risk = finding(1, title="Near capacity", worth=worth, rank=None)
+    shown = terminal.render(report(1, risks=[risk]))
+    assert "risk: 97% of the memory is taken" in section(shown, "Memory and risks")
+    assert "Near capacity" not in section(shown, "What to change")

@@ -1,0 +1,117 @@
+"""Numbers have units, missing is not zero, names are harmless."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor.model import Evidence, Finding, Worth
+from advisor.report import text as t
+
+
+@pytest.mark.parametrize(
+    ("ns", "shown"),
+    [
+        (None, "not measured"),
+        (0, "0 ms"),
+        (7, "7 ns"),
+        (1_234, "1.2 µs"),
+        (12_340, "12 µs"),
+        (999_600, "1.0 ms"),
+        (87_900_000, "87.9 ms"),
+        (999_940_000, "999.9 ms"),
+        (1_223_000_000, "1,223 ms"),
+        (12_300_000_000, "12.3 s"),
+    ],
+)
+def test_a_duration_has_the_unit_it_is_read_best_in(ns: float | None, shown: str) -> None:
+    assert t.time(ns) == shown
+
+
+@given(st.floats(min_value=10, max_value=1e13, allow_nan=False))
+def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
+    number, unit = t.time(ns).replace(",", "").split(" ")
+    scale = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}[unit]
+    assert float(number) * scale == pytest.approx(ns, rel=0.06)
+
+
+def test_a_column_of_durations_has_one_unit() -> None:
+    assert t.times([300e6, 1.5e6, 20e3]) == ["300.0 ms", "1.5 ms", "0.0 ms"]
+    assert t.times([20e3, 900.0]) == ["20.0 µs", "0.9 µs"]
+    assert t.times([]) == []
+
+
+def test_a_range_says_its_unit_once() -> None:
+    assert t.between(390e6, 412e6) == "390.0 to 412.0 ms"
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(None, "not measured"), (0.0, "0%"), (0.0004, "<1%"), (0.19, "19%"), (1.0, "100%")],
+)
+def test_a_share_that_rounds_to_nothing_is_not_shown_as_nothing(
+    share: float | None, shown: str
+) -> None:
+    assert t.percent(share) == shown
+
+
+def test_evidence_shows_value_unit_limit_and_where_the_limit_comes_from() -> None:
+    item = Evidence("wait", 0.19, "share", 0.05, "XProf")
+    assert t.evidence(item) == "wait 19% (limit 5%, XProf)"
+    assert t.evidence(Evidence("wait", None, "ns")) == "wait not measured"
+    assert t.evidence(Evidence("rate", 12.34, "GB/s")) == "rate 12.3 GB/s"
+    assert t.evidence(Evidence("peak", 3 << 30, "bytes")) == "peak 3.0 GiB"
+    assert t.evidence(Evidence("speed", 2.5e13, "FLOP/s")) == "speed 25 TFLOP/s"
+    assert t.evidence(Evidence("kernels", 1234, "count")) == "kernels 1,234"
+    assert t.evidence(Evidence("kinds", "a; b")) == "kinds a; b"
+
+
+def test_a_gain_says_its_currency() -> None:
+    def shown(**worth: object) -> str:
+        finding = Finding(rule="r", title="t", summary="s", fix="f")
+        finding.worth = Worth(**worth)  # type: ignore[arg-type]
+        return t.gain(finding)
+
+    bound = "upper bound (exposed time)"
+    assert shown(currency="step_time", gain_ns=4_000_000, share=0.1, method=bound) == (
+        "up to 4.0 ms a step, 10%"
+    )
+    assert shown(currency="step_time", gain_ns=4_000_000, method="replay") == "4.0 ms a step"
+    assert shown(currency="run_time", gain_ns=20_000_000_000) == "20.0 s over the run"
+    assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2.0 GiB"
+    assert shown(currency="risk", reason="may run out of memory") == "risk: may run out of memory"
+    assert shown(currency="unpriced", reason="no edit") == "not priced: no edit"
+
+
+@given(st.text())
+def test_clean_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
+    for shown in (t.clean(text), t.clean(text, lines=True).replace("\n", "")):
+        assert not any(unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for c in shown)
+        shown.encode()
+
+
+@given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126)))
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert t.clean(text) == text
+
+
+@given(st.text(), st.integers(min_value=0, max_value=80))
+def test_shortened_text_fits(text: str, width: int) -> None:
+    assert len(t.shorten(text, width)) <= width
+    assert len(t.kernel(text, width)) <= width
+    assert len(t.path(text, max(1, width))) <= max(1, width)
+
+
+def test_a_long_kernel_name_keeps_its_head_and_its_tail() -> None:
+    name = f"void at::native::kernel<{'float, ' * 40}8>(int, float*)"
+    short = t.kernel(name, 40)
+    assert short.startswith("at::native::kernel<")
+    assert short.endswith(", 8>")
+    assert len(short) == 40
+
+
+def test_a_long_path_keeps_its_end() -> None:
+    assert t.path("/home/somebody/a/long/way/project/train.py", 20) == "…ay/project/train.py"

@@ -107,7 +107,7 @@ def _show(result: dict[str, Any], file: Any) -> None:
     print(f"                {'':>10}      explained, {replay['steps']} of {replay['of_steps']} "
           "steps replayed", file=file)  # fmt: skip
     for part in replay["hard"]:
-        print(f"                {'':>10}      {part['name']}: {part['count']}, "
+        print(f"                {'':>10}      {part['name']}: {part['cases']}, "
               f"{part['explained']:.0%} explained", file=file)  # fmt: skip
     if result["edits"]:
         print(file=file)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.whatif.device import DeviceWork, device_work, stream_edges
 from advisor.analysis.names import matches
+from advisor.whatif.device import DeviceWork, device_work, stream_edges
 from advisor.whatif.edits import HAND_BATCH_NS
 from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 from advisor.whatif.handover import find_handovers
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.trace import Trace
 
-MAX_NODES = 60_000
+MAX_NODES = 30_000
 """Nodes that one replay may have: about 15 ms. Longer recordings are represented by a run of
 consecutive steps in their middle."""
 
@@ -60,8 +60,8 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     cpu_ts = trace.cpu["ts"].to_numpy()
     cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
     cpu_thread = trace.cpu["thread"].to_numpy()
-    for rows, kind in ((launching, Node.LAUNCH), (waiting, Node.WAIT), (loading, Node.LOADER)):
-        points.add(cpu_thread[rows], cpu_ts[rows], kind, rows)
+    for rows, what in ((launching, Node.LAUNCH), (waiting, Node.WAIT), (loading, Node.LOADER)):
+        points.add(cpu_thread[rows], cpu_ts[rows], what, rows)
     points.add(cpu_thread[waiting], cpu_end[waiting], Node.RELEASED, waiting)
     points.add(cpu_thread[loading], cpu_end[loading], Node.LOADED, loading)
     main = trace.main_thread
@@ -138,7 +138,7 @@ class _Edges:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._parts: list[tuple[Array, Array, Array, Array, Array]] = []
+        self._parts: list[tuple[Array, ...]] = []
 
     def add(
         self, src: Array, dst: Array, weight: Array | float, kind: Edge, *, from_start: bool = False
@@ -161,7 +161,7 @@ class _Edges:
     def drop_program(self, nodes: Array) -> None:
         """Forget the program edges into these nodes: something else decides when they come."""
         self._parts = [
-            tuple(c[~((p[3] == Edge.PROGRAM) & np.isin(p[1], nodes))] for c in p)  # type: ignore[misc]
+            tuple(c[~((p[3] == Edge.PROGRAM) & np.isin(p[1], nodes))] for c in p)
             for p in self._parts
         ]
 
@@ -239,9 +239,7 @@ def _handover(edges: _Edges, graph: Graph, found: object, start: int) -> None:
     edges.drop_program(woken)
     for (src, dst), real in zip(pairs_of, forward, strict=True):
         pairs = np.unique(np.stack([src[real], dst[real]]), axis=1)
-        edges.add(
-            pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], Edge.HANDOVER
-        )
+        edges.add(pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], Edge.HANDOVER)
     graph.hard["thread hand-overs"] = np.unique(woken)
 
 

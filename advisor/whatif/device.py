@@ -62,13 +62,10 @@ def device_work(trace: Trace, start: int, end: int, facts: dict[str, float]) -> 
     gpu = trace.gpu.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     launch = gpu["launch"].fill_null(-1).to_numpy()
     ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
-    if trace.cpu.height:
-        launch_ts = np.where(launch >= 0, trace.cpu["ts"].to_numpy()[launch], np.iinfo(np.int64).min)
-    else:
-        launch_ts = np.full(len(ts), np.iinfo(np.int64).min)
-    inside = np.where(
-        launch_ts >= start, launch_ts < end, (ts + dur > start) & (ts < end)
-    )
+    launch_ts = np.full(len(ts), np.iinfo(np.int64).min)
+    known = launch >= 0
+    launch_ts[known] = trace.cpu["ts"].to_numpy()[launch[known]]
+    inside = np.where(launch_ts >= start, launch_ts < end, (ts + dur > start) & (ts < end))
     gpu = gpu.filter(pl.Series(inside))
     row = gpu["row"].to_numpy()
     launch, launch_ts = launch[row], launch_ts[row]
@@ -114,7 +111,8 @@ def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list
         src=pl.col("src").cast(pl.String).fill_null(""),
         kind=pl.col("kind").cast(pl.String),
     )
-    keys = labels.select(pl.concat_str(pl.col("*").fill_null("?"), separator=" ").alias("key"))["key"]
+    joined = pl.concat_str(pl.col("*").fill_null("?"), separator=" ").alias("key")
+    keys = labels.select(joined)["key"]
     names = keys.unique(maintain_order=True).to_list()
     index = {name: number for number, name in enumerate(names)}
     codes = np.array([index[key] for key in keys.to_list()], dtype=np.int64)
@@ -213,9 +211,7 @@ def stream_edges(
     )
     allowed = np.maximum(
         np.where(work.launch >= 0, work.launch_ts + np.maximum(latency, 0.0), -np.inf),
-        np.where(
-            work.previous >= 0, (work.ts + work.dur)[work.previous] + gap, -np.inf
-        ),
+        np.where(work.previous >= 0, (work.ts + work.dur)[work.previous] + gap, -np.inf),
     )
     _cross(trace, graph, edges, work, node, allowed, facts)
 
@@ -361,9 +357,7 @@ def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Arr
     for target, low, high in zip(late.tolist(), since.tolist(), upto.tolist(), strict=True):
         # a loop over late starts only: each has a handful of candidates
         if len(calls) and work.launch[target] >= 0:
-            first, last = np.searchsorted(
-                calls, [launched_before[target], work.launch_ts[target]]
-            )
+            first, last = np.searchsorted(calls, [launched_before[target], work.launch_ts[target]])
             if first == last:
                 continue
         for place in range(high - 1, max(low, high - 64) - 1, -1):
@@ -391,7 +385,7 @@ def _implied_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
     thread = trace.cpu["thread"].to_numpy()[work.launch[launched]]
     order = launched[np.lexsort((launched, work.launch_ts[launched], thread))]
     owner = trace.cpu["thread"].to_numpy()[work.launch[order]].astype(np.int64)
-    span = int(max(work.launch_ts[order].max(), calls["ts"].max())) + 2  # type: ignore[arg-type]
+    span = int(max(work.launch_ts[order].max(), int(calls["ts"].to_numpy().max()))) + 2
     key = owner * span + work.launch_ts[order]
     wanted = calls["thread"].to_numpy().astype(np.int64) * span + calls["ts"].to_numpy()
     place = np.unique(np.searchsorted(key, wanted))

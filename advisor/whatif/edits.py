@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
-    from advisor.model import Edit
+    from advisor.model import Edit, Select
 
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
@@ -22,11 +22,89 @@ HAND_BATCH_NS = 200_000.0
 """Taking over a batch that a loader worker has ready."""
 
 
-class Patch:
-    """Mutable copies of a graph's numbers; each edit changes them in place, so edits compose."""
+class Selected:
+    """What selectors pick out of a graph, each looked up once however often it is replayed."""
 
     def __init__(self, a: Analysis, graph: Graph) -> None:
         self.a = a
+        self.graph = graph
+        self._known: dict[tuple[str, Select], Any] = {}
+
+    def _once(self, what: str, select: Select, find: Callable[[Select], Any]) -> Any:
+        key = (what, select)
+        if key not in self._known:
+            self._known[key] = find(select)
+        return self._known[key]
+
+    def work(self, select: Select) -> Array:
+        """Device nodes."""
+        found: Array = self._once("work", select, self._find_work)
+        return found
+
+    def _find_work(self, select: Select) -> Array:
+        device = self.graph.device
+        return device[selected_gpu(self.a, select)[self.graph.row[device]]]
+
+    def rows(self, select: Select) -> Array:
+        """Aligned with ``trace.cpu``, and one more at the end: False."""
+        found: Array = self._once(
+            "rows", select, lambda s: np.append(selected_host(self.a, s), False)
+        )
+        return found
+
+    def waits(self, select: Select) -> Array:
+        """Ends of blocking calls and of waits for the loader."""
+        done = np.flatnonzero(np.isin(self.graph.kind, [Node.RELEASED, Node.LOADED]))
+        return done[self.rows(select)[self.graph.row[done]]]
+
+    def held(self, select: Select) -> dict[int, Intervals]:
+        """Host time by thread, ns from the window's start: of host events, or of idle gaps (what
+        the launching thread did meanwhile)."""
+        found: dict[int, Intervals] = self._once("held", select, self._find_held)
+        return found
+
+    def _find_held(self, select: Select) -> dict[int, Intervals]:
+        if select.on == "gap":
+            rows = np.flatnonzero(selected_gaps(self.a, select))
+            table, thread = self.a.gaps, self.a.gaps["thread"].fill_null(-1).to_numpy()[rows]
+        else:
+            rows = np.flatnonzero(self.rows(select)[:-1])
+            table, thread = self.a.trace.cpu, self.a.trace.cpu["thread"].to_numpy()[rows]
+        return self.by_thread(thread, table["ts"].to_numpy()[rows], table["dur"].to_numpy()[rows])
+
+    def by_thread(self, thread: Array, ts: Array, dur: Array) -> dict[int, Intervals]:
+        """Intervals of each thread, ns from the window's start, inside the window."""
+        start = ts - self.graph.origin
+        inside = (start + dur > 0) & (start < float(self.graph.time.max()))
+        thread, start, dur = thread[inside], start[inside], dur[inside]
+        return {
+            int(t): union(start[thread == t], (start + dur)[thread == t]) for t in np.unique(thread)
+        }
+
+    def before_launches(self, nodes: Array) -> dict[int, Intervals]:
+        """Host time from the point before each launch of the work to the end of its call."""
+        graph = self.graph
+        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & np.isin(graph.dst, nodes))
+        points = np.unique(graph.src[launch])
+        points = points[points > 0]
+        program = np.flatnonzero((graph.edge == Edge.PROGRAM) & np.isin(graph.dst, points))
+        program = program[graph.src[program] > 0]
+        begin = graph.time[graph.src[program]]
+        point = graph.dst[program]
+        end = graph.time[point] + self.a.trace.cpu["dur"].to_numpy()[graph.row[point]]
+        return {
+            int(t): union(begin[graph.lane[point] == t], end[graph.lane[point] == t])
+            for t in np.unique(graph.lane[point])
+        }
+
+
+class Patch:
+    """Mutable copies of a graph's numbers; each edit changes them in place, so edits compose."""
+
+    def __init__(self, selected: Selected) -> None:
+        graph = selected.graph
+        self.selected = selected
+        self.a = selected.a
         self.graph = graph
         self.weight = graph.weight.copy()
         self.dur = graph.dur.copy()
@@ -48,7 +126,7 @@ class Patch:
         """How many events of the replayed steps an edit selects."""
         graph = self.graph
         if edit.select.on == "gpu":
-            return len(self._work(edit))
+            return len(self.selected.work(edit.select))
         first, last = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
         if edit.select.on == "gap":
             ts = self.a.gaps["ts"].to_numpy()[selected_gaps(self.a, edit.select)]
@@ -60,29 +138,28 @@ class Patch:
 
     def _remove(self, edit: Edit, factor: float | None) -> None:
         if edit.select.on == "gpu":
-            self._drop_work(self._work(edit))
-        elif edit.select.on == "host":
-            self._shrink_host(self._host_time(edit), 0.0)
-            self._let_go(self._waits(edit))
+            self._drop_work(self.selected.work(edit.select))
         else:
-            self._shrink_host(self._gap_time(edit), 0.0)
+            self._shrink_host(self.selected.held(edit.select), 0.0)
+            if edit.select.on == "host":
+                self._let_go(self.selected.waits(edit.select))
 
     def _scale(self, edit: Edit, factor: float | None) -> None:
         factor = 1.0 if factor is None else factor
         if edit.select.on == "gpu":
-            self.dur[self._work(edit)] *= factor
+            self.dur[self.selected.work(edit.select)] *= factor
         else:
-            held = self._host_time(edit) if edit.select.on == "host" else self._gap_time(edit)
+            held = self.selected.held(edit.select)
             self._shrink_host(held, factor)
 
     def _asynchronous(self, edit: Edit, factor: float | None) -> None:
-        self._let_go(self._waits(edit))
+        self._let_go(self.selected.waits(edit.select))
 
     def _spread(self, edit: Edit, factor: float | None) -> None:
         """Loader work moves to ``workers`` processes: batches come at their rate instead."""
         workers = max(1, edit.workers or 1)
         graph = self.graph
-        chosen = self._rows(edit)
+        chosen = self.selected.rows(edit.select)
         loaded = np.flatnonzero(graph.kind == Node.LOADED)
         loaded = loaded[chosen[graph.row[loaded]]]
         into = np.isin(graph.dst, loaded)
@@ -101,7 +178,7 @@ class Patch:
         for the same work of the step before."""
         graph = self.graph
         moved = np.zeros(len(graph), dtype=bool)
-        moved[self._work(edit)] = True
+        moved[self.selected.work(edit.select)] = True
         device = graph.device
         order = device[np.argsort(graph.lane[device], kind="stable")]
         same_lane = np.append(False, graph.lane[order][1:] == graph.lane[order][:-1])
@@ -132,7 +209,7 @@ class Patch:
         launches and operators of all but the first go."""
         graph = self.graph
         chosen = np.zeros(len(graph), dtype=bool)
-        chosen[self._work(edit)] = True
+        chosen[self.selected.work(edit.select)] = True
         device = graph.device
         order = device[np.argsort(graph.lane[device], kind="stable")]
         mine = chosen[order]
@@ -151,68 +228,13 @@ class Patch:
     def _drop_launch(self, edit: Edit, factor: float | None) -> None:
         """Host time around launches goes, but for what a graph's node costs."""
         cost = GRAPH_LAUNCH_NS if edit.host_ns is None else float(edit.host_ns)
-        if edit.select.on == "gap":
-            held = self._gap_time(edit)
-        elif edit.select.on == "host":
-            held = self._host_time(edit)
+        if edit.select.on != "gpu":
+            held = self.selected.held(edit.select)
         else:
-            held = self._before_launches(self._work(edit))
+            held = self.selected.before_launches(self.selected.work(edit.select))
         self._shrink_host(held, 0.0, floor=cost)
         for thread, time in held.items():
             self._shorten_launches(thread, time)
-
-    # -- what is selected -------------------------------------------------------------------
-
-    def _work(self, edit: Edit) -> Array:
-        device = self.graph.device
-        return device[selected_gpu(self.a, edit.select)[self.graph.row[device]]]
-
-    def _rows(self, edit: Edit) -> Array:
-        """Aligned with ``trace.cpu`` (one more row at the end: False)."""
-        return np.append(selected_host(self.a, edit.select), False)
-
-    def _waits(self, edit: Edit) -> Array:
-        """Ends of selected blocking calls."""
-        done = np.flatnonzero(np.isin(self.graph.kind, [Node.RELEASED, Node.LOADED]))
-        return done[self._rows(edit)[self.graph.row[done]]]
-
-    def _host_time(self, edit: Edit) -> dict[int, Intervals]:
-        cpu = self.a.trace.cpu
-        rows = np.flatnonzero(selected_host(self.a, edit.select))
-        return self._by_thread(
-            cpu["thread"].to_numpy()[rows], cpu["ts"].to_numpy()[rows], cpu["dur"].to_numpy()[rows]
-        )
-
-    def _gap_time(self, edit: Edit) -> dict[int, Intervals]:
-        gaps = self.a.gaps
-        rows = np.flatnonzero(selected_gaps(self.a, edit.select))
-        return self._by_thread(
-            gaps["thread"].fill_null(-1).to_numpy()[rows],
-            gaps["ts"].to_numpy()[rows],
-            gaps["dur"].to_numpy()[rows],
-        )
-
-    def _by_thread(self, thread: Array, ts: Array, dur: Array) -> dict[int, Intervals]:
-        ts = ts - self.graph.origin
-        return {
-            int(t): union(ts[thread == t], (ts + dur)[thread == t]) for t in np.unique(thread)
-        }
-
-    def _before_launches(self, nodes: Array) -> dict[int, Intervals]:
-        """Host time from the point before each launch of the work to the end of its call."""
-        graph = self.graph
-        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & np.isin(graph.dst, nodes))
-        points = np.unique(graph.src[launch])
-        points = points[points > 0]
-        program = np.flatnonzero((graph.edge == Edge.PROGRAM) & np.isin(graph.dst, points))
-        program = program[graph.src[program] > 0]
-        begin = graph.time[graph.src[program]]
-        point = graph.dst[program]
-        end = graph.time[point] + self.a.trace.cpu["dur"].to_numpy()[graph.row[point]]
-        return {
-            int(t): union(begin[graph.lane[point] == t], end[graph.lane[point] == t])
-            for t in np.unique(graph.lane[point])
-        }
 
     # -- changes ----------------------------------------------------------------------------
 
@@ -257,7 +279,7 @@ class Patch:
             rows = rows[~np.isin(rows, kept[~np.isnan(kept.astype(float))])]
         cpu = self.a.trace.cpu
         self._shrink_host(
-            self._by_thread(
+            self.selected.by_thread(
                 cpu["thread"].to_numpy()[rows],
                 cpu["ts"].to_numpy()[rows],
                 cpu["dur"].to_numpy()[rows],

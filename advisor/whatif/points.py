@@ -62,7 +62,7 @@ class Points:
 
 def launches(trace: Trace, start: int, end: int) -> Array:
     """Rows of ``trace.cpu``: calls in [start, end) that put work on a device."""
-    rows = trace.gpu["launch"].drop_nulls().unique().sort().to_numpy()
+    rows: Array = trace.gpu["launch"].drop_nulls().unique().sort().to_numpy()
     ts = trace.cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]
 
@@ -82,7 +82,7 @@ def waits(trace: Trace, start: int, end: int) -> Array:
     launch = copies["launch"].to_numpy()
     call_end = (cpu["ts"] + cpu["dur"]).to_numpy()[launch]
     held = call_end >= (copies["ts"] + copies["dur"]).to_numpy() - 2_000
-    rows = np.unique(np.concatenate([named, launch[held]]))
+    rows: Array = np.unique(np.concatenate([named, launch[held]]))
     ts = cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from advisor.whatif.build import build
 from advisor.whatif.critical import composition
-from advisor.whatif.edits import Patch
+from advisor.whatif.edits import Patch, Selected
 from advisor.whatif.graph import Array, Edge, Graph
 from advisor.whatif.replay import Outcome, Plan, completions
 
@@ -30,7 +30,7 @@ class HardPart(NamedTuple):
     """How well one of the hard parts of the model is reproduced, given all else as measured."""
 
     name: str
-    count: int
+    cases: int
     explained: float
     """Share within 5 µs."""
     error_ns: float
@@ -71,6 +71,10 @@ class WhatIf:
         return Plan(self.graph)
 
     @cached_property
+    def _selected(self) -> Selected:
+        return Selected(self.a, self.graph)
+
+    @cached_property
     def base(self) -> Outcome:
         """The replay without edits."""
         return self.plan.outcome()
@@ -82,7 +86,7 @@ class WhatIf:
 
     def outcome(self, edits: Sequence[Edit], assumption: str = "") -> Outcome:
         """Replay with edits applied."""
-        patch = Patch(self.a, self.graph).apply(edits, assumption)
+        patch = Patch(self._selected).apply(edits, assumption)
         return self.plan.outcome(patch.weight, patch.dur, patch.src)
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
@@ -105,8 +109,8 @@ class WhatIf:
         return min(gains) - error, max(gains) + error
 
     def _without_profiler(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
-        before = Patch(self.a, self.graph).apply(given)
-        after = Patch(self.a, self.graph).apply([*given, *edits])
+        before = Patch(self._selected).apply(given)
+        after = Patch(self._selected).apply([*given, *edits])
         share = self._real_share
         plain, fixed = (
             self.plan.outcome(p.weight * share, p.dur, p.src).period for p in (before, after)
@@ -137,11 +141,11 @@ class WhatIf:
 
     def selected(self, edit: Edit) -> int:
         """How many events an edit selects in the replayed steps."""
-        return Patch(self.a, self.graph).count(edit)
+        return Patch(self._selected).count(edit)
 
     def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """What the critical path consists of with edits applied, ns a step, largest first."""
-        patch = Patch(self.a, self.graph).apply(edits)
+        patch = Patch(self._selected).apply(edits)
         time = self.plan.run(patch.weight, patch.dur, patch.src)
         parts = composition(
             self.graph, time, patch.weight, patch.dur, patch.src, self.a.kernels["communication"]

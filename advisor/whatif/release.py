@@ -124,7 +124,12 @@ def _told_streams(trace: Trace, work: DeviceWork, row: Array) -> dict[int, Array
 
 
 def _queue_edges(
-    trace: Trace, graph: Graph, edges: _Edges, work: DeviceWork, node: Array, facts: dict[str, float]
+    trace: Trace,
+    graph: Graph,
+    edges: _Edges,
+    work: DeviceWork,
+    node: Array,
+    facts: dict[str, float],
 ) -> None:
     """A launch that finds the queue full returns when the work a queue's length ahead starts.
 

@@ -1,0 +1,305 @@
+"""fp32 matrix work that tensor cores could do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.rules.kernel import facts
+from advisor.testing import TraceBuilder
+
+FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
+"""cuBLAS, cuDNN and CUTLASS spell single-precision CUDA-core kernels so, for matrices whose op
+has no recorded types (compiled regions, CUDA graphs)."""
+
+
+class Fp32Matmul(Rule):
+    """Matrix multiplications or convolutions in full fp32 run on the CUDA cores although the GPU
+    has tensor cores for them: an A100 multiplies eight times faster in TF32 than in fp32.
+
+    A kernel counts when its inputs are fp32 (the op's recorded types, else the kernel's own name)
+    AND the kernel is not a tensor-core kernel; neither alone is enough. Name lists of tensor-core
+    kernels go stale: TensorBoard's misses ``nvjet`` (all matrix time of a B200 trace) and
+    ``wmma_tensorop`` and then advises mixed precision to runs that are in bf16 already.
+
+    From compute capability 8.0 the cure is TF32, one line; on Volta and Turing, which have no
+    TF32, it is mixed precision in fp16. Where TF32 kernels of the same kind run in the window, the
+    switch is on already and the rest is there because of its shapes: that is not this rule's
+    business. PyTorch turns TF32 on for convolutions and off for matrix products by default, so the
+    two are judged apart.
+
+    The new duration of a kernel is its fp32 duration times the ratio of the peaks, derated; where
+    its FLOPs and bytes are known, it cannot be shorter than memory bandwidth allows, so the small
+    batches of an inference server, which are bound by reading weights, gain nothing.
+    """
+
+    id = "fp32-matmul"
+    title = "Matrix work in fp32 does not use the tensor cores"
+    category = "kernel"
+    validated = "real traces"
+    validated_on = (
+        "V100 training (all matrix products are volta_sgemm: fires); A100 and two-rank training "
+        "(TF32 is on: silent); B200 and H100 in bf16 (silent)"
+    )
+    references = (
+        "https://pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
+        "https://pytorch.org/docs/stable/amp.html",
+    )
+
+    min_share = 0.05  # of kernel time; below it another rule's finding is always worth more
+    min_busy = facts.MIN_BUSY  # share of the step the device is busy; see facts.MIN_BUSY
+    derating = 0.6  # of the ratio of peaks that real shapes reach
+    best_derating = 0.86  # PyTorch's CUDA notes: 10240^3 on an A100 in 0.11 s, with TF32 0.016 s
+    worst_derating = 0.25  # twice as fast on an A100: the low end of what users report
+    # Where shapes are not known: the matrix products of one recommender model take 35 ms a step on
+    # a V100 in fp32 and 14 ms on an A100 in TF32 (public traces); bandwidth explains a part of it.
+    blind_derating = 0.25
+    best_blind_derating = 0.6
+    worst_blind_derating = 0.16
+    reachable_bandwidth = 0.9  # of the peak; Nsight Compute calls a kernel memory-bound from 80 %
+    praise_share = 0.9  # of matrix time on tensor cores, from which it is worth saying
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of fp32 matrix kernels on CUDA cores as a share of all kernel time."""
+        if a.device_id is None:
+            return
+        matrix = facts.compute_rows(a) & facts.of_family(a, "gemm", "convolution")
+        total = facts.duration(a, facts.kernel_rows(a))
+        matrix_ns = facts.duration(a, matrix)
+        if not matrix_ns or matrix_ns < self.min_share * total:
+            return
+        on_tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
+        off_tensor = (~a.kernels["tensor_core"].fill_null(True)).to_numpy()
+        off_tensor &= a.kernels["eligible"].fill_null(True).to_numpy()  # no vectors, no helpers
+        fp32 = self._fp32(a)
+        slow = np.zeros(len(matrix), dtype=bool)
+        for family in ("gemm", "convolution"):
+            kind = matrix & facts.of_family(a, family)
+            if not (kind & fp32 & on_tensor).any():  # else TF32 is on and shapes decide
+                slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
+        share = facts.duration(a, slow) / total
+        if share < self.min_share:
+            used = facts.duration(a, matrix & on_tensor) / matrix_ns
+            if used >= self.praise_share:
+                cores = "matrix cores" if a.trace.meta.vendor == "amd" else "tensor cores"
+                yield Good(text=f"{used:.0%} of matrix and convolution time runs on {cores}")
+            return
+        if facts.busy_share(a) < self.min_busy:
+            return  # faster kernels would only wait longer
+        compute = a.device.compute if a.device is not None else None
+        if compute is None:
+            yield NotMeasured(
+                what="whether fp32 matrix products could use tensor cores",
+                why="the trace does not say which GPU it is from",
+                record="a profiler that writes deviceProperties (any recent PyTorch)",
+            )
+            return
+        if compute < (7, 0) or a.trace.meta.vendor == "amd":
+            return  # no tensor cores; AMD's matrix cores take fp32 as it is
+        yield self._finding(a, slow, share, compute)
+
+    def _fp32(self, a: Analysis) -> facts.Mask:
+        """Rows whose inputs are fp32: by the op's types, else by the kernel's name."""
+        dtype = a.kernels["dtype"]
+        told: facts.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
+        named: facts.Mask = matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
+        unknown: facts.Mask = dtype.is_null().to_numpy()
+        return told | (unknown & named)
+
+    def _bandwidth_bound(self, a: Analysis) -> facts.Mask:
+        """Kernels that could not be a tenth faster: their bytes take as long as they do."""
+        found = np.zeros(a.trace.gpu.height, dtype=bool)
+        if a.hardware is not None:
+            least = self._least(a, np.arange(a.trace.gpu.height))
+            found = least > 0.9 * a.trace.gpu["dur"].to_numpy()
+        return found
+
+    def _least(self, a: Analysis, at: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What rows of ``trace.gpu`` need for their bytes alone, ns; 0 where that is not known."""
+        moved = a.kernels["moved"].gather(at).cast(pl.Float64).fill_null(0.0).to_numpy()
+        if a.hardware is None:
+            return np.zeros(len(at))
+        return moved / (a.hardware.bandwidth * self.reachable_bandwidth) * 1e9
+
+    def _finding(
+        self, a: Analysis, slow: facts.Mask, share: float, compute: tuple[int, int]
+    ) -> Finding:
+        modern = compute >= (8, 0)
+        target = "tf32" if modern else "fp16"
+        peaks = self._peaks(a, target)
+        families = [f for f in ("gemm", "convolution") if (slow & facts.of_family(a, f)).any()]
+        rows = facts.compute_rows(a) & facts.of_family(a, *families)
+        saved = [
+            self._saved(a, slow, peaks, derating, blind)
+            for derating, blind in (
+                (self.derating, self.blind_derating),
+                (self.best_derating, self.best_blind_derating),
+                (self.worst_derating, self.worst_blind_derating),
+            )
+        ]
+        middle, low, high = (facts.diluted(a, rows, ns) for ns in saved)
+        ratio = f"{peaks[1] / peaks[0]:.0f}x" if peaks else "several times"
+        what = " and ".join(
+            {"gemm": "matrix products", "convolution": "convolutions"}[f] for f in families
+        )
+        known = bool(a.kernels["flops"].is_not_null().to_numpy()[slow].mean() >= 0.5)
+        return Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{share:.0%} of kernel time goes into {what} in fp32 on the CUDA cores; the "
+                f"tensor cores of this GPU are {ratio} faster in {target.upper()}."
+            ),
+            evidence=[
+                Evidence("fp32 matrix time, share of kernel time", share, "share",
+                         self.min_share, "shares below 5 % are noise between runs"),
+                Evidence("fp32 matrix time a step", facts.duration(a, slow) / a.step_count, "ns"),
+                Evidence("peak in fp32", peaks[0] if peaks else None, "FLOP/s"),
+                Evidence(f"peak in {target}", peaks[1] if peaks else None, "FLOP/s"),
+            ],
+            where=facts.locations(a, slow),
+            fix=(
+                "Allow TF32 for fp32 matrix work (one line, 10 bits of mantissa instead of 23), or "
+                "better train in bf16 with autocast, which halves the bytes too."
+                if modern
+                else "Use mixed precision: this GPU has no TF32, its tensor cores take fp16. "
+                "Autocast picks the ops; the scaler keeps small gradients alive."
+            ),
+            code=(
+                'torch.set_float32_matmul_precision("high")   # matrix products\n'
+                "torch.backends.cudnn.allow_tf32 = True        # convolutions (the default)\n"
+                "# or, faster still:\n"
+                'with torch.autocast("cuda", dtype=torch.bfloat16):\n'
+                "    loss = criterion(model(x), y)"
+                if modern
+                else "scaler = torch.amp.GradScaler()\n"
+                'with torch.autocast("cuda", dtype=torch.float16):\n'
+                "    loss = criterion(model(x), y)\n"
+                "scaler.scale(loss).backward()\n"
+                "scaler.step(optimizer)\n"
+                "scaler.update()"
+            ),
+            check=(
+                "Profile again: the kernels' names say tensorop, xmma … tf32, s1688 or s16816 "
+                "instead of sgemm; compare the loss curve over some hundred steps."
+            ),
+            edits=[
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", kind=("kernel",), family=tuple(families)),
+                    factor=middle,
+                    factor_low=low,
+                    factor_high=high,
+                )
+            ],
+            confidence=0.85 if known else 0.7,
+            confidence_notes=[]
+            if known
+            else ["shapes are not recorded: matrices bound by memory bandwidth gain less"],
+            assumptions=[
+                f"{self.derating:.0%} of the ratio of the peaks is reached "
+                f"({self.worst_derating:.0%} to {self.best_derating:.0%} in the band)"
+                if known
+                else f"{self.blind_derating:.0%} of the ratio of the peaks is reached, as shapes "
+                f"are not known ({self.worst_blind_derating:.0%} to "
+                f"{self.best_blind_derating:.0%} in the band)",
+                "the model trains as well with the shorter mantissa",
+            ],
+            falsified_by=(
+                "a switch that is already set (print torch.get_float32_matmul_precision() and "
+                "torch.backends.cudnn.allow_tf32), or fp32 that the mathematics needs"
+            ),
+        )  # fmt: skip
+
+    def _peaks(self, a: Analysis, target: str) -> tuple[float, float] | None:
+        if a.hardware is None:
+            return None
+        now, then = a.hardware.peak("fp32"), a.hardware.peak(target)
+        return None if now is None or then is None else (now, then)
+
+    def _saved(
+        self,
+        a: Analysis,
+        slow: facts.Mask,
+        peaks: tuple[float, float] | None,
+        derating: float,
+        blind: float,
+    ) -> float:
+        """Time the slow kernels lose when the tensor cores do them, ns, summed."""
+        at = np.flatnonzero(slow)
+        dur = a.trace.gpu["dur"].to_numpy()[at].astype(float)
+        # an unlisted GPU: its generation has tensor cores, and the usual ratio is 8
+        ratio = peaks[0] / peaks[1] if peaks else 1 / 8
+        known = a.kernels["flops"].gather(at).is_not_null().to_numpy()
+        after = dur * np.minimum(1.0, ratio / np.where(known, derating, blind))
+        after = np.maximum(after, self._least(a, at))
+        return float(np.maximum(dur - after, 0.0).sum())
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """fp32 products on an A100 with TF32 off, and on a V100."""
+        return {
+            "TF32 off on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
+            "fp32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Tensor cores under names that old lists do not know; bound by bandwidth; launch-bound."""
+        gemv = TraceBuilder("A100")
+        idle = TraceBuilder("A100")
+        mixed = TraceBuilder("A100")
+        for _ in range(4):
+            with gemv.step():
+                # eight rows times 16384 x 16384: 1.07 GB of weights, 0.53 ms at 2 TB/s
+                with gemv.op("aten::mm", [[8, 16384], [16384, 16384]], "float"):
+                    gemv.launch("ampere_sgemm_32x32_sliced1x4_tn", 560)
+                gemv.sync()
+            with idle.step():
+                for _ in range(10):
+                    with idle.op("aten::mm", [[64, 64], [64, 64]], "float"):
+                        idle.launch("ampere_sgemm_32x32_sliced1x4_tn", 4)
+                    idle.host(100)
+                idle.sync()
+            with mixed.step():
+                with mixed.op("aten::mm", [[4096, 4096], [4096, 4096]], "float"):
+                    mixed.launch(
+                        "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
+                        "(cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4::Params)",
+                        1500,
+                    )
+                with mixed.op("aten::mm", [[4096, 33], [33, 647]], "float"):
+                    mixed.launch("ampere_sgemm_128x64_nn", 200)
+                mixed.sync()
+        return {
+            "bf16 as nvjet": _training(
+                "H100", "c10::BFloat16", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", 300),
+            "bf16 as wmma_tensorop": _training(
+                "H100", "c10::BFloat16",
+                "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_"
+                "tn_align8>(cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16::Params)", 900),
+            "TF32 is on": _training(
+                "A100", "float",
+                "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
+                "(cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4::Params)", 1500),
+            "TF32 is on, one odd shape is left": mixed,
+            "bound by reading the weights": gemv,
+            "the device is mostly idle": idle,
+        }  # fmt: skip
+
+
+def _training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:
+    b = TraceBuilder(gpu)
+    for _ in range(4):
+        with b.step():
+            for _ in range(3):
+                with b.op("aten::mm", [[4096, 4096], [4096, 4096]], dtype):
+                    b.launch(kernel, us)
+            b.sync()
+    return b

@@ -1,0 +1,155 @@
+"""Convolutions that transpose their tensors back and forth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select
+from advisor.rules.kernel import facts
+from advisor.testing import TraceBuilder
+
+TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
+"""cuDNN's kernels (``cudnn::ops::nchwToNhwcKernel``) and MIOpen's (``batched_transpose_…``)."""
+
+
+class LayoutTransposes(Rule):
+    """Tensor cores convolve in channels-last order (NHWC). A model in PyTorch's default order
+    (NCHW) has each tensor transposed before a convolution and back after it, kernels that move
+    bytes and compute nothing.
+
+    The transposes are told by their kernels' names; their share is of all convolution time,
+    themselves included. In fp32 without TF32 the library convolves in NCHW and transposes
+    nothing, and a model in channels-last has none either: both are silent. The first layer of a
+    channels-last model may keep one (three input channels), which stays below the threshold.
+    """
+
+    id = "layout-transposes"
+    title = "Convolutions transpose between NCHW and NHWC"
+    category = "kernel"
+    validated = "real traces"
+    validated_on = (
+        "MI210 ResNet training (MIOpen transposes, 37 % of convolution time: fires); A100 ResNet "
+        "at 24 % busy (27 % of convolution time, but the device waits for the host: silent)"
+    )
+    references = (
+        "https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
+        "https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional/#tensor-layout",
+    )
+
+    min_share = 0.10  # of convolution time: TraceLens says consider from 10 %, strongly from 20 %
+    min_time = 0.02  # of kernel time: a network with one convolution is not worth converting
+    min_busy = facts.MIN_BUSY  # share of the step the device is busy
+    praise_conv = 0.2  # of kernel time in convolutions without transposes, to be worth saying
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of layout transposes as a share of convolution time."""
+        if a.device_id is None:
+            return
+        rows = facts.compute_rows(a)
+        moving = rows & matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
+        convolving = (rows & facts.of_family(a, "convolution")) | moving
+        total = facts.duration(a, facts.kernel_rows(a))
+        conv_ns, moved_ns = facts.duration(a, convolving), facts.duration(a, moving)
+        if not conv_ns:
+            return
+        share = moved_ns / conv_ns
+        if share < self.min_share or moved_ns < self.min_time * total:
+            tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
+            if (
+                moved_ns < 0.01 * conv_ns
+                and facts.duration(a, convolving & tensor) >= self.praise_conv * total
+            ):
+                yield Good(text="convolutions run on tensor cores without layout transposes")
+            return
+        if facts.busy_share(a) < self.min_busy:
+            return
+        amd = a.trace.meta.vendor == "amd"
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{share:.0%} of convolution time ({moved_ns / a.step_count / 1e6:.1f} ms a step) "
+                "goes into kernels that only reorder tensors between NCHW and NHWC."
+            ),
+            evidence=[
+                Evidence("layout transposes, share of convolution time", share, "share",
+                         self.min_share, "TraceLens (10 %)"),
+                Evidence("layout transposes a step", moved_ns / a.step_count, "ns"),
+                Evidence("transposes a step", int(moving.sum()) / a.step_count, "count"),
+            ],
+            where=facts.locations(a, moving),
+            fix=(
+                "Keep model and inputs in channels-last order: convolutions, batch norm, pooling "
+                "and pointwise ops then pass it on, and nothing is reordered in between."
+                + (
+                    " On ROCm this needs an environment variable until it is the default."
+                    if amd
+                    else ""
+                )
+            ),
+            code=(
+                ("# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1\n" if amd else "")
+                + "model = model.to(memory_format=torch.channels_last)\n"
+                "x = x.to(memory_format=torch.channels_last)   # inputs too, on the device"
+            ),
+            check=(
+                "Profile again: the transpose kernels are gone. If some stay, an op in between "
+                "returns NCHW: print(out.is_contiguous(memory_format=torch.channels_last))."
+            ),
+            edits=[
+                Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))
+            ],
+            confidence=0.85,
+            assumptions=["every op between the convolutions keeps channels-last order"],
+            falsified_by=(
+                "a model that is in channels-last already: then one op returns NCHW, and only the "
+                "transposes around that op can go"
+            ),
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A ResNet-like step in NCHW on each vendor's libraries."""
+        return {
+            "cuDNN": _network("void cudnn::ops::nchwToNhwcKernel<__half, __half, float>", 90),
+            "MIOpen": _network("batched_transpose_16x64_pack_1x4_ediv_1x2_half", 90),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Channels-last; a transpose that is small beside its convolutions; a batched matmul's."""
+        other = TraceBuilder()
+        for _ in range(4):
+            with other.step():
+                with other.op("aten::bmm", [[64, 512, 512], [64, 512, 512]], "c10::Half"):
+                    other.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", 800)
+                with other.op("aten::copy_", [[64, 512, 512]], "c10::Half"):
+                    other.launch("void at::native::elementwise_kernel<128, 4>", 300)
+                other.sync()
+        return {
+            "channels last": _network(None, 0),
+            "one small transpose": _network("void cudnn::ops::nchwToNhwcKernel<__half>", 10),
+            "transposes that are no convolution's": other,
+        }
+
+
+def _network(transpose: str | None, us: float) -> TraceBuilder:
+    b = TraceBuilder()
+    shapes = [[64, 256, 56, 56], [256, 256, 3, 3]]
+    for _ in range(4):
+        with b.step():
+            for _ in range(5):
+                with b.op("aten::cudnn_convolution", shapes, "c10::Half"):
+                    if transpose:
+                        b.launch(transpose, us)
+                    b.launch(
+                        "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_"
+                        "tilesize128x128x32_stage4_warpsize2x2x1_g1_tensor16x8x16_kernel",
+                        400,
+                    )
+                with b.op("aten::cudnn_batch_norm", [[64, 256, 56, 56]], "c10::Half"):
+                    b.launch("void cudnn::bn_fw_tr_1C11_kernel_NCHW<__half, float>", 100)
+            b.sync()
+    return b  # fmt: skip

@@ -1,0 +1,224 @@
+"""Memory-bound kernels that keep too few threads on a multiprocessor to hide memory latency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.analysis.occupancy import active_blocks
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.rules.kernel import facts
+from advisor.testing import TraceBuilder
+
+MOVING = (
+    "softmax", "normalisation", "elementwise", "reduction", "layout", "copy", "embedding",
+    "random", "pooling", "loss", "optimizer",
+)  # fmt: skip
+"""Families that are bound by memory. Matrix kernels run best at one block a multiprocessor."""
+
+
+class LowOccupancy(Rule):
+    """A kernel that is bound by memory needs many resident threads, so that some can run while
+    others wait. When registers, shared memory or block size let only few of them onto a
+    multiprocessor, memory bandwidth stays unused.
+
+    Judged by name of kernel, memory-bound families only: tensor-core and attention kernels are
+    best at low occupancy. Both the occupancy that resources allow (CUDA's occupancy formula) and
+    the achieved one must be low: where only the achieved one is, the grid is too small, which is
+    another rule's business. The occupancy that the profiler writes is not used as it is: it is a
+    whole number, 0 in 17 to 49 % of the kernels of six public traces. And bandwidth must be low
+    too: a kernel that moves its bytes at full speed is fine at any occupancy.
+    """
+
+    id = "low-occupancy"
+    title = "A memory-bound kernel has too few threads in flight"
+    category = "kernel"
+    validated = "synthetic"
+    validated_on = ""
+    references = (
+        "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#occupancy",
+        "https://docs.nvidia.com/nsight-compute/ProfilingGuide/#occupancy-calculator",
+    )
+
+    min_share = 0.05  # of kernel time, for one kernel name
+    max_occupancy = 40.0  # percent (fournex; Nsight Compute's occupancy rule)
+    max_bandwidth = 0.6  # of the peak: from there on occupancy is enough (TraceLens: 60 %)
+    reachable = 0.75  # of peak bandwidth, for the merged estimate (TraceLens: 75 to 100 %)
+    best_reachable = 0.875
+    worst_reachable = 0.6
+    min_busy = facts.MIN_BUSY  # share of the step the device is busy
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Memory-bound kernels by name with low occupancy and low bandwidth."""
+        if not facts.worth_looking(a, self.min_busy):
+            return
+        rows = facts.compute_rows(a) & facts.of_family(a, *MOVING)
+        rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()
+        total = facts.duration(a, facts.kernel_rows(a))
+        if facts.duration(a, rows) < self.min_share * total:
+            return
+        low = self._low(a, rows, total)
+        if low.is_empty():
+            return
+        blind = low.filter(pl.col("moved").is_null())
+        if blind.height == low.height and a.trace.meta.record_shapes is not True:
+            yield NotMeasured(
+                what=f"whether {blind['dur'].sum() / total:.0%} of kernel time at low occupancy "
+                "reaches memory bandwidth",
+                why="the trace has no input shapes",
+                record="record_shapes=True",
+            )
+        if a.hardware is None:
+            return
+        peak = a.hardware.bandwidth
+        low = low.with_columns(rate=pl.col("moved") / pl.col("dur") * 1e9 / peak)
+        low = low.filter(pl.col("rate") < self.max_bandwidth)
+        if low.is_empty():
+            return
+        names = low["name"].cast(pl.String).to_list()
+        chosen = rows & matches(a.trace.gpu["name"], facts.exactly(names)).to_numpy()
+        worst = low.row(0, named=True)
+        factor = [
+            float(sum(d * min(1.0, r / reach) for d, r in low.select("dur", "rate").iter_rows()))
+            / float(low["dur"].sum())
+            for reach in (self.reachable, self.best_reachable, self.worst_reachable)
+        ]
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{low['dur'].sum() / total:.0%} of kernel time goes into memory-bound kernels "
+                f"that fill {worst['occupancy']:.0f} % of a multiprocessor's threads "
+                f"({worst['limit']} allow no more) and reach {worst['rate']:.0%} of memory "
+                "bandwidth."
+            ),
+            evidence=[
+                Evidence("occupancy of the largest, percent", worst["occupancy"], "",
+                         self.max_occupancy, "Nsight Compute"),
+                Evidence("limited by", worst["limit"]),
+                Evidence("bandwidth reached, share of peak", worst["rate"], "share",
+                         self.max_bandwidth, "TraceLens"),
+                Evidence("such kernels, share of kernel time", float(low["dur"].sum()) / total,
+                         "share", self.min_share),
+            ],
+            where=facts.locations(a, chosen),
+            fix=(
+                "If the kernel is yours: fewer registers a thread, less shared memory a block, or "
+                "blocks of 128 to 256 threads. If it is a library's or eager PyTorch's: let the "
+                "compiler write it."
+            ),
+            code=(
+                "@triton.autotune([triton.Config({}, num_warps=w) for w in (2, 4, 8)], key=['n'])\n"
+                "# CUDA: __launch_bounds__(256, 4)\n"
+                "# eager PyTorch: model = torch.compile(model)"
+            ),
+            check="ncu -k <kernel> --section Occupancy --section MemoryWorkloadAnalysis …",
+            edits=[
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", kind=("kernel",), name=facts.exactly(names)),
+                    factor=factor[0],
+                    factor_low=factor[1],
+                    factor_high=factor[2],
+                )
+            ],
+            confidence=0.5,
+            assumptions=[f"{self.reachable:.0%} of memory bandwidth can be reached"],
+            falsified_by="Nsight Compute shows another stall than memory latency",
+        )  # fmt: skip
+
+    def _low(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:
+        """By kernel name, largest first: ``dur``, ``moved`` (null: not known), ``occupancy``,
+        ``limit``; only those whose resources allow too few threads."""
+        gpu, device = a.trace.gpu, a.device
+        empty = pl.DataFrame()
+        if device is None or not device.max_threads_per_sm:
+            return empty
+        at = np.flatnonzero(rows)
+        threads, registers, shared = (
+            gpu[name].gather(at).cast(pl.Int64).fill_null(0).clip(0, 1 << 31).to_numpy()
+            for name in ("threads", "registers", "shared")
+        )
+        amd = a.trace.meta.vendor == "amd"
+        fit = active_blocks(threads, registers, shared, device, amd=amd)
+        if fit is None:
+            return empty
+        zero = np.zeros_like(registers)
+        free: dict[str, Any] = {
+            "registers": active_blocks(threads, zero, shared, device),
+            "shared memory": active_blocks(threads, registers, zero, device),
+        }
+        limit = np.full(len(at), "block sizes", dtype=object)
+        for name, blocks in free.items():
+            limit = np.where(blocks > fit, name, limit)
+        allowed = 100 * fit * threads / device.max_threads_per_sm
+        achieved = a.kernels["occupancy"].gather(at).fill_null(100.0).to_numpy()
+        table = pl.DataFrame(
+            {
+                "name": gpu["name"].gather(at),
+                "dur": gpu["dur"].gather(at),
+                "moved": a.kernels["moved"].gather(at).cast(pl.Float64),
+                "occupancy": achieved,
+                "limit": limit.astype(str),
+                "low": (allowed < self.max_occupancy) & (achieved < self.max_occupancy),
+            }
+        )
+        return (
+            table.group_by("name")
+            .agg(
+                pl.col("dur").sum(),
+                pl.when(pl.col("moved").is_not_null().all()).then(pl.col("moved").sum()),
+                (pl.col("occupancy") * pl.col("dur")).sum() / pl.col("dur").sum(),
+                pl.col("limit").first(),
+                pl.col("low").all(),
+            )
+            .filter("low")
+            .filter(pl.col("dur") >= self.min_share * total)
+            .sort("dur", descending=True)
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """168 registers a thread leave 12 of 64 warps; 192 MB take 600 µs: 0.32 of 2.04 TB/s."""
+        return {"registers": _kernel(168, 600, 1)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Few registers; full bandwidth; a small grid; a tensor-core kernel."""
+        product = TraceBuilder()
+        for _ in range(4):
+            with product.step():
+                with product.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+                    product.launch(
+                        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn",
+                        2000,
+                        registers=168,
+                        shared=98304,
+                        occupancy=12,
+                    )
+                product.sync()
+        return {
+            "few registers": _kernel(32, 600, 1),
+            "full bandwidth": _kernel(168, 130, 1),
+            "a small grid": _kernel(32, 600, 1, blocks=16),
+            "a tensor-core kernel": product,
+        }  # fmt: skip
+
+
+def _kernel(registers: int, us: float, count: int, blocks: int = 4096) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            for _ in range(count):
+                with b.op("aten::add", [[32, 1024, 1024], [32, 1024, 1024]], "c10::BFloat16"):
+                    b.launch(
+                        "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", us,
+                        registers=registers, threads=384, blocks=blocks, occupancy=18,
+                    )  # fmt: skip
+            b.sync()
+    return b

@@ -1,0 +1,316 @@
+"""Matrix products whose rows do not start on 16-byte boundaries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.shapes import OpInputs, Tensor
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.rules.kernel import facts
+from advisor.testing import TraceBuilder
+
+PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Ops that multiply two matrices -> position of the first one among the inputs."""
+UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
+"""Elements in 16 bytes: what one vectorised load takes."""
+LAYOUT = re.compile(r"_([nt])([nt])(?=[_>\s(]|$)")
+ALIGNED = re.compile(r"_align(\d+)|_ldg(\d+)[_>]")
+ALWAYS_ALIGNED = re.compile(r"nvjet|_tma_|sm90_xmma|sm100_xmma|warpgroup")
+"""Kernels that load by TMA, which needs rows on 16-byte boundaries."""
+
+
+class Case(NamedTuple):
+    """One kernel name under one op with one set of inputs, and what alignment it has."""
+
+    op: str
+    dims: str
+    guilty: str
+    """The dimensions that are to be padded, in words; empty when shapes are not recorded."""
+
+
+class MisalignedGemm(Rule):
+    """A matrix product whose contiguous dimension is no multiple of 16 bytes cannot use vectorised
+    loads: the library falls back to a tensor-core kernel with narrow loads or leaves the tensor
+    cores altogether. Padding that dimension (a vocabulary of 50257 to 50304) costs almost nothing.
+
+    Only dimensions along which memory is contiguous matter, and which those are depends on the
+    layout. For ``C[M,N] = A[M,K] B[K,N]``, C and a row-major B are contiguous along N, a row-major
+    A and a transposed B along K; M counts only when A itself is transposed (the weight gradient).
+    So M, the number of tokens, is fine at any value in the forward pass: PyTorch's
+    ``pattern_matcher``, which tests every dimension, flags 73 of 73 products of a public H100
+    trace, all for M alone and all at full speed.
+
+    What a kernel was compiled for is in its name where CUTLASS made it (``align4``, ``align8``);
+    else the layout comes from the recorded strides, or from the ``nn``/``nt``/``tn`` in the name,
+    which is cuBLAS's column-major view: the first letter is B (``t``: contiguous along K), the
+    second A (``n``: contiguous along K). On public A100 traces this predicts the alignment in the
+    name of 1,942 of 1,946 products; the others are slices with an odd row length.
+
+    The factor comes from the same traces: TF32 kernels with narrow loads reach 0.56 to 0.70 of the
+    FLOP rate of those with wide loads, in five classes of arithmetic intensity.
+    """
+
+    id = "misaligned-gemm"
+    title = "Matrix dimensions are not aligned for the tensor cores"
+    category = "kernel"
+    validated = "real traces"
+    validated_on = (
+        "A100 and two-rank training (fires: K or N of 30, 647, 9375 … ran on align1 kernels); "
+        "B200 and H100 in bf16 (silent: 73 and 25 products are odd in M alone)"
+    )
+    references = (
+        "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/",
+        "https://docs.nvidia.com/cuda/cublas/#tensor-core-usage",
+    )
+
+    min_share = 0.03  # of kernel time; with the factor below that is about 1 % of a busy step
+    min_busy = facts.MIN_BUSY  # share of the step the device is busy
+    factor = 0.6  # new duration: measured on public A100 traces, see above
+    best_factor = 0.5
+    worst_factor = 0.85
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of misaligned products as a share of all kernel time."""
+        if not facts.worth_looking(a, self.min_busy):
+            return
+        rows = facts.compute_rows(a) & facts.of_family(a, "gemm")
+        total = facts.duration(a, facts.kernel_rows(a))
+        if facts.duration(a, rows) < self.min_share * total:
+            return
+        guilty, cases, undecided = self._judge(a, rows)
+        share = facts.duration(a, guilty) / total
+        if facts.duration(a, undecided) > 0.5 * facts.duration(a, rows) and share < self.min_share:
+            yield NotMeasured(
+                what="alignment of matrix dimensions",
+                why="the trace has no input shapes",
+                record="record_shapes=True",
+            )
+            return
+        if share < self.min_share:
+            return
+        saved = facts.duration(a, guilty)
+        middle, low, high = (
+            facts.diluted(a, rows, saved * (1 - f))
+            for f in (self.factor, self.best_factor, self.worst_factor)
+        )
+        worst = cases[0]
+        where = facts.locations(a, guilty)
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{share:.0%} of kernel time goes into matrix products with an odd row length"
+                + (f", first {worst.op} {worst.dims}: {worst.guilty}" if worst.guilty else "")
+                + "."
+            ),
+            evidence=[
+                Evidence("misaligned products, share of kernel time", share, "share",
+                         self.min_share, "about 1 % of a busy step"),
+                Evidence("misaligned products a step", saved / a.step_count, "ns"),
+                *(
+                    Evidence("shape", f"{case.op} {case.dims}: {case.guilty}")
+                    for case in cases[:3]
+                    if case.guilty
+                ),
+            ],
+            where=where,
+            fix=(
+                "Pad the named dimensions to a multiple of 64 elements (at least of 16 bytes): "
+                "vocabulary, hidden and head sizes in the model's configuration, concatenated "
+                "features with zeros. The batch or token dimension needs no padding."
+            ),
+            code=(
+                "def padded(n, to=64):\n"
+                "    return (n + to - 1) // to * to\n"
+                "self.head = nn.Linear(hidden, padded(vocab))   # logits[..., :vocab]\n"
+                "# a feature dimension in the middle of the model:\n"
+                "x = F.pad(x, (0, padded(x.shape[-1], 8) - x.shape[-1]))"
+            ),
+            check=(
+                "Profile again: the kernels of these products say align8 (16 bit) or align4 "
+                "(TF32), or nvjet, and take less time."
+            ),
+            edits=[
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", kind=("kernel",), family=("gemm",)),
+                    factor=middle,
+                    factor_low=low,
+                    factor_high=high,
+                )
+            ],
+            confidence=0.75,
+            assumptions=[
+                f"an aligned kernel takes {self.factor:.0%} of the time ({self.best_factor:.0%} to "
+                f"{self.worst_factor:.0%}), as on public A100 traces"
+            ],
+            falsified_by=(
+                "the padded product, timed alone (torch.utils.benchmark), is not faster: then it "
+                "is bound by something else"
+            ),
+        )  # fmt: skip
+
+    def _judge(self, a: Analysis, rows: facts.Mask) -> tuple[facts.Mask, list[Case], facts.Mask]:
+        """Rows that are misaligned, their cases by time, and rows about which nothing is known."""
+        at = np.flatnonzero(rows)
+        gpu, kernels = a.trace.gpu, a.kernels
+        table = pl.DataFrame(
+            {
+                "row": at,
+                "name": gpu["name"].gather(at),
+                "inputs": a.trace.cpu["inputs"].gather(gpu["op"].gather(at)),
+                "op": kernels["op_name"].gather(at),
+                "dtype": kernels["dtype"].gather(at),
+                "tensor": kernels["tensor_core"].gather(at),
+                "dur": gpu["dur"].gather(at),
+            }
+        )
+        # TF32 is on where fp32 products run on tensor cores: then CUDA-core ones fell off them
+        single = pl.col("dtype").cast(pl.String).is_in(["fp32", "tf32"])
+        tf32 = table.filter(single & pl.col("tensor")).height > 0
+        groups = table.group_by("name", "inputs", "op", "dtype", "tensor").agg(
+            pl.col("row"), pl.col("dur").sum()
+        )
+        guilty = np.zeros(len(rows), dtype=bool)
+        undecided = np.zeros(len(rows), dtype=bool)
+        cases = []
+        # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
+        for name, inputs, op, dtype, tensor, members, dur in groups.iter_rows():
+            unit = UNIT.get(str(dtype)) if dtype is not None else None
+            if str(dtype) == "fp32" and not tensor and not tf32:
+                continue  # full fp32: alignment decides nothing
+            shape = self._shape(a, inputs, op)
+            told = aligned_by_name(str(name), unit)
+            if shape is not None and unit is not None and min(shape.sizes) < unit:
+                continue  # a vector, or thinner than one load: padding would only add work
+            odd = shape.odd(str(name), unit) if shape is not None and unit else None
+            if told is None and odd is None:
+                undecided[members] = True
+            elif not (told if told is not None else not odd):
+                guilty[members] = True
+                dims = shape.text if shape is not None else ""
+                cases.append((dur, Case(str(op or name), dims, " and ".join(odd or ()))))
+        cases.sort(key=lambda pair: -pair[0])
+        return guilty, [case for _, case in cases], undecided
+
+    def _shape(self, a: Analysis, inputs: int | None, op: object) -> Product | None:
+        first = PRODUCTS.get(str(op))
+        if inputs is None or first is None:
+            return None
+        row = a.trace.inputs.row(inputs, named=True)
+        given = OpInputs(row["dims"], row["types"], row["strides"] or "")
+        left, right = given.tensor(first), given.tensor(first + 1)
+        if left is None or right is None or {len(left.shape), len(right.shape)} - {2, 3}:
+            return None
+        return Product(left, right)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """An odd vocabulary: by kernel name, by strides, by layout in the name; and TF32."""
+        name = "ampere_bf16_s16816gemm_bf16_128x128_stages_32x5_tn"
+        rows = [[1024, 1], [1, 1024]]
+        return {
+            "the kernel was compiled for narrow loads": _products(
+                "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_tn_"
+                "align2>",
+                [[8192, 1024], [1024, 50258]], "c10::BFloat16"),
+            "odd N, by the strides": _products(
+                name, [[8192, 1024], [1024, 50257]], "c10::BFloat16", rows),
+            "odd K, by the layout in the name": _products(
+                name, [[8192, 1021], [1021, 4096]], "c10::BFloat16"),
+            "TF32 with an odd N": _products(
+                "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align1>",
+                [[4096, 1024], [1024, 9375]], "float"),
+        }  # fmt: skip
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """M alone is odd; aligned; TMA kernels; full fp32; a matrix times a vector."""
+        name = "ampere_bf16_s16816gemm_bf16_128x128_stages_32x5_tn"
+        return {
+            "an odd number of tokens": _products(
+                name, [[8191, 1024], [1024, 4096]], "c10::BFloat16", [[1024, 1], [1, 1024]]),
+            "an odd number of tokens, no strides": _products(
+                name, [[8191, 1024], [1024, 4096]], "c10::BFloat16"),
+            "an odd number of tokens is K of the weight gradient": _products(
+                name.replace("_tn", "_nt"), [[1024, 8191], [8191, 4096]], "c10::BFloat16",
+                [[1, 1024], [4096, 1]]),
+            "aligned": _products(name, [[8192, 1024], [1024, 4096]], "c10::BFloat16"),
+            "TMA": _products(
+                "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", [[8191, 1024], [1024, 4096]],
+                "c10::BFloat16"),
+            "full fp32": _products(
+                "ampere_sgemm_128x128_nn", [[4096, 1021], [1021, 4097]], "float"),
+            "a vector": _products(name, [[8192, 1024], [1024, 1]], "c10::BFloat16"),
+        }  # fmt: skip
+
+
+def aligned_by_name(kernel: str, unit: int | None) -> bool | None:
+    """Whether a kernel's name says that it loads 16 bytes at once; None: it does not say."""
+    if ALWAYS_ALIGNED.search(kernel):
+        return True
+    found = ALIGNED.search(kernel)
+    if found is None or unit is None:
+        return None
+    return int(found.group(1) or found.group(2)) >= unit
+
+
+class Product:
+    """``C[M,N] = A[M,K] B[K,N]``: the dimensions along which its matrices are contiguous."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.m, self.k, self.n = a.shape[-2], a.shape[-1], b.shape[-1]
+        self.strides = (a.strides, b.strides) if a.strides and b.strides else None
+        self.text = f"{list(a.shape)} x {list(b.shape)}"
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, K, N."""
+        return self.m, self.k, self.n
+
+    def odd(self, kernel: str, unit: int) -> list[str] | None:
+        """The contiguous dimensions that are no multiple of ``unit``, in words; None: the layout
+        is not known."""
+        if self.strides:
+            # contiguous along the last dimension, or along the one before it (transposed)
+            along_a = "K" if self.strides[0][-1] == 1 else "M"
+            along_b = "N" if self.strides[1][-1] == 1 else "K"
+            lengths = [max(steps[-2:]) for steps in self.strides]  # from one row to the next
+        else:
+            layout = LAYOUT.search(kernel)
+            if layout is None:
+                return None
+            # cuBLAS multiplies the transposed matrices, column by column: first B, then A
+            along_a = "K" if layout.group(2) == "n" else "M"
+            along_b = "K" if layout.group(1) == "t" else "N"
+            lengths = []
+        size = {"M": self.m, "K": self.k, "N": self.n}
+        found = [
+            f"{dim} = {size[dim]}" for dim in sorted({along_a, along_b, "N"}) if size[dim] % unit
+        ]
+        # a slice of something wider; a broadcast matrix (rows 0 or 1 apart) tells nothing
+        found += [f"row length {n}" for n in lengths if n % unit and n > max(self.sizes)]
+        return found
+
+
+def _products(
+    kernel: str,
+    shapes: Sequence[Sequence[int]],
+    dtype: str,
+    strides: Sequence[Sequence[int]] | None = None,
+) -> TraceBuilder:
+    b = TraceBuilder("A100" if "nvjet" not in kernel else "H100")
+    for _ in range(4):
+        with b.step():
+            with b.op("aten::mm", shapes, dtype, strides=strides):
+                b.launch(kernel, 2000)
+            with b.op("aten::relu", [[8192, 4096]], dtype):
+                b.launch("void at::native::vectorized_elementwise_kernel<4>", 500)
+            b.sync()
+    return b

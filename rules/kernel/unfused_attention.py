@@ -1,0 +1,292 @@
+"""Attention computed as product, softmax, product instead of one fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.rules.kernel import facts
+from advisor.testing import TraceBuilder
+
+MATH = r"^aten::_scaled_dot_product_attention_math"
+PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::baddbmm_")
+"""What a product of two activations is dispatched to, whatever it was called in Python."""
+BETWEEN = ("elementwise", "copy", "layout", "random", "reduction")
+"""Families of scaling, mask, cast and dropout between the products and the softmax."""
+FORWARD = r"^aten::(bmm|baddbmm_?)$"
+SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax)$"
+
+
+class UnfusedAttention(Rule):
+    """Attention as separate kernels writes the whole matrix of scores (tokens x tokens a head) to
+    memory and reads it back for scaling, mask, softmax and dropout. A fused kernel keeps it on the
+    chip and is 1.5 to 4 times faster, and its memory grows with tokens, not their square.
+
+    Two signs, both by op and by kernel: kernels launched under PyTorch's own fallback
+    (``aten::_scaled_dot_product_attention_math``), and a softmax kernel whose neighbouring matrix
+    products on its stream are both batched products of activations (``aten::bmm``), with nothing
+    but scaling, masks, casts and dropout in between. A softmax after a linear layer (``addmm``: a
+    classifier, a router of experts) is not attention, nor is a ``log_softmax``; where flash,
+    memory-efficient or cuDNN attention runs there is no softmax kernel at all, and the rule says
+    so as praise. Sequences below some 512 tokens gain little, which lowers the factor.
+    """
+
+    id = "unfused-attention"
+    title = "Attention is not fused"
+    category = "kernel"
+    validated = "synthetic"
+    validated_on = ""
+    references = (
+        "https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",
+        "https://arxiv.org/abs/2205.14135",
+    )
+
+    min_share = 0.05  # of kernel time
+    max_between = 6  # kernels between product and softmax: scale, mask, casts, dropout
+    factor = 0.4  # new duration: fused attention is 1.5 to 4 times faster (FlashAttention)
+    best_factor = 0.25
+    worst_factor = 0.67
+    short_tokens = 512  # below it 1.3 times faster at best (FlashAttention's benchmarks)
+    short_factor = 0.8
+    praise_share = 0.03  # of kernel time in fused attention, from which it is worth saying
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of attention in separate kernels as a share of kernel time."""
+        if a.device_id is None:
+            return
+        total = facts.duration(a, facts.kernel_rows(a))
+        if not total:
+            return
+        rows = facts.compute_rows(a)
+        fallback = facts.launched_under(a, MATH) & rows
+        blocks, tokens = self._blocks(a, rows & ~fallback)
+        share = (facts.duration(a, fallback) + facts.duration(a, blocks)) / total
+        if share < self.min_share:
+            yield from self._healthy(a, rows, total, share)
+            return
+        edits = []
+        short = tokens is not None and tokens < self.short_tokens
+        factors = (
+            (self.short_factor, self.factor, 1.0)
+            if short
+            else (self.factor, self.best_factor, self.worst_factor)
+        )
+        if fallback.any():
+            edits.append(self._edit(Select(on="gpu", kind=("kernel",), under=MATH), factors, 1.0))
+        if blocks.any():
+            edits += self._block_edits(a, rows & ~fallback, blocks, factors)
+        which = "PyTorch's math fallback" if fallback.any() else "product, softmax, product"
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{share:.0%} of kernel time computes attention as separate kernels ({which}): "
+                "each writes and reads the whole matrix of scores."
+            ),
+            evidence=[
+                Evidence("unfused attention, share of kernel time", share, "share",
+                         self.min_share, "below 5 % other work decides"),
+                Evidence("unfused attention a step",
+                         (facts.duration(a, fallback) + facts.duration(a, blocks)) / a.step_count,
+                         "ns"),
+                Evidence("under the math fallback", facts.duration(a, fallback) / total, "share"),
+                Evidence("tokens a sequence", tokens, "count"),
+            ],
+            where=facts.locations(a, fallback | blocks),
+            fix=(
+                "Call F.scaled_dot_product_attention and let it choose a fused kernel. If it falls "
+                "back to math, give it what the fused ones take: fp16 or bf16 inputs (autocast), a "
+                "head size that is a multiple of 8, a mask of the inputs' type or is_causal=True."
+            ),
+            code=(
+                "out = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
+                "# why it falls back: forbid the fallback and read the warning\n"
+                "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+                "with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):\n"
+                "    out = F.scaled_dot_product_attention(q, k, v)\n"
+                "# Hugging Face: from_pretrained(..., attn_implementation='sdpa')"
+            ),
+            check=(
+                "Profile again: flash, fmha or cudnn attention kernels in place of bmm and "
+                "softmax; peak memory falls too."
+            ),
+            edits=edits,
+            confidence=0.85,
+            confidence_notes=(
+                [f"sequences of {tokens} tokens gain little"]
+                if short
+                else [] if tokens is not None else ["sequence length not known"]
+            ),
+            assumptions=[
+                f"the fused kernel takes {factors[0]:.0%} of the time ({factors[1]:.0%} to "
+                f"{factors[2]:.0%})"
+            ],
+            falsified_by=(
+                "something needs the matrix of scores itself (returned weights, a bias that no "
+                "fused kernel takes): then FlexAttention is the way"
+            ),
+        )  # fmt: skip
+
+    def _healthy(
+        self, a: Analysis, rows: facts.Mask, total: int, share: float
+    ) -> Iterator[Outcome]:
+        fused = facts.duration(a, rows & facts.of_family(a, "attention"))
+        if fused >= self.praise_share * total and share < 0.01:
+            yield Good(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
+        unknown = rows & facts.of_family(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
+        if facts.duration(a, unknown) >= 0.02 * total:
+            yield NotMeasured(
+                what="whether softmax kernels belong to unfused attention",
+                why="the kernels' launches lie outside the window or in a CUDA graph",
+                record="a window in which the model runs eagerly",
+            )
+
+    def _blocks(self, a: Analysis, rows: facts.Mask) -> tuple[facts.Mask, int | None]:
+        """Kernels of product, softmax, product on one stream, forward; and the longest sequence.
+
+        The backward of such a block is told by its ops in :meth:`_block_edits`.
+        """
+        gpu = a.trace.gpu
+        at = np.flatnonzero(rows)
+        at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
+        found = np.zeros(len(rows), dtype=bool)
+        if not len(at):
+            return found, None
+        family = a.kernels["family"].gather(at).cast(pl.String)
+        op = a.kernels["op_name"].gather(at)
+        softmax = (family == "softmax").fill_null(False).to_numpy()
+        softmax &= ~matches(op, r"(?i)log_softmax|backward").to_numpy()
+        product = matches(op, FORWARD).to_numpy() & (family == "gemm").fill_null(False).to_numpy()
+        passing = family.is_in(list(BETWEEN)).fill_null(False).to_numpy() & ~product
+        stream = gpu["stream"].to_numpy()[at]
+        place = np.arange(len(at))
+        stop = ~passing & ~softmax
+        # the last kernel before, and the first after, that is neither passing nor a softmax
+        before = np.maximum.accumulate(np.where(stop, place, -1))
+        after = np.minimum.accumulate(np.where(stop, place, len(at))[::-1])[::-1]
+        s = np.flatnonzero(softmax)
+        b, e = before[s], after[s]
+        fits = (b >= 0) & (e < len(at))
+        s, b, e = s[fits], b[fits], e[fits]
+        fits = product[b] & product[e] & (stream[b] == stream[s]) & (stream[e] == stream[s])
+        fits &= (s - b <= self.max_between + 1) & (e - s <= self.max_between + 1)
+        s, b, e = s[fits], b[fits], e[fits]
+        edge = np.zeros(len(at) + 1, dtype=np.int64)
+        np.add.at(edge, b, 1)
+        np.add.at(edge, e + 1, -1)
+        found[at[np.cumsum(edge)[:-1] > 0]] = True
+        return found, self._tokens(a, at[s])
+
+    def _tokens(self, a: Analysis, softmax: NDArray[np.int64]) -> int | None:
+        """Length of the rows that the softmax kernels normalise; None: shapes not recorded."""
+        ops = a.trace.gpu["op"].gather(softmax)
+        inputs = a.trace.cpu["inputs"].gather(ops).unique().drop_nulls()
+        dims = a.trace.inputs["dims"].gather(inputs).str.extract(r"^\[\[[\d,\s]*?(\d+)\]", 1)
+        longest = dims.cast(pl.Int64, strict=False).max()
+        return None if longest is None else int(longest)  # type: ignore[arg-type]
+
+    def _block_edits(
+        self,
+        a: Analysis,
+        rows: facts.Mask,
+        blocks: facts.Mask,
+        factors: tuple[float, float, float],
+    ) -> list[Edit]:
+        """Softmax kernels, forward and backward; and the batched products, diluted by those that
+        are not attention's: as many of the backward's as of the forward's."""
+        products = rows & matches(a.kernels["op_name"], FORWARD).to_numpy()
+        backward = facts.launched_under(a, r"^autograd::engine::evaluate_function")
+        forward = products & ~backward
+        mine = facts.duration(a, forward & blocks) / max(1, facts.duration(a, forward))
+        return [
+            self._edit(Select(on="gpu", kind=("kernel",), under=SOFTMAX), factors, 1.0),
+            self._edit(Select(on="gpu", kind=("kernel",), under=FORWARD), factors, mine),
+        ]
+
+    def _edit(self, select: Select, factors: tuple[float, float, float], part: float) -> Edit:
+        """Merge ``part`` of the selected kernels; the others keep their time."""
+        middle, low, high = (1 - part * (1 - f) for f in factors)
+        return Edit(op="merge", select=select, factor=middle, factor_low=low, factor_high=high)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Written by hand; and PyTorch's fallback, which a fp32 mask or an odd head size causes."""
+        fallback = TraceBuilder()
+        for _ in range(4):
+            with fallback.step():
+                with (
+                    fallback.op("aten::scaled_dot_product_attention"),
+                    fallback.op("aten::_scaled_dot_product_attention_math"),
+                ):
+                    _attention(fallback, 1024)
+                _linear(fallback)
+                fallback.sync()
+        return {"by hand": _model(_attention), "PyTorch's math fallback": fallback}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Fused attention; a classifier; a router of experts; products without softmax."""
+
+        def fused(b: TraceBuilder, tokens: int) -> None:
+            with b.op("aten::_flash_attention_forward", [[8, tokens, 16, 64]] * 3, "c10::Half"):
+                b.launch("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", 400)
+
+        def classifier(b: TraceBuilder, tokens: int) -> None:
+            with b.op("aten::addmm", [[1000], [tokens, 1024], [1024, 1000]], "c10::Half"):
+                b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_tn", 300)
+            with b.op("aten::_softmax", [[tokens, 1000]], "c10::Half"):
+                b.launch("void (anonymous namespace)::cunn_SoftMaxForward<8, c10::Half>", 200)
+
+        def experts(b: TraceBuilder, tokens: int) -> None:
+            with b.op("aten::mm", [[tokens, 1024], [1024, 8]], "c10::Half"):
+                b.launch("ampere_fp16_s16816gemm_fp16_64x64_ldg8_tn", 100)
+            with b.op("aten::_softmax", [[tokens, 8]], "c10::Half"):
+                b.launch("void (anonymous namespace)::softmax_warp_forward<c10::Half>", 200)
+            with b.op("aten::bmm", [[8, tokens, 1024], [8, 1024, 4096]], "c10::Half"):
+                b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", 500)
+
+        def interaction(b: TraceBuilder, tokens: int) -> None:
+            for _ in range(2):
+                with b.op("aten::bmm", [[tokens, 27, 64], [tokens, 64, 27]], "float"):
+                    b.launch("ampere_sgemm_128x128_tn", 500)
+
+        return {
+            "flash attention": _model(fused),
+            "a classifier's softmax": _model(classifier),
+            "a router of experts": _model(experts),
+            "products of embeddings": _model(interaction),
+        }
+
+
+def _model(block: object) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            for _ in range(3):
+                _linear(b)
+                block(b, 1024)  # type: ignore[operator]
+            b.sync()
+    return b
+
+
+def _linear(b: TraceBuilder) -> None:
+    with b.op("aten::mm", [[8192, 1024], [1024, 1024]], "c10::Half"):
+        b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_tn", 500)
+
+
+def _attention(b: TraceBuilder, tokens: int) -> None:
+    scores = [128, tokens, tokens]
+    with b.op("aten::bmm", [[128, tokens, 64], [128, 64, tokens]], "c10::Half"):
+        b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_tn", 200)
+    with b.op("aten::div", [scores], "c10::Half"):
+        b.launch("void at::native::vectorized_elementwise_kernel<4, BinaryFunctor<Half>>", 250)
+    with b.op("aten::_softmax", [scores], "c10::Half"):
+        b.launch("void (anonymous namespace)::softmax_warp_forward<c10::Half, float>", 250)
+    with b.op("aten::bmm", [scores, [128, tokens, 64]], "c10::Half"):
+        b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", 200)

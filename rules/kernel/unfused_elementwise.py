@@ -1,0 +1,269 @@
+"""Chains of pointwise and reduction kernels that could be one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.analysis.shapes import OpInputs
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.rules.kernel import facts
+from advisor.testing import TraceBuilder
+
+FUSIBLE = ("elementwise", "reduction", "copy", "random")
+"""Families that a pointwise compiler merges: arithmetic, reductions, casts, dropout."""
+ALREADY = r"^triton_|multi_tensor_|foreach|jit::|_fused_"
+"""Kernels that are the result of fusion, or that work on many tensors at once."""
+
+
+class UnfusedElementwise(Rule):
+    """Each pointwise operator run eagerly is a kernel that reads its inputs from memory and writes
+    its output back, for the next kernel to read again. Merged into one kernel, only what enters
+    and leaves the chain is moved.
+
+    A chain is three or more fusible kernels that follow each other on one stream and work on
+    tensors of the same number of elements (where shapes are recorded: consecutive kernels over
+    parameters of different sizes are no chain). Compiled (Triton) and foreach kernels are fused
+    already, and the optimizer's are another rule's.
+
+    The factor is from bytes: of each link in a chain, the write and the read of the tensor between
+    the two kernels go away; the merged kernel takes at least as long as the longest of them. Some
+    of those tensors are kept for the backward pass and still have to be written, so 70 % of the
+    links count (40 to 100 % in the band).
+    """
+
+    id = "unfused-elementwise"
+    title = "Chains of pointwise kernels are not fused"
+    category = "kernel"
+    validated = "synthetic"
+    validated_on = ""
+    references = (
+        "https://pytorch.org/docs/stable/generated/torch.compile.html",
+        "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#fuse-operations",
+    )
+
+    min_share = 0.20  # of kernel time in chains
+    min_chain = 3  # kernels: shorter runs are what fused operators leave
+    max_chain = 15  # kernels that one merged kernel takes in (TraceLens's limit)
+    min_busy = facts.MIN_BUSY  # share of the step the device is busy
+    kept = 0.7  # of the links whose tensor need not be written any more
+    kept_high = 1.0
+    kept_low = 0.4
+    blind_saving = 2 / 3  # of a chain's bytes without shapes: binary operators, 2 reads + 1 write
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of chains as a share of kernel time."""
+        if not facts.worth_looking(a, self.min_busy):
+            return
+        total = facts.duration(a, facts.kernel_rows(a))
+        rows = facts.compute_rows(a)
+        fusible = rows & facts.of_family(a, *FUSIBLE)
+        if facts.duration(a, fusible) < self.min_share * total:
+            return
+        fusible &= ~matches(a.trace.gpu["name"], ALREADY).to_numpy()
+        fusible &= ~facts.launched_under(a, r"^Optimizer\.step#")
+        in_chain, chains, known = self._chains(a, rows, fusible)
+        share = facts.duration(a, in_chain) / total
+        if share < self.min_share:
+            return
+        selected = rows & facts.of_family(a, *FUSIBLE)
+        saved = float(chains["saved"].sum())
+        middle, low, high = (
+            facts.diluted(a, selected, saved * kept)
+            for kept in (self.kept, self.kept_high, self.kept_low)
+        )
+        length = float(np.average(chains["count"].to_numpy(), weights=chains["dur"].to_numpy()))
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{share:.0%} of kernel time goes into chains of pointwise and reduction kernels, "
+                f"about {length:.0f} kernels long: tensors are written and read again in between."
+            ),
+            evidence=[
+                Evidence("chains of pointwise kernels, share of kernel time", share, "share",
+                         self.min_share, "below 20 % matrix work decides"),
+                Evidence("kernels in chains a step", int(in_chain.sum()) / a.step_count, "count"),
+                Evidence("chains a step", chains.height / a.step_count, "count"),
+                Evidence("time that merging all links would save a step", saved / a.step_count,
+                         "ns"),
+            ],
+            where=facts.locations(a, in_chain),
+            fix=(
+                "Compile the model: Inductor merges such chains into one kernel each. Where that "
+                "is not possible, compile the function around the chain, or use the fused form of "
+                "the operator (F.layer_norm, F.gelu, a fused loss)."
+            ),
+            code=(
+                "model = torch.compile(model)\n"
+                "# or only the function around the chain:\n"
+                "@torch.compile\n"
+                "def block(x, y): ..."
+            ),
+            check="Profile again: triton_poi_… and triton_red_… kernels in place of the chains.",
+            edits=[
+                Edit(
+                    op="merge",
+                    select=Select(on="gpu", kind=("kernel",), family=FUSIBLE),
+                    factor=middle,
+                    factor_low=low,
+                    factor_high=high,
+                )
+            ],
+            confidence=0.7 if known >= 0.5 else 0.5,
+            confidence_notes=[]
+            if known >= 0.5
+            else ["shapes are not recorded: bytes are estimated from the number of kernels"],
+            assumptions=[
+                f"{self.kept:.0%} of the tensors inside a chain need not be written any more "
+                f"({self.kept_low:.0%} to {self.kept_high:.0%})",
+                *(
+                    []
+                    if known >= 0.5
+                    else [f"{self.blind_saving:.0%} of a chain's bytes are those in between"]
+                ),
+            ],
+            falsified_by="graph breaks in the middle of the chains (TORCH_LOGS=graph_breaks)",
+            alternatives="fuse",
+        )  # fmt: skip
+
+    def _chains(
+        self, a: Analysis, rows: facts.Mask, fusible: facts.Mask
+    ) -> tuple[facts.Mask, pl.DataFrame, float]:
+        """Rows in chains; a row a chain with ``count``, ``dur`` and ``saved`` (ns, if the tensor
+        of every link stayed on the chip); the share of chain kernels whose shapes are known."""
+        gpu = a.trace.gpu
+        at = np.flatnonzero(rows)
+        at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
+        able = fusible[at]
+        stream = gpu["stream"].to_numpy()[at]
+        inputs = a.trace.cpu["inputs"].gather(gpu["op"].gather(at)).fill_null(-1).to_numpy()
+        size, width = self._sizes(a, np.unique(inputs[able]))
+        size, width = size[inputs], width[inputs]
+        same = (size[1:] == size[:-1]) | (size[1:] == 0) | (size[:-1] == 0)  # 0: not known
+        link = np.zeros(len(at), dtype=bool)  # this kernel goes on with the chain of the one before
+        link[1:] = able[1:] & able[:-1] & (stream[1:] == stream[:-1]) & same
+        chain = np.cumsum(~link)
+        place = np.arange(len(at)) - np.flatnonzero(~link)[chain - 1] if len(at) else chain
+        chain = chain * (len(at) + 1) + place // self.max_chain  # cut where one kernel is full
+        moved = a.kernels["moved"].gather(at).cast(pl.Float64)
+        between = np.minimum(2.0 * size * width, moved.fill_null(0.0).to_numpy())
+        table = (
+            pl.DataFrame(
+                {
+                    "chain": chain,
+                    "row": at,
+                    "able": able,
+                    "dur": gpu["dur"].to_numpy()[at],
+                    "moved": moved,
+                    "between": between,
+                    "known": (size > 0) & moved.is_not_null().to_numpy(),
+                }
+            )
+            .filter("able")
+            .group_by("chain", maintain_order=True)
+            .agg(
+                pl.col("row"),
+                pl.len().alias("count"),
+                pl.col("dur").sum(),
+                pl.col("dur").max().alias("longest"),
+                pl.col("moved").sum(),
+                # the last kernel's output leaves the chain
+                (pl.col("between").sum() - pl.col("between").last()).alias("between"),
+                pl.col("known").all(),
+            )
+            .filter(pl.col("count") >= self.min_chain)
+        )
+        by_bytes = (pl.col("between") / pl.col("moved")).clip(0.0, 1.0)
+        blind = self.blind_saving * (1 - 1 / pl.col("count"))
+        table = table.with_columns(
+            saved=pl.min_horizontal(
+                pl.col("dur") * pl.when("known").then(by_bytes).otherwise(blind),
+                (pl.col("dur") - pl.col("longest")).cast(pl.Float64),
+            )
+        )
+        inside = np.zeros(len(rows), dtype=bool)
+        if table.height:
+            inside[table["row"].explode().to_numpy()] = True
+        weight = float(table["dur"].sum())
+        known = float(table.filter("known")["dur"].sum()) / weight if weight else 0.0
+        return inside, table, known
+
+    def _sizes(
+        self, a: Analysis, wanted: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Aligned with ``trace.inputs``, and a last row for none: elements of the largest tensor
+        and its bytes an element; 0: not known, or not ``wanted``."""
+        table = a.trace.inputs
+        size = np.zeros(table.height + 1, dtype=np.int64)
+        width = np.zeros(table.height + 1, dtype=np.int64)
+        rows = wanted[wanted >= 0]
+        # a loop over distinct input descriptions, not over events
+        given = table.select("dims", "types")[rows]
+        for row, (dims, types) in zip(rows.tolist(), given.iter_rows(), strict=True):
+            tensors = OpInputs(dims, types).tensors
+            if tensors:
+                largest = max(tensors, key=lambda tensor: tensor.elements)
+                size[row], width[row] = largest.elements, largest.width or 0
+        return size, width
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A hand-written activation over a large tensor, with and without recorded shapes."""
+        return {"an activation by hand": _step(8, [64, 1024, 1024]), "no shapes": _step(8, None)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Compiled; one pointwise kernel after each product; tensors of different sizes."""
+        compiled = TraceBuilder()
+        single = TraceBuilder()
+        different = TraceBuilder()
+        for _ in range(4):
+            with compiled.step():
+                _product(compiled)
+                for n in range(4):
+                    compiled.launch(f"triton_poi_fused_add_mul_tanh_{n}", 300)
+                compiled.sync()
+            with single.step():
+                for _ in range(4):
+                    _product(single)
+                    _pointwise(single, "aten::relu", [64, 1024, 1024])
+                single.sync()
+            with different.step():
+                _product(different)
+                for n in range(1, 9):
+                    _pointwise(different, "aten::mul", [n, 1024, 1024])
+                different.sync()
+        return {
+            "compiled": compiled,
+            "one kernel after each product": single,
+            "parameters of different sizes": different,
+            "a short chain beside long products": _step(3, [4, 1024, 1024], 20),
+        }
+
+
+def _product(b: TraceBuilder) -> None:
+    with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::Half"):
+        b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_tn", 600)
+
+
+def _pointwise(b: TraceBuilder, op: str, shape: list[int] | None, us: float = 300) -> None:
+    with b.op(op, None if shape is None else [shape, shape], "c10::Half"):
+        b.launch("void at::native::vectorized_elementwise_kernel<4, BinaryFunctor<Half>>", us)
+
+
+def _step(count: int, shape: list[int] | None, us: float = 300) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            _product(b)
+            for n in range(count):
+                _pointwise(b, "aten::mul" if n % 2 else "aten::add", shape, us)
+            _product(b)
+            b.sync()
+    return b

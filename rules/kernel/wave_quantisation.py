@@ -1,0 +1,170 @@
+"""Kernels whose last wave of blocks leaves most of the GPU empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.rules.kernel import facts
+from advisor.rules.kernel.small_grids import PERSISTENT
+from advisor.testing import TraceBuilder
+
+
+class WaveQuantisation(Rule):
+    """A GPU runs a grid in waves of as many blocks as fit at once. A grid of 1.2 waves takes as
+    long as one of 2: the last wave leaves 80 % of the GPU empty.
+
+    Waves are blocks over (multiprocessors x resident blocks a multiprocessor). The waste,
+    1 - w / ceil(w), matters below about four waves; from there on the tail is small, and blocks no
+    longer end together. Kernels that are persistent or split along K (stream-K) have no waves.
+    Resident blocks come from the profiler where it writes them, else from the occupancy formula
+    (registers, shared memory, threads).
+    """
+
+    id = "wave-quantisation"
+    title = "The last wave of a kernel leaves the GPU half empty"
+    category = "kernel"
+    validated = "synthetic"
+    validated_on = ""
+    references = (
+        "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/#wave-quant",
+    )
+
+    min_waste = 0.20  # of a kernel's time; NVIDIA's guide: worst just above a whole wave
+    max_waves = 4  # above it the tail is below 20 % anyway
+    min_share = 0.03  # of kernel time, for one kernel name
+    min_busy = facts.MIN_BUSY  # share of the step the device is busy
+    part = 0.7  # of the waste that another size or tile wins back
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Kernels by name whose waves waste time."""
+        if not facts.worth_looking(a, self.min_busy):
+            return
+        gpu = a.trace.gpu
+        rows = facts.compute_rows(a)
+        total = facts.duration(a, facts.kernel_rows(a))
+        heavy = rows & facts.of_family(a, "gemm", "convolution", "attention")
+        if facts.duration(a, heavy) < self.min_share * total:
+            return
+        known = a.kernels["waves"].is_not_null().to_numpy()
+        if not (heavy & known).any():
+            amd = a.trace.meta.vendor == "amd"
+            yield NotMeasured(
+                what="wave quantisation of matrix kernels",
+                why="how many blocks an AMD GPU holds at once is not modelled"
+                if amd
+                else "grid sizes or the GPU's properties are not in the trace",
+                record="" if amd else "a profiler that writes grid, block and deviceProperties",
+            )
+            return
+        waves = a.kernels["waves"].fill_null(0.0).to_numpy()
+        upto = np.ceil(waves)
+        waste = np.where(upto > 0, 1 - waves / np.maximum(upto, 1), 0.0)
+        rows = heavy & known & (waves >= 1) & (waves < self.max_waves)
+        rows &= ~matches(gpu["name"], PERSISTENT).to_numpy()
+        at = np.flatnonzero(rows)
+        dur = gpu["dur"].to_numpy()[at]
+        table = (
+            pl.DataFrame(
+                {"name": gpu["name"].gather(at), "dur": dur, "lost": dur * waste[at],
+                 "waves": waves[at]}
+            )
+            .group_by("name")
+            .agg(pl.col("dur").sum(), pl.col("lost").sum(),
+                 ((pl.col("waves") * pl.col("dur")).sum() / pl.col("dur").sum()).alias("waves"))
+            .filter(pl.col("dur") >= self.min_share * total)
+            .filter(pl.col("lost") >= self.min_waste * pl.col("dur"))
+            .sort("lost", descending=True)
+        )  # fmt: skip
+        if table.is_empty():
+            return
+        names = table["name"].cast(pl.String).to_list()
+        chosen = facts.compute_rows(a) & matches(gpu["name"], facts.exactly(names)).to_numpy()
+        lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
+        top = table.row(0, named=True)
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{len(names)} kernel(s) with {spent / total:.0%} of kernel time run "
+                f"in few waves; {lost / spent:.0%} of their time the last wave "
+                "leaves multiprocessors empty."
+            ),
+            evidence=[
+                Evidence("waste in these kernels", lost / spent, "share",
+                         self.min_waste, "NVIDIA's guide to matrix products"),
+                Evidence("waves of the largest", top["waves"], "", self.max_waves),
+                Evidence("time of these kernels a step", spent / a.step_count, "ns"),
+            ],
+            where=facts.locations(a, chosen),
+            fix=(
+                "Choose the batch or a layer size so that the grid is just below a whole number of "
+                "waves, or let the compiler look for another tile (max-autotune tries smaller "
+                "tiles and stream-K)."
+            ),
+            code=(
+                'model = torch.compile(model, mode="max-autotune")\n'
+                "# or time neighbouring batch sizes: samples a second, not milliseconds a step\n"
+                "for n in (batch, batch * 7 // 8, batch * 9 // 8):\n"
+                "    print(n, n / benchmark(lambda: model(x[:n])))"
+            ),
+            check="Samples a second at the new size; waves just below a whole number.",
+            edits=[
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", kind=("kernel",), name=facts.exactly(names)),
+                    factor=facts.diluted(a, chosen, lost * self.part),
+                    factor_low=facts.diluted(a, chosen, lost),
+                    factor_high=1.0,
+                )
+            ],
+            confidence=0.5,
+            assumptions=[f"{self.part:.0%} of the tail can be won back (none to all)"],
+            falsified_by="a batch an eighth smaller gives no more samples a second",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """1.1 waves: 238 blocks where 216 fit (two of 256 threads and 128 registers each)."""
+        return {"just above one wave": _product(238)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """A whole number of waves, many waves, a persistent kernel, a device that waits."""
+        idle = TraceBuilder()
+        for _ in range(4):
+            with idle.step():
+                with idle.op("aten::mm", [[1024, 1024], [1024, 1024]], "c10::BFloat16"):
+                    idle.launch(
+                        "ampere_bf16_s16816gemm_bf16_128x64_ldg8_tn",
+                        20,
+                        blocks=238,
+                        threads=256,
+                        registers=128,
+                    )
+                idle.host(2000)
+                idle.sync()
+        return {
+            "just below two waves": _product(430),
+            "ten waves and a bit": _product(2170),
+            "persistent": _product(238, "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"),
+            "the device waits": idle,
+        }  # fmt: skip
+
+
+def _product(
+    blocks: int, kernel: str = "ampere_bf16_s16816gemm_bf16_128x64_ldg8_tn"
+) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            for _ in range(5):
+                with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+                    b.launch(kernel, 500, blocks=blocks, threads=256, registers=128)
+            b.sync()
+    return b

@@ -1,0 +1,180 @@
+"""torch.cuda.empty_cache() in the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.model import Edit, Evidence, Finding, Location, Outcome, Rule, Select
+from advisor.select import under_names
+from advisor.testing import TraceBuilder
+
+FRAME = r"\bempty_?[cC]ache\b"
+"""``torch/cuda/memory.py(…): empty_cache``, ``<built-in function _cuda_emptyCache>``."""
+
+
+class EmptyCacheInLoop(Rule):
+    """``torch.cuda.empty_cache()`` hands all cached memory back to the driver, which waits for the
+    whole device, and the next step asks for it again, block by block. It lowers no peak: the
+    allocator would have reused the same memory.
+
+    With Python stacks the call itself is seen. Without them it is told by a burst of two or more
+    ``cudaFree`` outside any operator (``empty_cache`` is called from Python, whereas the allocator
+    itself, when memory is full, frees from inside ``aten::empty``), with ``cudaMalloc`` after it,
+    in at least three steps.
+    """
+
+    id = "empty-cache-in-loop"
+    title = "empty_cache() in the training loop"
+    category = "memory"
+    validated = "synthetic"
+    validated_on = ""
+    references = (
+        "https://pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html",
+        "https://pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management",
+    )
+
+    min_steps = 3  # with the call: between phases it does no harm
+    min_share_of_steps = 0.5  # of the used steps
+    min_burst = 2  # cudaFree calls in a row
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Find frees that empty_cache makes, with or without stacks."""
+        if a.device_id is None or a.allocations.is_empty():
+            return
+        calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
+        seen = under_names(a, FRAME)[calls["host"].to_numpy()]
+        free = (calls["call"] == "free").to_numpy()
+        with_stack = bool((free & seen).any())
+        rows = free & seen if with_stack else self._bursts(calls)
+        frees = calls.filter(pl.Series(rows))
+        enough = max(self.min_steps, self.min_share_of_steps * a.step_count)
+        if frees["step"].n_unique() < enough:
+            return
+        mallocs = calls.filter(pl.col("call") == "malloc")
+        bursts = frees["host"].len() / a.step_count
+        if mallocs["step"].n_unique() < self.min_steps:
+            return
+        worst = frees.sort("dur", descending=True).row(0, named=True)
+        file, line, function = a.location(worst["host"])
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{frees['step'].n_unique()} of {a.step_count} steps hand cached memory back to "
+                f"the driver ({bursts:.0f} cudaFree a step) and allocate it again "
+                f"({mallocs.height / a.step_count:.0f} cudaMalloc a step)."
+            ),
+            evidence=[
+                Evidence("steps with the call", frees["step"].n_unique(), "count", self.min_steps),
+                Evidence("cudaFree a step", bursts, "count"),
+                Evidence("cudaMalloc a step", mallocs.height / a.step_count, "count"),
+                Evidence("host time in both a step", int(calls["dur"].sum()) / a.step_count, "ns"),
+            ],
+            where=[
+                Location(
+                    file=file,
+                    line=line,
+                    function=function,
+                    op="torch.cuda.empty_cache" if with_stack else "cudaFree",
+                    ts_ns=worst["ts"],
+                    dur_ns=worst["dur"],
+                    count=frees.height,
+                )
+            ],
+            fix=(
+                "Remove the call from the loop. It belongs between phases (after an evaluation "
+                "with other shapes), if anywhere. If it was there against running out of memory, "
+                "the cure is expandable segments or a lower peak."
+            ),
+            code=(
+                "for batch in loader:\n"
+                "    ...\n"
+                "    # torch.cuda.empty_cache()   <- remove\n"
+                "# against fragmentation, in the shell before starting\n"
+                "# (older PyTorch: PYTORCH_CUDA_ALLOC_CONF):\n"
+                "# export PYTORCH_ALLOC_CONF=expandable_segments:True"
+            ),
+            check="Profile again: no cudaFree and no cudaMalloc in the steps, and no gap there.",
+            edits=[Edit(op="remove", select=Select(on="gap", cause=("allocation",)))],
+            confidence=0.95 if with_stack else 0.7,
+            confidence_notes=[]
+            if with_stack
+            else ["no Python stacks: told by cudaFree bursts outside any operator"],
+            assumptions=["the step runs within the same peak without the call"],
+            falsified_by="searching the loop and its callbacks for empty_cache finds none",
+        )  # fmt: skip
+
+    def _bursts(self, calls: pl.DataFrame) -> NDArray[np.bool_]:
+        """Frees outside any operator, at least ``min_burst`` in a row with no malloc between."""
+        free: NDArray[np.bool_] = (calls["call"] == "free").to_numpy()
+        free = free & calls["op"].is_null().to_numpy()
+        run = np.cumsum(np.append(True, free[1:] != free[:-1])) if len(free) else np.zeros(0, int)
+        length = np.bincount(run)[run] if len(run) else run
+        return free & (length >= self.min_burst)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """The call at the end of each step, with and without stacks."""
+        return {"with stacks": _loop(stacks=True), "without stacks": _loop(stacks=False)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Once, between phases; the allocator's own frees when memory is full; none."""
+        once = TraceBuilder()
+        full = TraceBuilder()
+        none = TraceBuilder()
+        for step in range(6):
+            with once.step():
+                if step == 3:
+                    for _ in range(3):
+                        once.call("cudaFree", 300)
+                _product(once)
+                once.sync()
+            with full.step():
+                _product(full)
+                full.sync()
+                with full.op("aten::empty"):
+                    for _ in range(3):
+                        full.call("cudaFree", 300)
+                    full.call("cudaMalloc", 300)
+                _product(full)
+                full.sync()
+            with none.step():
+                _product(none)
+                none.sync()
+        return {"once": once, "the allocator frees because memory is full": full, "none": none}
+
+
+def _loop(*, stacks: bool) -> TraceBuilder:
+    b = TraceBuilder()
+
+    def body() -> None:
+        b.sync()
+        for _ in range(4):
+            b.call("cudaFree", 200)
+
+    for _ in range(6):
+        with b.step():
+            with b.op("aten::empty"):
+                for _ in range(4):
+                    b.call("cudaMalloc", 250)
+            _product(b)
+            if stacks:
+                with (
+                    b.python("train.py(40): train"),
+                    b.python("torch/cuda/memory.py(172): empty_cache"),
+                ):
+                    body()
+            else:
+                body()
+    return b
+
+
+def _product(b: TraceBuilder) -> None:
+    with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+        b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", 2000)

@@ -1,0 +1,141 @@
+"""Device memory is almost full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Worth
+from advisor.rules.memory.peaks import peaks
+from advisor.testing import TraceBuilder
+
+GIB = 1 << 30
+
+
+class MemoryNearCapacity(Rule):
+    """Memory that PyTorch's allocator holds (reserved) is close to all the device has. A longer
+    sequence, an evaluation step or fragmentation then ends the run with an out-of-memory error;
+    before that the allocator frees and reallocates blocks, each time waiting for the device.
+
+    Reserved memory is what counts for the risk, allocated memory is what tensors need: where
+    allocated is far below reserved, the rest is fragmentation or cache, and the cure is another
+    allocator setting rather than a smaller model. Memory of NCCL, cuBLAS, CUDA graphs' private
+    pools and other processes comes on top and is not in the trace.
+    """
+
+    id = "memory-near-capacity"
+    title = "Device memory is almost full"
+    category = "memory"
+    validated = "synthetic"
+    validated_on = ""
+    references = (
+        "https://pytorch.org/docs/stable/notes/cuda.html#memory-management",
+        "https://pytorch.org/docs/stable/torch_cuda_memory.html",
+    )
+
+    max_share = 0.90  # of capacity, reserved (TensorBoard's plugin, fournex, gpuprof)
+    critical_share = 0.97  # traceml
+    fragmented = 0.80  # allocated below this share of reserved: the rest is no tensor
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the highest reserved memory with the device's capacity."""
+        if a.device_id is None:
+            return
+        reserved, allocated, capacity = peaks(a)
+        if reserved is None:
+            yield NotMeasured(
+                what="device memory: peak, capacity, what could be freed",
+                why="allocator events are not recorded",
+                record="profile_memory=True",
+            )
+            return
+        if not capacity:
+            yield NotMeasured(
+                what="how full device memory is",
+                why="the trace does not say how much memory the GPU has",
+                record="a profiler that writes deviceProperties (any recent PyTorch)",
+            )
+            return
+        share = reserved / capacity
+        if share < self.max_share:
+            return
+        used = None if allocated is None else allocated / reserved
+        loose = used is not None and used < self.fragmented
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"PyTorch holds {reserved / GIB:.1f} of {capacity / GIB:.1f} GiB "
+                f"({share:.0%}) at its peak"
+                + (
+                    f", of which tensors fill only {used:.0%}: the rest is cache and fragments."
+                    if loose
+                    else ": a longer sequence or an evaluation step can run out of memory."
+                )
+            ),
+            evidence=[
+                Evidence("peak reserved", reserved, "bytes"),
+                Evidence("capacity", capacity, "bytes"),
+                Evidence("reserved, share of capacity", share, "share", self.max_share,
+                         "TensorBoard's profiler plugin (90 %)"),
+                Evidence("allocated at its peak, share of reserved", used, "share",
+                         self.fragmented),
+            ],
+            fix=(
+                "Most of the reserved memory is not in use: let segments grow and shrink, and keep "
+                "shapes the same, so that fragments do not pile up."
+                if loose
+                else "Lower the peak: bf16 autocast, activation checkpointing of the largest "
+                "blocks, a sharded or 8-bit optimizer, a smaller micro-batch with accumulation."
+            ),
+            code=(
+                "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
+                "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+                if loose
+                else "from torch.utils.checkpoint import checkpoint\n"
+                "x = checkpoint(block, x, use_reentrant=False)   # for the largest blocks\n"
+                "# where the memory is: torch.cuda.memory._record_memory_history()"
+            ),
+            check="torch.cuda.max_memory_reserved() against the card's memory, over an epoch.",
+            worth=Worth(
+                currency="risk",
+                reason=f"{1 - share:.0%} of device memory is left before the run stops",
+            ),
+            confidence=0.9 if share >= self.critical_share else 0.8,
+            assumptions=["the window holds the largest batch"],
+            falsified_by=(
+                "a whole epoch, evaluation and checkpoint included, that stays at this peak"
+            ),
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Full of tensors; and full of fragments (an A100 of 85 GB)."""
+        return {
+            "tensors": _step(76_000_000_000, 80_000_000_000),
+            "fragments": _step(45_000_000_000, 82_000_000_000),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Half full; not recorded; a full host (device -1) is no full device."""
+        host = _step(30_000_000_000, 40_000_000_000)
+        return {
+            "half full": _step(30_000_000_000, 40_000_000_000),
+            "not recorded": _step(None, 0),
+            "an allocator that does not tell what it reserves": host,
+        }
+
+
+def _step(allocated: int | None, reserved: int) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            if allocated is not None:
+                b.memory(1 << 20, allocated, reserved)
+            with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+                b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", 2000)
+            if allocated is not None:
+                b.memory(-(1 << 20), allocated - (1 << 20), reserved)
+            b.sync()
+    return b

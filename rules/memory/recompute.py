@@ -1,0 +1,206 @@
+"""Activation checkpointing although memory is free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.analysis.memory import recompute
+from advisor.analysis.names import matches
+from advisor.model import Edit, Evidence, Finding, Location, NotMeasured, Outcome, Rule, Select
+from advisor.rules.kernel import facts
+from advisor.rules.memory.peaks import peaks
+from advisor.select import under_names
+from advisor.testing import TraceBuilder
+
+GIB = 1 << 30
+RECOMPUTE = r"torch/utils/checkpoint\.py\(\d+\): (\w+\.)*recompute_fn\b"
+BACKWARD = r"^autograd::engine::evaluate_function|Backward"
+REENTRANT = r"^CheckpointFunctionBackward$"
+
+
+class RecomputeWithFreeMemory(Rule):
+    """Activation checkpointing throws activations away in the forward pass and computes them again
+    in the backward pass: about one forward pass more each step, in exchange for memory. Where a
+    third of the memory stays free, part of that exchange buys nothing.
+
+    Recomputed kernels are told by what launched them: a Python frame ``recompute_fn`` of
+    ``torch/utils/checkpoint.py`` (``use_reentrant=False``, needs stacks), or the op
+    ``CheckpointFunctionBackward`` outside the autograd nodes inside it (``use_reentrant=True``).
+    The rule says how much memory is free, not how much the activations need: turn checkpointing
+    off for some blocks, look at the peak, and go on.
+    """
+
+    id = "recompute-with-free-memory"
+    title = "Activations are recomputed although memory is free"
+    category = "memory"
+    validated = "synthetic"
+    validated_on = ""
+    references = (
+        "https://pytorch.org/docs/stable/checkpoint.html",
+        "https://pytorch.org/blog/activation-checkpointing-techniques/",
+    )
+
+    min_share = 0.10  # of the step; a full recomputation is about a quarter of it
+    max_reserved = 0.70  # of capacity: with more in use the memory may be needed
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare recomputed device time with the step, and peak memory with the capacity."""
+        if a.device_id is None or not a.breakdown.compute.total:
+            return
+        training = matches(a.trace.cpu["name"], BACKWARD).any()
+        if not training:
+            return  # nothing to recompute for
+        table = recompute(a)
+        if table is None:
+            yield NotMeasured(
+                what="activation recomputation",
+                why="the trace has no Python stacks around the backward pass",
+                record="with_stack=True",
+            )
+            return
+        again = int(table["busy"].sum())
+        share = again / a.span_ns
+        if share < self.min_share:
+            return
+        reserved, _, capacity = peaks(a)
+        if reserved is None or not capacity:
+            yield NotMeasured(
+                what=f"whether memory is free that would save recomputation ({share:.0%} of the "
+                "step)",
+                why="allocator events are not recorded"
+                if reserved is None
+                else "the trace does not say how much memory the GPU has",
+                record="profile_memory=True",
+            )
+            return
+        full = reserved / capacity
+        if full >= self.max_reserved:
+            return
+        free = capacity - reserved
+        select, factor = self._select(a)
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{share:.0%} of each step recomputes activations of the forward pass, while "
+                f"{free / GIB:.1f} GiB ({1 - full:.0%}) of the device's memory is never used."
+            ),
+            evidence=[
+                Evidence("recomputation, share of the step", share, "share", self.min_share,
+                         "a full recomputation is about a quarter of a step"),
+                Evidence("recomputation a step", again / a.step_count, "ns"),
+                Evidence("peak reserved", reserved, "bytes"),
+                Evidence("peak reserved, share of capacity", full, "share", self.max_reserved),
+            ],
+            where=self._where(a),
+            fix=(
+                "Turn checkpointing off, or checkpoint only every second block, and look at the "
+                "peak; or keep the cheap outputs and recompute only what is large (selective "
+                "checkpointing)."
+            ),
+            code=(
+                "for i, block in enumerate(self.blocks):\n"
+                "    if self.training and i % 2 == 0:      # was: every block\n"
+                "        x = checkpoint(block, x, use_reentrant=False)\n"
+                "    else:\n"
+                "        x = block(x)\n"
+                "# Hugging Face: model.gradient_checkpointing_disable()"
+            ),
+            check="torch.cuda.max_memory_reserved() stays below 90 %, and the step is shorter.",
+            edits=[
+                Edit(op="remove", select=select)
+                if factor is None
+                else Edit(op="scale", select=select, factor=factor)
+            ],
+            confidence=0.75,
+            assumptions=["the activations that are kept instead fit into the free memory"],
+            falsified_by="a larger peak in another phase (evaluation, longer sequences)",
+        )  # fmt: skip
+
+    def _select(self, a: Analysis) -> tuple[Select, float | None]:
+        """The recomputed kernels; and, where the op holds backward work too, what stays of it."""
+        if (facts.launched_under(a, RECOMPUTE) & facts.kernel_rows(a)).any():
+            return Select(on="gpu", under=RECOMPUTE), None
+        total = facts.duration(a, facts.launched_under(a, REENTRANT) & a.in_window)
+        table = recompute(a)
+        again = 0 if table is None else int(table["dur"].sum())
+        return Select(on="gpu", under=REENTRANT), max(0.0, 1 - again / max(1, total))
+
+    def _where(self, a: Analysis) -> list[Location]:
+        """The user's line that calls ``checkpoint``."""
+        cpu = a.trace.cpu
+        named = under_names(a, r"torch/utils/checkpoint\.py\(\d+\): checkpoint$")[:-1]
+        rows = np.flatnonzero(named & (cpu["kind"] == "python").to_numpy())
+        if not len(rows):
+            rows = np.flatnonzero(under_names(a, REENTRANT)[:-1])
+        if not len(rows):
+            return []
+        first = int(rows[0])
+        file, line, function = a.location(first)
+        return [
+            Location(
+                file=file,
+                line=line,
+                function=function,
+                op="torch.utils.checkpoint",
+                ts_ns=cpu["ts"][first],
+                dur_ns=cpu["dur"][first],
+            )
+        ]
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A quarter of the step is recomputed, and memory is half empty: both forms."""
+        return {
+            "use_reentrant=False": _step(40_000_000_000),
+            "use_reentrant=True": _step(40_000_000_000, reentrant=True),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Memory is needed; memory is not recorded; only a small part is recomputed."""
+        return {
+            "memory is full": _step(78_000_000_000),
+            "memory is not recorded": _step(None),
+            "one small block": _step(40_000_000_000, us=100),
+        }
+
+
+def _step(reserved: int | None, us: float = 1000, *, reentrant: bool = False) -> TraceBuilder:
+    b = TraceBuilder()
+
+    def product(us: float) -> None:
+        with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+            b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)
+
+    def backward() -> None:
+        with b.op("autograd::engine::evaluate_function: MmBackward0"):
+            product(2000)
+
+    for _ in range(4):
+        with b.step():
+            if reserved is not None:
+                b.memory(1 << 20, reserved - (1 << 30), reserved)
+            with (
+                b.python("train.py(30): forward"),
+                b.python("torch/utils/checkpoint.py(354): checkpoint"),
+            ):
+                product(1000)
+            if reentrant:
+                node = "autograd::engine::evaluate_function: CheckpointFunctionBackward"
+                with b.op(node), b.op("CheckpointFunctionBackward"):
+                    product(us)
+                    backward()
+            else:
+                with b.op("autograd::engine::evaluate_function: MmBackward0"):
+                    with (
+                        b.python("torch/utils/checkpoint.py(1165): unpack_hook"),
+                        b.python("torch/utils/checkpoint.py(1657): recompute_fn"),
+                    ):
+                        product(us)
+                    product(2000)
+            b.sync()
+    return b

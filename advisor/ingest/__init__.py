@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-from advisor.ingest.directory import open_run
-from advisor.ingest.kineto import ReadOptions, read_trace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from advisor.ingest.directory import open_run
+    from advisor.ingest.kineto import ReadOptions, read_trace
 
 __all__ = ["ReadOptions", "open_run", "read_trace"]
+
+_HOME = {
+    "ReadOptions": "advisor.ingest.kineto",
+    "open_run": "advisor.ingest.directory",
+    "read_trace": "advisor.ingest.kineto",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first used: the decoding processes import this package, but not polars."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Raw, Struct, field
 
 Number = int | float | str | None
 """Profilers write numbers as numbers; some tools that rewrite traces write them as strings."""
 
-_EMPTY = Raw()
+ABSENT = Raw()
+"""The default of nested values, told apart by identity: ``args.dims is ABSENT``."""
+_NAN = math.nan  # absent numbers become NaN in float columns without a look at each
 
 
 class Args(Struct, gc=False):
@@ -17,45 +21,45 @@ class Args(Struct, gc=False):
     external: Number = field(default=-1, name="External id")
     external_old: Number = field(default=-1, name="external id")
     correlation: Number = -1
-    stream: Number = None
-    device: Number = None
-    bytes: Number = None
-    gbps: Number = field(default=None, name="memory bandwidth (GB/s)")
-    gbps_old: Number = field(default=None, name="Memory bandwidth (GB/s)")
-    grid: Raw = _EMPTY
-    block: Raw = _EMPTY
-    registers: Number = field(default=None, name="registers per thread")
-    shared: Number = field(default=None, name="shared memory")
-    blocks_per_sm: Number = field(default=None, name="blocks per SM")
-    warps_per_sm: Number = field(default=None, name="warps per SM")
-    occupancy: Number = field(default=None, name="est. achieved occupancy %")
-    occupancy_detail: Raw = field(default=_EMPTY, name="occupancy")
-    graph: Number = field(default=None, name="graph id")
-    dims: Raw = field(default=_EMPTY, name="Input Dims")
-    dims_old: Raw = field(default=_EMPTY, name="Input dims")
-    types: Raw = field(default=_EMPTY, name="Input type")
-    strides: Raw = field(default=_EMPTY, name="Input Strides")
-    concrete: Raw = field(default=_EMPTY, name="Concrete Inputs")
+    stream: Number = _NAN
+    device: Number = _NAN
+    bytes: Number = _NAN
+    gbps: Number = field(default=_NAN, name="memory bandwidth (GB/s)")
+    gbps_old: Number = field(default=_NAN, name="Memory bandwidth (GB/s)")
+    grid: Raw = ABSENT
+    block: Raw = ABSENT
+    registers: Number = field(default=_NAN, name="registers per thread")
+    shared: Number = field(default=_NAN, name="shared memory")
+    blocks_per_sm: Number = field(default=_NAN, name="blocks per SM")
+    warps_per_sm: Number = field(default=_NAN, name="warps per SM")
+    occupancy: Number = field(default=_NAN, name="est. achieved occupancy %")
+    occupancy_detail: Raw = field(default=ABSENT, name="occupancy")
+    graph: Number = field(default=_NAN, name="graph id")
+    dims: Raw = field(default=ABSENT, name="Input Dims")
+    dims_old: Raw = field(default=ABSENT, name="Input dims")
+    types: Raw = field(default=ABSENT, name="Input type")
+    strides: Raw = field(default=ABSENT, name="Input Strides")
+    concrete: Raw = field(default=ABSENT, name="Concrete Inputs")
     sequence: Number = field(default=-1, name="Sequence number")
-    collective: Raw = field(default=_EMPTY, name="Collective name")
-    comm_in: Raw = field(default=_EMPTY, name="In msg nelems")
-    comm_out: Raw = field(default=_EMPTY, name="Out msg nelems")
-    comm_size: Raw = field(default=_EMPTY, name="Group size")
-    comm_dtype: Raw = field(default=_EMPTY, name="dtype")
-    comm_group: Raw = field(default=_EMPTY, name="Process Group Name")
-    comm_description: Raw = field(default=_EMPTY, name="Process Group Description")
-    comm_ranks: Raw = field(default=_EMPTY, name="Process Group Ranks")
-    comm_in_split: Raw = field(default=_EMPTY, name="In split size")
-    comm_out_split: Raw = field(default=_EMPTY, name="Out split size")
-    comm_sequence: Raw = field(default=_EMPTY, name="Seq")
-    wait_stream: Number = field(default=None, name="wait_on_stream")
-    wait_correlation: Number = field(default=None, name="wait_on_cuda_event_record_corr_id")
-    address: Number = field(default=None, name="Addr")
-    alloc_bytes: Number = field(default=None, name="Bytes")
+    collective: Raw = field(default=ABSENT, name="Collective name")
+    comm_in: Raw = field(default=ABSENT, name="In msg nelems")
+    comm_out: Raw = field(default=ABSENT, name="Out msg nelems")
+    comm_size: Raw = field(default=ABSENT, name="Group size")
+    comm_dtype: Raw = field(default=ABSENT, name="dtype")
+    comm_group: Raw = field(default=ABSENT, name="Process Group Name")
+    comm_description: Raw = field(default=ABSENT, name="Process Group Description")
+    comm_ranks: Raw = field(default=ABSENT, name="Process Group Ranks")
+    comm_in_split: Raw = field(default=ABSENT, name="In split size")
+    comm_out_split: Raw = field(default=ABSENT, name="Out split size")
+    comm_sequence: Raw = field(default=ABSENT, name="Seq")
+    wait_stream: Number = field(default=_NAN, name="wait_on_stream")
+    wait_correlation: Number = field(default=_NAN, name="wait_on_cuda_event_record_corr_id")
+    address: Number = field(default=_NAN, name="Addr")
+    alloc_bytes: Number = field(default=_NAN, name="Bytes")
     allocated: Number = field(default=None, name="Total Allocated")
-    reserved: Number = field(default=None, name="Total Reserved")
-    device_type: Number = field(default=None, name="Device Type")
-    device_id: Number = field(default=None, name="Device Id")
+    reserved: Number = field(default=_NAN, name="Total Reserved")
+    device_type: Number = field(default=_NAN, name="Device Type")
+    device_id: Number = field(default=_NAN, name="Device Id")
     name: str | None = None
 
 
@@ -67,8 +71,8 @@ class Event(Struct, gc=False):
     name: str | int | float | None = None
     pid: Number = None
     tid: Number = None
-    ts: Number = None
-    dur: Number = None
+    ts: Number = _NAN
+    dur: Number = _NAN
     args: Args | None = None
 
 

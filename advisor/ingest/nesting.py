@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.ingest.spelling import HOST_KINDS
+
 Ints = NDArray[np.int64]
 MAX_DEPTH = 1000
 """Events nested deeper than this get the ancestor at this depth as their parent."""
-MAX_ROUNDS = 30
+MAX_ROUNDS = 6
+"""Repairs over whole columns before the rest is done one by one. Real traces need one or two."""
+MAX_TANGLED = 20_000
+"""Crossing events from which on the repair is done one by one at once."""
+
+_KEY_LIMIT = 1 << 62
+# Which of two host events with the same start and length is the outer one.
+_OUTER_FIRST = np.array(
+    [{"annotation": 0, "python": 1, "op": 2, "runtime": 3}.get(kind, 4) for kind in HOST_KINDS],
+    dtype=np.int8,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,26 @@ class Nesting:
     repaired: int
 
 
-def nest(thread: Ints, start: Ints, end: Ints) -> Nesting:
+def stack_order(thread: Any, start: Ints, dur: Ints, kind: Any) -> NDArray[np.intp]:
+    """Order by (thread, start, longest first, outer kind first)."""
+    span = int(start.max()) + 1
+    if (int(thread.max()) + 1) * span > _KEY_LIMIT:
+        return np.lexsort((_OUTER_FIRST[kind], -dur, start, thread))
+    key = thread.astype(np.int64) * span + start
+    order = np.argsort(key, kind="stable")  # most input is nearly sorted
+    key = key[order]
+    same = np.zeros(len(key), dtype=bool)
+    equal = key[1:] == key[:-1]
+    same[1:] |= equal
+    same[:-1] |= equal
+    ties = np.flatnonzero(same)
+    if len(ties):
+        rows = order[ties]
+        order[ties] = rows[np.lexsort((_OUTER_FIRST[kind[rows]], -dur[rows], key[ties]))]
+    return order
+
+
+def nest(thread: Any, start: Ints, end: Ints) -> Nesting:
     """Nest events that are ordered by (thread, start, longest first). Times in ns.
 
     An event that starts inside another and outlasts it (clock rounding, asynchronous ranges) is
@@ -32,27 +64,26 @@ def nest(thread: Ints, start: Ints, end: Ints) -> Nesting:
     """
     count = len(start)
     end = np.maximum(end, start + 1)
+    repaired = np.zeros(count, dtype=bool)
     if count == 0:
         empty = np.zeros(0, dtype=np.int32)
         return Nesting(empty, empty, end, 0)
     span = int(end.max() - start.min()) + 2
-    offset = thread * span - int(start.min())
-    repaired = np.zeros(count, dtype=bool)
+    if (int(thread.max()) + 1) * span > _KEY_LIMIT:
+        return _one_by_one(thread, start, end, repaired)
+    offset = thread.astype(np.int64) * span - int(start.min())
     for _ in range(MAX_ROUNDS):
         parent, depth = _parents(start + offset, end + offset)
         inner = np.flatnonzero(parent >= 0)
-        around = parent[inner]
-        wrong = (end[inner] > end[around]) | (thread[inner] != thread[around])
-        if not wrong.any():
+        wrong = inner[end[inner] > end[parent[inner]]]
+        if not len(wrong):
             return Nesting(parent, depth, end, int(repaired.sum()))
-        rows = inner[wrong]
-        rows = rows[_sound_above(rows, parent, rows, count)]
-        holder = parent[rows]
-        open_ = (end[holder] > start[rows]) & (thread[holder] == thread[rows])
-        rows, holder = rows[open_], holder[open_]
+        if len(wrong) > MAX_TANGLED:
+            break
+        rows = wrong[_certain(wrong, start + offset, end + offset, parent)]
         if not len(rows):
             break
-        end[rows] = end[holder]
+        end[rows] = end[parent[rows]]
         repaired[rows] = True
     return _one_by_one(thread, start, end, repaired)
 
@@ -68,34 +99,45 @@ def _parents(start: Ints, end: Ints) -> tuple[NDArray[np.int32], NDArray[np.int3
     above = order[bounds[0] : bounds[1]]
     for level in range(1, len(bounds) - 1):
         rows = order[bounds[level] : bounds[level + 1]]
-        place = np.searchsorted(above, rows) - 1
-        found = place >= 0
-        parent[rows[found]] = above[place[found]]
+        parent[rows] = above[np.searchsorted(above, rows) - 1]
         above = rows
     return parent, depth
 
 
-def _sound_above(
-    rows: NDArray[np.intp], parent: NDArray[np.int32], wrong: NDArray[np.intp], count: int
+def _certain(
+    wrong: NDArray[np.intp], start: Ints, end: Ints, parent: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Which rows have no wrong event among their ancestors: only those can be cut safely."""
-    bad = np.zeros(count + 1, dtype=bool)
+    """Which of the wrong rows can be cut to the end of their parent, because that is right.
+
+    A wrong row leaks: between the end of its parent and its own end it counts as open, and what
+    starts there has a wrong depth, hence perhaps a wrong parent. A row is certain when neither
+    it nor any row above it starts in a leak, and none of those above it leaks itself.
+    """
+    holder = parent[wrong]
+    held = end[holder] > start[wrong]
+    leak_from = np.where(held, end[holder], start[wrong])  # not held: itself in another's leak
+    first = np.searchsorted(start, leak_from, side="left")
+    last = np.searchsorted(start, end[wrong], side="left")
+    doubt = np.zeros(len(start) + 1, dtype=np.int64)
+    np.add.at(doubt, first, 1)
+    np.add.at(doubt, last, -1)
+    bad = np.cumsum(doubt)[:-1] > 0
+    sound = held & ~bad[wrong]
     bad[wrong] = True
-    sound = np.ones(len(rows), dtype=bool)
-    above = parent[rows]
-    for _ in range(MAX_DEPTH):
-        live = (above >= 0) & sound
-        if not live.any():
-            break
-        sound[live] = ~bad[above[live]]
-        above = np.where(above >= 0, parent[above], -1)
+    live = np.flatnonzero(sound)
+    above = holder[live]
+    while len(live):  # one round a level
+        hit = bad[above]
+        sound[live[hit]] = False
+        live, above = live[~hit], parent[above[~hit]]
+        live, above = live[above >= 0], above[above >= 0]
     return sound
 
 
-def _one_by_one(thread: Ints, start: Ints, end: Ints, repaired: NDArray[np.bool_]) -> Nesting:
+def _one_by_one(thread: Any, start: Ints, end: Ints, repaired: NDArray[np.bool_]) -> Nesting:
     """The same with a stack, for input so tangled that whole-column repair does not settle."""
-    parent = np.full(len(start), -1, dtype=np.int32)
-    depth = np.zeros(len(start), dtype=np.int32)
+    parents = [-1] * len(start)
+    depths = [0] * len(start)
     stack: list[int] = []
     ends = end.tolist()
     current = None
@@ -105,11 +147,17 @@ def _one_by_one(thread: Ints, start: Ints, end: Ints, repaired: NDArray[np.bool_
         while stack and ends[stack[-1]] <= begin:
             stack.pop()
         if stack:
-            parent[row] = stack[-1]
-            if ends[row] > ends[stack[-1]]:
-                ends[row] = ends[stack[-1]]
+            above = stack[-1]
+            parents[row] = above
+            if ends[row] > ends[above]:
+                ends[row] = ends[above]
                 repaired[row] = True
-        depth[row] = len(stack)
+        depths[row] = len(stack)
         if len(stack) < MAX_DEPTH:
             stack.append(row)
-    return Nesting(parent, depth, np.array(ends, dtype=np.int64), int(repaired.sum()))
+    return Nesting(
+        np.array(parents, dtype=np.int32),
+        np.array(depths, dtype=np.int32),
+        np.array(ends, dtype=np.int64),
+        int(repaired.sum()),
+    )

@@ -1,38 +1,46 @@
-"""Old, new and AMD spellings, brought to one vocabulary here and nowhere else."""
+"""Old, new and AMD spellings, brought to one vocabulary here and nowhere else.
+
+Imports nothing of the project: the decoding processes load it, and they do without polars.
+"""
 
 from __future__ import annotations
 
 import re
 
-from advisor.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS, SYNC_KINDS
+HOST_KINDS = ("op", "annotation", "python", "runtime", "overhead")
+"""Codes of host events while columns are built; the same order as ``advisor.trace.CPU_KINDS``."""
+DEVICE_KINDS = ("kernel", "memcpy", "memset")
+"""The same for device work and ``advisor.trace.GPU_KINDS``."""
 
 # Where an event goes, by its category. Categories are compared in lower case, which also covers
 # the capitalised spelling that profilers wrote before 2022.
-HOST_CATEGORIES: dict[str, int] = {
-    "cpu_op": CPU_KINDS.index("op"),
-    "operator": CPU_KINDS.index("op"),
-    "cpu functions": CPU_KINDS.index("op"),  # the legacy autograd profiler's process name
-    "user_annotation": CPU_KINDS.index("annotation"),
-    "python_function": CPU_KINDS.index("python"),
-    "cuda_runtime": CPU_KINDS.index("runtime"),
-    "cuda_driver": CPU_KINDS.index("runtime"),
-    "runtime": CPU_KINDS.index("runtime"),
-    "hip_runtime": CPU_KINDS.index("runtime"),
-    "hip_driver": CPU_KINDS.index("runtime"),
-    "xpu_runtime": CPU_KINDS.index("runtime"),
-    "mtia_runtime": CPU_KINDS.index("runtime"),
-    "privateuse1_runtime": CPU_KINDS.index("runtime"),
-    "privateuse1_driver": CPU_KINDS.index("runtime"),
-    "overhead": CPU_KINDS.index("overhead"),
+HOST_CATEGORIES: dict[str, str] = {
+    "cpu_op": "op",
+    "operator": "op",
+    "cpu functions": "op",  # the legacy autograd profiler's process name
+    "user_annotation": "annotation",
+    "python_function": "python",
+    "cuda_runtime": "runtime",
+    "cuda_driver": "runtime",
+    "runtime": "runtime",
+    "driver": "runtime",
+    "hip_runtime": "runtime",
+    "hip_driver": "runtime",
+    "xpu_runtime": "runtime",
+    "xpu_driver": "runtime",
+    "mtia_runtime": "runtime",
+    "privateuse1_runtime": "runtime",
+    "privateuse1_driver": "runtime",
+    "overhead": "overhead",
 }
-DEVICE_CATEGORIES: dict[str, int] = {
-    "kernel": GPU_KINDS.index("kernel"),
-    "concurrent_kernel": GPU_KINDS.index("kernel"),
-    "cuda functions": GPU_KINDS.index("kernel"),
-    "gpu_memcpy": GPU_KINDS.index("memcpy"),
-    "memcpy": GPU_KINDS.index("memcpy"),
-    "gpu_memset": GPU_KINDS.index("memset"),
-    "memset": GPU_KINDS.index("memset"),
+DEVICE_CATEGORIES: dict[str, str] = {
+    "kernel": "kernel",
+    "concurrent_kernel": "kernel",
+    "cuda functions": "kernel",
+    "gpu_memcpy": "memcpy",
+    "memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "memset": "memset",
 }
 SYNC_CATEGORY = "cuda_sync"
 COUNTER_CATEGORY = "cuda_profiler_range"
@@ -41,78 +49,98 @@ IGNORED_CATEGORIES = frozenset(
 )
 """Device-side copies of annotations, the profiler's own span, and flow arrows."""
 
-_LAUNCH = re.compile(
-    r"^(cuda|hip)(Ext)?Launch(Cooperative)?Kernel(ExC|Ex|MultiDevice)?(_ptsz|_v\d+)?$"
-    r"|^cu(Launch(Cooperative)?Kernel(Ex)?|Launch)(_ptsz)?$"
-    r"|^hip(Ext)?ModuleLaunchKernel$|^hipExtModuleLaunchKernel$|^hipHccModuleLaunchKernel$"
-    r"|^hipLaunchByPtr$|^hipExtLaunchKernel$|^hipModuleLaunchCooperativeKernel"
-)
-_GRAPH_LAUNCH = re.compile(r"^(cuda|cu|hip)GraphLaunch")
-_MEMCPY = re.compile(r"^(cuda|hip|cu)Memcpy")
-_MEMSET = re.compile(r"^(cuda|hip|cu)Memset")
-_RULES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (_LAUNCH, "launch"),
-    (_GRAPH_LAUNCH, "graph_launch"),
-    (re.compile(r"^(cuda|hip|cu)Memcpy.*Async|^hipMemcpyWithStream"), "memcpy"),
-    (_MEMCPY, "memcpy_blocking"),
-    (_MEMSET, "memset"),
-    (re.compile(r"^(cuda|hip)(DeviceSynchronize|ThreadSynchronize)|^cuCtxSynchronize"), "sync_device"),
-    (re.compile(r"^(cuda|hip|cu)StreamSynchronize"), "sync_stream"),
-    (re.compile(r"^(cuda|hip|cu)EventSynchronize"), "sync_event"),
-    (re.compile(r"^(cuda|hip|cu)EventRecord"), "event_record"),
-    (re.compile(r"^(cuda|hip|cu)(EventQuery|StreamQuery)"), "event_query"),
-    (re.compile(r"^(cuda|hip|cu)StreamWaitEvent"), "stream_wait"),
-    (re.compile(r"^(cudaHostAlloc|cudaMallocHost|hipHostMalloc|hipMallocHost|cuMemHostAlloc|cuMemAllocHost|cudaHostRegister|hipHostRegister|cuMemHostRegister)"), "host_alloc"),
-    (re.compile(r"^(cudaFreeHost|hipHostFree|hipFreeHost|cuMemFreeHost|cudaHostUnregister|hipHostUnregister)"), "host_free"),
-    (re.compile(r"^(cudaMalloc|hipMalloc|hipExtMalloc|cuMemAlloc|cuMemCreate|cuMemMap|cuMemAddressReserve)"), "malloc"),
-    (re.compile(r"^(cudaFree|hipFree|cuMemFree|cuMemUnmap|cuMemRelease|cuMemAddressFree)"), "free"),
-    (re.compile(r"^(cuda|cu|hip)(Stream(Begin|End)Capture|GraphInstantiate)"), "graph_capture"),
-    (re.compile(r"^(cuModuleLoad|cuLibraryLoad|cudaLibraryLoad|hipModuleLoad|cuLinkComplete)"), "module_load"),
+# CUPTI's names of one call in several ABI versions: cudaLaunchKernel_ptsz_v7000.
+_ABI = re.compile(r"(_(ptsz|ptds|spt|v\d+))+$")
+_API = r"^(cuda|hip|cu)"
+_CALLS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), call)
+    for pattern, call in (
+        (_API + r"(Ext)?(Module)?Launch(Cooperative)?(Kernel|ByPtr|$)", "launch"),
+        (r"^hip(ExtModule|HccModule|ModuleCooperative)LaunchKernel", "launch"),
+        (r"^hipModuleLaunchCooperativeKernel", "launch"),
+        (_API + r"GraphLaunch", "graph_launch"),
+        # "like hipMemcpyAsync followed by hipStreamSynchronize" (HIP reference): it blocks
+        (r"^hipMemcpyWithStream", "memcpy_blocking"),
+        (_API + r"Memcpy.*Async", "memcpy"),
+        (_API + r"Memcpy", "memcpy_blocking"),
+        (_API + r"Memset", "memset"),
+        (_API + r"(Device|Thread|Ctx)Synchronize", "sync_device"),
+        (_API + r"StreamSynchronize", "sync_stream"),
+        (_API + r"EventSynchronize", "sync_event"),
+        (_API + r"EventRecord", "event_record"),
+        (_API + r"(Event|Stream)Query", "event_query"),
+        (_API + r"StreamWaitEvent", "stream_wait"),
+        (r"^cuda(HostAlloc|MallocHost|HostRegister)|^hip(HostMalloc|MallocHost|HostAlloc|HostRegister)"
+         r"|^cuMem(HostAlloc|AllocHost|HostRegister)", "host_alloc"),
+        (r"^cuda(FreeHost|HostUnregister)|^hip(HostFree|FreeHost|HostUnregister)"
+         r"|^cuMem(FreeHost|HostUnregister)", "host_free"),
+        (r"^(cuda|hip|hipExt)Malloc|^cuMem(Alloc|Create|Map|AddressReserve)"
+         r"|^hipMem(Create|Map|AddressReserve)", "malloc"),
+        (r"^(cuda|hip)Free|^cuMem(Free|Unmap|Release|AddressFree)"
+         r"|^hipMem(Unmap|Release|AddressFree)", "free"),
+        (_API + r"(Stream(Begin|End)Capture|GraphInstantiate)", "graph_capture"),
+        (_API + r"(ModuleLoad|LibraryLoad|LinkComplete)", "module_load"),
+    )
 )  # fmt: skip
 
 
-def call_class(name: str) -> int:
-    """Index in :data:`advisor.trace.CALLS` of a CUDA or HIP runtime or driver call."""
-    for pattern, call in _RULES:
-        if pattern.search(name):
-            return CALLS.index(call)
-    return CALLS.index("other")
+def call_class(name: str) -> str:
+    """Which of :data:`advisor.trace.CALLS` a CUDA or HIP runtime or driver call is."""
+    plain = _ABI.sub("", name[:200])
+    for pattern, call in _CALLS:
+        if pattern.search(plain):
+            return call
+    return "other"
 
 
-_COPY_NAME = re.compile(
-    r"(?:Memcpy|Copy)\s*(\w+)?\s*(?:\(\s*([\w ]+?)\s*->\s*([\w ]+?)\s*\))?", re.I
-)
-_HIP_DIRECTION = {
+# Memcpy HtoD (Pageable -> Device)
+_COPY_NAME = re.compile(r"(?:Memcpy|Copy)\s*(\w+)?\s*(?:\(\s*([\w ]+)->\s*([\w ]+)\))?", re.I)
+_DIRECTIONS = {
+    "htod": "HtoD",
+    "dtoh": "DtoH",
+    "dtod": "DtoD",
+    "ptop": "PtoP",
+    "p2p": "PtoP",
+    "htoh": "HtoH",
+    "htoa": "HtoD",  # arrays live on the device
+    "atoh": "DtoH",
+    "atod": "DtoD",
+    "dtoa": "DtoD",
+    "atoa": "DtoD",
+}
+_HIP_DIRECTIONS = {
     "copyhosttodevice": "HtoD",
     "copydevicetohost": "DtoH",
     "copydevicetodevice": "DtoD",
     "copyhosttohost": "HtoH",
 }
-_MEMORY = {"pageable", "pinned", "device", "managed", "array", "device static", "managed static"}
+_MEMORIES = frozenset(
+    {"pageable", "pinned", "device", "managed", "array", "device static", "managed static"}
+)
 
 
-def copy_parts(name: str) -> tuple[int, str | None, str | None]:
-    """Direction (index in COPIES), source and destination memory of a copy, from its name.
+def copy_parts(name: str) -> tuple[str, str | None, str | None]:
+    """Direction (one of COPIES), source and destination memory of a copy, from its name.
 
     ``Memcpy HtoD (Pageable -> Device)`` -> HtoD, Pageable, Device. AMD's profiler writes
     ``CopyHostToDevice`` or ``Memcpy HtoD (Host -> Device)``: whether the host side was pinned is
     then not told and stays ``None``.
     """
+    name = name[:200]
     squeezed = name.replace(" ", "").lower()
-    for word, direction in _HIP_DIRECTION.items():
+    for word, direction in _HIP_DIRECTIONS.items():
         if word in squeezed:
-            return COPIES.index(direction), None, None
+            return direction, None, None
     match = _COPY_NAME.search(name)
     if match is None:
-        return COPIES.index("other"), None, None
+        return "other", None, None
     kind, src, dst = match.groups()
-    direction = next((c for c in COPIES if kind and kind.lower() == c.lower()), "other")
-    if kind and kind.lower() in {"p2p", "ptop"}:
-        direction = "PtoP"
-    if kind and kind.lower() in {"htoa", "atoh", "atod", "dtoa", "atoa"}:
-        direction = {"htoa": "HtoD", "atoh": "DtoH"}.get(kind.lower(), "DtoD")
-    known = [s if s is not None and s.lower() in _MEMORY else None for s in (src, dst)]
-    return COPIES.index(direction), known[0], known[1]
+    return _DIRECTIONS.get((kind or "").lower(), "other"), _memory(src), _memory(dst)
+
+
+def _memory(name: str | None) -> str | None:
+    name = (name or "").strip()
+    return name if name.lower() in _MEMORIES else None
 
 
 _SYNC_NAMES = {
@@ -126,7 +154,6 @@ _SYNC_NAMES = {
 }
 
 
-def sync_kind(name: str) -> int:
-    """Index in SYNC_KINDS of a ``cuda_sync`` row, or -1."""
-    kind = _SYNC_NAMES.get(name.strip().lower())
-    return -1 if kind is None else SYNC_KINDS.index(kind)
+def sync_kind(name: str) -> str | None:
+    """Which of SYNC_KINDS a ``cuda_sync`` row is; ``None``: none of them."""
+    return _SYNC_NAMES.get(name.strip().lower())

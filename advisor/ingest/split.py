@@ -1,9 +1,8 @@
 """A stream of JSON cut between events, into pieces that can be decoded independently.
 
 Two ways to find the cuts. The fast one looks backwards for ``}, {"ph"`` and trusts it; a cut
-inside a string or a nested list leaves both pieces unbalanced, so a wrong one cannot go
-unnoticed. The exact one follows quotes and brackets over the whole text; it is used when the
-fast one was caught out, and to find the events of a piece that does not decode.
+inside a nested list leaves both pieces unbalanced, so a wrong one cannot go unnoticed. The exact
+one follows quotes and brackets over the whole text; it is used when the fast one was caught out.
 """
 
 from __future__ import annotations
@@ -14,26 +13,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+from msgspec import Raw
 
 from advisor.errors import AdvisorError
+from advisor.ingest.damage import EVENT_BOUNDARY, SPACE, sanitise, scan
 from advisor.ingest.source import Source
 
-PIECE = 12 << 20
+PIECE = 4 << 20
 """Bytes of JSON decoded at once. Larger pieces save nothing and cost memory."""
 HEAD_LIMIT = 64 << 20
-"""Bytes before ``traceEvents`` that are searched for it."""
+"""Bytes before ``traceEvents``, and after its end, that are looked at."""
+EVENT_LIMIT = 16 << 20
+"""Bytes of one event; in what is longer the next event is searched for."""
+MAX_HEADS = 16
+"""Places that look like the beginning of the events and are tried."""
+VALUE_LIMIT = 1 << 20
+"""Bytes of one top-level value that is kept."""
 
-_KEY = rb'"(?:ph|name|cat|args|id|pid|tid|ts|dur|bp|s)"'
-_BOUNDARY = re.compile(rb"\}(\s*),(\s*)\{\s*" + _KEY)
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
-_SPACE = b" \t\r\n"
+_OWN = "advisor::events"  # our name for the list while the rest of the object is decoded
+_OPEN_LIST = b'{"advisor::events":['
+_EMPTY_LIST = _OPEN_LIST + b"]"
+_UTF16 = (b"{\0", b"[\0", b"\0{", b"\0[")
+_BOM = b"\xef\xbb\xbf"
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError, ValueError)
 
 
 @dataclass
 class Splitter:
-    """Cuts the ``traceEvents`` list of a source into pieces, each the inside of a JSON list."""
+    """Cuts the ``traceEvents`` list of a source into pieces, each a JSON list of its own."""
 
     source: Source
     exact: bool = False
@@ -44,223 +53,294 @@ class Splitter:
     bare_list: bool = False
     cut_events: int = 0
     """Events lost at the cut of a truncated file (0 or 1)."""
+    skipped: int = 0
+    """Stretches of text without a single event in them, left out."""
 
     def pieces(self) -> Iterator[bytes]:
         """Yield pieces. Raises AdvisorError when there is no list of events at all."""
-        blocks = self.source.blocks()
-        buffer = self._find_list(blocks)
+        blocks = _at_most(self.source.blocks(), self.piece_bytes)
+        held = [self._find_list(blocks)]
+        size = len(held[0])
         for block in blocks:
-            buffer += block
-            if len(buffer) >= self.piece_bytes:
-                cut = last_comma(buffer) if self.exact else last_boundary(buffer)
-                if cut is None:
-                    continue
-                if self.exact and (end := scan(bytes(buffer))[1]) is not None:
-                    yield bytes(buffer[:end])
-                    self._finish_head(bytes(buffer[end + 1 :]) + b"".join(blocks))
-                    return
-                yield bytes(buffer[:cut])
-                del buffer[: cut + 1]
-        yield from self._last(bytes(buffer))
-
-    def _find_list(self, blocks: Iterator[bytes]) -> bytearray:
-        """Read up to the opening bracket of the events; return what follows it."""
-        path = self.source.path
-        buffer = bytearray()
-        searched = 0
-        for block in blocks:
-            buffer += block
-            start = buffer.lstrip(b"\xef\xbb\xbf" + _SPACE)
-            if not start:
-                if len(buffer) > HEAD_LIMIT:
-                    raise AdvisorError(f"{path}: nothing but white space; not a trace")
+            held.append(block)
+            size += len(block)
+            if size < self.piece_bytes:
                 continue
-            first = start[:1]
-            if first == b"[":
-                self.bare_list = True
-                return start[1:]
-            if first != b"{":
-                raise AdvisorError(f"{path}: {self._not_json(bytes(start[:16]))}")
-            for match in _EVENTS.finditer(buffer, max(0, searched - 64)):
-                text = bytes(buffer[: match.start()]).lstrip(b"\xef\xbb\xbf" + _SPACE)
-                if (head := _object(text + b'"traceEvents":[]}')) is not None:
-                    head.pop("traceEvents", None)
-                    self.head.update(head)
-                    return buffer[match.end() :]
-            searched = len(buffer)
-            if len(buffer) > HEAD_LIMIT:
-                break
-        return self._no_list(buffer)
+            if self.exact:
+                held = [b"".join(held)]
+                commas, end, _ = scan(held[0])
+                if end is not None:
+                    yield _listed([memoryview(held[0])[:end]])
+                    self._read_tail(held[0][end + 1 :], blocks)
+                    return
+                cut = int(commas[-1]) if len(commas) else None
+            else:
+                cut = last_boundary(held[-1])
+                if cut is None and size >= 2 * self.piece_bytes:
+                    held = [b"".join(held)]
+                    cut = last_boundary(held[-1])
+            if cut is not None:
+                last = held.pop()
+                yield _listed([*held, memoryview(last)[:cut]])
+                held = [last[cut + 1 :]]
+            elif size > self.piece_bytes + EVENT_LIMIT:
+                held = [self._skip(held, blocks)]
+            size = sum(map(len, held))
+        yield from self._last(b"".join(held))
 
-    def _no_list(self, buffer: bytearray) -> bytearray:
-        path = self.source.path
-        if not buffer.strip():
-            raise AdvisorError(f"{path}: nothing but white space; not a trace")
+    def _skip(self, held: list[bytes], blocks: Iterator[bytes]) -> bytes:
+        """Drop text that holds no event up to the next thing that looks like one."""
+        self.skipped += 1
+        carry = held[-1][-64:]
+        held.clear()
+        for block in blocks:
+            text = carry + block
+            if match := EVENT_BOUNDARY.search(text):
+                return text[match.end(1) + 1 :]
+            carry = text[-64:]
+        return b""
+
+    # -- the beginning ----------------------------------------------------------------------
+
+    def _find_list(self, blocks: Iterator[bytes]) -> bytes:
+        """Read up to the opening bracket of the events; return what follows it."""
+        buffer = b""
+        searched = tries = blank = 0
+        for block in blocks:
+            buffer = buffer + block if buffer else block
+            if not searched:
+                blank += len(block)
+                buffer = _strip(buffer)
+                if not buffer and blank < HEAD_LIMIT:
+                    continue
+                if not buffer:
+                    break
+                if buffer[:1] == b"[":
+                    self._check_list(buffer[1:])
+                    self.bare_list = True
+                    return buffer[1:]
+                if buffer[:1] != b"{" or b"\0" in buffer[:4]:
+                    raise AdvisorError(f"{self.source.path}: {_what_else(buffer)}")
+            for found in _EVENTS.finditer(buffer, max(0, searched - 64)):
+                tries += 1
+                if self._read_fields(buffer[: found.start()], b'"traceEvents":[]}'):
+                    return buffer[found.end() :]
+                if tries == MAX_HEADS:
+                    break
+            searched = len(buffer)
+            if searched > HEAD_LIMIT or tries == MAX_HEADS:
+                break
         if match := _EVENTS.search(buffer):  # a damaged head: the events may still be there
             return buffer[match.end() :]
-        whole = _object(bytes(buffer).lstrip(b"\xef\xbb\xbf" + _SPACE))
-        if whole is None:
-            if self.source.truncated or len(buffer) > 2:
-                raise AdvisorError(
-                    f"{path}: not a readable trace: no list of traceEvents, and "
-                    + ("the file is cut off" if self.source.truncated else "not valid JSON")
-                )
-            raise AdvisorError(f"{path}: not valid JSON")
-        if "traceEvents" in whole:
-            kind = type(whole["traceEvents"]).__name__
-            raise AdvisorError(f"{path}: traceEvents is not a list but a {kind}; not a trace")
-        keys = ", ".join(sorted(map(str, whole))[:4]) or "no keys"
+        raise AdvisorError(f"{self.source.path}: {self._no_list(buffer)}")
+
+    def _check_list(self, inside: bytes) -> None:
+        """A bare list must be one of objects; raises AdvisorError otherwise."""
+        first = inside.lstrip(SPACE)[:1]
+        if first in (b"{", b"]", b""):
+            return
         raise AdvisorError(
-            f"{path}: JSON without traceEvents (it has {keys[:80]}); give a trace written by "
+            f"{self.source.path}: a JSON list, but not of trace events"
+            + (" (written by export_memory_timeline?)" if first == b"[" else "")
+            + "; give a trace written by export_chrome_trace or tensorboard_trace_handler"
+        )
+
+    def _no_list(self, buffer: bytes) -> str:
+        """What is wrong with a text that has no list of events."""
+        again = "copy or record it again"
+        if not buffer:
+            if self.source.damage:
+                return f"{self.source.damage}, nothing could be unpacked; {again}"
+            return "nothing but white space; give a PyTorch profiler trace"
+        try:
+            whole = _fields.decode(buffer)
+        except _ERRORS:
+            if self.source.damage:
+                return f"{self.source.damage}, no event could be unpacked; {again}"
+            if len(buffer) > HEAD_LIMIT:
+                return (
+                    f"no traceEvents in its first {HEAD_LIMIT >> 20} MB; "
+                    "give a PyTorch profiler trace"
+                )
+            if scan(buffer[1:])[1] is None:
+                return f"cut off before its first event; {again}"
+            return f"not valid JSON; {again}"
+        if "traceEvents" in whole:
+            kind = {b"{": "an object", b'"': "a string", b"n": "null"}.get(
+                bytes(whole["traceEvents"])[:1], "a number"
+            )
+            return f"traceEvents is not a list but {kind}; give a PyTorch profiler trace"
+        keys = ", ".join(_shown(key) for key in sorted(whole)[:4]) or "no keys"
+        return (
+            f"JSON without traceEvents (it has {keys}); give a trace written by "
             "export_chrome_trace or tensorboard_trace_handler"
         )
 
-    @staticmethod
-    def _not_json(start: bytes) -> str:
-        if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-            return "UTF-16 text; convert it to UTF-8"
-        if start.startswith(b"SQLite format 3"):
-            return "an SQLite file (Nsight Systems export?); give a PyTorch profiler trace"
-        if start.startswith(b"\x80"):
-            return "a pickle (memory snapshot?); give a PyTorch profiler trace"
-        return "not JSON; give a PyTorch profiler trace (.json, .json.gz or .json.zst)"
+    # -- the end ----------------------------------------------------------------------------
 
     def _last(self, rest: bytes) -> Iterator[bytes]:
         """The end of the text: close the list, or keep what a cut file still holds."""
-        end = scan(rest)[1] if self.exact else _list_end(rest, bare=self.bare_list)
+        if not self.bare_list:
+            whole = _decode_fields(_OPEN_LIST + rest)
+            if whole is not None and _OWN in whole:  # the undamaged case: no search is needed
+                self._keep(whole)
+                yield bytes(whole[_OWN])
+                return
+        looks = (_scanned_end, _list_end) if self.exact else (_list_end, _scanned_end)
+        end = next(
+            (at for look in looks if (at := look(rest, bare=self.bare_list)) is not None), None
+        )
         if end is not None:
-            events = rest[:end]
-            self._finish_head(rest[end + 1 :])
-            if events.strip():
-                yield events
+            self._read_tail(rest[end + 1 :], iter(()))
+            yield _listed([rest[:end]])
             return
         self.truncated = True
-        rest = rest.rstrip(_SPACE + b",")
-        cut = last_comma(rest) if self.exact else last_boundary(rest)
-        last = rest if cut is None else rest[cut + 1 :]
-        if last.strip() and _object(last) is None:
+        rest = rest.rstrip(SPACE + b",")
+        commas, _, _ = scan(rest)
+        cut = max(int(commas[-1]) if len(commas) else -1, _at(last_boundary(rest)))
+        last = rest[cut + 1 :]
+        if last.strip() and not _is_object(last):
             self.cut_events = 1
-            rest = b"" if cut is None else rest[:cut]
+            rest = rest[: max(cut, 0)]
         if rest.strip():
-            yield rest
+            yield _listed([rest])
 
-    def _finish_head(self, tail: bytes) -> None:
-        tail = tail.strip()
-        if self.bare_list or tail in (b"", b"}"):
+    def _read_tail(self, tail: bytes, blocks: Iterator[bytes]) -> None:
+        """The keys after the list of events."""
+        parts = [tail]
+        size = len(tail)
+        for block in blocks:
+            size += len(block)
+            if size <= HEAD_LIMIT:
+                parts.append(block)
+        tail = b"".join(parts).strip()
+        if self.bare_list or tail == b"}" or self._read_fields(_EMPTY_LIST, tail):
             return
-        found = _object(b'{"_":[]' + tail)
-        if found is None:
+        end = scan(tail)[1]  # something after the closing brace, or no closing brace
+        if end is None or not self._read_fields(_EMPTY_LIST, tail[: end + 1]):
             self.truncated = True
-            return
-        found.pop("_", None)
-        self.head.update(found)
+
+    def _read_fields(self, before: bytes, after: bytes) -> bool:
+        """Keep the keys of an object given in two parts; False: it is none."""
+        whole = _decode_fields(before + after)
+        if whole is None:
+            return False
+        self._keep(whole)
+        return True
+
+    def _keep(self, fields: dict[str, Raw]) -> None:
+        for key, raw in fields.items():
+            if key not in (_OWN, "traceEvents") and len(self.head) < 1000:
+                self.head[key[:200]] = _value(raw)
 
 
-def _object(text: bytes) -> dict[str, Any] | None:
-    """Decode a JSON object, or None; control characters and bad UTF-8 are replaced first."""
+def _decode_fields(text: bytes, *, repair: bool = True) -> dict[str, Raw] | None:
+    """The members of a JSON object, undecoded; control characters and the like are repaired."""
+    try:
+        return _fields.decode(text)
+    except _ERRORS:
+        if not repair or len(text) > HEAD_LIMIT:
+            return None
+    try:
+        return _fields.decode(sanitise(text))
+    except _ERRORS:
+        return None
+
+
+def _value(raw: Raw) -> Any:
+    text = bytes(raw)
+    if len(text) > VALUE_LIMIT:
+        return None
+    try:
+        return msgspec.json.decode(text)
+    except _ERRORS:
+        return None
+
+
+def _is_object(text: bytes) -> bool:
     for attempt in (text, sanitise(text)):
         try:
-            value = msgspec.json.decode(attempt)
-        except (msgspec.DecodeError, RecursionError, UnicodeError, ValueError):
+            return isinstance(msgspec.json.decode(attempt, type=Raw), Raw) and (
+                attempt.lstrip()[:1] == b"{"
+            )
+        except _ERRORS:
             continue
-        return value if isinstance(value, dict) else None
-    return None
+    return False
+
+
+def _at_most(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """The same bytes in blocks of at most ``size``."""
+    for block in blocks:
+        if len(block) <= size:
+            yield block
+        else:
+            yield from (block[i : i + size] for i in range(0, len(block), size))
+
+
+def _listed(parts: list[bytes | memoryview]) -> bytes:
+    return b"".join([b"[", *parts, b"]"])
+
+
+def _strip(text: bytes) -> bytes:
+    text = text.removeprefix(_BOM)
+    return text.lstrip(SPACE) if text[:1] in (b" ", b"\t", b"\r", b"\n") else text
+
+
+def _at(position: int | None) -> int:
+    return -1 if position is None else position
+
+
+def _shown(key: str) -> str:
+    return key[:20].encode("unicode_escape").decode()
+
+
+def _what_else(start: bytes) -> str:
+    """What a text is that begins like no JSON trace does, and what to do."""
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or start[:2] in _UTF16:
+        return "not UTF-8 text (UTF-16?); convert it to UTF-8"
+    if start.startswith(b"SQLite format 3"):
+        return "an SQLite file (an Nsight Systems export?); give a PyTorch profiler trace"
+    if start.startswith(b"\x80") and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+        return "a pickle (a memory snapshot?); give a PyTorch profiler trace"
+    if start[257:262] == b"ustar":
+        return "a tar archive; unpack it and give the JSON in it"
+    return "not JSON; give a PyTorch profiler trace (.json, .json.gz or .json.zst)"
+
+
+def _scanned_end(rest: bytes, *, bare: bool) -> int | None:
+    """Position of the bracket that closes the event list, by following all others. What comes
+    after it must not look like more events: then quotes are damaged, and the scan was misled."""
+    end = scan(rest)[1]
+    if end is None or EVENT_BOUNDARY.search(rest, end):
+        return None
+    return end
 
 
 def _list_end(rest: bytes, *, bare: bool) -> int | None:
-    """Position of the bracket that closes the event list, looked for from the end."""
+    """The same looked for from the end, for a text that is damaged somewhere."""
     position = len(rest)
-    for _ in range(4096):
+    for attempt in range(64):
         position = rest.rfind(b"]", 0, position)
         if position < 0:
             return None
-        before = rest[max(0, position - 256) : position].rstrip(_SPACE)
+        before = rest[max(0, position - 256) : position].rstrip(SPACE)
         if before and not before.endswith((b"}", b"},")):
             continue
-        tail = rest[position + 1 :].strip()
+        tail = rest[position + 1 :].rstrip(SPACE + b"\0")
         if bare:
-            if tail in (b"", b",", b";"):
-                return position
-        elif tail == b"}" or _object(b'{"_":[]' + tail) is not None:
+            return None if tail.strip(SPACE + b",;") else position
+        if _decode_fields(_EMPTY_LIST + tail, repair=attempt < 2) is not None:
             return position
     return None
 
 
-def last_boundary(buffer: bytes | bytearray) -> int | None:
+def last_boundary(text: bytes) -> int | None:
     """Position of the last comma that looks like one between two events."""
-    position = len(buffer)
+    position = len(text)
     for _ in range(100_000):
-        position = buffer.rfind(b"}", 0, position)
+        position = text.rfind(b"}", 0, position)
         if position < 0:
             return None
-        if match := _BOUNDARY.match(buffer, position):
+        if match := EVENT_BOUNDARY.match(text, position):
             return match.end(1)
     return None
-
-
-_INTEREST = np.zeros(256, dtype=bool)
-_INTEREST[list(b'"{}[],')] = True
-_DELTA = np.zeros(256, dtype=np.int8)
-_DELTA[list(b"{[")] = 1
-_DELTA[list(b"}]")] = -1
-
-
-def scan(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
-    """Follow quotes and brackets over the inside of a JSON list.
-
-    Returns the positions of its own commas, the position of the bracket that closes it (``None``:
-    not in the text), and the depth at the end (0 when balanced, or at the closing bracket).
-    """
-    clean = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    data = np.frombuffer(clean, dtype=np.uint8)
-    where = np.flatnonzero(_INTEREST[data])
-    chars = data[where]
-    quote = chars == ord('"')
-    inside = np.cumsum(quote, dtype=np.int64) & 1
-    keep = ~quote & (inside == 0)
-    where, chars = where[keep], chars[keep]
-    depth = np.cumsum(_DELTA[chars], dtype=np.int64)
-    closing = np.flatnonzero(depth < 0)
-    end: int | None = None
-    if len(closing):
-        end = int(where[closing[0]])
-        where, chars, depth = (a[: closing[0]] for a in (where, chars, depth))
-    open_string = bool(len(inside) and quote.sum() % 2)
-    commas = where[(chars == ord(",")) & (depth == 0)]
-    last = int(depth[-1]) if len(depth) else 0
-    return commas, end, 1 if open_string and end is None else last
-
-
-def last_comma(buffer: bytes | bytearray) -> int | None:
-    """Position of the last comma between two elements of the list, found exactly."""
-    commas, _, _ = scan(bytes(buffer))
-    return int(commas[-1]) if len(commas) else None
-
-
-def segments(piece: bytes) -> Iterator[bytes]:
-    """The events of a piece as separate texts, whether or not the piece is sound."""
-    commas, end, depth = scan(piece)
-    if end is None and depth == 0:
-        cuts = commas.tolist()
-    else:
-        cuts = [match.end(1) for match in _BOUNDARY.finditer(piece)]
-    start = 0
-    for cut in [*cuts, len(piece)]:
-        text = piece[start:cut].strip()
-        start = cut + 1
-        if text:
-            yield text
-
-
-_CONTROL = bytes(b if b >= 0x20 else 0x20 for b in range(256))
-_BARE_NUMBER = re.compile(rb"(:\s*)-?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
-_BAD_ESCAPE = re.compile(rb'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
-
-
-def sanitise(text: bytes) -> bytes:
-    """Repair what makes a decoder refuse: control characters, bad UTF-8, NaN and Infinity,
-    and backslashes that escape nothing (Windows paths)."""
-    text = text.translate(_CONTROL)
-    text = _BARE_NUMBER.sub(rb"\1null", text)
-    text = _BAD_ESCAPE.sub(lambda m: m.group(0) if m.group(1) else b"\\\\", text)
-    return text.decode("utf-8", "replace").encode()

@@ -1,0 +1,259 @@
+"""Clean columns to the frames of a Trace, each with the schema of ``advisor.trace``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.ingest.columns import MISSING, Columns
+from advisor.ingest.spelling import DEVICE_KINDS, copy_parts, sync_kind
+from advisor.trace import (
+    CALLS,
+    COMMS_SCHEMA,
+    COUNTER_SCHEMA,
+    CPU_KINDS,
+    CPU_SCHEMA,
+    GPU_KINDS,
+    GPU_SCHEMA,
+    INPUTS_SCHEMA,
+    MEMORY_SCHEMA,
+    SYNC_SCHEMA,
+    THREADS_SCHEMA,
+    Call,
+    Copy,
+    CpuKind,
+    GpuKind,
+    SyncKind,
+)
+
+Array = NDArray[Any]
+_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError, ValueError)
+_INT_LIMIT = 1 << 62
+
+
+def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
+    """``Trace.cpu`` from ordered, nested host columns."""
+    return _conform(
+        {
+            "ts": pl.Series(host["ts"]),
+            "dur": pl.Series(host["dur"]),
+            "kind": _decode(host["kind"], CPU_KINDS, CpuKind),
+            "name": names.gather(host["name"]),
+            "thread": pl.Series(host["thread"]),
+            "parent": _or_null(host["parent"]),
+            "depth": pl.Series(host["depth"]),
+            "call": _decode(host["call"], CALLS, Call),
+            "correlation": _or_null(host["correlation"]),
+            "external": _or_null(host["external"]),
+            "sequence": _or_null(host["sequence"]),
+            "inputs": _or_null(host["inputs"]),
+            "comm": _or_null(host["comm"]),
+        },
+        CPU_SCHEMA,
+    )
+
+
+def gpu_frame(
+    device: Columns, names: pl.Series, texts: list[str], launch: Array, op: Array
+) -> pl.DataFrame:
+    """``Trace.gpu`` from ordered device columns; ``texts`` are the names as a list."""
+    direction, src, dst = _copies(device, texts)
+    ordinal = device["device"]
+    ordinal = np.where((ordinal >= 0) & (ordinal < 1 << 31), ordinal, 0)
+    wholes = ("bytes", "blocks", "threads", "registers", "shared", "graph")
+    reals = ("gbps", "blocks_per_sm", "warps_per_sm", "occupancy", "active_blocks")
+    return _conform(
+        {
+            "ts": pl.Series(device["ts"]),
+            "dur": pl.Series(device["dur"]),
+            "kind": _decode(device["kind"], GPU_KINDS, GpuKind),
+            "name": names.gather(device["name"]),
+            "device": _whole(ordinal),
+            "stream": _whole(device["stream"]).fill_null(0),
+            "correlation": _or_null(device["correlation"]),
+            "external": _or_null(device["external"]),
+            "launch": _or_null(launch),
+            "op": _or_null(op),
+            "copy": direction,
+            "src": src,
+            "dst": dst,
+            "limits": _gather(names, device["limits"]),
+            "comm": _or_null(device["comm"]),
+            **{key: _whole(device[key]) for key in wholes},
+            **{key: _real(device[key]) for key in reals},
+        },
+        GPU_SCHEMA,
+    )
+
+
+def _copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl.Series]:
+    """Direction and memories of copies; each distinct name is parsed once."""
+    rows = np.flatnonzero(device["kind"] == DEVICE_KINDS.index("memcpy"))
+    codes, inverse = np.unique(device["name"][rows], return_inverse=True)
+    parts = [copy_parts(texts[code]) for code in codes.tolist()]
+    at = np.full(len(device["kind"]), -1, dtype=np.int64)
+    at[rows] = inverse
+    return (
+        _gather(pl.Series([part[0] for part in parts], dtype=Copy), at),
+        _gather(pl.Series([part[1] for part in parts], dtype=pl.Categorical), at),
+        _gather(pl.Series([part[2] for part in parts], dtype=pl.Categorical), at),
+    )
+
+
+def sync_frame(sync: Columns, texts: list[str]) -> pl.DataFrame:
+    """``Trace.sync``: rows of a kind that is not known are left out."""
+    if not sync:
+        return pl.DataFrame(schema=SYNC_SCHEMA)
+    codes, inverse = np.unique(sync["name"], return_inverse=True)
+    kinds = pl.Series([sync_kind(texts[code]) for code in codes.tolist()], dtype=SyncKind)
+    streams = {
+        key: _whole(np.where(sync[key] < 0, np.nan, sync[key]))
+        for key in ("stream", "wait_stream", "wait_correlation")
+    }
+    frame = _conform(
+        {
+            "ts": pl.Series(sync["ts"]),
+            "dur": pl.Series(sync["dur"]),
+            "kind": kinds.gather(inverse),
+            "device": _whole(sync["device"]),
+            "correlation": _or_null(sync["correlation"]),
+            **streams,
+        },
+        SYNC_SCHEMA,
+    )
+    return frame.filter(pl.col("kind").is_not_null()).sort("ts", maintain_order=True)
+
+
+def memory_frame(memory: Columns, threads: Array) -> pl.DataFrame:
+    """``Trace.memory``; ``threads`` gives the row of ``Trace.threads`` for a thread's code."""
+    if not memory:
+        return pl.DataFrame(schema=MEMORY_SCHEMA)
+    device = np.where(memory["device_type"] == 0, -1.0, memory["device_id"])
+    frame = _conform(
+        {
+            "ts": pl.Series(memory["ts"]),
+            "device": _whole(device),
+            "thread": pl.Series(threads[memory["thread"]]),
+            **{
+                key: _or_null(memory[key], MISSING)
+                for key in ("bytes", "address", "allocated", "reserved")
+            },
+        },
+        MEMORY_SCHEMA,
+    )
+    return frame.sort("ts", maintain_order=True)
+
+
+def counters_frame(counters: Columns, names: pl.Series) -> pl.DataFrame:
+    """``Trace.counters``."""
+    if not counters:
+        return pl.DataFrame(schema=COUNTER_SCHEMA)
+    frame = _conform(
+        {
+            "ts": pl.Series(counters["ts"]),
+            "dur": pl.Series(counters["dur"]),
+            "name": names.gather(counters["name"]),
+            "range": names.gather(counters["range"]),
+            "value": pl.Series(counters["value"]),
+        },
+        COUNTER_SCHEMA,
+    )
+    return frame.sort("ts", maintain_order=True)
+
+
+def inputs_frame(keys: list[bytes]) -> pl.DataFrame:
+    """``Trace.inputs`` from the joined texts."""
+    rows = [[part.decode("utf-8", "replace") for part in key.split(b"\0")] for key in keys]
+    return pl.DataFrame(rows, schema=INPUTS_SCHEMA, orient="row")
+
+
+def comms_frame(keys: list[bytes]) -> pl.DataFrame:
+    """``Trace.comms`` from the joined texts."""
+    columns = list(COMMS_SCHEMA.items())
+    rows = [
+        [
+            _integer(part) if dtype == pl.Int64 else _string(part)
+            for part, (_, dtype) in zip(key.split(b"\0"), columns, strict=True)
+        ]
+        for key in keys
+    ]
+    return pl.DataFrame(rows, schema=COMMS_SCHEMA, orient="row")
+
+
+def threads_frame(
+    threads: list[tuple[str, str]], names: dict[tuple[str, str], str]
+) -> pl.DataFrame:
+    """``Trace.threads``."""
+    rows = [(pid, tid, names.get((pid, tid))) for pid, tid in threads]
+    return pl.DataFrame(rows, schema=THREADS_SCHEMA, orient="row")
+
+
+def _integer(part: bytes) -> int | None:
+    try:
+        value = msgspec.json.decode(part, type=int | float | str)
+        number = int(value)
+    except (*_ERRORS, OverflowError):
+        return None
+    return number if abs(number) < _INT_LIMIT else None
+
+
+def _string(part: bytes) -> str | None:
+    """A JSON string's content, or the JSON text of any other value."""
+    if not part or part == b"null":
+        return None
+    try:
+        return msgspec.json.decode(part, type=str)
+    except _ERRORS:
+        return part.decode("utf-8", "replace")
+
+
+# -- columns to series --------------------------------------------------------------------------
+
+
+def _or_null(values: Array, missing: int = -1) -> pl.Series:
+    """Codes, rows and ids: ``missing`` and, unless another mark is given, all below 0 are null."""
+    none = values < 0 if missing == -1 else values == missing
+    series = pl.Series(values)
+    return series.set(pl.Series(none), None) if none.any() else series
+
+
+def _whole(values: Array) -> pl.Series:
+    """Floats that stand for integers, NaN for none."""
+    good = np.abs(values) < float(_INT_LIMIT)
+    if good.all():
+        return pl.Series(values.astype(np.int64))
+    return pl.Series(np.where(good, values, 0).astype(np.int64)).set(pl.Series(~good), None)
+
+
+def _real(values: Array) -> pl.Series:
+    return pl.Series(np.where(np.isfinite(values), values, np.nan)).fill_nan(None)
+
+
+def _decode(codes: Array, values: tuple[str, ...], dtype: Any) -> pl.Series:
+    """Codes to an enumeration, -1 to null."""
+    return _gather(pl.Series(values, dtype=dtype), codes)
+
+
+def _gather(table: pl.Series, codes: Array) -> pl.Series:
+    """Values of a small table by code, -1 to null."""
+    if not len(table) or (none := codes < 0).all():
+        return pl.Series([None], dtype=table.dtype).new_from_index(0, len(codes))
+    if not none.any():
+        return table.gather(codes.astype(np.uint32))
+    table = table.append(pl.Series([None], dtype=table.dtype))
+    return table.gather(np.where(none, len(table) - 1, codes).astype(np.uint32))
+
+
+def _conform(columns: dict[str, pl.Series], schema: dict[str, Any]) -> pl.DataFrame:
+    return pl.DataFrame(
+        {
+            name: series
+            if (series := columns[name]).dtype == dtype
+            else series.cast(dtype, strict=False)
+            for name, dtype in schema.items()
+        }
+    )

@@ -191,8 +191,12 @@ class Finding(Struct, kw_only=True):
     """Place in the order of worth; ``null``: not ranked."""
     rank_gain_ns: int | None = None
     """Marginal gain a step in the staircase, after the findings ranked before it, ns."""
+    pays_after: str | None = None
+    """Rule id of the finding that must be fixed first for this one to pay."""
     folded_under: str | None = None
     """Rule id of the finding that already explains this one."""
+    other_rank: bool = False
+    """Seen on another rank than the one reported; its gain is that rank's."""
     validation: str = ""
     """How far the rule was tested: ``real traces``, ``recordings`` or ``synthetic``."""
     references: list[str] = field(default_factory=list)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import advisor
-from advisor.advice.arbitration import Priced, rank
-from advisor.advice.pricing import METHOD, claims, gain
+from advisor.advice.arbitration import rank
+from advisor.advice.pricing import Price, Pricer, pricer
 from advisor.advice.registry import load_rules, read_config
-from advisor.advice.summary import inputs, limits, measure, ranks_view, verdict
+from advisor.advice.summary import inputs, limits, measure, ranks_view, replay_view, verdict
 from advisor.analysis import Analysis
 from advisor.errors import AdvisorError
 from advisor.ingest import ReadOptions, open_run
@@ -47,7 +47,7 @@ class RankResult:
     """What the per-rank stage found."""
 
     rank: int
-    findings: list[Priced]
+    findings: list[Finding]
     good: list[Good]
     not_measured: list[NotMeasured]
 
@@ -120,9 +120,10 @@ def _remote(
 def run_rules(number: int, a: Analysis, rules: list[Rule]) -> RankResult:
     """Run the per-rank rules on one window and price what they find."""
     result = RankResult(number, [], [], [])
+    pricing = pricer(a)
     for rule in rules:
         if not rule.across_ranks:
-            _sort_out(rule, list(rule.check(a)), a, number, result)
+            _sort_out(rule, list(rule.check(a)), a, number, result, pricing)
     return result
 
 
@@ -130,18 +131,24 @@ def rank_rules(ranks: dict[int, Analysis], rules: list[Rule]) -> RankResult:
     """Run the rules that look across ranks; prices are for the first rank's window."""
     main = next(iter(ranks))
     result = RankResult(main, [], [], [])
+    pricing = pricer(ranks[main])
     for rule in rules:
         if rule.across_ranks:
-            _sort_out(rule, list(rule.check_run(ranks)), ranks[main], main, result)
+            _sort_out(rule, list(rule.check_run(ranks)), ranks[main], main, result, pricing)
     return result
 
 
 def _sort_out(
-    rule: Rule, outcomes: list[Outcome], a: Analysis, number: int, result: RankResult
+    rule: Rule,
+    outcomes: list[Outcome],
+    a: Analysis,
+    number: int,
+    result: RankResult,
+    pricing: Pricer,
 ) -> None:
     for outcome in outcomes:
         if isinstance(outcome, Finding):
-            result.findings.append(price(_complete(outcome, rule, a, number), a))
+            result.findings.append(price(_complete(outcome, rule, a, number), a, pricing))
         elif isinstance(outcome, Good):
             outcome.rule = rule.id
             result.good.append(outcome)
@@ -178,30 +185,28 @@ def _doubts(a: Analysis) -> list[tuple[float, str]]:
     return found
 
 
-def price(finding: Finding, a: Analysis) -> Priced:
-    """Give a finding its worth: the rule's own (memory, risk), else its edits' exposed time."""
+def price(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
+    """Give a finding its worth: the rule's own (memory, risk), else what its edits save."""
     if finding.worth is not None or not finding.edits:
         if finding.worth is None:
             finding.worth = Worth(
                 currency="unpriced", reason="the rule names no change of the step's events"
             )
-        return Priced(finding, [])
-    parts = claims(a, finding)
-    finding.worth = step_worth(gain(parts), a)
+        return finding
+    finding.worth = step_worth(pricing.price(finding), pricing.method, a)
     finding.severity = severity(finding.worth.share)
-    return Priced(finding, parts)
+    return finding
 
 
-def step_worth(saved: tuple[float, float, float], a: Analysis) -> Worth:
-    """Time saved inside the window to Worth: per step, as a share of it."""
-    central, low, high = (value / a.step_count for value in saved)
+def step_worth(saved: Price, method: str, a: Analysis) -> Worth:
+    """Time saved a step, with its share of the step."""
     return Worth(
         currency="step_time",
-        gain_ns=round(central),
-        low_ns=round(low),
-        high_ns=round(high),
-        share=central / a.step_ns if a.step_ns else None,
-        method=METHOD,
+        gain_ns=round(saved.gain),
+        low_ns=round(saved.low),
+        high_ns=round(saved.high),
+        share=saved.gain / a.step_ns if a.step_ns else None,
+        method=method,
     )
 
 
@@ -223,18 +228,18 @@ def _report(
         result.findings += across.findings
         result.good += across.good
         result.not_measured += across.not_measured
+    pricing = pricer(a)
+    floor = max(MIN_GAIN_SHARE * a.step_ns, pricing.error)
     ranked, notes, risks = [], [], []
-    for priced in result.findings:
-        worth = priced.finding.worth
-        if priced.finding.informational or worth is None or worth.currency == "unpriced":
-            notes.append(priced.finding)
-        elif worth.currency != "step_time":
-            risks.append(priced.finding)
-        elif (worth.share or 0.0) < MIN_GAIN_SHARE:
-            continue
+    for finding in result.findings:
+        currency = "unpriced" if finding.worth is None else finding.worth.currency
+        if finding.informational or currency == "unpriced":
+            notes.append(finding)
+        elif currency != "step_time":
+            risks.append(finding)
         else:
-            ranked.append(priced)
-    findings = rank(ranked, a)
+            ranked.append(finding)
+    findings = rank(ranked, pricing, floor)
     report = Report(
         version=advisor.__version__,
         status="limited",
@@ -247,6 +252,7 @@ def _report(
         not_checked=_merged(result.not_measured),
         limits=limits(a, run),
         ranks=ranks_view(analyses),
+        replay=replay_view(pricing, findings),
         **measure(a),
     )
     report.status, report.verdict = verdict(report, a)
@@ -255,22 +261,17 @@ def _report(
 
 def _other_ranks(result: RankResult, results: dict[int, RankResult], main: int) -> None:
     """Findings of other ranks: counted beside the same one of the main rank, added when new."""
-    own = {p.finding.rule: p.finding for p in result.findings}
-    seen: dict[str, list[int]] = {rule: [main] for rule in own}
+    own = {finding.rule: finding for finding in result.findings}
+    seen: dict[str, set[int]] = {rule: {main} for rule in own}
     for number, other in results.items():
-        if number == main:
-            continue
-        for priced in other.findings:
-            rule = priced.finding.rule
-            if rule not in own:
-                own[rule] = priced.finding
-                priced.parts = []  # another rank's instants: not comparable with this rank's
-                result.findings.append(priced)
-            seen.setdefault(rule, []).append(number)
-    for rule, numbers in seen.items():
-        count = len(set(numbers))
-        if len(results) > 1 and rule in own:
-            own[rule].confidence_notes.append(f"seen on {count} of {len(results)} ranks")
+        for finding in other.findings if number != main else ():
+            if finding.rule not in own:
+                own[finding.rule] = finding
+                finding.other_rank = True
+                result.findings.append(finding)
+            seen.setdefault(finding.rule, set()).add(number)
+    for rule, numbers in seen.items() if len(results) > 1 else ():
+        own[rule].confidence_notes.append(f"seen on {len(numbers)} of {len(results)} ranks")
 
 
 def _merged(items: list[NotMeasured]) -> list[NotMeasured]:

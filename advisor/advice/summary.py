@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
 
+from advisor.advice.pricing import REPLAY, Pricer, ReplayPricer
+from advisor.model import Finding
 from advisor.report.data import (
     Family,
+    HardPart,
     HostShare,
     IdleCause,
     Input,
     RankLine,
     Ranks,
+    Replay,
     Report,
     Scope,
     TimeShare,
@@ -195,6 +199,27 @@ def ranks_view(analyses: dict[int, Analysis]) -> Ranks | None:
     )
 
 
+def replay_view(pricing: Pricer, findings: list[Finding]) -> Replay | None:
+    """The replay behind the prices; ``None`` when bounds stand in for it."""
+    if not isinstance(pricing, ReplayPricer):
+        return None
+    whatif, quality = pricing.whatif, pricing.whatif.quality
+    edits = [e for f in findings if f.rank is not None and not f.other_rank for e in f.edits]
+    return Replay(
+        step_ns=whatif.base.period,
+        measured_ns=whatif.measured.period,
+        step_error=quality.step_error,
+        starts=quality.starts,
+        explained=quality.explained,
+        hard=[HardPart(*part) for part in quality.hard],
+        steps=quality.steps,
+        of_steps=quality.of_steps,
+        critical=whatif.critical(),
+        critical_after=whatif.critical(edits),
+        step_after_ns=whatif.period(edits),
+    )
+
+
 def verdict(
     report: Report, a: Analysis
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
@@ -226,8 +251,9 @@ def _lead(report: Report) -> str:
     worth = first.worth
     if worth is None or worth.gain_ns is None or worth.share is None:
         return f"first: {first.title}"
+    bound = "" if worth.method == REPLAY else " up to"
     title = first.title[0].lower() + first.title[1:] if first.title[1:2].islower() else first.title
-    return f"first: {title}, worth up to {_ms(worth.gain_ns)} ({worth.share:.0%})"
+    return f"first: {title}, worth{bound} {_ms(worth.gain_ns)} ({worth.share:.0%})"
 
 
 def _ms(ns: float) -> str:

@@ -118,6 +118,46 @@ class HostShare(Struct, frozen=True):
     """Of the step."""
 
 
+class HardPart(Struct, frozen=True):
+    """How well one of the hard parts of the replay is reproduced."""
+
+    name: str
+    """Syncs that waited, cross-stream starts, queue-blocked launches, thread hand-overs."""
+    cases: int
+    """How many there are in the replayed steps."""
+    explained: float
+    """Share of them that come within 5 µs of what was measured."""
+    error_ns: float
+    """Median absolute error, ns."""
+
+
+class Replay(Struct, kw_only=True):
+    """The replay that prices the findings, and how far to trust it."""
+
+    step_ns: float
+    """Replayed step without edits, steady state, ns."""
+    measured_ns: float
+    """The same moments as measured, ns."""
+    step_error: float
+    """Mean absolute error of the replayed steps, share of the step."""
+    starts: int
+    """Device starts in the replayed steps."""
+    explained: float | None
+    """Share of them that the graph explains within 5 µs; ``null``: no device work."""
+    hard: list[HardPart]
+    """The hard parts alone."""
+    steps: int
+    """Consecutive steps that are replayed."""
+    of_steps: int
+    """Steps that were measured."""
+    critical: dict[str, float]
+    """What the critical path consists of, ns a step."""
+    critical_after: dict[str, float]
+    """The same once all ranked findings are fixed: where the bottleneck moves to."""
+    step_after_ns: float
+    """Replayed step once all ranked findings are fixed, ns."""
+
+
 class RankLine(Struct, kw_only=True):
     """One rank beside the others."""
 
@@ -201,7 +241,9 @@ class Report(Struct, kw_only=True):
     limits: list[str] = field(default_factory=list)
     """What this trace cannot tell, in a sentence each."""
     ranks: Ranks | None = None
-    """The ranks side by side; ``null``: one rank."""
+    """Ranks side by side; ``null``: one rank."""
+    replay: Replay | None = None
+    """``null``: the window could not be replayed well, and gains are upper bounds."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""

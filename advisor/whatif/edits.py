@@ -174,8 +174,8 @@ class Patch:
         )
 
     def _overlap(self, edit: Edit, factor: float | None) -> None:
-        """The work moves to a stream of its own: what comes after it no longer waits, except
-        for the same work of the step before."""
+        """The work moves to a stream of its own: what comes after it, on the device or the host,
+        no longer waits for it, except for the same work of the step before."""
         graph = self.graph
         moved = np.zeros(len(graph), dtype=bool)
         moved[self.selected.work(edit.select)] = True
@@ -198,7 +198,7 @@ class Patch:
         enters = stream & ~moved[self.src] & moved[graph.dst]
         self._redirect(np.flatnonzero(leaves), last_stay[self.src[leaves]])
         self._redirect(np.flatnonzero(enters), last_move[graph.dst[enters]])
-        crossing = np.isin(graph.edge, [Edge.CROSS, Edge.CONTENTION])
+        crossing = np.isin(graph.edge, [Edge.CROSS, Edge.CONTENTION, Edge.RELEASE])
         freed = np.flatnonzero(crossing & moved[self.src] & ~moved[graph.dst])
         self._redirect(freed, self._a_step_earlier(np.flatnonzero(moved))[self.src[freed]])
         crowded = (graph.edge == Edge.CONTENTION) & ~moved[self.src] & moved[graph.dst]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from advisor.advice.engine import MIN_GAIN_SHARE, run_rules
@@ -28,7 +26,7 @@ def outcome(rule: Rule, example: TraceBuilder | list[TraceBuilder]) -> list[str]
     else:
         assert isinstance(example, TraceBuilder)
         findings = run_rules(-1, Analysis(example.trace()), [rule]).findings
-    return [p.finding.title for p in findings if worth_showing(p.finding.worth)]
+    return [f.title for f in findings if worth_showing(f.worth)]
 
 
 def worth_showing(worth: Worth | None) -> bool:
@@ -36,10 +34,12 @@ def worth_showing(worth: Worth | None) -> bool:
     return worth.currency != "step_time" or (worth.share or 0) >= MIN_GAIN_SHARE
 
 
-def examples(kind: str) -> Iterator[object]:
-    for rule in RULES:
-        for name, example in getattr(rule, kind)().items():
-            yield pytest.param(rule, example, id=f"{rule.id}: {name}")
+def examples(kind: str) -> list[object]:
+    return [
+        pytest.param(rule, example, id=f"{rule.id}: {name}")
+        for rule in RULES
+        for name, example in getattr(rule, kind)().items()
+    ]
 
 
 @pytest.mark.parametrize(("rule", "example"), examples("fires_on"))
@@ -66,8 +66,7 @@ def test_a_finding_is_actionable(rule: Rule) -> None:
     for example in rule.fires_on().values():
         if rule.across_ranks:
             continue
-        for priced in run_rules(-1, Analysis(example.trace()), [rule]).findings:
-            finding = priced.finding
+        for finding in run_rules(-1, Analysis(example.trace()), [rule]).findings:
             assert finding.summary and finding.fix and finding.check and finding.evidence
             assert finding.edits or finding.worth is not None
             assert 0 < finding.confidence <= 1

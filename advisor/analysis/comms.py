@@ -54,6 +54,8 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     - ``order``: 0, 1, … among those of its (group, collective) on this device, over the whole
       trace, so that it does not depend on which steps are used.
     """
+    if a.device_id is None:
+        return pl.DataFrame(schema=SCHEMA)
     table = describe(a)
     table = table.filter(pl.Series(a.in_window)[table["gpu"]])
     if table.is_empty():

@@ -8,6 +8,7 @@ import polars as pl
 
 from advisor.advice.pricing import REPLAY, Pricer, ReplayPricer
 from advisor.model import Finding
+from advisor.report import text as t
 from advisor.report.data import (
     Family,
     HardPart,
@@ -224,25 +225,33 @@ def verdict(
     report: Report, a: Analysis
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     """Status and one sentence."""
-    step = _ms(report.scope.step_ns)
-    unit = "recording" if report.scope.step_source == "whole trace" else "step"
+    step = t.time(report.scope.step_ns)
+    unit = t.loop_unit(report.scope.step_source)
     if report.busy_share is None:
         top = report.host[0] if report.host else None
         if top is None:
             return "limited", "Nothing in this trace can be measured."
-        text = f"No GPU work in the trace. The host's {step} {unit}: {top.name} {top.share:.0%}"
+        text = (
+            f"No GPU work in the trace. The host's {step} {unit}: {t.cause_label(top.name)} "
+            f"{t.percent(top.share)}"
+        )
         if report.findings:
             return "bottlenecks", f"{text}; {_lead(report)}."
         return "limited", f"{text}; GPU bottlenecks are not measured."
-    text = f"GPU busy {report.busy_share:.0%} of a {step} {unit}"
+    busy = t.percent(report.busy_share)
+    text = f"GPU busy {busy} of a {step} {unit}"
     if report.findings:
         return "bottlenecks", f"{text}; {_lead(report)}."
     if report.busy_share >= BUSY:
-        return "healthy", f"Healthy: {text.replace('GPU', 'the GPU is')}, and nothing stands out."
+        return "healthy", (
+            f"Healthy: the GPU is busy {busy} of a {step} {unit}, and nothing stands out."
+        )
     idle = report.idle[0] if report.idle else None
     if idle is not None:
-        why = f"idle mostly for {idle.cause} ({idle.share:.0%} of the {unit})"
-        return "limited", f"{text}, {why}, but no rule has a fix that is worth showing."
+        why = f"{t.cause_label(idle.cause)} ({t.percent(idle.share)} of the {unit})"
+        return "limited", (
+            f"{text}; it idles most for: {why}, but no rule has a fix that is worth showing."
+        )
     return "limited", f"{text}."
 
 
@@ -253,15 +262,4 @@ def _lead(report: Report) -> str:
         return f"first: {first.title}"
     bound = "" if worth.method == REPLAY else " up to"
     title = first.title[0].lower() + first.title[1:] if first.title[1:2].islower() else first.title
-    return f"first: {title}, worth{bound} {_ms(worth.gain_ns)} ({worth.share:.0%})"
-
-
-def _ms(ns: float) -> str:
-    value = ns / 1e6
-    return (
-        f"{value:.0f} ms"
-        if value >= 100
-        else f"{value:.1f} ms"
-        if value >= 1
-        else f"{ns / 1e3:.0f} µs"
-    )
+    return f"first: {title}, worth{bound} {t.time(worth.gain_ns)} ({t.percent(worth.share)})"

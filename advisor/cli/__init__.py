@@ -50,6 +50,7 @@ app.command("analyze", short_help="Say what is slow in a trace, and what to do."
 app.command("demo", short_help="Record a small training run and analyse it.")(demo.command)
 app.command("whatif", short_help="What a step would take with edits applied.")(whatif.command)
 app.add_typer(rules.app, name="rules")
+app.command("whatif", short_help="Replay a trace with edits that you write.")(whatif.command)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -41,6 +42,7 @@ def command(
 
 def _record(folder: Path, device: str | None, steps: int) -> Path:
     """Record the textbook CNN; the path of the trace."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr
     from advisor.cli.progress import Progress
     from advisor.sample_workloads import simple_cnn
 

@@ -76,7 +76,9 @@ def figures(report: Report) -> list[Line]:
         busy += [f"MFU {t.percent(report.mfu)}", f"memory peak {_memory(report)}"]
         lines.append(("GPU", busy))
     if report.families:
-        lines.append(("kernels", _families(report)))
+        lines.append(("work", _families(report)))
+    if report.replay is not None:
+        lines.append(("path", path_parts(report.replay.critical)))
     if report.host and report.time:
         host = [f"{t.cause_label(part.name)} {t.percent(part.share)}" for part in report.host]
         lines.append(("host", host[:MOST_NAMES]))
@@ -84,11 +86,20 @@ def figures(report: Report) -> list[Line]:
 
 
 def _families(report: Report) -> list[str]:
+    """Device work by kind, as shares of all of it."""
     parts = sorted(report.families, key=lambda family: -family.ns)
-    shown = [f"{t.clean(f.name)} {t.percent(f.share)}" for f in parts[:MOST_NAMES]]
-    unit = t.loop_unit(report.scope.step_source)
-    total = sum(family.count for family in report.families)
-    return [*shown, f"{t.count(round(total))} kernels a {unit}"]
+    whole = sum(family.ns for family in parts) or 1.0
+    shown = [f"{t.clean(f.name)} {t.percent(f.ns / whole)}" for f in parts[:MOST_NAMES]]
+    total = t.count(round(sum(family.count for family in report.families)))
+    per = "a step" if t.loop_unit(report.scope.step_source) == "step" else "in the recording"
+    return [*shown, f"{total} kernels and copies {per}"]
+
+
+def path_parts(critical: dict[str, float]) -> list[str]:
+    """What the critical path consists of: what the step's length hangs on."""
+    total = sum(critical.values()) or 1.0
+    parts = [f"{t.clean(name)} {t.percent(ns / total)}" for name, ns in critical.items()]
+    return ["critical: " + parts[0], *parts[1:MOST_NAMES]] if parts else []
 
 
 def _memory(report: Report) -> str:
@@ -122,13 +133,23 @@ def folded(report: Report, finding: Finding) -> list[Finding]:
     return [other for other in report.findings if other.folded_under == finding.rule]
 
 
-def more(finding: Finding) -> str | None:
-    """What a finding adds once those before it are fixed, where that is less than on its own."""
+def order_parts(finding: Finding, report: Report) -> list[str]:
+    """What the order of the findings does to this one's gain, and whose rank it is of."""
+    parts = []
     own = finding.worth.gain_ns if finding.worth is not None else None
     left = finding.rank_gain_ns
-    if own is None or left is None or finding.rank == 1 or left >= 0.95 * own:
-        return None
-    return f"{t.time(left)} of it once those above are fixed"
+    if finding.pays_after is not None:
+        before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
+        before = t.clean(before) or t.clean(finding.pays_after)
+        parts.append(f"pays only after '{before}': {t.time(left)} then")
+    elif own is not None and left is not None and finding.rank != 1:
+        if left < 0.95 * own:
+            parts.append(f"{t.time(left)} of it once those above are fixed")
+        elif left > 1.05 * own:
+            parts.append(f"{t.time(left)} once those above are fixed")
+    if finding.other_rank and finding.trace_rank is not None:
+        parts.append(f"on rank {finding.trace_rank}")
+    return parts
 
 
 def doubts(finding: Finding) -> list[str]:
@@ -158,12 +179,42 @@ def abstentions(report: Report) -> list[tuple[str, str]]:
     return found
 
 
+def bounded(report: Report) -> bool:
+    """Some gain is an upper bound, not a replay."""
+    return any(
+        finding.worth is not None and finding.worth.method.startswith("upper bound")
+        for finding in report.findings
+    )
+
+
+def outlook(report: Report) -> str:
+    """What is left when everything that is ranked is fixed."""
+    replay = report.replay
+    if replay is None or not ranked(report):
+        return ""
+    parts = ", ".join(path_parts(replay.critical_after)).removeprefix("critical: ")
+    fixed = "all of it is" if len(ranked(report)) > 1 else "it is"
+    unit = t.loop_unit(report.scope.step_source)
+    left = t.time(replay.step_after_ns)
+    return f"Once {fixed} fixed, the {unit} takes {left} and hangs on: {parts}."
+
+
 def definitions(report: Report) -> list[str]:
-    """What the figures mean, as far as this report has such figures."""
+    """How the gains of this report were got, and how far to trust them."""
     found = []
-    if report.findings and any(
-        f.worth is not None and f.worth.method.startswith("upper bound") for f in report.findings
-    ):
-        found.append("'Up to' is the time during which nothing but the cause keeps the GPU or "
-                     "the step waiting: a fix cannot gain more.")  # fmt: skip
+    replay = report.replay
+    if report.findings and replay is not None:
+        starts = "" if replay.explained is None else (
+            f" and explains {t.percent(replay.explained)} of {t.count(replay.starts)} device "
+            "starts to 5 µs")  # fmt: skip
+        found.append(
+            "Gains are replayed: the dependency graph of "
+            f"{replay.steps} steps is run again with the fix in it. Without any fix it comes "
+            f"within {replay.step_error:.1%} of the measured steps{starts}."
+        )
+    if bounded(report):
+        found.append(
+            "'Up to' is the time during which nothing but the cause keeps the GPU or the step "
+            "waiting: a fix cannot gain more."
+        )
     return found

@@ -108,7 +108,7 @@ def _bar(share: float) -> str:
 def _ranks(report: Report) -> str:
     if report.ranks is None:
         return ""
-    head = ["rank", "step", "GPU busy", "exposed comm.", "idle", "last", "makes others wait"]
+    head = ["rank", "step", "GPU busy", "exposed comm.", "idle", "comes last", "others wait"]
     rows = [
         [
             str(line.rank),
@@ -134,16 +134,14 @@ def _findings(report: Report, top: int | None) -> list[str]:
         parts += _finding(report, finding)
     if len(shown) < len(found):
         parts.append(f"{len(found) - len(shown)} more: `--top {len(found)}`.")
-    closing = facts.definitions(report)
+    closing = [line for line in (facts.outlook(report), *facts.definitions(report)) if line]
     return [*parts, *(f"*{escape(line)}*" for line in closing)]
 
 
 def _finding(report: Report, finding: Finding) -> list[str]:
     number = f"{finding.rank}. " if finding.rank is not None else ""
     unit = t.loop_unit(report.scope.step_source)
-    gain = [t.gain(finding, step=unit), t.band(finding), facts.more(finding)]
-    if finding.trace_rank is not None and finding.trace_rank != report.scope.rank:
-        gain.append(f"on rank {finding.trace_rank}")
+    gain = [t.gain(finding, step=unit), t.band(finding), *facts.order_parts(finding, report)]
     gain.append(f"confidence {t.percent(finding.confidence)}")
     parts = [
         f"#### {number}{escape(finding.title)}",
@@ -183,7 +181,10 @@ def _apart(report: Report) -> list[str]:
     if report.notes:
         parts.append("### Notes")
         parts.append(
-            "\n".join(f"- {escape(note.title)}: {escape(note.summary)}" for note in report.notes)
+            "\n".join(
+                f"- {escape(note.title)}: {escape(note.summary)} *Fix:* {escape(note.fix)}"
+                for note in report.notes
+            )
         )
     return parts
 

@@ -57,6 +57,8 @@ class Page:
     ) -> None:
         """Parts wrapped at blanks. ``first`` starts the first line, in place of the indent."""
         text = _styled(parts)
+        if not text:
+            return
         text.stylize(style)
         room = max(20, self.width - indent)
         for number, piece in enumerate(text.wrap(self._console, room)):

@@ -98,7 +98,7 @@ def _ranks(page: Page, report: Report) -> None:
     lines = report.ranks.lines
     shown = sorted(lines, key=_slowness, reverse=True)[:MOST_RANKS]
     page.section("Ranks", f"{len(lines)}")
-    head = ["rank", "step", "GPU busy", "exposed comm.", "idle", "last", "makes others wait"]
+    head = ["rank", "step", "GPU busy", "exposed comm.", "idle", "comes last", "others wait"]
     rows = [
         [
             str(line.rank),
@@ -135,9 +135,10 @@ def _findings(page: Page, report: Report, top: int | None) -> None:
     if not found:
         return
     shown = found if top is None else found[:top]
-    page.section("What to change", "most valuable first" if len(found) > 1 else "")
+    page.section("What to change", "by gain and confidence" if len(found) > 1 else "")
     if len(found) > 1:
         _index(page, report, found)
+    page.wrapped(facts.outlook(report), indent=4, style="dim")
     for finding in shown:
         page.blank()
         _finding(page, report, finding)
@@ -156,11 +157,12 @@ def _index(page: Page, report: Report, found: list[Finding]) -> None:
         rows.append((finding, gain, max(0.0, left)))
     gains = t.times([float(gain) for _, gain, _ in rows])
     lefts = t.times([after for _, _, after in rows])
-    wide = max(len("saves up to"), *(len(gain) + 5 for gain in gains))
+    saves = "saves up to" if facts.bounded(report) else "saves"
+    wide = max(len(saves), *(len(gain) + 5 for gain in gains))
     wider = max(len("step then"), *map(len, lefts))
     titles = [t.clean(finding.title) for finding in found]
     room = min(page.width - wide - wider - 7, max(map(len, titles)) + 2)
-    page.line((f"{'saves up to':>{wide + room + 4}}  {'step then':>{wider}}", "dim"), indent=1)
+    page.line((f"{saves:>{wide + room + 4}}  {'step then':>{wider}}", "dim"), indent=1)
     for (finding, gain, _), title, gain_text, left_text in zip(
         rows, titles, gains, lefts, strict=True
     ):
@@ -199,11 +201,7 @@ def _gain(report: Report, finding: Finding) -> list[str]:
     spread = t.band(finding)
     if spread is not None:
         parts.append(spread)
-    rest = facts.more(finding)
-    if rest is not None:
-        parts.append(rest)
-    if finding.trace_rank is not None and finding.trace_rank != report.scope.rank:
-        parts.append(f"on rank {finding.trace_rank}")
+    parts += facts.order_parts(finding, report)
     parts.append(f"confidence {t.percent(finding.confidence)}")
     return parts
 
@@ -222,6 +220,7 @@ def _apart(page: Page, report: Report) -> None:
         for finding in report.notes:
             page.wrapped(t.clean(finding.title), first=" ∙  ", indent=4)
             page.wrapped(t.clean(finding.summary), indent=4, style="dim")
+            page.field("fix", finding.fix)
 
 
 def _rest(page: Page, report: Report) -> None:

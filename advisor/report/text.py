@@ -119,13 +119,14 @@ def time(ns: float | None) -> str:
 
 
 def times(values: list[float]) -> list[str]:
-    """Durations in one unit, that of the largest, so that a column can be read down."""
+    """Durations in one unit, that of the largest, so that a column can be read down; what would
+    be nothing in it keeps a unit of its own."""
     largest = max(map(abs, values), default=0.0)
-    if largest >= 10e9:
-        return [f"{value / 1e9:,.2f} s" for value in values]
-    if largest >= 1e6:
-        return [f"{value / 1e6:,.1f} ms" for value in values]
-    return [f"{value / 1e3:,.1f} µs" for value in values]
+    scale, unit = (1e9, "s") if largest >= 10e9 else (1e6, "ms") if largest >= 1e6 else (1e3, "µs")
+    return [
+        f"{value / scale:,.1f} {unit}" if abs(value) >= 0.05 * scale or value == 0 else time(value)
+        for value in values
+    ]
 
 
 def between(low: float, high: float) -> str:

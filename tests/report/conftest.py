@@ -10,11 +10,13 @@ import pytest
 from advisor.model import Evidence, Finding, Good, Location, NotMeasured, Worth
 from advisor.report.data import (
     Family,
+    HardPart,
     HostShare,
     IdleCause,
     Input,
     RankLine,
     Ranks,
+    Replay,
     Report,
     Scope,
     TimeShare,
@@ -164,6 +166,24 @@ def make_report(count: int = 1, name: str | None = None, **changes: Any) -> Repo
     return Report(**{**given, **changes})
 
 
+def make_replay(**changes: Any) -> Replay:
+    """A replay that comes within 1.2% of the steps."""
+    given: dict[str, Any] = {
+        "step_ns": 401.0 * MS,
+        "measured_ns": 400.0 * MS,
+        "step_error": 0.012,
+        "starts": 9450,
+        "explained": 0.98,
+        "hard": [HardPart("syncs that waited", 60, 0.95, 1000.0)],
+        "steps": 5,
+        "of_steps": 5,
+        "critical": {"host": 300.0 * MS, "compute": 101.0 * MS},
+        "critical_after": {"compute": 343.3 * MS},
+        "step_after_ns": 343.3 * MS,
+    }
+    return Replay(**{**given, **changes})
+
+
 def make_ranks(count: int, *, aligned: bool = True) -> Ranks:
     """So many ranks, each a little slower than the one before."""
     lines = [
@@ -188,6 +208,12 @@ def make_ranks(count: int, *, aligned: bool = True) -> Ranks:
 def report() -> Callable[..., Report]:
     """``report(count=1, name=None, **changes)``."""
     return make_report
+
+
+@pytest.fixture
+def replay() -> Callable[..., Replay]:
+    """``replay(**changes)``."""
+    return make_replay
 
 
 @pytest.fixture

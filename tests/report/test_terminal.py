@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from advisor.model import Finding, Location, Worth
 from advisor.report import terminal
-from advisor.report.data import Ranks, Report
+from advisor.report.data import Ranks, Replay, Report
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 Make = Callable[..., Report]
@@ -38,8 +38,10 @@ def test_every_line_fits(report: Make, ranks: Callable[..., Ranks], findings: in
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_hostile_names_fit_and_stay_names(report: Make, hostile: str, width: int) -> None:
-    full = report(2, hostile)
+def test_hostile_names_fit_and_stay_names(
+    report: Make, replay: Callable[..., Replay], hostile: str, width: int
+) -> None:
+    full = report(2, hostile, replay=replay(critical={hostile: 1.0}))
     full.notes = full.findings[1:]
     full.risks = full.findings[:1]
     plain = terminal.render(full, width=width)
@@ -101,6 +103,38 @@ def test_the_index_takes_each_gain_from_what_the_ones_above_left(report: Make) -
     shown = section(terminal.render(report(3)), "What to change")
     lefts = re.findall(r"^ [123]  .* ([\d.]+) ms$", shown, re.MULTILINE)
     assert lefts == ["360.0", "350.0", "343.3"]
+
+
+def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
+    report: Make, replay: Callable[..., Replay], finding: Callable[..., Finding]
+) -> None:
+    worth = Worth(currency="step_time", gain_ns=40_000_000, share=0.1, method="replay")
+    full = report(findings=[finding(1, worth=worth)], replay=replay())
+    shown = terminal.render(full)
+    # By hand: 300 of 401 ms are 75%, 101 are 25%.
+    assert "critical: host 75% · compute 25%" in shown
+    assert "the step takes 343.3 ms and hangs on: compute 100%" in " ".join(shown.split())
+    assert "within 1.2% of the measured steps" in " ".join(shown.split())
+    assert "98% of 9,450 device starts" in " ".join(shown.split())
+    assert "up to" not in shown
+    assert "'Up to'" in terminal.render(report(1))
+
+
+def test_a_finding_that_pays_only_after_another_says_so(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    late = finding(2, pays_after="rule-1", rank_gain_ns=9_000_000)
+    shown = " ".join(terminal.render(report(findings=[finding(1), late])).split())
+    assert "pays only after 'Finding number 1 of the step': 9.0 ms then" in shown
+
+
+def test_a_finding_of_another_rank_says_whose(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    other = finding(1, other_rank=True, trace_rank=7)
+    assert "on rank 7" in terminal.render(report(findings=[other]))
+    own = finding(1, trace_rank=7)
+    assert "on rank 7" not in terminal.render(report(findings=[own]))
 
 
 def test_code_that_does_not_fit_beside_its_name_moves_left_before_it_is_folded(

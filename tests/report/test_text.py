@@ -39,8 +39,13 @@ def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
 
 
 def test_a_column_of_durations_has_one_unit() -> None:
-    assert t.times([300e6, 1.5e6, 20e3]) == ["300.0 ms", "1.5 ms", "0.0 ms"]
-    assert t.times([20e3, 900.0]) == ["20.0 µs", "0.9 µs"]
+    assert t.times([300e6, 1.5e6, 60e3]) == ["300.0 ms", "1.5 ms", "0.1 ms"]
+    assert t.times([20e3, 900.0, 0.0]) == ["20.0 µs", "0.9 µs", "0.0 µs"]
+
+
+def test_what_would_be_nothing_in_the_columns_unit_keeps_its_own() -> None:
+    assert t.times([43e9, 9.1e6]) == ["43.0 s", "9.1 ms"]
+    assert t.times([300e6, 12e3]) == ["300.0 ms", "12 µs"]
     assert t.times([]) == []
 
 

@@ -24,6 +24,11 @@ MAX_STEP_ERROR = 0.10
 """A replay that misses the measured steps by more than this prices nothing. Lumos, a replay of
 the same kind of traces, reports 3 % on average."""
 
+MIN_EXPLAINED = 0.70
+"""Nor does one whose graph explains fewer starts of device work than this: then what the work
+waited for is not in the trace (public traces: 0.75 to 1.0; 0.4 where synchronising calls and part
+of the kernels were filtered out)."""
+
 
 class Price(NamedTuple):
     """Time saved a step, ns."""
@@ -70,7 +75,9 @@ class ReplayPricer:
         """There are steps, and the replay without edits reproduces them."""
         if self.whatif.a.steps.used.is_empty() or self.whatif.a.span_ns <= 0:
             return False
-        return self.whatif.quality.step_error <= MAX_STEP_ERROR
+        quality = self.whatif.quality
+        explained = 1.0 if quality.explained is None else quality.explained
+        return quality.step_error <= MAX_STEP_ERROR and explained >= MIN_EXPLAINED
 
     @property
     def error(self) -> float:

@@ -86,5 +86,9 @@ def _relayout(x: OpInputs) -> bool:
     target, source = x.tensor(0), x.tensor(1)
     if target is None or source is None or target.strides is None or source.strides is None:
         return False
-    same = target.dtype == source.dtype and target.shape == source.shape
-    return same and target.strides != source.strides and target.elements > 1
+    if target.dtype != source.dtype or target.shape != source.shape:
+        return False
+    if source.stored != source.elements or target.elements < 2:
+        return False  # a broadcast is written out
+    order = zip(target.shape, target.strides, source.strides, strict=False)
+    return any(to != of for size, to, of in order if size > 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -48,6 +49,7 @@ def bare(dtype: str) -> str:
     return dtype.strip().casefold().removeprefix("c10::").removeprefix("torch.")
 
 
+@lru_cache(maxsize=256)
 def width(dtype: str) -> int | None:
     """Bytes an element; ``None``: not a tensor type, or not known."""
     return _WIDTHS.get(bare(dtype))

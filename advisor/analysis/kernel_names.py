@@ -44,7 +44,7 @@ _HEADS: tuple[tuple[str, str], ...] = (
         "convolution",
         r"(?i)implicit_?gemm|convolve|convolution|conv[123]d|[_:]conv_|conv_(fwd|bwd|depthwise)"
         r"|fprop|dgrad|wgrad|bprop|scudnn|s?\d*cudnn_|winograd|igemm_(fwd|bwd|wrw)"
-        r"|MIOpenConv|cask_cudnn|cudnn::cnn|cudnn_cnn|fft[12]d_|gcgemm|ConvAsm|depthwise",
+        r"|MIOpenConv|AsmConv|^gfx9\w*_stride\d|cask_cudnn|cudnn::cnn|cudnn_cnn|fft[12]d_|gcgemm|depthwise",
     ),
     (
         "gemm",
@@ -149,7 +149,8 @@ _HELPER = (
 _NO_TENSOR_CORE = (
     r"(?i)simt|ffma|sgemm|dgemm|hgemm|[cz]gemm|scudnn|gemv|^(void )?dot_kernel|gemmk1|gemmSN"
     r"|reduce_1Block|split_?k_?reduce|epilogue::impl|computeOffsets|fft[12]d|naive_conv"
-    r"|conv_depthwise|f32f32_f32f32_f32|fmha_cutlass[FB]_f32_\w*sm(50|60|70|75)|fmha_\w*sm50"
+    r"|conv_depthwise|(d|w)grad\w*_engine|grouped_direct_kernel|paged_attention_v[12]_"
+    r"|f32f32_f32f32_f32|fmha_cutlass[FB]_f32_\w*sm(50|60|70|75)|fmha_\w*sm50"
 )
 """CUDA-core kernels: SIMT GEMMs, vector products, the parts of an FFT convolution, reductions."""
 
@@ -168,7 +169,10 @@ _TENSOR_CORE = (
 TF32 ``xmma`` kernels, CuTe atoms, flash attention, Tensile's matrix instructions (``_MI16x16x1``)
 and MIOpen's ``gtcx``."""
 
-_TENSOR_CORE_BY_FORMAT = r"(?i)triton_tem_|triton_mm|attn_(fwd|bwd)|bwd_kernel_d|attention|fmha"
+_TENSOR_CORE_BY_FORMAT = (
+    r"(?i)triton_tem_|triton_mm|attn_(fwd|bwd)|bwd_kernel_d|(unified|flash|flex|fused)_attention"
+    r"|fmha|sdpa|(Batch|Single)Prefill|fused_moe_kernel"
+)
 """Kernels written with a matrix-multiply primitive that has no other unit for 16 bits."""
 
 _FORMAT_MARKS: dict[str, str] = {
@@ -276,6 +280,7 @@ def _foreach(short: pl.Expr, text: pl.Expr) -> pl.Expr:
 def _format(text: pl.Expr) -> pl.Expr:
     """The one format a name mentions. A matrix kernel's accumulator (fp32) and output (16 bits
     beside 8) are not its inputs, so there the narrowest counts; elsewhere two formats are none."""
+    text = text.str.replace_all("Fp8KVCacheDataType", "", literal=True)  # the cache's, not its own
     marks = {name: text.str.contains(pattern) for name, pattern in _FORMAT_MARKS.items()}
     count = pl.sum_horizontal(*marks.values())
     matrix = pl.col("family").is_in(list(MATRIX))

@@ -13,6 +13,7 @@ from advisor.analysis.dtypes import FORMATS, Format
 from advisor.analysis.families import CODE, MATRIX, Family
 from advisor.analysis.kernel_names import describe
 from advisor.analysis.launches import NONE, Launches, Rows, find_launches, nearest
+from advisor.analysis.names import matches
 from advisor.analysis.occupancy import residency
 from advisor.analysis.roofline import model_flop_utilisation, sum_families, sum_kernels
 
@@ -179,11 +180,8 @@ def _is_triton(trace: Trace, rows: Rows) -> Bools:
     """Inductor's wrapper records a kernel's arguments as an operator of the kernel's name."""
     there = np.flatnonzero(rows >= 0)
     result = np.zeros(len(rows), dtype=np.bool_)
-    names = trace.cpu["name"].gather(rows[there])
-    wanted = names.unique().drop_nulls().cast(pl.String)
-    wanted = wanted.filter(wanted.str.starts_with("triton_"))
-    if not wanted.is_empty():
-        result[there] = names.is_in(wanted.cast(pl.Categorical)).fill_null(False).to_numpy()
+    if len(there):
+        result[there] = matches(trace.cpu["name"].gather(rows[there]), "^triton_").to_numpy()
     return result
 
 

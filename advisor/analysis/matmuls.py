@@ -179,8 +179,10 @@ def convolution(op: str, x: OpInputs) -> Convolution | None:
     if name == "convolution_backward":
         return _convolution_backward(x)
     layout = _CONVOLUTIONS.get(name)
+    if layout is None:
+        return None
     data, weight = x.tensor(0), x.tensor(1)
-    if layout is None or data is None or weight is None:
+    if data is None or weight is None:
         return None
     rank = len(weight.shape) - 2
     shape = data.shape if len(data.shape) == rank + 2 else (1, *data.shape)  # unbatched

@@ -50,7 +50,7 @@ def active_blocks(
         return None
     if device.max_threads_per_sm is None or device.registers_per_sm is None:
         return None
-    if device.shared_per_sm is None or device.warp_size != 32:
+    if device.shared_per_sm is None or device.warp_size not in (None, 32):
         return None
     warps = np.maximum(-(-threads // 32), 1)
     by_warps = device.max_threads_per_sm // 32 // warps
@@ -59,8 +59,10 @@ def active_blocks(
     each = -(-np.maximum(registers, 1) * 32 // REGISTER_UNIT) * REGISTER_UNIT
     by_registers = device.registers_per_sm // parts // each * parts // warps
     by_registers = np.where(registers > 0, by_registers, limit)
-    # A launch is refused when its registers, rounded up to all partitions, exceed a block's.
-    refused = each * -(-warps // parts) * parts > device.registers_per_sm
+    # A launch is refused when its registers, rounded up to all four partitions, exceed a block's
+    # (and on GP100, which has two, when the other Pascals could not run it).
+    refused = each * -(-warps // 4) * 4 > device.registers_per_sm
+    refused |= device.registers_per_sm // 4 // each * 4 < warps
     unit = 128 if compute >= (8, 0) else 256
     used = shared + (RESERVED_SHARED if compute >= (8, 0) else 0)
     used = -(-used // unit) * unit

@@ -59,6 +59,7 @@ class OpInputs:
         self._types = _list(types)
         self._strides = strides
         self._concrete = concrete
+        self._found: dict[int, Tensor | None] = {}
 
     def __len__(self) -> int:
         return len(self._dims)
@@ -73,6 +74,11 @@ class OpInputs:
 
     def tensor(self, at: int) -> Tensor | None:
         """The tensor at a position; ``None``: no tensor is recorded there."""
+        if at not in self._found:
+            self._found[at] = self._tensor(at)
+        return self._found[at]
+
+    def _tensor(self, at: int) -> Tensor | None:
         if at >= len(self._dims) or at >= len(self._types):
             return None
         dtype = self._types[at]

@@ -27,7 +27,17 @@ Category = Literal[
 ]
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
 Validation = Literal["real traces", "recordings", "synthetic"]
-Operation = Literal["remove", "scale", "overlap", "asynchronous", "merge", "drop_launch", "spread"]
+Operation = Literal[
+    "remove",
+    "scale",
+    "roofline",
+    "overlap",
+    "asynchronous",
+    "merge",
+    "drop_launch",
+    "spread",
+    "resize",
+]
 
 
 class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,13 +81,15 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a fix would change in the step, as an operation over selected events."""
 
     op: Operation
-    """``remove`` the events; ``scale`` their durations by ``factor``; ``overlap`` them with other
-    work (move to another stream); make a blocking host call ``asynchronous``; ``merge`` kernels
-    into one; ``drop_launch`` cost (CUDA graph, compile); ``spread`` host work over ``workers``."""
+    """``remove`` the events; ``scale`` their durations by ``factor``; bring kernels to ``factor``
+    of their ``roofline``; ``overlap`` them with other work (move to another stream); make a
+    blocking host call ``asynchronous``; ``merge`` kernels into one; ``drop_launch`` cost (CUDA
+    graph, compile); ``spread`` host work over ``workers``; ``resize`` the batch by ``factor``."""
     select: Select
     """Which events."""
     factor: float | None = None
-    """``scale`` and ``merge``: new duration = factor x old (the central estimate)."""
+    """``scale`` and ``merge``: new duration = factor x old (the central estimate). ``roofline``:
+    share of the attainable rate that is reached. ``resize``: new batch size over old."""
     factor_low: float | None = None
     """Factor under the optimistic assumption (larger gain)."""
     factor_high: float | None = None

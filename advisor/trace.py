@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from advisor.model import Edit
+    from advisor.whatif.price import WhatIfResult
 
 CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
 GPU_KINDS = ("kernel", "memcpy", "memset")
@@ -263,6 +267,15 @@ class Run:
     def ranks(self) -> list[int]:
         """Ranks present, in order."""
         return sorted({rank for rank, _ in self.traces})
+
+    def whatif(self, edits: Sequence[Edit | str], rank: int | None = None) -> WhatIfResult:
+        """Replay one rank's steps with edits (Edit objects, or lines of the edit language).
+
+        ``rank`` defaults to the first. Raises AdvisorError for an edit that cannot be read.
+        """
+        from advisor.whatif.price import run_edits
+
+        return run_edits(self.window(self.ranks[0] if rank is None else rank), edits)
 
     def window(self, rank: int, window: int | None = None) -> Trace:
         """The trace of one rank: the given window, else its first."""

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from advisor.errors import AdvisorError
-
 if TYPE_CHECKING:
-    from advisor.whatif.price import WhatIf
+    from advisor.whatif.price import WhatIfResult
 
 
 def command(
@@ -26,11 +24,13 @@ def command(
             "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
         ),
     ] = [],  # noqa: B006
-    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")
+    ] = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
-) -> None:  # fmt: skip
+) -> None:
     """What a step would take with edits applied, by replaying its dependency graph.
 
     The edit language is described in docs/whatif.md.
@@ -38,55 +38,24 @@ def command(
     from advisor.whatif.language import parse_edit
 
     edits = [parse_edit(line) for line in edit]
-    from advisor.analysis import Analysis
     from advisor.ingest import open_run
-    from advisor.whatif.price import WhatIf
 
-    run = open_run(path, rank=rank)
-    trace = run.window(run.ranks[0])
-    whatif = WhatIf(Analysis(trace))
-    if trace.gpu.is_empty() and trace.cpu.is_empty():
-        raise AdvisorError(f"{path}: nothing to replay")
-    result = _replay(whatif, edit, edits)
+    result = open_run(path, rank=rank).whatif(edits)
     if form == "json":
-        print(json.dumps(result, indent=2))
+        print(json.dumps(_plain(result, edit), indent=2))
     else:
-        _show(result, sys.stdout)
+        _show(_plain(result, edit), sys.stdout)
 
 
-def _replay(whatif: WhatIf, lines: list[str], edits: list[Any]) -> dict[str, Any]:
-    """Measured and replayed step times, alone and one after the other."""
-    rows = []
-    for number, (line, edit) in enumerate(zip(lines, edits, strict=True)):
-        low, high = whatif.band([edit], edits[:number])
-        rows.append(
-            {
-                "edit": line,
-                "selected": whatif.selected(edit),
-                "alone_ns": whatif.gain([edit]),
-                "gain_ns": whatif.gain([edit], edits[:number]),
-                "low_ns": low,
-                "high_ns": high,
-                "step_then_ns": whatif.period(edits[: number + 1]),
-            }
-        )
-    quality = whatif.quality
-    return {
-        "measured_step_ns": whatif.measured.period,
-        "replayed_step_ns": whatif.base.period,
-        "edited_step_ns": whatif.period(edits),
-        "edits": rows,
-        "critical_path": whatif.critical(edits),
-        "replay": {
-            "step_error": quality.step_error,
-            "total_error": quality.total_error,
-            "starts": quality.starts,
-            "explained": quality.explained,
-            "hard": [part._asdict() for part in quality.hard],
-            "steps": quality.steps,
-            "of_steps": quality.of_steps,
-        },
-    }
+def _plain(result: WhatIfResult, lines: list[str]) -> dict[str, Any]:
+    """The result as plain dicts, with the edits as they were written."""
+    plain = result._asdict()
+    plain["edits"] = [
+        {**row._asdict(), "edit": line} for row, line in zip(result.edits, lines, strict=True)
+    ]
+    plain["replay"] = result.replay._asdict()
+    plain["replay"]["hard"] = [part._asdict() for part in result.replay.hard]
+    return plain
 
 
 def _show(result: dict[str, Any], file: Any) -> None:

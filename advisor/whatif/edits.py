@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from advisor.intervals import Intervals, covered, union
 from advisor.select import selected_gaps, selected_gpu, selected_host
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
 a graph's launch costs a few µs plus well under 1 µs a node)."""
+ROOFLINE_SHARE = 0.75
+"""Share of the attainable rate that good kernels reach (TraceLens: 75 % is the low target)."""
 HAND_BATCH_NS = 200_000.0
 """Taking over a batch that a loader worker has ready."""
 
@@ -80,6 +84,47 @@ class Selected:
         return {
             int(t): union(start[thread == t], (start + dur)[thread == t]) for t in np.unique(thread)
         }
+
+    @cached_property
+    def bound(self) -> Array:
+        """For each node, the shortest time its kernel can take on this device by FLOPs and bytes,
+        ns; NaN where one of shapes, dtype and device is not known."""
+        found = np.full(len(self.graph), np.nan)
+        gpu, kernels = self.a.hardware, self.a.kernels
+        if gpu is None:
+            return found
+        device = self.graph.device
+        rows = pl.Series(self.graph.row[device])
+        flops = kernels["flops"].gather(rows).cast(pl.Float64).fill_null(np.nan).to_numpy()
+        moved = kernels["moved"].gather(rows).cast(pl.Float64).fill_null(np.nan).to_numpy()
+        dtypes = kernels["dtype"].gather(rows).cast(pl.String)
+        peaks = {d: gpu.peak(d) for d in dtypes.unique().drop_nulls().to_list()}
+        peak = np.array([(peaks.get(d) if d else None) or np.nan for d in dtypes.to_list()])
+        memory = moved / gpu.bandwidth if gpu.bandwidth else np.full(len(moved), np.nan)
+        found[device] = np.fmax(flops / peak, memory) * 1e9
+        return found
+
+    @cached_property
+    def fill(self) -> Array:
+        """For each node, how often its kernel fills the device (waves; else blocks per SM)."""
+        found = np.full(len(self.graph), np.nan)
+        device = self.graph.device
+        rows = pl.Series(self.graph.row[device])
+        waves = self.a.kernels["waves"].gather(rows).cast(pl.Float64).fill_null(np.nan).to_numpy()
+        blocks = self.a.trace.gpu["blocks_per_sm"].gather(rows).fill_null(np.nan).to_numpy()
+        found[device] = np.where(np.isfinite(waves), waves, blocks)
+        return found
+
+    @cached_property
+    def fixed(self) -> Array:
+        """For each node: its time does not depend on the batch (collectives, optimizer)."""
+        found = np.zeros(len(self.graph), dtype=bool)
+        device = self.graph.device
+        family = self.a.kernels["family"].gather(pl.Series(self.graph.row[device]))
+        found[device] = (
+            family.cast(pl.String).is_in(["communication", "optimizer"]).fill_null(False)
+        )
+        return found
 
     def before_launches(self, nodes: Array) -> dict[int, Intervals]:
         """Host time from the point before each launch of the work to the end of its call."""
@@ -151,6 +196,30 @@ class Patch:
         else:
             held = self.selected.held(edit.select)
             self._shrink_host(held, factor)
+
+    def _roofline(self, edit: Edit, factor: float | None) -> None:
+        """Kernels that reach less than ``factor`` of their attainable rate come to reach it."""
+        nodes = self.selected.work(edit.select)
+        bound = self.selected.bound[nodes]
+        target = bound / (ROOFLINE_SHARE if factor is None else max(factor, 1e-3))
+        known = np.isfinite(target)
+        self.dur[nodes[known]] = np.minimum(self.dur[nodes[known]], target[known])
+
+    def _resize(self, edit: Edit, factor: float | None) -> None:
+        """Another batch size. Work that fills the device grows with it; work that leaves part of
+        it empty grows once it is full; collectives of gradients and the optimizer stay. Host
+        time stays, but for the loader's. Steps are then to be judged by time a sample."""
+        factor = 1.0 if factor is None else max(factor, 1e-3)
+        nodes = self.selected.work(edit.select)
+        fill = np.nan_to_num(self.selected.fill[nodes], nan=1.0)
+        grown = np.maximum(1.0, fill * factor) / np.maximum(1.0, fill)
+        fixed = self.selected.fixed[nodes]
+        self.dur[nodes] *= np.where(fixed, 1.0, grown)
+        loaded = np.flatnonzero(self.graph.kind == Node.LOADED)
+        into = np.isin(self.graph.dst, loaded) & np.isin(
+            self.graph.edge, [Edge.PROGRAM, Edge.LOADER]
+        )
+        self.weight[into & (self.weight > 0)] *= factor
 
     def _asynchronous(self, edit: Edit, factor: float | None) -> None:
         self._let_go(self.selected.waits(edit.select))

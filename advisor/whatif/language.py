@@ -8,6 +8,10 @@ verb       what it does                                                NUMBER
 remove     the work is not done, the host time not spent, the wait     none
            not made
 scale      its time is multiplied                                      factor, 0 and up
+roofline   kernels come up to a share of what the device can do, by    share, 0 to 1
+           their FLOPs and bytes (unknown ones stay)                   (default 0.75)
+resize     the batch grows: kernels that fill the device grow with     batch new / old
+           it, others once they do; judge the step by time a sample
 overlap    device work moves to a stream of its own; nothing waits     none
            for it but the same work one step later
 async      a blocking call no longer holds the host                    none
@@ -53,6 +57,8 @@ from advisor.trace import COPIES
 VERBS: dict[str, Operation] = {
     "remove": "remove",
     "scale": "scale",
+    "roofline": "roofline",
+    "resize": "resize",
     "overlap": "overlap",
     "async": "asynchronous",
     "merge": "merge",
@@ -88,7 +94,7 @@ TARGETS: dict[str, Callable[[str], Select]] = {
     "gap": lambda p: Select(on="gap", cause=(p,) if p else ()),
 }
 HOST_ONLY = {"async": ("sync", "loader", "host", "op"), "spread": ("loader",)}
-DEVICE_ONLY = ("overlap", "merge")
+DEVICE_ONLY = ("overlap", "merge", "roofline", "resize")
 NEEDS_PATTERN = ("family", "op", "python", "range", "host")
 
 
@@ -155,6 +161,12 @@ def _edit(
         if number is not None and not 0 <= number <= 1000:
             raise wrong("a factor is a number from 0 to 1000")
         return Edit(op=op, select=select, factor=1.0 if number is None else number)
+    if verb in ("roofline", "resize"):
+        if number is None and verb == "resize":
+            raise wrong("resize needs a factor, new batch size over old")
+        if number is not None and not 0 < number <= (1 if verb == "roofline" else 1000):
+            raise wrong("a share is above 0 and at most 1; a batch factor above 0, at most 1000")
+        return Edit(op=op, select=select, factor=number)
     if verb == "spread":
         if number is None or number < 1 or number != int(number) or number > 4096:
             raise wrong("spread needs a whole number of workers, 1 and up")

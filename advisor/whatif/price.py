@@ -17,6 +17,7 @@ from advisor.whatif.replay import Outcome, Plan, completions
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.model import Edit
+    from advisor.trace import Trace
 
 EXPLAINED_NS = 5_000
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
@@ -52,6 +53,65 @@ class Quality(NamedTuple):
     """How many consecutive steps are replayed."""
     of_steps: int
     """How many there are."""
+
+
+class EditResult(NamedTuple):
+    """What one edit did, on top of those before it. All times ns a step."""
+
+    edit: Edit
+    selected: int
+    """Events of the replayed steps that it selects."""
+    alone_ns: float
+    """Saved by it alone."""
+    gain_ns: float
+    """Saved on top of the edits before it."""
+    low_ns: float
+    high_ns: float
+    step_then_ns: float
+
+
+class WhatIfResult(NamedTuple):
+    """Measured and replayed steps, and the steps with edits applied one after the other."""
+
+    measured_step_ns: float
+    replayed_step_ns: float
+    edited_step_ns: float
+    edits: tuple[EditResult, ...]
+    critical_path: dict[str, float]
+    """What the critical path consists of with all edits, ns a step."""
+    replay: Quality
+
+
+def run_edits(trace: Trace, edits: Sequence[Edit | str]) -> WhatIfResult:
+    """Replay a trace with edits: Edit objects, or lines of the edit language."""
+    from advisor.analysis import Analysis
+    from advisor.whatif.language import parse_edit
+
+    parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
+    whatif = WhatIf(Analysis(trace))
+    rows = []
+    for number, edit in enumerate(parsed):
+        given = parsed[:number]
+        low, high = whatif.band([edit], given)
+        rows.append(
+            EditResult(
+                edit=edit,
+                selected=whatif.selected(edit),
+                alone_ns=whatif.gain([edit]),
+                gain_ns=whatif.gain([edit], given),
+                low_ns=low,
+                high_ns=high,
+                step_then_ns=whatif.period([*given, edit]),
+            )
+        )
+    return WhatIfResult(
+        measured_step_ns=whatif.measured.period,
+        replayed_step_ns=whatif.base.period,
+        edited_step_ns=whatif.period(parsed),
+        edits=tuple(rows),
+        critical_path=whatif.critical(parsed),
+        replay=whatif.quality,
+    )
 
 
 class WhatIf:

@@ -1,0 +1,142 @@
+"""What several rules need to word a finding: times as text, and the places that cost most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.model import Location
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+
+Rows = NDArray[np.int64]
+
+
+def duration(ns: float) -> str:
+    """A time with three significant digits in the unit a person would use."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if abs(ns) >= size:
+            value = ns / size
+            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def size(amount: float) -> str:
+    """Bytes in binary units."""
+    for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if amount >= one:
+            return f"{amount / one:.3g} {unit}"
+    return f"{amount:.0f} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 copy``, ``3 copies``."""
+    if number == 1:
+        return f"1 {noun}"
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
+    return f"{number:,} {plural}"
+
+
+def total(values: pl.Series) -> int:
+    """Sum of a column of integers; nulls do not count."""
+    return int(values.sum() or 0)
+
+
+def of_step(a: Analysis, ns: float) -> str:
+    """Time inside the analysed window as a person thinks of it: ``3 ms of each step (12%)``, or
+    ``of the recording`` when the trace has no steps."""
+    unit = "the recording" if a.steps.source == "whole trace" else "each step"
+    return f"{duration(ns / a.step_count)} of {unit} ({ns / max(a.span_ns, 1):.0%})"
+
+
+def per(a: Analysis) -> str:
+    """`` a step``, or nothing when the trace has no steps."""
+    return "" if a.steps.source == "whole trace" else " a step"
+
+
+def rows(column: pl.Series) -> Rows:
+    """A column of row numbers, -1 where it is null."""
+    return column.fill_null(-1).to_numpy().astype(np.int64)
+
+
+def column(frame: pl.DataFrame, name: str) -> Rows:
+    """A column of integers, 0 where it is null."""
+    return frame[name].fill_null(0).to_numpy().astype(np.int64)
+
+
+def places(
+    a: Analysis,
+    host: Rows,
+    cost: Rows,
+    *,
+    ts: Rows | None = None,
+    dur: Rows | None = None,
+    kernel: Rows | None = None,
+    top: int = 3,
+) -> list[Location]:
+    """The places of the program that cost most, the most expensive first.
+
+    ``host`` are rows of ``trace.cpu`` (-1: none) and ``cost`` what each of them costs, ns. Rows
+    are of one place when they share the innermost frame of user code around them; without stacks
+    when they share the innermost op; else their own name. ``ts`` and ``dur`` describe each
+    instance (by default the host row itself); ``kernel`` is a row of ``trace.gpu`` to name.
+    """
+    known = np.flatnonzero((host >= 0) & (cost > 0))
+    if not len(known):
+        return []
+    cpu = a.trace.cpu
+    at = host[known]
+    frame = a.user_frame[at].astype(np.int64)
+    op = ops_around(a, at)
+    op_of = dict(zip(known.tolist(), op.tolist(), strict=True))
+    named = np.where(frame >= 0, frame, np.where(op >= 0, op, at))
+    table = (
+        pl.DataFrame(
+            {
+                "key": cpu["name"].to_physical().gather(named),
+                "row": known,
+                "cost": cost[known],
+            }
+        )
+        .sort("cost", descending=True)
+        .group_by("key", maintain_order=True)
+        .agg(pl.col("cost").sum(), pl.col("row").first(), pl.len().alias("count"))
+        .sort("cost", descending=True, maintain_order=True)
+    )
+    found = []
+    for row, count in table.head(top).select("row", "count").iter_rows():
+        at_row = int(host[row])
+        file, line, function = a.location(at_row)
+        around = op_of[row]
+        found.append(
+            Location(
+                file=file,
+                line=line,
+                function=function,
+                op=str(cpu["name"][around if around >= 0 else at_row]),
+                kernel=None
+                if kernel is None or kernel[row] < 0
+                else str(a.trace.gpu["name"][int(kernel[row])]),
+                ts_ns=int(cpu["ts"][at_row] if ts is None else ts[row]),
+                dur_ns=int(cpu["dur"][at_row] if dur is None else dur[row]),
+                count=count,
+            )
+        )
+    return found
+
+
+def ops_around(a: Analysis, host: Rows) -> Rows:
+    """The innermost op around each of the given rows of ``trace.cpu``, or the row itself when it
+    is an op; -1: none."""
+    is_op = np.append((a.trace.cpu["kind"] == "op").to_numpy(), True)  # the last entry: no row
+    parent = np.append(rows(a.trace.cpu["parent"]), -1)
+    found = host.copy()
+    while True:  # one round a level of nesting, over all rows at once
+        climbing = ~is_op[found]
+        if not climbing.any():
+            return found
+        found[climbing] = parent[found[climbing]]

@@ -1,0 +1,129 @@
+"""nn.DataParallel: one process drives several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.intervals import intersect, union
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.rules.common import duration, places
+from advisor.testing import TraceBuilder
+
+FORWARD = r"^DataParallel\.forward$"
+EXTRA = r"^(?:Broadcast|Scatter|Gather|ReduceAddCoalesced)(?:Backward)?\d*$"
+"""The autograd functions by which DataParallel copies the model and the batch to every device and
+collects the results; DistributedDataParallel has none of them."""
+
+
+class DataParallel(Rule):
+    """``nn.DataParallel`` copies the whole model to every device in each step, from one process
+    whose threads share one interpreter; DistributedDataParallel, with a process a device, does
+    neither and overlaps the reduction of gradients with backward.
+
+    PyTorch marks it with the range ``DataParallel.forward``. On one device it passes the call
+    through and costs nothing, so work on two or more devices must be in the trace. The figure
+    counts device work and host time of the functions that broadcast, scatter and gather, as far as
+    the analysed device has nothing else to do; the shared interpreter slows every launch besides,
+    which is not in it. PyTorch's own documentation recommends DistributedDataParallel instead, and
+    TensorBoard's profiler plugin reports any use.
+    """
+
+    id = "data-parallel"
+    title = "nn.DataParallel instead of DistributedDataParallel"
+    category = "distributed"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/docs/stable/generated/torch.nn.DataParallel.html",
+        "https://pytorch.org/tutorials/intermediate/ddp_tutorial.html",
+    )
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Look for the range, and for work on several devices."""
+        cpu, gpu = a.trace.cpu, a.trace.gpu
+        found = np.flatnonzero(matches(cpu["name"], FORWARD).to_numpy())
+        devices = gpu["device"].drop_nulls().n_unique()
+        if a.device_id is None or not len(found) or devices < 2:
+            return
+        extra = np.flatnonzero(matches(cpu["name"], EXTRA).to_numpy())
+        ts = cpu["ts"].to_numpy()[extra]
+        host = intersect(union(ts, ts + cpu["dur"].to_numpy()[extra]), a.spans).total
+        busy = {
+            int(device): ns
+            for device, ns in gpu.group_by("device").agg(pl.col("dur").sum()).sort("device").rows()
+        }
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"One process drives {devices} devices with nn.DataParallel: it copies the model "
+                f"and the batch to them in each step ({duration(host / a.step_count)} of host "
+                "time a step), and its threads share one interpreter."
+            ),
+            evidence=[
+                Evidence("DataParallel.forward calls a step", len(found) / a.step_count, "count"),
+                Evidence("devices with work", devices, "count"),
+                Evidence("host time in broadcast, scatter and gather, a step",
+                         host / a.step_count, "ns"),
+                Evidence("most and least device time", f"{duration(max(busy.values()))}, "
+                         f"{duration(min(busy.values()))}"),
+            ],
+            where=places(a, found.astype(np.int64), cpu["dur"].to_numpy()[found].astype(np.int64)),
+            fix=(
+                "Start one process a device with torchrun and wrap the model in "
+                "DistributedDataParallel; give each process its share of the data with a "
+                "DistributedSampler, and divide the batch size by the number of processes."
+            ),
+            code=(
+                "# torchrun --nproc-per-node=gpu train.py\n"
+                'dist.init_process_group("nccl")\n'
+                'rank = int(os.environ["LOCAL_RANK"]); torch.cuda.set_device(rank)\n'
+                "model = DistributedDataParallel(model.to(rank), device_ids=[rank])\n"
+                "loader = DataLoader(dataset, sampler=DistributedSampler(dataset), ...)"
+            ),
+            check="Profile again, one trace a rank: no DataParallel.forward, gradients overlap.",
+            edits=[
+                Edit(op="remove", select=Select(on="gpu", under=EXTRA)),
+                Edit(op="remove", select=Select(on="host", kind=("op",), name=EXTRA)),
+            ],
+            confidence=0.9,
+            assumptions=["the model fits on each device, as it does now"],
+            falsified_by="DistributedDataParallel on the same devices that is no faster",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Two devices in one process."""
+        return {"two devices": _trace(devices=2)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """One device, and DistributedDataParallel."""
+        ddp = TraceBuilder(rank=0, world_size=2)
+        for _ in range(4):
+            with ddp.step():
+                with ddp.range("DistributedDataParallel.forward"), ddp.op("aten::mm"):
+                    ddp.launch("ampere_sgemm_128x64_nn", 3000)
+                ddp.sync()
+        return {"one device": _trace(devices=1), "DistributedDataParallel": ddp}
+
+
+def _trace(devices: int) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            with b.range("DataParallel.forward"):
+                if devices > 1:
+                    with b.op("Broadcast", host_us=300):
+                        b.copy("DtoD", 200 << 20, 2000)
+                for device in range(devices):
+                    with b.op("aten::mm"):
+                        b.launch("ampere_sgemm_128x64_nn", 3000, stream=7 + device)
+                        b.events[-1]["args"]["device"] = device
+                        b.events[-1]["pid"] = device
+            b.sync()
+    return b

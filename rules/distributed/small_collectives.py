@@ -1,0 +1,187 @@
+"""Many small collectives, one after the other, that could be one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.rules.common import column, duration, places, rows, size
+from advisor.testing import TraceBuilder
+
+
+class _Runs(NamedTuple):
+    chosen: NDArray[np.bool_]
+    """Rows of ``Analysis.collectives`` that belong to a run."""
+    run: NDArray[np.int64]
+    """Which run each chosen row belongs to."""
+
+
+class SmallCollectives(Rule):
+    """Many small collectives follow each other, each so short that its latency is most of it;
+    together in one bucket they would pay that latency once.
+
+    Looked at are *runs*: three or more collectives of one kind and process group, each below
+    1 MiB, launched by one thread with hardly any compute launched in between. Small collectives
+    between the layers of a model (tensor parallelism) are no run: each result is needed before the
+    next can start, so they cannot be merged. The merged duration is estimated as one latency (the
+    shortest of them) and what each takes beyond it.
+    """
+
+    id = "small-collectives"
+    title = "Many small collectives could be one"
+    category = "distributed"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
+    )
+
+    min_count = 20.0  # a step, in runs; the rule catalogue proposes 50 in all
+    max_bytes = 1048576  # NCCL needs some MiB to reach its bandwidth; catalogue: median 1 MiB
+    max_between = 2  # compute launches between two of a run (a division, a cast)
+    min_share = 0.01  # of the step, exposed in runs
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Find runs of small collectives with exposed time."""
+        if a.device_id is None or not a.breakdown.all_communication.total:
+            return
+        table = a.collectives
+        runs = self._runs(a, table)
+        count = int(runs.chosen.sum()) / a.step_count
+        cost = np.where(runs.chosen, column(table, "exposed"), 0)
+        share = float(cost.sum()) / a.span_ns
+        if count < self.min_count or share < self.min_share:
+            return
+        dur = column(table, "dur")[runs.chosen]
+        latency = int(dur.min())
+        merged = int((dur - latency).sum()) + latency * len(np.unique(runs.run))
+        longest = int(dur.max())
+        # the edit selects by what events are: short communication, of which these may be a part
+        short = a.in_window & a.kernels["communication"].to_numpy()
+        short &= (a.trace.gpu["dur"] <= longest).to_numpy()
+        total = int(a.trace.gpu["dur"].to_numpy()[short].sum())
+        keep = 1 - (int(dur.sum()) - merged) / max(1, total)
+        median = float(np.median(column(table, "bytes")[runs.chosen]))
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{count:.0f} collectives of {size(median)} (median) a step follow each other in "
+                f"{len(np.unique(runs.run)) / a.step_count:.0f} runs; {duration(latency)} of each "
+                "is latency."
+            ),
+            evidence=[
+                Evidence("small collectives in runs, a step", count, "count", self.min_count),
+                Evidence("median message", median, "bytes", self.max_bytes, "rule catalogue"),
+                Evidence("exposed a step", float(cost.sum()) / a.step_count, "ns"),
+                Evidence("share of the step", share, "share", self.min_share),
+                Evidence("shortest of them", latency, "ns"),
+                Evidence("their time a step", int(dur.sum()) / a.step_count, "ns"),
+                Evidence("the same merged (estimate)", merged / a.step_count, "ns"),
+            ],
+            where=places(
+                a,
+                rows(table["op"]),
+                cost,
+                ts=column(table, "ts"),
+                dur=column(table, "dur"),
+                kernel=rows(table["gpu"]),
+            ),
+            fix=(
+                "Send them together: let DistributedDataParallel bucket gradients (bucket_cap_mb) "
+                "instead of reducing each parameter, flatten tensors of one dtype into one buffer, "
+                "or group calls with dist._coalescing_manager. Reduce metrics every N steps."
+            ),
+            code=(
+                "flat = torch._utils._flatten_dense_tensors(grads)\n"
+                "dist.all_reduce(flat)\n"
+                "for grad, new in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):\n"
+                "    grad.copy_(new)\n"
+                "# or: model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
+            ),
+            check="Profile again: fewer collectives a step, each of some MiB.",
+            edits=[
+                Edit(
+                    op="merge",
+                    select=Select(on="gpu", family=("communication",), max_ns=longest),
+                    factor=max(0.0, min(1.0, keep)),
+                )
+            ],
+            confidence=0.7,
+            assumptions=["no collective of a run needs the result of the one before"],
+            falsified_by="code between them that uses each result",
+        )
+
+    def _runs(self, a: Analysis, table: pl.DataFrame) -> _Runs:
+        """Runs of three or more, in order of launch."""
+        gpu, cpu = a.trace.gpu, a.trace.cpu
+        launch = rows(gpu["launch"].gather(table["gpu"]))
+        order = np.argsort(launch, kind="stable")
+        size_known = table["bytes"].is_not_null().to_numpy()
+        small = size_known & (column(table, "bytes") < self.max_bytes) & (launch >= 0)
+        compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
+        launches = np.sort(rows(gpu["launch"])[compute])
+        before = np.searchsorted(launches, launch)
+        thread = np.append(cpu["thread"].to_numpy(), -1)[launch]
+        kind = (
+            table.select(pl.struct("collective", "group", "stream").rank("dense")).to_series()
+        ).to_numpy()
+        linked = np.zeros(len(order), dtype=bool)  # to the one before it in order of launch
+        now, last = order[1:], order[:-1]
+        linked[1:] = small[now] & small[last] & (kind[now] == kind[last])
+        linked[1:] &= thread[now] == thread[last]
+        linked[1:] &= before[now] - before[last] <= self.max_between
+        number = np.cumsum(~linked) - 1
+        length = np.bincount(number, minlength=1)
+        member = np.zeros(len(order), dtype=bool)
+        member[order] = length[number] >= 3
+        of_run = np.zeros(len(order), dtype=np.int64)
+        of_run[order] = number
+        member &= small
+        return _Runs(member, of_run[member])
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Each gradient reduced alone after backward."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                for _ in range(10):
+                    with b.op("aten::mm"):
+                        b.launch("ampere_sgemm_128x64_nn", 300)
+                for _ in range(60):
+                    b.collective("allreduce", 40_000, 30)
+                b.wait_stream(7, 20)
+                b.sync()
+        return {"each gradient alone": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Between layers (tensor parallelism); large buckets; hidden under compute."""
+        layers, buckets, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with layers.step():
+                for _ in range(40):
+                    for _ in range(3):
+                        with layers.op("aten::mm"):
+                            layers.launch("ampere_sgemm_128x64_nn", 60)
+                    layers.collective("allreduce", 40_000, 30, wait=True)
+                layers.sync()
+            with buckets.step():
+                with buckets.op("aten::mm"):
+                    buckets.launch("ampere_sgemm_128x64_nn", 3000)
+                for _ in range(4):
+                    buckets.collective("allreduce", 25 << 20, 400)
+                buckets.sync()
+            with hidden.step():
+                with hidden.op("aten::mm"):
+                    hidden.launch("ampere_sgemm_128x64_nn", 9000, stream=9)
+                for _ in range(60):
+                    hidden.collective("allreduce", 40_000, 30)
+                hidden.sync()
+        return {"between layers": layers, "large buckets": buckets, "hidden": hidden}

@@ -1,0 +1,204 @@
+"""One rank comes late to the collectives, and all others wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.ranks import Alignment, Skew, align, skew
+from advisor.model import (
+    Edit,
+    Evidence,
+    Finding,
+    Good,
+    Location,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Worth,
+)
+from advisor.rules.common import duration, total
+from advisor.testing import TraceBuilder
+
+
+class StragglerRank(Rule):
+    """One rank arrives last at most collectives, so the other ranks wait for it inside theirs: the
+    whole job is as slow as that rank.
+
+    A rank *arrives* when the kernel of the collective starts on its device. Clocks of different
+    hosts differ, so the traces are first put on one clock by the ends of collectives that all ranks
+    leave together; where they share none, or their ends do not agree, nothing is said. A rank is
+    last only when it is by more than twice the error of that alignment. What it costs is the mean
+    wait of the others that no compute of theirs hides.
+
+    It counts who is late, not why: a slower device, a slower input pipeline, more data or longer
+    sequences, garbage collection. When only some of a job's ranks are here, a rank that is not may
+    be later than all of them; the finding then says so.
+    """
+
+    id = "straggler-rank"
+    title = "One rank keeps the others waiting"
+    category = "distributed"
+    validated = "synthetic"
+    across_ranks = True
+    references = (
+        "https://arxiv.org/abs/2505.05713",
+        "https://pytorch.org/docs/stable/distributed.html#collective-functions",
+    )
+
+    min_last = 0.5  # share of the collectives at which it is last; rule catalogue
+    min_share = 0.05  # of the step, mean exposed wait of the others; catalogue (traceml: 10 %)
+    min_collectives = 4  # matched ones; fewer are chance
+
+    def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
+        """Compare arrivals at the collectives that the ranks share."""
+        alignment = align(ranks)
+        if alignment.error_ns is None:
+            if sum(a.device_id is not None for a in ranks.values()) > 1:
+                yield NotMeasured(
+                    what="whether one rank keeps the others waiting",
+                    why=f"the ranks cannot be put on one clock: {alignment.reason}",
+                    record="the same steps on every rank, in one run",
+                )
+            return
+        found = skew(ranks, alignment)
+        table = found.stragglers.filter(pl.col("collectives") >= self.min_collectives)
+        if table.is_empty():
+            return
+        worst = table.sort("caused_exposed_ns", descending=True).row(0, named=True)
+        step = max(a.step_ns for a in ranks.values())
+        share = worst["caused_exposed_ns"] / step if step else 0.0
+        if share < self.min_share or worst["last_share"] < self.min_last:
+            lost = worst["caused_exposed_ns"]
+            yield Good(
+                text=f"no rank keeps the others waiting: the worst costs them {duration(lost)} a "
+                f"step, clocks aligned to {duration(alignment.error_ns)}"
+            )
+            return
+        yield self._finding(ranks, alignment, found, worst, share)
+
+    def _finding(
+        self,
+        ranks: dict[int, Analysis],
+        alignment: Alignment,
+        found: Skew,
+        worst: dict[str, Any],
+        share: float,
+    ) -> Finding:
+        late, main = int(worst["rank"]), next(iter(ranks))
+        others = [n for n in alignment.shift_ns if n != late]
+        compute = {n: ranks[n].breakdown.compute.total / ranks[n].step_count for n in ranks}
+        idle = {n: ranks[n].breakdown.idle.total / ranks[n].step_count for n in ranks}
+        peers = sum(compute[n] for n in others) / len(others)
+        more = compute[late] - peers
+        complete = found.collectives["complete"]
+        whole = bool(complete.fill_null(False).all())
+        gain = worst["caused_exposed_ns"]
+        finding = Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"Rank {late} arrives last at {worst['last']} of {worst['collectives']} "
+                f"collectives; the others wait {duration(gain)} of each step ({share:.0%}) for it "
+                "with nothing to compute."
+            ),
+            evidence=[
+                Evidence("late rank", late),
+                Evidence("last at", worst["last_share"], "share", self.min_last, "rule catalogue"),
+                Evidence("exposed wait of the others a step", gain, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("error of the clocks' alignment", alignment.error_ns, "ns"),
+                Evidence("its compute a step", compute[late], "ns"),
+                Evidence("compute of the others a step", peers, "ns"),
+                Evidence("its idle time a step", idle[late], "ns"),
+            ],
+            where=self._where(found, late),
+            fix=(
+                f"Rank {late} computes {duration(more)} a step more than the others: give it "
+                "less (balance sequence lengths, experts, pipeline stages), or compare the "
+                "same kernels on its device with the others' (clocks, temperature)."
+                if more > 0.5 * gain
+                else f"Rank {late} computes no longer than the others, so look at what its "
+                "host does before the collectives: its input pipeline, garbage collection, "
+                "logging or checkpoints of one rank only, other jobs on its host."
+            ),
+            code=(
+                "# is it the device? the same work on every rank, one after the other\n"
+                "a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)\n"
+                "start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
+                "start.record(); [a @ a for _ in range(100)]; end.record()\n"
+                "torch.cuda.synchronize(); print(rank, start.elapsed_time(end), 'ms')"
+            ),
+            check="Profile all ranks again: nobody is last at most collectives.",
+            confidence=0.8 if whole else 0.5,
+            confidence_notes=[]
+            if whole
+            else ["not all ranks of the job are here: another one may be later still"],
+            assumptions=["without the late rank the others would go on at once"],
+            falsified_by=f"a run in which the hosts of rank {late} and another are swapped, and "
+            "the other one is late",
+        )
+        waiting = total(found.arrivals.filter(pl.col("rank") == main)["exposed_wait_ns"])
+        exposed = ranks[main].breakdown.communication.total
+        if main != late and exposed:
+            factor = max(0.0, 1 - waiting / exposed)
+            finding.edits = [
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", family=("communication",)),
+                    factor=factor,
+                )
+            ]
+        else:
+            finding.worth = Worth(
+                currency="step_time",
+                gain_ns=round(gain),
+                low_ns=0,
+                high_ns=round(gain),
+                share=share,
+                method="mean exposed wait of the other ranks",
+            )
+        return finding
+
+    @staticmethod
+    def _where(found: Skew, late: int) -> list[Location]:
+        """The collectives with the longest waits for this rank."""
+        table = found.collectives.filter(pl.col("last") == late)
+        return [
+            Location(op=row["annotation"] or row["collective"], step=row["step"],
+                     dur_ns=round(row["mean_wait_ns"]))
+            for row in table.sort("mean_wait_ns", descending=True).head(3).iter_rows(named=True)
+        ]  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, Any]:
+        """One of three ranks computes longer; the others wait in the all-reduce."""
+        return {"a slow rank": _ranks([2000.0, 2000.0, 3000.0])}
+
+    @staticmethod
+    def silent_on() -> dict[str, Any]:
+        """Equal ranks; a rank that is late by little; ranks that take turns."""
+        return {
+            "equal ranks": _ranks([2000.0, 2000.0, 2000.0]),
+            "hardly late": _ranks([2000.0, 2000.0, 2040.0]),
+            "taking turns": _ranks([2000.0, 2000.0, 2000.0], turn=800.0),
+        }
+
+
+def _ranks(compute: list[float], turn: float = 0.0) -> list[TraceBuilder]:
+    """Ranks that compute so long in each step and then leave an all-reduce together."""
+    builders = [TraceBuilder(rank=n, world_size=len(compute)) for n in range(len(compute))]
+    for step in range(6):
+        work = [us + (turn if step % len(compute) == n else 0) for n, us in enumerate(compute)]
+        for b, us in zip(builders, work, strict=True):
+            with b.step():
+                with b.op("aten::mm"):
+                    b.launch("ampere_sgemm_128x64_nn", us)
+                b.collective("allreduce", 20 << 20, 300 + max(work) - us, wait=True,
+                             group_size=len(compute))  # fmt: skip
+                b.sync()
+    return builders

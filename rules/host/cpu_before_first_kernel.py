@@ -1,0 +1,156 @@
+"""Each step begins with host work before anything is launched, and the device waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.moments import step_starts
+from advisor.intervals import covered, intersect, union
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import column, duration, of_step, places, rows
+from advisor.testing import TraceBuilder
+
+CAUSES = ("dispatch", "python", "unknown")
+
+
+class CpuBeforeFirstKernel(Rule):
+    """Each step begins with host work (preparing, collating, augmenting or tokenising a batch,
+    logging) before the first device work is launched, and the device idles until then.
+
+    Counted is idle device time between the start of a step and the first device work launched in
+    it, while the launching thread is in operators, in Python or in nothing that was recorded. A
+    wait for the DataLoader, for a copy or for the device is not in it. When the host is ahead, the
+    device still works on the step before, and the same host work costs nothing.
+
+    It has to happen in most steps and last a while: a few hundred microseconds are how long any
+    step takes to reach its first launch.
+    """
+
+    id = "cpu-before-first-kernel"
+    title = "Host work before the first launch of each step"
+    category = "host"
+    validated = "synthetic"
+    references = ("https://pytorch.org/docs/stable/data.html#working-with-collate-fn",)
+
+    min_share = 0.05  # of the step; as for the loader (TensorBoard, XProf), which it resembles
+    min_ms = 0.5  # a step: any step needs some 0.1 to 0.3 ms to reach its first launch
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Sum the idle time at the start of each step."""
+        lead = step_starts(a)
+        if not len(lead):
+            return
+        gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES))
+        ts, dur = column(gaps, "ts"), column(gaps, "dur")
+        idle = intersect(union(ts, ts + dur), lead)
+        used = a.steps.used
+        by_step = covered(used["ts"].to_numpy(), used["end"].to_numpy(), idle)
+        share = idle.total / a.span_ns
+        if share < self.min_share or np.median(by_step) < self.min_ms * 1e6:
+            return
+        if a.step_count < 2:
+            yield NotMeasured(
+                what=f"whether {duration(idle.total)} of host work before the first launch recur",
+                why="there is one step only",
+                record="schedule(wait=1, warmup=2, active=5) and profiler.step() in the loop",
+            )
+            return
+        cost = covered(ts, ts + dur, lead)
+        by_cause = {
+            cause: int(cost[(gaps["cause"] == cause).to_numpy()].sum()) / a.step_count
+            for cause in CAUSES
+        }
+        stacks = bool((a.trace.cpu["kind"] == "python").any())
+        known = f"{duration(by_cause['dispatch'])} in operators"
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, idle.total)} the device "
+                f"idles before the step's first launch: {known}, "
+                f"{duration(by_cause['python'] + by_cause['unknown'])} in Python"
+                + ("." if stacks else " or whatever else runs outside operators.")
+            ),
+            evidence=[
+                Evidence("idle before the first launch, a step", idle.total / a.step_count, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
+                Evidence("median of the steps", float(np.median(by_step)), "ns", self.min_ms * 1e6),
+                Evidence("of it in operators", by_cause["dispatch"], "ns"),
+                Evidence("of it in Python", by_cause["python"] if stacks else None, "ns"),
+                Evidence("of it not explained", by_cause["unknown"], "ns"),
+            ],
+            where=places(a, rows(gaps["host"]), cost, ts=ts, dur=dur),
+            fix=(
+                "Prepare the batch before the step begins: in the Dataset or collate_fn of a "
+                "DataLoader with workers, or on the device itself (augmentation, normalisation, "
+                "masks, positions). Log and update metrics after the launches of the next step."
+                + ("" if stacks else " Record with_stack=True to see which lines they are.")
+            ),
+            code=(
+                "def collate(samples):            # runs in a worker, one step ahead\n"
+                "    return prepare(torch.utils.data.default_collate(samples))\n"
+                "loader = DataLoader(dataset, batch_size=..., collate_fn=collate, num_workers=4,\n"
+                "                    pin_memory=True, persistent_workers=True)"
+            ),
+            check="Profile again: the first launch comes right after the step begins.",
+            edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="step_start"))],
+            confidence=0.75 if stacks else 0.65,
+            confidence_notes=[]
+            if stacks
+            else ["without stacks it is not known what runs outside operators"],
+            assumptions=["the work does not depend on the result of the step before"],
+            falsified_by="the same step time when the loop reuses one prepared batch",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Preparing a batch on the training thread, in Python and in operators."""
+        python, operators = TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with python.step():
+                with python.python("train.py(12): make_batch"):
+                    python.host(3000)
+                _train(python)
+            with operators.step():
+                with operators.op("aten::stack", host_us=1500):
+                    pass
+                with operators.op("aten::normal_", host_us=1500):
+                    pass
+                _train(operators)
+        return {"Python before the first launch": python, "operators on the CPU": operators}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """The host is ahead; a loader; one slow first step; an ordinary start of a step."""
+        ahead, loader, once, ordinary = (TraceBuilder() for _ in range(4))
+        for number in range(4):
+            with ahead.step():
+                ahead.host(3000)
+                with ahead.op("aten::mm"):
+                    ahead.launch("ampere_sgemm_128x64_nn", 6000)
+            with loader.step():
+                loader.loader_wait(3000)
+                _train(loader)
+            with once.step():
+                once.host(3000 if number == 0 else 100)
+                _train(once)
+            with ordinary.step():
+                ordinary.host(200)
+                _train(ordinary)
+        return {
+            "the host is ahead": ahead,
+            "waiting for the loader": loader,
+            "one slow step": once,
+            "an ordinary start": ordinary,
+        }
+
+
+def _train(b: TraceBuilder) -> None:
+    for _ in range(10):
+        with b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 500)
+    b.sync()

@@ -1,0 +1,144 @@
+"""The same kernels are launched one by one in every step, and the device waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
+from advisor.rules.common import duration
+from advisor.rules.host.late import blockers, edit, how_late, same_kernels, where
+from advisor.testing import TraceBuilder
+
+
+class CudaGraphsUnused(Rule):
+    """Every step launches the same kernels in the same order, one call a kernel, and the device
+    waits for the launches; a CUDA graph would launch them all with one call.
+
+    It needs what launch-bound needs (idle device time that launching explains, device not busy),
+    no graph launch in the window, and two or more steps whose kernels have the same names in the
+    same order on each stream. Calls that wait for the device inside a step, which a capture does
+    not allow, are counted and named; data-dependent shapes show as differing kernels or as waits.
+    Both findings name alternatives for the same time: only one of them is ranked.
+    """
+
+    id = "cuda-graphs-unused"
+    title = "The same launches in every step, without CUDA graphs"
+    category = "host"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs",
+        "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/",
+    )
+
+    min_share = 0.10  # of the step, idle for launches; as launch-bound
+    max_busy = 0.80  # as launch-bound (gpu-idle)
+    min_launches = 30  # a step
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Look for repeating launches that cost idle time."""
+        late = how_late(a) if a.device_id is not None else None
+        if late is None or late.graph_launches or late.busy_share > self.max_busy:
+            return
+        share = late.idle / a.span_ns
+        if share < self.min_share or late.launches < self.min_launches:
+            return
+        static = same_kernels(a)
+        if static is None:
+            yield NotMeasured(
+                what="whether the same kernels repeat in every step, as CUDA graphs need",
+                why="fewer than two steps are marked in the trace",
+                record="schedule(wait=1, warmup=2, active=3) and profiler.step() in the loop",
+            )
+            return
+        if not static:
+            return
+        waits = blockers(a)
+        compiled = bool(
+            a.trace.cpu["name"].unique().cast(pl.String)
+            .str.contains(r"^Torch-Compiled Region|^## Call CompiledFxGraph").any()
+        )  # fmt: skip
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"All {a.step_count} steps launch the same {late.launches:,.0f} pieces of work in "
+                f"the same order, call by call, and the device idles "
+                f"{duration(late.idle / a.step_count)} a step ({share:.0%}) meanwhile."
+            ),
+            evidence=[
+                Evidence("idle for launches a step", late.idle / a.step_count, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "XProf (3 to 15 %)"),
+                Evidence("launch calls a step", late.calls, "count", self.min_launches),
+                Evidence("steps with the same kernels", a.step_count, "count"),
+                Evidence("graph launches", 0, "count"),
+                Evidence("waits for the device inside a step", waits, "count"),
+            ],
+            where=where(a),
+            fix=(
+                (
+                    f"Take out the {waits} waits for the device a step, which a capture does not "
+                    "allow; then capture "
+                    if waits
+                    else "Capture "
+                )
+                + "the step, or forward and backward, and replay it with the inputs copied into "
+                "fixed buffers."
+                + (
+                    " The model is compiled already: only the mode has to change."
+                    if compiled
+                    else ""
+                )
+            ),
+            code=(
+                'model = torch.compile(model, mode="reduce-overhead")\n'
+                "# or by hand, after some warm-up steps on a side stream:\n"
+                "graph = torch.cuda.CUDAGraph()\n"
+                "optimizer.zero_grad(set_to_none=True)\n"
+                "with torch.cuda.graph(graph):\n"
+                "    loss = loss_fn(model(static_input), static_target)\n"
+                "    loss.backward()\n"
+                "    optimizer.step()          # capturable=True\n"
+                "for x, y in loader:\n"
+                "    static_input.copy_(x, non_blocking=True)\n"
+                "    static_target.copy_(y, non_blocking=True)\n"
+                "    graph.replay()"
+            ),
+            check="Profile again: one cudaGraphLaunch a step, and the device busy most of it.",
+            edits=[edit()],
+            confidence=0.7,
+            assumptions=["inputs have the same shape in every step", "no host code in between"],
+            falsified_by="an error while capturing, which names the operation that cannot be",
+            alternatives="launches",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Four steps of the same small kernels."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                _launches(b, 60)
+        return {"the same small kernels": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Kernels that change from step to step; a graph; a device that is busy anyway."""
+        changing, graph, busy = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for number in range(4):
+            with changing.step():
+                _launches(changing, 60 + number)
+            with graph.step():
+                graph.graph_launch([("elementwise_kernel", 2.0)] * 60)
+                graph.host(300)
+            with busy.step():
+                _launches(busy, 60, us=60)
+        return {"changing kernels": changing, "a graph": graph, "busy device": busy}
+
+
+def _launches(b: TraceBuilder, count: int, us: float = 4) -> None:
+    for _ in range(count):
+        with b.op("aten::add", host_us=20):
+            b.launch("elementwise_kernel", us)

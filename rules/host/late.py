@@ -1,0 +1,110 @@
+"""How late the host launches: idle device time while it prepares the next kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.model import Edit, Location, Select
+from advisor.rules.common import column, places, rows
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+
+CAUSES = ("dispatch", "launch", "python")
+"""Causes of idle gaps that a shorter way to the launch would shorten. Time that nothing explains
+(Python without stacks) is left out, so what is found is rather too little than too much."""
+MAX_PIECE_NS = 200_000
+"""Longer pieces are not the cost of launching: dispatching one op takes some 5 to 50 µs, with
+Python stacks up to 150 µs (b200_eager), while a slow function or an op on the CPU takes more."""
+
+
+class Late(NamedTuple):
+    """The analysed window, seen from the queue of launches."""
+
+    idle: int
+    """Device idle time in short pieces of CAUSES, ns."""
+    busy_share: float
+    launches: float
+    """Device work a step, kernels of graphs included."""
+    calls: float
+    """Launch calls a step (a graph launch is one)."""
+    kernel_ns: float
+    """Median duration of a kernel."""
+    short: float
+    """Share of kernels below 10 µs (TraceLens's limit of a short kernel)."""
+    per_launch: float
+    """Idle time of the above kind for each launch call, ns."""
+    graph_launches: int
+
+
+def how_late(a: Analysis) -> Late | None:
+    """Measure it; ``None``: no kernels, or the launches are not in the trace."""
+    gpu = a.trace.gpu
+    kernels = a.in_window & (gpu["kind"] == "kernel").to_numpy()
+    launch = gpu["launch"].filter(pl.Series(a.in_window)).drop_nulls()
+    if not kernels.any() or launch.is_empty():
+        return None
+    gaps = a.gaps
+    short = gaps["cause"].is_in(CAUSES) & (gaps["dur"] <= MAX_PIECE_NS)
+    idle = int(gaps["dur"].filter(short).sum())
+    dur = gpu["dur"].to_numpy()[kernels]
+    calls = launch.n_unique()
+    graphs = (a.trace.cpu["call"].gather(launch.unique()) == "graph_launch").sum()
+    return Late(
+        idle=idle,
+        busy_share=a.breakdown.busy.total / a.span_ns,
+        launches=int(a.in_window.sum()) / a.step_count,
+        calls=calls / a.step_count,
+        kernel_ns=float(np.median(dur)),
+        short=float(np.mean(dur < 10_000)),
+        per_launch=idle / calls,
+        graph_launches=int(graphs),
+    )
+
+
+def edit() -> Edit:
+    """The launches cost nothing any more, or next to nothing."""
+    select = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
+    return Edit(op="drop_launch", select=select, host_ns=1000)
+
+
+def where(a: Analysis) -> list[Location]:
+    """Lines, or without stacks ops, behind most of the idle time."""
+    gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES) & (pl.col("dur") <= MAX_PIECE_NS))
+    return places(
+        a,
+        rows(gaps["host"]),
+        column(gaps, "dur"),
+        ts=column(gaps, "ts"),
+        dur=column(gaps, "dur"),
+        kernel=rows(gaps["next"]),
+    )
+
+
+def same_kernels(a: Analysis) -> bool | None:
+    """Every used step launches the same kernels in the same order; ``None``: one step only, or
+    steps are not known."""
+    used = a.steps.used
+    if used.height < 2 or a.steps.source == "whole trace":
+        return None
+    gpu, cpu = a.trace.gpu, a.trace.cpu
+    kernels = (gpu["kind"] == "kernel") & gpu["launch"].is_not_null()
+    kernels &= gpu["device"] == a.device_id
+    work = gpu.filter(kernels).select("name", "launch", "stream", "ts")
+    at = cpu["ts"].gather(work["launch"]).to_numpy()
+    order = np.lexsort((work["ts"].to_numpy(), at, work["stream"].to_numpy()))
+    names = work["name"].to_physical().to_numpy()[order]
+    at = at[order]
+    sequences = [  # one slice a step: there are tens of them at most
+        names[(at >= start) & (at < end)] for start, end in used.select("ts", "end").iter_rows()
+    ]
+    return len(sequences[0]) > 0 and all(np.array_equal(sequences[0], s) for s in sequences[1:])
+
+
+def blockers(a: Analysis) -> int:
+    """Synchronising calls a step, rounded up: none of them may happen while a graph is captured."""
+    count = a.syncs.filter(~pl.col("profiler")).height
+    return -(-count // a.step_count)

@@ -1,0 +1,113 @@
+"""The profiler itself took a noticeable part of the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.intervals import intersect, union
+from advisor.model import Evidence, Finding, Outcome, Rule, Worth
+from advisor.rules.common import duration
+from advisor.testing import TraceBuilder
+
+
+class ProfilerOverhead(Rule):
+    """The recording itself took a noticeable part of the analysed window, so host times are longer
+    than without the profiler and idle gaps are wider: read gains in host time as upper bounds.
+
+    Kineto writes what CUPTI and the profiler cost as rows of category ``overhead``: buffer requests
+    and flushes, instrumentation of kernels, loading of device code. That loading (``Lazy Function
+    Loading``, ``Runtime Triggered Module Loading``) is not the profiler's doing but that of a
+    window that begins too early: after some warm-up steps it is gone. The cost of the Python tracer
+    and of each recorded call is not in these rows, so this is a lower bound.
+
+    A note, not a finding: there is nothing to win by it in an unprofiled run.
+    """
+
+    id = "profiler-overhead"
+    title = "Profiling took a noticeable part of the window"
+    category = "host"
+    validated = "synthetic"
+    references = ("https://pytorch.org/docs/stable/profiler.html#torch.profiler.schedule",)
+
+    min_share = 0.02  # of the window; a proposal of the rule catalogue
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Add up the overhead rows."""
+        cpu = a.trace.cpu
+        rows = np.flatnonzero((cpu["kind"] == "overhead").to_numpy())
+        if not len(rows) or not a.span_ns:
+            return
+        ts = cpu["ts"].to_numpy()[rows]
+        end = ts + cpu["dur"].to_numpy()[rows]
+        spent = intersect(union(ts, end), a.spans)
+        share = spent.total / a.span_ns
+        if share < self.min_share:
+            return
+        blamed = a.gaps.filter(pl.col("cause") == "profiler")["dur"].sum() if a.gaps.height else 0
+        by_name = (
+            pl.DataFrame({"name": cpu["name"].gather(rows), "dur": cpu["dur"].gather(rows)})
+            .group_by("name")
+            .agg(pl.col("dur").sum())
+            .sort("dur", descending=True)
+        )
+        parts = [f"{name} {duration(ns)}" for name, ns in by_name.head(3).iter_rows()]
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{share:.0%} of the window the profiler or the loading of device code was at "
+                "work; host times and idle gaps are that much longer than in an unprofiled run."
+            ),
+            evidence=[
+                Evidence("overhead in the window", spent.total, "ns"),
+                Evidence("share of the window", share, "share", self.min_share, "rule catalogue"),
+                Evidence("device idle blamed on it", int(blamed), "ns"),
+                Evidence("largest", "; ".join(parts)),
+            ],
+            fix=(
+                "Let the profiler warm up before it records, record fewer things at a time (stacks "
+                "cost most), and use CUDA_MODULE_LOADING=EAGER where code loading shows."
+            ),
+            code=(
+                "with profile(schedule=schedule(skip_first=10, wait=1, warmup=3, active=5),\n"
+                "             with_stack=False, record_shapes=True) as profiler:\n"
+                "    for batch in loader:\n"
+                "        train_step(batch)\n"
+                "        profiler.step()"
+            ),
+            check="Profile again: this note is gone.",
+            worth=Worth(currency="unpriced", reason="it costs the recording, not the training"),
+            informational=True,
+            confidence=0.9,
+            falsified_by="the same step time with and without the profiler",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Buffers are flushed in every step."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                with b.op("aten::mm"):
+                    b.launch("ampere_sgemm_128x64_nn", 1000)
+                b.overhead("Buffer Flush", 200)
+                b.sync()
+        return {"a buffer flush a step": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """A short one, and one outside the steps."""
+        short, outside = TraceBuilder(), TraceBuilder()
+        outside.overhead("Activity Buffer Request", 9000)
+        for _ in range(4):
+            for b in (short, outside):
+                with b.step():
+                    with b.op("aten::mm"):
+                        b.launch("ampere_sgemm_128x64_nn", 3000)
+                    b.sync()
+        short.overhead("Activity Buffer Request", 5)
+        return {"a short one": short, "before the steps": outside}

@@ -1,0 +1,195 @@
+"""One function of the user's code keeps the device waiting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.host import python_hot_spots
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import column, counted, of_step, per, places, rows
+from advisor.testing import TraceBuilder
+
+MAX_NAMES = 20
+
+
+class PythonHotSpot(Rule):
+    """A Python function runs while the device has nothing to do and waits for the thread that is
+    in it: making it faster, or moving it off that thread, shortens the step directly.
+
+    It needs Python stacks. Time belongs to the innermost frame of the user's own code, with what it
+    calls in libraries; operators, CUDA calls and the DataLoader are not in it. Only idle device
+    time counts: a slow function that runs while the device works through its queue costs nothing.
+    A function that takes little time before each of many launches is the price of Python itself,
+    which is launch-bound's subject; so it has to hold the device for a while in each gap.
+
+    The line is the one where the function begins, as the profiler records it. Recording stacks
+    lengthens Python time, that of many small functions most.
+    """
+
+    id = "python-hot-spot"
+    title = "A Python function keeps the device waiting"
+    category = "host"
+    validated = "synthetic"
+    references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
+
+    min_share = 0.05  # of the step, for one function; a proposal of the rule catalogue
+    min_gap_us = 100.0  # its part of an idle gap, mean; Python around one launch takes 10 to 80 µs
+    min_unknown = 0.05  # of the step, idle with nothing to explain it: worth recording stacks
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Look for functions with much idle time in few gaps."""
+        if a.device_id is None or not a.span_ns:
+            return
+        if not (a.trace.cpu["kind"] == "python").any():
+            yield from self._unknown(a)
+            return
+        python = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null())
+        python = python.with_columns(name=a.trace.cpu["name"].gather(python["line"]))
+        held = python.group_by("name").agg(pl.col("gap").n_unique().alias("gaps"))
+        spots = (
+            python_hot_spots(a)
+            .join(held.with_columns(pl.col("name").cast(pl.String)), on="name")
+            .filter(
+                pl.col("critical_ns") >= self.min_share * a.span_ns,
+                pl.col("critical_ns") >= self.min_gap_us * 1000 * pl.col("gaps"),
+            )
+        )
+        if spots.is_empty():
+            return
+        spots = spots.head(3)
+        total = int(spots["critical_ns"].sum())
+        first = spots.row(0, named=True)
+        name = f"{first['function']} ({first['file']}:{first['line']})"
+        gaps = python.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, first['critical_ns'])} the device idles while {name} runs, "
+                f"{counted(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)}."
+            ),
+            evidence=[
+                Evidence("device idle in them a step", total / a.step_count, "ns"),
+                Evidence(
+                    "share of the step", total / a.span_ns, "share", self.min_share, "catalogue"
+                ),
+                *(
+                    Evidence(
+                        f"{spot['function']} ({spot['file']}:{spot['line']})",
+                        spot["critical_ns"] / a.step_count,
+                        "ns",
+                    )
+                    for spot in spots.iter_rows(named=True)
+                ),
+                Evidence(
+                    "idle time a gap in the first",
+                    first["critical_ns"] / max(1, first["gaps"]),
+                    "ns",
+                    self.min_gap_us * 1000,
+                ),
+            ],
+            where=places(
+                a,
+                rows(gaps["host"]),
+                column(gaps, "dur"),
+                ts=column(gaps, "ts"),
+                dur=column(gaps, "dur"),
+            ),
+            fix=(
+                "Take it off the way to the next launch: compute it once and keep it, vectorise "
+                "loops over tensors or lists, prepare it in a DataLoader worker or another thread "
+                "one step ahead, log and checkpoint every N steps only."
+            ),
+            code=(
+                "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
+                "ready = pool.submit(prepare, first_batch)\n"
+                "for batch in batches:\n"
+                "    inputs = ready.result()\n"
+                "    ready = pool.submit(prepare, batch)   # runs during this step\n"
+                "    train_step(inputs)"
+            ),
+            check="Profile again with stacks: the function's idle time is gone or smaller.",
+            edits=[self._edit(a, gaps, spot) for spot in spots["name"]],
+            confidence=0.75,
+            confidence_notes=["Python stacks lengthen Python time while they are recorded"],
+            assumptions=["its result is not needed before the step's other work can go on"],
+            falsified_by="the same step time when the function returns a result made beforehand",
+        )
+
+    def _unknown(self, a: Analysis) -> Iterator[Outcome]:
+        """Without stacks: say how much time they might explain."""
+        gaps = a.gaps
+        kind = a.trace.cpu["kind"].gather(gaps["host"])
+        dark = (gaps["cause"] == "unknown") & (kind != "runtime").fill_null(True)
+        idle = int(gaps["dur"].filter(dark).sum())
+        if idle >= self.min_unknown * a.span_ns:
+            yield NotMeasured(
+                what=(
+                    f"which Python code keeps the device waiting: {of_step(a, idle)} it idles "
+                    "while no operator runs"
+                ),
+                why="no Python stacks were recorded",
+                record="with_stack=True",
+            )
+
+    @staticmethod
+    def _edit(a: Analysis, gaps: pl.DataFrame, frame: str) -> Edit:
+        """The gap pieces blamed on this function: by what runs in it, and it being around."""
+        names = a.trace.cpu["name"].gather(gaps["host"])
+        mine = gaps["name"] == frame
+        top = (
+            pl.DataFrame({"name": names.filter(mine), "dur": gaps["dur"].filter(mine)})
+            .group_by("name")
+            .agg(pl.col("dur").sum())
+            .sort("dur", descending=True)["name"]
+            .head(MAX_NAMES)
+            .cast(pl.String)
+        )
+        own = "|".join(re.escape(name) for name in np.sort(top.to_numpy()))
+        return Edit(
+            op="remove",
+            select=Select(
+                on="gap", cause=("python",), name=f"^(?:{own})$", under=f"^{re.escape(frame)}$"
+            ),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A slow function before the model runs."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step(), b.python("train.py(30): train_step"):
+                with b.python("text.py(12): tokenise"):
+                    b.host(3000)
+                with b.python("model.py(5): forward"), b.op("aten::mm"):
+                    b.launch("ampere_sgemm_128x64_nn", 4000)
+                b.sync()
+        return {"tokenising on the training thread": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """The same function behind a full queue; many quick functions; no stacks."""
+        hidden, quick, bare = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with hidden.step(), hidden.python("train.py(30): train_step"):
+                with hidden.op("aten::mm"):
+                    hidden.launch("ampere_sgemm_128x64_nn", 8000)
+                with hidden.python("text.py(12): tokenise"):
+                    hidden.host(3000)
+            with quick.step(), quick.python("train.py(30): train_step"):
+                for _ in range(40):
+                    with quick.python("model.py(5): forward"):
+                        quick.host(30)
+                        with quick.op("aten::add"):
+                            quick.launch("elementwise_kernel", 20)
+            with bare.step():
+                bare.host(3000)
+                with bare.op("aten::mm"):
+                    bare.launch("ampere_sgemm_128x64_nn", 4000)
+                bare.sync()
+        return {"behind a full queue": hidden, "many quick calls": quick, "no stacks": bare}

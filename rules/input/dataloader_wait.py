@@ -1,0 +1,147 @@
+"""The loader's workers are too slow: the device waits for the next batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import duration, of_step, places
+from advisor.rules.input.waits import OTHERS, find_waits, recurs
+from advisor.testing import TraceBuilder
+
+
+class DataLoaderWait(Rule):
+    """The device is idle while the training loop waits for the loader's workers, so the step is as
+    slow as the input pipeline.
+
+    PyTorch marks each fetch of a batch, ``enumerate(DataLoader)#….__next__``. What counts is the
+    part of that wait during which the device is idle and its next work comes after the wait: a
+    wait while the device still works through its queue costs nothing. Without device work in the
+    trace (training on the CPU) all of the wait counts. A loader without worker processes
+    (``num_workers=0``) is the subject of the rule single-process-loader.
+
+    Traps: the first batch of an epoch, for which workers are started, says nothing about the
+    others: when one step of three or more holds nearly all the wait, the rule abstains. A loader of
+    one's own leaves no mark in the trace; its time shows as Python before the first kernel.
+    """
+
+    id = "dataloader-wait"
+    title = "The device waits for the DataLoader"
+    category = "input"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/docs/stable/data.html",
+        "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+    )
+
+    min_share = 0.05  # of the step: TensorBoard's plugin (0.05) and XProf's "moderate" (5 %)
+    healthy_share = 0.01  # exposed wait below which the loader is said to keep up
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the exposed part of the wait with the step."""
+        if a.trace.cpu.is_empty():
+            yield NotMeasured(
+                what="waiting for the input pipeline",
+                why="the trace holds no host events",
+                record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
+            )
+            return
+        waits = find_waits(a, OTHERS)
+        if waits is None:
+            return
+        share = waits.exposed / a.span_ns
+        if share < self.min_share:
+            if share < self.healthy_share and a.device_id is not None:
+                yield Good(
+                    text=f"the DataLoader keeps up: the device waits {share:.1%} of the step"
+                )
+            return
+        if not recurs(waits, self.min_share * a.step_ns):
+            yield NotMeasured(
+                what=f"whether the DataLoader's wait of {duration(waits.by_step.max())} recurs",
+                why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
+                "an epoch",
+                record="more steps: schedule(wait=1, warmup=2, active=8)",
+            )
+            return
+        per_step = waits.exposed / a.step_count
+        waiting = float(np.mean(waits.by_step > 0))
+        hidden = (
+            "" if a.device_id is None else f" (of {duration(waits.total / a.step_count)} waited)"
+        )
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, waits.exposed)}{hidden} nothing runs but the "
+                "wait for the loader's workers: they deliver batches more slowly than the step "
+                "uses them."
+            ),
+            evidence=[
+                Evidence("exposed wait a step", per_step, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
+                Evidence("wait a step", waits.total / a.step_count, "ns"),
+                Evidence("steps that wait", waiting, "share"),
+                Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),
+            ],
+            where=places(a, waits.host, waits.each),
+            fix=(
+                "Make a batch cheaper or make more of them at once: raise num_workers up to the "
+                "cores this process may use, keep workers alive between epochs, prefetch more. If "
+                "the cores are busy already, move decoding and augmentation to the device or cache "
+                "their result; if the storage is, read larger shards from a local disk."
+            ),
+            code=(
+                "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
+                "loader = DataLoader(dataset, batch_size=..., num_workers=max(1, cores - 1),\n"
+                "                    pin_memory=True, persistent_workers=True, prefetch_factor=4)"
+            ),
+            check=(
+                "Profile again: the exposed wait falls. Iterating over the loader alone, without "
+                "training, shows the fastest step this loader allows."
+            ),
+            edits=[Edit(op="spread", select=Select(on="host", name=OTHERS), workers=2)],
+            confidence=0.9,
+            assumptions=["there are cores, and storage bandwidth, for more workers"],
+            falsified_by="the same step time when the loop reuses one batch already on the device",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Workers that are too slow, with a device and without."""
+        slow, host_only = TraceBuilder(), TraceBuilder(gpu=None)
+        for _ in range(4):
+            with slow.step():
+                slow.loader_wait(4000)
+                with slow.op("aten::mm"):
+                    slow.launch("ampere_sgemm_128x64_nn", 3000)
+                slow.sync()
+            with host_only.step():
+                host_only.loader_wait(4000)
+                with host_only.op("aten::mm", host_us=3000):
+                    pass
+        return {"slow workers": slow, "training on the CPU": host_only}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """A wait behind queued device work; one without workers; the first batch of an epoch."""
+        hidden, single, first = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for number in range(4):
+            with hidden.step():
+                with hidden.op("aten::mm"):
+                    hidden.launch("ampere_sgemm_128x64_nn", 6000)
+                hidden.loader_wait(4000)
+            with single.step():
+                single.loader_wait(4000, workers=0)
+                with single.op("aten::mm"):
+                    single.launch("ampere_sgemm_128x64_nn", 3000)
+                single.sync()
+            with first.step():
+                first.loader_wait(4000 if number == 0 else 30)
+                with first.op("aten::mm"):
+                    first.launch("ampere_sgemm_128x64_nn", 9000)
+                first.sync()
+        return {"hidden behind device work": hidden, "no workers": single, "first batch": first}

@@ -1,0 +1,136 @@
+"""The training process loads its batches itself, and the device waits meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import duration, of_step, places
+from advisor.rules.input.waits import SINGLE, find_waits, recurs
+from advisor.testing import TraceBuilder
+
+
+class SingleProcessLoader(Rule):
+    """The DataLoader has no workers (``num_workers=0``), so the training process prepares each
+    batch itself while the device is idle; workers would prepare it during the step before.
+
+    PyTorch names the iterator in its range, ``_SingleProcessDataLoaderIter.__next__``. As for
+    dataloader-wait, only the part of the loading that leaves the device idle counts. A short load
+    is not worth a worker: handing a batch over from a worker (queue, shared memory, wake-up) takes
+    about 1.5 ms itself, measured with torch 2.13 for a small batch that was ready, two workers and
+    two cores. So data that is already in memory is better sliced as whole tensors.
+    """
+
+    id = "single-process-loader"
+    title = "The DataLoader has no workers and the device waits for it"
+    category = "input"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading",
+        "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+    )
+
+    min_share = 0.05  # of the step: TensorBoard's plugin (0.05) and XProf's "moderate" (5 %)
+    min_batch_ms = 2.0  # shorter loads gain little: a worker's hand-over takes about 1.5 ms (above)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the exposed part of the loading with the step."""
+        waits = find_waits(a, SINGLE)
+        if waits is None:
+            return
+        share = waits.exposed / a.span_ns
+        batch = float(np.median(a.trace.cpu["dur"].to_numpy()[waits.host]))
+        if share < self.min_share or batch < self.min_batch_ms * 1e6:
+            return
+        if not recurs(waits, self.min_share * a.step_ns):
+            yield NotMeasured(
+                what=f"whether the DataLoader's wait of {duration(waits.by_step.max())} recurs",
+                why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
+                "an epoch",
+                record="more steps: schedule(wait=1, warmup=2, active=8)",
+            )
+            return
+        per_step = waits.exposed / a.step_count
+        rest = a.step_ns - per_step
+        needed = max(1, int(np.ceil(waits.total / a.step_count / max(rest, 1.0))))
+        idle = "nothing else runs" if a.device_id is None else "the device is idle"
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, waits.exposed)} {idle} while the training "
+                "process itself loads the next batch (num_workers=0)."
+            ),
+            evidence=[
+                Evidence("exposed loading a step", per_step, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
+                Evidence(
+                    "median time of one batch",
+                    batch,
+                    "ns",
+                    self.min_batch_ms * 1e6,
+                    "hand-over from a worker, measured",
+                ),
+                Evidence("workers that would keep up", needed, "count"),
+            ],
+            where=places(a, waits.host, waits.each),
+            fix=(
+                f"Load in worker processes: num_workers={needed} should keep up with the step, one "
+                "or two more give slack. If the whole dataset fits in memory, index tensors a "
+                "batch at a time (or keep them on the device) instead."
+            ),
+            code=(
+                f"loader = DataLoader(dataset, batch_size=..., num_workers={needed + 1},\n"
+                "                    pin_memory=True, persistent_workers=True)\n"
+                "for batch, target in loader:\n"
+                "    batch = batch.to(device, non_blocking=True)"
+            ),
+            check=(
+                "Profile again: the ranges say _MultiProcessingDataLoaderIter and their exposed "
+                "part is near zero."
+            ),
+            edits=[Edit(op="spread", select=Select(on="host", name=SINGLE), workers=needed + 1)],
+            confidence=0.9,
+            assumptions=[f"there are {needed + 1} cores for workers", "the dataset can be pickled"],
+            falsified_by="the same step time when the loop reuses one batch already on the device",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Loading in the training process, with a device and without."""
+        device, host_only = TraceBuilder(), TraceBuilder(gpu=None)
+        for _ in range(4):
+            with device.step():
+                device.loader_wait(5000, workers=0)
+                with device.op("aten::mm"):
+                    device.launch("ampere_sgemm_128x64_nn", 4000)
+                device.sync()
+            with host_only.step():
+                host_only.loader_wait(5000, workers=0)
+                with host_only.op("aten::mm", host_us=4000):
+                    pass
+        return {"with a device": device, "training on the CPU": host_only}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Loading hidden behind the device; workers; a dataset in memory, where they would cost."""
+        hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with hidden.step():
+                with hidden.op("aten::mm"):
+                    hidden.launch("ampere_sgemm_128x64_nn", 7000)
+                hidden.loader_wait(5000, workers=0)
+            with workers.step():
+                workers.loader_wait(5000, workers=4)
+                with workers.op("aten::mm"):
+                    workers.launch("ampere_sgemm_128x64_nn", 4000)
+                workers.sync()
+            with memory.step():
+                memory.loader_wait(300, workers=0)
+                with memory.op("aten::mm"):
+                    memory.launch("ampere_sgemm_128x64_nn", 2000)
+                memory.sync()
+        return {"hidden behind device work": hidden, "workers": workers, "in memory": memory}

@@ -1,0 +1,189 @@
+"""Reading a value of the device makes the host wait, and then the device waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.analysis.stacks import nearest, parents
+from advisor.model import Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import counted, of_step, per, rows, total
+from advisor.rules.sync.held import Held, causes, edit, held_by, where
+from advisor.testing import TraceBuilder
+
+_VALUE = r"^aten::(?:item|is_nonzero|_local_scalar_dense|equal|allclose)$"
+_COPY = r"^aten::(?:to|_to_copy|copy_|_copy_from\w*)$"
+_STEP = r"^Optimizer\.|clip_grad|grad_scaler"
+
+
+class ImplicitSync(Rule):
+    """Code reads a value that is on the device (``.item()``, ``.cpu()``, ``print(tensor)``,
+    ``if tensor:``), so the host waits until the device has finished, and the device then idles
+    until the host has launched new work.
+
+    A call counts only when it really waited: it contains a copy from the device or a
+    synchronisation that ended after the call began, on the thread that goes on to launch work. The
+    names alone prove nothing: ``aten::item`` on a tensor of the host never waits (a public trace
+    has 945 of them and not one sync). Its cost is never the wait itself, during which the device
+    works, but the bubble after it: idle time of the device between the end of the awaited work and
+    the next work that thread launches. Without the call the host would be ahead by what it waited,
+    so the smaller of bubble and wait is what it can cost. The synchronisation with which the
+    profiler ends its own window is not counted, and neither are data-dependent shapes and explicit
+    ``synchronize()``, which have rules of their own.
+
+    The same wait inside the optimizer (a scaler that reads ``found_inf``, gradient clipping that
+    compares the norm) is named as such in the evidence.
+    """
+
+    id = "implicit-sync"
+    title = "Reading device values makes the device wait"
+    category = "sync"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+        "https://pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html",
+    )
+
+    min_share = 0.02  # of the step, lost to bubbles; a proposal of the rule catalogue
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Sum the bubbles after reads of device values."""
+        if a.device_id is None:
+            return
+        if not _runtime_recorded(a):
+            yield NotMeasured(
+                what="waits of the host for the device",
+                why="the trace holds no synchronising or event calls at all, which every "
+                "complete recording of the CUDA runtime has",
+                record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], nothing filtered",
+            )
+            return
+        if a.syncs.filter(~pl.col("profiler")).is_empty() and a.steps.source != "whole trace":
+            yield Good(text="no call inside the steps makes the host wait for the device (0 found)")
+            return
+        held = held_by(a, self._reads())
+        share = held.total / a.span_ns
+        if share < self.min_share:
+            return
+        per_step = held.total / a.step_count
+        waiting = held.table.filter(pl.Series(held.lost > 0))
+        inside = self._in_optimizer(a, held)
+        evidence = [
+            Evidence("device idle after them a step", per_step, "ns"),
+            Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+            Evidence("reads that left a bubble, a step", waiting.height / a.step_count, "count"),
+            Evidence(
+                "host waited in them a step", total(held.table["waited"]) / a.step_count, "ns"
+            ),
+            Evidence("by cause", causes(held)),
+        ]
+        if inside:
+            evidence.append(Evidence("of that inside the optimizer step", inside, "ns"))
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, held.total)} the device idles after "
+                f"{counted(max(1, round(waiting.height / a.step_count)), 'read')} of device "
+                f"values{per(a)}: the host waits for the result and only then launches the next "
+                "work."
+            ),
+            evidence=evidence,
+            where=where(a, held),
+            fix=(
+                "Keep the value on the device: add up losses and metrics as tensors and read them "
+                "every N steps; replace `if tensor:` by torch.where; copy what the host does need "
+                "with non_blocking=True into pinned memory and read it a step later."
+                + (
+                    " In the optimizer: bf16 needs no gradient scaler, fused=True keeps found_inf "
+                    "on the device, and clip_grad_norm_ needs no error_if_nonfinite."
+                    if inside
+                    else ""
+                )
+            ),
+            code=(
+                "running += loss.detach()          # stays on the device\n"
+                "if step % 100 == 0:\n"
+                "    print(running.item() / 100)   # one wait in 100 steps\n"
+                "    running.zero_()\n"
+                "# to find the others: torch.cuda.set_sync_debug_mode('warn')"
+            ),
+            check="Profile again: the device's idle time after these calls is gone.",
+            edits=[
+                edit(
+                    a,
+                    held,
+                    Select(on="host", kind=("runtime",), under=_VALUE),
+                    Select(
+                        on="host", call=("memcpy", "memcpy_blocking", "sync_stream"), under=_COPY
+                    ),
+                )
+            ],
+            confidence=0.85,
+            assumptions=["nothing before the next launch needs the value on the host"],
+            falsified_by="a run without these reads whose device idles as long at the same place",
+        )
+
+    @staticmethod
+    def _reads() -> pl.Expr:
+        """Values, copies to the host, and syncs of the optimizer, of clipping or a scaler."""
+        to_host = pl.col("cause").str.contains(_COPY) & (pl.col("direction") == "DtoH")
+        return pl.col("cause").str.contains(f"{_VALUE}|{_STEP}") | to_host.fill_null(False)
+
+    @staticmethod
+    def _in_optimizer(a: Analysis, held: Held) -> float:
+        """Bubbles a step, ns, of the reads inside ``Optimizer.step``, clipping or a scaler."""
+        around = nearest(parents(a.trace), matches(a.trace.cpu["name"], _STEP).to_numpy())
+        inside = around[rows(held.table["host"])] >= 0
+        return float(held.lost[inside].sum()) / a.step_count
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """``loss.item()`` in every step; ``.cpu()`` of a result."""
+        item, cpu = TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with item.step():
+                _work(item)
+                item.item()
+                item.host(1500)
+            with cpu.step():
+                _work(cpu)
+                with cpu.op("aten::to"), cpu.op("aten::_to_copy"):
+                    cpu.copy("DtoH", 4096, pinned=False)
+                cpu.host(1500)
+        return {"loss.item() every step": item, "result.cpu() every step": cpu}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """``aten::item`` of a host tensor; a read whose bubble is nothing; the profiler's own."""
+        host, late, own = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with host.step():
+                _work(host)
+                for _ in range(20):
+                    with host.op("aten::item"), host.op("aten::_local_scalar_dense"):
+                        pass
+            with late.step():
+                _work(late)  # the read comes when the device has long been done, and idles anyway
+                late.host(8000)
+                late.item()
+                late.host(2000)
+            with own.step():
+                _work(own)
+        own.sync()
+        return {"item of a host tensor": host, "nothing left to wait for": late, "profiler": own}
+
+
+def _work(b: TraceBuilder) -> None:
+    for _ in range(10):
+        with b.op("aten::mm", [[1024, 1024], [1024, 1024]]):
+            b.launch("ampere_sgemm_128x64_nn", 500)
+
+
+def _runtime_recorded(a: Analysis) -> bool:
+    """Calls other than launches and copies were recorded: some traces are stripped to those."""
+    calls = a.trace.cpu["call"].drop_nulls()
+    return bool((~calls.is_in(["launch", "graph_launch", "memcpy", "memset"])).any())

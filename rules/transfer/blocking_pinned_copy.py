@@ -1,0 +1,123 @@
+"""A copy from pinned memory that the host waits for although it need not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, Outcome, Rule, Select
+from advisor.rules.common import counted, of_step, per, total
+from advisor.rules.sync.held import edit, held_by, where
+from advisor.testing import TraceBuilder
+
+
+class BlockingPinnedCopy(Rule):
+    """A batch is in pinned memory, but ``.to(device)`` without ``non_blocking=True`` makes the host
+    wait until it has arrived, so the host cannot launch the next work meanwhile.
+
+    It shows as a copy ``Pinned -> Device`` whose operator also waits for the stream. Counted is the
+    bubble on the device after the wait, as for every sync: idle time until the next work that the
+    thread launches, at most as long as it waited. The copy itself still takes its time; that it
+    could run beside compute is the subject of copies-not-overlapped.
+    """
+
+    id = "blocking-pinned-copy"
+    title = "The host waits for copies that are pinned already"
+    category = "transfer"
+    validated = "synthetic"
+    references = ("https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",)
+
+    min_share = 0.01  # of the step, lost to bubbles; a proposal of the rule catalogue
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Sum the bubbles after blocking copies from pinned memory."""
+        if a.device_id is None or a.syncs.is_empty():
+            return
+        pinned = (pl.col("memory") == "Pinned").fill_null(False)
+        held = held_by(a, (pl.col("direction") == "HtoD").fill_null(False) & pinned)
+        share = held.total / a.span_ns
+        if share < self.min_share:
+            return
+        per_step = held.total / a.step_count
+        count = max(1, round(held.table.height / a.step_count))
+        moved = total(a.trace.gpu["bytes"].gather(held.table["copy"]))
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, held.total)} the device idles after "
+                f"{counted(count, 'copy')}{per(a)} that the host waited for, although the source "
+                "is pinned and the copy could go on alone."
+            ),
+            evidence=[
+                Evidence("device idle after them a step", per_step, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("such copies a step", held.table.height / a.step_count, "count"),
+                Evidence(
+                    "host waited in them a step", total(held.table["waited"]) / a.step_count, "ns"
+                ),
+                Evidence("bytes a step", moved / a.step_count, "bytes"),
+            ],
+            where=where(a, held),
+            fix=(
+                "Copy with non_blocking=True. Work on the same stream sees the data in order; only "
+                "the pinned source must not be overwritten before the copy has ended, which a "
+                "DataLoader with pin_memory=True takes care of."
+            ),
+            code="batch = batch.to(device, non_blocking=True)",
+            check="Profile again: no cudaStreamSynchronize is left in the copy's operator.",
+            edits=[
+                edit(
+                    a,
+                    held,
+                    Select(
+                        on="host", call=("sync_stream",), under=r"^aten::(?:to|_to_copy|copy_)$"
+                    ),
+                    Select(on="host", call=("memcpy_blocking",)),
+                )
+            ],
+            confidence=0.9,
+            assumptions=["the source buffer is not reused before the copy has ended"],
+            falsified_by="a run with non_blocking=True whose device idles as long",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """``.to(device)`` of a pinned batch, and some host work after it."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                with b.op("aten::to"), b.op("aten::_to_copy"):
+                    b.copy("HtoD", 24 << 20, blocking=True)
+                b.host(500)
+                _train(b)
+        return {"to(device) of a pinned batch": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """With ``non_blocking=True``; from pageable memory; a wait that leaves no bubble."""
+        free, pageable, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with free.step():
+                with free.op("aten::to"), free.op("aten::_to_copy"):
+                    free.copy("HtoD", 24 << 20)
+                free.host(500)
+                _train(free)
+            with pageable.step():
+                with pageable.op("aten::to"), pageable.op("aten::_to_copy"):
+                    pageable.copy("HtoD", 24 << 20, pinned=False)
+                pageable.host(500)
+                _train(pageable)
+            with hidden.step():
+                _train(hidden)
+                with hidden.op("aten::to"), hidden.op("aten::_to_copy"):
+                    hidden.copy("HtoD", 24 << 20, blocking=True, stream=13)
+        return {"non_blocking": free, "pageable": pageable, "behind a full queue": hidden}
+
+
+def _train(b: TraceBuilder) -> None:
+    for _ in range(6):
+        with b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 1000)

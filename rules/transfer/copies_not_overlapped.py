@@ -1,0 +1,175 @@
+"""Copies between host and device that could run beside compute, and do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.intervals import intersect
+from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select
+from advisor.rules.common import column, duration, of_step, per, places, rows, size
+from advisor.testing import TraceBuilder
+
+DIRECTIONS = ("HtoD", "DtoH")
+
+
+class CopiesNotOverlapped(Rule):
+    """Copies between pinned host memory and the device run while the device computes nothing;
+    copy engines work beside compute, so on a stream of their own, one batch ahead, they would be
+    free.
+
+    Exposed is copy time under neither compute nor communication. On the stream that also computes,
+    a copy can never overlap with what is launched after it. Copies from pageable memory are left
+    out: they cannot run on their own (see pageable-copies). Copies within the device are too.
+
+    Where most of the copy time is hidden already the rule is silent: a prefetch on its own stream
+    works, and what still shows is what compute is missing for (public A100 training trace: 144
+    copies on their own stream, 68 % hidden).
+    """
+
+    id = "copies-not-overlapped"
+    title = "Copies are not overlapped with compute"
+    category = "transfer"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
+        "https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
+    )
+
+    min_share = 0.02  # of the step, exposed; a proposal of the rule catalogue (TraceLens: 5 %)
+    max_overlap = 0.5  # share hidden from which the copies count as overlapped; catalogue
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare exposed copy time with the step and with all copy time."""
+        if a.device_id is None or a.copies.is_empty():
+            return
+        pageable = (pl.col("memory") == "pageable").fill_null(False)
+        copies = a.copies.filter(pl.col("copy").is_in(DIRECTIONS) & ~pageable)
+        if copies.is_empty():
+            return
+        mask = np.zeros(a.trace.gpu.height, dtype=bool)
+        mask[rows(copies["gpu"])] = True
+        busy = a.device_busy(mask)
+        exposed = intersect(busy, a.breakdown.copies).total
+        share = exposed / a.span_ns
+        overlap = 1 - exposed / busy.total if busy.total else 1.0
+        if share < self.min_share or overlap >= self.max_overlap:
+            if overlap >= self.max_overlap and busy.total >= self.min_share * a.span_ns:
+                yield Good(
+                    text=f"{overlap:.0%} of copy time between host and device runs under compute "
+                    f"({duration(busy.total / a.step_count)}{per(a)})"
+                )
+            return
+        same = copies.filter("same_stream")
+        on_compute = int(same["exposed"].sum()) / max(1, int(copies["exposed"].sum()))
+        moved = int(copies["bytes"].sum())
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, exposed)} the device only "
+                f"copies ({size(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy time hidden)"
+                + (", on the stream it computes on." if on_compute > 0.5 else ".")
+            ),
+            evidence=[
+                Evidence("exposed copies a step", exposed / a.step_count, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("hidden under compute", overlap, "share", self.max_overlap, "catalogue"),
+                Evidence("exposed on the compute stream", on_compute, "share"),
+                Evidence("bytes a step", moved / a.step_count, "bytes"),
+                Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
+            ],
+            where=places(
+                a,
+                rows(copies["op"]),
+                column(copies, "exposed"),
+                ts=column(copies, "ts"),
+                dur=column(copies, "dur"),
+                kernel=rows(copies["gpu"]),
+            ),
+            fix=(
+                "Copy the next batch on a stream of its own while this step computes, and let the "
+                "compute stream wait for it. Send less: uint8 images, and normalise on the device."
+            ),
+            code=(
+                "copies = torch.cuda.Stream()\n"
+                "def prefetch(batch):\n"
+                "    with torch.cuda.stream(copies):\n"
+                "        return [t.to(device, non_blocking=True) for t in batch]\n"
+                "ready = prefetch(next(batches))\n"
+                "for following in batches:\n"
+                "    torch.cuda.current_stream().wait_stream(copies)\n"
+                "    current, ready = ready, prefetch(following)\n"
+                "    for t in current:\n"
+                "        t.record_stream(torch.cuda.current_stream())\n"
+                "    train_step(*current)"
+            ),
+            check="Profile again: the copies lie under kernels, on another stream.",
+            edits=[Edit(op="overlap", select=select) for select in _groups(copies)],
+            confidence=0.8,
+            assumptions=[
+                "the next batch is known while this step runs",
+                "memory for one more batch",
+            ],
+            falsified_by="the same step time when the loop reuses one batch on the device",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A pinned batch copied on the compute stream before each step."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                b.copy("HtoD", 24 << 20)
+                _train(b)
+        return {"on the compute stream": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """On another stream under compute; small; from pageable memory; within the device."""
+        ahead, small, pageable, within = (TraceBuilder() for _ in range(4))
+        for _ in range(4):
+            with ahead.step():
+                with ahead.op("aten::mm"):
+                    ahead.launch("ampere_sgemm_128x64_nn", 4000)
+                ahead.copy("HtoD", 24 << 20, stream=13)
+                ahead.sync()
+            with small.step():
+                small.copy("HtoD", 4096)
+                _train(small)
+            with pageable.step():
+                pageable.copy("HtoD", 24 << 20, pinned=False)
+                _train(pageable)
+            with within.step():
+                within.copy("DtoD", 240 << 20)
+                _train(within)
+        return {
+            "under compute": ahead,
+            "small": small,
+            "pageable": pageable,
+            "within the device": within,
+        }
+
+
+def _train(b: TraceBuilder) -> None:
+    for _ in range(4):
+        with b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.sync()
+
+
+def _groups(copies: pl.DataFrame) -> list[Select]:
+    """Selectors of the copies that have any exposed time, by direction and host memory."""
+    groups = (
+        copies.filter(pl.col("exposed") > 0)
+        .select(pl.col("copy").cast(pl.String), pl.col("memory") == "pinned")
+        .unique()
+        .sort("copy", "memory", nulls_last=True)
+    )
+    return [
+        Select(on="gpu", kind=("memcpy",), copy=(copy,), memory="pinned" if pinned else "")
+        for copy, pinned in groups.iter_rows()
+    ]

@@ -1,0 +1,154 @@
+"""Device memory is copied to device memory for a noticeable part of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.analysis.stacks import nearest, parents
+from advisor.intervals import intersect
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.rules.common import column, counted, of_step, per, places, rows, size
+from advisor.testing import TraceBuilder
+
+_COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"
+
+
+class DeviceCopies(Rule):
+    """Tensors are copied from device memory to device memory (``clone``, ``copy_``, ``contiguous``,
+    ``cat``) for a noticeable part of the step: each byte is read and written and nothing computed.
+
+    Counted are copies by the copy engine or driver (``Memcpy DtoD``) that run under neither compute
+    nor communication; copies by kernels are the subject of other rules. Two causes are told apart:
+    copies at the border of compiled functions that replay CUDA graphs, whose inputs and outputs are
+    copied into and out of fixed buffers unless their addresses are known to stay (in a public V100
+    trace 402 copies into and 174 out of each pair of graphs, 11 % of the step), and all others.
+    """
+
+    id = "device-copies"
+    title = "Device memory is copied around on the device"
+    category = "transfer"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
+        "https://pytorch.org/docs/stable/generated/torch.Tensor.contiguous.html",
+    )
+
+    min_share = 0.05  # of the step; a proposal of the rule catalogue, as TraceLens for memcpy
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare exposed copies within the device with the step."""
+        if a.device_id is None or a.copies.is_empty():
+            return
+        copies = a.copies.filter(pl.col("copy") == "DtoD")
+        mask = np.zeros(a.trace.gpu.height, dtype=bool)
+        mask[rows(copies["gpu"])] = True
+        exposed = intersect(a.device_busy(mask), a.breakdown.copies).total
+        share = exposed / a.span_ns
+        if share < self.min_share:
+            return
+        graphs = int((a.trace.cpu["call"] == "graph_launch").sum())
+        border = self._under_compiled(a, copies) if graphs else 0
+        of_graphs = border > 0.5 * int(copies["exposed"].sum())
+        moved = int(copies["bytes"].sum())
+        per_step = max(1, round(copies.height / a.step_count))
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, exposed)} the device does "
+                f"nothing but copy its own memory: {counted(per_step, 'copy')} of "
+                f"{size(moved / a.step_count)}{per(a)}"
+                + (", most into and out of the buffers of CUDA graphs." if of_graphs else ".")
+            ),
+            evidence=[
+                Evidence("exposed copies within the device, a step", exposed / a.step_count, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "TraceLens (5 %)"),
+                Evidence("copies a step", copies.height / a.step_count, "count"),
+                Evidence("bytes a step", moved / a.step_count, "bytes"),
+                Evidence("inside compiled functions, a step", border / a.step_count, "ns"),
+                Evidence("graph launches a step", graphs / a.step_count, "count"),
+            ],
+            where=places(
+                a,
+                rows(copies["op"]),
+                column(copies, "exposed"),
+                ts=column(copies, "ts"),
+                dur=column(copies, "dur"),
+                kernel=rows(copies["gpu"]),
+            ),
+            fix=(
+                "Let the graphs use tensors where they are: with CUDA graph trees (PyTorch 2.1 and "
+                'later, the default of mode="reduce-overhead") parameters and outputs that stay '
+                "at one address are not copied; mark other inputs that stay, and compile a larger "
+                "region so that fewer tensors cross its border."
+                if of_graphs
+                else "Keep tensors where and as they are: write results into views of one buffer "
+                "instead of concatenating, drop clones nobody changes, use the layout the next "
+                "operator wants from the start, update in place."
+            ),
+            code=(
+                "torch._dynamo.mark_static_address(buffer)   # an input that never moves\n"
+                'step = torch.compile(train_step, mode="reduce-overhead")   # one border'
+                if of_graphs
+                else "out = torch.empty(n, 2 * d, device=device)\n"
+                "torch.mm(x, w1, out=out[:, :d])\n"
+                "torch.mm(x, w2, out=out[:, d:])             # instead of torch.cat([a, b], dim=1)"
+            ),
+            check="Profile again: fewer 'Memcpy DtoD' rows, and less time in them.",
+            edits=[Edit(op="remove", select=Select(on="gpu", kind=("memcpy",), copy=("DtoD",)))],
+            confidence=0.75 if of_graphs else 0.6,
+            assumptions=["the copies are not needed for correctness (aliasing, in-place updates)"],
+            falsified_by="a version without the copies that computes something else",
+        )
+
+    @staticmethod
+    def _under_compiled(a: Analysis, copies: pl.DataFrame) -> int:
+        """Exposed time of copies that compiled functions launch, ns (the graphs' own included)."""
+        named = matches(a.trace.cpu["name"], _COMPILED).to_numpy()
+        around = np.append(nearest(parents(a.trace), named), -1)
+        return int(column(copies, "exposed")[around[rows(copies["op"])] >= 0].sum())
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Concatenations; copies into the buffers of a graph."""
+        cat, graph = TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with cat.step():
+                cat.copy("DtoD", 1 << 30, op="aten::cat")
+                _train(cat)
+            with graph.step(), graph.op("CompiledFunction"):
+                for _ in range(40):
+                    graph.copy("DtoD", 50 << 20)
+                graph.graph_launch([("elementwise_kernel", 100.0)] * 30)
+                graph.sync()
+        return {"concatenations": cat, "into the buffers of a graph": graph}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Few copies; copies that compute hides; copies from the host."""
+        few, hidden, host = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with few.step():
+                few.copy("DtoD", 64 << 20)
+                _train(few)
+            with hidden.step():
+                with hidden.op("aten::mm"):
+                    hidden.launch("ampere_sgemm_128x64_nn", 6000)
+                hidden.copy("DtoD", 1 << 30, stream=13)
+                hidden.sync()
+            with host.step():
+                host.copy("HtoD", 64 << 20)
+                _train(host)
+        return {"few copies": few, "hidden": hidden, "from the host": host}
+
+
+def _train(b: TraceBuilder) -> None:
+    for _ in range(6):
+        with b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.sync()

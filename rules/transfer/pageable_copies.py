@@ -1,0 +1,199 @@
+"""Copies from pageable host memory: slow, and they hold the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.intervals import intersect
+from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import column, counted, of_step, per, places, rows, size, total
+from advisor.rules.sync.held import edit, held_by
+from advisor.testing import TraceBuilder
+
+_CALLS = (
+    Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
+)
+
+
+class PageableCopies(Rule):
+    """Inputs are copied to the device from pageable memory, so the driver has to stage every piece
+    through a pinned buffer: the copy is slower, holds the host thread, and cannot run beside
+    compute.
+
+    Counted is what such copies cost: device time in which nothing but the copy runs, and the bubble
+    on the device after a copy that held the host. Copies that compute hides, and the small ones
+    that the driver takes over at once, cost nothing and are not reported. Copies that are pinned
+    already are never in it.
+
+    Copies of results to the host are not in it either: pinning does not help where the host waits
+    for the value anyway (``.item()``, ``.cpu()``); implicit-sync judges those by their bubble. A
+    parameter upload before the first step lies outside the steps.
+    """
+
+    id = "pageable-copies"
+    title = "Copies from pageable memory keep the device waiting"
+    category = "transfer"
+    validated = "synthetic"
+    references = (
+        "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
+        "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/index.html#pinned-memory",
+    )
+
+    min_share = 0.01  # of the step; a proposal of the rule catalogue (nsys reports any such copy)
+    min_bytes = 65536  # CUDA stages pageable copies of up to 64 KiB without waiting for them
+    pinned_speedup = 2.0  # of the copy itself, when no pinned copy is in the trace to compare with
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Cost of pageable copies: exposed time and the bubbles they leave."""
+        if a.device_id is None or a.copies.is_empty():
+            return
+        copies = a.copies.filter(pl.col("copy").is_in(["HtoD", "DtoH"]))
+        if copies.is_empty():
+            return
+        if copies["memory"].null_count() == copies.height:
+            yield NotMeasured(
+                what="whether copies use pinned memory",
+                why="the trace does not tell the kind of host memory",
+                record="a profiler that writes 'Memcpy HtoD (Pageable -> Device)'",
+            )
+            return
+        large = pl.col("bytes").fill_null(0) >= self.min_bytes
+        slow = copies.filter((pl.col("memory") == "pageable") & (pl.col("copy") == "HtoD"))
+        up = copies.filter((pl.col("copy") == "HtoD") & large)
+        if slow.is_empty():
+            if up.height and (up["memory"] == "pinned").all():
+                yield Good(
+                    text="copies to the device come from pinned memory "
+                    f"({counted(up.height, 'larger copy')}, {size(total(up['bytes']))})"
+                )
+            return
+        held = held_by(
+            a, (pl.col("direction") == "HtoD") & (pl.col("memory") == "Pageable").fill_null(False)
+        )
+        exposed = self._exposed(a, slow)
+        share = (exposed + held.total) / a.span_ns
+        if share < self.min_share:
+            return
+        speed = _speed(slow)
+        pinned = _speed(copies.filter((pl.col("memory") == "pinned") & large))
+        factor = 1 / self.pinned_speedup
+        if speed and pinned:
+            factor = min(1.0, speed / pinned)
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, exposed + held.total)} goes to "
+                f"{counted(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
+                f"{size(total(slow['bytes']) / a.step_count)} through pageable memory that nothing "
+                "hides."
+            ),
+            evidence=[
+                Evidence("copy time that nothing hides, a step", exposed / a.step_count, "ns"),
+                Evidence("device idle after them a step", held.total / a.step_count, "ns"),
+                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("bandwidth of these copies", speed, "GB/s"),
+                Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
+                Evidence("bytes a step", total(slow["bytes"]) / a.step_count, "bytes"),
+            ],
+            where=places(
+                a,
+                rows(slow["op"]),
+                column(slow, "exposed"),
+                ts=column(slow, "ts"),
+                dur=column(slow, "dur"),
+                kernel=rows(slow["gpu"]),
+            ),
+            fix=(
+                "Let the DataLoader pin its batches and copy them without blocking; tensors made "
+                "in the training process are pinned once and refilled, not pinned every step."
+            ),
+            code=(
+                "loader = DataLoader(..., pin_memory=True)\n"
+                "for batch, target in loader:\n"
+                "    batch = batch.to(device, non_blocking=True)\n"
+                "    target = target.to(device, non_blocking=True)"
+            ),
+            check="Profile again: copies read 'Pinned -> Device', and their calls are short.",
+            edits=[
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", kind=("memcpy",), copy=("HtoD",), memory="pageable"),
+                    factor=factor,
+                    factor_low=0.0,
+                    factor_high=max(factor, 0.8),
+                ),
+                *([edit(a, held, *_CALLS)] if held.total else []),
+            ],
+            confidence=0.8,
+            assumptions=[
+                "at best the copy is hidden altogether, at worst it gets 1.25 times as fast",
+                "the host has memory to pin",
+            ],
+            falsified_by="copies that are pinned and take as long",
+        )
+
+    @staticmethod
+    def _exposed(a: Analysis, slow: pl.DataFrame) -> int:
+        """Time in which nothing but these copies runs, ns (two at once count once)."""
+        up = slow.filter(pl.col("exposed") > 0)
+        mask = np.zeros(a.trace.gpu.height, dtype=bool)
+        mask[rows(up["gpu"])] = True
+        return intersect(a.device_busy(mask), a.breakdown.copies).total
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A batch of 24 MB from pageable memory in every step."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                with b.op("aten::to"), b.op("aten::_to_copy"):
+                    b.copy("HtoD", 24 << 20, pinned=False)
+                with b.op("aten::mm"):
+                    b.launch("ampere_sgemm_128x64_nn", 6000)
+                b.sync()
+        return {"a batch from pageable memory": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Pinned copies; small pageable ones; one hidden under compute; results of 8 bytes."""
+        pinned, small, hidden, results = (TraceBuilder() for _ in range(4))
+        for _ in range(4):
+            with pinned.step():
+                pinned.copy("HtoD", 24 << 20)
+                _train(pinned)
+            with small.step():
+                for _ in range(3):
+                    small.copy("HtoD", 512, 1.5, pinned=False)
+                _train(small)
+            with hidden.step():
+                with hidden.op("aten::mm"):
+                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.copy("HtoD", 24 << 20, pinned=False, stream=13)
+            with results.step():
+                _train(results)
+                results.item()
+                results.host(1000)
+        return {
+            "pinned": pinned,
+            "small": small,
+            "hidden under compute": hidden,
+            "reading a result": results,
+        }
+
+
+def _train(b: TraceBuilder) -> None:
+    for _ in range(6):
+        with b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.sync()
+
+
+def _speed(copies: pl.DataFrame) -> float | None:
+    """Bytes over time of copies, GB/s; ``None``: none with known size."""
+    known = copies.filter(pl.col("bytes").is_not_null() & (pl.col("dur") > 0))
+    return None if known.is_empty() else total(known["bytes"]) / total(known["dur"])

@@ -30,7 +30,7 @@ class LayoutTransposes(Rule):
     category = "kernel"
     validated = "real traces"
     validated_on = (
-        "MI210 ResNet training (MIOpen transposes, 37 % of convolution time: fires); A100 ResNet "
+        "MI210 ResNet training (MIOpen transposes, 34 % of convolution time: fires); A100 ResNet "
         "at 24 % busy (27 % of convolution time, but the device waits for the host: silent)"
     )
     references = (

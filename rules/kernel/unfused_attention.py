@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
@@ -20,7 +19,7 @@ PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::baddbmm_")
 BETWEEN = ("elementwise", "copy", "layout", "random", "reduction")
 """Families of scaling, mask, cast and dropout between the products and the softmax."""
 FORWARD = r"^aten::(bmm|baddbmm_?)$"
-SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax)$"
+SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
 
 
 class UnfusedAttention(Rule):
@@ -40,8 +39,12 @@ class UnfusedAttention(Rule):
     id = "unfused-attention"
     title = "Attention is not fused"
     category = "kernel"
-    validated = "synthetic"
-    validated_on = ""
+    validated = "real traces"
+    validated_on = (
+        "H100, B200 and MI300 inference (flash attention: silent); two-rank training (softmax "
+        "beside products of embeddings: silent); firing only on examples, with the operators as "
+        "PyTorch 2.13 records them"
+    )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",
         "https://arxiv.org/abs/2205.14135",
@@ -65,22 +68,26 @@ class UnfusedAttention(Rule):
             return
         rows = facts.compute_rows(a)
         fallback = facts.launched_under(a, MATH) & rows
-        blocks, tokens = self._blocks(a, rows & ~fallback)
-        share = (facts.duration(a, fallback) + facts.duration(a, blocks)) / total
+        forward = fallback | self._blocks(a, rows & ~fallback)
+        backward, part = self._backward(a, rows, forward)
+        spent = facts.duration(a, forward) + backward
+        share = spent / total
         if share < self.min_share:
             yield from self._healthy(a, rows, total, share)
             return
-        edits = []
+        tokens = self._tokens(a, forward)
         short = tokens is not None and tokens < self.short_tokens
         factors = (
             (self.short_factor, self.factor, 1.0)
             if short
             else (self.factor, self.best_factor, self.worst_factor)
         )
+        edits = [
+            self._edit(SOFTMAX, factors, 1.0),
+            self._edit(FORWARD, factors, part),
+        ]
         if fallback.any():
-            edits.append(self._edit(Select(on="gpu", kind=("kernel",), under=MATH), factors, 1.0))
-        if blocks.any():
-            edits += self._block_edits(a, rows & ~fallback, blocks, factors)
+            edits.insert(0, self._edit(MATH, factors, 1.0))
         which = "PyTorch's math fallback" if fallback.any() else "product, softmax, product"
         yield Finding(
             rule=self.id,
@@ -92,13 +99,11 @@ class UnfusedAttention(Rule):
             evidence=[
                 Evidence("unfused attention, share of kernel time", share, "share",
                          self.min_share, "below 5 % other work decides"),
-                Evidence("unfused attention a step",
-                         (facts.duration(a, fallback) + facts.duration(a, blocks)) / a.step_count,
-                         "ns"),
+                Evidence("unfused attention a step", spent / a.step_count, "ns"),
                 Evidence("under the math fallback", facts.duration(a, fallback) / total, "share"),
                 Evidence("tokens a sequence", tokens, "count"),
             ],
-            where=facts.locations(a, fallback | blocks),
+            where=facts.locations(a, forward),
             fix=(
                 "Call F.scaled_dot_product_attention and let it choose a fused kernel. If it falls "
                 "back to math, give it what the fused ones take: fp16 or bf16 inputs (autocast), a "
@@ -147,23 +152,20 @@ class UnfusedAttention(Rule):
                 record="a window in which the model runs eagerly",
             )
 
-    def _blocks(self, a: Analysis, rows: facts.Mask) -> tuple[facts.Mask, int | None]:
-        """Kernels of product, softmax, product on one stream, forward; and the longest sequence.
-
-        The backward of such a block is told by its ops in :meth:`_block_edits`.
-        """
+    def _blocks(self, a: Analysis, rows: facts.Mask) -> facts.Mask:
+        """Forward kernels of product, softmax, product on one stream, and what is in between."""
         gpu = a.trace.gpu
         at = np.flatnonzero(rows)
         at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
         found = np.zeros(len(rows), dtype=bool)
         if not len(at):
-            return found, None
-        family = a.kernels["family"].gather(at).cast(pl.String)
+            return found
+        family = a.kernels["family"].gather(at)
         op = a.kernels["op_name"].gather(at)
         softmax = (family == "softmax").fill_null(False).to_numpy()
         softmax &= ~matches(op, r"(?i)log_softmax|backward").to_numpy()
         product = matches(op, FORWARD).to_numpy() & (family == "gemm").fill_null(False).to_numpy()
-        passing = family.is_in(list(BETWEEN)).fill_null(False).to_numpy() & ~product
+        passing = family.is_in(list(BETWEEN)).fill_null(False).to_numpy()
         stream = gpu["stream"].to_numpy()[at]
         place = np.arange(len(at))
         stop = ~passing & ~softmax
@@ -176,43 +178,46 @@ class UnfusedAttention(Rule):
         s, b, e = s[fits], b[fits], e[fits]
         fits = product[b] & product[e] & (stream[b] == stream[s]) & (stream[e] == stream[s])
         fits &= (s - b <= self.max_between + 1) & (e - s <= self.max_between + 1)
-        s, b, e = s[fits], b[fits], e[fits]
         edge = np.zeros(len(at) + 1, dtype=np.int64)
-        np.add.at(edge, b, 1)
-        np.add.at(edge, e + 1, -1)
+        np.add.at(edge, b[fits], 1)
+        np.add.at(edge, e[fits] + 1, -1)
         found[at[np.cumsum(edge)[:-1] > 0]] = True
-        return found, self._tokens(a, at[s])
+        return found
 
-    def _tokens(self, a: Analysis, softmax: NDArray[np.int64]) -> int | None:
-        """Length of the rows that the softmax kernels normalise; None: shapes not recorded."""
-        ops = a.trace.gpu["op"].gather(softmax)
-        inputs = a.trace.cpu["inputs"].gather(ops).unique().drop_nulls()
+    def _backward(self, a: Analysis, rows: facts.Mask, forward: facts.Mask) -> tuple[float, float]:
+        """Time of attention's backward, ns, and which part of batched products is attention's.
+
+        The backward is told by its ops: softmax gradients, and of the batched products in the
+        backward pass as large a part as of those in the forward pass.
+        """
+        if not forward.any():
+            return 0.0, 0.0
+        op = a.kernels["op_name"]
+        products = rows & matches(op, FORWARD).to_numpy()
+        second = facts.launched_under(a, r"^autograd::engine::evaluate_function")
+        part = facts.duration(a, products & forward) / max(1, facts.duration(a, products & ~second))
+        gradients = rows & second & matches(op, r"^aten::_softmax_backward_data$").to_numpy()
+        spent = facts.duration(a, gradients & ~forward)
+        return spent + part * facts.duration(a, products & second & ~forward), min(1.0, part)
+
+    def _tokens(self, a: Analysis, rows: facts.Mask) -> int | None:
+        """Length of the rows that softmax kernels normalise; None: shapes not recorded."""
+        at = np.flatnonzero(rows & facts.of_family(a, "softmax"))
+        inputs = a.trace.cpu["inputs"].gather(a.trace.gpu["op"].gather(at)).unique().drop_nulls()
         dims = a.trace.inputs["dims"].gather(inputs).str.extract(r"^\[\[[\d,\s]*?(\d+)\]", 1)
         longest = dims.cast(pl.Int64, strict=False).max()
         return None if longest is None else int(longest)  # type: ignore[arg-type]
 
-    def _block_edits(
-        self,
-        a: Analysis,
-        rows: facts.Mask,
-        blocks: facts.Mask,
-        factors: tuple[float, float, float],
-    ) -> list[Edit]:
-        """Softmax kernels, forward and backward; and the batched products, diluted by those that
-        are not attention's: as many of the backward's as of the forward's."""
-        products = rows & matches(a.kernels["op_name"], FORWARD).to_numpy()
-        backward = facts.launched_under(a, r"^autograd::engine::evaluate_function")
-        forward = products & ~backward
-        mine = facts.duration(a, forward & blocks) / max(1, facts.duration(a, forward))
-        return [
-            self._edit(Select(on="gpu", kind=("kernel",), under=SOFTMAX), factors, 1.0),
-            self._edit(Select(on="gpu", kind=("kernel",), under=FORWARD), factors, mine),
-        ]
-
-    def _edit(self, select: Select, factors: tuple[float, float, float], part: float) -> Edit:
-        """Merge ``part`` of the selected kernels; the others keep their time."""
+    def _edit(self, under: str, factors: tuple[float, float, float], part: float) -> Edit:
+        """Merge ``part`` of the kernels under these ops; the others keep their time."""
         middle, low, high = (1 - part * (1 - f) for f in factors)
-        return Edit(op="merge", select=select, factor=middle, factor_low=low, factor_high=high)
+        return Edit(
+            op="merge",
+            select=Select(on="gpu", kind=("kernel",), under=under),
+            factor=middle,
+            factor_low=low,
+            factor_high=high,
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -227,7 +232,11 @@ class UnfusedAttention(Rule):
                     _attention(fallback, 1024)
                 _linear(fallback)
                 fallback.sync()
-        return {"by hand": _model(_attention), "PyTorch's math fallback": fallback}
+        return {
+            "by hand": _model(_attention),
+            "PyTorch's math fallback": fallback,
+            "training": _model(_training),
+        }
 
     @staticmethod
     def silent_on() -> dict[str, TraceBuilder]:
@@ -273,6 +282,21 @@ def _model(block: object) -> TraceBuilder:
                 block(b, 1024)  # type: ignore[operator]
             b.sync()
     return b
+
+
+def _training(b: TraceBuilder, tokens: int) -> None:
+    """Forward, and the backward of the second product, the softmax and the first product."""
+    _attention(b, tokens)
+    scores = [128, tokens, tokens]
+    for node in ("BmmBackward0", "SoftmaxBackward0", "BmmBackward0"):
+        with b.op(f"autograd::engine::evaluate_function: {node}"):
+            if node == "SoftmaxBackward0":
+                with b.op("aten::_softmax_backward_data", [scores, scores], "c10::Half"):
+                    b.launch("void (anonymous namespace)::softmax_warp_backward<c10::Half>", 250)
+                continue
+            for _ in range(2):
+                with b.op("aten::bmm", [scores, [128, tokens, 64]], "c10::Half"):
+                    b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", 200)
 
 
 def _linear(b: TraceBuilder) -> None:

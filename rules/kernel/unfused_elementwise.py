@@ -108,7 +108,8 @@ class UnfusedElementwise(Rule):
             check="Profile again: triton_poi_… and triton_red_… kernels in place of the chains.",
             edits=[
                 Edit(
-                    op="merge",
+                    # merging drops launches too: only where nearly all that is selected merges
+                    op="merge" if int(in_chain.sum()) >= 0.8 * int(selected.sum()) else "scale",
                     select=Select(on="gpu", kind=("kernel",), family=FUSIBLE),
                     factor=middle,
                     factor_low=low,
@@ -148,6 +149,11 @@ class UnfusedElementwise(Rule):
         same = (size[1:] == size[:-1]) | (size[1:] == 0) | (size[:-1] == 0)  # 0: not known
         link = np.zeros(len(at), dtype=bool)  # this kernel goes on with the chain of the one before
         link[1:] = able[1:] & able[:-1] & (stream[1:] == stream[:-1]) & same
+        launched = (
+            a.trace.cpu["ts"].gather(gpu["launch"].gather(at)).fill_null(gpu["ts"].gather(at))
+        )
+        step = np.searchsorted(a.steps.table["ts"].to_numpy(), launched.to_numpy(), side="right")
+        link[1:] &= step[1:] == step[:-1]
         chain = np.cumsum(~link)
         place = np.arange(len(at)) - np.flatnonzero(~link)[chain - 1] if len(at) else chain
         chain = chain * (len(at) + 1) + place // self.max_chain  # cut where one kernel is full

@@ -126,7 +126,7 @@ class SingleTensorOptimizer(Rule):
                     factor_high=self.gap_worst,
                 ),
                 Edit(
-                    op="merge",
+                    op="scale",
                     select=Select(on="gpu", kind=("kernel",), under=STEP),
                     factor=self.kernel_factor,
                     factor_low=self.kernel_best,

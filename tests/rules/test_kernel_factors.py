@@ -1,0 +1,198 @@
+"""Factors that the kernel, memory and optimizer rules put into their edits, worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from advisor.advice.registry import load_rules
+from advisor.model import Edit, Finding
+from advisor.testing import TraceBuilder
+
+HALF = "c10::BFloat16"
+GEMM = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn"
+POINTWISE = "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>"
+
+
+def findings(rule_id: str, b: TraceBuilder, **options: Any) -> list[Finding]:
+    (rule,) = [r for r in load_rules(config={rule_id: options}) if r.id == rule_id]
+    return [o for o in rule.check(b.analysis()) if isinstance(o, Finding)]
+
+
+def edits(rule_id: str, b: TraceBuilder, **options: Any) -> list[Edit]:
+    (found,) = findings(rule_id, b, **options)
+    return found.edits
+
+
+Work = tuple[str, list[list[int]] | None, str, str, float]
+
+
+def steps(*work: Work, **launch: Any) -> TraceBuilder:
+    """Four steps of kernels: operator, shapes, type, kernel, µs."""
+    b = TraceBuilder("A100")
+    for _ in range(4):
+        with b.step():
+            for op, shapes, dtype, kernel, us in work:
+                with b.op(op, shapes, dtype):
+                    b.launch(kernel, us, **launch)
+            b.sync()
+    return b
+
+
+def test_tf32_takes_the_ratio_of_the_peaks_derated() -> None:
+    """A100: 19.5 and 156 TFLOP/s, an eighth; 60, 86 and 25 % of that ratio."""
+    square = [[4096, 4096], [4096, 4096]]
+    (edit,) = edits("fp32-matmul", steps(("aten::mm", square, "float", "ampere_sgemm_nn", 8000)))
+    assert edit.factor == pytest.approx(1 / 8 / 0.6)
+    assert edit.factor_low == pytest.approx(1 / 8 / 0.86)
+    assert edit.factor_high == pytest.approx(1 / 8 / 0.25)
+
+
+def test_tf32_cannot_be_faster_than_memory() -> None:
+    """64 rows times 16384 x 16384 in fp32: (64 * 16384 * 2 + 16384^2) * 4 = 1.0821e9 bytes, at
+    90 % of 2039 GB/s 590 µs, more than the 417 µs that the peaks would allow."""
+    wide = [[64, 16384], [16384, 16384]]
+    (edit,) = edits("fp32-matmul", steps(("aten::mm", wide, "float", "ampere_sgemm_nn", 2000)))
+    moved = (64 * 16384 * 2 + 16384**2) * 4
+    assert edit.factor == pytest.approx(moved / (0.9 * 2.039e12) / 2e-3, rel=1e-3)
+
+
+def test_products_that_are_fine_keep_their_time() -> None:
+    """Half of the matrix time is misaligned: the family as a whole gets half of the gain."""
+    b = steps(
+        ("aten::mm", [[4096, 1024], [1024, 4096]], HALF, GEMM, 1000),
+        ("aten::mm", [[4096, 1024], [1024, 50257]], HALF, GEMM.replace("_ldg8", ""), 1000),
+    )
+    (edit,) = edits("misaligned-gemm", b)
+    assert edit.select.family == ("gemm",)
+    assert edit.factor == pytest.approx(1 - 0.5 * (1 - 0.6))
+    assert edit.factor_high == pytest.approx(1 - 0.5 * (1 - 0.85))
+
+
+def test_a_row_length_that_is_no_multiple_is_found_in_the_strides() -> None:
+    """A slice of 1024 columns out of 1027: the shape is fine, the rows are not."""
+    shapes, strides = [[4096, 1024], [1024, 4096]], [[1027, 1], [4096, 1]]
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            with b.op("aten::mm", shapes, HALF, strides=strides):
+                b.launch(GEMM.replace("_ldg8", ""), 1000)
+            b.sync()
+    assert findings("misaligned-gemm", b) == []  # 1027 < 4096: could be anything's length
+    strides[0] = [5121, 1]
+    c = TraceBuilder()
+    for _ in range(4):
+        with c.step():
+            with c.op("aten::mm", shapes, HALF, strides=strides):
+                c.launch(GEMM.replace("_ldg8", ""), 1000)
+            c.sync()
+    (found,) = findings("misaligned-gemm", c)
+    assert "row length 5121" in found.summary
+
+
+def test_without_shapes_alignment_is_asked_for() -> None:
+    b = steps(("aten::mm", None, HALF, GEMM.replace("_ldg8", ""), 1000))
+    (rule,) = [r for r in load_rules(config={}) if r.id == "misaligned-gemm"]
+    (outcome,) = rule.check(b.analysis())
+    assert getattr(outcome, "record", None) == "record_shapes=True"
+
+
+def test_empty_multiprocessors_count_by_half() -> None:
+    """27 blocks on 108 multiprocessors leave three quarters of them empty."""
+    b = steps(("aten::mm", [[256, 1024], [1024, 512]], HALF, GEMM, 1000), blocks=27)
+    (edit,) = edits("small-grids", b)
+    assert edit.factor == pytest.approx(1 - 0.5 * 0.75, rel=1e-4)
+    assert edit.factor_low == pytest.approx(0.25, rel=1e-4)
+
+
+def test_the_last_wave_wastes_what_is_missing_to_a_whole_one() -> None:
+    """256 threads with 128 registers each: two blocks of 32768 registers fit, 216 on the device;
+    270 blocks are 1.25 waves, which take the time of 2: 37.5 % is empty."""
+    b = steps(("aten::mm", [[4096, 4096]] * 2, HALF, GEMM, 1000), blocks=270, registers=128)
+    (edit,) = edits("wave-quantisation", b)
+    assert edit.factor_low == pytest.approx(1 - 0.375, rel=1e-3)
+    assert edit.factor == pytest.approx(1 - 0.7 * 0.375, rel=1e-3)
+    assert edit.factor_high == 1.0
+
+
+def test_a_merged_chain_moves_only_what_enters_and_leaves() -> None:
+    """Four additions of two 64 MiB tensors move 12 tensors; merged, three links save a write and
+    a read each, 6 of 12; 70 % of that count."""
+    shape = [[32, 1024, 1024]] * 2
+    b = steps(*[("aten::add", shape, HALF, POINTWISE, 100.0)] * 4)
+    (edit,) = edits("unfused-elementwise", b)
+    assert edit.op == "merge"
+    assert edit.factor == pytest.approx(1 - 0.7 * 0.5)
+    assert edit.factor_low == pytest.approx(0.5)
+
+
+def test_a_merged_chain_takes_at_least_as_long_as_its_longest_kernel() -> None:
+    shape = [[32, 1024, 1024]] * 2
+    times = (100.0, 100.0, 1000.0)
+    b = steps(*[("aten::add", shape, HALF, POINTWISE, us) for us in times])
+    (edit,) = edits("unfused-elementwise", b)
+    assert edit.factor_low == pytest.approx(1000 / 1200)  # by bytes it would be 5 of 9
+
+
+def test_kernels_of_other_sizes_are_no_link_of_a_chain() -> None:
+    sizes = ([[32, 1024]] * 2, [[64, 1024]] * 2)
+    b = steps(*[("aten::add", sizes[n % 2], HALF, POINTWISE, 100.0) for n in range(8)])
+    assert findings("unfused-elementwise", b) == []
+
+
+def test_bandwidth_of_a_starved_kernel_rises_to_three_quarters() -> None:
+    """Three tensors of 64 MiB in 600 µs: 0.336 TB/s of 2.039; 384 threads with 168 registers."""
+    shape = [[32, 1024, 1024]] * 2
+    b = steps(("aten::add", shape, HALF, POINTWISE, 600), threads=384, registers=168, blocks=4096)
+    (edit,) = edits("low-occupancy", b)
+    rate = 3 * 64 * 2**20 / 600e-6 / 2.039e12
+    assert edit.factor == pytest.approx(rate / 0.75, rel=1e-3)
+
+
+def test_reentrant_checkpointing_keeps_the_backward_inside_its_node() -> None:
+    """Its op holds 1 ms of recomputation and 2 ms of backward: two thirds stay."""
+    (rule,) = [r for r in load_rules(config={}) if r.id == "recompute-with-free-memory"]
+    (edit,) = edits(rule.id, rule.fires_on()["use_reentrant=True"])
+    assert edit.op == "scale"
+    assert edit.factor == pytest.approx(2 / 3)
+
+
+def test_other_batched_products_are_not_claimed_as_attention() -> None:
+    """Attention's two products take 400 of 800 µs of batched products: half of them merges."""
+    scores = [128, 1024, 1024]
+    b = steps(
+        ("aten::bmm", [[128, 1024, 64], [128, 64, 1024]], HALF, GEMM, 200),
+        ("aten::_softmax", [scores], HALF, "softmax_warp_forward", 200),
+        ("aten::bmm", [scores, [128, 1024, 64]], HALF, GEMM, 200),
+        ("aten::addmm", [[64], [64, 64], [64, 64]], HALF, GEMM, 100),
+        ("aten::bmm", [[64, 512, 512]] * 2, HALF, GEMM, 400),
+    )
+    softmax, products = edits("unfused-attention", b)
+    assert "softmax" in softmax.select.under and softmax.factor == pytest.approx(0.4)
+    assert "bmm" in products.select.under and products.factor == pytest.approx(1 - 0.5 * 0.6)
+
+
+def test_short_sequences_promise_little() -> None:
+    scores = [1024, 128, 128]
+    b = steps(
+        ("aten::bmm", [[1024, 128, 64], [1024, 64, 128]], HALF, GEMM, 200),
+        ("aten::_softmax", [scores], HALF, "softmax_warp_forward", 200),
+        ("aten::bmm", [scores, [1024, 128, 64]], HALF, GEMM, 200),
+    )
+    softmax, _ = edits("unfused-attention", b)
+    assert softmax.factor == 0.8 and softmax.factor_high == 1.0
+
+
+def test_memory_share_counts_the_cards_own_capacity() -> None:
+    """80 of 85.09 GB are 94 %; the same 80 GB are not even measured against another card."""
+    b = TraceBuilder("A100")
+    for _ in range(3):
+        with b.step():
+            b.memory(1, 70_000_000_000, 80_000_000_000)
+            with b.op("aten::mm"):
+                b.launch(GEMM, 100)
+            b.sync()
+    (found,) = findings("memory-near-capacity", b)
+    assert found.worth is not None and found.worth.currency == "risk"
+    assert "94%" in found.summary

@@ -1,0 +1,391 @@
+"""What the kernel, memory and optimizer rules say of public real traces, checked by hand.
+
+The oracle is the trace file itself, read as plain JSON beside the code under test: names and
+durations of its events, and the alignment that CUTLASS writes into the names of its kernels.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import polars as pl
+import pytest
+
+from advisor.advice.engine import Options, analyze, run_rules
+from advisor.advice.registry import load_rules
+from advisor.analysis import Analysis
+from advisor.analysis.shapes import Tensor
+from advisor.ingest import read_trace
+from advisor.model import Evidence, Finding, Good, Outcome
+from advisor.report.data import Report
+from advisor.rules.kernel.misaligned_gemm import Product
+
+Find = Callable[[str], str]
+
+OURS = {
+    rule.id
+    for rule in load_rules(config={})
+    if rule.category in ("kernel", "memory", "optimizer")
+    and rule.__module__.startswith("advisor.rules.")
+}
+LAUNCH_BOUND = ["b200_eager", "h100_bert_small_inference", "nccl_collectives"]
+COMMUNICATION = re.compile(r"(?i)nccl|multimem")
+
+
+@lru_cache(maxsize=4)
+def raw(path: str) -> list[dict[str, Any]]:
+    """The complete events of a file."""
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    return [e for e in events if e.get("ph") == "X" and isinstance(e.get("dur"), int | float)]
+
+
+def kernels(path: str) -> list[dict[str, Any]]:
+    return [e for e in raw(path) if str(e.get("cat", "")).lower() == "kernel"]
+
+
+def time_of(events: list[dict[str, Any]], pattern: str = "") -> float:
+    """Summed duration, ns."""
+    return 1000 * sum(e["dur"] for e in events if re.search(pattern, e["name"]))
+
+
+@lru_cache(maxsize=4)
+def analysis(path: str) -> Analysis:
+    return Analysis(read_trace(path))
+
+
+def outcomes(path: str, rule_id: str, **options: float) -> list[Outcome]:
+    (rule,) = [r for r in load_rules(config={rule_id: options}) if r.id == rule_id]
+    return list(rule.check(analysis(path)))
+
+
+def finding(path: str, rule_id: str, **options: float) -> Finding:
+    (found,) = [o for o in outcomes(path, rule_id, **options) if isinstance(o, Finding)]
+    return found
+
+
+def fired(path: str, rule_id: str, **options: float) -> bool:
+    return any(isinstance(o, Finding) for o in outcomes(path, rule_id, **options))
+
+
+def figure(found: Finding, label: str) -> float:
+    (evidence,) = [e for e in found.evidence if e.label == label]
+    assert isinstance(evidence.value, int | float)
+    return float(evidence.value)
+
+
+@lru_cache(maxsize=8)
+def report(path: str) -> Report:
+    return analyze(path, Options(config={}))
+
+
+def shown(path: str) -> set[str]:
+    """Rules with a ranked finding."""
+    return {f.rule for f in report(path).findings}
+
+
+# -- precision ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "b200_eager",  # nvjet, TensorRT-LLM's bmm
+        "h100_bert_small_inference",  # wmma_tensorop
+        "a100_train_6steps",  # TF32 is on, a few odd shapes are left in sgemm
+        "two_ranks_rank0",
+        "mi300_torch_compile",
+        "nccl_collectives",  # TF32 convolutions; one classifier in sgemm
+    ],
+)
+def test_nobody_is_told_to_use_tensor_cores_they_use(shared_trace: Find, name: str) -> None:
+    assert not fired(shared_trace(name), "fp32-matmul", min_busy=0.0)
+
+
+@pytest.mark.parametrize("name", ["b200_eager", "h100_bert_small_inference"])
+def test_tensor_core_use_in_bf16_is_praised(shared_trace: Find, name: str) -> None:
+    path = shared_trace(name)
+    assert not [k["name"] for k in kernels(path) if re.search(r"sgemm|simt", k["name"])]
+    (said,) = [o for o in outcomes(path, "fp32-matmul") if isinstance(o, Good)]
+    assert said.text.startswith("100% of matrix and convolution time")
+
+
+def test_v100_matrix_products_in_fp32_are_found_with_their_share(shared_trace: Find) -> None:
+    path = shared_trace("v100_train_copy_heavy")
+    found = finding(path, "fp32-matmul")
+    # split-K reductions, epilogues and vector products are no matrix kernels
+    by_hand = time_of(kernels(path), r"sgemm") / time_of(kernels(path))
+    assert figure(found, "fp32 matrix time, share of kernel time") == pytest.approx(
+        by_hand, rel=0.02
+    )
+    assert 0.2 < by_hand < 0.3
+
+
+def test_a_v100_is_told_mixed_precision_and_not_tf32(shared_trace: Find) -> None:
+    found = finding(shared_trace("v100_train_copy_heavy"), "fp32-matmul")
+    assert "float16" in found.code and "GradScaler" in found.code
+    assert "set_float32_matmul_precision" not in found.code
+    assert "fp32-matmul" in shown(shared_trace("v100_train_copy_heavy"))
+
+
+def test_the_v100_estimate_agrees_with_the_same_model_on_tensor_cores(shared_trace: Find) -> None:
+    """The A100 trace is of the same kind of model: its matrix time in TF32, stretched by the
+    ratio of the memory bandwidths (1555 and 900 GB/s), lies inside the band."""
+    v100, a100 = shared_trace("v100_train_copy_heavy"), shared_trace("a100_train_6steps")
+    now = time_of(kernels(v100), r"gemm")
+    then = time_of(kernels(a100), r"gemm")
+    (edit,) = finding(v100, "fp32-matmul").edits
+    assert edit.factor_low is not None and edit.factor_high is not None
+    assert edit.factor_low < then / now * 1555 / 900 < edit.factor_high
+
+
+# -- alignment ------------------------------------------------------------------------------
+
+
+def test_layout_in_a_kernel_name_tells_the_alignment_it_was_compiled_for(
+    shared_trace: Find,
+) -> None:
+    """CUTLASS writes the elements a load takes into the name: alignment of TF32 products follows
+    from their shapes and the nn/nt/tn in the name, M left out unless A is transposed."""
+    right = wrong = 0
+    for name in ("a100_train_6steps", "two_ranks_rank0"):
+        trace = analysis(shared_trace(name)).trace
+        op = trace.gpu["op"]
+        table = zip(
+            trace.gpu["name"].cast(pl.String),
+            trace.cpu["name"].gather(op),
+            trace.inputs["dims"].gather(trace.cpu["inputs"].gather(op)),
+            strict=True,
+        )
+        for kernel, called, dims in table:
+            found = re.search(r"s1688gemm_\w*_[nt][nt]_align(\d)", kernel)
+            if found is None or called not in ("aten::mm", "aten::bmm", "aten::addmm"):
+                continue
+            at = 1 if called == "aten::addmm" else 0
+            a, b = (Tensor(tuple(d), "float", None) for d in json.loads(dims)[at : at + 2])
+            odd = Product(a, b).odd(kernel, 4)
+            assert odd is not None
+            if (not odd) == (found.group(1) == "4"):
+                right += 1
+            else:
+                wrong += 1
+    assert right > 1900
+    assert wrong <= 4  # slices whose row length is not the dimension
+
+
+def test_misaligned_tf32_products_of_the_a100_run_are_found(shared_trace: Find) -> None:
+    path = shared_trace("a100_train_6steps")
+    found = finding(path, "misaligned-gemm")
+    narrow = time_of(kernels(path), r"_align1>")  # by their own names
+    fallen = time_of(kernels(path), r"sgemm|gemmk1")  # off the tensor cores, most for alignment
+    a_step = figure(found, "misaligned products a step")
+    assert narrow <= 6 * a_step <= narrow + fallen
+    text = " ".join(str(e.value) for e in found.evidence if e.label == "shape")
+    assert "647" in text or "30" in text
+    assert "M =" not in text
+
+
+@pytest.mark.parametrize("name", ["two_ranks_rank0", "two_ranks_rank1"])
+def test_the_two_rank_run_is_misaligned_too_but_waits_for_something_else(
+    shared_trace: Find, name: str
+) -> None:
+    path = shared_trace(name)  # 45 and 47 % busy
+    assert not fired(path, "misaligned-gemm")
+    found = finding(path, "misaligned-gemm", min_busy=0.0)
+    narrow = time_of(kernels(path), r"_align1>")
+    fallen = time_of(kernels(path), r"sgemm|gemmk1")
+    assert narrow <= 2 * figure(found, "misaligned products a step") <= narrow + fallen
+
+
+def test_of_the_b200s_products_none_is_flagged_for_its_odd_m(shared_trace: Find) -> None:
+    assert outcomes(shared_trace("b200_eager"), "misaligned-gemm", min_busy=0.0) == []
+
+
+def test_of_berts_products_only_the_odd_vocabulary_is_misaligned(shared_trace: Find) -> None:
+    """26 products, all with 141 tokens; one has 30522 columns and ran on an align2 kernel."""
+    path = shared_trace("h100_bert_small_inference")
+    assert not fired(path, "misaligned-gemm")  # 7 % busy: not worth a word
+    found = finding(path, "misaligned-gemm", min_busy=0.0)
+    shapes = [e.value for e in found.evidence if e.label == "shape"]
+    assert shapes == ["aten::addmm [141, 512] x [512, 30522]: N = 30522"]
+    assert [k["name"] for k in kernels(path) if re.search(r"_align[124]>", k["name"])] == [
+        where.kernel for where in found.where
+    ]
+
+
+# -- layout ---------------------------------------------------------------------------------
+
+
+def test_miopens_transposes_are_found_in_a_trace_without_operators(shared_trace: Find) -> None:
+    path = shared_trace("mi210_gpu_only")
+    found = finding(path, "layout-transposes")
+    moving = time_of(kernels(path), r"^batched_transpose")
+    convolving = time_of(kernels(path), r"igemm_(fwd|bwd|wrw)|^MIOpenConv|naive_conv")
+    assert figure(found, "layout transposes a step") == pytest.approx(moving, rel=1e-6)
+    assert figure(found, "layout transposes, share of convolution time") == pytest.approx(
+        moving / (moving + convolving), abs=0.02
+    )
+    assert "MIOPEN" in found.code
+    assert "layout-transposes" in shown(path)
+
+
+def test_transposes_do_not_matter_while_the_device_waits_for_the_host(shared_trace: Find) -> None:
+    path = shared_trace("nccl_collectives")  # busy 24 %
+    assert not fired(path, "layout-transposes")
+    found = finding(path, "layout-transposes", min_busy=0.0)
+    moving = time_of(kernels(path), r"nchwToNhwc|nhwcToNchw")
+    assert figure(found, "layout transposes a step") == pytest.approx(moving / 3, rel=1e-6)
+
+
+# -- small kernels --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAUNCH_BOUND)
+def test_a_device_that_waits_gets_no_advice_on_kernels(shared_trace: Find, name: str) -> None:
+    path = shared_trace(name)
+    kernel_rules = {r.id for r in load_rules(config={}) if r.category == "kernel"}
+    named = {f.rule for f in (*report(path).findings, *report(path).notes)}
+    assert not named & kernel_rules
+
+
+def test_an_all_reduce_is_no_small_grid(shared_trace: Find) -> None:
+    """By the profiler's own figures 49 % of kernel time has less than one block a multiprocessor;
+    without communication it is 19 % of compute time."""
+    path = shared_trace("a100_train_6steps")
+    compute = [k for k in kernels(path) if not COMMUNICATION.search(k["name"])]
+    small = [k for k in compute if k["args"]["blocks per SM"] < 1]
+    naive = [k for k in kernels(path) if k["args"]["blocks per SM"] < 1]
+    assert time_of(naive) / time_of(kernels(path)) > 0.45
+    assert not fired(path, "small-grids")
+    found = finding(path, "small-grids", min_share=0.1)
+    share = figure(found, "compute time with less than one block a multiprocessor")
+    assert share == pytest.approx(time_of(small) / time_of(compute), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name", ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "b200_eager"]
+)
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        ("small-grids", {"min_share": 0.001, "min_busy": 0.0}),
+        ("low-occupancy", {"min_share": 0.001, "min_busy": 0.0}),
+        ("wave-quantisation", {"min_share": 0.001, "min_busy": 0.0}),
+        ("unfused-elementwise", {"min_share": 0.001, "min_busy": 0.0}),
+    ],
+)
+def test_communication_is_never_called_a_bad_kernel(
+    shared_trace: Find, name: str, rule: str, options: dict[str, float]
+) -> None:
+    path = shared_trace(name)
+    for found in outcomes(path, rule, **options):
+        if isinstance(found, Finding):
+            assert not [w.kernel for w in found.where if COMMUNICATION.search(w.kernel or "")]
+            for edit in found.edits:
+                assert "communication" not in edit.select.family
+
+
+def test_healthy_traces_get_no_advice_on_occupancy_waves_or_fusion(shared_trace: Find) -> None:
+    """The profiler writes an occupancy of 0 for the A100's tensor-core kernels (48 KiB of shared
+    memory and more), and 25 % of kernel time is below 40 % by what it writes."""
+    path = shared_trace("a100_train_6steps")
+    low = [k for k in kernels(path) if k["args"]["est. achieved occupancy %"] < 40]
+    assert time_of(low) / time_of(kernels(path)) > 0.25
+    for rule in ("low-occupancy", "wave-quantisation", "unfused-elementwise"):
+        assert not fired(path, rule)
+
+
+# -- attention ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h100_bert_small_inference", "b200_eager", "mi300_torch_compile"])
+def test_fused_attention_is_praised(shared_trace: Find, name: str) -> None:
+    path = shared_trace(name)
+    (said,) = outcomes(path, "unfused-attention")
+    assert isinstance(said, Good)
+    attention = time_of(kernels(path), r"(?i)flash_fwd|fmhaSm100|attn_fwd")
+    share = re.search(r"\((\d+)% of kernel time\)", said.text)
+    assert share is not None
+    assert int(share.group(1)) == round(100 * attention / time_of(kernels(path)))
+
+
+@pytest.mark.parametrize(
+    "name", ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "nccl_collectives"]
+)
+def test_products_of_embeddings_are_no_attention(shared_trace: Find, name: str) -> None:
+    """The recommender models multiply batches of embeddings, two of them beside a softmax."""
+    assert outcomes(shared_trace(name), "unfused-attention", min_share=0.0005) == []
+
+
+# -- memory and optimizer -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a100_train_6steps", "v100_train_copy_heavy"])
+def test_no_allocation_in_steady_state_is_praised(shared_trace: Find, name: str) -> None:
+    path = shared_trace(name)
+    assert not [e for e in raw(path) if re.fullmatch(r"cuda(Malloc|Free)\w*", e["name"])]
+    assert [type(o) for o in outcomes(path, "allocations-in-loop")] == [Good]
+    assert outcomes(path, "empty-cache-in-loop") == []
+
+
+@pytest.mark.parametrize("name", ["alexnet", "simple_add"])
+def test_allocations_at_the_start_are_no_loop(shared_trace: Find, name: str) -> None:
+    path = shared_trace(name)
+    assert len([e for e in raw(path) if e["name"] == "cudaMalloc"]) == 24
+    assert outcomes(path, "allocations-in-loop") == []
+    assert outcomes(path, "empty-cache-in-loop") == []
+
+
+def test_an_almost_empty_h100_has_no_memory_risk(shared_trace: Find) -> None:
+    path = shared_trace("h100_bert_small_inference")
+    assert outcomes(path, "memory-near-capacity") == []
+    assert outcomes(path, "recompute-with-free-memory") == []
+
+
+def test_unrecorded_memory_is_asked_for_and_not_guessed(shared_trace: Find) -> None:
+    options = [m.record for m in report(shared_trace("a100_train_6steps")).not_checked]
+    assert "profile_memory=True" in options
+    assert "with_stack=True" in options
+
+
+@pytest.mark.parametrize("name", ["a100_train_6steps", "v100_train_copy_heavy"])
+def test_apex_fused_adam_is_no_single_tensor_optimizer(shared_trace: Find, name: str) -> None:
+    path = shared_trace(name)
+    a_step = len([k for k in kernels(path) if "AdamFunctor" in k["name"]]) / 6
+    (said,) = outcomes(path, "single-tensor-optimizer")
+    assert isinstance(said, Good)
+    assert "8 kernels a step" in said.text
+    assert a_step == pytest.approx(8, abs=2)  # V100: the window cuts into a seventh step
+
+
+# -- all files ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a100_train_6steps", "alexnet", "b200_eager", "cupti_counters", "event_sync",
+        "event_sync_multi_stream", "h100_bert_small_inference", "mi210_gpu_only", "mi250_train",
+        "mi300_torch_compile", "nccl_collectives", "no_gpu_rank", "old_capitalised_categories",
+        "simple_add", "triton_example", "two_ranks_rank0", "two_ranks_rank1",
+        "v100_train_copy_heavy",
+    ],
+)  # fmt: skip
+def test_every_finding_of_ours_is_complete_and_inside_its_bounds(
+    shared_trace: Find, name: str
+) -> None:
+    a = Analysis(read_trace(shared_trace(name)))
+    rules = [r for r in load_rules(config={}) if r.id in OURS]
+    result = run_rules(-1, a, rules)
+    for found in result.findings:
+        assert found.summary and found.fix and found.check and found.where
+        assert all(isinstance(e, Evidence) for e in found.evidence)
+        for edit in found.edits:
+            low, middle, high = edit.factor_low, edit.factor, edit.factor_high
+            if low is not None and middle is not None and high is not None:
+                assert 0 <= low <= middle <= high <= 1

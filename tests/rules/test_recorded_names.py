@@ -1,0 +1,118 @@
+"""Names that rules look for, against what PyTorch itself records (on the CPU: the host side is
+the same)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from advisor.ingest import read_trace
+from advisor.rules.kernel import unfused_attention as attention
+from advisor.rules.memory import empty_cache_in_loop, recompute
+from advisor.rules.optimizer import single_tensor
+
+torch = pytest.importorskip("torch")
+
+
+def recorded(work: Callable[[], Any], tmp_path: Path) -> list[str]:
+    """Names of the host events of one run of ``work``, in order of time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True) as p:
+        work()
+    path = tmp_path / "trace.json"
+    p.export_chrome_trace(str(path))
+    return read_trace(path).cpu.sort("ts")["name"].cast(pl.String).to_list()
+
+
+def count(pattern: str, names: list[str]) -> int:
+    return sum(bool(re.search(pattern, name)) for name in names)
+
+
+@pytest.fixture
+def heads() -> Any:
+    return [torch.randn(2, 4, 32, 16, requires_grad=True) for _ in range(3)]
+
+
+def test_attention_by_hand_is_two_batched_products_around_a_softmax(
+    heads: Any, tmp_path: Path
+) -> None:
+    q, k, v = heads
+
+    def work() -> None:
+        ((q @ k.transpose(-2, -1) / 4).softmax(-1) @ v).sum().backward()
+
+    names = recorded(work, tmp_path)
+    forward = names[: names.index("autograd::engine::evaluate_function: SumBackward0")]
+    kept = [n for n in forward if re.search(f"{attention.FORWARD}|{attention.SOFTMAX}", n)]
+    assert kept == ["aten::bmm", "aten::_softmax", "aten::bmm"]
+    backward = names[len(forward) :]
+    assert count(attention.FORWARD, backward) == 4  # two gradients of two products
+    assert count(attention.SOFTMAX, backward) == 1
+
+
+def test_the_math_fallback_of_sdpa_has_its_own_operator(heads: Any, tmp_path: Path) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def work() -> None:
+        with sdpa_kernel([SDPBackend.MATH]):
+            torch.nn.functional.scaled_dot_product_attention(*heads)
+
+    assert count(attention.MATH, recorded(work, tmp_path)) == 1
+
+    def fused() -> None:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            torch.nn.functional.scaled_dot_product_attention(*heads)
+
+    names = recorded(fused, tmp_path)
+    assert count(attention.MATH, names) == 0
+    assert count(attention.SOFTMAX, names) == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_leaves_its_frame_or_its_operator(reentrant: bool, tmp_path: Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    layer = torch.nn.Linear(8, 8)
+    x = torch.randn(2, 8, requires_grad=True)
+
+    def work() -> None:
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+
+    names = recorded(work, tmp_path)
+    assert count(recompute.RECOMPUTE, names) == (0 if reentrant else 1)
+    assert count(recompute.REENTRANT, names) == (1 if reentrant else 0)
+    assert count(r"torch/utils/checkpoint\.py\(\d+\): checkpoint$", names) == 1
+    assert count(recompute.BACKWARD, names) > 0
+
+
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9}), ("AdamW", {})])
+def test_a_loop_over_parameters_has_its_frame(
+    name: str, options: dict[str, float], tmp_path: Path
+) -> None:
+    layer = torch.nn.Linear(8, 8)
+
+    def work(foreach: bool) -> Callable[[], None]:
+        optimizer = getattr(torch.optim, name)(layer.parameters(), foreach=foreach, **options)
+
+        def step() -> None:
+            layer(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+
+        return step
+
+    loop = recorded(work(False), tmp_path)
+    assert f"Optimizer.step#{name}.step" in loop
+    assert count(single_tensor.STEP, loop) == 1
+    assert count(single_tensor.FRAME, loop) == 1
+    assert count(single_tensor.FRAME, recorded(work(True), tmp_path)) == 0
+
+
+def test_empty_cache_has_its_frame(tmp_path: Path) -> None:
+    names = recorded(torch.cuda.empty_cache, tmp_path)
+    assert count(empty_cache_in_loop.FRAME, names) >= 1

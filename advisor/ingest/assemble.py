@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.ingest import tables
 from advisor.ingest.columns import Columns, Piece
 from advisor.ingest.launches import Launches, classify_calls
-from advisor.ingest.nesting import nest, stack_order
+from advisor.ingest.nesting import nest, release_ranges, stack_order
 from advisor.ingest.spelling import DEVICE_KINDS, HOST_KINDS
 from advisor.trace import CPU_SCHEMA, GPU_SCHEMA
 
@@ -209,7 +209,8 @@ class Assembler:
             return none, none
         _reorder(host, stack_order(host["thread"], host["ts"], host["dur"], host["kind"]))
         ends = host["ts"] + host["dur"]
-        nesting = nest(host["thread"], host["ts"], ends)
+        free = release_ranges(host["kind"], host["thread"], host["ts"], ends)
+        nesting = nest(host["thread"], host["ts"], free)
         # a range that was opened in one function and closed in another keeps its length
         cut = (ends > nesting.end) & (host["kind"] != _ANNOTATION)
         host["dur"][cut] = nesting.end[cut] - host["ts"][cut]

@@ -18,7 +18,12 @@ MAX_ROUNDS = 6
 MAX_TANGLED = 20_000
 """Crossing events from which on the repair is done one by one at once."""
 
+OPENING_ROWS = 32
+"""So many rows before a range may hold the frames that opened it; real traces have about three,
+and what else these frames called."""
+
 _KEY_LIMIT = 1 << 62
+_ANNOTATION, _PYTHON = HOST_KINDS.index("annotation"), HOST_KINDS.index("python")
 # Which of two host events with the same start and length is the outer one.
 _OUTER_FIRST = np.array(
     [{"annotation": 0, "python": 1, "op": 2, "runtime": 3}.get(kind, 4) for kind in HOST_KINDS],
@@ -54,6 +59,26 @@ def stack_order(thread: Any, start: Ints, dur: Ints, kind: Any) -> NDArray[np.in
         rows = order[ties]
         order[ties] = rows[np.lexsort((_OUTER_FIRST[kind[rows]], -dur[rows], key[ties]))]
     return order
+
+
+def release_ranges(kind: Any, thread: Any, start: Ints, end: Ints) -> Ints:
+    """Ends for :func:`nest`, with the frames that opened a range ended where the range starts.
+
+    With Python stacks, a ``record_function`` range starts inside ``__enter__`` and the frames below
+    it, which return soon after: what then runs inside the range would be lost to it, were the
+    range cut to the end of those frames. Of two that cross, the one that loses less is cut.
+    Rows are ordered as for :func:`nest`.
+    """
+    end = np.array(end)
+    ranges = np.flatnonzero(kind == _ANNOTATION)
+    for back in range(1, OPENING_ROWS + 1):
+        inner = ranges[ranges >= back]
+        frame = inner - back
+        lost = end[frame] - start[inner]
+        crossing = (kind[frame] == _PYTHON) & (thread[frame] == thread[inner]) & (lost > 0)
+        crossing &= lost < end[inner] - end[frame]
+        end[frame[crossing]] = start[inner[crossing]]
+    return end
 
 
 def nest(thread: Any, start: Ints, end: Ints) -> Nesting:

@@ -126,21 +126,48 @@ class Selected:
         )
         return found
 
-    def before_launches(self, nodes: Array) -> dict[int, Intervals]:
-        """Host time from the point before each launch of the work to the end of its call."""
+    def around_launches(self, nodes: Array) -> dict[int, Intervals]:
+        """Host time that goes when the launches of this work become part of a CUDA graph: from
+        each launch to the next one of them in its step if nothing else happens between them; on
+        the way to the first and after the last, their outermost operator only."""
         graph = self.graph
         launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & np.isin(graph.dst, nodes))
-        points = np.unique(graph.src[launch])
-        points = points[points > 0]
-        program = np.flatnonzero((graph.edge == Edge.PROGRAM) & np.isin(graph.dst, points))
-        program = program[graph.src[program] > 0]
-        begin = graph.time[graph.src[program]]
-        point = graph.dst[program]
-        end = graph.time[point] + self.a.trace.cpu["dur"].to_numpy()[graph.row[point]]
-        return {
-            int(t): union(begin[graph.lane[point] == t], end[graph.lane[point] == t])
-            for t in np.unique(graph.lane[point])
-        }
+        chosen = np.zeros(len(graph), dtype=bool)
+        chosen[graph.src[launch]] = True
+        chosen[0] = False
+        points = np.flatnonzero(chosen)
+        if not len(points):
+            return {}
+        begin, end = self._outermost_ops(graph.row[points])
+        host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
+        order = host[np.argsort(graph.lane[host], kind="stable")]
+        place = np.empty(len(graph), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        step = np.searchsorted(graph.time[graph.starts], graph.time, side="right")
+        low, high = begin.astype(float), end.astype(float)
+        for bound, shift in ((low, -1), (high, 1)):
+            at = place[points] + shift
+            other = order[np.clip(at, 0, len(order) - 1)]
+            real = (at >= 0) & (at < len(order)) & (graph.lane[other] == graph.lane[points])
+            joined = real & chosen[other] & (step[other] == step[points])
+            nearest = np.maximum if shift < 0 else np.minimum
+            cut = np.where(real, nearest(bound, graph.time[other]), bound)
+            bound[:] = np.where(joined, graph.time[other], cut)
+        lane = graph.lane[points]
+        return {int(t): union(low[lane == t], high[lane == t]) for t in np.unique(lane)}
+
+    def _outermost_ops(self, rows: Array) -> tuple[Array, Array]:
+        """Start and end of the outermost operator around each call (else of the call itself), ns
+        from the window's start."""
+        cpu = self.a.trace.cpu
+        parent = cpu["parent"].fill_null(-1).to_numpy()
+        operator = (cpu["kind"] == "op").to_numpy()
+        found, at = rows.copy(), parent[rows]
+        while (at >= 0).any():  # as many rounds as events are nested
+            found = np.where((at >= 0) & operator[np.maximum(at, 0)], at, found)
+            at = np.where(at >= 0, parent[np.maximum(at, 0)], -1)
+        begin = cpu["ts"].to_numpy()[found] - self.graph.origin
+        return begin, begin + cpu["dur"].to_numpy()[found]
 
 
 class Patch:
@@ -300,7 +327,7 @@ class Patch:
         if edit.select.on != "gpu":
             held = self.selected.held(edit.select)
         else:
-            held = self.selected.before_launches(self.selected.work(edit.select))
+            held = self.selected.around_launches(self.selected.work(edit.select))
         self._shrink_host(held, 0.0, floor=cost)
         for thread, time in held.items():
             self._shorten_launches(thread, time)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 CALL_NS = 5_000.0
 RELEASE_NS = 8_000.0
+MAX_RELEASE_NS = 100_000
+"""A call that returns later than this after some work ended did not wait for it."""
 MIN_QUEUE = 128
 """Fewer pending launches never block; HTA takes the queue to hold 1024."""
 
@@ -48,7 +50,7 @@ def release_edges(
     idle = ~waited & (ended - called < SLOW_LAUNCH_NS)
     facts["call"] = float(np.median((ended - called)[idle])) if idle.sum() >= 3 else CALL_NS
     lag = (ended - last)[waited]
-    facts["release"] = float(np.median(lag[lag < 100_000])) if waited.sum() >= 3 else RELEASE_NS
+    facts["release"] = float(np.median(lag[lag < MAX_RELEASE_NS])) if waited.sum() >= 3 else RELEASE_NS
     # what the device cannot have held up is the call's own cost (lazy loading, locks)
     own = np.where(waited | (ended - called < SLOW_LAUNCH_NS), facts["call"], ended - called)
     edges.drop_program(done)
@@ -65,6 +67,7 @@ def _awaited(
     """Device work (indices) that each blocking call waits for: the last of each stream concerned
     that was launched before the call (a copy: itself)."""
     told = _told_streams(trace, work, row)
+    events = _Events(trace, work, row)
     by_lane = [np.flatnonzero(work.lane == lane) for lane in range(len(work.lanes))]
     by_lane = [lane[np.argsort(work.launch_ts[lane], kind="stable")] for lane in by_lane]
     launch_ts = [work.launch_ts[lane] for lane in by_lane]
@@ -78,6 +81,9 @@ def _awaited(
         begin, end = called[number], ended[number]
         if which in own_copy and call[number] in ("memcpy", "memcpy_blocking"):
             found.append(np.array([own_copy[which]]))
+            continue
+        if call[number] == "sync_event":
+            found.append(events.awaited(which, begin, end))
             continue
         last = []
         for lane, ts in zip(by_lane, launch_ts, strict=True):
@@ -100,19 +106,86 @@ def _awaited(
             recent = launched[max(0, place - 32) : place + 1]
             mine = recent[thread[work.launch[recent]] == thread[which]]
             same = possible[work.lane[possible] == work.lane[mine[-1]]] if len(mine) else possible
-            found.append(same[:1] if call[number] == "sync_stream" else same[:0])
+            found.append(same[:1])
     return found
+
+
+class _Events:
+    """Which device work ``cudaEventSynchronize`` waits for: the last before the event's record,
+    which may lie far behind what was launched since."""
+
+    def __init__(self, trace: Trace, work: DeviceWork, row: Array) -> None:
+        self.ends = work.ts + work.dur
+        self.launch_ts = work.launch_ts
+        launched = np.flatnonzero(work.launch >= 0)
+        records = trace.cpu.filter(pl.col("call") == "event_record")
+        self.record_ts = records["ts"].to_numpy()
+        order = launched[np.argsort(work.launch_ts[launched], kind="stable")]
+        owner = trace.cpu["thread"].to_numpy()[work.launch[order]]
+        self.marked = np.full(len(self.record_ts), -1, dtype=np.int64)
+        for thread in records["thread"].unique().to_list():
+            # an event is recorded on the stream in use: after the thread's last launch
+            mine = order[owner == thread]
+            rows = np.flatnonzero((records["thread"] == thread).to_numpy())
+            place = np.searchsorted(work.launch_ts[mine], self.record_ts[rows]) - 1
+            if len(mine):
+                self.marked[rows] = np.where(place >= 0, mine[np.maximum(place, 0)], -1)
+        self.told = self._told(trace, work, row, records)
+
+    def _told(
+        self, trace: Trace, work: DeviceWork, row: Array, records: pl.DataFrame
+    ) -> dict[int, int]:
+        """Call row -> work, where ``cuda_sync`` rows name the record."""
+        rows = trace.sync.filter(
+            (pl.col("kind") == "event")
+            & pl.col("wait_correlation").is_not_null()
+            & pl.col("wait_stream").is_not_null()
+        )
+        at = dict(zip(records["correlation"].to_list(), records["ts"].to_list(), strict=True))
+        lane = {stream: number for number, (_, stream) in enumerate(work.lanes)}
+        named = {
+            correlation: (lane[stream], at[record])
+            for correlation, stream, record in rows.select(
+                "correlation", "wait_stream", "wait_correlation"
+            ).iter_rows()
+            if stream in lane and record in at
+        }
+        found = {}
+        ids = trace.cpu["correlation"].gather(pl.Series(row)).to_list()
+        for which, correlation in zip(row.tolist(), ids, strict=True):
+            if correlation in named:
+                number, recorded = named[correlation]
+                before = np.flatnonzero((work.lane == number) & (work.launch_ts < recorded))
+                if len(before):
+                    found[which] = int(before[np.argmax(work.launch_ts[before])])
+        return found
+
+    def awaited(self, which: int, begin: float, end: float) -> Array:
+        """As told; else, when it took long, the recorded work that ended last before it returned.
+        A call that did not wait does not show what for."""
+        if which in self.told and self.ends[self.told[which]] <= end + SLACK_NS:
+            return np.array([self.told[which]])
+        if end - begin <= 3 * CALL_NS:
+            return np.zeros(0, dtype=np.int64)
+        marked = self.marked[(self.marked >= 0) & (self.record_ts < begin)]
+        for candidates in (marked, np.flatnonzero(self.launch_ts < begin)):
+            ends = self.ends[candidates]
+            near = candidates[(ends <= end + SLACK_NS) & (ends > max(begin, end - MAX_RELEASE_NS))]
+            if len(near):
+                return near[[np.argmax(self.ends[near])]]
+        return np.zeros(0, dtype=np.int64)
 
 
 def _told_streams(trace: Trace, work: DeviceWork, row: Array) -> dict[int, Array]:
     """Call row -> lanes it waits for, where ``cuda_sync`` rows tell."""
-    rows = trace.sync.filter(pl.col("kind").is_in(["stream", "event"]))
+    rows = trace.sync.filter(
+        (pl.col("kind") == "stream")
+        & pl.col("stream").is_not_null()
+        & pl.col("correlation").is_not_null()
+    )
     if rows.is_empty():
         return {}
-    rows = rows.with_columns(
-        on=pl.when(pl.col("kind") == "event").then("wait_stream").otherwise("stream")
-    ).filter(pl.col("on").is_not_null() & pl.col("correlation").is_not_null())
-    stream = dict(zip(rows["correlation"].to_list(), rows["on"].to_list(), strict=True))
+    stream = dict(zip(rows["correlation"].to_list(), rows["stream"].to_list(), strict=True))
     ids = trace.cpu["correlation"].gather(pl.Series(row)).to_list()
     found = {}
     for which, correlation in zip(row.tolist(), ids, strict=True):

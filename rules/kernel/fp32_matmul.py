@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
+from advisor.hardware import Gpu
 from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
 from advisor.rules.kernel import facts
 from advisor.testing import TraceBuilder
@@ -17,6 +19,45 @@ from advisor.testing import TraceBuilder
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
 """cuBLAS, cuDNN and CUTLASS spell single-precision CUDA-core kernels so, for matrices whose op
 has no recorded types (compiled regions, CUDA graphs)."""
+
+
+_TF32 = (
+    'torch.set_float32_matmul_precision("high")   # matrix products\n'
+    "torch.backends.cudnn.allow_tf32 = True        # convolutions (the default)\n"
+)
+_BF16 = 'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = criterion(model(x), y)'
+FIXES = {
+    "tf32": (
+        "Allow TF32 for fp32 matrix work (one line, 10 bits of mantissa instead of 23), or better "
+        "train in bf16 with autocast, which halves the bytes too.",
+        f"{_TF32}# or, faster still:\n{_BF16}",
+    ),
+    "bf16": (
+        "Train in bf16 with autocast: on this GPU TF32 is no faster than fp32, 16 bits are.",
+        _BF16,
+    ),
+    "fp16": (
+        "Use mixed precision: this GPU has no TF32, its tensor cores take fp16. Autocast picks "
+        "the ops; the scaler keeps small gradients alive.",
+        "scaler = torch.amp.GradScaler()\n"
+        'with torch.autocast("cuda", dtype=torch.float16):\n'
+        "    loss = criterion(model(x), y)\n"
+        "scaler.scale(loss).backward()\n"
+        "scaler.step(optimizer)\n"
+        "scaler.update()",
+    ),
+}
+"""Format to move to -> what to do, and the code."""
+
+
+class Target(NamedTuple):
+    """A number format that tensor cores multiply faster than CUDA cores do fp32."""
+
+    format: str
+    fp32: float
+    """Peak in fp32, FLOP/s."""
+    peak: float
+    """Peak in the format, FLOP/s."""
 
 
 class Fp32Matmul(Rule):
@@ -29,7 +70,8 @@ class Fp32Matmul(Rule):
     ``wmma_tensorop`` and then advises mixed precision to runs that are in bf16 already.
 
     From compute capability 8.0 the cure is TF32, one line; on Volta and Turing, which have no
-    TF32, it is mixed precision in fp16. Where TF32 kernels of the same kind run in the window, the
+    TF32, it is mixed precision in fp16, and on GeForce cards, whose TF32 is as fast as their fp32,
+    in bf16. Where TF32 kernels of the same kind run in the window, the
     switch is on already and the rest is there because of its shapes: that is not this rule's
     business. PyTorch turns TF32 on for convolutions and off for matrix products by default, so the
     two are judged apart.
@@ -53,7 +95,8 @@ class Fp32Matmul(Rule):
     )
 
     min_share = 0.05  # of kernel time; below it another rule's finding is always worth more
-    min_busy = facts.MIN_BUSY  # share of the step the device is busy; see facts.MIN_BUSY
+    min_busy = facts.MIN_BUSY  # share of the step the device is busy
+    min_ratio = 1.8  # of the peaks: TF32 has twice fp32's on an A10, eight times on an A100
     derating = 0.6  # of the ratio of peaks that real shapes reach
     best_derating = 0.86  # PyTorch's CUDA notes: 10240^3 on an A100 in 0.11 s, with TF32 0.016 s
     worst_derating = 0.25  # twice as fast on an A100: the low end of what users report
@@ -92,17 +135,33 @@ class Fp32Matmul(Rule):
             return
         if facts.busy_share(a) < self.min_busy:
             return  # faster kernels would only wait longer
-        compute = a.device.compute if a.device is not None else None
-        if compute is None:
+        if a.trace.meta.vendor == "amd":
+            return  # its matrix cores take fp32 as it is
+        if a.hardware is None:
+            name = a.device.name if a.device is not None else None
             yield NotMeasured(
-                what="whether fp32 matrix products could use tensor cores",
-                why="the trace does not say which GPU it is from",
-                record="a profiler that writes deviceProperties (any recent PyTorch)",
+                what=f"whether tensor cores would be faster at fp32 matrix work ({share:.0%} of "
+                "kernel time)",
+                why=f"nothing is known of the GPU {name!r}"
+                if name
+                else "the trace does not say which GPU it is from",
+                record="" if name else "a profiler that writes deviceProperties",
             )
             return
-        if compute < (7, 0) or a.trace.meta.vendor == "amd":
-            return  # no tensor cores; AMD's matrix cores take fp32 as it is
-        yield self._finding(a, slow, share, compute)
+        target = self._target(a.hardware)
+        if target is not None:
+            yield self._finding(a, slow, share, target)
+
+    def _target(self, gpu: Gpu) -> Target | None:
+        """The format to move to; ``None``: this GPU has none that is much faster than fp32."""
+        fp32 = gpu.peak("fp32")
+        for name in ("tf32", "bf16", "fp16"):
+            if name == "bf16" and gpu.compute < (8, 0):
+                continue
+            peak = gpu.peak(name)
+            if fp32 and peak and peak >= self.min_ratio * fp32:
+                return Target(name, fp32, peak)
+        return None
 
     def _fp32(self, a: Analysis) -> facts.Mask:
         """Rows whose inputs are fp32: by the op's types, else by the kernel's name."""
@@ -127,16 +186,12 @@ class Fp32Matmul(Rule):
             return np.zeros(len(at))
         return moved / (a.hardware.bandwidth * self.reachable_bandwidth) * 1e9
 
-    def _finding(
-        self, a: Analysis, slow: facts.Mask, share: float, compute: tuple[int, int]
-    ) -> Finding:
-        modern = compute >= (8, 0)
-        target = "tf32" if modern else "fp16"
-        peaks = self._peaks(a, target)
+    def _finding(self, a: Analysis, slow: facts.Mask, share: float, target: Target) -> Finding:
+        fix, code = FIXES[target.format]
         families = [f for f in ("gemm", "convolution") if (slow & facts.of_family(a, f)).any()]
         rows = facts.compute_rows(a) & facts.of_family(a, *families)
         saved = [
-            self._saved(a, slow, peaks, derating, blind)
+            self._saved(a, slow, target, derating, blind)
             for derating, blind in (
                 (self.derating, self.blind_derating),
                 (self.best_derating, self.best_blind_derating),
@@ -144,7 +199,6 @@ class Fp32Matmul(Rule):
             )
         ]
         middle, low, high = (facts.diluted(a, rows, ns) for ns in saved)
-        ratio = f"{peaks[1] / peaks[0]:.0f}x" if peaks else "several times"
         what = " and ".join(
             {"gemm": "matrix products", "convolution": "convolutions"}[f] for f in families
         )
@@ -154,37 +208,19 @@ class Fp32Matmul(Rule):
             title=self.title,
             summary=(
                 f"{share:.0%} of kernel time goes into {what} in fp32 on the CUDA cores; the "
-                f"tensor cores of this GPU are {ratio} faster in {target.upper()}."
+                f"tensor cores of this GPU are {target.peak / target.fp32:.0f}x as fast in "
+                f"{target.format.upper()}."
             ),
             evidence=[
                 Evidence("fp32 matrix time, share of kernel time", share, "share",
                          self.min_share, "shares below 5 % are noise between runs"),
                 Evidence("fp32 matrix time a step", facts.duration(a, slow) / a.step_count, "ns"),
-                Evidence("peak in fp32", peaks[0] if peaks else None, "FLOP/s"),
-                Evidence(f"peak in {target}", peaks[1] if peaks else None, "FLOP/s"),
+                Evidence("peak in fp32", target.fp32, "FLOP/s"),
+                Evidence(f"peak in {target.format}", target.peak, "FLOP/s"),
             ],
             where=facts.locations(a, slow),
-            fix=(
-                "Allow TF32 for fp32 matrix work (one line, 10 bits of mantissa instead of 23), or "
-                "better train in bf16 with autocast, which halves the bytes too."
-                if modern
-                else "Use mixed precision: this GPU has no TF32, its tensor cores take fp16. "
-                "Autocast picks the ops; the scaler keeps small gradients alive."
-            ),
-            code=(
-                'torch.set_float32_matmul_precision("high")   # matrix products\n'
-                "torch.backends.cudnn.allow_tf32 = True        # convolutions (the default)\n"
-                "# or, faster still:\n"
-                'with torch.autocast("cuda", dtype=torch.bfloat16):\n'
-                "    loss = criterion(model(x), y)"
-                if modern
-                else "scaler = torch.amp.GradScaler()\n"
-                'with torch.autocast("cuda", dtype=torch.float16):\n'
-                "    loss = criterion(model(x), y)\n"
-                "scaler.scale(loss).backward()\n"
-                "scaler.step(optimizer)\n"
-                "scaler.update()"
-            ),
+            fix=fix,
+            code=code,
             check=(
                 "Profile again: the kernels' names say tensorop, xmma … tf32, s1688 or s16816 "
                 "instead of sgemm; compare the loss curve over some hundred steps."
@@ -217,25 +253,18 @@ class Fp32Matmul(Rule):
             ),
         )  # fmt: skip
 
-    def _peaks(self, a: Analysis, target: str) -> tuple[float, float] | None:
-        if a.hardware is None:
-            return None
-        now, then = a.hardware.peak("fp32"), a.hardware.peak(target)
-        return None if now is None or then is None else (now, then)
-
     def _saved(
         self,
         a: Analysis,
         slow: facts.Mask,
-        peaks: tuple[float, float] | None,
+        target: Target,
         derating: float,
         blind: float,
     ) -> float:
         """Time the slow kernels lose when the tensor cores do them, ns, summed."""
         at = np.flatnonzero(slow)
         dur = a.trace.gpu["dur"].to_numpy()[at].astype(float)
-        # an unlisted GPU: its generation has tensor cores, and the usual ratio is 8
-        ratio = peaks[0] / peaks[1] if peaks else 1 / 8
+        ratio = target.fp32 / target.peak
         known = a.kernels["flops"].gather(at).is_not_null().to_numpy()
         after = dur * np.minimum(1.0, ratio / np.where(known, derating, blind))
         after = np.maximum(after, self._least(a, at))
@@ -277,7 +306,10 @@ class Fp32Matmul(Rule):
                 with mixed.op("aten::mm", [[4096, 33], [33, 647]], "float"):
                     mixed.launch("ampere_sgemm_128x64_nn", 200)
                 mixed.sync()
+        unknown = _training("A100", "float", "ampere_sgemm_128x128_nn", 8000)
+        unknown.head["deviceProperties"][0]["name"] = "Some GPU of next year"
         return {
+            "a GPU of which nothing is known": unknown,
             "bf16 as nvjet": _training(
                 "H100", "c10::BFloat16", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", 300),
             "bf16 as wmma_tensorop": _training(

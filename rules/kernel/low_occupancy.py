@@ -39,7 +39,10 @@ class LowOccupancy(Rule):
     title = "A memory-bound kernel has too few threads in flight"
     category = "kernel"
     validated = "synthetic"
-    validated_on = ""
+    validated_on = (
+        "silent where it must be: A100 and V100 training (25 and 21 % of kernel time is below 40 % "
+        "by what the profiler writes); never seen to fire"
+    )
     references = (
         "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#occupancy",
         "https://docs.nvidia.com/nsight-compute/ProfilingGuide/#occupancy-calculator",

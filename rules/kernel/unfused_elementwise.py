@@ -41,7 +41,10 @@ class UnfusedElementwise(Rule):
     title = "Chains of pointwise kernels are not fused"
     category = "kernel"
     validated = "synthetic"
-    validated_on = ""
+    validated_on = (
+        "silent on A100 and V100 training and MI210 ResNet (3, 7 and 11 % of kernel time in "
+        "chains); never seen to fire"
+    )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.compile.html",
         "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#fuse-operations",

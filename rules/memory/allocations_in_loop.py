@@ -30,7 +30,10 @@ class AllocationsInLoop(Rule):
     title = "Device memory is allocated in the training loop"
     category = "memory"
     validated = "synthetic"
-    validated_on = ""
+    validated_on = (
+        "silent where it must be: A100 and V100 training (no such call in six steps), AlexNet (24 "
+        "cudaMalloc at the start); never seen to fire"
+    )
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf",
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import polars as pl
+
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Worth
+from advisor.model import Evidence, Finding, Location, NotMeasured, Outcome, Rule, Worth
 from advisor.rules.memory.peaks import peaks
 from advisor.testing import TraceBuilder
 
@@ -42,6 +44,7 @@ class MemoryNearCapacity(Rule):
         if a.device_id is None:
             return
         reserved, allocated, capacity = peaks(a)
+        reserved = allocated if reserved is None else reserved  # it is at least what tensors hold
         if reserved is None:
             yield NotMeasured(
                 what="device memory: peak, capacity, what could be freed",
@@ -81,6 +84,7 @@ class MemoryNearCapacity(Rule):
                 Evidence("allocated at its peak, share of reserved", used, "share",
                          self.fragmented),
             ],
+            where=self._where(a, reserved),
             fix=(
                 "Most of the reserved memory is not in use: let segments grow and shrink, and keep "
                 "shapes the same, so that fragments do not pile up."
@@ -108,6 +112,18 @@ class MemoryNearCapacity(Rule):
             ),
         )  # fmt: skip
 
+    def _where(self, a: Analysis, reserved: int) -> list[Location]:
+        """The step of the peak."""
+        at = a.memory.filter(
+            (pl.col("device") == a.device_id)
+            & (pl.coalesce("peak_reserved", "peak_allocated") == reserved)
+        )["step"]
+        steps = a.steps.table.filter(pl.col("index").is_in(at.implode()))
+        return [
+            Location(step=row["name"], ts_ns=row["ts"], dur_ns=row["dur"])
+            for row in steps.head(1).iter_rows(named=True)
+        ]
+
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         """Full of tensors; and full of fragments (an A100 of 85 GB)."""
@@ -118,12 +134,11 @@ class MemoryNearCapacity(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, TraceBuilder]:
-        """Half full; not recorded; a full host (device -1) is no full device."""
-        host = _step(30_000_000_000, 40_000_000_000)
+        """Half full; not recorded; only allocated memory is told, and it is half."""
         return {
             "half full": _step(30_000_000_000, 40_000_000_000),
             "not recorded": _step(None, 0),
-            "an allocator that does not tell what it reserves": host,
+            "an allocator that does not tell what it reserves": _step(30_000_000_000, 0),
         }
 
 

@@ -37,7 +37,7 @@ LAUNCH_BOUND = ["b200_eager", "h100_bert_small_inference", "nccl_collectives"]
 COMMUNICATION = re.compile(r"(?i)nccl|multimem")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def raw(path: str) -> list[dict[str, Any]]:
     """The complete events of a file."""
     with gzip.open(path) as file:
@@ -54,7 +54,7 @@ def time_of(events: list[dict[str, Any]], pattern: str = "") -> float:
     return 1000 * sum(e["dur"] for e in events if re.search(pattern, e["name"]))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=20)
 def analysis(path: str) -> Analysis:
     return Analysis(read_trace(path))
 
@@ -379,7 +379,7 @@ def test_apex_fused_adam_is_no_single_tensor_optimizer(shared_trace: Find, name:
 def test_every_finding_of_ours_is_complete_and_inside_its_bounds(
     shared_trace: Find, name: str
 ) -> None:
-    a = Analysis(read_trace(shared_trace(name)))
+    a = analysis(shared_trace(name))
     rules = [r for r in load_rules(config={}) if r.id in OURS]
     result = run_rules(-1, a, rules)
     for found in result.findings:

@@ -232,7 +232,7 @@ def verdict(
         if top is None:
             return "limited", "Nothing in this trace can be measured."
         text = (
-            f"No GPU work in the trace. The host's {step} {unit}: {t.cause_label(top.name)} "
+            f"No GPU work in the trace. The host's {step} {unit}: {t.host_label(top.name)} "
             f"{t.percent(top.share)}"
         )
         if report.findings:

@@ -80,7 +80,7 @@ def figures(report: Report) -> list[Line]:
     if report.replay is not None:
         lines.append(("path", path_parts(report.replay.critical)))
     if report.host and report.time:
-        host = [f"{t.cause_label(part.name)} {t.percent(part.share)}" for part in report.host]
+        host = [f"{t.host_label(part.name)} {t.percent(part.share)}" for part in report.host]
         lines.append(("host", host[:MOST_NAMES]))
     return lines
 
@@ -169,6 +169,16 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     return ("or", title) if alternative else ("also", f"{title}: {t.gain(other)} by itself")
 
 
+def why_note(finding: Finding) -> str:
+    """Why a finding is a note and not ranked."""
+    worth = finding.worth
+    if finding.validation == "synthetic":
+        return "not proven on real traces"
+    if worth is not None and worth.currency == "unpriced":
+        return t.clean(worth.reason)
+    return ""
+
+
 def abstentions(report: Report) -> list[tuple[str, str]]:
     """What could not be checked: (what, why and what to record)."""
     found = []
@@ -193,7 +203,7 @@ def outlook(report: Report) -> str:
     if replay is None or not ranked(report):
         return ""
     parts = ", ".join(path_parts(replay.critical_after)).removeprefix("critical: ")
-    fixed = "all of it is" if len(ranked(report)) > 1 else "it is"
+    fixed = "all are" if len(ranked(report)) > 1 else "it is"
     unit = t.loop_unit(report.scope.step_source)
     left = t.time(replay.step_after_ns)
     return f"Once {fixed} fixed, the {unit} takes {left} and hangs on: {parts}."
@@ -204,13 +214,14 @@ def definitions(report: Report) -> list[str]:
     found = []
     replay = report.replay
     if report.findings and replay is not None:
+        error = "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
         starts = "" if replay.explained is None else (
             f" and explains {t.percent(replay.explained)} of {t.count(replay.starts)} device "
             "starts to 5 µs")  # fmt: skip
         found.append(
             "Gains are replayed: the dependency graph of "
             f"{replay.steps} steps is run again with the fix in it. Without any fix it comes "
-            f"within {replay.step_error:.1%} of the measured steps{starts}."
+            f"within {error} of the measured steps{starts}."
         )
     if bounded(report):
         found.append(

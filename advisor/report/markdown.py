@@ -85,7 +85,7 @@ def _time(report: Report) -> str:
                 rows += [(f"– {t.cause_label(c.cause)}", c.ns, c.share) for c in report.idle]
         title = f"Where the {unit}'s time goes on the GPU"
     elif report.host:
-        rows = [(t.cause_label(part.name), part.ns, part.share) for part in report.host]
+        rows = [(t.host_label(part.name), part.ns, part.share) for part in report.host]
         title = f"Where the {unit}'s time goes on the host's main thread"
     else:
         return ""
@@ -180,12 +180,14 @@ def _apart(report: Report) -> list[str]:
             parts += _finding(report, finding)
     if report.notes:
         parts.append("### Notes")
-        parts.append(
-            "\n".join(
-                f"- {escape(note.title)}: {escape(note.summary)} *Fix:* {escape(note.fix)}"
-                for note in report.notes
+        lines = []
+        for note in report.notes:
+            reason = facts.why_note(note)
+            aside = f" *({escape(reason)})*" if reason else ""
+            lines.append(
+                f"- {escape(note.title)}{aside}: {escape(note.summary)} *Fix:* {escape(note.fix)}"
             )
-        )
+        parts.append("\n".join(lines))
     return parts
 
 

@@ -138,10 +138,12 @@ def _findings(page: Page, report: Report, top: int | None) -> None:
     page.section("What to change", "by gain and confidence" if len(found) > 1 else "")
     if len(found) > 1:
         _index(page, report, found)
-    page.wrapped(facts.outlook(report), indent=4, style="dim")
+        page.wrapped(facts.outlook(report), indent=4, style="dim")
     for finding in shown:
         page.blank()
         _finding(page, report, finding)
+        if len(found) == 1:
+            page.field("then", facts.outlook(report), style="dim")
     if len(shown) < len(found):
         page.blank()
         page.wrapped(f"{len(found) - len(shown)} more in detail: --top {len(found)}.", indent=1)
@@ -216,9 +218,11 @@ def _apart(page: Page, report: Report) -> None:
         for finding in report.risks:
             _finding(page, report, finding)
     if report.notes:
-        page.section("Notes", "not proven on real traces, or too small to rank")
+        page.section("Notes")
         for finding in report.notes:
-            page.wrapped(t.clean(finding.title), first=" ∙  ", indent=4)
+            reason = facts.why_note(finding)
+            aside = (f" ({reason})" if reason else "", "dim")
+            page.wrapped(t.clean(finding.title), aside, first=" ∙  ", indent=4)
             page.wrapped(t.clean(finding.summary), indent=4, style="dim")
             page.field("fix", finding.fix)
 

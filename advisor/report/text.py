@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
+from pathlib import Path
 from typing import Final
 
 from advisor.model import Evidence, Finding, Location
@@ -33,7 +35,17 @@ CAUSES: Final = {
     "other_thread": "another thread",
     "end": "nothing recorded",
 }
-"""Idle causes (``analysis.gaps.CAUSES``) and host classes as they are shown."""
+"""Idle causes (``analysis.gaps.CAUSES``) as they are shown."""
+
+HOST: Final = {
+    **CAUSES,
+    "sync": "waiting in a sync",
+    "copy": "waiting in a copy",
+    "dispatch": "operators",
+    "launch": "launch calls",
+    "unrecorded": "nothing recorded",
+}
+"""Classes of host time (``analysis.timeline.CLASSES``) as they are shown."""
 
 _SAFE = re.compile(r"[\x20-\x7e]*")
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -97,9 +109,16 @@ def _matching(name: str) -> int:
 
 
 def path(file: str, width: int) -> str:
-    """A path in ``width`` characters: its end is what tells files apart."""
-    file = clean(file)
+    """A path in ``width`` characters: from here when it is below, else its end if it is long."""
+    file = clean(file.removeprefix(_here()))
     return file if len(file) <= width else f"…{file[len(file) - width + 1 :]}"
+
+
+def _here() -> str:
+    try:
+        return f"{Path.cwd()}{os.sep}"
+    except OSError:  # the working folder was deleted
+        return ""
 
 
 def time(ns: float | None) -> str:
@@ -265,5 +284,10 @@ def loop_unit(step_source: str) -> str:
 
 
 def cause_label(cause: str) -> str:
-    """An idle cause or a host class as words."""
+    """An idle cause as words."""
     return CAUSES.get(cause, clean(cause).replace("_", " "))
+
+
+def host_label(name: str) -> str:
+    """A class of host time as words."""
+    return HOST.get(name, clean(name).replace("_", " "))

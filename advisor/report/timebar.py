@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from advisor.report.data import Report
-from advisor.report.text import LABELS, cause_label
+from advisor.report.text import LABELS, cause_label, host_label
 
 MOST_CAUSES = 5
 """Causes with a segment of their own; smaller ones are summed."""
@@ -68,7 +68,7 @@ def device_segments(report: Report) -> tuple[list[Segment], list[Segment]]:
 
 def host_segments(report: Report) -> list[Segment]:
     """What the main thread did: the bar of a trace without device work."""
-    parts = [(cause_label(item.name), item.ns, item.share) for item in report.host]
+    parts = [(host_label(item.name), item.ns, item.share) for item in report.host]
     return _ranked(parts, _HOST, "other")
 
 

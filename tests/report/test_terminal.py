@@ -193,7 +193,7 @@ def test_without_device_work_the_bar_is_the_hosts(report: Make) -> None:
     cpu_only.scope.device = cpu_only.scope.device_name = None
     shown = terminal.render(cpu_only)
     assert "on the host's main thread" in shown
-    assert "dispatching ops" in shown
+    assert re.search(r"^  █ operators +200.0 ms +50%$", shown, re.MULTILINE)
     assert "GPU 0" not in shown
     assert "MFU" not in shown
 
@@ -249,3 +249,14 @@ def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., F
     shown = terminal.render(report(1, risks=[risk]))
     assert "risk: 97% of the memory is taken" in section(shown, "Memory and risks")
     assert "Near capacity" not in section(shown, "What to change")
+
+
+def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., Finding]) -> None:
+    notes = [
+        finding(1, title="A guess", validation="synthetic"),
+        finding(2, title="A cost", worth=Worth(currency="unpriced", reason="of the recording")),
+    ]
+    shown = section(terminal.render(report(0, notes=notes)), "Notes")
+    assert "A guess (not proven on real traces)" in shown
+    assert "A cost (of the recording)" in shown
+    assert shown.count("    fix ") == 2

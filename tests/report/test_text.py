@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -120,3 +121,11 @@ def test_a_long_kernel_name_keeps_its_head_and_its_tail() -> None:
 
 def test_a_long_path_keeps_its_end() -> None:
     assert t.path("/home/somebody/a/long/way/project/train.py", 20) == "…ay/project/train.py"
+
+
+def test_a_path_below_the_working_folder_starts_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert t.path(str(tmp_path / "src" / "train.py"), 60) == str(Path("src", "train.py"))
+    assert t.path(f"{tmp_path}2/train.py", 200) == f"{tmp_path}2/train.py"

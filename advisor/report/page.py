@@ -63,8 +63,9 @@ class Page:
         room = max(20, self.width - indent)
         for number, piece in enumerate(text.wrap(self._console, room)):
             piece.rstrip()
-            lead = Text(first.ljust(indent) if number == 0 else " " * indent, style="dim")
-            self._console.print(lead.append_text(piece), no_wrap=True, crop=True)
+            line = Text()  # a style of its own would go on for the whole line
+            line.append(first.ljust(indent) if number == 0 else " " * indent, style="dim")
+            self._console.print(line.append_text(piece), no_wrap=True, crop=True)
 
     def section(self, title: str, aside: str = "") -> None:
         """A heading with a thin line after it."""
@@ -80,14 +81,20 @@ class Page:
             self.wrapped(clean(body), first=first, indent=indent + LABEL, style=style)
 
     def flow(
-        self, label: str, parts: Iterable[str], *, indent: int = 4, separator: str = " · "
+        self,
+        label: str,
+        parts: Iterable[str],
+        *,
+        indent: int = 4,
+        separator: str = " · ",
+        style: str = "",
     ) -> None:
         """A name and parts beside it; a line is broken between parts where that is possible."""
         room = max(20, self.width - indent - LABEL)
         lines = _flowed([clean(part) for part in parts if part], room, separator)
         for number, text in enumerate(lines):
             first = f"{' ' * indent}{label}" if number == 0 else ""
-            self.wrapped(text, first=first, indent=indent + LABEL)
+            self.wrapped(text, first=first, indent=indent + LABEL, style=style)
 
     def code(self, label: str, text: str, *, indent: int = 4) -> None:
         """A snippet, its lines kept as they are: beside its name where they fit, else without

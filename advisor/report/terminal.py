@@ -181,7 +181,7 @@ def _index(page: Page, report: Report, found: list[Finding]) -> None:
 def _finding(page: Page, report: Report, finding: Finding) -> None:
     number = f"{finding.rank:>2}" if finding.rank is not None else " ∙"
     page.wrapped(t.clean(finding.title), first=f"{number}  ", indent=4, style="bold")
-    page.flow("gain", _gain(report, finding))
+    page.flow("gain", _gain(report, finding), style="green")
     for index, location in enumerate(facts.places(finding)):
         room = page.width - 16
         names = t.place_names(location, name_width=min(room, 48), path_width=min(room - 8, 60))

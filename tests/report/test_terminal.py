@@ -64,6 +64,13 @@ def test_colour_is_off_unless_asked_for(report: Make) -> None:
     assert "\x1b" in terminal.render(report(3), colour=True)
 
 
+def test_labels_are_dim_and_what_matters_is_not(report: Make) -> None:
+    lines = terminal.render(report(1), colour=True).split("\n")
+    assert lines[0].startswith("\x1b[1;33mGPU busy 82%")
+    (why,) = [line for line in lines if "why     " in ANSI.sub("", line)]
+    assert re.match(r"\x1b\[2m    why     \x1b\[0mEach step waits", why)
+
+
 def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: Make) -> None:
     shown = terminal.render(report(2))
     order = [

@@ -27,7 +27,11 @@ class CudaGraphsUnused(Rule):
     id = "cuda-graphs-unused"
     title = "The same launches in every step, without CUDA graphs"
     category = "host"
-    validated = "synthetic"
+    validated = "real traces"
+    validated_on = (
+        "fires on nccl_collectives (3 steps, 1,258 pieces of work each, the same kernels in the "
+        "same order); silent on A100 and V100 training"
+    )
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs",
         "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/",

@@ -32,7 +32,12 @@ class LaunchBound(Rule):
     id = "launch-bound"
     title = "The device waits for kernel launches"
     category = "host"
-    validated = "synthetic"
+    validated = "real traces"
+    validated_on = (
+        "fires on h100_bert_small_inference (7 % busy), b200_eager (13 %) and nccl_collectives "
+        "(24 %), where idle time by HTA's definition of host wait bounds it from above; silent on "
+        "A100 and V100 training (84 and 96 % busy, half of the kernels below 10 µs)"
+    )
     references = (
         "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/",
         "https://pytorch.org/docs/stable/generated/torch.compile.html",

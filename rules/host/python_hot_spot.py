@@ -34,7 +34,11 @@ class PythonHotSpot(Rule):
     id = "python-hot-spot"
     title = "A Python function keeps the device waiting"
     category = "host"
-    validated = "synthetic"
+    validated = "real traces"
+    validated_on = (
+        "b200_eager: MXFP4 quantisation in Python, 12 of 87 ms; silent on "
+        "h100_bert_small_inference, whose Python is spread over all launches"
+    )
     references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
 
     min_share = 0.05  # of the step, for one function; a proposal of the rule catalogue

@@ -23,6 +23,10 @@ class DataLoaderWait(Rule):
     trace (training on the CPU) all of the wait counts. A loader without worker processes
     (``num_workers=0``) is the subject of the rule single-process-loader.
 
+    A batch that is ready is not free: taking it over (queue, shared memory, wake-up) took 1 to 3 ms
+    with 2 workers and with 6 alike (torch 2.13, small batches, two busy cores). Waits that short
+    say nothing about the workers, and more of them would not help.
+
     Traps: the first batch of an epoch, for which workers are started, says nothing about the
     others: when one step of three or more holds nearly all the wait, the rule abstains. A loader of
     one's own leaves no mark in the trace; its time shows as Python before the first kernel.
@@ -31,13 +35,19 @@ class DataLoaderWait(Rule):
     id = "dataloader-wait"
     title = "The device waits for the DataLoader"
     category = "input"
-    validated = "synthetic"
+    validated = "recordings"
+    validated_on = (
+        "CPU recordings, torch 2.13: fires with 2 workers that need 80 ms a batch (6 workers: step "
+        "102 to 54 ms), silent where only the hand-over shows; silent on A100 and V100 traces "
+        "whose loader keeps up (0.1 % and 0.0 % of the step)"
+    )
     references = (
         "https://pytorch.org/docs/stable/data.html",
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
     )
 
     min_share = 0.05  # of the step: TensorBoard's plugin (0.05) and XProf's "moderate" (5 %)
+    min_batch_ms = 3.0  # a ready batch takes 1 to 3 ms to hand over (see above)
     healthy_share = 0.01  # exposed wait below which the loader is said to keep up
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -53,7 +63,8 @@ class DataLoaderWait(Rule):
         if waits is None:
             return
         share = waits.exposed / a.span_ns
-        if share < self.min_share:
+        batch = waits.total / len(waits.host)
+        if share < self.min_share or batch < self.min_batch_ms * 1e6:
             if share < self.healthy_share and a.device_id is not None:
                 yield Good(
                     text=f"the DataLoader keeps up: the device waits {share:.1%} of the step"
@@ -84,6 +95,7 @@ class DataLoaderWait(Rule):
                 Evidence("exposed wait a step", per_step, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
                 Evidence("wait a step", waits.total / a.step_count, "ns"),
+                Evidence("mean wait for a batch", batch, "ns", self.min_batch_ms * 1e6, "measured"),
                 Evidence("steps that wait", waiting, "share"),
                 Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),
             ],
@@ -140,8 +152,8 @@ class DataLoaderWait(Rule):
                     single.launch("ampere_sgemm_128x64_nn", 3000)
                 single.sync()
             with first.step():
-                first.loader_wait(4000 if number == 0 else 30)
+                first.loader_wait(14000 if number == 0 else 30)
                 with first.op("aten::mm"):
-                    first.launch("ampere_sgemm_128x64_nn", 9000)
+                    first.launch("ampere_sgemm_128x64_nn", 30000)
                 first.sync()
         return {"hidden behind device work": hidden, "no workers": single, "first batch": first}

@@ -32,7 +32,11 @@ class DeviceCopies(Rule):
     id = "device-copies"
     title = "Device memory is copied around on the device"
     category = "transfer"
-    validated = "synthetic"
+    validated = "real traces"
+    validated_on = (
+        "v100_train_copy_heavy: 774 copies a step, 12 % of it, nearly all at the border of CUDA "
+        "graphs; silent on A100 training (0.6 %) and b200_eager (0.9 %)"
+    )
     references = (
         "https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
         "https://pytorch.org/docs/stable/generated/torch.Tensor.contiguous.html",

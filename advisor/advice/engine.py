@@ -192,6 +192,8 @@ def price(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
             finding.worth = Worth(
                 currency="unpriced", reason="the rule names no change of the step's events"
             )
+        if finding.worth.currency == "step_time":
+            finding.severity = severity(finding.worth.share)
         return finding
     finding.worth = step_worth(pricing.price(finding), pricing.method, a)
     finding.severity = severity(finding.worth.share)

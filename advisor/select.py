@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 Mask = NDArray[np.bool_]
 
 
-def selected_gpu(a: Analysis, select: Select) -> Mask:
-    """Aligned with ``trace.gpu``: rows of the analysed device, inside the used steps."""
+def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask:
+    """Aligned with ``trace.gpu``: rows of the analysed device that run inside the used steps;
+    ``anywhere``: at whatever time they run."""
     gpu = a.trace.gpu
-    mask = a.in_window.copy()
+    mask: Mask = a.in_window.copy()
+    if anywhere and a.device_id is not None:
+        mask = (gpu["device"] == a.device_id).to_numpy().copy()
     if select.kind:
         mask &= gpu["kind"].is_in(list(select.kind)).to_numpy()
     if select.name:

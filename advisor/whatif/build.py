@@ -49,7 +49,7 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     trace = a.trace
     steps = representative_steps(a) if steps is None else steps
     table = a.steps.table[steps[0] : steps[1]]
-    bounds = np.append(table["ts"].to_numpy(), table["end"].to_numpy()[-1]).astype(np.int64)
+    bounds = np.append(table["ts"].to_numpy(), _host_end(trace, table)).astype(np.int64)
     start, end = int(bounds[0]), int(bounds[-1])
     facts: dict[str, float] = {}
 
@@ -96,6 +96,28 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     graph.starts = _boundaries(graph, bounds - start)
     graph.last = _last_work(trace, graph, work, bounds)
     return graph
+
+
+def _host_end(trace: Trace, table: pl.DataFrame) -> int:
+    """When the main thread was done with the last step. The steps table has the end of its device
+    work if that was later, and that is to be replayed, not copied."""
+    end, begin = int(table["end"][-1]), int(table["ts"][-1])
+    if trace.main_thread is None:
+        return end
+    cpu = trace.cpu.filter(
+        (pl.col("thread") == trace.main_thread)
+        & (pl.col("ts") >= begin)
+        & (pl.col("ts") < end)
+        & (pl.col("kind") != "overhead")
+    ).select("ts", "name", "kind", until=pl.col("ts") + pl.col("dur"))
+    mark = cpu.filter(
+        (pl.col("ts") == begin)
+        & (pl.col("kind") == "annotation")
+        & (pl.col("name").cast(pl.String) == table["name"][-1])
+    )
+    known = mark if mark.height else cpu.filter(pl.col("until") <= end)
+    last = known["until"].max()
+    return end if last is None else min(end, int(last))  # type: ignore[call-overload]
 
 
 def _join(

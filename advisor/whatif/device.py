@@ -161,7 +161,9 @@ def _measure(work: DeviceWork, facts: dict[str, float]) -> None:
     ended = np.where(before >= 0, (work.ts + work.dur)[before], np.iinfo(np.int64).min // 2)
     known = work.launch >= 0
     ready = work.launch_ts + work.own
-    idle = known & (ended < work.launch_ts - 2_000)
+    # nothing on any stream: otherwise an event of another one may be what it waits for
+    latest = np.maximum.accumulate(np.append(np.iinfo(np.int64).min // 2, work.ts + work.dur))[:-1]
+    idle = known & (latest < work.launch_ts - 2_000)
     delay = work.ts - ready
     # longer is no latency but a wait, for another stream's event say; copies from pageable memory
     # are staged first, and their call is not counted
@@ -361,7 +363,8 @@ def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Arr
     )
     for target, low, high in zip(late.tolist(), since.tolist(), upto.tolist(), strict=True):
         # a loop over late starts only: each has a handful of candidates
-        if len(calls) and work.launch[target] >= 0:
+        known = launched_before[target] > np.iinfo(np.int64).min  # else it may lie before the trace
+        if len(calls) and work.launch[target] >= 0 and known:
             first, last = np.searchsorted(calls, [launched_before[target], work.launch_ts[target]])
             if first == last:
                 continue

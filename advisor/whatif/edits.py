@@ -46,8 +46,9 @@ class Selected:
         return found
 
     def _find_work(self, select: Select) -> Array:
+        # work launched in the last steps runs after them when the host is ahead
         device = self.graph.device
-        return device[selected_gpu(self.a, select)[self.graph.row[device]]]
+        return device[selected_gpu(self.a, select, anywhere=True)[self.graph.row[device]]]
 
     def rows(self, select: Select) -> Array:
         """Aligned with ``trace.cpu``, and one more at the end: False."""
@@ -252,7 +253,8 @@ class Patch:
         self._let_go(self.selected.waits(edit.select))
 
     def _spread(self, edit: Edit, factor: float | None) -> None:
-        """Loader work moves to ``workers`` processes: batches come at their rate instead."""
+        """Loader work moves to ``workers`` processes (where there are some: to that many times as
+        many): batches come at their rate instead, uneven ones evened out by the queue."""
         workers = max(1, edit.workers or 1)
         graph = self.graph
         chosen = self.selected.rows(edit.select)
@@ -263,11 +265,12 @@ class Patch:
         cost = np.zeros(len(graph))
         cost[graph.dst[program]] = self.weight[program]
         self.weight[program] = np.minimum(self.weight[program], HAND_BATCH_NS)
-        rate = np.flatnonzero(into & (graph.edge == Edge.LOADER) & (self.src > 0))
+        rate = np.flatnonzero(into & (graph.edge == Edge.LOADER))
         multi = self.weight[rate] > NEVER
-        self.weight[rate] = np.where(
-            multi, self.weight[rate] / workers, cost[graph.dst[rate]] / workers
-        )
+        self.weight[rate[multi]] /= workers
+        single = rate[~multi & (self.src[rate] > 0)]
+        if len(single):
+            self.weight[single] = cost[graph.dst[single]].mean() / workers
 
     def _overlap(self, edit: Edit, factor: float | None) -> None:
         """The work moves to a stream of its own: what comes after it, on the device or the host,

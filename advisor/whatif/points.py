@@ -88,10 +88,10 @@ def waits(trace: Trace, start: int, end: int) -> Array:
 
 
 def loaders(trace: Trace, start: int, end: int) -> Array:
-    """Rows of ``trace.cpu``: calls for the next batch in [start, end) that took long: the work
-    itself without worker processes, a wait for them otherwise."""
+    """Rows of ``trace.cpu``: calls for the next batch in [start, end): without worker processes
+    the work itself, otherwise those that took long and so were waits for them."""
     cpu = trace.cpu
-    named = matches(cpu["name"], LOADER)
-    rows = np.flatnonzero(named.to_numpy() & (cpu["dur"] >= STARVED_NS).to_numpy())
+    starved = (cpu["dur"] >= STARVED_NS).to_numpy() | ~matches(cpu["name"], WORKERS).to_numpy()
+    rows = np.flatnonzero(matches(cpu["name"], LOADER).to_numpy() & starved)
     ts = cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]

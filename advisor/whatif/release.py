@@ -50,7 +50,8 @@ def release_edges(
     idle = ~waited & (ended - called < SLOW_LAUNCH_NS)
     facts["call"] = float(np.median((ended - called)[idle])) if idle.sum() >= 3 else CALL_NS
     lag = (ended - last)[waited]
-    facts["release"] = float(np.median(lag[lag < MAX_RELEASE_NS])) if waited.sum() >= 3 else RELEASE_NS
+    lag = lag[lag < MAX_RELEASE_NS]
+    facts["release"] = float(np.median(lag)) if len(lag) >= 3 else RELEASE_NS
     # what the device cannot have held up is the call's own cost (lazy loading, locks)
     own = np.where(waited | (ended - called < SLOW_LAUNCH_NS), facts["call"], ended - called)
     edges.drop_program(done)
@@ -95,8 +96,12 @@ def _awaited(
         if call[number] == "sync_device":
             found.append(possible)
         elif which in told:
-            lanes = told[which]
-            found.append(possible[np.isin(work.lane[possible], lanes)])
+            mine = possible[np.isin(work.lane[possible], told[which])]
+            waited = end - begin > 3 * CALL_NS
+            if waited and not (ends[mine] > max(begin, end - MAX_RELEASE_NS)).any():
+                # the stream itself was waiting for another one
+                mine = possible[ends[possible] > max(begin, end - MAX_RELEASE_NS)]
+            found.append(mine)
         elif end - begin > 3 * CALL_NS and len(possible):
             # it waited: for the stream whose work ended last before the call returned
             best = possible[np.argmax(ends[possible])]

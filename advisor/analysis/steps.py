@@ -16,6 +16,10 @@ OUTLIER_FACTOR = 1.5
 measured but set aside; gpuprof calls a first step an outlier at 3x, Hampel's test uses 3 MAD."""
 OUTLIER_MADS = 5.0
 MIN_STEPS_LEFT = 3
+MAX_RHYTHM = 16
+"""Longest distance of long steps that come back; few loops have more loader workers a rank."""
+RHYTHM_ALIKE = 1.5
+"""How much longer than the shortest of them the longest may be."""
 PARTIAL_SHARE = 0.25
 """A last step shorter than this share of the median was cut off by the end of the recording."""
 
@@ -116,7 +120,7 @@ def _marks(trace: Trace, pattern: str) -> pl.DataFrame:
     )
     unique = names["name"].unique().cast(pl.String)
     wanted = unique.filter(unique.str.contains(pattern))
-    marks = names.filter(pl.col("name").is_in(wanted.cast(pl.Categorical)))
+    marks = names.filter(pl.col("name").is_in(wanted.cast(pl.Categorical).implode()))
     if not marks.height:
         return marks
     first = marks.sort("ts")["thread"][0]
@@ -192,6 +196,24 @@ def _outliers(dur: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     mad = float(np.median(np.abs(values - median)))
     limit = max(OUTLIER_FACTOR * median, median + OUTLIER_MADS * mad)
     candidates = np.flatnonzero(chosen & (dur > limit))
+    if _come_back(candidates - np.flatnonzero(chosen)[0], dur[candidates], len(values)):
+        return outlier
     candidates = candidates[np.argsort(-dur[candidates])]
     outlier[candidates[: len(values) - MIN_STEPS_LEFT]] = True
     return outlier
+
+
+def _come_back(place: np.ndarray, dur: np.ndarray, count: int) -> bool:
+    """Long steps at even distances all through the window, all about as long, are the loop's own
+    pace: with n loader workers that cannot keep up, every n-th step waits for all of them."""
+    if len(place) < 2:
+        return False
+    distance = np.diff(place)
+    apart = float(distance.mean())
+    return bool(
+        2 <= apart <= MAX_RHYTHM
+        and np.ptp(distance) <= 1
+        and place[0] <= apart
+        and count - place[-1] <= apart + 1
+        and dur.max() <= RHYTHM_ALIKE * dur.min()
+    )

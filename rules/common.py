@@ -76,6 +76,7 @@ def places(
     ts: Rows | None = None,
     dur: Rows | None = None,
     kernel: Rows | None = None,
+    instance: Rows | None = None,
     top: int = 3,
 ) -> list[Location]:
     """The places of the program that cost most, the most expensive first.
@@ -83,7 +84,8 @@ def places(
     ``host`` are rows of ``trace.cpu`` (-1: none) and ``cost`` what each of them costs, ns. Rows
     are of one place when they share the innermost frame of user code around them; without stacks
     when they share the innermost op; else their own name. ``ts`` and ``dur`` describe each
-    instance (by default the host row itself); ``kernel`` is a row of ``trace.gpu`` to name.
+    instance (by default the host row itself); ``kernel`` is a row of ``trace.gpu`` to name; rows of
+    one ``instance`` count once (by default each row is one).
     """
     known = np.flatnonzero((host >= 0) & (cost > 0))
     if not len(known):
@@ -100,11 +102,16 @@ def places(
                 "key": cpu["name"].to_physical().gather(named),
                 "row": known,
                 "cost": cost[known],
+                "instance": known if instance is None else instance[known],
             }
         )
         .sort("cost", descending=True)
         .group_by("key", maintain_order=True)
-        .agg(pl.col("cost").sum(), pl.col("row").first(), pl.len().alias("count"))
+        .agg(
+            pl.col("cost").sum(),
+            pl.col("row").first(),
+            pl.col("instance").n_unique().alias("count"),
+        )
         .sort("cost", descending=True, maintain_order=True)
     )
     found = []

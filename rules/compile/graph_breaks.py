@@ -92,15 +92,20 @@ class GraphBreaks(Rule):
                 "between two compiled graphs."
             ),
             evidence=[
-                Evidence("graph breaks a step", count, "count"),
-                Evidence("idle at them a step", idle.total / a.step_count, "ns"),
+                Evidence(f"graph breaks{per(a)}", count, "count"),
+                Evidence(f"idle at them{per(a)}", idle.total / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
                 Evidence("idle time a break", idle.total / len(broken), "ns"),
                 Evidence("where the graph breaks", _told(lines)),
             ],
             where=lines
             or places(
-                a, rows(gaps["host"]), covered(start, end, between), ts=start, dur=end - start
+                a,
+                rows(gaps["host"]),
+                covered(start, end, between),
+                ts=start,
+                dur=end - start,
+                instance=column(gaps, "gap"),
             ),
             fix=(
                 "Take out what breaks the graph: prints and logging, .item() and .cpu(), "

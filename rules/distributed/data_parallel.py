@@ -11,7 +11,7 @@ from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import intersect, union
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import duration, places
+from advisor.rules.common import duration, per, places
 from advisor.testing import TraceBuilder
 
 FORWARD = r"^DataParallel\.forward$"
@@ -65,9 +65,9 @@ class DataParallel(Rule):
                 "time a step), and its threads share one interpreter."
             ),
             evidence=[
-                Evidence("DataParallel.forward calls a step", len(found) / a.step_count, "count"),
+                Evidence(f"DataParallel.forward calls{per(a)}", len(found) / a.step_count, "count"),
                 Evidence("devices with work", devices, "count"),
-                Evidence("host time in broadcast, scatter and gather, a step",
+                Evidence(f"host time in broadcast, scatter and gather{per(a)}",
                          host / a.step_count, "ns"),
                 Evidence("most and least device time", f"{duration(max(busy.values()))}, "
                          f"{duration(min(busy.values()))}"),

@@ -8,6 +8,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, Good, Location, Outcome, Rule, Select
+from advisor.rules.common import counted, duration, of_step, per
 from advisor.testing import TraceBuilder
 
 
@@ -52,20 +53,21 @@ class ExposedCommunication(Rule):
             .sort("exposed", descending=True)
         )
         kinds = [
-            f"{kind} {ns / a.step_count / 1e6:.1f} ms in {count / a.step_count:.0f} calls"
+            f"{kind} {duration(ns / a.step_count)} in "
+            f"{counted(max(1, round(count / a.step_count)), 'call')}"
             for kind, ns, count in by_kind.head(3).iter_rows()
         ]
         yield Finding(
             rule=self.id,
             title=self.title,
             summary=(
-                f"{exposed / a.step_count / 1e6:.1f} ms of each step ({share:.0%}) the device only "
+                f"{of_step(a, exposed)} the device only "
                 f"communicates: {overlap:.0%} of communication runs under compute."
             ),
             evidence=[
-                Evidence("exposed communication a step", exposed / a.step_count, "ns"),
+                Evidence(f"exposed communication{per(a)}", exposed / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "TraceLens (5 %)"),
-                Evidence("all communication a step", total / a.step_count, "ns"),
+                Evidence(f"all communication{per(a)}", total / a.step_count, "ns"),
                 Evidence("hidden under compute", overlap, "share"),
                 Evidence("largest exposed", "; ".join(kinds)),
             ],

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from advisor.analysis import Analysis
 from advisor.analysis.copies import compute_stream
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import column, duration, of_step, places, rows
+from advisor.rules.common import column, duration, of_step, per, places, rows
 from advisor.testing import TraceBuilder
 
 READY_NS = 20_000
@@ -87,9 +87,9 @@ class PoorOverlap(Rule):
             evidence=[
                 Evidence("hidden under compute", overlap, "share", self.max_overlap, "TraceLens"),
                 Evidence("share of the step", share, "share", self.min_share, "XProf"),
-                Evidence("exposed on the compute stream, a step", on_stream / a.step_count, "ns"),
-                Evidence("exposed and waited for at once, a step", waited / a.step_count, "ns"),
-                Evidence("such collectives a step", int(chosen.sum()) / a.step_count, "count"),
+                Evidence(f"exposed on the compute stream{per(a)}", on_stream / a.step_count, "ns"),
+                Evidence(f"exposed and waited for at once{per(a)}", waited / a.step_count, "ns"),
+                Evidence(f"such collectives{per(a)}", int(chosen.sum()) / a.step_count, "count"),
             ],
             where=places(
                 a,

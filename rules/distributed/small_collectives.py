@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import column, duration, places, rows, size
+from advisor.rules.common import column, duration, per, places, rows, size
 from advisor.testing import TraceBuilder
 
 
@@ -76,12 +76,12 @@ class SmallCollectives(Rule):
                 "is latency."
             ),
             evidence=[
-                Evidence("small collectives in runs, a step", count, "count", self.min_count),
+                Evidence(f"small collectives in runs{per(a)}", count, "count", self.min_count),
                 Evidence("median message", median, "bytes", self.max_bytes, "rule catalogue"),
-                Evidence("exposed a step", float(cost.sum()) / a.step_count, "ns"),
+                Evidence(f"exposed{per(a)}", float(cost.sum()) / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share),
                 Evidence("shortest of them", latency, "ns"),
-                Evidence("their time a step", int(dur.sum()) / a.step_count, "ns"),
+                Evidence(f"their time{per(a)}", int(dur.sum()) / a.step_count, "ns"),
                 Evidence("the same merged (estimate)", merged / a.step_count, "ns"),
             ],
             where=places(

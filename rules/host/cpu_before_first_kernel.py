@@ -11,7 +11,7 @@ from advisor.analysis import Analysis
 from advisor.analysis.moments import step_starts
 from advisor.intervals import covered, intersect, union
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
-from advisor.rules.common import column, duration, of_step, places, rows
+from advisor.rules.common import column, duration, of_step, per, places, rows
 from advisor.testing import TraceBuilder
 
 CAUSES = ("dispatch", "python", "unknown")
@@ -76,14 +76,14 @@ class CpuBeforeFirstKernel(Rule):
                 + ("." if stacks else " or whatever else runs outside operators.")
             ),
             evidence=[
-                Evidence("idle before the first launch, a step", idle.total / a.step_count, "ns"),
+                Evidence(f"idle before the first launch{per(a)}", idle.total / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
                 Evidence("median of the steps", float(np.median(by_step)), "ns", self.min_ms * 1e6),
                 Evidence("of it in operators", by_cause["dispatch"], "ns"),
                 Evidence("of it in Python", by_cause["python"] if stacks else None, "ns"),
                 Evidence("of it not explained", by_cause["unknown"], "ns"),
             ],
-            where=places(a, rows(gaps["host"]), cost, ts=ts, dur=dur),
+            where=places(a, rows(gaps["host"]), cost, ts=ts, dur=dur, instance=column(gaps, "gap")),
             fix=(
                 "Prepare the batch before the step begins: in the Dataset or collate_fn of a "
                 "DataLoader with workers, or on the device itself (augmentation, normalisation, "

@@ -8,7 +8,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
-from advisor.rules.common import duration
+from advisor.rules.common import duration, per
 from advisor.rules.host.late import blockers, edit, how_late, same_kernels, where
 from advisor.testing import TraceBuilder
 
@@ -73,9 +73,9 @@ class CudaGraphsUnused(Rule):
                 f"{duration(late.idle / a.step_count)} a step ({share:.0%}) meanwhile."
             ),
             evidence=[
-                Evidence("idle for launches a step", late.idle / a.step_count, "ns"),
+                Evidence(f"idle for launches{per(a)}", late.idle / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "XProf (3 to 15 %)"),
-                Evidence("launch calls a step", late.calls, "count", self.min_launches),
+                Evidence(f"launch calls{per(a)}", late.calls, "count", self.min_launches),
                 Evidence("steps with the same kernels", a.step_count, "count"),
                 Evidence("graph launches", 0, "count"),
                 Evidence("waits for the device inside a step", waits, "count"),

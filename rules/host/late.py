@@ -81,6 +81,7 @@ def where(a: Analysis) -> list[Location]:
         ts=column(gaps, "ts"),
         dur=column(gaps, "dur"),
         kernel=rows(gaps["next"]),
+        instance=column(gaps, "gap"),
     )
 
 

@@ -81,10 +81,10 @@ class LaunchBound(Rule):
                 f"{duration(late.kernel_ns)} (median)."
             ),
             evidence=[
-                Evidence("idle for launches a step", late.idle / a.step_count, "ns"),
+                Evidence(f"idle for launches{per(a)}", late.idle / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "XProf (3 to 15 %)"),
                 Evidence("device busy", late.busy_share, "share", self.max_busy, "gpu-idle (80 %)"),
-                Evidence("launches a step", late.calls, "count", self.min_launches),
+                Evidence(f"launches{per(a)}", late.calls, "count", self.min_launches),
                 Evidence("median kernel", late.kernel_ns, "ns"),
                 Evidence("kernels below 10 µs", late.short, "share", None, "TraceLens"),
                 Evidence("the same kernels in every step", _told(static)),

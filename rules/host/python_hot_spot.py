@@ -78,7 +78,7 @@ class PythonHotSpot(Rule):
                 f"{counted(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)}."
             ),
             evidence=[
-                Evidence("device idle in them a step", total / a.step_count, "ns"),
+                Evidence(f"device idle in them{per(a)}", total / a.step_count, "ns"),
                 Evidence(
                     "share of the step", total / a.span_ns, "share", self.min_share, "catalogue"
                 ),
@@ -103,6 +103,7 @@ class PythonHotSpot(Rule):
                 column(gaps, "dur"),
                 ts=column(gaps, "ts"),
                 dur=column(gaps, "dur"),
+                instance=column(gaps, "gap"),
             ),
             fix=(
                 "Take it off the way to the next launch: compute it once and keep it, vectorise "

@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
-from advisor.rules.common import duration, of_step, places
+from advisor.rules.common import duration, of_step, per, places
 from advisor.rules.input.waits import OTHERS, find_waits, recurs
 from advisor.testing import TraceBuilder
 
@@ -92,9 +92,9 @@ class DataLoaderWait(Rule):
                 "uses them."
             ),
             evidence=[
-                Evidence("exposed wait a step", per_step, "ns"),
+                Evidence(f"exposed wait{per(a)}", per_step, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
-                Evidence("wait a step", waits.total / a.step_count, "ns"),
+                Evidence(f"wait{per(a)}", waits.total / a.step_count, "ns"),
                 Evidence("mean wait for a batch", batch, "ns", self.min_batch_ms * 1e6, "measured"),
                 Evidence("steps that wait", waiting, "share"),
                 Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
-from advisor.rules.common import duration, of_step, places
+from advisor.rules.common import duration, of_step, per, places
 from advisor.rules.input.waits import SINGLE, find_waits, recurs
 from advisor.testing import TraceBuilder
 
@@ -69,7 +69,7 @@ class SingleProcessLoader(Rule):
                 "process itself loads the next batch (num_workers=0)."
             ),
             evidence=[
-                Evidence("exposed loading a step", per_step, "ns"),
+                Evidence(f"exposed loading{per(a)}", per_step, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
                 Evidence(
                     "mean time of one batch",

@@ -61,11 +61,11 @@ class DataDependentShapes(Rule):
                 "size the host has to read from the device."
             ),
             evidence=[
-                Evidence("device idle after them a step", per_step, "ns"),
+                Evidence(f"device idle after them{per(a)}", per_step, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
-                Evidence("waits that left a bubble, a step", count / a.step_count, "count"),
+                Evidence(f"waits that left a bubble{per(a)}", count / a.step_count, "count"),
                 Evidence(
-                    "host waited in them a step", total(held.table["waited"]) / a.step_count, "ns"
+                    f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
                 ),
                 Evidence("by cause", causes(held)),
             ],

@@ -58,11 +58,11 @@ class ExplicitSynchronize(Rule):
                 "the host, which stood still meanwhile, launches again."
             ),
             evidence=[
-                Evidence("device idle after them a step", per_step, "ns"),
+                Evidence(f"device idle after them{per(a)}", per_step, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
-                Evidence("waits that left a bubble, a step", count / a.step_count, "count"),
+                Evidence(f"waits that left a bubble{per(a)}", count / a.step_count, "count"),
                 Evidence(
-                    "host waited in them a step", total(held.table["waited"]) / a.step_count, "ns"
+                    f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
                 ),
                 Evidence("by call", causes(held)),
             ],

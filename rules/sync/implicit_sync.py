@@ -76,11 +76,11 @@ class ImplicitSync(Rule):
         waiting = held.table.filter(pl.Series(held.lost > 0))
         inside = self._in_optimizer(a, held)
         evidence = [
-            Evidence("device idle after them a step", per_step, "ns"),
+            Evidence(f"device idle after them{per(a)}", per_step, "ns"),
             Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
-            Evidence("reads that left a bubble, a step", waiting.height / a.step_count, "count"),
+            Evidence(f"reads that left a bubble{per(a)}", waiting.height / a.step_count, "count"),
             Evidence(
-                "host waited in them a step", total(held.table["waited"]) / a.step_count, "ns"
+                f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
             ),
             Evidence("by cause", causes(held)),
         ]

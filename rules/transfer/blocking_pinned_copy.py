@@ -52,13 +52,13 @@ class BlockingPinnedCopy(Rule):
                 "is pinned and the copy could go on alone."
             ),
             evidence=[
-                Evidence("device idle after them a step", per_step, "ns"),
+                Evidence(f"device idle after them{per(a)}", per_step, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
-                Evidence("such copies a step", held.table.height / a.step_count, "count"),
+                Evidence(f"such copies{per(a)}", held.table.height / a.step_count, "count"),
                 Evidence(
-                    "host waited in them a step", total(held.table["waited"]) / a.step_count, "ns"
+                    f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
                 ),
-                Evidence("bytes a step", moved / a.step_count, "bytes"),
+                Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
             ],
             where=where(a, held),
             fix=(

@@ -79,11 +79,11 @@ class CopiesNotOverlapped(Rule):
                 + (", on the stream it computes on." if on_compute > 0.5 else ".")
             ),
             evidence=[
-                Evidence("exposed copies a step", exposed / a.step_count, "ns"),
+                Evidence(f"exposed copies{per(a)}", exposed / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
                 Evidence("hidden under compute", overlap, "share", self.max_overlap, "catalogue"),
                 Evidence("exposed on the compute stream", on_compute, "share"),
-                Evidence("bytes a step", moved / a.step_count, "bytes"),
+                Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
             ],
             where=places(

@@ -70,12 +70,12 @@ class DeviceCopies(Rule):
                 + (", most into and out of the buffers of CUDA graphs." if of_graphs else ".")
             ),
             evidence=[
-                Evidence("exposed copies within the device, a step", exposed / a.step_count, "ns"),
+                Evidence(f"exposed copies within the device{per(a)}", exposed / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "TraceLens (5 %)"),
-                Evidence("copies a step", copies.height / a.step_count, "count"),
-                Evidence("bytes a step", moved / a.step_count, "bytes"),
-                Evidence("inside compiled functions, a step", border / a.step_count, "ns"),
-                Evidence("graph launches a step", graphs / a.step_count, "count"),
+                Evidence(f"copies{per(a)}", copies.height / a.step_count, "count"),
+                Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
+                Evidence(f"inside compiled functions{per(a)}", border / a.step_count, "ns"),
+                Evidence(f"graph launches{per(a)}", graphs / a.step_count, "count"),
             ],
             where=places(
                 a,

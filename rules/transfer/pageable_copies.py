@@ -97,12 +97,12 @@ class PageableCopies(Rule):
                 "hides."
             ),
             evidence=[
-                Evidence("copy time that nothing hides, a step", exposed / a.step_count, "ns"),
-                Evidence("device idle after them a step", held.total / a.step_count, "ns"),
+                Evidence(f"copy time that nothing hides{per(a)}", exposed / a.step_count, "ns"),
+                Evidence(f"device idle after them{per(a)}", held.total / a.step_count, "ns"),
                 Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
-                Evidence("bytes a step", total(slow["bytes"]) / a.step_count, "bytes"),
+                Evidence(f"bytes{per(a)}", total(slow["bytes"]) / a.step_count, "bytes"),
             ],
             where=places(
                 a,

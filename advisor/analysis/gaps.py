@@ -130,7 +130,7 @@ def idle_gaps(a: Analysis) -> pl.DataFrame:
             "cause": pl.Series(CAUSES, dtype=Cause).gather(blame.cause[first]),
             "thread": _nullable(blame.thread[first]),
             "host": _nullable(host),
-            "line": _nullable(np.where(host >= 0, _frames(a, host), -1)),
+            "line": _nullable(_frames(a, host)),
             "next": _nullable(ended_by[which]),
             "gap": gap[which],
         },
@@ -323,7 +323,8 @@ def _next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
 
 
 def _frames(a: Analysis, host: NDArray[np.int32]) -> NDArray[np.int32]:
-    return a.user_frame[np.maximum(host, 0)]
+    """User frame of each host row; -1 finds the last entry, which stands for no event."""
+    return np.append(a.user_frame, np.int32(-1))[host]
 
 
 def _nullable(rows: NDArray[np.int64] | NDArray[np.int32]) -> pl.Series:

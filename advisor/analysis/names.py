@@ -13,7 +13,7 @@ def matches(names: pl.Series, pattern: str) -> pl.Series:
     """Boolean column: the name contains the regular expression (null names: false)."""
     unique = names.unique().drop_nulls().cast(pl.String)
     wanted = unique.filter(unique.str.contains(pattern))
-    return names.is_in(wanted.cast(pl.Categorical)).fill_null(False).alias("matches")
+    return names.is_in(wanted.cast(pl.Categorical).implode()).fill_null(False).alias("matches")
 
 
 def map_names(names: pl.Series, function: Callable[[str], Any], dtype: Any) -> pl.Series:

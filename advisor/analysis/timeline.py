@@ -224,6 +224,9 @@ def build_timeline(a: Analysis) -> Timeline:
     trace = a.trace
     classified = classify(trace)
     explained = np.where(classified.row >= 0, classified.row, classified.annotation)
+    # the last entry, which -1 finds, stands for no event
+    explained = np.append(explained, np.int32(-1)).astype(np.int32)
+    codes = np.append(classified.code, np.int8(CODE["unrecorded"])).astype(np.int8)
     ts, end, thread = _nested_ends(trace)
     times = [ts, end, trace.gpu["ts"].to_numpy(), a.spans.start, a.spans.end]
     times.append((trace.gpu["ts"] + trace.gpu["dur"]).to_numpy())
@@ -244,11 +247,10 @@ def build_timeline(a: Analysis) -> Timeline:
     label = np.concatenate([np.full(threads, -1), parents(trace)[closing], rows])
     order = np.argsort(key, kind="stable")
     key, label = key[order], label[order]
-    last = np.append(key[1:] != key[:-1], True)
+    last = np.ones(len(key), dtype=bool)
+    last[:-1] = key[1:] != key[:-1]
     key, label = key[last], label[last]
-    row = np.where(label >= 0, explained[np.maximum(label, 0)], -1).astype(np.int32)
-    code = np.where(label >= 0, classified.code[np.maximum(label, 0)], CODE["unrecorded"])
-    code = code.astype(np.int8)
+    row, code = explained[label], codes[label]
     fresh = np.ones(len(key), dtype=bool)
     fresh[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
     fresh[1:] |= key[1:] // stride != key[:-1] // stride

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
+from advisor.analysis.moments import MOMENTS
 from advisor.intervals import EMPTY, Intervals, intersect, join, subtract, union
 from advisor.select import selected_gaps, selected_gpu, selected_host
 from advisor.whatif.price import WhatIf
@@ -150,7 +153,8 @@ def exposed(a: Analysis, edit: Edit) -> Intervals:
     if select.on == "gap":
         rows = selected_gaps(a, select)
         ts = a.gaps["ts"].to_numpy()[rows]
-        return union(ts, ts + a.gaps["dur"].to_numpy()[rows])
+        found = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
+        return intersect(found, MOMENTS[select.at](a)) if select.at else found
     mask = selected_host(a, select)
     if edit.op == "asynchronous":
         return _bubbles(a, mask)
@@ -169,7 +173,9 @@ def _bubbles(a: Analysis, mask: Mask) -> Intervals:
     rows = mask[syncs["host"].to_numpy()]
     start = syncs["bubble_ts"].fill_null(0).to_numpy()[rows]
     end = syncs["bubble_end"].fill_null(0).to_numpy()[rows]
-    return intersect(union(start, end), a.breakdown.idle)
+    # without the call the host would be ahead by what it waited in it, and by no more
+    ahead = syncs["waited"].to_numpy()[rows]
+    return intersect(union(np.maximum(start, end - ahead), end), a.breakdown.idle)
 
 
 def gain(parts: list[Claim], claimed: Intervals = EMPTY) -> tuple[float, float, float]:

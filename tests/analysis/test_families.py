@@ -327,7 +327,22 @@ def test_math_attention_stays_gemm_and_softmax_and_points_to_its_sdpa_operator()
     }
 
 
+def test_a_transpose_is_layout_whatever_launched_it() -> None:
+    b = TraceBuilder()
+    with b.step():
+        for op in ("aten::cudnn_batch_norm", "aten::copy_", "aten::cudnn_convolution"):
+            with b.op(op):
+                b.launch("void cudnn::ops::nchwToNhwcKernel<float, float>(x)", 5)
+    assert families(b) == ["layout"] * 3
+
+
 def test_an_unknown_operator_leaves_the_word_to_the_kernels_name() -> None:
+    b = TraceBuilder()
+    with b.step(), b.op("aten::embedding_bag"), b.op("mylib::fancy"):
+        b.launch(KERNELS["sort"][0], 9)
+    with b.step(), b.op("aten::embedding_bag"):
+        b.launch(KERNELS["sort"][0], 9)
+    assert families(b) == ["sort", "embedding"]
     b = TraceBuilder()
     with b.step(), b.op("aten::linear"), b.op("mylib::fancy"):
         b.launch(KERNELS["softmax"][0], 9)

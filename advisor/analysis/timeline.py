@@ -246,14 +246,14 @@ def build_timeline(a: Analysis) -> Timeline:
     key = np.concatenate([np.arange(threads) * stride, ends[::-1][backwards], starts])
     label = np.concatenate([np.full(threads, -1), parents(trace)[closing], rows])
     order = np.argsort(key, kind="stable")
-    key, label = key[order], label[order]
+    key = key[order]
     last = np.ones(len(key), dtype=bool)
     last[:-1] = key[1:] != key[:-1]
-    key, label = key[last], label[last]
+    key, label = key[last], label[order[last]]
     row, code = explained[label], codes[label]
     fresh = np.ones(len(key), dtype=bool)
     fresh[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
-    fresh[1:] |= key[1:] // stride != key[:-1] // stride
+    fresh[np.searchsorted(key, np.arange(threads) * stride)] = True
     return Timeline(key[fresh], row[fresh], code[fresh], low, stride, threads)
 
 

@@ -232,19 +232,37 @@ def fused_optimizer(fixed: bool) -> Callable[[], None]:
 
 
 EXPERIMENTS = (
-    Experiment("loader: 2 workers, loader-bound", loader_workers(2, 0.002, 2), ("spread loader 2",)),
-    Experiment("loader: 4 workers, loader-bound", loader_workers(4, 0.002, 2), ("spread loader 4",)),
-    Experiment("loader: 2 workers, short items", loader_workers(2, 0.0005, 8), ("spread loader 2",)),
+    Experiment(
+        "loader: 2 workers, loader-bound", loader_workers(2, 0.002, 2), ("spread loader 2",)
+    ),
+    Experiment(
+        "loader: 4 workers, loader-bound", loader_workers(4, 0.002, 2), ("spread loader 4",)
+    ),
+    Experiment(
+        "loader: 2 workers, short items", loader_workers(2, 0.0005, 8), ("spread loader 2",)
+    ),
     Experiment("host work of 5 ms removed", host_work(5.0), ("remove python:slow_metric",)),
     Experiment("host work of 1 ms removed", host_work(1.0), ("remove python:slow_metric",)),
-    Experiment("pinned memory, non_blocking", cuda_loop(pinned), ("scale copy:HtoD 0.3", "async sync:aten::to"), cuda=True),
-    Experiment("loss.item() removed", cuda_loop(item_every_step), ("async sync:aten::item", "remove copy:DtoH"), cuda=True),
+    Experiment(
+        "pinned memory, non_blocking",
+        cuda_loop(pinned),
+        ("scale copy:HtoD 0.3", "async sync:aten::to"),
+        cuda=True,
+    ),
+    Experiment(
+        "loss.item() removed",
+        cuda_loop(item_every_step),
+        ("async sync:aten::item", "remove copy:DtoH"),
+        cuda=True,
+    ),
     Experiment("TF32", cuda_loop(precision), ("scale family:gemm 0.17",), cuda=True),
     Experiment("fused attention", cuda_loop(attention), ("merge work 0.25",), cuda=True),
     Experiment("CUDA graph", cuda_loop(graphs), ("graph work",), cuda=True),
-    Experiment("torch.compile of a pointwise chain", cuda_loop(compiled), ("merge work 0.3",), cuda=True),
+    Experiment(
+        "torch.compile of a pointwise chain", cuda_loop(compiled), ("merge work 0.3",), cuda=True
+    ),
     Experiment("fused AdamW", cuda_loop(fused_optimizer), ("merge work 0.5",), cuda=True),
-)  # fmt: skip
+)
 """Factors of the device edits are what the rules assume where they know nothing better."""
 
 
@@ -318,13 +336,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| experiment | step, slow → fixed | true gain | predicted | off by | replay error |",
         "|---|---|---|---|---|---|",
     ]
-    for r in rows:
-        lines.append(
-            f"| {r['experiment']} (`{r['edits']}`) | {r['slow_ms']:.2f} → {r['fixed_ms']:.2f} ms "
-            f"| {r['true_gain']:.1%} | {r['predicted_gain']:.1%} "
-            f"| {abs(r['predicted_gain'] - r['true_gain']) * 100:.1f} points "
-            f"| {r['replay_error']:.2%} |"
-        )
+    lines += [
+        f"| {r['experiment']} (`{r['edits']}`) | {r['slow_ms']:.2f} → {r['fixed_ms']:.2f} ms "
+        f"| {r['true_gain']:.1%} | {r['predicted_gain']:.1%} "
+        f"| {abs(r['predicted_gain'] - r['true_gain']) * 100:.1f} points "
+        f"| {r['replay_error']:.2%} |"
+        for r in rows
+    ]
     return "\n".join(lines)
 
 

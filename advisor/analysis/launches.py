@@ -14,6 +14,7 @@ from advisor.trace import Trace
 
 Rows = NDArray[np.int64]
 NONE = -1
+_MERGE_LEVELS = 8
 
 _OPTIMIZER = r"^Optimizer\.step"
 
@@ -43,12 +44,20 @@ def nearest(parent: Rows, rows: Rows, wanted: NDArray[np.bool_]) -> Rows:
     found = np.full(len(rows), NONE, dtype=np.int64)
     at = np.flatnonzero(rows >= 0)
     row = rows[at]
+    levels = 0
     while len(at):
         hit = wanted[row]
         found[at[hit]] = row[hit]
         at, row = at[~hit], parent[row[~hit]]
         going = row >= 0
         at, row = at[going], row[going]
+        levels += 1
+        if levels % _MERGE_LEVELS == 0 and len(row) > 1000:
+            # Ways up through Python frames meet early: go on once for each distinct row.
+            distinct, back = np.unique(row, return_inverse=True)
+            if 2 * len(distinct) < len(row):
+                found[at] = nearest(parent, distinct, wanted)[back]
+                break
     return found
 
 

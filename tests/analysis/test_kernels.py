@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import polars as pl
 import pytest
 
 from advisor.analysis import Analysis
 from advisor.analysis.kernel_names import describe
+from advisor.analysis.launches import nearest
 from advisor.hardware import lookup
 from advisor.ingest import read_trace
 from advisor.testing import TraceBuilder
@@ -397,3 +399,18 @@ def test_a_trace_without_device_work_gives_empty_frames() -> None:
     assert a.kernels.is_empty()
     assert a.families.is_empty()
     assert a.hot_kernels.is_empty()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_nearest_ancestor_is_found_as_by_walking_up_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parent = np.array([-1, *(max(-1, row - int(rng.integers(1, 40))) for row in range(1, 6000))])
+    wanted = rng.random(6000) < (0.001, 0.01, 0.0, 0.3, 0.003)[seed]
+    rows = rng.integers(-1, 6000, 4000)
+
+    def walk(row: int) -> int:
+        while row >= 0 and not wanted[row]:
+            row = int(parent[row])
+        return row
+
+    assert nearest(parent, rows, wanted).tolist() == [walk(int(row)) for row in rows]

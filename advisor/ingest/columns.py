@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import msgspec
@@ -50,7 +52,7 @@ class Piece(msgspec.Struct):
     names: list[str]
     threads: list[tuple[str, str]]
     inputs: list[bytes]
-    """Dims, types, strides and concrete values as JSON texts, joined by NUL."""
+    """Dims, types and perhaps strides and concrete values as JSON texts, joined by NUL."""
     comms: list[bytes]
     """The fields of a collective as JSON texts, joined by NUL."""
     thread_names: list[tuple[str, str, str]]
@@ -211,9 +213,9 @@ def _join(parts: list[Columns]) -> Columns:
 
 def floats(values: list[Any]) -> NDArray[np.float64]:
     """A float column; what is not a number becomes NaN."""
-    try:
-        return np.fromiter(values, np.float64, len(values))
-    except (TypeError, ValueError, OverflowError):
+    try:  # three times as fast as numpy, where all are floats
+        return np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
+    except struct.error:
         return np.fromiter(map(_float, values), np.float64, len(values))
 
 
@@ -304,7 +306,9 @@ def _threads(events: list[Event], codes: _Codes) -> NDArray[np.int32]:
 def _inputs(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
     found = np.fromiter(
         [
-            codes[_joined((a.dims, a.types, a.strides, a.concrete))]
+            codes[_joined((a.dims, a.types))]
+            if a.dims is not ABSENT and a.strides is ABSENT and a.concrete is ABSENT
+            else codes[_joined((a.dims, a.types, a.strides, a.concrete))]
             if a.dims is not ABSENT
             else codes[_joined((a.dims_old, a.types, a.strides, a.concrete))]
             if a.dims_old is not ABSENT
@@ -361,8 +365,11 @@ def _device(kind: str, events: list[Event], names: _Codes, comms: _Codes) -> Col
     }
     if kind == "kernel":
         columns["blocks"], columns["threads"] = _sizes(args)
-        for key in ("registers", "shared", "blocks_per_sm", "warps_per_sm", "occupancy"):
-            columns[key] = floats([getattr(a, key) for a in args])
+        columns["registers"] = floats([a.registers for a in args])
+        columns["shared"] = floats([a.shared for a in args])
+        columns["blocks_per_sm"] = floats([a.blocks_per_sm for a in args])
+        columns["warps_per_sm"] = floats([a.warps_per_sm for a in args])
+        columns["occupancy"] = floats([a.occupancy for a in args])
         columns["comm"] = _comms(args, comms)
         if any(a.occupancy_detail is not ABSENT for a in args):
             columns["active_blocks"], columns["limits"] = _occupancies(args, names)
@@ -383,10 +390,14 @@ def _sizes(args: list[Args]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Blocks of the grid and threads of the block; NaN where there is none."""
     codes = _Codes()
     column = codes.of([_joined((a.grid, a.block)) for a in args])
-    parts = [text.split(b"\0") for text in codes]  # type: ignore[attr-defined]
-    grid = np.array([_product(part[0]) for part in parts])
-    block = np.array([_product(part[-1]) for part in parts])
-    return grid[column], block[column]
+    sizes = np.array([_grid_and_block(text) for text in codes]).reshape(-1, 2)
+    return sizes[column, 0], sizes[column, 1]
+
+
+@lru_cache(maxsize=1 << 15)
+def _grid_and_block(text: bytes) -> tuple[float, float]:
+    grid, block = text.split(b"\0")
+    return _product(grid), _product(block)
 
 
 def _product(text: bytes) -> float:

@@ -34,6 +34,7 @@ _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _OWN = "advisor::events"  # our name for the list while the rest of the object is decoded
 _OPEN_LIST = b'{"advisor::events":['
 _EMPTY_LIST = _OPEN_LIST + b"]"
+_ONE_EVENT = 1 << 16  # a text without a comma that is longer is damaged, rather than one event
 _UTF16 = (b"{\0", b"[\0", b"\0{", b"\0[")
 _BOM = b"\xef\xbb\xbf"
 _fields = msgspec.json.Decoder(dict[str, Raw])
@@ -111,9 +112,9 @@ class Splitter:
             if not searched:
                 blank += len(block)
                 buffer = _strip(buffer)
-                if not buffer and blank < HEAD_LIMIT:
-                    continue
-                if not buffer:
+                if _BOM.startswith(buffer):  # nothing yet, or perhaps the beginning of a mark
+                    if blank < HEAD_LIMIT:
+                        continue
                     break
                 if buffer[:1] == b"[":
                     self._check_list(buffer[1:])
@@ -196,10 +197,9 @@ class Splitter:
             return
         self.truncated = True
         rest = rest.rstrip(SPACE + b",")
-        commas, _, _ = scan(rest)
-        cut = max(int(commas[-1]) if len(commas) else -1, _at(last_boundary(rest)))
+        cut = _last_cut(rest)
         last = rest[cut + 1 :]
-        if last.strip() and not _is_object(last):
+        if last.strip() and not _is_json(last):
             self.cut_events = 1
             rest = rest[: max(cut, 0)]
         if rest.strip():
@@ -257,14 +257,24 @@ def _value(raw: Raw) -> Any:
         return None
 
 
-def _is_object(text: bytes) -> bool:
+def _last_cut(rest: bytes) -> int:
+    """Position of the comma before the last event of a list that is cut off; -1: none."""
+    commas, _, _ = scan(rest)
+    cut = int(commas[-1]) if len(commas) else -1
+    one_event = cut < 0 and len(rest) < _ONE_EVENT
+    if one_event or (cut > 0 and _is_json(b"[" + rest[:cut] + b"]")):
+        return cut
+    return max(cut, _at(last_boundary(rest)))  # quotes are damaged: the scan was misled
+
+
+def _is_json(text: bytes) -> bool:
+    """Whether a text is one complete JSON value, repaired if need be."""
     for attempt in (text, sanitise(text)):
         try:
-            return isinstance(msgspec.json.decode(attempt, type=Raw), Raw) and (
-                attempt.lstrip()[:1] == b"{"
-            )
+            msgspec.json.decode(attempt, type=Raw)
         except _ERRORS:
             continue
+        return True
     return False
 
 
@@ -308,12 +318,12 @@ def _what_else(start: bytes) -> str:
 
 
 def _scanned_end(rest: bytes, *, bare: bool) -> int | None:
-    """Position of the bracket that closes the event list, by following all others. What comes
-    after it must not look like more events: then quotes are damaged, and the scan was misled."""
+    """Position of the bracket that closes the event list, by following all others. When quotes
+    are damaged the scan is misled: then more events follow what looks like the end."""
     end = scan(rest)[1]
-    if end is None or EVENT_BOUNDARY.search(rest, end):
-        return None
-    return end
+    if end is None or not EVENT_BOUNDARY.search(rest, end):
+        return end
+    return end if _is_json(b"[" + rest[:end] + b"]") else None
 
 
 def _list_end(rest: bytes, *, bare: bool) -> int | None:
@@ -328,9 +338,14 @@ def _list_end(rest: bytes, *, bare: bool) -> int | None:
             continue
         tail = rest[position + 1 :].rstrip(SPACE + b"\0")
         if bare:
-            return None if tail.strip(SPACE + b",;") else position
-        if _decode_fields(_EMPTY_LIST + tail, repair=attempt < 2) is not None:
-            return position
+            follows = not tail.strip(SPACE + b",;")
+        else:
+            follows = _decode_fields(_EMPTY_LIST + tail, repair=attempt < 2) is not None
+        if follows:  # in a text that is cut off it may be a bracket inside the last event
+            last = rest[_last_cut(rest[:position]) + 1 : position]
+            return position if not last.strip() or _is_json(last) else None
+        if bare:
+            return None
     return None
 
 

@@ -167,7 +167,7 @@ def counters_frame(counters: Columns, names: pl.Series) -> pl.DataFrame:
 
 def inputs_frame(keys: list[bytes]) -> pl.DataFrame:
     """``Trace.inputs`` from the joined texts."""
-    rows = [[part.decode("utf-8", "replace") for part in key.split(b"\0")] for key in keys]
+    rows = [[*key.decode("utf-8", "replace").split("\0"), "", ""][:4] for key in keys]
     return pl.DataFrame(rows, schema=INPUTS_SCHEMA, orient="row")
 
 
@@ -230,7 +230,7 @@ def _whole(values: Array) -> pl.Series:
 
 
 def _real(values: Array) -> pl.Series:
-    return pl.Series(np.where(np.isfinite(values), values, np.nan)).fill_nan(None)
+    return pl.Series(np.where(np.isfinite(values), values, np.nan), nan_to_null=True)
 
 
 def _decode(codes: Array, values: tuple[str, ...], dtype: Any) -> pl.Series:

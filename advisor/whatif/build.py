@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.analysis.names import matches
-from advisor.whatif.device import DeviceWork, device_work, stream_edges
+from advisor.whatif.device import DeviceWork, device_nodes, device_work, stream_edges
 from advisor.whatif.edits import HAND_BATCH_NS
 from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 from advisor.whatif.handover import find_handovers
@@ -95,6 +95,7 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     graph.facts = facts
     graph.starts = _boundaries(graph, bounds - start)
     graph.last = _last_work(trace, graph, work, bounds)
+    graph.early = _early(graph, work)
     return graph
 
 
@@ -116,8 +117,8 @@ def _host_end(trace: Trace, table: pl.DataFrame) -> int:
         & (pl.col("name").cast(pl.String) == table["name"][-1])
     )
     known = mark if mark.height else cpu.filter(pl.col("until") <= end)
-    last = known["until"].max()
-    return end if last is None else min(end, int(last))  # type: ignore[call-overload]
+    ends: list[int] = known["until"].sort().to_list()
+    return min([end, *ends[-1:]])
 
 
 def _join(
@@ -271,6 +272,18 @@ def _boundaries(graph: Graph, bounds: Array) -> Array:
         return steps[np.searchsorted(graph.time[steps], bounds)]
     # no host thread: a boundary is the source for all, and device work alone decides
     return np.zeros(len(bounds), dtype=np.int64)
+
+
+def _early(graph: Graph, work: DeviceWork) -> Array:
+    """Work whose launch is not in the window, before the first of its stream whose launch is."""
+    if not len(work.row):
+        return np.zeros(0, dtype=np.int64)
+    launched = work.launch >= 0
+    first = np.full(len(work.lanes), -1, dtype=np.int64)
+    lanes, place = np.unique(work.lane[launched], return_index=True)
+    first[lanes] = np.flatnonzero(launched)[place]
+    early = ~launched & (np.arange(len(launched)) < first[work.lane])
+    return device_nodes(graph, work)[early]
 
 
 def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from advisor.intervals import Intervals, covered, union
+from advisor.intervals import EMPTY, Intervals, covered, join, subtract, union
 from advisor.select import selected_gaps, selected_gpu, selected_host
 from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 
@@ -182,6 +182,8 @@ class Patch:
         self.weight = graph.weight.copy()
         self.dur = graph.dur.copy()
         self.src = graph.src.copy()
+        self.gone: dict[int, Intervals] = {}
+        """Host time that edits removed, by thread."""
 
     def apply(self, edits: Sequence[Edit], assumption: str = "") -> Patch:
         """Apply edits one after the other. ``assumption``: ``low`` or ``high`` takes the factors
@@ -393,14 +395,19 @@ class Patch:
     def _shrink_host(
         self, held: dict[int, Intervals], factor: float, *, floor: float = 0.0
     ) -> None:
-        """Scale the host time inside the intervals (by thread, ns from the window's start)."""
+        """Scale the host time inside the intervals (by thread, ns from the window's start), but
+        for what an earlier edit removed already and what launches spent waiting for room."""
         graph = self.graph
         program = np.flatnonzero((graph.edge == Edge.PROGRAM) & (self.src > 0))
         lane = graph.lane[graph.dst[program]]
         for thread, time in held.items():
             mine = program[lane == thread]
             begin, end = graph.time[self.src[mine]], graph.time[graph.dst[mine]]
-            inside = covered(begin.astype(np.int64), end.astype(np.int64), time)
+            gone = join(self.gone.get(thread, EMPTY), graph.hidden.get(thread, EMPTY))
+            fresh = subtract(time, gone)
+            if factor == 0.0:
+                self.gone[thread] = join(gone, time)
+            inside = covered(begin.astype(np.int64), end.astype(np.int64), fresh)
             # a wait's own call is what remains of it; its released end is computed
             real = graph.kind[graph.dst[mine]] != Node.RELEASED
             less = np.where(real, inside * (1.0 - factor), 0.0)
@@ -416,7 +423,11 @@ class Patch:
         launch = launch[graph.lane[self.src[launch]] == thread]
         begin = graph.time[self.src[launch]]
         end = begin + self.a.trace.cpu["dur"].to_numpy()[graph.row[self.src[launch]]]
-        inside = covered(begin.astype(np.int64), end.astype(np.int64), time)
+        inside = covered(
+            begin.astype(np.int64),
+            end.astype(np.int64),
+            subtract(time, graph.hidden.get(thread, EMPTY)),
+        )
         self.weight[launch] = np.maximum(self.weight[launch] - inside, 0.0)
 
     def _let_go(self, ends: Array) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.intervals import Intervals
+
 Array = NDArray[Any]
 NEVER = -1e18
 """Weight of an edge that is switched off, ns."""
@@ -79,6 +81,10 @@ class Graph:
     """Trace time of the window's start, ns."""
     steps: tuple[int, int]
     """First step and one after the last, indices into the steps table."""
+    early: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Device nodes launched before the window: what the host was ahead by when it began."""
+    hidden: dict[int, Intervals] = field(default_factory=dict)
+    """By host thread: time in launch calls that was a wait for room in the queue."""
     facts: dict[str, float] = field(default_factory=dict)
     """Constants measured from this trace, ns: launch latency, stream gap, …"""
     hard: dict[str, Array] = field(default_factory=dict)

@@ -131,6 +131,10 @@ class WhatIf:
         return Plan(self.graph)
 
     @cached_property
+    def _periods(self) -> dict[tuple[tuple[Edit, ...], str], float]:
+        return {}
+
+    @cached_property
     def _selected(self) -> Selected:
         return Selected(self.a, self.graph)
 
@@ -151,7 +155,11 @@ class WhatIf:
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Steady-state time of a step with edits applied."""
-        return self.base.period if not edits else self.outcome(edits, assumption).period
+        key = (tuple(edits), assumption)
+        if key not in self._periods:
+            patch = Patch(self._selected).apply(edits, assumption)
+            self._periods[key] = self.plan.steady(patch.weight, patch.dur, patch.src)
+        return self._periods[key]
 
     def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
         """What edits save a step, on top of others that are given."""
@@ -161,7 +169,7 @@ class WhatIf:
         """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
         and the error of the replay itself."""
         gains = [
-            self.period(given) - self.outcome([*given, *edits], assumption).period
+            self.period(given) - self.period([*given, *edits], assumption)
             for assumption in ("low", "", "high")
         ]
         gains.append(self._without_profiler(edits, given))
@@ -172,9 +180,7 @@ class WhatIf:
         before = Patch(self._selected).apply(given)
         after = Patch(self._selected).apply([*given, *edits])
         share = self._real_share
-        plain, fixed = (
-            self.plan.outcome(p.weight * share, p.dur, p.src).period for p in (before, after)
-        )
+        plain, fixed = (self.plan.steady(p.weight * share, p.dur, p.src) for p in (before, after))
         return plain - fixed
 
     @cached_property

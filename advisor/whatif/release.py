@@ -10,17 +10,15 @@ import polars as pl
 from advisor.whatif.device import SLACK_NS, DeviceWork, device_nodes
 from advisor.whatif.graph import Array, Edge, Graph, Node
 from advisor.whatif.points import SLOW_LAUNCH_NS
+from advisor.whatif.queue import CALL_NS, queue_edges
 
 if TYPE_CHECKING:
     from advisor.trace import Trace
     from advisor.whatif.build import _Edges
 
-CALL_NS = 5_000.0
 RELEASE_NS = 8_000.0
 MAX_RELEASE_NS = 100_000
 """A call that returns later than this after some work ended did not wait for it."""
-MIN_QUEUE = 128
-"""Fewer pending launches never block; HTA takes the queue to hold 1024."""
 
 
 def release_edges(
@@ -30,7 +28,7 @@ def release_edges(
     begin = np.flatnonzero(graph.kind == Node.WAIT)
     done = np.flatnonzero(graph.kind == Node.RELEASED)
     node = device_nodes(graph, work) if len(work.row) else np.zeros(0, dtype=np.int64)
-    _queue_edges(trace, graph, edges, work, node, facts)
+    queue_edges(trace, graph, edges, work, node, facts)
     if not len(done):
         graph.hard["syncs that waited"] = done
         return
@@ -198,78 +196,4 @@ def _told_streams(trace: Trace, work: DeviceWork, row: Array) -> dict[int, Array
             found[which] = np.array(
                 [lane for lane, (_, s) in enumerate(work.lanes) if s == stream[correlation]]
             )
-    return found
-
-
-def _queue_edges(
-    trace: Trace,
-    graph: Graph,
-    edges: _Edges,
-    work: DeviceWork,
-    node: Array,
-    facts: dict[str, float],
-) -> None:
-    """A launch that finds the queue full returns when the work a queue's length ahead starts.
-
-    The length is measured from launches that were slow while much was pending, and all about as
-    much; where there are none the host never got that far ahead. Kernels of one CUDA graph take
-    one place.
-    """
-    graph.hard["queue-blocked launches"] = np.zeros(0, dtype=np.int64)
-    launched = np.flatnonzero(work.launch >= 0)
-    if not len(launched):
-        return
-    # one entry a launch call: its first device work
-    order = launched[np.lexsort((work.ts[launched], work.launch_ts[launched]))]
-    _, first = np.unique(work.launch[order], return_index=True)
-    entries = order[np.sort(first)]
-    dur = trace.cpu["dur"].to_numpy()[work.launch[entries]]
-    single = (trace.cpu["call"].gather(pl.Series(work.launch[entries])) == "launch").to_numpy()
-    returned = work.launch_ts[entries] + dur
-    blocked_dst, blocked_src, depth_of = [], [], []
-    launching = np.flatnonzero(graph.kind == Node.LAUNCH)
-    for lane in range(len(work.lanes)):
-        mine = np.flatnonzero(work.lane[entries] == lane)
-        if len(mine) < MIN_QUEUE:
-            continue
-        starts = work.ts[entries[mine]]
-        running = np.maximum.accumulate(starts)
-        # pending when the call returns: launched before, not yet started
-        pending = np.arange(len(mine)) - np.searchsorted(running, returned[mine], side="right")
-        slow = single[mine] & (dur[mine] > SLOW_LAUNCH_NS) & (pending >= MIN_QUEUE)
-        depth = float(np.median(pending[slow])) if slow.sum() >= 3 else np.inf
-        # blocked launches all see the same depth; slow for another reason they see any
-        if not np.isfinite(depth) or np.median(np.abs(pending[slow] - depth)) > 0.02 * depth:
-            continue
-        depth_of.append(depth)
-        full = np.flatnonzero(pending >= depth - 2)
-        source = full - int(depth)
-        full, source = full[source >= 0], source[source >= 0]
-        blocked_dst += entries[mine[full]].tolist()
-        blocked_src += entries[mine[source]].tolist()
-    if not blocked_dst:
-        return
-    facts["queue depth"] = float(max(depth_of))
-    target, source = np.array(blocked_dst), np.array(blocked_src)
-    point = np.full(trace.cpu.height, -1, dtype=np.int64)
-    point[graph.row[launching]] = launching
-    call = work.launch[target]
-    launch = point[call]
-    after = _next_points(graph)[np.maximum(launch, 0)]
-    good = (launch >= 0) & (after >= 0) & ~np.isin(call, graph.row[graph.kind == Node.WAIT])
-    launch, after, source, call = launch[good], after[good], source[good], call[good]
-    length = trace.cpu["dur"].to_numpy()[call].astype(float)
-    rest = graph.time[after] - graph.time[launch] - length
-    edges.shorten(launch, after, CALL_NS + rest)
-    edges.add(node[source], after, rest, Edge.QUEUE, from_start=True)
-    graph.hard["queue-blocked launches"] = after[length > SLOW_LAUNCH_NS]
-
-
-def _next_points(graph: Graph) -> Array:
-    """The next host point on the same thread, -1: none."""
-    host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
-    order = host[np.argsort(graph.lane[host], kind="stable")]
-    found = np.full(len(graph), -1, dtype=np.int64)
-    same = graph.lane[order][1:] == graph.lane[order][:-1]
-    found[order[:-1][same]] = order[1:][same]
     return found

@@ -7,10 +7,17 @@ lists it costs about 0.2 µs a node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from advisor.whatif.graph import NEVER, Array, Graph
+from advisor.whatif.graph import NEVER, Array, Edge, Graph
+
+MIN_STEADY = 3
+"""Steps that a window must have to be replayed from the state in which it ended."""
+MAX_PASSES = 6
+STEADY = 0.003
+"""A period that changes by less than this share from one pass to the next is steady."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +44,72 @@ class Plan:
         order = np.argsort(graph.dst, kind="stable")
         dst = graph.dst[order]
         first = np.searchsorted(dst, np.arange(len(graph)))
-        count = np.diff(np.append(first, len(dst)))
         self._slot = np.empty(len(order), dtype=np.int64)
         self._slot[order] = np.arange(len(order)) - first[dst]
         self._more = np.flatnonzero(self._slot >= 2)
-        self._most = int(count.max()) if len(count) else 0
+        self._carry = _Carry(graph)
 
     def run(
         self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
     ) -> Array:
         """Replayed time of each node, with other weights, durations or sources if given."""
+        return _replay(self._lay_out(weight, dur, src))
+
+    def outcome(
+        self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
+    ) -> Outcome:
+        """Replay and say when the steps were complete."""
+        time = self.run(weight, dur, src)
+        return Outcome(time, completions(self.graph, time))
+
+    def steady(
+        self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
+    ) -> float:
+        """Steady-state time of one step, ns.
+
+        The window begins with the host as far ahead of the device as it was when measured, which
+        an edit changes. So it is replayed again from the state in which it ended, until the time
+        it takes no longer changes. Windows of fewer than three steps are too short for that.
+        """
+        steps = len(self.graph.starts) - 1
+        layout = self._lay_out(weight, dur, src)
+        time = _replay(layout)
+        complete = completions(self.graph, time)
+        if steps < MIN_STEADY or self.graph.starts[-1] == 0:
+            return Outcome(time, complete).period
+        end, host = float(complete[-1]), float(time[self.graph.starts[-1]])
+        period, ahead = np.inf, end - host
+        weights = self.graph.weight if weight is None else weight
+        for number in range(MAX_PASSES):
+            # falling behind for long: begin with an idle device and see how far ahead it gets
+            idle = number == MAX_PASSES // 2
+            time = _replay(layout, *self._carry.over(time, host, weights, idle=idle))
+            last_end, last_period, last_ahead = end, period, ahead
+            end = float(completions(self.graph, time)[-1])
+            period = (host + end - last_end) / steps
+            host = float(time[self.graph.starts[-1]])
+            ahead = end - host
+            falling = last_ahead - ahead > STEADY * steps * period and ahead > 0
+            if not falling and not idle and abs(period - last_period) <= STEADY * period:
+                break
+        return period
+
+    def _lay_out(self, weight: Array | None, dur: Array | None, src: Array | None) -> _Layout:
         g = self.graph
         weight = g.weight if weight is None else weight
         dur = g.dur if dur is None else dur
         src = g.src if src is None else src
         weight = np.where(g.from_start, weight - dur[src], weight)
-        columns = []
+        sources: list[list[int]] = []
+        values: list[list[float]] = []
         for slot in (0, 1):
             edges = np.flatnonzero(self._slot == slot)
             source = np.zeros(len(g), dtype=np.int64)
             value = np.full(len(g), NEVER)
             source[g.dst[edges]] = src[edges]
             value[g.dst[edges]] = weight[edges]
-            columns += [source.tolist(), value.tolist()]
+            sources.append(source.tolist())
+            values.append(value.tolist())
         more: dict[int, list[tuple[int, float]]] = {}
         for node, source_, value_ in zip(
             g.dst[self._more].tolist(),
@@ -68,26 +118,101 @@ class Plan:
             strict=True,
         ):
             more.setdefault(node, []).append((source_, value_))
-        time = [0.0] * len(g)
-        for node, (a, wa, b, wb, d) in enumerate(zip(*columns, dur.tolist(), strict=True)):
-            at = time[a] + wa
-            other = time[b] + wb
-            if other > at:
-                at = other
-            if node in more:
-                for c, wc in more[node]:
-                    other = time[c] + wc
-                    if other > at:
-                        at = other
-            time[node] = at + d if at > 0.0 else d
-        return np.array(time)
+        return _Layout(sources[0], values[0], sources[1], values[1], dur.tolist(), more)
 
-    def outcome(
-        self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
-    ) -> Outcome:
-        """Replay and say when the steps were complete."""
-        time = self.run(weight, dur, src)
-        return Outcome(time, completions(self.graph, time))
+
+class _Layout(NamedTuple):
+    """Two edges a node (source, weight) in columns, durations, and the further edges."""
+
+    first: list[int]
+    first_weight: list[float]
+    second: list[int]
+    second_weight: list[float]
+    dur: list[float]
+    more: dict[int, list[tuple[int, float]]]
+
+
+def _replay(
+    layout: _Layout, given: dict[int, float] | None = None, floor: dict[int, float] | None = None
+) -> Array:
+    """One pass. ``given``: nodes whose time is known; ``floor``: starts no earlier than this."""
+    first, first_weight, second, second_weight, dur, more = layout
+    if given or floor:
+        first, first_weight, second_weight = list(first), list(first_weight), list(second_weight)
+        dur, more = list(dur), dict(more)
+        for node, at in (given or {}).items():
+            first[node], first_weight[node] = 0, at
+            second_weight[node], dur[node] = NEVER, 0.0
+            more.pop(node, None)
+        for node, at in (floor or {}).items():
+            more[node] = [*more.get(node, []), (0, at)]
+    time = [0.0] * len(first)
+    for node, (a, wa, b, wb, d) in enumerate(
+        zip(first, first_weight, second, second_weight, dur, strict=True)
+    ):
+        at = time[a] + wa
+        other = time[b] + wb
+        if other > at:
+            at = other
+        if node in more:
+            for c, wc in more[node]:
+                other = time[c] + wc
+                if other > at:
+                    at = other
+        time[node] = at + d if at > 0.0 else d
+    return np.array(time)
+
+
+class _Carry:
+    """How the state at the end of a window becomes the state at its start: what was launched
+    last stands for what was launched before."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        device = graph.device
+        early = np.zeros(len(graph), dtype=bool)
+        early[graph.early] = True
+        self.early, self.stands_for, self.first, self.final = [], [], [], []
+        for lane in np.unique(graph.lane[device]):
+            mine = device[graph.lane[device] == lane]
+            before, inside = mine[early[mine]], mine[~early[mine]]
+            if not len(inside):
+                continue
+            place = len(inside) - len(before) + np.arange(len(before))
+            self.early += before.tolist()
+            self.stands_for += np.where(place >= 0, inside[np.maximum(place, 0)], -1).tolist()
+            self.first.append(int(inside[0]))
+            self.final.append(int(inside[-1]))
+        self._loader()
+
+    def _loader(self) -> None:
+        """The first batch comes at the loader's rate after the last one."""
+        graph = self.graph
+        edges = np.flatnonzero(graph.edge == Edge.LOADER)
+        self.loader: tuple[int, int, int, float] | None = None
+        if len(edges) and graph.weight[edges[0]] > NEVER:
+            first, last = int(graph.dst[edges[0]]), int(graph.dst[edges[-1]])
+            apart = graph.time[first] + graph.time[graph.starts[-1]] - graph.time[last]
+            scale = float(apart) / max(float(graph.weight[edges[0]]), 1.0)
+            self.loader = (int(edges[0]), first, last, scale)
+
+    def over(
+        self, time: Array, host: float, weight: Array, *, idle: bool
+    ) -> tuple[dict[int, float], dict[int, float]]:
+        """Times of early nodes, and earliest starts, after a replay in which the host was done
+        with the last step at ``host``. ``idle``: as if the device had nothing left to do."""
+        given = dict.fromkeys(self.early, 0.0)
+        floor: dict[int, float] = {}
+        if not idle:
+            for node, other in zip(self.early, self.stands_for, strict=True):
+                given[node] = float(time[other]) - host if other >= 0 else 0.0
+            for node, other in zip(self.first, self.final, strict=True):
+                floor[node] = float(time[other]) - host
+        if self.loader is not None:
+            edge, first, last, scale = self.loader
+            if weight[edge] > NEVER:
+                floor[first] = float(time[last]) - host + float(weight[edge]) * scale
+        return given, floor
 
 
 def completions(graph: Graph, time: Array) -> Array:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import advisor
 from advisor.advice.arbitration import rank
@@ -123,7 +123,8 @@ def run_rules(number: int, a: Analysis, rules: list[Rule]) -> RankResult:
     pricing = pricer(a)
     for rule in rules:
         if not rule.across_ranks:
-            _sort_out(rule, list(rule.check(a)), a, number, result, pricing)
+            outcomes = _contained(rule, rule.check, a)
+            _sort_out(rule, outcomes, a, number, result, pricing)
     return result
 
 
@@ -134,8 +135,27 @@ def rank_rules(ranks: dict[int, Analysis], rules: list[Rule]) -> RankResult:
     pricing = pricer(ranks[main])
     for rule in rules:
         if rule.across_ranks:
-            _sort_out(rule, list(rule.check_run(ranks)), ranks[main], main, result, pricing)
+            outcomes = _contained(rule, rule.check_run, ranks)
+            _sort_out(rule, outcomes, ranks[main], main, result, pricing)
     return result
+
+
+FAILED = "the rule failed"
+Subject = TypeVar("Subject", Analysis, dict[int, Analysis])
+
+
+def _contained(
+    rule: Rule, check: Callable[[Subject], Iterable[Outcome]], subject: Subject
+) -> list[Outcome]:
+    """What a rule yields. A rule may be anybody's code, and one that fails must not take the
+    others with it: it counts as not checked, and says so."""
+    try:
+        return list(check(subject))
+    except AdvisorError:
+        raise
+    except Exception as error:
+        why = f"{FAILED} ({type(error).__name__}: {error})"[:300]
+        return [NotMeasured(what=rule.title or rule.id, why=why)]
 
 
 def _sort_out(

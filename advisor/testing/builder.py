@@ -229,7 +229,7 @@ class TraceBuilder:
         stream: int = 7,
         op: str | None = "aten::copy_",
     ) -> None:
-        """A copy (``HtoD``, ``DtoH``, ``DtoD``). ``us`` defaults to 20 GB/s pinned, 6 GB/s pageable.
+        """A copy (``HtoD``, ``DtoH``, ``DtoD``); ``us``: by default 20 GB/s pinned, 6 pageable.
 
         A blocking copy is followed by ``cudaStreamSynchronize`` inside its op, as PyTorch does
         without ``non_blocking=True``.
@@ -282,8 +282,8 @@ class TraceBuilder:
             "Process Group Name": group, "Process Group Ranks": list(range(group_size)),
         }  # fmt: skip
         kernel = {
-            "allreduce": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-            "_allgather_base": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "allreduce": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)",
+            "_allgather_base": "ncclDevKernel_AllGather_RING_LL(...)",
             "_reduce_scatter_base": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)",
             "broadcast": "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         }.get(kind, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)")  # fmt: skip
@@ -388,8 +388,9 @@ class TraceBuilder:
         after: float,
     ) -> int:  # fmt: skip
         correlation = self._next()
+        driver = call.startswith("cu") and not call.startswith("cuda")
         self._emit(
-            "cuda_driver" if call.startswith("cu") and not call.startswith("cuda") else "cuda_runtime",
+            "cuda_driver" if driver else "cuda_runtime",
             call, self.now, self.launch_us, MAIN, self.tid, {"correlation": correlation},
         )  # fmt: skip
         self.now += self.launch_us

@@ -66,7 +66,7 @@ class ExposedCommunication(Rule):
             ),
             evidence=[
                 Evidence(f"exposed communication{per(a)}", exposed / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "TraceLens (5 %)"),
+                Evidence("share of the step", share, "share", self.min_share, "TraceLens"),
                 Evidence(f"all communication{per(a)}", total / a.step_count, "ns"),
                 Evidence("hidden under compute", overlap, "share"),
                 Evidence("largest exposed", "; ".join(kinds)),

@@ -33,7 +33,7 @@ class DataLoaderWait(Rule):
     """
 
     id = "dataloader-wait"
-    title = "The device waits for the DataLoader"
+    title = "The step waits for the DataLoader"
     category = "input"
     validated = "recordings"
     validated_on = (

@@ -25,7 +25,7 @@ class SingleProcessLoader(Rule):
     """
 
     id = "single-process-loader"
-    title = "The DataLoader has no workers and the device waits for it"
+    title = "The DataLoader has no workers and the step waits for it"
     category = "input"
     validated = "recordings"
     validated_on = (

@@ -66,7 +66,7 @@ class ImplicitSync(Rule):
             )
             return
         if a.syncs.filter(~pl.col("profiler")).is_empty() and a.steps.used.height > 1:
-            yield Good(text="no call inside the steps makes the host wait for the device (0 found)")
+            yield Good(text="no call inside the steps makes the host wait for the device")
             return
         held = held_by(a, self._reads())
         share = held.total / a.span_ns

@@ -71,7 +71,7 @@ class DeviceCopies(Rule):
             ),
             evidence=[
                 Evidence(f"exposed copies within the device{per(a)}", exposed / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "TraceLens (5 %)"),
+                Evidence("share of the step", share, "share", self.min_share, "TraceLens"),
                 Evidence(f"copies{per(a)}", copies.height / a.step_count, "count"),
                 Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
                 Evidence(f"inside compiled functions{per(a)}", border / a.step_count, "ns"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.advice.engine import MIN_GAIN_SHARE, run_rules
+from advisor.advice.engine import FAILED, MIN_GAIN_SHARE, run_rules
 from advisor.advice.registry import load_rules
 from advisor.analysis import Analysis
 from advisor.model import Rule, Worth
@@ -22,10 +22,12 @@ def outcome(rule: Rule, example: TraceBuilder | list[TraceBuilder]) -> list[str]
         from advisor.advice.engine import rank_rules
 
         ranks = {number: b.analysis() for number, b in enumerate(example)}
-        findings = rank_rules(ranks, [rule]).findings
+        result = rank_rules(ranks, [rule])
     else:
         assert isinstance(example, TraceBuilder)
-        findings = run_rules(-1, Analysis(example.trace()), [rule]).findings
+        result = run_rules(-1, Analysis(example.trace()), [rule])
+    assert not [n.why for n in result.not_measured if n.why.startswith(FAILED)]
+    findings = result.findings
     return [f.title for f in findings if worth_showing(f.worth)]
 
 

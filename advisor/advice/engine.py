@@ -50,6 +50,8 @@ class RankResult:
     findings: list[Finding]
     good: list[Good]
     not_measured: list[NotMeasured]
+    pricing: Pricer | None = None
+    """What priced them; ``None`` when it stayed in another process."""
 
 
 def analyze(
@@ -114,13 +116,15 @@ def _per_rank(
 def _remote(
     number: int, trace: Trace, select: tuple[int | None, int | None] | None, rules: list[Rule]
 ) -> RankResult:
-    return run_rules(number, Analysis(trace, select), rules)
+    result = run_rules(number, Analysis(trace, select), rules)
+    result.pricing = None
+    return result
 
 
 def run_rules(number: int, a: Analysis, rules: list[Rule]) -> RankResult:
     """Run the per-rank rules on one window and price what they find."""
-    result = RankResult(number, [], [], [])
     pricing = pricer(a)
+    result = RankResult(number, [], [], [], pricing)
     for rule in rules:
         if not rule.across_ranks:
             outcomes = _contained(rule, rule.check, a)
@@ -128,11 +132,13 @@ def run_rules(number: int, a: Analysis, rules: list[Rule]) -> RankResult:
     return result
 
 
-def rank_rules(ranks: dict[int, Analysis], rules: list[Rule]) -> RankResult:
+def rank_rules(
+    ranks: dict[int, Analysis], rules: list[Rule], pricing: Pricer | None = None
+) -> RankResult:
     """Run the rules that look across ranks; prices are for the first rank's window."""
     main = next(iter(ranks))
-    result = RankResult(main, [], [], [])
-    pricing = pricer(ranks[main])
+    pricing = pricing or pricer(ranks[main])
+    result = RankResult(main, [], [], [], pricing)
     for rule in rules:
         if rule.across_ranks:
             outcomes = _contained(rule, rule.check_run, ranks)
@@ -246,11 +252,11 @@ def _report(
     a, result = analyses[main], results[main]
     _other_ranks(result, results, main)
     if len(analyses) > 1:
-        across = rank_rules(analyses, rules)
+        across = rank_rules(analyses, rules, result.pricing)
         result.findings += across.findings
         result.good += across.good
         result.not_measured += across.not_measured
-    pricing = pricer(a)
+    pricing = result.pricing or pricer(a)
     floor = max(MIN_GAIN_SHARE * a.step_ns, pricing.error)
     ranked, notes, risks = [], [], []
     for finding in result.findings:

@@ -3,39 +3,61 @@ without touching something on it."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import polars as pl
 
 from advisor.whatif.graph import Array, Edge, Graph, Node
 
 
-def critical_path(
-    graph: Graph, time: Array, weight: Array, dur: Array, src: Array
-) -> list[tuple[int, int, float]]:
-    """The chain of binding edges back from the last completion, latest first: (edge, node, ns).
+class Path(NamedTuple):
+    """The chain of binding edges back from the last completion, latest first, in columns.
 
-    ``edge`` is the index of the edge that decided when ``node`` came, -1 for device work itself;
-    ``ns`` is how much of the path it is. They add up to the end of the last step.
+    ``edge`` is the edge that decided when ``node`` came, -1 for device work itself; ``ns`` is how
+    much of the path it is. They add up to the end of the last step.
     """
-    finals = [int(graph.starts[-1]), *graph.last[-1].tolist()] if graph.last else []
-    if not finals:
-        return []
+
+    edge: Array
+    node: Array
+    ns: Array
+
+
+def critical_path(graph: Graph, time: Array, weight: Array, dur: Array, src: Array) -> Path:
+    """Follow from each node the edge that arrived last, from the last completion to the source."""
+    finals = [int(graph.starts[-1]), *graph.last[-1].tolist()] if graph.last else [0]
+    binding = _binding(graph, time, weight, dur, src)
+    before = np.where(binding >= 0, src[binding], 0).tolist()
     node = max(finals, key=lambda n: time[n])
-    first = np.searchsorted(graph.dst, np.arange(len(graph) + 1))
+    chain = []
+    while node > 0:  # a walk: each node is known only from the one after it
+        chain.append(node)
+        node = before[node]
+    nodes = np.array(chain, dtype=np.int64)
+    edges = binding[nodes]
+    nodes, edges = nodes[edges >= 0], edges[edges >= 0]
+    begin = time[nodes] - dur[nodes]
+    work = dur[nodes] > 0
+    return Path(
+        edge=np.concatenate([np.full(int(work.sum()), -1), edges]),
+        node=np.concatenate([nodes[work], nodes]),
+        ns=np.concatenate([dur[nodes[work]], begin - time[src[edges]]]),
+    )
+
+
+def _binding(graph: Graph, time: Array, weight: Array, dur: Array, src: Array) -> Array:
+    """For each node the edge that arrives last, -1: none."""
+    binding = np.full(len(graph), -1, dtype=np.int64)
+    if not len(graph.dst):
+        return binding
     value = np.where(graph.from_start, weight - dur[src], weight)
-    path = []
-    while node > 0:
-        if dur[node] > 0:
-            path.append((-1, node, float(dur[node])))
-        edges = np.arange(first[node], first[node + 1])
-        if not len(edges):
-            break
-        arrive = time[src[edges]] + value[edges]
-        edge = int(edges[np.argmax(arrive)])
-        begin = time[node] - dur[node]
-        path.append((edge, node, float(begin - time[src[edge]])))
-        node = int(src[edge])
-    return path
+    arrive = time[src] + value
+    starts = np.flatnonzero(np.append(True, graph.dst[1:] != graph.dst[:-1]))
+    latest = np.maximum.reduceat(arrive, starts)
+    count = np.diff(np.append(starts, len(arrive)))
+    last = np.flatnonzero(arrive >= np.repeat(latest, count))
+    binding[graph.dst[last[::-1]]] = last[::-1]
+    return binding
 
 
 def composition(
@@ -43,16 +65,20 @@ def composition(
 ) -> dict[str, float]:
     """Critical path summed by what it consists of, ns: ``host``, ``compute``, ``communication``,
     ``loader``, ``latency``. ``communication``: aligned with ``trace.gpu``."""
-    total: dict[str, float] = {}
-    communicates = communication.to_numpy()
-    for edge, node, ns in critical_path(graph, time, weight, dur, src):
-        if edge < 0:
-            name = "communication" if communicates[graph.row[node]] else "compute"
-        elif graph.edge[edge] in (Edge.PROGRAM, Edge.HANDOVER):
-            name = "loader" if graph.kind[node] == Node.LOADED else "host"
-        elif graph.edge[edge] == Edge.LOADER:
-            name = "loader"
-        else:
-            name = "latency"
-        total[name] = total.get(name, 0.0) + ns
-    return total
+    path = critical_path(graph, time, weight, dur, src)
+    own = path.edge < 0
+    kind = np.where(own, Edge.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
+    row = np.where(own, graph.row[path.node], 0)
+    talks = communication.to_numpy()[row] & own if len(communication) else np.zeros_like(own)
+    host = ~own & np.isin(kind, [Edge.PROGRAM.value, Edge.HANDOVER.value])
+    fed = (~own & (kind == Edge.LOADER.value)) | (
+        host & (graph.kind[path.node] == Node.LOADED.value)
+    )
+    parts = {
+        "communication": talks,
+        "compute": own & ~talks,
+        "loader": fed,
+        "host": host & ~fed,
+        "latency": ~own & ~host & ~fed,
+    }
+    return {name: float(path.ns[mine].sum()) for name, mine in parts.items() if mine.any()}

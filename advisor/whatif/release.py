@@ -54,9 +54,9 @@ def release_edges(
     own = np.where(waited | (ended - called < SLOW_LAUNCH_NS), facts["call"], ended - called)
     edges.drop_program(done)
     edges.add(begin, done, np.minimum(own, np.maximum(ended - called, 1.0)), Edge.PROGRAM)
-    for target, sources in zip(done.tolist(), awaited, strict=True):
-        if len(sources):
-            edges.add(node[sources], np.full(len(sources), target), facts["release"], Edge.RELEASE)
+    released = np.repeat(done, [len(sources) for sources in awaited])
+    source = np.concatenate(awaited).astype(np.int64)
+    edges.add(node[source], released, facts["release"], Edge.RELEASE)
     graph.hard["syncs that waited"] = done[waited]
 
 

@@ -146,7 +146,7 @@ class WhatIf:
     @cached_property
     def measured(self) -> Outcome:
         """The same moments, as measured."""
-        return Outcome(self.graph.time, completions(self.graph, self.graph.time))
+        return Outcome(self.graph.time, completions(self.graph, self.graph.time), self.graph.turn)
 
     def outcome(self, edits: Sequence[Edit], assumption: str = "") -> Outcome:
         """Replay with edits applied."""
@@ -155,10 +155,21 @@ class WhatIf:
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Steady-state time of a step with edits applied."""
+        if all(e.factor_low is None and e.factor_high is None for e in edits):
+            assumption = ""
         key = (tuple(edits), assumption)
         if key not in self._periods:
             patch = Patch(self._selected).apply(edits, assumption)
             self._periods[key] = self.plan.steady(patch.weight, patch.dur, patch.src)
+        return self._periods[key]
+
+    def _plain_period(self, edits: Sequence[Edit]) -> float:
+        """The same without the host time that the profiler itself takes."""
+        key = (tuple(edits), "plain")
+        if key not in self._periods:
+            patch = Patch(self._selected).apply(edits)
+            weight = patch.weight * self._real_share
+            self._periods[key] = self.plan.steady(weight, patch.dur, patch.src)
         return self._periods[key]
 
     def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
@@ -172,16 +183,9 @@ class WhatIf:
             self.period(given) - self.period([*given, *edits], assumption)
             for assumption in ("low", "", "high")
         ]
-        gains.append(self._without_profiler(edits, given))
+        gains.append(self._plain_period(given) - self._plain_period([*given, *edits]))
         error = abs(self.base.period - self.measured.period)
         return min(gains) - error, max(gains) + error
-
-    def _without_profiler(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
-        before = Patch(self._selected).apply(given)
-        after = Patch(self._selected).apply([*given, *edits])
-        share = self._real_share
-        plain, fixed = (self.plan.steady(p.weight * share, p.dur, p.src) for p in (before, after))
-        return plain - fixed
 
     @cached_property
     def _real_share(self) -> Array:

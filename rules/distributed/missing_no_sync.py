@@ -1,0 +1,286 @@
+"""Gradients are reduced in every backward pass although several make one optimizer step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.analysis.comms import describe
+from advisor.analysis.names import matches
+from advisor.analysis.stacks import climb, parents
+from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import duration, places, rows, size
+from advisor.testing import TraceBuilder
+
+_FORWARD = r"^DistributedDataParallel\.forward$"
+_OPTIMIZER = r"^Optimizer\.step#"
+_HOOK = r"^autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+MAX_CORRELATIONS = 500
+"""An Edit names single collectives only up to this many."""
+
+Rows = NDArray[np.int64]
+
+
+class Passes(NamedTuple):
+    """The passes (forward and backward) that make optimizer steps, and what each reduces."""
+
+    table: pl.DataFrame
+    """All-reduces of gradients, in order of launch: ``gpu``, ``bytes``, ``dur``, ``op``, ``unit``
+    (number of the optimizer step), ``of`` (number of the pass in it), ``last`` (that pass is the
+    last before the optimizer)."""
+    counts: Rows
+    """Passes of each optimizer step that lies completely in the trace; those of others are 0."""
+
+
+class MissingNoSync(Rule):
+    """With gradient accumulation several backward passes make one optimizer step, and only the sum
+    of their gradients is needed. DistributedDataParallel reduces gradients over all ranks in every
+    backward pass unless told not to, so that k passes send the gradients k times.
+
+    A *pass* begins with each ``DistributedDataParallel.forward`` range; passes up to the same
+    ``Optimizer.step`` range belong together. Reductions of gradients are the all-reduces launched
+    from the hooks that run as gradients are accumulated (``AccumulateGrad``), so those of tensor
+    parallelism, SyncBatchNorm, metrics and gradient norms are not among them. The rule fires when
+    in each complete optimizer step every pass reduces messages of the same sizes. All but the last
+    set of them are needless: (k - 1) / k of the bytes.
+
+    Silent when two optimizers step one after the other, for then two models of the same kind could
+    be trained side by side. Fully sharded data parallelism is not judged: there ``no_sync`` keeps
+    whole gradients in memory, and leaving it out is often right.
+    """
+
+    id = "missing-no-sync"
+    title = "Gradients are reduced in every pass of gradient accumulation"
+    category = "distributed"
+    validated = "real traces"
+    validated_on = (
+        "silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass a "
+        "step); in the A100 training with every second optimizer range renamed it finds the 3 of 6 "
+        "messages that are then needless, with the bytes that the file's shapes give"
+    )
+    references = (
+        "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html#torch.nn.parallel.DistributedDataParallel.no_sync",
+        "https://pytorch.org/docs/stable/notes/ddp.html",
+    )
+
+    min_steps = 2  # complete optimizer steps that show the same; one may be chance
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare what the passes of one optimizer step reduce."""
+        if a.device_id is None:
+            return
+        passes = find_passes(a)
+        if passes is None:
+            return
+        table, whole = passes.table, np.flatnonzero(passes.counts >= 2)
+        steps = [_sizes(table, int(unit), int(passes.counts[unit])) for unit in whole]
+        if len(steps) < self.min_steps or not any(sum(map(len, step)) for step in steps):
+            return
+        if any(None in sizes for step in steps for sizes in step):
+            if sum(map(bool, steps[0])) > 1:
+                yield NotMeasured(
+                    what="whether gradient accumulation reduces gradients more than once",
+                    why="the sizes of the collectives are not recorded",
+                    record="record_shapes=True",
+                )
+            return
+        k = int(passes.counts[whole[0]])
+        if all(not sizes for step in steps for sizes in step[:-1]):
+            yield Good(text=f"gradients of {k} passes are reduced once, before the optimizer")
+            return
+        if any(not step[0] or any(sizes != step[0] for sizes in step) for step in steps):
+            return
+        needless = table.filter(~pl.col("last"))
+        inside = pl.Series(a.in_window).gather(needless["gpu"])
+        needless = needless.filter(inside)
+        if needless.is_empty():
+            return
+        once = sum(size * count for size, count in steps[0][0].items() if size is not None)
+        sent = float(np.mean([_bytes(step) for step in steps]))
+        time = int(needless["dur"].sum()) / a.step_count
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{k} backward passes make one optimizer step, and each reduces gradients over "
+                f"all ranks: {size(sent)} are sent where {size(once)} would do. The needless "
+                f"reductions take {duration(time)} a step."
+            ),
+            evidence=[
+                Evidence("passes an optimizer step", k, "count", 2, "one needs no no_sync"),
+                Evidence("optimizer steps that show it", len(steps), "count", self.min_steps),
+                Evidence("gradients reduced an optimizer step", sent, "bytes"),
+                Evidence("gradients of one pass", once, "bytes"),
+                Evidence("needless reductions a step", needless.height / a.step_count, "count"),
+                Evidence("their time a step", time, "ns"),
+            ],
+            where=places(
+                a,
+                rows(needless["op"]),
+                needless["dur"].to_numpy(),
+                kernel=rows(needless["gpu"]),
+                ts=needless["ts"].to_numpy(),
+                dur=needless["dur"].to_numpy(),
+            ),
+            fix=(
+                "Run all passes but the last of an optimizer step, forward included, inside "
+                "model.no_sync(): gradients then add up locally and are reduced once. (Hugging "
+                "Face Accelerate: accelerator.accumulate(model).)"
+            ),
+            code=(
+                "from contextlib import nullcontext\n"
+                "for i, batch in enumerate(loader):\n"
+                f"    last = (i + 1) % {k} == 0\n"
+                "    with nullcontext() if last else model.no_sync():\n"
+                f"        (loss_fn(model(batch)) / {k}).backward()\n"
+                "    if last:\n"
+                "        optimizer.step(); optimizer.zero_grad()"
+            ),
+            check=(
+                "Profile again: all-reduces appear only in the last backward pass before each "
+                "Optimizer.step; the loss curve stays the same."
+            ),
+            edits=[_edit(a, table, needless)],
+            confidence=0.85,
+            assumptions=["the gradients of the passes are only summed, not used one by one"],
+            falsified_by="code that reads reduced gradients after each pass, or two models of one "
+            "architecture with one optimizer",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Two passes a step, each reduced; four passes in four profiler steps."""
+        return {
+            "two passes, each reduced": _training([[8, 25], [8, 25]]),
+            "four passes, a profiler step each": _training([[25, 25]] * 4, profiled="pass"),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """no_sync; no accumulation, equal buckets; other collectives in each pass; two models."""
+        return {
+            "no_sync is used": _training([[], [8, 25]]),
+            "one pass, equal buckets": _training([[25, 25]]),
+            "tensor parallelism repeats, gradients do not": _training([[], [25]], tensor=8),
+            "one pass reduces more": _training([[8], [8, 25]]),
+            "two optimizers": _training([[8, 25], [8, 25]], optimizers=2),
+            "sizes are not recorded": _training([[8, 25], [8, 25]], arguments=False),
+        }
+
+
+def find_passes(a: Analysis) -> Passes | None:
+    """The passes of the trace's optimizer steps; ``None``: no accumulation can be seen."""
+    cpu = a.trace.cpu
+    forward, _ = _outermost(a, _FORWARD)
+    start, end = _outermost(a, _OPTIMIZER)
+    if len(forward) < 2 or len(start) < 2:
+        return None
+    # how many optimizers ended before each pass began: the optimizer step it works for
+    unit = np.searchsorted(end, forward, side="right")
+    if not np.isin(np.arange(1, len(start)), unit).all():
+        return None  # an optimizer steps with no pass since the one before
+    first = np.searchsorted(unit, unit)
+    counts = np.bincount(unit, minlength=len(start) + 1)
+    complete = counts.copy()
+    complete[[0, len(start)]] = 0  # cut off by the ends of the trace
+    usual = int(complete.max())
+    every = describe(a).filter(
+        (pl.col("collective") == "all_reduce") & pl.col("launch_ts").is_not_null()
+    )
+    launch = rows(a.trace.gpu["launch"].gather(every["gpu"]))
+    hooks = (cpu["kind"] == "op").to_numpy() & matches(cpu["name"], _HOOK).to_numpy()
+    every = every.filter(pl.Series(climb(parents(a.trace), hooks, launch) >= 0, dtype=pl.Boolean))
+    at = np.searchsorted(forward, every["launch_ts"].to_numpy(), side="right") - 1
+    of = at - first[at]
+    mine = unit[at]
+    left = counts[mine] - 1 - of
+    last = np.where(mine == len(start), of >= usual - 1, left == 0)
+    table = every.select("gpu", "ts", "dur", "bytes", "op", "launch_ts").with_columns(
+        unit=pl.Series(mine), of=pl.Series(of), last=pl.Series(last)
+    )
+    return Passes(table.filter(pl.Series(at >= 0)).sort("launch_ts"), complete)
+
+
+def _outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
+    """Starts and ends of ranges, without those inside another one."""
+    cpu = a.trace.cpu
+    named = cpu["kind"].is_in(["annotation", "op"]) & matches(cpu["name"], pattern)
+    ranges = cpu.filter(named).select("ts", "dur").sort("ts", "dur", descending=[False, True])
+    start = ranges["ts"].to_numpy().astype(np.int64)
+    end = start + ranges["dur"].to_numpy()
+    before = np.maximum.accumulate(np.append(np.int64(-1), end))[:-1]
+    return start[start >= before], end[start >= before]
+
+
+def _sizes(table: pl.DataFrame, unit: int, count: int) -> list[Counter[int | None]]:
+    """Message sizes of each pass of one optimizer step, with how often they occur."""
+    mine = table.filter(pl.col("unit") == unit)
+    return [Counter(mine["bytes"].filter(mine["of"] == n).to_list()) for n in range(count)]
+
+
+def _bytes(step: list[Counter[int | None]]) -> int:
+    return sum((size or 0) * count for sizes in step for size, count in sizes.items())
+
+
+def _edit(a: Analysis, table: pl.DataFrame, needless: pl.DataFrame) -> Edit:
+    """Take these collectives away; where they are too many to name, their share of the time."""
+    ids = a.trace.gpu["correlation"].gather(needless["gpu"]).drop_nulls().unique().sort()
+    if len(ids) <= MAX_CORRELATIONS:
+        select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
+        return Edit(op="remove", select=select)
+    select = Select(on="gpu", kind=("kernel",), family=("communication",), under=_HOOK)
+    inside = table.filter(pl.Series(a.in_window).gather(table["gpu"]))
+    keep = 1 - int(needless["dur"].sum()) / max(1, int(inside["dur"].sum()))
+    return Edit(op="scale", select=select, factor=max(0.0, keep))
+
+
+def _training(
+    passes: list[list[int]],
+    *,
+    profiled: str = "step",
+    tensor: int = 0,
+    optimizers: int = 1,
+    arguments: bool = True,
+) -> TraceBuilder:
+    """Passes that reduce buckets of so many MiB; ``tensor``: MiB that each layer reduces too."""
+    b = TraceBuilder()
+
+    def one(buckets: list[int]) -> None:
+        with b.range("DistributedDataParallel.forward"), b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 800)
+            if tensor:
+                b.collective("allreduce", tensor << 20, 100, group="tp")
+        with b.op("autograd::engine::evaluate_function: MmBackward0"):
+            b.launch("ampere_sgemm_128x64_nn", 1000)
+            if tensor:
+                b.collective("allreduce", tensor << 20, 100, group="tp")
+        for mib in buckets:
+            with b.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"):
+                b.collective("allreduce", mib << 20, mib * 60, arguments=arguments)
+        b.wait_stream(7, 20)
+
+    def finish() -> None:
+        for _ in range(optimizers):
+            with b.range("Optimizer.step#AdamW.step"), b.op("aten::_fused_adamw_"):
+                b.launch("multi_tensor_apply_kernel", 300)
+        b.sync()
+
+    for _ in range(5):
+        if profiled == "step":
+            with b.step():
+                for buckets in passes:
+                    one(buckets)
+                finish()
+        else:
+            for n, buckets in enumerate(passes):
+                with b.step():
+                    one(buckets)
+                    if n == len(passes) - 1:
+                        finish()
+    return b

@@ -1,0 +1,59 @@
+"""missing-no-sync on a real training: as it was recorded, and with every second optimizer gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from advisor.analysis import Analysis
+from advisor.ingest import read_trace
+from advisor.model import Finding, NotMeasured
+from advisor.rules.distributed.missing_no_sync import MissingNoSync
+from advisor.trace import Trace
+
+GRADIENTS = 181_240_752 + 1_068_160 + 17_728_292
+"""Bytes of the three messages of each backward pass, as the file's shapes give them."""
+
+
+def without_every_second_optimizer(trace: Trace) -> Trace:
+    """The same work, with two passes for each optimizer step: as a loop that accumulates."""
+    name = pl.col("name").cast(pl.String)
+    is_step = name.str.starts_with("Optimizer.step#")
+    first = is_step & (is_step.cum_sum() % 2 == 1)
+    other = pl.when(first).then(pl.lit("something else")).otherwise(name)
+    return replace(trace, cpu=trace.cpu.with_columns(name=other.cast(pl.Categorical)))
+
+
+@pytest.mark.parametrize(
+    "name", ["a100_train_6steps", "v100_train_copy_heavy", "nccl_collectives", "two_ranks_rank0"]
+)
+def test_silent_where_each_pass_has_its_optimizer_step(
+    shared_trace: Callable[[str], Path], name: str
+) -> None:
+    a = Analysis(read_trace(shared_trace(name)))
+    assert list(MissingNoSync().check(a)) == []
+
+
+def test_two_passes_of_a_real_training_send_the_gradients_twice(
+    shared_trace: Callable[[str], Path],
+) -> None:
+    trace = without_every_second_optimizer(read_trace(shared_trace("a100_train_6steps")))
+    a = Analysis(trace)
+    (finding,) = MissingNoSync().check(a)
+    assert isinstance(finding, Finding)
+    facts = {e.label: e.value for e in finding.evidence}
+    assert facts["passes an optimizer step"] == 2
+    assert facts["gradients of one pass"] == GRADIENTS
+    assert facts["gradients reduced an optimizer step"] == 2 * GRADIENTS
+    # six passes in the window, the first, third and fifth are needless: three messages each
+    assert len(finding.edits[0].select.correlation) == 9
+
+
+def test_without_sizes_it_abstains() -> None:
+    b = MissingNoSync.silent_on()["sizes are not recorded"]
+    (outcome,) = MissingNoSync().check(b.analysis())
+    assert isinstance(outcome, NotMeasured)

@@ -1,0 +1,145 @@
+"""Pinned host memory is allocated in the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.rules.common import column, counted, duration, places, rows, total
+from advisor.testing import TraceBuilder
+
+_CALLS = r"HostAlloc|MallocHost|HostRegister|AllocHost"
+
+
+class PinnedAllocationInLoop(Rule):
+    """Pinned (page-locked) host memory is allocated in the middle of training. Each such call
+    (``cudaHostAlloc``, ``cudaHostRegister``) locks pages one by one and takes milliseconds; it also
+    synchronises with the device in many drivers. PyTorch keeps pinned blocks for reuse, so after
+    the first steps no such call should be left.
+
+    Steady state: calls in at least three used steps, one a step or more on average, the first used
+    step left out. Usual causes are ``.pin_memory()`` on tensors whose size grows or changes from
+    step to step, blocks that are still in use because their copies wait, and ``cudaHostRegister``
+    called by hand.
+
+    The price is the idle time of the device that is blamed on these calls: one in a loader's thread
+    or under queued work costs nothing.
+    """
+
+    id = "pinned-allocation-in-loop"
+    title = "Pinned host memory is allocated in the training loop"
+    category = "memory"
+    validated = "synthetic"
+    validated_on = (
+        "silent on A100 and V100 training (pinned copies, no such call); never seen to fire"
+    )
+    references = (
+        "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
+        "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/index.html#pinned-memory",
+    )
+
+    min_steps = 3  # with such calls: once or twice is warm-up or an evaluation
+    min_a_step = 1.0  # calls a step, over the steps after the first; rule catalogue
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Count pinned allocations in the steps after the first."""
+        used = a.steps.used
+        if a.device_id is None or used.height <= self.min_steps:
+            return
+        calls = a.allocations.filter(
+            (pl.col("call") == "host_alloc") & (pl.col("step") != used["index"][0])
+        )
+        steps = used.height - 1
+        rate = calls.height / steps
+        if calls["step"].n_unique() < self.min_steps or rate < self.min_a_step:
+            return
+        time = total(calls["dur"])
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{counted(round(rate), 'allocation')} of pinned host memory a step, "
+                f"{duration(time / calls.height)} each, although the warm-up is over."
+            ),
+            evidence=[
+                Evidence("pinned allocations a step", rate, "count", self.min_a_step,
+                         "none in steady state: pinned blocks are reused"),
+                Evidence("steps with such calls", calls["step"].n_unique(), "count",
+                         self.min_steps),
+                Evidence("host time in these calls a step", time / steps, "ns"),
+            ],
+            where=places(a, rows(calls["host"]), column(calls, "dur")),
+            fix=(
+                "Pin in the DataLoader (pin_memory=True), or allocate the pinned buffer once, as "
+                "large as the largest batch, and copy each batch into it."
+            ),
+            code=(
+                "staging = torch.empty(max_batch_shape, dtype=dtype, pin_memory=True)   # once\n"
+                "for batch in loader:\n"
+                "    copied.synchronize()                     # the copy of the step before\n"
+                "    part = staging[: len(batch)].copy_(batch)\n"
+                "    x = part.to(device, non_blocking=True)\n"
+                "    copied.record()                          # copied = torch.cuda.Event()"
+            ),
+            check="Profile later steps again: no cudaHostAlloc inside them.",
+            edits=[
+                Edit(op="remove", select=Select(on="gap", cause=("allocation",), name=_CALLS))
+            ],
+            confidence=0.85,
+            assumptions=["the device has other work as soon as the host is not held"],
+            falsified_by=(
+                "the same window some hundred steps later has no such calls: then it was warm-up"
+            ),
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A new pinned buffer in every step, while the device waits."""
+        b = TraceBuilder()
+        for _ in range(6):
+            with b.step():
+                with b.python("train.py(40): train_step"), b.op("aten::_pin_memory"):
+                    b.call("cudaHostAlloc", 2500)
+                b.copy("HtoD", 8 << 20)
+                _train(b)
+        return {"a new buffer each step": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Warm-up only; under queued work; device memory; two steps of five."""
+        warm, hidden, device, rare = (TraceBuilder() for _ in range(4))
+        for step in range(6):
+            with warm.step():
+                if step < 2:
+                    warm.call("cudaHostAlloc", 2500)
+                _train(warm)
+            with hidden.step():
+                with hidden.op("aten::mm"):
+                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.call("cudaHostAlloc", 2500)
+                with hidden.op("aten::mm"):
+                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+            with device.step():
+                device.call("cudaMalloc", 2500)
+                _train(device)
+            with rare.step():
+                if step in (2, 4):
+                    for _ in range(4):
+                        rare.call("cudaHostAlloc", 500)
+                _train(rare)
+        return {
+            "warm-up": warm,
+            "the device has work queued": hidden,
+            "device memory": device,
+            "two steps only": rare,
+        }
+
+
+def _train(b: TraceBuilder) -> None:
+    for _ in range(4):
+        with b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.sync()

@@ -1,0 +1,219 @@
+"""One rank's device runs the same kernels slower than its peers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.families import FAMILIES
+from advisor.analysis.rank_kernels import compare_kernels, device_speed
+from advisor.model import (
+    Edit,
+    Evidence,
+    Finding,
+    Good,
+    Location,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Worth,
+)
+from advisor.rules.common import duration
+from advisor.testing import TraceBuilder
+
+
+class SlowDevice(Rule):
+    """One rank's device needs longer than its peers for the same kernels, so it is late at every
+    collective and the whole job runs at its speed. Usual causes are clocks held down by heat or
+    power, another process on the device, or a failing part.
+
+    Compared are compute kernels of the same name and launch size that two or more ranks ran at
+    least 20 times, equally often: the median duration against the median of the peers' medians. A
+    device is slow when half of its compared time runs at 1.1 times the peers' or more, and three quarters
+    of it above 1.05: one slow kernel shows other inputs (sparse lookups, routed tokens, padding),
+    not a slow device. At least five kernels have to be compared, and half of the compute time.
+
+    With two ranks a slow device and a fast one look the same; the slower one is named. Kernels that
+    run beside collectives are slower for it, so ranks that overlap differently differ a little.
+    """
+
+    id = "slow-device"
+    title = "One device is slower than the others"
+    category = "distributed"
+    validated = "synthetic"
+    validated_on = (
+        "silent on two_ranks, where few kernels repeat 20 times (with fewer the ratio is 1.01); "
+        "never seen to fire on a real slow device"
+    )
+    across_ranks = True
+    references = (
+        "https://arxiv.org/abs/2410.12588",
+        "https://docs.nvidia.com/deploy/nvidia-smi/index.html",
+    )
+
+    min_ratio = 1.10  # of the peers' median duration; Greyhound (fail-slow detection), catalogue
+    min_slow = 1.05  # ratio that a kernel needs to count as slower at all
+    min_slow_share = 0.75  # of the compared time in such kernels
+    min_kernels = 5  # compared; fewer do not tell a device from its inputs
+    min_compared = 0.5  # of the rank's compute kernel time
+
+    def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
+        """Compare the kernels that the ranks share."""
+        ranks = {n: a for n, a in ranks.items() if a.device_id is not None}
+        if len(ranks) < 2:
+            return
+        kernels = compare_kernels(ranks)
+        speed = self._judged(ranks, kernels)
+        if speed.is_empty():
+            yield NotMeasured(
+                what="whether one device is slower than the others",
+                why="too few kernels ran equally often on several ranks",
+                record="more steps of the same work on every rank",
+            )
+            return
+        worst = speed.sort("ratio", descending=True).row(0, named=True)
+        if worst["ratio"] < self.min_ratio or worst["slow"] < self.min_slow_share:
+            if worst["ratio"] < self.min_slow:
+                yield Good(
+                    text=f"the devices are equally fast: the slowest needs {worst['ratio']:.2f} "
+                    f"times the others' time for the same {worst['kernels']} kernels"
+                )
+            return
+        yield self._finding(ranks, kernels, worst)
+
+    def _judged(self, ranks: dict[int, Analysis], kernels: pl.DataFrame) -> pl.DataFrame:
+        """:func:`device_speed` of ranks with enough to compare, and ``slow``: share of the compared
+        time in slower kernels."""
+        if kernels.is_empty():
+            return kernels
+        slow = kernels.group_by("rank").agg(
+            slow=pl.col("dur").filter(pl.col("ratio") >= self.min_slow).sum() / pl.col("dur").sum()
+        )
+        spent = pl.DataFrame(
+            {
+                "rank": list(ranks),
+                "compute": [a.breakdown.compute.total for a in ranks.values()],
+            }
+        )
+        return (
+            device_speed(kernels)
+            .join(slow, on="rank")
+            .join(spent, on="rank")
+            .filter(
+                (pl.col("kernels") >= self.min_kernels)
+                & (pl.col("compared_ns") >= self.min_compared * pl.col("compute"))
+            )
+        )
+
+    def _finding(
+        self, ranks: dict[int, Analysis], kernels: pl.DataFrame, worst: dict[str, Any]
+    ) -> Finding:
+        rank, ratio, main = int(worst["rank"]), float(worst["ratio"]), next(iter(ranks))
+        a = ranks[rank]
+        own = kernels.filter(pl.col("rank") == rank)
+        names = {n: b.device.name if b.device else None for n, b in ranks.items()}
+        mixed = len(set(names.values())) > 1
+        finding = Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"Rank {rank} needs {ratio:.2f} times as long as its peers for the same kernels "
+                f"({worst['slow']:.0%} of the compared time is in slower ones): the others wait "
+                "for it at every collective."
+            ),
+            evidence=[
+                Evidence("slow rank", rank),
+                Evidence("duration over the peers' (median by time)", ratio, "", self.min_ratio,
+                         "Greyhound"),
+                Evidence("share of compared time in slower kernels", worst["slow"], "share",
+                         self.min_slow_share),
+                Evidence("kernels compared", int(worst["kernels"]), "count", self.min_kernels),
+                Evidence("compute of this rank a step", a.breakdown.compute.total / a.step_count,
+                         "ns"),
+                Evidence("its GPU", names[rank]),
+            ],
+            where=[
+                Location(kernel=row["name"], dur_ns=round(row["median"]), count=row["count"])
+                for row in own.head(3).iter_rows(named=True)
+            ],
+            fix=(
+                "The ranks have different GPUs: give this one less work, or replace it."
+                if mixed
+                else f"Look at rank {rank}'s GPU: clocks and why they are held down, temperature, "
+                "power limit, other processes, ECC and link errors. Exchange it if nothing helps."
+            ),
+            code=(
+                "nvidia-smi --query-gpu=index,name,clocks.sm,clocks.max.sm,temperature.gpu,"
+                "power.draw,power.limit,clocks_event_reasons.active --format=csv\n"
+                "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
+            ),
+            check="Run the job with that host and another exchanged: the slowness stays with the "
+            "device, and goes with a healthy one.",
+            confidence=0.7 if len(ranks) > 2 else 0.6,
+            confidence_notes=[] if len(ranks) > 2 else ["only two ranks to compare"],
+            assumptions=["the ranks wait for each other at collectives in each step"],
+            falsified_by="inputs that differ between ranks in a way the launch size does not show",
+        )  # fmt: skip
+        if rank == main:
+            families = tuple(f for f in FAMILIES if f != "communication")
+            finding.edits = [
+                Edit(op="scale", factor=1 / ratio,
+                     select=Select(on="gpu", kind=("kernel",), family=families))
+            ]  # fmt: skip
+            return finding
+        compute = a.breakdown.compute.total / a.step_count
+        gain = compute * (1 - 1 / ratio)
+        finding.worth = Worth(
+            currency="step_time",
+            gain_ns=round(gain),
+            low_ns=0,
+            high_ns=round(gain),
+            share=gain / a.step_ns if a.step_ns else None,
+            method="compute time that the slow device takes longer",
+        )
+        finding.assumptions.append(f"the others wait all the {duration(gain)} a step for it")
+        return finding
+
+    @staticmethod
+    def fires_on() -> dict[str, Any]:
+        """The third of four devices at 1 / 1.25 of its clock; the first of three."""
+        return {
+            "third of four": _ranks([1.0, 1.02, 1.25, 0.99]),
+            "the rank that is reported": _ranks([1.2, 1.0, 1.0]),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, Any]:
+        """Equal devices; one kernel with other inputs; pipeline stages; too few kernels."""
+        return {
+            "equal": _ranks([1.0, 1.03, 0.98, 1.01]),
+            "one kernel with more work": _ranks([1.0, 1.0, 1.0], skewed=2.0),
+            "other kernels on each rank": _ranks([1.0, 1.5, 1.0], stages=True),
+            "few kernels": _ranks([1.0, 1.3, 1.0], kinds=2),
+        }
+
+
+def _ranks(
+    speed: list[float], *, skewed: float = 1.0, stages: bool = False, kinds: int = 6
+) -> list[TraceBuilder]:
+    """Ranks that run the same kernels, each so much slower; one kernel of the last rank is skewed
+    by the inputs."""
+    found = []
+    for rank, slow in enumerate(speed):
+        b = TraceBuilder(rank=rank, world_size=len(speed))
+        for _ in range(5):
+            with b.step():
+                for n in range(kinds * 5):
+                    kind = n % kinds
+                    more = skewed if kind == 0 and rank == len(speed) - 1 else 1.0
+                    name = f"stage{rank}_kernel_{kind}" if stages else f"kernel_{kind}"
+                    with b.op("aten::mm"):
+                        b.launch(name, (100 + 20 * kind) * slow * more, blocks=256 * (kind + 1))
+                b.collective("allreduce", 25 << 20, 400, wait=True, group_size=len(speed))
+                b.sync()
+        found.append(b)
+    return found

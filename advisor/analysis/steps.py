@@ -196,24 +196,29 @@ def _outliers(dur: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     mad = float(np.median(np.abs(values - median)))
     limit = max(OUTLIER_FACTOR * median, median + OUTLIER_MADS * mad)
     candidates = np.flatnonzero(chosen & (dur > limit))
-    if _come_back(candidates - np.flatnonzero(chosen)[0], dur[candidates], len(values)):
+    if rhythm(np.flatnonzero(values > limit), values):
         return outlier
     candidates = candidates[np.argsort(-dur[candidates])]
     outlier[candidates[: len(values) - MIN_STEPS_LEFT]] = True
     return outlier
 
 
-def _come_back(place: np.ndarray, dur: np.ndarray, count: int) -> bool:
-    """Long steps at even distances all through the window, all about as long, are the loop's own
-    pace: with n loader workers that cannot keep up, every n-th step waits for all of them."""
-    if len(place) < 2:
-        return False
-    distance = np.diff(place)
+def rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
+    """Every how many steps a long one comes, ``None`` if they do not come back evenly.
+
+    Long steps (places in ``dur``) at even distances all through the window, all about as long,
+    are the loop's own pace: with n loader workers that cannot keep up, every n-th step waits for
+    all of them.
+    """
+    if len(long) < 2:
+        return None
+    distance = np.diff(long)
     apart = float(distance.mean())
-    return bool(
-        2 <= apart <= MAX_RHYTHM
+    even = (
+        2 <= round(apart) <= MAX_RHYTHM
         and np.ptp(distance) <= 1
-        and place[0] <= apart
-        and count - place[-1] <= apart + 1
-        and dur.max() <= RHYTHM_ALIKE * dur.min()
+        and long[0] <= apart
+        and len(dur) - long[-1] <= apart + 1
+        and dur[long].max() <= RHYTHM_ALIKE * dur[long].min()
     )
+    return round(apart) if even else None

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.analysis.names import matches
+from advisor.analysis.steps import OUTLIER_FACTOR, rhythm
 from advisor.whatif.device import DeviceWork, device_nodes, device_work, stream_edges
 from advisor.whatif.edits import HAND_BATCH_NS
 from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
@@ -27,7 +28,7 @@ consecutive steps in their middle."""
 def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]:
     """First step and one after the last (rows of the steps table) of the run to replay: all
     consecutive used steps, or the middle ones when that would be more than ``limit`` nodes; at
-    least three where there are three."""
+    least three where there are three; whole turns where every n-th step is long."""
     used = a.steps.table["used"].to_numpy()
     rows = np.flatnonzero(used)
     if not len(rows):
@@ -41,7 +42,17 @@ def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]
         keep = max(3, int((last - first) * limit / work))
         first += (last - first - keep) // 2
         last = first + keep
-    return first, last
+    return last - (last - first) // (turn := _turn(a, first, last)) * turn, last
+
+
+def _turn(a: Analysis, first: int, last: int) -> int:
+    """Every how many of these steps a long one comes; 1: they are alike, or long ones come as
+    they like."""
+    dur = a.steps.table["dur"].to_numpy()[first:last]
+    if not len(dur) or dur.max() <= OUTLIER_FACTOR * dur.min():
+        return 1
+    every = rhythm(np.flatnonzero(dur > (dur.min() + dur.max()) / 2), dur)
+    return every if every is not None and every <= len(dur) else 1
 
 
 def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
@@ -92,6 +103,7 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     stream_edges(trace, graph, edges, work, facts)
     edges.store()
     graph.steps = steps
+    graph.turn = _turn(a, *steps)
     graph.facts = facts
     graph.starts = _boundaries(graph, bounds - start)
     graph.last = _last_work(trace, graph, work, bounds)
@@ -126,14 +138,16 @@ def _join(
 ) -> Graph:
     """One list of nodes in order of measured time (device nodes: of their start)."""
     hosts, devices = len(time), len(work.row)
-    when = np.concatenate([[start - 1], time, work.ts])
+    # work that runs when the window begins counts from there
+    begin = np.maximum(work.ts, start)
+    when = np.concatenate([[start - 1], time, begin])
     tie = np.concatenate([[0], np.ones(hosts), np.full(devices, 2)])
     # host points keep their order on a thread when several share an instant
     inner = np.concatenate([[0], np.arange(hosts), np.arange(devices)])
     order = np.lexsort((inner, tie, when))
     kinds = np.concatenate([[Node.SOURCE], kind, np.full(devices, Node.DEVICE)]).astype(np.uint8)
     ends = np.concatenate([[start], time, work.ts + work.dur])
-    dur = np.concatenate([np.zeros(1 + hosts), work.dur]).astype(float)
+    dur = np.concatenate([np.zeros(1 + hosts), work.ts + work.dur - begin]).astype(float)
     rows = np.concatenate([[-1], row, work.row])
     lane = np.concatenate([[-1], thread, work.lane])
     none = np.zeros(0, dtype=np.int64)

@@ -357,15 +357,16 @@ class Patch:
         return found
 
     def _drop_work(self, nodes: Array, *, operators: bool = False) -> None:
-        """Device work that is not done: it takes no time, waits for nothing but its place on
-        the stream, and its launch costs the host nothing (nor, if told, its operator)."""
+        """Device work that is not done: it takes no time, waits for nothing but what its stream
+        waits for, and its launch costs the host nothing (nor, if told, its operator)."""
         graph = self.graph
         gone = np.zeros(len(graph), dtype=bool)
         gone[nodes] = True
         self.dur[nodes] = 0.0
         into = gone[graph.dst]
         stream = graph.edge == Edge.STREAM
-        self.weight[into & ~stream] = NEVER
+        # its stream still waits for the events it was told to wait for
+        self.weight[into & ~stream & (graph.edge != Edge.CROSS)] = NEVER
         self.weight[into & stream] = 0.0
         self.weight[gone[self.src] & stream & ~into] -= self._gap_after(nodes)
         gpu = self.a.trace.gpu

@@ -81,6 +81,8 @@ class Graph:
     """Trace time of the window's start, ns."""
     steps: tuple[int, int]
     """First step and one after the last, indices into the steps table."""
+    turn: int = 1
+    """After how many steps the loop repeats itself, where every n-th one is long."""
     early: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Device nodes launched before the window: what the host was ahead by when it began."""
     hidden: dict[int, Intervals] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from advisor.whatif.graph import NEVER, Array, Edge, Graph
+from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 
 MIN_STEADY = 3
 """Steps that a window must have to be replayed from the state in which it ended."""
@@ -27,12 +27,15 @@ class Outcome:
     time: Array
     complete: Array
     """When each step was complete, its device work included; first entry: the window's start."""
+    turn: int = 1
+    """After how many steps the loop repeats itself, where every n-th one is long."""
 
     @property
     def period(self) -> float:
-        """Steady-state time of one step: mean distance between completions, the first step left
-        out where there are at least three."""
-        skip = 1 if len(self.complete) > 3 else 0
+        """Steady-state time of one step: mean distance between completions, the first step (or
+        turn) left out where there are enough."""
+        enough = len(self.complete) > 3 and len(self.complete) > 2 * self.turn
+        skip = self.turn if enough else 0
         return float(self.complete[-1] - self.complete[skip]) / (len(self.complete) - 1 - skip)
 
 
@@ -60,7 +63,7 @@ class Plan:
     ) -> Outcome:
         """Replay and say when the steps were complete."""
         time = self.run(weight, dur, src)
-        return Outcome(time, completions(self.graph, time))
+        return Outcome(time, completions(self.graph, time), self.graph.turn)
 
     def steady(
         self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
@@ -76,14 +79,15 @@ class Plan:
         time = _replay(layout)
         complete = completions(self.graph, time)
         if steps < MIN_STEADY or self.graph.starts[-1] == 0:
-            return Outcome(time, complete).period
+            return Outcome(time, complete, self.graph.turn).period
         end, host = float(complete[-1]), float(time[self.graph.starts[-1]])
         period, ahead = np.inf, end - host
         weights = self.graph.weight if weight is None else weight
+        sources = self.graph.src if src is None else src
         for number in range(MAX_PASSES):
             # falling behind for long: begin with an idle device and see how far ahead it gets
             idle = number == MAX_PASSES // 2
-            time = _replay(layout, *self._carry.over(time, host, weights, idle=idle))
+            time = _replay(layout, *self._carry.over(time, host, weights, sources, idle=idle))
             last_end, last_period, last_ahead = end, period, ahead
             end = float(completions(self.graph, time)[-1])
             period = (host + end - last_end) / steps
@@ -145,7 +149,10 @@ def _replay(
             second_weight[node], dur[node] = NEVER, 0.0
             more.pop(node, None)
         for node, at in (floor or {}).items():
-            more[node] = [*more.get(node, []), (0, at)]
+            # in place of what was measured from the window's start
+            first_weight[node] = NEVER if first[node] == 0 else first_weight[node]
+            second_weight[node] = NEVER if second[node] == 0 else second_weight[node]
+            more[node] = [*((c, w) for c, w in more.get(node, []) if c), (0, at)]
     time = [0.0] * len(first)
     for node, (a, wa, b, wb, d) in enumerate(
         zip(first, first_weight, second, second_weight, dur, strict=True)
@@ -172,7 +179,10 @@ class _Carry:
         device = graph.device
         early = np.zeros(len(graph), dtype=bool)
         early[graph.early] = True
-        self.early, self.stands_for, self.first, self.final = [], [], [], []
+        self.early: list[int] = []
+        self.stands_for: list[int] = []
+        self.first: list[int] = []
+        self.final: list[int] = []
         for lane in np.unique(graph.lane[device]):
             mine = device[graph.lane[device] == lane]
             before, inside = mine[early[mine]], mine[~early[mine]]
@@ -184,6 +194,37 @@ class _Carry:
             self.first.append(int(inside[0]))
             self.final.append(int(inside[-1]))
         self._loader()
+        self._between()
+
+    def _between(self) -> None:
+        """Edges from the first step into the second one, and what they would join if the last
+        step came before the first: nodes at the same place of their thread or stream."""
+        graph = self.graph
+        step = np.searchsorted(graph.starts, np.arange(len(graph)), side="right") - 1
+        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & (graph.src > 0))
+        step[graph.device] = -1
+        step[graph.dst[launch]] = step[graph.src[launch]]
+        crossing = np.isin(graph.edge, [Edge.CROSS, Edge.RELEASE, Edge.HANDOVER])
+        crossing &= (step[graph.src] == 0) & (step[graph.dst] == 1)
+        self.between = np.flatnonzero(crossing)
+        key = len(Node) * graph.lane.astype(np.int64) + graph.kind
+        steps = len(graph.starts) - 1
+        members = {
+            (int(k), s): np.flatnonzero((key == k) & (step == s))
+            for k in np.unique(key[np.append(graph.src[self.between], graph.dst[self.between])])
+            for s in {0, 1, steps - 1}
+        }
+        self.into: list[int] = []
+        self.out_of: dict[int, int] = {}
+        for edge in self.between.tolist():
+            target = int(graph.dst[edge])
+            now, first = members[int(key[target]), 1], members[int(key[target]), 0]
+            same = len(now) == len(first)
+            self.into.append(int(first[np.searchsorted(now, target)]) if same else -1)
+        for k in {int(key[n]) for n in graph.src[self.between]}:
+            zero, last = members[k, 0], members[k, steps - 1]
+            if len(zero) == len(last):
+                self.out_of |= dict(zip(zero.tolist(), last.tolist(), strict=True))
 
     def _loader(self) -> None:
         """The first batch comes at the loader's rate after the last one."""
@@ -197,7 +238,7 @@ class _Carry:
             self.loader = (int(edges[0]), first, last, scale)
 
     def over(
-        self, time: Array, host: float, weight: Array, *, idle: bool
+        self, time: Array, host: float, weight: Array, src: Array, *, idle: bool
     ) -> tuple[dict[int, float], dict[int, float]]:
         """Times of early nodes, and earliest starts, after a replay in which the host was done
         with the last step at ``host``. ``idle``: as if the device had nothing left to do."""
@@ -208,6 +249,11 @@ class _Carry:
                 given[node] = float(time[other]) - host if other >= 0 else 0.0
             for node, other in zip(self.first, self.final, strict=True):
                 floor[node] = float(time[other]) - host
+            for edge, node in zip(self.between.tolist(), self.into, strict=True):
+                other = self.out_of.get(int(src[edge]), -1)
+                if node >= 0 and other >= 0 and weight[edge] > NEVER and node not in given:
+                    begin = float(time[other]) - host + float(weight[edge])
+                    floor[node] = max(floor.get(node, 0.0), begin)
         if self.loader is not None:
             edge, first, last, scale = self.loader
             if weight[edge] > NEVER:

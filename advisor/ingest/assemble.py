@@ -64,6 +64,8 @@ class Assembler:
         self._epoch: int | None = None
         self.events = 0
         """Events decoded, also those that are of no use."""
+        self.rows = 0
+        """Events that became rows."""
         self.unsound = 0
         """Stretches between commas that could not be decoded."""
         self.dropped: dict[str, int] = {}
@@ -88,6 +90,7 @@ class Assembler:
             if shift:
                 merged["ts"] = merged["ts"] + float(shift)
             parts.append(merged)
+            self.rows += len(merged["ts"])
         self.events += piece.events
         self.unsound += piece.unsound
         for counts, more in ((self.dropped, piece.dropped), (self.ignored, piece.ignored)):

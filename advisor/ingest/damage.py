@@ -26,26 +26,48 @@ def scan(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
     """Follow quotes and brackets over the inside of a JSON list.
 
     Returns the positions of its own commas, the position of the bracket that closes it (``None``:
-    not in the text), and the depth at the end (0 when balanced, or at the closing bracket).
+    not in the text), and the depth at the end (0 when balanced, or at the closing bracket). A
+    brace that closes nothing ends the scan: the text is damaged, and the depth is -1.
     """
+    where, chars, depth, open_string = _follow(text)
+    end: int | None = None
+    closing = np.flatnonzero(depth < 0)
+    if len(closing):
+        first = int(closing[0])
+        if chars[first] == ord("]"):
+            end = int(where[first])
+        else:
+            return where[:first][_own_commas(chars[:first], depth[:first])], None, -1
+        where, chars, depth = where[:first], chars[:first], depth[:first]
+    commas = where[_own_commas(chars, depth)]
+    last = int(depth[-1]) if len(depth) else 0
+    return commas, end, 1 if open_string and end is None else last
+
+
+def object_end(text: bytes) -> int | None:
+    """Position of the brace that closes the object of which a text is the inside."""
+    where, chars, depth, _ = _follow(text)
+    closing = np.flatnonzero(depth < 0)
+    return int(where[closing[0]]) if len(closing) and chars[closing[0]] == ord("}") else None
+
+
+def _follow(text: bytes) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], bool]:
+    """Brackets, braces and commas outside strings: where, which, and the depth after each; and
+    whether the text ends inside a string."""
     clean = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text
     data = np.frombuffer(clean, dtype=np.uint8)
     where: NDArray[Any] = np.flatnonzero(_INTEREST[data])
     chars: NDArray[Any] = data[where]
     quote = chars == ord('"')
     inside = np.logical_xor.accumulate(quote) if len(quote) else quote
-    open_string = bool(len(inside) and inside[-1])
     keep = ~(quote | inside)
     where, chars = where[keep], chars[keep]
-    depth: NDArray[Any] = np.cumsum(_DELTA[chars], dtype=np.int32)
-    closing = np.flatnonzero(depth < 0)
-    end: int | None = None
-    if len(closing):
-        end = int(where[closing[0]])
-        where, chars, depth = (a[: closing[0]] for a in (where, chars, depth))
-    commas = where[(chars == ord(",")) & (depth == 0)]
-    last = int(depth[-1]) if len(depth) else 0
-    return commas, end, 1 if open_string and end is None else last
+    return where, chars, np.cumsum(_DELTA[chars], dtype=np.int32), bool(inside[-1:].any())
+
+
+def _own_commas(chars: NDArray[Any], depth: NDArray[Any]) -> NDArray[np.bool_]:
+    own: NDArray[np.bool_] = (chars == ord(",")) & (depth == 0)
+    return own
 
 
 def segments(inside: bytes) -> Iterator[bytes]:

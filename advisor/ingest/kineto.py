@@ -62,13 +62,14 @@ def _read(source: Source, options: ReadOptions) -> Trace:
         again = source.again()
         if again is not None:
             other_splitter, other = _collect(again, options, exact=True)
-            if _lost(other_splitter, other) < _lost(splitter, assembler):
+            if _worth(other_splitter, other) > _worth(splitter, assembler):
                 splitter, assembler = other_splitter, other
     return _finish(splitter, assembler)
 
 
-def _lost(splitter: Splitter, assembler: Assembler) -> int:
-    return assembler.unsound + splitter.skipped
+def _worth(splitter: Splitter, assembler: Assembler) -> tuple[int, int]:
+    """How good a reading of a damaged file is: usable events first, then what was not lost."""
+    return assembler.rows, -assembler.unsound - splitter.skipped
 
 
 def _collect(source: Source, options: ReadOptions, *, exact: bool) -> tuple[Splitter, Assembler]:

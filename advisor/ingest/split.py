@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from advisor.errors import AdvisorError
-from advisor.ingest.damage import EVENT_BOUNDARY, SPACE, sanitise, scan
+from advisor.ingest.damage import EVENT_BOUNDARY, SPACE, object_end, sanitise, scan
 from advisor.ingest.source import Source
 
 PIECE = 4 << 20
@@ -34,7 +34,6 @@ _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _OWN = "advisor::events"  # our name for the list while the rest of the object is decoded
 _OPEN_LIST = b'{"advisor::events":['
 _EMPTY_LIST = _OPEN_LIST + b"]"
-_ONE_EVENT = 1 << 16  # a text without a comma that is longer is damaged, rather than one event
 _UTF16 = (b"{\0", b"[\0", b"\0{", b"\0[")
 _BOM = b"\xef\xbb\xbf"
 _fields = msgspec.json.Decoder(dict[str, Raw])
@@ -77,14 +76,15 @@ class Splitter:
                 cut = int(commas[-1]) if len(commas) else None
             else:
                 cut = last_boundary(held[-1])
-                if cut is None and size >= 2 * self.piece_bytes:
-                    held = [b"".join(held)]
-                    cut = last_boundary(held[-1])
+            too_long = size > self.piece_bytes + EVENT_LIMIT
+            if cut is None and (too_long or (size >= 2 * self.piece_bytes and not self.exact)):
+                held = [b"".join(held)]
+                cut = last_boundary(held[-1])
             if cut is not None:
                 last = held.pop()
                 yield _listed([*held, memoryview(last)[:cut]])
                 held = [last[cut + 1 :]]
-            elif size > self.piece_bytes + EVENT_LIMIT:
+            elif too_long:
                 held = [self._skip(held, blocks)]
             size = sum(map(len, held))
         yield from self._last(b"".join(held))
@@ -163,7 +163,7 @@ class Splitter:
                     f"no traceEvents in its first {HEAD_LIMIT >> 20} MB; "
                     "give a PyTorch profiler trace"
                 )
-            if scan(buffer[1:])[1] is None:
+            if object_end(buffer[1:]) is None:
                 return f"cut off before its first event; {again}"
             return f"not valid JSON; {again}"
         if "traceEvents" in whole:
@@ -216,7 +216,7 @@ class Splitter:
         tail = b"".join(parts).strip()
         if self.bare_list or tail == b"}" or self._read_fields(_EMPTY_LIST, tail):
             return
-        end = scan(tail)[1]  # something after the closing brace, or no closing brace
+        end = object_end(tail)  # something after the closing brace, or no closing brace
         if end is None or not self._read_fields(_EMPTY_LIST, tail[: end + 1]):
             self.truncated = True
 
@@ -261,10 +261,25 @@ def _last_cut(rest: bytes) -> int:
     """Position of the comma before the last event of a list that is cut off; -1: none."""
     commas, _, _ = scan(rest)
     cut = int(commas[-1]) if len(commas) else -1
-    one_event = cut < 0 and len(rest) < _ONE_EVENT
-    if one_event or (cut > 0 and _is_json(b"[" + rest[:cut] + b"]")):
-        return cut
-    return max(cut, _at(last_boundary(rest)))  # quotes are damaged: the scan was misled
+    boundary = _at(last_boundary(rest))
+    if boundary > cut:  # inside the last event; or quotes are damaged, and the scan was misled
+        before = max(cut, _at(last_boundary(rest[:boundary])))
+        if _is_event(rest[before + 1 : boundary]) or _is_event(rest[boundary + 1 :]):
+            return boundary
+    return cut
+
+
+class _Anything(msgspec.Struct):
+    ph: str
+    ts: Raw
+
+
+def _is_event(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text, type=_Anything)
+    except _ERRORS:
+        return False
+    return True
 
 
 def _is_json(text: bytes) -> bool:

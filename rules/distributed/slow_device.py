@@ -33,9 +33,10 @@ class SlowDevice(Rule):
 
     Compared are compute kernels of the same name and launch size that two or more ranks ran at
     least 20 times, equally often: the median duration against the median of the peers' medians. A
-    device is slow when half of its compared time runs at 1.1 times the peers' or more, and three quarters
-    of it above 1.05: one slow kernel shows other inputs (sparse lookups, routed tokens, padding),
-    not a slow device. At least five kernels have to be compared, and half of the compute time.
+    device is slow when half of its compared time runs at 1.1 times the peers' or more, and three
+    quarters of it above 1.05: one slow kernel shows other inputs (sparse lookups, routed tokens,
+    padding), not a slow device. At least five kernels have to be compared, and half of the compute
+    time.
 
     With two ranks a slow device and a fast one look the same; the slower one is named. Kernels that
     run beside collectives are slower for it, so ranks that overlap differently differ a little.

@@ -1,0 +1,244 @@
+"""Bytes are made floats on the host, and four times as much is copied to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.analysis import Analysis, dtypes
+from advisor.analysis.names import matches
+from advisor.analysis.shapes import OpInputs
+from advisor.analysis.stacks import climb, parents
+from advisor.analysis.steps import step_of
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import column, of_step, per, places, rows, size, total
+from advisor.testing import TraceBuilder
+
+_CONVERT = r"^aten::(?:copy_|div)$"
+_FLOATS = ("half", "bfloat16", "float", "double")
+MAX_CORRELATIONS = 500
+"""An Edit names single copies only up to this many."""
+
+
+class DtypeInflation(Rule):
+    """8-bit data (images, masks) is converted to floating point on the host and then copied to the
+    device: two or four times the bytes cross the bus. Sent as bytes and converted on the device,
+    the copy takes a quarter of the time, and the host is spared the conversion.
+
+    A conversion is an ``aten::copy_`` from ``unsigned char`` into a float type, or an ``aten::div``
+    of such a tensor, that launches nothing on the device. It counts when a copy to the device in
+    the same step has exactly the bytes of its result, in half of the steps or more.
+    ``x.to(device, dtype=torch.float32)`` is one too: PyTorch converts on the host and then copies.
+    Conversions in the loader's worker processes (``ToTensor``) are not in the trace and not seen.
+
+    Needs shapes. Only the copy is priced; the host time of the conversion is a gain on top.
+    """
+
+    id = "dtype-inflation"
+    title = "8-bit data is sent to the device as floats"
+    category = "transfer"
+    validated = "synthetic"
+    validated_on = (
+        "operators and types as PyTorch 2.13 records a conversion on the CPU; silent on two_ranks "
+        "and b200_eager, which hold 8-bit tensors on the device; never seen to fire"
+    )
+    references = (
+        "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
+        "https://pytorch.org/vision/stable/transforms.html",
+    )
+
+    min_share = 0.005  # of the step, exposed in these copies; rule catalogue
+    min_bytes = 65536  # smaller copies cost their latency, whatever their type
+    min_steps_share = 0.5  # of the steps must show it
+    worth_asking = 0.05  # exposed copies below this share of the step need no shapes
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Match conversions on the host with copies of their result."""
+        if a.device_id is None or a.copies.is_empty():
+            return
+        copies = a.copies.filter(
+            (pl.col("copy") == "HtoD")
+            & (pl.col("bytes") >= self.min_bytes)
+            & pl.col("step").is_not_null()
+        )
+        exposed = total(copies["exposed"])
+        if not exposed:
+            return
+        if a.trace.inputs.is_empty():
+            if exposed >= self.worth_asking * a.span_ns:
+                yield NotMeasured(
+                    what="whether inputs are sent in a wider type than they are stored in",
+                    why="shapes and types are not recorded",
+                    record="record_shapes=True",
+                )
+            return
+        made = self._conversions(a)
+        found = copies.join(made, on=["step", "bytes"], how="inner", maintain_order="left").filter(
+            # with more copies of this size than conversions it is not known which is which
+            pl.len().over("step", "bytes") <= pl.col("conversions")
+        )
+        steps = found["step"].n_unique()
+        cost = total(found["exposed"])
+        if steps < self.min_steps_share * a.step_count or cost < self.min_share * a.span_ns:
+            return
+        moved = total(found["bytes"])
+        needed = int((found["bytes"] // found["width"]).sum())
+        ids = a.trace.gpu["correlation"].gather(found["gpu"]).drop_nulls().unique().sort()
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, cost)} goes to copies of {size(moved / a.step_count)} of floats that "
+                f"were {size(needed / a.step_count)} of bytes before the host converted them."
+            ),
+            evidence=[
+                Evidence(f"copy time that nothing hides{per(a)}", cost / a.step_count, "ns"),
+                Evidence("share of the step", cost / a.span_ns, "share", self.min_share,
+                         "rule catalogue"),
+                Evidence(f"bytes sent{per(a)}", moved / a.step_count, "bytes"),
+                Evidence(f"bytes before the conversion{per(a)}", needed / a.step_count, "bytes"),
+                Evidence("steps that show it", steps, "count"),
+            ],
+            where=places(a, rows(found["made"]), column(found, "exposed"),
+                         ts=column(found, "ts"), dur=column(found, "dur"),
+                         kernel=rows(found["gpu"])),
+            fix=(
+                "Send the bytes and convert on the device: keep uint8 in the dataset (PILToTensor "
+                "instead of ToTensor), and do the division and the normalisation on the GPU, with "
+                "mean and std as tensors there."
+            ),
+            code=(
+                "x = x.to(device, non_blocking=True)            # uint8: a quarter of the bytes\n"
+                "x = x.to(torch.float32).div_(255).sub_(mean).div_(std)   # on the device"
+            ),
+            check="Profile again: the copy to the device has a quarter of the bytes.",
+            edits=[
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", kind=("memcpy",),
+                                  correlation=tuple(ids[:MAX_CORRELATIONS])),
+                    factor=needed / moved,
+                )
+            ],
+            confidence=0.8,
+            assumptions=["nothing on the host needs the floats"],
+            falsified_by="augmentation on the host that works on floats",
+        )  # fmt: skip
+
+    @staticmethod
+    def _conversions(a: Analysis) -> pl.DataFrame:
+        """Conversions on the host: ``made`` (row of cpu), ``step``, ``bytes`` of the result,
+        ``width`` (bytes an element), ``conversions``; a row for each step and size."""
+        trace = a.trace
+        cpu = trace.cpu
+        wide = []
+        # as many rounds as there are different inputs with 8-bit data, not as there are ops
+        inputs = trace.inputs.with_row_index("inputs").filter(
+            pl.col("types").str.contains("unsigned char", literal=True)
+        )
+        for row, dims, types in inputs.select("inputs", "dims", "types").iter_rows():
+            first, second = (OpInputs(dims, types).tensor(at) for at in (0, 1))
+            if first is None:
+                continue
+            if first.dtype == "unsigned char":  # aten::div: floats of the default type
+                wide.append((row, "aten::div", first.elements * 4, 4))
+            elif (
+                second is not None
+                and second.dtype == "unsigned char"
+                and dtypes.bare(first.dtype) in _FLOATS
+                and first.width is not None
+                and first.width > 1
+                and first.elements == second.elements
+            ):
+                wide.append((row, "aten::copy_", first.elements * first.width, first.width))
+        schema = {"inputs": pl.Int32, "op": pl.String, "bytes": pl.Int64, "width": pl.Int64}
+        table = pl.DataFrame(wide, schema=schema, orient="row")
+        mine = (cpu["kind"] == "op") & matches(cpu["name"], _CONVERT)
+        mine &= cpu["inputs"].is_in(table["inputs"].implode()).fill_null(False)
+        candidate = mine.to_numpy()
+        launch = trace.gpu["launch"].drop_nulls().to_numpy().astype(np.int64)
+        on_device = np.zeros(cpu.height, dtype=bool)
+        around = climb(parents(trace), candidate, launch)
+        on_device[around[around >= 0]] = True
+        at = np.flatnonzero(candidate & ~on_device)
+        made = pl.DataFrame(
+            {
+                "made": at,
+                "inputs": cpu["inputs"].gather(at),
+                "op": cpu["name"].gather(at).cast(pl.String),
+                "step": step_of(a.steps, cpu["ts"].gather(at).to_numpy()),
+            }
+        )
+        return (
+            made.join(table, on=["inputs", "op"], maintain_order="left")
+            .group_by("step", "bytes", maintain_order=True)
+            .agg(pl.col("made", "width").first(), pl.len().alias("conversions"))
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Converted by .float(); by a division; on the way to the device."""
+        return {
+            "converted, then copied": _training("copy_"),
+            "divided, then copied": _training("div"),
+            "x.to(device, dtype)": _training("direct"),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Bytes are sent, converted on the device; hidden; floats all along; another size."""
+        return {
+            "bytes are sent": _training("device"),
+            "hidden under compute": _training("copy_", stream=13),
+            "floats from the start": _training("none"),
+            "only a small mask is converted": _training("mask"),
+            "two copies, one conversion": _training("copy_", more=1),
+            "shapes are not recorded": _training("copy_", shapes=False),
+        }
+
+
+_IMAGES = [64, 3, 224, 224]
+_COUNT = 64 * 3 * 224 * 224
+
+
+def _training(how: str, *, stream: int = 7, shapes: bool = True, more: int = 0) -> TraceBuilder:
+    b = TraceBuilder()
+
+    def convert(dims: list[int]) -> None:
+        with b.op("aten::copy_", [dims, dims] if shapes else None, ["float", "unsigned char"]):
+            b.host(500)
+
+    for _ in range(4):
+        with b.step():
+            if stream != 7:
+                _train(b)
+            if how == "copy_":
+                convert(_IMAGES)
+            elif how == "div":
+                with b.op("aten::div", [_IMAGES, []], ["unsigned char", "long int"]):
+                    b.host(500)
+            elif how == "mask":
+                convert([64, 1, 224, 224])
+            if how == "direct":
+                with b.op("aten::copy_", [_IMAGES, _IMAGES], ["float", "unsigned char"]):
+                    convert(_IMAGES)
+                    b.copy("HtoD", 4 * _COUNT, op=None)
+            elif how == "device":
+                b.copy("HtoD", _COUNT)
+                with b.op("aten::copy_", [_IMAGES, _IMAGES], ["float", "unsigned char"]):
+                    b.launch("unrolled_elementwise_kernel", 50)
+            else:
+                for _ in range(1 + more):
+                    b.copy("HtoD", 4 * _COUNT, stream=stream)
+            if stream == 7:
+                _train(b)
+            b.sync()
+    return b
+
+
+def _train(b: TraceBuilder) -> None:
+    for _ in range(4):
+        with b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 2000)

@@ -1,0 +1,207 @@
+"""Some steps take much longer because a checkpoint or a log is written in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.intervals import covered, union
+from advisor.model import Evidence, Finding, Outcome, Rule, Worth
+from advisor.rules.common import counted, duration, places
+from advisor.testing import TraceBuilder
+
+_CAUSES = {
+    "a checkpoint is written": (
+        r"^torch/serialization\.py\(\d+\): _?save$"
+        r"|^torch/distributed/checkpoint/.*: save$"
+        r"|safetensors.*: save_file$|save_checkpoint|save_pretrained|ModelCheckpoint"
+    ),
+    "metrics are logged": (
+        r"tensorboard.*: (?:add_\w+|flush)$|^wandb/.*: (?:log|_log)$|^mlflow/.*: log_\w+$"
+    ),
+}
+
+
+class PeriodicStalls(Rule):
+    """Now and then a step takes much longer than the others because the training loop itself writes
+    a checkpoint or logs metrics: all devices of the job wait meanwhile.
+
+    A stall is a step longer than 1.5 times the median and by more than five median absolute
+    deviations. It is explained when, on the thread that drives the step, frames or ranges that save
+    (``torch.save``, distributed checkpoint, ``save_checkpoint`` …) or log (TensorBoard, W&B,
+    MLflow) take at least half of what it has beyond the median, more than they take in other steps.
+    At least two such steps among twenty or more are needed: one may be chance, and few steps do not
+    show what is usual. Saves on a thread of their own hold nothing up and do not count.
+
+    The worth is time over the recorded window, not a step: how often it happens outside is not
+    known. Evaluation is work one wants, and is not reported.
+    """
+
+    id = "periodic-stalls"
+    title = "Some steps stall while the loop saves or logs"
+    category = "host"
+    validated = "synthetic"
+    references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
+
+    min_steps = 20  # fewer do not show what is usual; gpuprof asks for 20
+    min_stalls = 2
+    min_explained = 0.5  # of the stalls' excess
+    min_share = 0.02  # of the window; rule catalogue
+    factor = 1.5  # of the median step, as the step series sets steps aside
+    mads = 5.0
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Find long steps, and what was saved or logged in them."""
+        steps = a.steps.table.filter(pl.col("used") | pl.col("outlier"))
+        main = a.trace.main_thread
+        if a.steps.source == "whole trace" or steps.height < self.min_steps or main is None:
+            return
+        dur = steps["dur"].to_numpy()
+        median = float(np.median(dur))
+        mad = float(np.median(np.abs(dur - median)))
+        long = dur > max(self.factor * median, median + self.mads * mad)
+        for cause, pattern in _CAUSES.items():
+            rows = self._rows(a, pattern, main)
+            if not len(rows):
+                continue
+            ts = a.trace.cpu["ts"].to_numpy()[rows]
+            end = ts + a.trace.cpu["dur"].to_numpy()[rows]
+            held = covered(steps["ts"].to_numpy(), steps["end"].to_numpy(), union(ts, end))
+            usual = float(np.median(held[~long]))
+            excess = dur - median
+            more = np.minimum(held - usual, excess)
+            stalls = long & (more >= self.min_explained * excess)
+            lost = float(more[stalls].sum())
+            if int(stalls.sum()) >= self.min_stalls and lost >= self.min_share * dur.sum():
+                yield self._finding(a, cause, rows, steps.filter(pl.Series(stalls)), lost, median,
+                                    float(dur.sum()), steps.height)  # fmt: skip
+
+    @staticmethod
+    def _rows(a: Analysis, pattern: str, thread: int) -> NDArray[np.int64]:
+        cpu = a.trace.cpu
+        mine = cpu["kind"].is_in(["python", "annotation"]) & (cpu["thread"] == thread)
+        return np.flatnonzero((mine & matches(cpu["name"], pattern)).to_numpy())
+
+    def _finding(
+        self,
+        a: Analysis,
+        cause: str,
+        rows: NDArray[np.int64],
+        stalls: pl.DataFrame,
+        lost: float,
+        median: float,
+        window: float,
+        count: int,
+    ) -> Finding:
+        cpu = a.trace.cpu
+        ts = cpu["ts"].to_numpy()[rows]
+        begin, end = stalls["ts"].to_numpy(), stalls["end"].to_numpy()
+        at = np.searchsorted(begin, ts, side="right") - 1
+        inside = (at >= 0) & (ts < end[np.maximum(at, 0)])
+        here = rows[inside]
+        saving = cause.startswith("a checkpoint")
+        return Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{counted(stalls.height, 'step')} of {count} take "
+                f"{duration(float(stalls['dur'].mean()))} instead of {duration(median)}, because "  # type: ignore[arg-type]
+                f"{cause} in them: {duration(lost)} of the recorded window ({lost / window:.1%})."
+            ),
+            evidence=[
+                Evidence("time in stalls", lost, "ns"),
+                Evidence("share of the window", lost / window, "share", self.min_share,
+                         "rule catalogue"),
+                Evidence("stalled steps", stalls.height, "count", self.min_stalls),
+                Evidence("steps", count, "count", self.min_steps, "gpuprof"),
+                Evidence("median step", median, "ns"),
+            ],
+            where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
+            fix=(
+                "Copy the state to pinned host memory and write it from another thread or process "
+                "(asynchronous checkpoint), write less often, and from one rank only where ranks "
+                "hold the same."
+                if saving
+                else "Log every N steps, hand values over without waiting for the device "
+                "(non_blocking copy, read a step later), and write from another thread."
+            ),
+            code=(
+                "import torch.distributed.checkpoint as dcp\n"
+                "future = dcp.async_save({'model': model.state_dict()}, checkpoint_id=path)\n"
+                "# before the next one: future.result()"
+                if saving
+                else "if step % 50 == 0:\n"
+                "    writer.add_scalar('loss', loss.item(), step)"
+            ),
+            check="Profile as many steps again: no step takes much longer than the median.",
+            confidence=0.8,
+            worth=Worth(
+                currency="run_time",
+                gain_ns=round(lost),
+                low_ns=0,
+                high_ns=round(lost),
+                method="what the stalled steps take beyond the median step",
+            ),
+            assumptions=["writing from another thread does not slow the loop"],
+            falsified_by="the same steps are as long without saving or logging",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """torch.save every tenth step; a range of the user's own."""
+        return {
+            "torch.save": _training(frame="torch/serialization.py(900): save"),
+            "a range": _training(annotation="save_checkpoint"),
+            "TensorBoard": _training(frame="torch/utils/tensorboard/writer.py(370): add_histogram"),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Evaluation; no cause named; another thread; too few steps; one save; in every step."""
+        save = "torch/serialization.py(900): save"
+        return {
+            "evaluation": _training(frame="train.py(90): evaluate"),
+            "no cause in the trace": _training(),
+            "on another thread": _training(frame=save, thread=77),
+            "few steps": _training(frame=save, steps=12, every=5),
+            "one save": _training(frame=save, steps=24, every=20),
+            "in every step alike": _training(frame=save, every=1),
+        }
+
+
+def _training(
+    *,
+    frame: str = "",
+    annotation: str = "",
+    thread: int | None = None,
+    steps: int = 40,
+    every: int = 10,
+) -> TraceBuilder:
+    b = TraceBuilder()
+    for n in range(steps):
+        with b.step():
+            with b.op("aten::mm"):
+                b.launch("ampere_sgemm_128x64_nn", 2000)
+            b.sync()
+            if n % every == every - 1:
+                _stall(b, frame, annotation, thread)
+    return b
+
+
+def _stall(b: TraceBuilder, frame: str, annotation: str, thread: int | None) -> None:
+    if thread is not None:
+        with b.thread(thread), b.python(frame):
+            b.host(9000)
+    elif frame:
+        with b.python("train.py(50): after_step"), b.python(frame):
+            b.host(9000)
+    elif annotation:
+        with b.range(annotation):
+            b.host(9000)
+    else:
+        b.host(9000)

@@ -1,0 +1,178 @@
+"""The loss over a large vocabulary holds several copies of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.analysis.shapes import OpInputs
+from advisor.intervals import covered
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Worth
+from advisor.rules.common import places, size
+from advisor.rules.kernel import facts
+from advisor.rules.memory.peaks import peaks
+from advisor.testing import TraceBuilder
+
+_FORWARD = r"^aten::_log_softmax$"
+_LOSS = r"^aten::(?:_log_softmax|nll_loss|cross_entropy_loss)"
+_BACKWARD = r"^aten::_log_softmax_backward_data$"
+
+
+class HugeVocabulary(Rule):
+    """A language model's cross entropy makes, from logits of tokens x vocabulary, a log-softmax of
+    the same size that is kept for the backward pass, and there a gradient of the same size. With
+    vocabularies of 32,000 and more these can be the largest tensors of the whole step, and decide
+    the largest batch. Computed in chunks, or fused with the last linear layer, none of them needs
+    to exist as a whole.
+
+    Looked at is ``aten::_log_softmax`` over the last dimension in training (its backward is there).
+    It counts when one call's tensor takes a tenth of the peak memory, or of the GPU's memory where
+    the peak is not recorded. The memory named is the log-softmax and one gradient; the logits
+    themselves, and an upcast to fp32 before, come on top.
+
+    Needs shapes. A loss that is computed in chunks already has small calls and is not reported.
+    """
+
+    id = "huge-vocabulary"
+    title = "The loss over the vocabulary holds the logits several times"
+    category = "memory"
+    validated = "synthetic"
+    validated_on = "operators, shapes, arguments as PyTorch 2.13 records them; never seen to fire"
+    references = (
+        "https://github.com/linkedin/Liger-Kernel",
+        "https://arxiv.org/abs/2411.09009",
+    )
+
+    min_vocabulary = 32000  # LLaMA's; below that the logits are seldom among the largest tensors
+    min_memory = 0.10  # of the peak that one call's tensor takes; rule catalogue
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the largest log-softmax with the peak."""
+        cpu = a.trace.cpu
+        if a.device_id is None or not matches(cpu["name"], _BACKWARD).any():
+            return
+        calls = np.flatnonzero(matches(cpu["name"], _FORWARD).to_numpy())
+        ts = cpu["ts"].to_numpy()[calls]
+        calls = calls[covered(ts, ts + 1, a.spans) > 0]
+        if not len(calls):
+            return
+        described = cpu["inputs"].gather(calls)
+        if described.null_count() == len(calls):
+            yield NotMeasured(
+                what="how much memory the loss over the vocabulary takes",
+                why="shapes are not recorded",
+                record="record_shapes=True",
+            )
+            return
+        amount = {
+            row: self._bytes(OpInputs(*a.trace.inputs.row(row)))
+            for row in described.drop_nulls().unique().to_list()
+        }
+        taken = np.array([amount.get(row, 0) for row in described.to_list()], dtype=np.int64)
+        largest = int(taken.max())
+        if not largest:
+            return
+        reserved, allocated, _ = peaks(a)
+        whole = allocated or reserved or (a.device.memory_bytes if a.device else None)
+        if not whole or largest < self.min_memory * whole:
+            return
+        source = "of the peak" if allocated or reserved else "of the GPU's memory"
+        tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
+        shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
+        under = facts.launched_under(a, _LOSS) & a.in_window
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"The log-softmax of {shape} takes {size(largest)} ({largest / whole:.0%} "
+                f"{source}), and its gradient as much again."
+            ),
+            evidence=[
+                Evidence("largest log-softmax", largest, "bytes"),
+                Evidence(f"share {source}", largest / whole, "share", self.min_memory,
+                         "rule catalogue"),
+                Evidence("last dimension", tensor.shape[-1] if tensor else None, "count",
+                         self.min_vocabulary),
+                Evidence("device time of the loss a step",
+                         facts.duration(a, under) / a.step_count, "ns"),
+            ],
+            where=places(a, calls.astype(np.int64), taken),
+            fix=(
+                "Fuse the last linear layer and the loss, which makes the logits in chunks and "
+                "keeps only their gradient with respect to the input (Liger Kernel, cut cross "
+                "entropy), or compute the loss in chunks of tokens under checkpoint. Use the "
+                "memory for a larger batch."
+            ),
+            code=(
+                "# pip install liger-kernel\n"
+                "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
+                "loss = LigerFusedLinearCrossEntropyLoss()(lm_head.weight, hidden, labels)\n"
+                "# instead of cross_entropy(lm_head(hidden), labels)"
+            ),
+            check="torch.cuda.max_memory_allocated() falls; the loss stays the same.",
+            confidence=0.7,
+            worth=Worth(
+                currency="memory",
+                freed_bytes=2 * largest,
+                method="log-softmax and one gradient of its size",
+            ),
+            assumptions=["the peak of memory is at the loss, where all activations are alive"],
+            falsified_by="torch.cuda.memory._snapshot() shows the peak elsewhere",
+        )  # fmt: skip
+
+    def _bytes(self, inputs: OpInputs) -> int:
+        """Bytes of the result; 0: not over a vocabulary, or not known."""
+        tensor = inputs.tensor(0)
+        if tensor is None or not tensor.shape or tensor.shape[-1] < self.min_vocabulary:
+            return 0
+        last = len(tensor.shape) - 1
+        over = inputs.argument(1)
+        if over not in (-1, last) if over is not None else last != 1:
+            return 0  # over another dimension; where it is not recorded, only matrices count
+        return tensor.elements * (tensor.width or 0)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """20,480 tokens over 128,256 words in fp32 (9.8 GiB); with the peak recorded."""
+        return {
+            "a tenth of the GPU": _training([20480, 128256]),
+            "a tenth of the peak": _training([4096, 128256], peak=16 << 30),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Chunks; a small vocabulary; images; inference; a peak that is much larger."""
+        return {
+            "chunks": _training([1024, 128256], peak=40 << 30),
+            "a small vocabulary": _training([262144, 8192], peak=16 << 30),
+            "classes of pixels, last dimension wide": _training([2, 64, 512, 32768], dim="1"),
+            "no backward": _training([20480, 128256], backward=False),
+            "the rest is much larger": _training([4096, 128256], peak=60 << 30),
+            "no shapes": _training(None),
+        }
+
+
+def _training(
+    dims: list[int] | None, *, dim: str = "1", peak: int | None = None, backward: bool = True
+) -> TraceBuilder:
+    b = TraceBuilder()
+    if dims is not None and len(dims) == 2 and dim == "1":
+        dim = "-1"
+    shapes = None if dims is None else [dims, [], []]
+    for _ in range(4):
+        with b.step():
+            if peak is not None:
+                b.memory(1 << 20, peak, peak + (1 << 30))
+            with b.op("aten::cross_entropy_loss"), b.op(
+                "aten::_log_softmax", shapes, ["float", "Scalar", "Scalar"],
+                concrete=["", dim, "False"],
+            ):  # fmt: skip
+                b.launch("cunn_SoftMaxForward", 3000)
+            if backward:
+                with b.op("aten::_log_softmax_backward_data"):
+                    b.launch("cunn_SoftMaxBackward", 3000)
+            b.sync()
+    return b

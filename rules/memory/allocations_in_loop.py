@@ -20,7 +20,7 @@ class AllocationsInLoop(Rule):
     step left out (it may be warm-up). Usual causes are shapes that change from step to step,
     ``empty_cache()`` in the loop (its own rule), a peak so near to the capacity that blocks are
     freed and taken again, and the caching allocator switched off. Pinned host allocations
-    (``cudaHostAlloc``) count too: each takes milliseconds and belongs into the loader.
+    (``cudaHostAlloc``) have a rule of their own.
 
     The price is the idle time of the device that is blamed on allocation, not the calls' duration:
     a ``cudaMalloc`` while the device has work queued costs nothing.
@@ -47,7 +47,8 @@ class AllocationsInLoop(Rule):
         if a.device_id is None or used.height <= self.min_steps:
             return
         first = used["index"][0]
-        calls = a.allocations.filter(pl.col("step") != first)
+        device = pl.col("call").is_in(["malloc", "free"])
+        calls = a.allocations.filter(device & (pl.col("step") != first))
         steps = used.height - 1
         if calls.is_empty():
             if (a.trace.cpu["kind"] == "runtime").any():
@@ -57,12 +58,7 @@ class AllocationsInLoop(Rule):
         if calls["step"].n_unique() < self.min_steps or rate < self.min_a_step:
             return
         by_call = dict(calls.group_by("call").len().iter_rows())
-        words = {
-            "malloc": "cudaMalloc",
-            "free": "cudaFree",
-            "host_alloc": "cudaHostAlloc",
-            "host_free": "cudaFreeHost",
-        }
+        words = {"malloc": "cudaMalloc", "free": "cudaFree"}
         told = ", ".join(
             f"{by_call[key] / steps:.1f} {name}" for key, name in words.items() if by_call.get(key)
         )
@@ -84,7 +80,7 @@ class AllocationsInLoop(Rule):
             fix=(
                 "Keep shapes the same from step to step (pad or bucket lengths, drop_last=True), "
                 "let the allocator grow its segments instead of freeing them, and lower the peak "
-                "if memory is full. Allocate pinned buffers once."
+                "if memory is full."
             ),
             code=(
                 "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"

@@ -45,6 +45,7 @@ class PingPong(Rule):
 
     min_steps = 3  # with such a pair; rule catalogue
     min_bytes = 4096  # single values that are read and written have other causes
+    worth_asking = 0.01  # exposed copies below this share of the step need no stacks
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Pair copies to the host with copies back, by the run of the function that made them."""
@@ -53,14 +54,16 @@ class PingPong(Rule):
         copies = a.copies.filter(
             pl.col("copy").is_in(["HtoD", "DtoH"]) & (pl.col("bytes") >= self.min_bytes)
         )
-        if copies["copy"].n_unique() < 2:
+        copies = copies.filter(pl.col("copy").n_unique().over("bytes") > 1)  # back, as many
+        if copies.is_empty():
             return
         if not (a.trace.cpu["kind"] == "python").any():
-            yield NotMeasured(
-                what="whether data makes a round trip through the host",
-                why="the trace has no Python stacks",
-                record="with_stack=True",
-            )
+            if total(copies["exposed"]) >= self.worth_asking * a.span_ns:
+                yield NotMeasured(
+                    what="whether data makes a round trip through the host",
+                    why="the trace has no Python stacks",
+                    record="with_stack=True",
+                )
             return
         table = self._pairs(a, copies)
         if table["step"].n_unique() < self.min_steps:

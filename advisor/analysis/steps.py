@@ -18,7 +18,7 @@ OUTLIER_MADS = 5.0
 MIN_STEPS_LEFT = 3
 MAX_RHYTHM = 16
 """Longest distance of long steps that come back; few loops have more loader workers a rank."""
-RHYTHM_ALIKE = 1.5
+RHYTHM_ALIKE = 2.5
 """How much longer than the shortest of them the longest may be."""
 PARTIAL_SHARE = 0.25
 """A last step shorter than this share of the median was cut off by the end of the recording."""

@@ -260,9 +260,26 @@ def _cross(
     binding = late[dst] & (delay[consistent] <= REACH_NS)
     sample = delay[consistent][binding]
     facts["cross-stream latency"] = float(np.median(sample)) if len(sample) >= 3 else 2_000.0
-    pairs = np.unique(np.stack([src, dst]), axis=1)
+    # the stream waits, not the copy: what if that goes elsewhere?
+    after = _next_kernel(work)[dst]
+    behind = (work.kind[dst] != 0) & (after >= 0)
+    pairs = np.unique(
+        np.stack([np.append(src, src[behind]), np.append(dst, after[behind])]), axis=1
+    )
     edges.add(node[pairs[0]], node[pairs[1]], facts["cross-stream latency"], Edge.CROSS)
     graph.hard["cross-stream starts"] = np.unique(node[dst[binding]])
+
+
+def _next_kernel(work: DeviceWork) -> Array:
+    """Index of the next kernel on the stream of each piece of work, -1: none."""
+    found = np.full(len(work.row), -1, dtype=np.int64)
+    for lane in range(len(work.lanes)):
+        mine = np.flatnonzero(work.lane == lane)
+        kernel = np.where(work.kind[mine] == 0, np.arange(len(mine)), len(mine))
+        nearest = np.minimum.accumulate(kernel[::-1])[::-1]
+        nearest = np.append(nearest[1:], len(mine))
+        found[mine] = np.append(mine, -1)[nearest]
+    return found
 
 
 def _contention(

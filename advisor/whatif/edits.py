@@ -270,7 +270,7 @@ class Patch:
         rate = np.flatnonzero(into & (graph.edge == Edge.LOADER))
         multi = self.weight[rate] > NEVER
         self.weight[rate[multi]] /= workers
-        single = rate[~multi & (self.src[rate] > 0)]
+        single = rate[~multi]
         if len(single):
             self.weight[single] = cost[graph.dst[single]].mean() / workers
 

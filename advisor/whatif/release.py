@@ -166,9 +166,13 @@ class _Events:
     def awaited(self, which: int, begin: float, end: float) -> Array:
         """As told; else, when it took long, the recorded work that ended last before it returned.
         A call that did not wait does not show what for."""
-        if which in self.told and self.ends[self.told[which]] <= end + SLACK_NS:
-            return np.array([self.told[which]])
-        if end - begin <= 3 * CALL_NS:
+        waited = end - begin > 3 * CALL_NS
+        told = self.told.get(which, -1)
+        ended = self.ends[told] if told >= 0 else np.inf
+        # later than its own work: its stream was waiting for another one
+        if ended <= end + SLACK_NS and (not waited or ended > max(begin, end - MAX_RELEASE_NS)):
+            return np.array([told])
+        if not waited:
             return np.zeros(0, dtype=np.int64)
         marked = self.marked[(self.marked >= 0) & (self.record_ts < begin)]
         for candidates in (marked, np.flatnonzero(self.launch_ts < begin)):

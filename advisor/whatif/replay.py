@@ -231,10 +231,12 @@ class _Carry:
         graph = self.graph
         edges = np.flatnonzero(graph.edge == Edge.LOADER)
         self.loader: tuple[int, int, int, float] | None = None
-        if len(edges) and graph.weight[edges[0]] > NEVER:
+        if len(edges):
             first, last = int(graph.dst[edges[0]]), int(graph.dst[edges[-1]])
             apart = graph.time[first] + graph.time[graph.starts[-1]] - graph.time[last]
-            scale = float(apart) / max(float(graph.weight[edges[0]]), 1.0)
+            # without workers the edge is switched off; an edit then writes the rate itself
+            rate = float(graph.weight[edges[0]])
+            scale = float(apart) / max(rate, 1.0) if rate > NEVER else 1.0
             self.loader = (int(edges[0]), first, last, scale)
 
     def over(

@@ -62,7 +62,8 @@ class MissingNoSync(Rule):
     validated_on = (
         "silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass a "
         "step); in the A100 training with every second optimizer range renamed it finds the 3 of 6 "
-        "messages that are then needless, with the bytes that the file's shapes give"
+        "messages that are then needless, with the bytes that the file's shapes give; PyTorch 2.13 "
+        "names hooks, passes and optimizer so, with and without no_sync (recorded on the CPU)"
     )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html#torch.nn.parallel.DistributedDataParallel.no_sync",

@@ -1,0 +1,86 @@
+"""What findings are worth on small programs, against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.advice.engine import rank_rules, run_rules
+from advisor.model import Finding, Rule
+from advisor.rules.distributed.missing_no_sync import MissingNoSync
+from advisor.rules.distributed.slow_device import SlowDevice
+from advisor.rules.host.periodic_stalls import PeriodicStalls
+from advisor.rules.memory.huge_vocabulary import HugeVocabulary
+from advisor.rules.memory.pinned_allocation_in_loop import PinnedAllocationInLoop
+from advisor.rules.transfer.dtype_inflation import DtypeInflation
+from advisor.rules.transfer.ping_pong import PingPong
+
+
+def only(rule: Rule, name: str) -> Finding:
+    """The one finding of a rule on one of its examples, priced by the engine."""
+    (finding,) = run_rules(-1, rule.fires_on()[name].analysis(), [rule]).findings
+    assert finding.worth is not None
+    return finding
+
+
+def gain_us(finding: Finding) -> float:
+    assert finding.worth is not None
+    assert finding.worth.gain_ns is not None
+    return finding.worth.gain_ns / 1000
+
+
+def test_needless_reductions_cost_the_time_that_nothing_hides() -> None:
+    # 8 and 25 MiB at 60 us a MiB, after the backward pass and before the next forward pass
+    finding = only(MissingNoSync(), "two passes, each reduced")
+    assert gain_us(finding) == pytest.approx(33 * 60, rel=0.05)
+
+
+def test_a_pinned_allocation_costs_what_the_device_waits_for_it() -> None:
+    # 2.5 ms in the call, with nothing for the device to do
+    assert gain_us(only(PinnedAllocationInLoop(), "a new buffer each step")) == pytest.approx(
+        2500, rel=0.05
+    )
+
+
+def test_a_round_trip_costs_both_copies() -> None:
+    # 16 MiB at 6 GB/s there and back; the 300 us in between stay
+    copies = 2 * (16 << 20) / 6e3
+    finding = only(PingPong(), "sorted on the CPU")
+    assert copies * 0.95 <= gain_us(finding) <= copies + 400
+    assert (finding.where[0].file, finding.where[0].line) == ("model.py", 30)
+
+
+@pytest.mark.parametrize("name", list(DtypeInflation.fires_on()))
+def test_bytes_instead_of_floats_save_three_quarters_of_the_copy(name: str) -> None:
+    copy = 4 * 64 * 3 * 224 * 224 / 20e3
+    assert gain_us(only(DtypeInflation(), name)) == pytest.approx(0.75 * copy, rel=0.02)
+
+
+def test_a_slow_device_costs_what_its_kernels_take_longer() -> None:
+    # five times 100 to 200 us in steps of 20, at 1.25 times the peers' duration
+    rule = SlowDevice()
+    ranks = dict(enumerate(b.analysis() for b in rule.fires_on()["third of four"]))
+    (finding,) = rank_rules(ranks, [rule]).findings
+    assert finding.evidence[0].value == 2
+    assert finding.evidence[1].value == pytest.approx(1.25)
+    assert gain_us(finding) == pytest.approx(5 * 900 * 0.25, rel=0.01)
+
+
+def test_the_reported_rank_itself_is_slow_and_priced_by_its_own_step() -> None:
+    rule = SlowDevice()
+    ranks = dict(enumerate(b.analysis() for b in rule.fires_on()["the rank that is reported"]))
+    (finding,) = rank_rules(ranks, [rule]).findings
+    assert gain_us(finding) == pytest.approx(5 * 900 * 0.20, rel=0.02)
+
+
+def test_stalls_cost_what_was_written_in_them() -> None:
+    # four of forty steps hold 9 ms of torch.save; time over the window, not a step
+    finding = only(PeriodicStalls(), "torch.save")
+    assert finding.worth is not None
+    assert finding.worth.currency == "run_time"
+    assert gain_us(finding) == pytest.approx(4 * 9000, rel=0.01)
+
+
+def test_the_log_softmax_and_one_gradient_are_named_in_bytes() -> None:
+    finding = only(HugeVocabulary(), "a tenth of the peak")
+    assert finding.worth is not None
+    assert finding.worth.freed_bytes == 2 * 4096 * 128256 * 4

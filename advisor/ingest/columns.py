@@ -466,7 +466,7 @@ def _counters(piece: bytes, names: _Codes) -> Columns:
     """Hardware counters (``cuda_profiler_range``): their argument names are metric names, so
     these few events are decoded a second time, without a type."""
     rows: list[tuple[Any, Any, str, str, float]] = []
-    for text in segments(sanitise(piece)[1:-1]):
+    for text in segments(sanitise(piece)[1:-1])[0]:
         if COUNTER_CATEGORY.encode() not in text:
             continue
         try:

@@ -20,6 +20,9 @@ _INTEREST[list(b'"{}[],')] = True
 _DELTA = np.zeros(256, dtype=np.int8)
 _DELTA[list(b"{[")] = 1
 _DELTA[list(b"}]")] = -1
+_IS_SPACE = np.zeros(256, dtype=bool)
+_IS_SPACE[list(SPACE)] = True
+_STRETCH = 1 << 20
 
 
 def scan(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
@@ -29,60 +32,77 @@ def scan(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
     not in the text), and the depth at the end (0 when balanced, or at the closing bracket). A
     brace that closes nothing ends the scan: the text is damaged, and the depth is -1.
     """
-    where, chars, depth, open_string = _follow(text)
-    end: int | None = None
-    closing = np.flatnonzero(depth < 0)
-    if len(closing):
-        first = int(closing[0])
-        if chars[first] == ord("]"):
-            end = int(where[first])
-        else:
-            return where[:first][_own_commas(chars[:first], depth[:first])], None, -1
-        where, chars, depth = where[:first], chars[:first], depth[:first]
-    commas = where[_own_commas(chars, depth)]
-    last = int(depth[-1]) if len(depth) else 0
-    return commas, end, 1 if open_string and end is None else last
+    found = [np.zeros(0, dtype=np.intp)]
+    last = 0
+    follower = _Follower()
+    for where, chars, depth in follower.over(text):
+        closing = np.flatnonzero(depth < 0)
+        upto = int(closing[0]) if len(closing) else len(depth)
+        found.append(where[:upto][(chars[:upto] == ord(",")) & (depth[:upto] == 0)])
+        if len(closing):
+            sound = chars[upto] == ord("]")
+            return np.concatenate(found), int(where[upto]) if sound else None, 0 if sound else -1
+        last = int(depth[-1])
+    return np.concatenate(found), None, 1 if follower.in_string else last
 
 
 def object_end(text: bytes) -> int | None:
     """Position of the brace that closes the object of which a text is the inside."""
-    where, chars, depth, _ = _follow(text)
-    closing = np.flatnonzero(depth < 0)
-    return int(where[closing[0]]) if len(closing) and chars[closing[0]] == ord("}") else None
+    for where, chars, depth in _Follower().over(text):
+        closing = np.flatnonzero(depth < 0)
+        if len(closing):
+            return int(where[closing[0]]) if chars[closing[0]] == ord("}") else None
+    return None
 
 
-def _follow(text: bytes) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], bool]:
-    """Brackets, braces and commas outside strings: where, which, and the depth after each; and
-    whether the text ends inside a string."""
-    clean = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text
-    data = np.frombuffer(clean, dtype=np.uint8)
-    where: NDArray[Any] = np.flatnonzero(_INTEREST[data])
-    chars: NDArray[Any] = data[where]
-    quote = chars == ord('"')
-    inside = np.logical_xor.accumulate(quote) if len(quote) else quote
-    keep = ~(quote | inside)
-    where, chars = where[keep], chars[keep]
-    return where, chars, np.cumsum(_DELTA[chars], dtype=np.int32), bool(inside[-1:].any())
+class _Follower:
+    """Quotes and brackets over a text, a stretch at a time: memory does not grow with it."""
+
+    def __init__(self) -> None:
+        self.in_string = False
+        self._depth = 0
+
+    def over(self, text: bytes) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+        """Yield, for brackets, braces and commas outside strings: where, which, depth after."""
+        if b"\\" in text:
+            text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        whole = np.frombuffer(text, dtype=np.uint8)
+        for start in range(0, len(whole), _STRETCH):
+            data = whole[start : start + _STRETCH]
+            where = np.flatnonzero(_INTEREST[data])
+            chars = data[where]
+            quote = chars == ord('"')
+            inside = np.logical_xor.accumulate(quote) ^ self.in_string
+            keep = ~(quote | inside)
+            if len(inside):
+                self.in_string = bool(inside[-1])
+            where, chars = where[keep] + start, chars[keep]
+            if len(where):
+                depth = np.cumsum(_DELTA[chars], dtype=np.int64) + self._depth
+                self._depth = int(depth[-1])
+                yield where, chars, depth
 
 
-def _own_commas(chars: NDArray[Any], depth: NDArray[Any]) -> NDArray[np.bool_]:
-    own: NDArray[np.bool_] = (chars == ord(",")) & (depth == 0)
-    return own
-
-
-def segments(inside: bytes) -> Iterator[bytes]:
-    """The events of the inside of a list as separate texts, whether or not it is sound."""
+def segments(inside: bytes) -> tuple[Iterator[bytes], int]:
+    """The objects in the inside of a list as separate texts, whether or not it is sound; and how
+    many elements there are that are none."""
     commas, end, depth = scan(inside)
-    if end is None and depth == 0:
-        cuts = commas.tolist()
-    else:
-        cuts = [match.end(1) for match in EVENT_BOUNDARY.finditer(inside)]
-    start = 0
-    for cut in [*cuts, len(inside)]:
-        text = inside[start:cut].strip()
-        start = cut + 1
-        if text:
-            yield text
+    if end is not None or depth != 0:
+        found = [match.end(1) for match in EVENT_BOUNDARY.finditer(inside)]
+        commas = np.array(found, dtype=np.intp)
+    starts = np.concatenate([[0], commas + 1])
+    ends = np.concatenate([commas, [len(inside)]])
+    data = np.frombuffer(inside, dtype=np.uint8)
+    solid = np.append(np.flatnonzero(~_IS_SPACE[data]), len(inside))
+    first = solid[np.searchsorted(solid, starts)]
+    something = first < ends
+    starts, ends, first = starts[something], ends[something], first[something]
+    objects = data[first] == ord("{")
+    texts = (
+        inside[start:stop]
+        for start, stop in zip(starts[objects].tolist(), ends[objects].tolist(), strict=True)
+    )
+    return texts, int((~objects).sum())
 
 
 _CONTROL = bytes(b if b >= 0x20 else 0x20 for b in range(256))
@@ -98,7 +118,9 @@ def sanitise(text: bytes) -> bytes:
     """Repair what makes a decoder refuse: control characters, bad UTF-8, lone surrogates, NaN and
     Infinity, and backslashes that escape nothing (Windows paths)."""
     text = text.translate(_CONTROL)
-    text = _NOT_A_NUMBER.sub(lambda m: b"null" if m.group(1) else m.group(0), text)
+    lower = text.lower()
+    if b"nan" in lower or b"inf" in lower:
+        text = _NOT_A_NUMBER.sub(lambda m: b"null" if m.group(1) else m.group(0), text)
     if b"\\" in text:
         text = _BAD_ESCAPE.sub(lambda m: m.group(0) if m.group(1) else b"\\\\", text)
         text = _SURROGATE.sub(lambda m: b"\\ufffd" if m.group(2) else m.group(0), text)

@@ -50,8 +50,9 @@ def _events(piece: bytes) -> tuple[list[Event], int, int]:
     except _ERRORS:
         pass
     events: list[Event] = []
-    unsound = lenient = 0
-    for text in segments(piece[1:-1]):
+    lenient = 0
+    texts, unsound = segments(piece[1:-1])
+    for text in texts:
         try:
             events.append(_event.decode(text))
             continue

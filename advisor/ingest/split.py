@@ -23,7 +23,7 @@ PIECE = 4 << 20
 """Bytes of JSON decoded at once. Larger pieces save nothing and cost memory."""
 HEAD_LIMIT = 64 << 20
 """Bytes before ``traceEvents``, and after its end, that are looked at."""
-EVENT_LIMIT = 16 << 20
+EVENT_LIMIT = 8 << 20
 """Bytes of one event; in what is longer the next event is searched for."""
 MAX_HEADS = 16
 """Places that look like the beginning of the events and are tried."""
@@ -79,6 +79,11 @@ class Splitter:
             too_long = size > self.piece_bytes + EVENT_LIMIT
             if cut is None and (too_long or (size >= 2 * self.piece_bytes and not self.exact)):
                 held = [b"".join(held)]
+                end = None if self.exact else _scanned_end(held[0], bare=self.bare_list)
+                if end is not None:
+                    yield _listed([memoryview(held[0])[:end]])
+                    self._read_tail(held[0][end + 1 :], blocks)
+                    return
                 cut = last_boundary(held[-1])
             if cut is not None:
                 last = held.pop()
@@ -213,6 +218,8 @@ class Splitter:
             size += len(block)
             if size <= HEAD_LIMIT:
                 parts.append(block)
+        if size > HEAD_LIMIT:
+            return
         tail = b"".join(parts).strip()
         if self.bare_list or tail == b"}" or self._read_fields(_EMPTY_LIST, tail):
             return

@@ -7,9 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from advisor.analysis.names import matches
 from advisor.intervals import Intervals, union
 from advisor.trace import Trace
 
+LOADER = r"^enumerate\(Data(Loader|Pipe)\)#"
 MIN_OPTIMIZER_STEPS = 3
 OUTLIER_FACTOR = 1.5
 """A step longer than this many medians, and more than 5 median absolute deviations away, is
@@ -159,7 +161,7 @@ def _finish(
     chosen[slice(*select) if select else slice(None)] = True
     if count > 1 and chosen[:-1].any() and dur[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
         chosen[-1] = False  # the profiler stopped inside it
-    outlier = _outliers(dur, chosen)
+    outlier = _outliers(dur, chosen, _loader_waits(trace, ts, end))
     table = pl.DataFrame(
         {
             "index": np.arange(count),
@@ -186,8 +188,19 @@ def _last_device_end(trace: Trace, start: int, end: int) -> int | None:
     return int((work["ts"] + work["dur"]).max()) if work.height else None  # type: ignore[arg-type]
 
 
-def _outliers(dur: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Long steps among the chosen, most extreme first, as long as three steps are left."""
+def _loader_waits(trace: Trace, ts: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Time in calls for the next batch that began in each step, ns."""
+    calls = trace.cpu.filter(
+        (pl.col("kind") == "annotation") & matches(trace.cpu["name"], LOADER)
+    ).sort("ts")
+    start, total = calls["ts"].to_numpy(), np.append(0, np.cumsum(calls["dur"].to_numpy()))
+    waits: np.ndarray = total[np.searchsorted(start, end)] - total[np.searchsorted(start, ts)]
+    return waits
+
+
+def _outliers(dur: np.ndarray, chosen: np.ndarray, waits: np.ndarray) -> np.ndarray:
+    """Long steps among the chosen, most extreme first, as long as three steps are left; not those
+    that belong to the loop: which come back evenly, or wait for the loader more than once."""
     outlier = np.zeros(len(dur), dtype=bool)
     values = dur[chosen]
     if len(values) <= MIN_STEPS_LEFT:
@@ -198,6 +211,9 @@ def _outliers(dur: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     candidates = np.flatnonzero(chosen & (dur > limit))
     if rhythm(np.flatnonzero(values > limit), values):
         return outlier
+    fed_late = candidates[dur[candidates] - waits[candidates] <= limit]
+    if len(fed_late) > 1:
+        candidates = np.setdiff1d(candidates, fed_late)
     candidates = candidates[np.argsort(-dur[candidates])]
     outlier[candidates[: len(values) - MIN_STEPS_LEFT]] = True
     return outlier

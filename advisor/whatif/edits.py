@@ -268,9 +268,12 @@ class Patch:
         cost[graph.dst[program]] = self.weight[program]
         self.weight[program] = np.minimum(self.weight[program], HAND_BATCH_NS)
         rate = np.flatnonzero(into & (graph.edge == Edge.LOADER))
-        multi = self.weight[rate] > NEVER
-        self.weight[rate[multi]] /= workers
-        single = rate[~multi]
+        multi = rate[self.weight[rate] > NEVER]
+        if len(multi):
+            steps = np.diff(np.searchsorted(graph.starts, graph.dst[multi], side="right"))
+            later = self.weight[multi[1:]].sum() * steps / max(1, steps.sum())
+            self.weight[multi] = np.append(self.weight[multi[:1]], later) / workers
+        single = rate[self.weight[rate] <= NEVER]
         if len(single):
             self.weight[single] = cost[graph.dst[single]].mean() / workers
 

@@ -93,23 +93,21 @@ def _awaited(
         possible = candidates[ends[candidates] <= end + SLACK_NS]
         if call[number] == "sync_device":
             found.append(possible)
-        elif which in told:
+            continue
+        if which in told:
             mine = possible[np.isin(work.lane[possible], told[which])]
-            waited = end - begin > 3 * CALL_NS
-            if waited and not (ends[mine] > max(begin, end - MAX_RELEASE_NS)).any():
-                # the stream itself was waiting for another one
-                mine = possible[ends[possible] > max(begin, end - MAX_RELEASE_NS)]
-            found.append(mine)
-        elif end - begin > 3 * CALL_NS and len(possible):
-            # it waited: for the stream whose work ended last before the call returned
-            best = possible[np.argmax(ends[possible])]
-            found.append(np.array([best]) if ends[best] > begin else np.zeros(0, dtype=np.int64))
         else:
+            # most likely the stream that the thread used last
             place = int(np.searchsorted(work.launch_ts[launched], begin)) - 1
             recent = launched[max(0, place - 32) : place + 1]
-            mine = recent[thread[work.launch[recent]] == thread[which]]
-            same = possible[work.lane[possible] == work.lane[mine[-1]]] if len(mine) else possible
-            found.append(same[:1])
+            recent = recent[thread[work.launch[recent]] == thread[which]]
+            used = work.lane[possible] == work.lane[recent[-1]] if len(recent) else slice(0)
+            mine = possible[used]
+        near = possible[ends[possible] > max(begin, end - MAX_RELEASE_NS)]
+        if end - begin > 3 * CALL_NS and len(near) and not np.isin(mine, near).any():
+            # it waited longer: the stream was waiting for another one, or it was another stream
+            mine = np.append(mine, near[np.argmax(ends[near])])
+        found.append(mine)
     return found
 
 

@@ -227,17 +227,21 @@ class _Carry:
                 self.out_of |= dict(zip(zero.tolist(), last.tolist(), strict=True))
 
     def _loader(self) -> None:
-        """The first batch comes at the loader's rate after the last one."""
+        """From the last batch of a window that was waited for to the first one, as measured."""
         graph = self.graph
-        edges = np.flatnonzero(graph.edge == Edge.LOADER)
-        self.loader: tuple[int, int, int, float] | None = None
-        if len(edges):
-            first, last = int(graph.dst[edges[0]]), int(graph.dst[edges[-1]])
-            apart = graph.time[first] + graph.time[graph.starts[-1]] - graph.time[last]
-            # without workers the edge is switched off; an edit then writes the rate itself
-            rate = float(graph.weight[edges[0]])
-            scale = float(apart) / max(rate, 1.0) if rate > NEVER else 1.0
-            self.loader = (int(edges[0]), first, last, scale)
+        self.loader = np.flatnonzero(graph.edge == Edge.LOADER)
+        if len(self.loader):
+            first, last = graph.time[graph.dst[self.loader[[0, -1]]]]
+            self.apart = float(first + graph.time[graph.starts[-1]] - last)
+
+    def _batch_after(self, weight: Array) -> float:
+        """The same at the rate that the loader has with other weights."""
+        rate, before = weight[self.loader], self.graph.weight[self.loader]
+        if rate.min() <= NEVER:
+            return NEVER
+        if before.min() <= NEVER:
+            return float(rate[-1])
+        return self.apart * float(rate.sum()) / max(float(before.sum()), 1.0)
 
     def over(
         self, time: Array, host: float, weight: Array, src: Array, *, idle: bool
@@ -256,10 +260,11 @@ class _Carry:
                 if node >= 0 and other >= 0 and weight[edge] > NEVER and node not in given:
                     begin = float(time[other]) - host + float(weight[edge])
                     floor[node] = max(floor.get(node, 0.0), begin)
-        if self.loader is not None:
-            edge, first, last, scale = self.loader
-            if weight[edge] > NEVER:
-                floor[first] = float(time[last]) - host + float(weight[edge]) * scale
+        if len(self.loader):
+            first, last = int(self.graph.dst[self.loader[0]]), int(self.graph.dst[self.loader[-1]])
+            after = self._batch_after(weight)
+            if after > NEVER:
+                floor[first] = float(time[last]) - host + after
         return given, floor
 
 

@@ -183,7 +183,7 @@ def _aside(rest: list[Event]) -> tuple[list[Event], list[tuple[str, str, str]], 
         elif phase == "M":
             if event.name == "thread_name" and event.args is not None and event.args.name:
                 thread_names.append(
-                    (_text(event.pid), _text(event.tid), event.args.name[:NAME_LIMIT])
+                    (_text(event.pid), _text(event.tid), _text(event.args.name)[:NAME_LIMIT])
                 )
         elif phase in ("B", "E"):
             pairs += 1

@@ -90,19 +90,25 @@ def segments(inside: bytes) -> tuple[Iterator[bytes], int]:
     if end is not None or depth != 0:
         found = [match.end(1) for match in EVENT_BOUNDARY.finditer(inside)]
         commas = np.array(found, dtype=np.intp)
-    starts = np.concatenate([[0], commas + 1])
-    ends = np.concatenate([commas, [len(inside)]])
+    edges = np.concatenate([[-1], commas, [len(inside)]])
+    del commas
     data = np.frombuffer(inside, dtype=np.uint8)
-    solid = np.append(np.flatnonzero(~_IS_SPACE[data]), len(inside))
+    gaps = np.diff(edges)
+    short = edges[:-1][gaps == 2] + 1  # one character: no object, nothing if it is a space
+    others = int((~_IS_SPACE[data[short]]).sum())
+    long = np.flatnonzero(gaps > 2)
+    starts, ends = edges[long] + 1, edges[long + 1]
+    del edges, gaps, short, long
+    solid = np.append(np.flatnonzero(~_IS_SPACE[data]), len(inside)) if len(starts) else starts
     first = solid[np.searchsorted(solid, starts)]
-    something = first < ends
-    starts, ends, first = starts[something], ends[something], first[something]
-    objects = data[first] == ord("{")
+    del solid
+    objects = (first < ends) & (data[np.minimum(first, len(data) - 1)] == ord("{"))
+    others += int(((first < ends) & ~objects).sum())
     texts = (
         inside[start:stop]
         for start, stop in zip(starts[objects].tolist(), ends[objects].tolist(), strict=True)
     )
-    return texts, int((~objects).sum())
+    return texts, others
 
 
 _CONTROL = bytes(b if b >= 0x20 else 0x20 for b in range(256))

@@ -17,6 +17,8 @@ from advisor.trace import Trace
 
 PARALLEL_FROM = 96 << 20
 """From this many uncompressed bytes on, decoding is worth several processes."""
+GIVE_UP = 256 << 20
+"""Uncompressed bytes without a single event after which a file is no trace."""
 MAX_PROCESSES = 8
 """More decoding processes wait for the one that unpacks the file."""
 
@@ -77,6 +79,11 @@ def _collect(source: Source, options: ReadOptions, *, exact: bool) -> tuple[Spli
     assembler = Assembler()
     for piece in _decoded(splitter, options):
         assembler.add(piece)
+        if assembler.events == 0 and source.bytes_read > GIVE_UP:
+            raise AdvisorError(
+                f"{source.path}: no trace event in its first {GIVE_UP >> 20} MB; "
+                "give a PyTorch profiler trace"
+            )
         if options.progress is not None:
             options.progress(source.path, source.bytes_read)
     return splitter, assembler

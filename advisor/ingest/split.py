@@ -22,7 +22,9 @@ from advisor.ingest.source import Source
 PIECE = 4 << 20
 """Bytes of JSON decoded at once. Larger pieces save nothing and cost memory."""
 HEAD_LIMIT = 64 << 20
-"""Bytes before ``traceEvents``, and after its end, that are looked at."""
+"""Bytes before ``traceEvents`` that are searched for it."""
+TAIL_LIMIT = 16 << 20
+"""Bytes after the events that are looked at; what a longer tail says is left out."""
 EVENT_LIMIT = 8 << 20
 """Bytes of one event; in what is longer the next event is searched for."""
 MAX_HEADS = 16
@@ -216,9 +218,9 @@ class Splitter:
         size = len(tail)
         for block in blocks:
             size += len(block)
-            if size <= HEAD_LIMIT:
+            if size <= TAIL_LIMIT:
                 parts.append(block)
-        if size > HEAD_LIMIT:
+        if size > TAIL_LIMIT:
             return
         tail = b"".join(parts).strip()
         if self.bare_list or tail == b"}" or self._read_fields(_EMPTY_LIST, tail):

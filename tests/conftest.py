@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# one thread a test process: the processes of a parallel run share the cores already
+os.environ.setdefault("POLARS_MAX_THREADS", "1")
+
 REPO = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", REPO.parent / "shared" / "traces"))
 

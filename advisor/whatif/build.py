@@ -220,11 +220,18 @@ class _Edges:
         g.src, g.dst, g.weight, g.edge, g.from_start = (c[order] for c in columns)
 
 
+def _same_as_before(values: Array) -> Array:
+    """Which values equal the one before them; the first never does."""
+    same = np.zeros(len(values), dtype=bool)
+    same[1:] = values[1:] == values[:-1]
+    return same
+
+
 def _program(edges: _Edges, graph: Graph) -> None:
     """Host time between consecutive points of a thread; the first of each hangs on the source."""
     host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
-    same = np.append(False, graph.lane[order][1:] == graph.lane[order][:-1])
+    same = _same_as_before(graph.lane[order])
     first = order[~same]
     edges.add(np.zeros(len(first), dtype=np.int64), first, graph.time[first], Edge.PROGRAM)
     src, dst = order[np.flatnonzero(same) - 1], order[same]

@@ -285,7 +285,8 @@ class Patch:
         moved[self.selected.work(edit.select)] = True
         device = graph.device
         order = device[np.argsort(graph.lane[device], kind="stable")]
-        same_lane = np.append(False, graph.lane[order][1:] == graph.lane[order][:-1])
+        same_lane = np.zeros(len(order), dtype=bool)
+        same_lane[1:] = graph.lane[order][1:] == graph.lane[order][:-1]
         # the last node at or before each that stays, and the last before it that moves
         position = np.arange(len(order))
         lane_start = np.maximum.accumulate(np.where(same_lane, 0, position))

@@ -40,10 +40,18 @@ REAL = (
     "old_capitalised_categories",
 )
 HOSTILE: tuple[Any, ...] = (
-    None, True, -1, 0, 1e308, -1e308, 2**63, -(2**63), 2**70, 1e-320, "", "7", "x" * 5000, "\x00\x1b[31m",
-    "../../etc/passwd", "<img src=x onerror=alert(1)>", "[red]", "%s%n", "‮", [], {}, [[]], [1, "a", None],
-    {"a": {"b": []}}, [0] * 300, "((((", "aten::", "nccl", "ProfilerStep#", "Memcpy HtoD (", "NaN",
-)  # fmt: skip
+    *(None, True, -1, 0, 1e308, -1e308, 2**63, -(2**63), 2**70, 1e-320, "", "7", "x" * 5000),
+    *(
+        "\x00\x1b[31m",
+        "../../etc/passwd",
+        "<img src=x onerror=alert(1)>",
+        "[red]",
+        "%s%n",
+        "\u202e",
+    ),
+    *([], {}, [[]], [1, "a", None], {"a": {"b": []}}, [0] * 300),
+    *("((((", "aten::", "nccl", "ProfilerStep#", "Memcpy HtoD (", "NaN"),
+)
 
 
 def built() -> bytes:

@@ -56,13 +56,11 @@ def analyse(path: str, processes: int) -> int:
 
 
 def hta(path: str) -> int:
-    """HolisticTraceAnalysis, loading only."""
-    from hta.common.trace import Trace  # type: ignore[import-not-found]
+    """HolisticTraceAnalysis, loading only: no analysis of its own is asked for."""
+    from hta.trace_analysis import TraceAnalysis  # type: ignore[import-not-found]
 
-    trace = Trace(trace_files={0: path}, trace_dir="")
-    trace.parse_traces(use_multiprocessing=False)
-    trace.decode_symbol_ids()
-    return len(trace.get_trace(0))
+    loaded = TraceAnalysis(trace_files={0: path}, trace_dir=str(Path(path).parent))
+    return len(loaded.t.get_trace(0))
 
 
 SUBJECTS: dict[str, tuple[str, Callable[[str], int]]] = {
@@ -221,7 +219,7 @@ def main() -> None:
     if _available(sys.executable, "import advisor.advice.engine"):
         subjects |= {"full1": sys.executable, "full2": sys.executable}
     python = args.hta_python or sys.executable
-    if _available(python, "import hta.common.trace"):
+    if _available(python, "import hta.trace_analysis"):
         subjects["hta"] = python
     if args.only:
         subjects = {k: v for k, v in subjects.items() if k == "floor" or k in args.only}

@@ -13,6 +13,7 @@ from advisor.ingest.split import Splitter
 from advisor.trace import Device, TraceMeta
 
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
+_MOST = 1 << 53  # of anything that a device has: beyond that floats are not exact
 _AMD = re.compile(r"\bamd\b|radeon|instinct|\bgfx\d|\bmi\d{2,3}", re.IGNORECASE)
 _NVIDIA = re.compile(
     r"nvidia|tesla|geforce|quadro|titan|\b[rg]tx\b|^[abghlptv]{1,2}\d{1,3}[a-z]?\b", re.IGNORECASE
@@ -77,7 +78,7 @@ def _whole(value: Any) -> int | None:
 
 def _positive(value: Any) -> int | None:
     number = _whole(value)
-    return number if number is not None and number > 0 else None
+    return number if number is not None and 0 < number < _MOST else None
 
 
 def _text(value: Any) -> str | None:
@@ -86,7 +87,8 @@ def _text(value: Any) -> str | None:
 
 def _devices(properties: Any) -> Iterator[Device]:
     for entry in properties[:1024] if isinstance(properties, list) else ():
-        if not isinstance(entry, dict) or (number := _whole(entry.get("id"))) is None:
+        number = _whole(entry.get("id")) if isinstance(entry, dict) else None
+        if number is None or not 0 <= number < 1 << 31:
             continue
         major, minor = _whole(entry.get("computeMajor")), _whole(entry.get("computeMinor"))
         shared = entry.get("sharedMemPerMultiprocessor")

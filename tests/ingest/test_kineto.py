@@ -582,6 +582,14 @@ def test_an_odd_head_is_no_exception(odd: Any) -> None:
     assert meta.backend is None
 
 
+@pytest.mark.parametrize("number", [-1, 1 << 31, 1 << 70, None, "x"])
+def test_a_device_of_absurd_number_is_left_out(number: Any) -> None:
+    """Device numbers are compared with 32-bit columns."""
+    properties = [{"id": number, "name": "A100"}, {"id": 1, "name": "A100", "numSms": 1 << 60}]
+    meta = meta_of(deviceProperties=properties)
+    assert [(device.id, device.sms) for device in meta.devices] == [(1, None)]
+
+
 @pytest.mark.parametrize(
     ("name", "vendor"),
     [

@@ -211,8 +211,8 @@ def test_stacks_and_memory(shared_trace: Find) -> None:
     assert (trace.gpu["kind"] == "kernel").sum() == 60
 
 
-def test_unknown_calls_that_launch_are_launches(shared_trace: Find) -> None:
-    """The profiler of nccl_collectives did not know cudaLaunchKernelExC on one CUDA version."""
+def test_calls_that_caused_device_work_are_launches(shared_trace: Find) -> None:
+    """Whatever a device row's launch is called, its class says that it launches."""
     for name in NAMES:
         trace = read_trace(shared_trace(name))
         call = trace.cpu["call"].gather(trace.gpu["launch"].drop_nulls())

@@ -19,7 +19,9 @@ def command(
     edit: Annotated[
         list[str],
         typer.Option(
-            "--edit", "-e", metavar="EDIT",
+            "--edit",
+            "-e",
+            metavar="EDIT",
             help="VERB TARGET[:PATTERN] [under:PATTERN] [NUMBER], for example "
             "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
         ),

@@ -88,9 +88,11 @@ class Figures:
 
 
 def _start(subject: str, path: Path, python: str) -> subprocess.Popen[bytes]:
+    # as installed: modules are compiled once, not in every run
     return subprocess.Popen(
         [python, str(Path(__file__).resolve()), "--child", subject, str(path)],
         stdout=subprocess.PIPE,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
     )
 
 

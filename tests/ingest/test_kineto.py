@@ -225,21 +225,51 @@ def test_processes_are_started_when_there_is_enough_to_do(
     assert started == [2, 2]
 
 
-def test_a_worker_that_dies_costs_only_its_help(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces_before", [0, 1, 5, 30])
+def test_a_worker_that_dies_costs_only_its_help(
+    pieces_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     b = loop(steps=60)
     one = read_bytes(b.json(), options=SMALL_PIECES)
-    original = pool.Pool._decode
-    calls = []
+    original = pool._Worker.submit
+    told = []
 
-    def kill_first(self: pool.Pool, piece: bytes) -> Any:
-        calls.append(piece)
-        if len(calls) == 3:
-            os.kill(self._all[0].pid, signal.SIGKILL)
-        return original(self, piece)
+    def kill(self: pool._Worker, number: int, piece: bytes) -> bool:
+        done = original(self, number, piece)
+        told.append(number)
+        if len(told) == pieces_before + 1:
+            os.kill(self._process.pid, signal.SIGKILL)
+        return done
 
-    monkeypatch.setattr(pool.Pool, "_decode", kill_first)
+    monkeypatch.setattr(pool._Worker, "submit", kill)
+    for processes in (2, 3):
+        told.clear()
+        options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=processes)
+        assert_same(one, read_bytes(b.json(), options=options))
+        assert len(told) > pieces_before
+
+
+def test_a_worker_that_answers_nonsense_costs_only_its_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    b = loop(steps=20)
+    monkeypatch.setattr(pool, "_MAIN", "print('hello', flush=True); import time; time.sleep(5)")
+    monkeypatch.setattr(pool, "_GOODBYE_S", 0.1)
     options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
-    assert_same(one, read_bytes(b.json(), options=options))
+    assert_same(read_bytes(b.json(), options=SMALL_PIECES), read_bytes(b.json(), options=options))
+
+
+def test_a_piece_too_long_for_a_worker_is_decoded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = loop(steps=20)
+    monkeypatch.setattr(pool, "SLOT_BYTES", 4096)
+    events = msgspec.json.decode(b.json())["traceEvents"]
+    events[50]["args"]["long"] = "x" * 10_000
+    text = msgspec.json.encode({"traceEvents": events})
+    options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
+    monkeypatch.setattr(
+        pool, "_MAIN", "import advisor.ingest.pool as p; p.SLOT_BYTES = 4096; p.serve()"
+    )
+    assert_same(read_bytes(text, options=SMALL_PIECES), read_bytes(text, options=options))
 
 
 @pytest.mark.parametrize("executable", ["", "/does/not/exist", "/bin/false"])

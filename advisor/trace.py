@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from advisor.model import Edit
+    from advisor.rundir import Recording
     from advisor.whatif.price import WhatIfResult
 
 CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
@@ -262,6 +263,8 @@ class Run:
     path: Path | None = None
     problems: tuple[str, ...] = ()
     """One line for each file that could not be read or was left out."""
+    recording: Recording | None = None
+    """What the recorder wrote besides the traces; ``None``: not a run directory."""
 
     @property
     def ranks(self) -> list[int]:

@@ -18,6 +18,7 @@ from advisor.errors import AdvisorError
 from advisor.ingest import ReadOptions, open_run
 from advisor.model import Finding, Good, NotMeasured, Outcome, Rule, Worth
 from advisor.report.data import Report
+from advisor.rundir import RankRecord
 from advisor.trace import Run, Trace
 
 MIN_GAIN_SHARE = 0.01
@@ -67,7 +68,7 @@ def analyze(
     run = source if isinstance(source, Run) else open_run(source, options.read, rank=options.rank)
     chosen = _windows(run, options)
     analyses = {
-        number: Analysis(run.traces[number, window], options.steps)
+        number: Analysis(run.traces[number, window], options.steps, _record(run, number))
         for number, window in chosen.items()
     }
     for number, a in analyses.items():
@@ -78,6 +79,13 @@ def analyze(
             )
     results = _per_rank(analyses, rules, options.executor)
     return _report(run, analyses, results, rules)
+
+
+def _record(run: Run, number: int) -> RankRecord | None:
+    """What the recorder wrote of a rank."""
+    if run.recording is None:
+        return None
+    return run.recording.ranks.get(max(number, 0))
 
 
 def _windows(run: Run, options: Options) -> dict[int, int]:
@@ -105,6 +113,7 @@ def _per_rank(
             list(analyses),
             [a.trace for a in analyses.values()],
             [a.selection for a in analyses.values()],
+            [a.record for a in analyses.values()],
             [rules] * len(analyses),
         )
         return {result.rank: result for result in done}
@@ -114,9 +123,13 @@ def _per_rank(
 
 
 def _remote(
-    number: int, trace: Trace, select: tuple[int | None, int | None] | None, rules: list[Rule]
+    number: int,
+    trace: Trace,
+    select: tuple[int | None, int | None] | None,
+    record: RankRecord | None,
+    rules: list[Rule],
 ) -> RankResult:
-    result = run_rules(number, Analysis(trace, select), rules)
+    result = run_rules(number, Analysis(trace, select, record), rules)
     result.pricing = None
     return result
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from advisor.analysis.steps import Steps
     from advisor.analysis.timeline import Timeline
     from advisor.hardware import Gpu
+    from advisor.rundir import RankRecord
     from advisor.trace import Device, Trace
 
 
@@ -32,10 +33,17 @@ class Analysis:
     steps that are used.
     """
 
-    def __init__(self, trace: Trace, select: tuple[int | None, int | None] | None = None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        select: tuple[int | None, int | None] | None = None,
+        record: RankRecord | None = None,
+    ) -> None:
         self.trace = trace
         self.selection = select
         """Half-open range of step indices, or None."""
+        self.record = record
+        """What the recorder wrote of this rank; None: a trace alone."""
 
     # -- what the analysis is about ---------------------------------------------------------
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from advisor.errors import AdvisorError
 from advisor.ingest.kineto import ReadOptions, read_trace, with_window
+from advisor.rundir import is_run, read_recording
 from advisor.trace import Run, Trace
 
 _TRACE_NAME = re.compile(r"\.json(\.gz|\.zst|\.zstd)?$", re.IGNORECASE)
@@ -70,7 +71,11 @@ def open_run(
             shown = None if number < 0 else number
             keyed[number, window] = with_window(trace, shown, window)
     path = Path(given[0]) if len(given) == 1 else None
-    return Run(traces=keyed, path=path, problems=tuple(problems))
+    recording = None
+    if path is not None and str(path) != "-" and is_run(path):
+        recording = read_recording(path)
+        problems += recording.problems
+    return Run(traces=keyed, path=path, problems=tuple(problems), recording=recording)
 
 
 def _read_all(

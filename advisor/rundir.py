@@ -106,8 +106,8 @@ class Rank(Struct, kw_only=True, omit_defaults=True):
     """Host memory, or the cgroup's limit where that is lower, bytes."""
     flags: dict[str, Any] = field(default_factory=dict)
     """Framework flags that advice needs, by their torch spelling: ``cudnn.benchmark``,
-    ``float32_matmul_precision``, ``cuda.matmul.allow_tf32``, ``autocast`` (dtype or null), ``compile``
-    (regions compiled), ``deterministic_algorithms``, ``anomaly_mode``, ``num_threads``,
+    ``float32_matmul_precision``, ``cuda.matmul.allow_tf32``, ``autocast`` (dtype or null),
+    ``compile`` (regions compiled), ``deterministic_algorithms``, ``anomaly_mode``, ``num_threads``,
     ``interop_threads``, ``numa_node_cpus``, ``numa_node_gpu``, ``start_method`` …"""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the allow-list."""
@@ -207,7 +207,7 @@ class Gpu(Struct, kw_only=True, omit_defaults=True):
     processes_bytes: int | None = None
     """Memory that those hold, bytes."""
     gpm: dict[str, float] | None = None
-    """Hopper and later: ``sm_util``, ``sm_occupancy``, ``tensor``, ``dram``, ``fp16``, ``fp32``, %."""
+    """Hopper and later: ``sm_util``, ``sm_occupancy``, ``tensor``, ``dram`` …, %."""
 
 
 class Host(Struct, kw_only=True, omit_defaults=True):
@@ -243,9 +243,9 @@ class Event(Struct, kw_only=True, omit_defaults=True):
 
     ``loader``: id, workers, pin_memory, prefetch_factor, persistent_workers, batch_size, drop_last,
     dataset, length, multiprocessing_context · ``loader_iter``: id, workers_started_ns, evaluation ·
-    ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``, ``done``,
-    ``stopped``, ``failed``, ``never``), file, why · ``warning``: text · ``oom``: message, snapshot,
-    allocated, reserved · ``error``: text · ``end``: steps, reason (``finished``, ``exception``,
+    ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,
+    ``done``, ``stopped``, ``failed``, ``never``), file, why · ``warning``: text · ``oom``: message,
+    snapshot, allocated, reserved · ``error``: text · ``end``: steps, reason (``finished``, ``exception``,
     ``interrupted``), exception
     """
 

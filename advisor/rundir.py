@@ -245,8 +245,8 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     dataset, length, multiprocessing_context · ``loader_iter``: id, workers_started_ns, evaluation ·
     ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,
     ``done``, ``stopped``, ``failed``, ``never``), file, why · ``warning``: text · ``oom``: message,
-    snapshot, allocated, reserved · ``error``: text · ``end``: steps, reason (``finished``, ``exception``,
-    ``interrupted``), exception
+    snapshot, allocated, reserved · ``error``: text · ``end``: steps, reason (``finished``,
+    ``exception``, ``interrupted``), exception
     """
 
     t: int

@@ -62,6 +62,30 @@ def analyze(
 
     Raises AdvisorError when there is nothing to analyse.
     """
+    return examine(source, options).report
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A report with what it was made from, for those who want to measure or price more."""
+
+    run: Run
+    report: Report
+    analyses: dict[int, Analysis]
+    """By rank; the report is of the first."""
+    pricing: Pricer
+    """Of the first rank."""
+
+    @property
+    def main(self) -> Analysis:
+        """The rank that the report is of."""
+        return next(iter(self.analyses.values()))
+
+
+def examine(
+    source: str | Path | Sequence[str | Path] | Run, options: Options | None = None
+) -> Examined:
+    """Like :func:`analyze`, keeping the run, the measurements and what priced the findings."""
     options = options or Options()
     config = read_config() if options.config is None else options.config
     rules = load_rules(options.rules_folder, config)
@@ -78,7 +102,11 @@ def analyze(
                 f"of rank {number}"
             )
     results = _per_rank(analyses, rules, options.executor)
-    return _report(run, analyses, results, rules)
+    main = next(iter(analyses))
+    pricing = results[main].pricing or pricer(analyses[main])
+    results[main].pricing = pricing
+    report = _report(run, analyses, results, rules, pricing)
+    return Examined(run, report, analyses, pricing)
 
 
 def _record(run: Run, number: int) -> RankRecord | None:
@@ -259,17 +287,20 @@ def severity(share: float | None) -> Any:
 
 
 def _report(
-    run: Run, analyses: dict[int, Analysis], results: dict[int, RankResult], rules: list[Rule]
+    run: Run,
+    analyses: dict[int, Analysis],
+    results: dict[int, RankResult],
+    rules: list[Rule],
+    pricing: Pricer,
 ) -> Report:
     main = next(iter(analyses))
     a, result = analyses[main], results[main]
     _other_ranks(result, results, main)
     if len(analyses) > 1:
-        across = rank_rules(analyses, rules, result.pricing)
+        across = rank_rules(analyses, rules, pricing)
         result.findings += across.findings
         result.good += across.good
         result.not_measured += across.not_measured
-    pricing = result.pricing or pricer(a)
     floor = max(MIN_GAIN_SHARE * a.step_ns, pricing.error)
     ranked, notes, risks = [], [], []
     for finding in result.findings:

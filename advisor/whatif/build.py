@@ -12,7 +12,7 @@ from advisor.analysis.steps import OUTLIER_FACTOR, rhythm
 from advisor.whatif.device import DeviceWork, device_nodes, device_work, stream_edges
 from advisor.whatif.edits import HAND_BATCH_NS
 from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
-from advisor.whatif.handover import find_handovers
+from advisor.whatif.handover import Handover, find_handovers
 from advisor.whatif.points import WORKERS, Points, launches, loaders, waits
 from advisor.whatif.release import release_edges
 
@@ -93,7 +93,8 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     inside = (time >= start) & (time <= end)
     thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
 
-    work = device_work(trace, start, end, facts)
+    team = _working_for(main, handovers)
+    work = device_work(trace, start, end, facts, team)
     graph = _join(trace, thread, time, kind, row, work, start)
     edges = _Edges(graph)
     _program(edges, graph)
@@ -106,7 +107,7 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     graph.turn = _turn(a, *steps)
     graph.facts = facts
     graph.starts = _boundaries(graph, bounds - start)
-    graph.last = _last_work(trace, graph, work, bounds)
+    graph.last = _last_work(trace, graph, work, bounds, team)
     graph.early = _early(graph, work)
     return graph
 
@@ -259,10 +260,7 @@ def _loader(edges: _Edges, graph: Graph, trace: Trace) -> None:
     edges.add(before, loaded, rate, Edge.LOADER)
 
 
-def _handover(edges: _Edges, graph: Graph, found: object, start: int) -> None:
-    from advisor.whatif.handover import Handover
-
-    assert isinstance(found, Handover)
+def _handover(edges: _Edges, graph: Graph, found: Handover, start: int) -> None:
     marks = np.flatnonzero(graph.kind == Node.MARK)
     at = {
         (int(lane), round(time)): int(node)
@@ -307,13 +305,35 @@ def _early(graph: Graph, work: DeviceWork) -> Array:
     return device_nodes(graph, work)[early]
 
 
-def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
-    """The last device node of every lane launched inside each step (or started, if unknown)."""
+def _working_for(main: int | None, handovers: Handover) -> list[int]:
+    """The main thread and those it works with in turns."""
+    if main is None:
+        return []
+    pairs = np.stack([handovers.waiter, handovers.worker])
+    found = np.array([main])
+    while True:  # as many rounds as threads hand over to each other in a row
+        more = pairs[:, np.isin(pairs, found).any(axis=0)]
+        wider = np.union1d(found, more)
+        if len(wider) == len(found):
+            return [int(t) for t in found]
+        found = wider
+
+
+def _last_work(
+    trace: Trace, graph: Graph, work: DeviceWork, bounds: Array, threads: list[int]
+) -> list[Array]:
+    """The last device node of every lane launched inside each step (or started, if unknown) by
+    one of the threads; by any, if these launch nothing. What others launch on their own is not
+    part of the step."""
     nodes = graph.device
     launch = trace.gpu["launch"].gather(pl.Series(graph.row[nodes])).fill_null(-1).to_numpy()
     ts = trace.gpu["ts"].to_numpy()[graph.row[nodes]]
     if trace.cpu.height:
         ts = np.where(launch >= 0, trace.cpu["ts"].to_numpy()[launch], ts)
+        owner = np.where(launch >= 0, trace.cpu["thread"].to_numpy()[launch], -1)
+        if np.isin(owner, threads).any():
+            ours = (owner < 0) | np.isin(owner, threads)
+            nodes, ts = nodes[ours], ts[ours]
     step = np.searchsorted(bounds, ts, side="right") - 1
     found = []
     for number in range(len(bounds) - 1):

@@ -56,11 +56,16 @@ class DeviceWork(NamedTuple):
     """Host time inside the launch call before the device can know of the work, ns."""
     previous: Array
     """Index of the work before it on its stream, -1: none."""
+    ours: Array
+    """Launched by the main thread or one that works with it in turns; true where unknown."""
 
 
-def device_work(trace: Trace, start: int, end: int, facts: dict[str, float]) -> DeviceWork:
+def device_work(
+    trace: Trace, start: int, end: int, facts: dict[str, float], threads: list[int]
+) -> DeviceWork:
     """Device rows launched in [start, end), or running in it when their launch is not known or
-    lies before. Measures launch latency and stream gaps into ``facts``."""
+    lies before. Measures launch latency and stream gaps into ``facts``. ``threads``: see
+    ``DeviceWork.ours``."""
     gpu = trace.gpu.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     launch = gpu["launch"].fill_null(-1).to_numpy()
     ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
@@ -89,6 +94,7 @@ def device_work(trace: Trace, start: int, end: int, facts: dict[str, float]) -> 
         kind=gpu["kind"].to_physical().to_numpy().astype(np.int64),
         own=_own_time(trace, gpu, launch),
         previous=np.zeros(0, dtype=np.int64),
+        ours=_ours(trace, launch, threads),
     )
     work = work._replace(previous=_previous(work))
     _measure(work, facts)
@@ -119,6 +125,14 @@ def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list
     index = {name: number for number, name in enumerate(names)}
     codes = np.array([index[key] for key in keys.to_list()], dtype=np.int64)
     return codes, [str(n) for n in names]
+
+
+def _ours(trace: Trace, launch: Array, threads: list[int]) -> Array:
+    ours = np.ones(len(launch), dtype=bool)
+    known = launch >= 0
+    if known.any():
+        ours[known] = np.isin(trace.cpu["thread"].to_numpy()[launch[known]], threads)
+    return ours if ours[known].any() else np.ones(len(launch), dtype=bool)
 
 
 def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array) -> Array:
@@ -390,6 +404,7 @@ def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Arr
             if (
                 work.lane[source] != work.lane[target]
                 and source < target
+                and (work.ours[source] or not work.ours[target])
                 and (work.launch[target] < 0 or work.launch_ts[source] < work.launch_ts[target])
             ):
                 found_src.append(source)
@@ -421,7 +436,7 @@ def _implied_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
     src, dst = [before[side]], [target[side]]
     # back on the same stream: the latest side-stream work launched before, if it had ended
     busiest = np.argmax(np.bincount(work.lane)) if len(work.lane) else 0
-    others = np.flatnonzero((work.lane != busiest) & (work.launch >= 0))
+    others = np.flatnonzero((work.lane != busiest) & (work.launch >= 0) & work.ours)
     others = others[np.argsort(work.launch_ts[others], kind="stable")]
     back = target[~side]
     if len(others) and len(back):
@@ -431,5 +446,5 @@ def _implied_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
         dst.append(back[good])
     source, goal = np.concatenate(src), np.concatenate(dst)
     different = work.lane[source] != work.lane[goal]
-    forward = different & (source < goal)
+    forward = different & (source < goal) & (work.ours[source] | ~work.ours[goal])
     return source[forward], goal[forward]

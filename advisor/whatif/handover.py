@@ -15,12 +15,14 @@ import numpy as np
 import polars as pl
 
 from advisor.analysis.names import matches
-from advisor.intervals import Intervals, union
+from advisor.intervals import Intervals, covered, intersect, union
 from advisor.trace import Trace
 from advisor.whatif.graph import Array
 
 MIN_SILENCE_NS = 50_000
 """Shorter silences are ordinary gaps between operators."""
+MIN_AT_WORK = 0.3
+"""Of the silence: how much of it the other thread must be at work, or it was there by chance."""
 LEFT_OVER_SHARE = 0.3
 LEFT_OVER_NS = 400_000
 """Waking a thread takes tens of µs, plus what Python does around ``backward()``."""
@@ -31,8 +33,8 @@ OVERRUN_SHARE = 0.05
 
 
 class Handover(NamedTuple):
-    """``waiter`` fell silent at ``left``; ``worker`` worked from ``began`` to ``done``; ``waiter``
-    went on at ``back``. All columns, times in ns."""
+    """``waiter`` fell silent at ``left``; ``worker`` worked from ``began`` (-1: it was at work
+    already) to ``done``; ``waiter`` went on at ``back``. All columns, times in ns."""
 
     waiter: Array
     worker: Array
@@ -47,6 +49,7 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
     explain a silence otherwise (waits for the data loader)."""
     active = {int(t): _active(trace, int(t), start, end, waiting) for t in threads}
     engine = _engine(trace, active)
+    busy = {t: _without_short_gaps(own) for t, own in active.items()}
     found: list[tuple[int, int, int, int, int, int]] = []
     for waiter, own in active.items():
         silence = own.start[1:] - own.end[:-1] >= MIN_SILENCE_NS
@@ -71,20 +74,56 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
             done = np.minimum(theirs.end[at_last], back - 1)
             rest = (began - left) + (back - done)
             nodes = np.searchsorted(engine[worker], back) > np.searchsorted(engine[worker], left)
+            nodes &= waiter == trace.main_thread
+            both = intersect(busy[waiter], busy[worker]).total
+            turns = both <= OVERRUN_SHARE * min(busy[waiter].total, busy[worker].total)
+            at_work = covered(left, back, busy[worker]) >= MIN_AT_WORK * (back - left)
+            # already at work: the silence is only waiting for its end
+            half = _inside(busy[worker], left, spare)
             fits = (
                 inside
+                & ~_inside(busy[worker], back, spare)
+                & ((turns & at_work) | nodes)
                 & (began >= left)
                 & (over <= spare)
                 & ((rest <= np.maximum(LEFT_OVER_SHARE * (back - left), LEFT_OVER_NS)) | nodes)
                 & (rest < back - left)
                 & (rest < best)
             )
+            began = np.where(half, -1, began)
             for i in np.flatnonzero(fits).tolist():
                 rows[i] = (waiter, worker, int(left[i]), int(began[i]), int(done[i]), int(back[i]))
             best = np.where(fits, rest, best)
         found += rows.values()
-    table = np.array(found, dtype=np.int64).reshape(-1, 6)
+    table = _one_waker(np.array(found, dtype=np.int64).reshape(-1, 6))
     return Handover(*(table[:, i] for i in range(6)))
+
+
+def _one_waker(table: Array) -> Array:
+    """A stretch of work was handed over once: by the thread that in general leaves least over."""
+    pair = table[:, 0] * (table[:, :2].max(initial=0) + 1) + table[:, 1]
+    rest = np.maximum(table[:, 3] - table[:, 2], 0) + (table[:, 5] - table[:, 4])
+    usual = {p: float(np.median(rest[pair == p])) for p in np.unique(pair).tolist()}
+    order = np.lexsort((rest, [usual[p] for p in pair.tolist()]))
+    _, first = np.unique(table[order][:, [1, 4]], axis=0, return_index=True)
+    return table[np.sort(order[first])]
+
+
+def _inside(busy: Intervals, time: Array, spare: Array) -> Array:
+    """Whether each instant lies inside a busy stretch, more than ``spare`` from its borders."""
+    if not len(busy):
+        return np.zeros(len(time), dtype=bool)
+    at = np.maximum(np.searchsorted(busy.start, time, side="right") - 1, 0)
+    found: Array = (busy.start[at] + spare < time) & (time + spare < busy.end[at])
+    return found
+
+
+def _without_short_gaps(active: Intervals) -> Intervals:
+    """The same with gaps closed that are no silences."""
+    if not len(active):
+        return active
+    apart = active.start[1:] - active.end[:-1] >= MIN_SILENCE_NS
+    return Intervals(active.start[np.append(True, apart)], active.end[np.append(apart, True)])
 
 
 def _engine(trace: Trace, active: dict[int, Intervals]) -> dict[int, Array]:

@@ -91,6 +91,12 @@ def _awaited(
                 last.append(int(lane[place]))
         candidates = np.array(last, dtype=np.int64)
         possible = candidates[ends[candidates] <= end + SLACK_NS]
+        # what threads of their own launch comes before the call by chance: it counts only where
+        # nothing else explains the wait
+        near = ends[possible] > max(begin, end - MAX_RELEASE_NS)
+        ours = work.ours[possible]
+        if end - begin <= 3 * CALL_NS or (near & ours).any() or not near.any():
+            possible = possible[ours]
         if call[number] == "sync_device":
             found.append(possible)
             continue

@@ -1,0 +1,10 @@
+// Before the first paint: the theme that was chosen, else the one of the system.
+(function () {
+  "use strict";
+  var chosen = null;
+  try { chosen = localStorage.getItem("advisor-theme"); } catch (_) { /* storage is switched off */ }
+  var dark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.setAttribute("data-theme", dark ? "dark" : "light");
+  document.documentElement.setAttribute("data-mantine-color-scheme", dark ? "dark" : "light");
+  document.documentElement.setAttribute("data-ag-theme-mode", dark ? "dark" : "light");
+})();

@@ -1,0 +1,1 @@
+"""One module a page: ``layout(**query)``, and ``register(app, session)`` if it has callbacks."""

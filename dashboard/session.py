@@ -1,0 +1,252 @@
+"""Session: what the dashboard shows. Paths are read and analysed once, in a thread, and then only
+looked at."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from advisor.advice.engine import Examined, Options, examine
+from advisor.analysis import Analysis
+from advisor.errors import AdvisorError
+from advisor.ingest import ReadOptions, open_run
+from advisor.rundir import is_run
+from advisor.trace import Run
+
+if TYPE_CHECKING:
+    from advisor.compare import Comparison
+    from advisor.report.data import Report
+
+State = Literal["loading", "ready", "failed"]
+T = TypeVar("T")
+
+WARM = ("breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives", "memory")
+"""Measurements that every page needs, made before the first page is shown."""
+WATCH_SECONDS = 2.0
+"""How often a live run's folder is looked at for new windows."""
+
+
+class Loaded:
+    """One path, read and analysed. Read-only, and safe to be read by several threads."""
+
+    def __init__(self, path: str, examined: Examined) -> None:
+        self.path = path
+        self.examined = examined
+        self._views: dict[Any, Any] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def report(self) -> Report:
+        """The same object that ``advisor analyze`` shows."""
+        return self.examined.report
+
+    @property
+    def run(self) -> Run:
+        """Traces by (rank, window), and what the recorder wrote."""
+        return self.examined.run
+
+    @property
+    def analyses(self) -> dict[int, Analysis]:
+        """By rank number (-1: the trace does not tell); the report is of the first."""
+        return self.examined.analyses
+
+    @property
+    def main(self) -> Analysis:
+        """The rank that the report is of."""
+        return self.examined.main
+
+    def analysis(self, rank: int | None) -> Analysis:
+        """A rank's measurements; the reported rank's when there is no such rank."""
+        return self.main if rank is None else self.analyses.get(rank, self.main)
+
+    def view(self, key: Any, make: Callable[[], T]) -> T:
+        """What ``make`` returns, made once for each key: for tables that a page draws from."""
+        with self._lock:
+            if key not in self._views:
+                self._views[key] = make()
+            found: T = self._views[key]
+            return found
+
+
+@dataclass
+class Entry:
+    """One path that the dashboard was opened with, and how far it is."""
+
+    key: str
+    """Its number as text: what the URL says (``?run=1``), so that no path comes from a request."""
+    path: str
+    state: State = "loading"
+    doing: str = "waiting"
+    """What is going on, for the progress page."""
+    why: str = ""
+    """``failed``: the reason, in one line."""
+    loaded: Loaded | None = None
+    """Set when ``ready``; replaced as a whole when a live run's next window was analysed."""
+    version: int = 0
+    """Goes up with each such replacement."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return "standard input" if self.path == "-" else Path(self.path).name or self.path
+
+
+@dataclass
+class Session:
+    """All that the dashboard shows: entries that load one after another in a thread."""
+
+    paths: Sequence[str]
+    options: Options = field(default_factory=Options)
+    live: bool = False
+    """The first path is a run that is going on: look for new windows."""
+
+    def __post_init__(self) -> None:
+        self.entries = [Entry(str(i), str(path)) for i, path in enumerate(self.paths)]
+        self._comparisons: dict[tuple[str, str], Comparison | str] = {}
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._first = threading.Event()
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def start(self) -> Session:
+        """Start loading in the background."""
+        self._thread = threading.Thread(target=self._work, name="advisor-load", daemon=True)
+        self._thread.start()
+        return self
+
+    def load(self) -> Session:
+        """Load everything now, in this thread."""
+        self._load_all()
+        return self
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every path is loaded or failed; False: not yet."""
+        return self._first.wait(timeout)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+
+    def entry(self, key: str | None) -> Entry:
+        """The entry of a key; the first one for anything else."""
+        return next((entry for entry in self.entries if entry.key == key), self.entries[0])
+
+    def comparison(self, before: str, after: str) -> Comparison | str | None:
+        """Two entries compared; a text: why not; ``None``: not (yet) made."""
+        return self._comparisons.get((before, after))
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The comparisons that are made: the first path with each of the others."""
+        return [(self.entries[0].key, entry.key) for entry in self.entries[1:]]
+
+    def status(self) -> dict[str, Any]:
+        """How far each entry is, as the progress page asks for it."""
+        return {
+            "done": all(entry.state != "loading" for entry in self.entries),
+            "entries": [
+                {
+                    "key": entry.key,
+                    "name": entry.name,
+                    "state": entry.state,
+                    "doing": entry.doing,
+                    "why": entry.why,
+                    "version": entry.version,
+                }
+                for entry in self.entries
+            ],
+        }
+
+    # -- the loading thread -----------------------------------------------------------------
+
+    def _work(self) -> None:
+        self._load_all()
+        while self.live and not self._stop.wait(WATCH_SECONDS):
+            self._refresh(self.entries[0])
+
+    def _load_all(self) -> None:
+        try:
+            for entry in self.entries:
+                self._load(entry)
+            for pair in self.pairs:
+                self._compare(*pair)
+        finally:
+            for entry in self.entries:
+                if entry.state == "loading":  # the thread dies of a bug: say so, not "loading"
+                    entry.state, entry.why = "failed", "the analysis broke off; see the terminal"
+            self._first.set()
+
+    def _load(self, entry: Entry) -> None:
+        def reading(path: str, size: int) -> None:
+            entry.doing = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
+
+        entry.doing = "reading"
+        seen = windows(entry.path) if self.live else frozenset()
+        try:
+            if self.live and is_run(entry.path) and not seen:
+                raise AdvisorError(f"{entry.path}: no profiled window yet")
+            read = ReadOptions(max_bytes=self.options.read.max_bytes, progress=reading)
+            run = open_run(entry.path, read, rank=self.options.rank)
+            entry.doing = "measuring"
+            loaded = Loaded(entry.path, examine(run, self._options(run)))
+            for name in WARM:
+                entry.doing = f"measuring: {name.replace('_', ' ')}"
+                getattr(loaded.main, name)
+        except AdvisorError as error:
+            self._fail(entry, str(error))
+        except MemoryError:
+            self._fail(entry, "out of memory; analyse one rank or fewer steps at a time")
+        else:
+            entry.loaded = loaded
+            entry.version += 1
+            entry.why = ""
+            entry.state = "ready"
+        self._seen = seen
+
+    def _fail(self, entry: Entry, why: str) -> None:
+        """A path that cannot be shown; a live run keeps showing its window before."""
+        entry.why = why
+        entry.state = "ready" if entry.loaded is not None else "failed"
+
+    def _options(self, run: Run) -> Options:
+        """For a run that goes on: its last window that all ranks have."""
+        if not self.live or self.options.window is not None:
+            return self.options
+        common = set.intersection(*({w for r, w in run.traces if r == n} for n in run.ranks))
+        if not common:
+            return self.options
+        return Options(
+            rank=self.options.rank,
+            window=max(common),
+            steps=self.options.steps,
+            rules_folder=self.options.rules_folder,
+            config=self.options.config,
+        )
+
+    def _refresh(self, entry: Entry) -> None:
+        if windows(entry.path) != self._seen:
+            self._load(entry)
+
+    def _compare(self, before: str, after: str) -> None:
+        one, other = self.entry(before), self.entry(after)
+        if one.loaded is None or other.loaded is None:
+            missing = one if one.loaded is None else other
+            self._comparisons[before, after] = missing.why
+            return
+        from advisor.compare import compare_examined
+
+        try:
+            found: Comparison | str = compare_examined(one.loaded.examined, other.loaded.examined)
+        except AdvisorError as error:
+            found = str(error)
+        self._comparisons[before, after] = found
+
+
+def windows(path: str) -> frozenset[str]:
+    """The traces of a run directory that are there now."""
+    folder = Path(path)
+    return frozenset(str(file) for file in folder.glob("rank*/trace_w*.json*"))

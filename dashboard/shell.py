@@ -1,0 +1,153 @@
+"""The frame around every page: header, navigation, theme; and what stands in for a page while its
+run is being read or cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import dash
+import dash_mantine_components as dmc
+
+from advisor.dashboard import current
+from advisor.dashboard.current import View
+from advisor.dashboard.dom import el, icon, link
+from advisor.dashboard.session import Session
+from advisor.report import text as t
+
+if TYPE_CHECKING:
+    from advisor.dashboard.app import Page
+
+INDEX = """<!DOCTYPE html>
+<html lang="en">
+<head>
+{%metas%}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{%title%}</title>
+<link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
+{%css%}
+<script src="/assets/early.js"></script>
+</head>
+<body>
+{%app_entry%}
+<footer>{%config%}{%scripts%}{%renderer%}</footer>
+</body>
+</html>"""
+
+Layout = Callable[..., Any]
+
+
+def layout() -> Any:
+    """The application's layout: the provider of the theme, and the place of the page."""
+    return dmc.MantineProvider(
+        id="theme",
+        theme={"primaryColor": "indigo", "fontFamily": "inherit", "defaultRadius": "md"},
+        children=dash.page_container,
+    )
+
+
+def register(app: dash.Dash, session: Session) -> None:
+    """Callbacks of the frame."""
+
+
+def framed(page: Page, inner: Layout) -> Layout:
+    """A page with the frame around it. While the run is being read there is only the frame."""
+
+    def show(**query: object) -> Any:
+        view = current.view(**query)
+        if page.module == "live" or view.entry.loaded is not None:
+            body = inner(**query)
+        elif view.entry.state == "failed":
+            body = _failed(view)
+        else:
+            body = _loading(view)
+        return frame(page, view, body)
+
+    return show
+
+
+def frame(page: Page, view: View, body: Any) -> Any:
+    """Header, navigation, and the body."""
+    return el(
+        "Div",
+        el("A", "Skip to the content", href="#content", cls="skip"),
+        _header(view),
+        el(
+            "Div",
+            _navigation(page, view),
+            el("Main", body, id="content", tabIndex="-1"),
+            cls="columns",
+        ),
+        cls=f"frame page-{page.module}",
+    )
+
+
+def _header(view: View) -> Any:
+    return el(
+        "Header",
+        link(icon("logo"), el("Span", "advisor"), href=view.href("/"), cls="brand"),
+        el("Div", *_runs(view), cls="runs"),
+        el(
+            "Button",
+            icon("sun"),
+            icon("moon"),
+            id="theme-switch",
+            cls="quiet",
+            title="Light or dark",
+            aria_label="Switch between light and dark",
+        ),
+        cls="top",
+    )
+
+
+def _runs(view: View) -> list[Any]:
+    """The runs to choose from, as links; only the name when there is one."""
+    entries = view.session.entries
+    if len(entries) == 1:
+        return [el("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")]
+    return [
+        link(
+            t.shorten(t.clean(entry.name), 32),
+            href=f"?run={entry.key}",
+            cls="run-name chosen" if entry.key == view.entry.key else "run-name",
+        )
+        for entry in entries
+    ]
+
+
+def _navigation(page: Page, view: View) -> Any:
+    from advisor.dashboard.app import PAGES
+
+    shown = {registered["module"] for registered in dash.page_registry.values()}
+    links = []
+    for item in PAGES:
+        if f"advisor.dashboard.pages.{item.module}" not in shown:
+            continue
+        here = item.module == page.module
+        to = link(icon(item.module), el("Span", item.name), href=view.href(item.path))
+        links.append(el("Li", to, cls="here" if here else ""))
+    return el("Nav", el("Ul", *links), cls="side", aria_label="Pages")
+
+
+def _loading(view: View) -> Any:
+    """Shown until the run is read; assets/progress.js keeps it current and then reloads."""
+    return el(
+        "Section",
+        el("H1", "Reading the trace"),
+        el("P", t.clean(view.entry.path), cls="path"),
+        el("P", t.clean(view.entry.doing), id="progress-doing", role="status"),
+        el("Div", el("Div", cls="sweep"), cls="progress"),
+        cls="card centred",
+        id="progress",
+        data_advisor_progress=view.entry.key,
+    )
+
+
+def _failed(view: View) -> Any:
+    return el(
+        "Section",
+        el("H1", "This cannot be shown"),
+        el("P", t.clean(view.entry.why), role="alert"),
+        el("P", "What advisor reads, and how to record it: docs/getting-a-trace.md."),
+        cls="card centred",
+    )

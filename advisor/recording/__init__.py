@@ -1,0 +1,1 @@
+"""Inside the training process: hooks, windows and telemetry that write a run directory."""

@@ -1,0 +1,125 @@
+"""What the container lets the process have: CPU quota, memory limit, and time spent throttled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+MOUNT = Path("/sys/fs/cgroup")
+SELF = Path("/proc/self/cgroup")
+UNLIMITED = 1 << 60
+"""cgroup v1 writes "no limit" as about 2^63 bytes."""
+
+
+class Throttled(NamedTuple):
+    """How often and for how long the CPU quota stopped the group so far."""
+
+    periods: int
+    us: int
+    """Of all CPUs of the group together, µs."""
+
+
+class Cgroup:
+    """The process's control group, version 1 or 2, with the groups around it.
+
+    What cannot be read is ``None``: no cgroups, or none that this process may see. ``mount`` and
+    ``self_file`` are for tests.
+    """
+
+    def __init__(self, mount: Path = MOUNT, self_file: Path = SELF) -> None:
+        self.mount = mount
+        self._paths = _controllers(self_file)
+
+    def cpu_quota(self) -> float | None:
+        """CPUs that the quota allows, the least of the group and those around it."""
+        found = []
+        for folder in self._folders("cpu"):
+            limit = _read(folder / "cpu.max").split()
+            if len(limit) == 2 and limit[0] != "max":
+                found.append(_ratio(limit[0], limit[1]))
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+            if quota and not quota.startswith("-"):
+                found.append(_ratio(quota, period))
+        return min((value for value in found if value is not None), default=None)
+
+    def memory_limit(self) -> int | None:
+        """Bytes that the group may use, the least of the group and those around it."""
+        found = []
+        for folder in self._folders("memory"):
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                value = _read(folder / name)
+                if value.isdigit() and int(value) < UNLIMITED:
+                    found.append(int(value))
+        return min(found, default=None)
+
+    def memory_used(self) -> int | None:
+        """Bytes that the group uses, without files that the kernel can drop from memory."""
+        for folder in self._folders("memory"):
+            for name in ("memory.current", "memory.usage_in_bytes"):
+                value = _read(folder / name)
+                if value.isdigit():
+                    stat = _pairs(_read(folder / "memory.stat"))
+                    cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
+                    return max(0, int(value) - cache)
+        return None
+
+    def throttled(self) -> Throttled | None:
+        """Periods and time that the CPU quota stopped the group so far; ``None``: no quota."""
+        for folder in self._folders("cpu"):
+            stat = _pairs(_read(folder / "cpu.stat"))
+            if "nr_throttled" not in stat:
+                continue
+            us = stat.get("throttled_usec", stat.get("throttled_time", 0) // 1000)
+            return Throttled(stat["nr_throttled"], us)
+        return None
+
+    def _folders(self, controller: str) -> Iterator[Path]:
+        """The group's folder and those around it, innermost first. In a container the path that
+        the kernel tells may not exist under the mount: then only the mount itself is looked at."""
+        for root, path in (
+            (self.mount, self._paths.get("")),
+            (self.mount / controller, self._paths.get(controller)),
+        ):
+            if path is None or ".." in path.split("/"):
+                continue
+            parts = [part for part in path.split("/") if part]
+            for length in range(len(parts), -1, -1):
+                folder = root.joinpath(*parts[:length])
+                if folder.is_dir():
+                    yield folder
+
+
+def _controllers(file: Path) -> dict[str, str]:
+    """Path of the group by controller; ``""``: version 2."""
+    found = {}
+    for line in _read(file).splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            for name in parts[1].split(","):
+                found[name] = parts[2]
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _ratio(quota: str, period: str) -> float | None:
+    try:
+        value = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):
+        return None
+    return value if value > 0 else None
+
+
+def _pairs(text: str) -> dict[str, int]:
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if value.isdigit():
+            found[name] = int(value)
+    return found

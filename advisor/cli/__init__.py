@@ -9,7 +9,7 @@ from typing import Annotated, cast
 import typer
 
 from advisor import __version__
-from advisor.cli import analyze, demo, rules, whatif
+from advisor.cli import analyze, compare, demo, rules, whatif
 from advisor.errors import AdvisorError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -48,7 +48,7 @@ def _advisor(
 
 app.command("analyze", short_help="Say what is slow in a trace, and what to do.")(analyze.command)
 app.command("demo", short_help="Record a small training run and analyse it.")(demo.command)
-app.command("whatif", short_help="What a step would take with edits applied.")(whatif.command)
+app.command("compare", short_help="What differs between two runs.")(compare.command)
 app.add_typer(rules.app, name="rules")
 app.command("whatif", short_help="Replay a trace with edits that you write.")(whatif.command)
 

@@ -17,4 +17,9 @@ def render(report: Report) -> str:
     Holds the whole report: nothing is shortened or left out. Reads back with
     ``Report.from_json``.
     """
-    return _RAW.sub(lambda found: f"\\u{ord(found[0]):04x}", report.to_json().decode())
+    return harmless(report.to_json())
+
+
+def harmless(text: bytes) -> str:
+    """JSON text with escapes for what a terminal would obey."""
+    return _RAW.sub(lambda found: f"\\u{ord(found[0]):04x}", text.decode())

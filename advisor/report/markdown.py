@@ -56,7 +56,7 @@ def _longest_run(text: str) -> int:
     return max((len(run) for run in re.findall("`+", text)), default=0)
 
 
-def _table(head: list[str], align: str, rows: list[list[str]]) -> str:
+def table(head: list[str], align: str, rows: list[list[str]]) -> str:
     """``align``: a letter a column, l or r."""
     marks = [{"l": ":---", "r": "---:"}[letter] for letter in align]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *rows))
@@ -90,7 +90,7 @@ def _time(report: Report) -> str:
     else:
         return ""
     durations = t.times([ns for _, ns, _ in rows])
-    table = _table(
+    figures = table(
         ["", "time", "share", ""],
         "lrrl",
         [
@@ -98,7 +98,7 @@ def _time(report: Report) -> str:
             for (label, _, share), duration in zip(rows, durations, strict=True)
         ],
     )
-    return f"### {title}\n\n{table}"
+    return f"### {title}\n\n{figures}"
 
 
 def _bar(share: float) -> str:
@@ -121,7 +121,7 @@ def _ranks(report: Report) -> str:
         ]
         for line in report.ranks.lines
     ]
-    return f"### Ranks\n\n{_table(head, 'r' * len(head), rows)}\n\n{escape(report.ranks.note)}"
+    return f"### Ranks\n\n{table(head, 'r' * len(head), rows)}\n\n{escape(report.ranks.note)}"
 
 
 def _findings(report: Report, top: int | None) -> list[str]:

@@ -1,0 +1,160 @@
+"""Step times of two runs: which steps count, their distributions, and how far they differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from advisor.compare.data import Distribution, StepTimes, Verdict
+from advisor.compare.statistics import LEVEL, MIN_STEPS, Sample, autocorrelation, difference
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.rundir import RankRecord
+
+WARM_UP = 10
+"""Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short
+run, a fifth."""
+MOST_DURATIONS = 2000
+CORRELATED = 0.3
+"""From this correlation of neighbouring steps on, the interval of a few is said to be narrow."""
+
+
+def compare_steps(before: Analysis, after: Analysis) -> StepTimes:
+    """The recorder's unprofiled steps where both runs have them, else the profiled ones."""
+    samples = [unprofiled(a.record) for a in (before, after)]
+    source = "recorder"
+    if min(map(len, samples)) < MIN_STEPS:
+        samples = [profiled(a) for a in (before, after)]
+        source = "trace" if all(map(len, samples)) else ""
+    shapes = [distribution(sample) if len(sample) else None for sample in samples]
+    found = difference(samples[0], samples[1])
+    if found is None:
+        reason = _too_few(before, after, samples)
+        return StepTimes(
+            verdict="not measured", source=source, before=shapes[0], after=shapes[1], reason=reason
+        )
+    verdict: Verdict = "no difference"
+    if found.low > 0 or found.high < 0:
+        verdict = "slower" if found.low > 0 else "faster"
+    base = found.before or 1.0
+    return StepTimes(
+        verdict=verdict,
+        source=source,
+        before=shapes[0],
+        after=shapes[1],
+        statistic=found.statistic,
+        method=found.method,
+        level=LEVEL,
+        difference_ns=found.amount,
+        low_ns=found.low,
+        high_ns=found.high,
+        share=found.amount / base,
+        share_low=found.low / base,
+        share_high=found.high / base,
+        notes=_notes(source, found.statistic, samples, before, after),
+    )
+
+
+def unprofiled(record: RankRecord | None) -> Sample:
+    """Durations of the recorder's steps, ns: without warm-up, profiled steps, the step after a
+    window (which writes the trace), and steps with an evaluation or a checkpoint in them."""
+    if record is None:
+        return np.zeros(0)
+    steps = record.steps
+    skip = min(WARM_UP, len(steps) // 5)
+    kept = [
+        step.dur
+        for index, step in enumerate(steps)
+        if index >= skip
+        and step.window is None
+        and not step.evaluation
+        and (index == 0 or steps[index - 1].window is None)
+    ]
+    return np.asarray(kept, dtype=np.float64)
+
+
+def profiled(a: Analysis) -> Sample:
+    """Durations of the used steps of a window, ns; none when the trace marks no steps."""
+    if a.steps.source == "whole trace":
+        return np.zeros(0)
+    return a.steps.used["dur"].to_numpy().astype(np.float64)
+
+
+def distribution(sample: Sample) -> Distribution:
+    """What a sample looks like."""
+    low, middle, high = np.quantile(sample, [0.1, 0.5, 0.9])
+    shown = sample
+    if len(sample) > MOST_DURATIONS:
+        shown = sample[np.linspace(0, len(sample) - 1, MOST_DURATIONS).round().astype(int)]
+    return Distribution(
+        count=len(sample),
+        mean_ns=float(sample.mean()),
+        median_ns=float(middle),
+        p10_ns=float(low),
+        p90_ns=float(high),
+        min_ns=float(sample.min()),
+        max_ns=float(sample.max()),
+        autocorrelation=autocorrelation(sample),
+        durations_ns=shown.tolist(),
+    )
+
+
+def _too_few(before: Analysis, after: Analysis, samples: list[Sample]) -> str:
+    unmarked = [
+        name
+        for name, a in (("before", before), ("after", after))
+        if a.steps.source == "whole trace"
+    ]
+    if unmarked:
+        return (
+            f"no steps are marked in the trace {' and '.join(unmarked)}; "
+            "call profiler.step() once an iteration"
+        )
+    counts = " and ".join(f"{len(sample)}" for sample in samples)
+    return f"{counts} steps are too few to know their spread; record at least {MIN_STEPS}"
+
+
+def _notes(
+    source: str, statistic: str, samples: list[Sample], before: Analysis, after: Analysis
+) -> list[str]:
+    found = []
+    if source == "recorder":
+        found.append(
+            "Steps outside the profiled windows, without the first ones and without those around "
+            "evaluations: what the run really takes."
+        )
+    else:
+        found.append(
+            "Profiled steps: the profiler slows the host, most where there are many small "
+            "operators. Two recorded runs are compared by their unprofiled steps."
+        )
+        found += _recorded_differently(before, after)
+    if statistic == "mean":
+        worst = max((autocorrelation(sample) or 0.0) for sample in samples)
+        told = f" (here up to {worst:.2f})" if worst >= CORRELATED else ""
+        found.append(
+            "Steps of one window follow one another and are not independent"
+            f"{told}, and another run of the same program may differ by more than its steps do: "
+            "the true interval is wider."
+        )
+    else:
+        found.append(
+            "One run each: another run of the same program may differ by more than its steps do."
+        )
+    return found
+
+
+def _recorded_differently(before: Analysis, after: Analysis) -> list[str]:
+    names = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "memory"}
+    found = []
+    for field, what in names.items():
+        sides = [getattr(a.trace.meta, field) for a in (before, after)]
+        if None not in sides and sides[0] != sides[1]:
+            which = "before" if sides[0] else "after"
+            found.append(
+                f"Only the trace {which} was recorded with {what}, which slows its host: "
+                "record both the same way."
+            )
+    return found

@@ -1,0 +1,65 @@
+"""Whether a finding that one report lacks is gone from the run, or only no longer told.
+
+Rules speak up from a share of the step on, so that a finding falls silent when the step grows
+around it, and speaks up when the step shrinks. What it would change tells which: its Edits name
+events by what they are, and so can be priced, and looked for, in the other run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from advisor.select import selected_gaps, selected_gpu, selected_host
+
+if TYPE_CHECKING:
+    from advisor.advice.engine import Examined
+    from advisor.analysis import Analysis
+    from advisor.model import Edit, Finding
+
+KEPT = 0.6
+"""Share of a finding's gain, or of the time in the events it would change, from which on it is
+still there. Fixes that are worth the name take away more than 40 %."""
+_KEEP_THEIR_EVENTS = ("overlap", "asynchronous", "resize")
+"""Operations after which the events are still there, as they should be."""
+
+
+class Still(NamedTuple):
+    """A finding is in a run whose report does not have it."""
+
+    gain_ns: int | None
+    """What it is worth there, ns a step."""
+    why: str
+    """Why it is not told."""
+
+
+def still_there(finding: Finding, own: Examined, other: Examined) -> Still | None:
+    """Look for a finding of one run in the other; ``None``: it is not there, or cannot be told."""
+    worth = finding.worth
+    if worth is None or worth.gain_ns is None or worth.currency != "step_time":
+        return None
+    if not finding.edits or finding.other_rank or worth.gain_ns <= 0:
+        return None
+    if any(edit.select.correlation for edit in finding.edits):
+        return None  # ids of one trace say nothing in another
+    if own.pricing.method == other.pricing.method:
+        gain = other.pricing.price(finding).gain
+        if gain >= KEPT * worth.gain_ns:
+            return Still(round(gain), "worth too small a share of the step to be told")
+    edits = [edit for edit in finding.edits if edit.op not in _KEEP_THEIR_EVENTS]
+    here = sum(_time(own.main, edit) for edit in edits)
+    there = sum(_time(other.main, edit) for edit in edits)
+    if here > 0 and there >= KEPT * here:
+        return Still(None, "still there, but the step does not wait for it")
+    return None
+
+
+def _time(a: Analysis, edit: Edit) -> float:
+    """Time in the events that an edit selects, ns a step."""
+    select = edit.select
+    if select.on == "gpu":
+        times = a.trace.gpu["dur"].to_numpy()[selected_gpu(a, select)]
+    elif select.on == "gap":
+        times = a.gaps["dur"].to_numpy()[selected_gaps(a, select)]
+    else:
+        times = a.trace.cpu["dur"].to_numpy()[selected_host(a, select)]
+    return float(times.sum()) / a.step_count

@@ -1,0 +1,162 @@
+"""Device work of two runs, matched by operator and input shape, or by kernel name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from advisor.compare.data import Work
+from advisor.intervals import covered
+from advisor.report.text import shorten
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+
+MOST_ROWS = 500
+MOST_KERNELS = 3
+LONGEST, LONGEST_SHAPE = 300, 1000
+"""Characters of a name and of a shape; templates of C++ kernels and compiled regions with all
+their parameters have thousands."""
+
+_KEY = ("op", "shape")
+
+
+def compare_work(before: Analysis, after: Analysis) -> tuple[list[Work], Work | None]:
+    """Device time a step by operator and shape: (largest differences first, all others summed).
+
+    The operator is the innermost around the launch, with its own inputs; work that no operator
+    launched goes by its kernel. By operator alone when only one side has shapes. Kernel names do
+    not matter, so the same program on two GPUs is matched too.
+    """
+    shapes = by_shape(before, after)
+    sides = [operators(a, shapes=shapes) for a in (before, after)]
+    return _joined(sides, _KEY)
+
+
+def compare_kernels(before: Analysis, after: Analysis) -> tuple[list[Work], Work | None]:
+    """Device time a step by kernel name alone."""
+    sides = [
+        device_work(a)
+        .group_by("kernel")
+        .agg(pl.col("ns", "count").sum())
+        .with_columns(
+            op=pl.lit(None, pl.String),
+            shape=pl.lit(None, pl.String),
+            kernels=pl.concat_list("kernel"),
+        )
+        for a in (before, after)
+    ]
+    return _joined(sides, ("kernel",))
+
+
+def matched(work: list[Work], rest: Work | None) -> float | None:
+    """Share of the device time of both that is in rows which both have; ``None``: no work.
+
+    What is left out of the rows is counted as matched: it differs too little to be shown.
+    """
+    rows = [*work, *([rest] if rest is not None else [])]
+    total = sum(row.before_ns + row.after_ns for row in rows)
+    both = sum(row.before_ns + row.after_ns for row in rows if row.before_count and row.after_count)
+    if not any(row.before_count for row in rows) or not any(row.after_count for row in rows):
+        return None
+    return both / total if total else None
+
+
+def by_shape(before: Analysis, after: Analysis) -> bool:
+    """Both sides have shapes, so that work can be matched by them."""
+    return not before.trace.inputs.is_empty() and not after.trace.inputs.is_empty()
+
+
+def device_work(a: Analysis) -> pl.DataFrame:
+    """Device work of the used steps by operator row's name, inputs and kernel: ``op``, ``inputs``
+    (row of ``Trace.inputs``), ``kernel``, ``ns`` and ``count``, both a step. A row that reaches
+    out of the steps counts with the part inside."""
+    trace = a.trace
+    at = np.flatnonzero(a.in_window)
+    gpu = trace.gpu[at]
+    ts = gpu["ts"].to_numpy()
+    inside = covered(ts, ts + gpu["dur"].to_numpy(), a.spans)
+    op = gpu["op"].cast(pl.Int64)
+    frame = pl.DataFrame(
+        {
+            "op": trace.cpu["name"].gather(op),
+            "inputs": trace.cpu["inputs"].gather(op),
+            "kernel": gpu["name"],
+            "ns": inside,
+        }
+    )
+    return (
+        frame.group_by("op", "inputs", "kernel")
+        .agg(pl.col("ns").sum(), pl.len().alias("count"))
+        .with_columns(
+            pl.col("op", "kernel").cast(pl.String),
+            pl.col("ns", "count").cast(pl.Float64) / a.step_count,
+        )
+    )
+
+
+def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
+    """The same by operator and shape: ``op``, ``shape``, ``ns``, ``count``, ``kernels`` (names,
+    the longest-running first) and ``kernel`` (the one that stands for work without operator)."""
+    work = device_work(a)
+    shape = pl.lit(None, pl.String)
+    if shapes:
+        work = work.with_columns(shape=a.trace.inputs["dims"].gather(work["inputs"].cast(pl.Int64)))
+        shape = pl.col("shape")
+    return (
+        work.with_columns(shape=shape)
+        .group_by("op", "shape", "kernel")
+        .agg(pl.col("ns", "count").sum())
+        .sort("ns", "kernel", descending=[True, False])
+        .with_columns(
+            # work without an operator is told apart by its kernel
+            own=pl.when(pl.col("op").is_null()).then(pl.col("kernel"))
+        )
+        .group_by("op", "shape", "own", maintain_order=True)
+        .agg(
+            pl.col("ns", "count").sum(),
+            pl.col("kernel").head(MOST_KERNELS).alias("kernels"),
+        )
+        .rename({"own": "kernel"})
+    )
+
+
+def _joined(sides: list[pl.DataFrame], key: tuple[str, ...]) -> tuple[list[Work], Work | None]:
+    keys = [*dict.fromkeys((*key, "kernel"))]
+    left, right = (
+        side.select(*keys, *(pl.col(c).alias(f"{name}_{c}") for c in ("ns", "count", "kernels")))
+        for name, side in zip(("before", "after"), sides, strict=True)
+    )
+    both = left.join(right, on=keys, how="full", coalesce=True, nulls_equal=True)
+    figures = [f"{name}_{c}" for name in ("before", "after") for c in ("ns", "count")]
+    both = (
+        both.with_columns(pl.col(figures).fill_null(0.0))
+        .with_columns(difference=(pl.col("after_ns") - pl.col("before_ns")).abs())
+        .with_columns(larger=pl.max_horizontal("after_ns", "before_ns"))
+        .sort("difference", "larger", *keys, descending=[True, True, *[False] * len(keys)])
+    )
+    shown, rest = both.head(MOST_ROWS), both.tail(max(0, both.height - MOST_ROWS))
+    rows = [_work(row) for row in shown.to_dicts()]
+    if rest.is_empty():
+        return rows, None
+    totals = rest.select(pl.col(figures).sum()).to_dicts()[0]
+    return rows, _work(totals)
+
+
+def _work(row: dict[str, Any]) -> Work:
+    return Work(
+        op=_short(row.get("op")),
+        shape=_short(row.get("shape"), LONGEST_SHAPE),
+        before_ns=row["before_ns"],
+        after_ns=row["after_ns"],
+        before_count=row["before_count"],
+        after_count=row["after_count"],
+        before_kernels=[_short(name) or "" for name in row.get("before_kernels") or []],
+        after_kernels=[_short(name) or "" for name in row.get("after_kernels") or []],
+    )
+
+
+def _short(text: str | None, most: int = LONGEST) -> str | None:
+    return text if text is None else shorten(text, most)

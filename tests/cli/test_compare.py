@@ -1,0 +1,139 @@
+"""``advisor compare``: its exit codes, its gate, its formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from advisor.cli.compare import parse_share
+from advisor.compare import Comparison
+from advisor.errors import AdvisorError
+from advisor.testing import TraceBuilder
+
+Run = Callable[..., tuple[int, str, str]]
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m `|` @team ::error::"
+
+
+def write(
+    path: Path, kernel_us: float, name: str = "ampere_sgemm_128x64_nn", steps: int = 6
+) -> Path:
+    """Steps of one kernel; their lengths differ by a microsecond."""
+    b = TraceBuilder()
+    for number in range(steps):
+        with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+            b.host(number % 2)
+            b.launch(name, kernel_us)
+            b.sync()
+    return b.write(path)
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Path:
+    return write(tmp_path / "fast.json", 1000)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """About 10% slower."""
+    return write(tmp_path / "slow.json", 1100)
+
+
+@pytest.mark.parametrize(("bound", "code"), [("5%", 1), ("0.05", 1), ("15%", 0), ("0%", 1)])
+def test_the_gate_fails_when_steps_are_surely_slower_than_the_bound(
+    advisor: Run, fast: Path, slow: Path, bound: str, code: int
+) -> None:
+    assert advisor("compare", fast, slow, "--fail-if-slower", bound)[0] == code
+    assert advisor("compare", slow, fast, "--fail-if-slower", bound)[0] == 0
+
+
+def test_the_gate_holds_when_the_interval_reaches_below_the_bound(
+    advisor: Run, fast: Path, tmp_path: Path
+) -> None:
+    b = TraceBuilder()
+    for us in (800, 1000, 1200, 1400, 1600, 800):  # 13% slower on average, and all over the place
+        with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+            b.launch("ampere_sgemm_128x64_nn", us)
+            b.sync()
+    code, out, _ = advisor("compare", fast, b.write(tmp_path / "b.json"), "--fail-if-slower", "5%")
+    assert code == 0
+    assert "No difference in step time can be shown" in out
+
+
+def test_a_gate_that_cannot_measure_does_not_let_through(
+    advisor: Run, fast: Path, tmp_path: Path
+) -> None:
+    other = write(tmp_path / "two.json", 1000, steps=2)
+    code, out, err = advisor("compare", fast, other, "--fail-if-slower", "5%")
+    assert code == 2
+    assert "too few" in err
+    assert err.count("\n") == 1
+    assert "aten::mm" not in err
+    assert "Step times are not compared" in " ".join(out.split())
+    assert advisor("compare", fast, other)[0] == 0
+
+
+def test_terminal_text_keeps_to_the_width(advisor: Run, fast: Path, slow: Path) -> None:
+    code, out, err = advisor("compare", fast, slow)
+    assert (code, err) == (0, "")
+    assert out.startswith("Slower by")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "aten::mm" in out
+
+
+def test_json_is_a_comparison(advisor: Run, fast: Path, slow: Path) -> None:
+    code, out, _ = advisor("compare", fast, slow, "--format", "json")
+    assert code == 0
+    c = Comparison.from_json(out)
+    assert json.loads(out)["schema"] == "advisor.comparison/1"
+    assert c.steps.verdict == "slower"
+    assert c.steps.share == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_format_follows_the_suffix(
+    advisor: Run, fast: Path, slow: Path, tmp_path: Path
+) -> None:
+    assert advisor("compare", fast, slow, "-o", tmp_path / "c.md")[:2] == (0, "")
+    assert (tmp_path / "c.md").read_text().startswith("**Slower by")
+    assert "| mean |" in (tmp_path / "c.md").read_text()
+
+
+def test_hostile_names_stay_names(advisor: Run, fast: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "x.json", 3000, HOSTILE)
+    for form in ("terminal", "markdown", "json"):
+        code, out, _ = advisor("compare", fast, other, "--format", form)
+        assert code == 0
+        assert "\x1b" not in out
+        if form == "markdown":
+            assert "<img" not in out
+            assert "@team" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{fast}", "nowhere.json"], "no such file"),
+        (["{fast}", "{fast}", "--fail-if-slower", "5"], "did you mean 5%"),
+        (["{fast}", "{fast}", "--fail-if-slower", "fast"], "give a share"),
+        (["{fast}", "{fast}", "-o", "{fast}"], "that is an input"),
+        (["-", "-"], "standard input"),
+        (["{fast}"], "Missing argument"),
+        (["{fast}", "{fast}", "--window", "3"], "no window 3"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    advisor: Run, fast: Path, arguments: list[str], complaint: str
+) -> None:
+    code, out, err = advisor("compare", *(a.format(fast=fast) for a in arguments))
+    assert (code, out) == (2, "")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["5", "-1%", "x", "", "1e3%", "%"])
+def test_a_share_must_be_one(text: str) -> None:
+    with pytest.raises(AdvisorError):
+        parse_share(text)
+    assert parse_share("2.5 %") == 0.025

@@ -44,23 +44,23 @@ def _record(folder: Path, device: str | None, steps: int) -> Path:
     """Record the textbook CNN; the path of the trace."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr
     from advisor.cli.progress import Progress
-    from advisor.sample_workloads import simple_cnn
+    from advisor.sample_workloads import Setup
+    from advisor.sample_workloads.running import record
 
-    device = _usable(device)
+    run = Setup(device=_usable(device))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with Progress() as shown:
-            shown.say(f"recording {steps} steps of a small CNN on the {device}")
-            return simple_cnn.record(folder / "simple_cnn.json.gz", device=device, steps=steps)
+            shown.say(f"recording {steps} steps of a small CNN on the {run.device}")
+            return record("simple_cnn", run, folder, steps=steps, memory=False)[0]
     except OSError as error:
         raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
 def _usable(device: str | None) -> str:
     """The device to record on. Raises AdvisorError for one that is not here."""
-    from advisor.sample_workloads import simple_cnn
+    from advisor.sample_workloads.running import default_device
 
-    best = simple_cnn.default_device()
+    best = default_device()
     if device not in (None, "cpu", best):
         raise AdvisorError(f"--device {device}: not usable here; choose cpu or leave it out")
     return device or best

@@ -1,0 +1,89 @@
+"""Short texts padded to the longest that could ever come.
+
+The tokenizer fills every batch up to 512 positions, while most texts have fewer than a hundred. All
+of them go through every layer, and the loss leaves them out at the end.
+
+The cure: texts sorted by length, and each batch padded to its own longest. (Here both variants see
+the same texts in the same batches.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+from advisor.sample_workloads import Setup, Workload
+
+WORKLOAD = Workload(finds=("padding-waste",), shown_on="cpu", cpu_scale=1 / 8, steps=8)
+
+LONGEST, ROUND = 512, 16
+VOCABULARY = 1000
+
+
+class Texts(Dataset):
+    """Seeded tokens; 64 texts in a row are of similar length."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = (torch.rand(1 << 12, generator=generator) ** 4 * 400 + 16).int()
+        self.lengths = lengths.view(-1, 64).sort(1).values.flatten().tolist()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, VOCABULARY, (self.lengths[index],), generator=generator)
+
+
+class Collate:
+    """Texts to one batch with its mask."""
+
+    def __init__(self, to_longest: bool) -> None:
+        self.to_longest = to_longest
+
+    def __call__(self, texts: list[Any]) -> dict[str, Any]:
+        length = LONGEST
+        if not self.to_longest:
+            length = -(-max(len(text) for text in texts) // ROUND) * ROUND
+        tokens = torch.zeros(len(texts), length, dtype=torch.long)
+        mask = torch.zeros(len(texts), length, dtype=torch.long)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+            mask[row, : len(text)] = 1
+        return {"input_ids": tokens, "attention_mask": mask}
+
+
+def loop(run: Setup) -> Iterator[Any]:
+    """Train a model to say its input; yields the loss of each step."""
+    torch.manual_seed(run.seed)
+    width = run.size(1024, 32)
+    loader = DataLoader(
+        Texts(run.seed),
+        batch_size=run.size(64, 4),
+        collate_fn=Collate(to_longest=not run.cured),
+        num_workers=1,
+        persistent_workers=True,
+        pin_memory=run.on_gpu,
+    )
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, width), *layers, nn.Linear(width, VOCABULARY)
+    ).to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    while True:
+        for batch in loader:
+            tokens = batch["input_ids"].to(run.device, non_blocking=True)
+            mask = batch["attention_mask"].to(run.device, non_blocking=True)
+            optimizer.zero_grad()
+            each = cross_entropy(model(tokens).transpose(1, 2), tokens, reduction="none")
+            loss = (each * mask).sum() / mask.sum()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()

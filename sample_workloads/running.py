@@ -1,0 +1,303 @@
+"""Runs, times and records a workload: the driver behind ``advisor workloads`` and the benchmarks.
+
+A workload of several processes is run in processes of its own, which end within a time limit.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from advisor.errors import AdvisorError
+from advisor.sample_workloads import Setup, find, load
+
+SKIPPED = 2
+"""Steps before the profiler starts: workers, lazy initialisation."""
+WARMUP = 2
+"""Steps profiled and thrown away: the profiler's own start-up cost."""
+TIMEOUT_S = 300.0
+"""For a workload of several processes: import, start and all steps."""
+
+
+def default_device() -> str:
+    """``cuda`` where there is one, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def drive(
+    name: str, run: Setup, steps: int, each: Callable[[], object] | None = None
+) -> list[float]:
+    """Run ``steps`` steps and return what each computed; ``each`` is called after every step.
+
+    In a workload of several processes these are rank 0's, and ``each`` is not called. The caller's
+    random state and torch settings are left as they were. Raises ValueError for less than one step,
+    AdvisorError for an unknown workload or one that this machine cannot run.
+    """
+    if steps < 1:
+        raise ValueError(f"nothing to run: {steps} steps")
+    if find(name).processes > 1:
+        first: list[float] = in_processes(_drive_rank, name, run, (steps,))[0]
+        return first
+    return _drive(name, run, steps, each)
+
+
+def _drive(name: str, run: Setup, steps: int, each: Callable[[], object] | None) -> list[float]:
+    found = []
+    with prepared(name, run) as program:
+        for _ in range(steps):
+            found.append(next(program))
+            if each is not None:
+                each()
+        return [float(value) for value in found]
+
+
+def _drive_rank(name: str, run: Setup, steps: int) -> list[float]:
+    return _drive(name, run, steps, None)
+
+
+@contextmanager
+def prepared(name: str, run: Setup) -> Iterator[Iterator[Any]]:
+    """A workload's program, ready for its first step; afterwards its workers are gone, and random
+    state, garbage collection and torch settings as they were."""
+    if run.on_gpu and not torch.cuda.is_available():
+        raise AdvisorError(f"{run.device}: there is no CUDA device that PyTorch can use")
+    devices = [torch.cuda.current_device()] if run.on_gpu else []
+    precision = torch.get_float32_matmul_precision()
+    collecting = gc.isenabled()
+    with torch.random.fork_rng(devices=devices):
+        program = load(name)(run)
+        try:
+            yield program
+        finally:
+            close = getattr(program, "close", None)
+            if close is not None:
+                close()
+            torch.set_float32_matmul_precision(precision)
+            if collecting:
+                gc.enable()
+            gc.collect()  # loaders end their workers when they are collected
+
+
+# -- timing -------------------------------------------------------------------------------------
+
+
+def measure(name: str, run: Setup, *, seconds: float = 3.0, blocks: int = 12) -> list[float]:
+    """Mean step time of each of several blocks of steps, ms, without a profiler.
+
+    The device is synchronised at the ends of blocks only. Steps before the first block, which warm
+    up, are not in it: at least six, and up to a second of them. The blocks share ``seconds``; each
+    has at least one step. In a workload of several processes these are rank 0's.
+    """
+    if find(name).processes > 1:
+        first: list[float] = in_processes(_measure, name, run, (seconds, blocks))[0]
+        return first
+    return _measure(name, run, seconds, blocks)
+
+
+def _measure(name: str, run: Setup, seconds: float, blocks: int) -> list[float]:
+    with prepared(name, run) as program:
+        return timed(program, run, seconds, blocks)
+
+
+def timed(program: Iterator[Any], run: Setup, seconds: float, blocks: int) -> list[float]:
+    """As :func:`measure`, for a program that is there already."""
+
+    def block(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(program)
+        if run.on_gpu:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps
+
+    block(3)
+    first = block(3)
+    block(_agreed(max(1, min(100, round(0.3 / first))), run))
+    one = block(3)
+    steps = _agreed(max(1, min(1000, round(seconds / blocks / one))), run)
+    return [block(steps) * 1e3 for _ in range(blocks)]
+
+
+def _agreed(steps: int, run: Setup) -> int:
+    """The number of steps of rank 0: ranks that run different numbers wait for ever."""
+    if not dist.is_initialized():
+        return steps
+    number = torch.tensor([steps], device=run.device)
+    dist.broadcast(number, 0)
+    return int(number.item())
+
+
+# -- recording ----------------------------------------------------------------------------------
+
+
+def record(
+    name: str,
+    run: Setup,
+    folder: str | os.PathLike[str],
+    *,
+    steps: int | None = None,
+    stacks: bool = True,
+    shapes: bool = True,
+    memory: bool = True,
+) -> list[Path]:
+    """Run a few steps under ``torch.profiler`` and write a trace a process into ``folder``.
+
+    The first steps are left out. The folder is made; the files, ``NAME.json.gz`` or
+    ``NAME-rank0.json.gz`` …, are written whole or not at all. Returns their paths.
+    """
+    workload = find(name)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    options = (str(folder), steps or workload.steps, stacks, shapes, memory)
+    if workload.processes > 1:
+        return [Path(path) for path in in_processes(_record, name, run, options)]
+    return [Path(_record(name, run, *options))]
+
+
+def _record(
+    name: str, run: Setup, folder: str, steps: int, stacks: bool, shapes: bool, memory: bool
+) -> str:
+    with prepared(name, run) as program:
+        suffix = f"-rank{run.rank}" if dist.is_initialized() else ""
+        path = Path(folder, f"{name}{suffix}.json.gz")
+        for _ in range(SKIPPED):
+            next(program)
+        profiled(program, run, path, steps=steps, stacks=stacks, shapes=shapes, memory=memory)
+        return str(path)
+
+
+def profiled(
+    program: Iterator[Any],
+    run: Setup,
+    path: Path,
+    *,
+    steps: int,
+    stacks: bool = True,
+    shapes: bool = True,
+    memory: bool = True,
+    level: int = 1,
+) -> None:
+    """Trace the next steps of a program, after some to warm up, into ``path``."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    activities = [ProfilerActivity.CPU]
+    if run.on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+
+    def export(profiler: Any) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trace-") as scratch:
+            plain = Path(scratch, "trace.json")
+            profiler.export_chrome_trace(str(plain))
+            packed = Path(scratch, "trace.json.gz")
+            with plain.open("rb") as source, gzip.open(packed, "wb", level) as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+            packed.replace(path)
+
+    with profile(
+        activities=activities,
+        schedule=schedule(wait=0, warmup=WARMUP, active=steps, repeat=1),
+        on_trace_ready=export,
+        record_shapes=shapes,
+        with_stack=stacks,
+        profile_memory=memory,
+    ) as profiler:
+        for _ in range(WARMUP + steps):
+            next(program)
+            profiler.step()
+
+
+# -- several processes --------------------------------------------------------------------------
+
+
+def in_processes(
+    task: Callable[..., Any], name: str, run: Setup, options: tuple[Any, ...]
+) -> list[Any]:
+    """``task(name, run, *options)`` in each process of the workload; the results, by rank.
+
+    Raises AdvisorError: not enough GPUs, a process that failed, or one that took too long; the
+    others are ended then.
+    """
+    count = find(name).processes
+    if run.on_gpu and torch.cuda.device_count() < count:
+        raise AdvisorError(f"{name} needs {count} GPUs, here are {torch.cuda.device_count()}")
+    # forkserver: processes are forked from one that has torch imported and has done nothing else
+    method = "forkserver" if os.name == "posix" else "spawn"
+    context = torch.multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([__name__])
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="advisor-ranks-") as meeting:
+        processes = [
+            context.Process(
+                target=_rank,
+                args=(task, name, replace(run, rank=rank), options, count, meeting, results),
+                daemon=False,
+            )
+            for rank in range(count)
+        ]
+        found: dict[int, Any] = {}
+        try:
+            for process in processes:
+                process.start()
+            deadline = time.monotonic() + TIMEOUT_S
+            while len(found) < count:
+                if not results.empty():
+                    rank, value = results.get()
+                    found[rank] = value
+                elif any(process.exitcode for process in processes):
+                    raise AdvisorError(f"{name}: one of its processes failed; see its output above")
+                elif time.monotonic() > deadline:
+                    raise AdvisorError(f"{name}: its processes took longer than {TIMEOUT_S:.0f} s")
+                else:
+                    time.sleep(0.02)
+            for process in processes:
+                process.join(30)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join(10)
+    return [found[rank] for rank in range(count)]
+
+
+def _rank(
+    task: Callable[..., Any],
+    name: str,
+    run: Setup,
+    options: tuple[Any, ...],
+    count: int,
+    meeting: str,
+    results: Any,
+) -> None:
+    """One process: join the others, do the task, hand over the result."""
+    from datetime import timedelta
+
+    if run.on_gpu:
+        torch.cuda.set_device(run.rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if run.on_gpu else "gloo",
+        init_method=f"file://{meeting}/store",
+        rank=run.rank,
+        world_size=count,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        value = task(name, run, *options)
+        dist.barrier()
+        results.put((run.rank, value))
+    finally:
+        dist.destroy_process_group()

@@ -1,15 +1,207 @@
-"""Overview: the verdict, what the step is made of, what to fix first."""
+"""Overview: the verdict, what the step is made of, what to fix first and what that is worth."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from advisor.dashboard import current
-from advisor.dashboard.dom import el
+from advisor.dashboard import current, stepbar
+from advisor.dashboard.current import View
+from advisor.dashboard.dom import el, link
+from advisor.dashboard.parts import banner, card, page, tiles
+from advisor.model import Finding
+from advisor.report import facts
 from advisor.report import text as t
+from advisor.report.data import Report
+
+STATUS = {
+    "bottlenecks": "Something is worth fixing",
+    "healthy": "Healthy",
+    "limited": "Cannot be said for sure",
+}
+TOP = 5
+"""Findings listed; the others are a click away."""
 
 
 def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
-    return el("H1", t.clean(view.loaded.report.verdict))
+    report = view.loaded.report
+    unit = t.loop_unit(report.scope.step_source)
+    where = "on the GPU" if report.time else "on the host's main thread"
+    made = stepbar.bar(report)
+    return page(
+        _head(report),
+        banner(report.limits),
+        tiles(figures(report)),
+        card(f"Where the {unit}'s time goes {where}", made) if made is not None else None,
+        _staircase(report),
+        _top(view, report),
+        _rest(report),
+    )
+
+
+def _head(report: Report) -> Any:
+    lines = [
+        el("Span", el("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
+        for _, parts in facts.scope(report)
+    ]
+    return el(
+        "Div",
+        el("Span", STATUS[report.status], cls=f"pill {report.status}"),
+        el("H1", t.clean(report.verdict)),
+        el("Div", *lines, cls="scope"),
+        cls="page-head",
+    )
+
+
+def figures(report: Report) -> list[tuple[str, str, str]]:
+    """The figures of merit: name, value, what to know about it."""
+    scope, replay = report.scope, report.replay
+    unit = t.loop_unit(scope.step_source)
+    spread = ""
+    if scope.steps_used > 1:
+        spread = f"{t.between(scope.step_min_ns, scope.step_max_ns)} over {scope.steps_used} steps"
+    elif unit == "step":
+        spread = "one step measured"
+    found = [(unit.capitalize(), t.time(scope.step_ns), spread)]
+    found.append(("GPU busy", t.percent(report.busy_share), f"of the {unit}"))
+    found.append(("MFU", t.percent(report.mfu), "of the device's peak" if report.mfu else ""))
+    capacity = report.memory_capacity_bytes
+    peak = report.memory_peak_bytes
+    of = f"reserved, of {t.memory(capacity)}" if capacity is not None else "reserved"
+    found.append(("Memory peak", t.memory(peak), of if peak is not None else ""))
+    if report.communication_ns is not None:
+        hidden = f"{t.percent(report.communication_overlap)} hidden under compute"
+        found.append(("Communication", t.time(report.communication_ns), hidden))
+    if replay is None:
+        found.append(("Replay error", t.NOT_MEASURED, "gains are upper bounds"))
+    else:
+        error = "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
+        found.append(("Replay error", error, "what the gains are priced with"))
+    return found
+
+
+def _staircase(report: Report) -> Any:
+    """Measured, then with fix 1, then with fixes 1 and 2 …: as the terminal's list has it."""
+    found = facts.ranked(report)
+    whole = report.scope.step_ns
+    if not found or not whole:
+        return None
+    left = whole
+    rows = [("As measured", 0.0, whole)]
+    for finding in found:
+        gain = float(finding.rank_gain_ns or 0)
+        left = max(0.0, left - gain)
+        rows.append((f"{finding.rank}. {t.clean(finding.title)}", gain, left))
+    thens = t.times([then for _, _, then in rows])
+    unit = t.loop_unit(report.scope.step_source)
+    bound = "up to " if facts.bounded(report) else ""
+    stairs = [
+        el(
+            "Li",
+            el("Span", what, cls="what", title=what),
+            el(
+                "Span",
+                el("Span", cls="left", style={"width": f"{then / whole:.4%}"}),
+                el(
+                    "Span",
+                    cls="saved",
+                    style={"left": f"{then / whole:.4%}", "width": f"{gain / whole:.4%}"},
+                ),
+                cls="run",
+                aria_hidden="true",
+            ),
+            el(
+                "Span",
+                shown,
+                el("Span", f"{bound}−{t.time(gain)}", cls="gain") if gain else None,
+                cls="then",
+            ),
+            cls="stair",
+        )
+        for (what, gain, then), shown in zip(rows, thens, strict=True)
+    ]
+    return card(
+        f"What the {unit} could come down to",
+        el("Ol", *stairs, cls="stairs"),
+        el("P", facts.outlook(report), cls="note-line", style={"marginTop": "14px"}),
+        aside="each fix on top of those before it",
+    )
+
+
+def finding_line(view: View, report: Report, finding: Finding) -> Any:
+    """One finding in two lines, with the way to all there is about it."""
+    unit = t.loop_unit(report.scope.step_source)
+    worth = finding.worth
+    where = facts.places(finding, 1)
+    places = " · ".join(t.place_names(where[0])) if where else ""
+    amount: Any = None
+    if worth is not None and worth.gain_ns is not None:
+        bound = "up to " if worth.method.startswith("upper bound") else ""
+        amount = el(
+            "Span",
+            f"{bound}{t.time(worth.gain_ns)}",
+            el("Small", f"a {unit}, {t.percent(worth.share)}"),
+            cls="worth",
+        )
+    return el(
+        "Li",
+        el("Span", str(finding.rank or "∙"), cls="rank"),
+        link(
+            t.clean(finding.title),
+            href=f"{view.href('/findings')}#{anchor(finding)}",
+            cls="title",
+        ),
+        amount,
+        el("Span", places, cls="where") if places else None,
+    )
+
+
+def anchor(finding: Finding) -> str:
+    """The place of a finding on the findings page."""
+    kept = "".join(char if char.isalnum() or char == "-" else "-" for char in finding.rule)
+    return f"finding-{kept}"
+
+
+def _top(view: View, report: Report) -> Any:
+    found = facts.ranked(report)
+    listed = [*found[:TOP], *report.risks]
+    if not listed:
+        return None
+    more = len(found) - TOP
+    return card(
+        "What to fix first" if found else "Memory and risks",
+        el("Ol", *(finding_line(view, report, finding) for finding in listed), cls="lines"),
+        tools=link(f"All {len(found)}" if more > 0 else "Details", href=view.href("/findings")),
+    )
+
+
+def _rest(report: Report) -> Any:
+    cards = []
+    if report.good:
+        lines = [
+            el("Li", el("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
+            for good in report.good
+        ]
+        cards.append(card("What is good", el("Ul", *lines, cls="plain")))
+    missing = facts.abstentions(report)
+    if missing:
+        lines = [
+            el(
+                "Li",
+                el("Span", "?", cls="mark", aria_hidden="true"),
+                el("Span", what, ": ", el("Span", why, cls="dim")),
+            )
+            for what, why in missing
+        ]
+        cards.append(card("Not checked, and how to record it", el("Ul", *lines, cls="plain")))
+    if not cards:
+        return None
+    definitions = facts.definitions(report)
+    return el(
+        "Div",
+        el("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],
+        el("P", " ".join(definitions), cls="note-line", style={"marginTop": "18px"})
+        if definitions
+        else None,
+    )

@@ -1,0 +1,47 @@
+// What every page can do: switch the theme, copy code, wait for a run that is being read.
+(function () {
+  "use strict";
+
+  function setTheme(theme) {
+    var root = document.documentElement;
+    root.setAttribute("data-theme", theme);
+    root.setAttribute("data-mantine-color-scheme", theme);
+    root.setAttribute("data-ag-theme-mode", theme);
+    try { localStorage.setItem("advisor-theme", theme); } catch (_) { /* storage is switched off */ }
+    window.dispatchEvent(new CustomEvent("advisor-theme", { detail: theme }));
+  }
+
+  function copy(button) {
+    var text = button.closest(".code").querySelector("pre").textContent;
+    var label = button.querySelector(".label");
+    var done = function (word) {
+      label.textContent = word;
+      setTimeout(function () { label.textContent = "Copy"; }, 1600);
+    };
+    if (!navigator.clipboard) { done("Not allowed"); return; }
+    navigator.clipboard.writeText(text).then(function () { done("Copied"); }, function () { done("Not allowed"); });
+  }
+
+  document.addEventListener("click", function (event) {
+    var target = event.target;
+    if (target.closest("#theme-switch")) {
+      setTheme(document.documentElement.getAttribute("data-theme") === "dark" ? "light" : "dark");
+    } else if (target.closest(".code .copy")) {
+      copy(target.closest(".copy"));
+    } else if (target.closest(".print-page")) {
+      window.print();
+    }
+  });
+
+  // The page of a run that is being read asks how far it is, and shows the run once it is there.
+  setInterval(function () {
+    var page = document.getElementById("progress");
+    if (!page) { return; }
+    fetch("/_advisor/status").then(function (answer) { return answer.json(); }).then(function (status) {
+      var key = page.getAttribute("data-advisor-progress");
+      var entry = status.entries.filter(function (one) { return one.key === key; })[0];
+      if (!entry || entry.state !== "loading") { location.reload(); return; }
+      document.getElementById("progress-doing").textContent = entry.doing;
+    }, function () { /* the server is gone: the page stays as it is */ });
+  }, 500);
+})();

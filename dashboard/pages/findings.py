@@ -1,0 +1,277 @@
+"""Findings: what is wrong, what it is worth, where it is, how to mend it and how to check that."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from advisor.dashboard import current
+from advisor.dashboard.current import View
+from advisor.dashboard.dom import el, icon, link, out
+from advisor.dashboard.pages.overview import anchor
+from advisor.dashboard.parts import card, choices, code, empty, head, page, table
+from advisor.model import Finding, Location
+from advisor.report import facts
+from advisor.report import text as t
+from advisor.report.data import Report
+
+MARGIN = 1.0
+"""The timeline shows this many durations of the worst instance on both sides of it."""
+LEAST_NS = 50_000
+"""… and at least this much."""
+
+
+def layout(category: object = None, **query: object) -> Any:
+    """The page; ``category`` keeps the findings of one."""
+    view = current.view(**query)
+    report = view.loaded.report
+    ranked = facts.ranked(report)
+    everything = [*ranked, *report.risks, *report.notes]
+    if not everything:
+        return page(_head(report), _nothing(report))
+    categories = list(dict.fromkeys(f.category for f in everything if f.category))
+    chosen = category if category in categories else None
+
+    def kept(findings: list[Finding]) -> list[Finding]:
+        return [f for f in findings if chosen is None or f.category == chosen]
+
+    return page(
+        _head(report),
+        _filters(view, categories, chosen),
+        *(full(view, report, finding) for finding in kept(ranked)),
+        _section("Memory and risks", view, report, kept(report.risks)),
+        _notes(view, report, kept(report.notes)),
+    )
+
+
+def _head(report: Report) -> Any:
+    found = len(facts.ranked(report))
+    title = "Findings"
+    if found:
+        lead = "In the order in which to fix them: by what each is worth on top of those before it."
+    elif report.status == "healthy":
+        lead = "No change that would make the step shorter was found."
+    else:
+        lead = t.clean(report.verdict)
+    return head(title, lead)
+
+
+def _nothing(report: Report) -> Any:
+    checked = [
+        el("Li", el("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
+        for good in report.good
+    ]
+    return empty(
+        "Nothing to fix",
+        t.clean(report.verdict),
+        "",
+        el("Ul", *checked, cls="plain", style={"marginTop": "10px"}) if checked else None,
+    )
+
+
+def _filters(view: View, categories: list[str], chosen: object) -> Any:
+    if len(categories) < 2:
+        return None
+    options = [("All", view.href("/findings"), chosen is None)]
+    options += [
+        (name.capitalize(), view.href("/findings", category=name), name == chosen)
+        for name in categories
+    ]
+    return choices("Category", options)
+
+
+def _section(title: str, view: View, report: Report, findings: list[Finding]) -> Any:
+    if not findings:
+        return None
+    cards = [full(view, report, finding) for finding in findings]
+    return el("Div", el("H2", title), *cards, cls="stack")
+
+
+def full(view: View, report: Report, finding: Finding) -> Any:
+    """One finding with all there is about it."""
+    doubts = facts.doubts(finding)
+    return el(
+        "Article",
+        _title(report, finding),
+        el(
+            "Div",
+            el("P", t.clean(finding.summary), cls="summary"),
+            _block("Where", _where(view, finding)),
+            _block("What was measured", _evidence(finding)),
+            _block("What to change", el("P", t.clean(finding.fix), cls="fix")),
+            code(finding.code) if finding.code else None,
+            _block("How to check", el("P", t.clean(finding.check)) if finding.check else None),
+            _block("Doubts", _lines(doubts)),
+            _folded(report, finding),
+            _actions(view, finding),
+            cls="body",
+        ),
+        cls=f"card finding {finding.severity}",
+        id=anchor(finding),
+        tabIndex="-1",
+    )
+
+
+def _title(report: Report, finding: Finding) -> Any:
+    parts = [el("Span", finding.category, cls="tag") if finding.category else None]
+    parts += [el("Span", part) for part in facts.order_parts(finding, report)]
+    parts.append(_confidence(finding))
+    return el(
+        "Header",
+        el("Span", str(finding.rank) if finding.rank is not None else "∙", cls="number"),
+        el("H2", t.clean(finding.title)),
+        _worth(report, finding),
+        el("Div", *parts, cls="meta"),
+        cls="head",
+    )
+
+
+def _confidence(finding: Finding) -> Any:
+    share = max(0.0, min(1.0, finding.confidence))
+    return el(
+        "Span",
+        "confidence",
+        el("I", el("B", style={"width": f"{share:.0%}"}), aria_hidden="true"),
+        t.percent(finding.confidence),
+        cls="meter",
+    )
+
+
+def _worth(report: Report, finding: Finding) -> Any:
+    """The gain as a figure; else in words why there is none."""
+    worth = finding.worth
+    unit = t.loop_unit(report.scope.step_source)
+    if worth is None or worth.gain_ns is None:
+        text = t.gain(finding, step=unit)
+        return el("Div", el("Strong", text, cls="text"), cls="worth") if len(text) < 40 else None
+    bound = "up to " if worth.method.startswith("upper bound") else ""
+    per = f"a {unit}" if worth.currency == "step_time" else "over the run"
+    share = f" · {t.percent(worth.share)}" if worth.share is not None else ""
+    step = report.scope.step_ns
+    times = ""
+    if worth.currency == "step_time" and 0 < worth.gain_ns < step and not finding.other_rank:
+        times = f" · {step / (step - worth.gain_ns):.2f}×"
+    spread = t.band(finding)
+    return el(
+        "Div",
+        el("Strong", f"{bound}{t.time(worth.gain_ns)}"),
+        el("Span", f"{per}{share}{times}"),
+        el("Span", spread) if spread else None,
+        cls="worth",
+    )
+
+
+def _block(title: str, body: Any) -> Any:
+    return None if body is None else el("Section", el("H3", title), body)
+
+
+def _lines(lines: list[str]) -> Any:
+    return el("Ul", *(el("Li", line) for line in lines), cls="more") if lines else None
+
+
+def _where(view: View, finding: Finding) -> Any:
+    places = facts.places(finding, 5)
+    if not places:
+        return None
+    lines = []
+    for place in places:
+        names = [el("Code", name) for name in t.place_names(place, name_width=90, path_width=90)]
+        figures = " · ".join(t.place_figures(place))
+        at = show_href(view, finding, place)
+        lines.append(
+            el(
+                "Li",
+                *names,
+                el("Span", figures, cls="dim") if figures else None,
+                link("show", href=at) if at else None,
+            )
+        )
+    return el("Ul", *lines, cls="where-list")
+
+
+def _evidence(finding: Finding) -> Any:
+    if not finding.evidence:
+        return None
+    limits = any(item.threshold is not None for item in finding.evidence)
+    rows = []
+    for item in finding.evidence:
+        row = [t.clean(item.label), t.value(item.value, item.unit)]
+        if limits:
+            limit = "" if item.threshold is None else t.value(item.threshold, item.unit)
+            row += [limit, t.clean(item.source)]
+        rows.append(row)
+    header = ["Fact", "Value", *(["Limit", "Limit from"] if limits else [])]
+    return table(header, rows, numbers=(1, 2), names=(0, 3))
+
+
+def _folded(report: Report, finding: Finding) -> Any:
+    covered = [facts.covered_line(finding, other) for other in facts.folded(report, finding)]
+    if not covered:
+        return None
+    lines = [el("Li", f"{word} {text}") for word, text in covered]
+    return el("Section", el("H3", "Goes away with it"), el("Ul", *lines, cls="folded"))
+
+
+def show_href(view: View, finding: Finding, place: Location) -> str | None:
+    """The timeline around the worst instance; ``None``: the place has no time."""
+    if place.ts_ns is None or finding.trace_rank not in (None, *view.loaded.analyses):
+        return None
+    dur = place.dur_ns or 0
+    margin = max(round(MARGIN * dur), LEAST_NS)
+    return view.href(
+        "/timeline",
+        x0=max(0, place.ts_ns - margin),
+        x1=place.ts_ns + dur + margin,
+        rank=finding.trace_rank,
+        focus=place.ts_ns,
+        finding=finding.rule,
+    )
+
+
+def _actions(view: View, finding: Finding) -> Any:
+    buttons = []
+    at = next((href for p in finding.where if (href := show_href(view, finding, p))), None)
+    if at is not None:
+        buttons.append(link(icon("show"), "Show me on the timeline", href=at, cls="button main"))
+    for reference in finding.references:
+        parts = urlsplit(reference)
+        if parts.scheme in ("http", "https"):
+            buttons.append(out(t.clean(_short(reference)), href=reference))
+        else:
+            buttons.append(el("Span", t.clean(reference), cls="dim"))
+    return el("Div", *buttons, cls="actions") if buttons else None
+
+
+def _short(address: str) -> str:
+    parts = urlsplit(address)
+    last = parts.path.rstrip("/").rpartition("/")[2].removesuffix(".html")
+    return t.shorten(f"{parts.netloc.removeprefix('www.')} … {last}" if last else parts.netloc, 60)
+
+
+def _notes(view: View, report: Report, notes: list[Finding]) -> Any:
+    if not notes:
+        return None
+    lines = []
+    for finding in notes:
+        reason = facts.why_note(finding)
+        at = next((href for p in finding.where if (href := show_href(view, finding, p))), None)
+        lines.append(
+            el(
+                "Li",
+                el("Span", "∙", cls="rank", aria_hidden="true"),
+                el(
+                    "Span",
+                    el("Span", t.clean(finding.title), cls="title"),
+                    el("Span", f" ({reason})", cls="dim") if reason else None,
+                    el("P", t.clean(finding.summary), cls="note-line"),
+                    el("P", t.clean(finding.fix), cls="note-line"),
+                ),
+                link("show", href=at) if at else None,
+                id=anchor(finding),
+            )
+        )
+    return card(
+        "Notes",
+        el("Ul", *lines, cls="lines"),
+        aside="worth too little to act on, or not proven on real traces",
+    )

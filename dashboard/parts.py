@@ -1,0 +1,211 @@
+"""Parts that pages are put together from: heads, cards, tables, code, choices, empty places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dash import dcc
+
+from advisor.dashboard.dom import el, icon, link
+from advisor.report import text as t
+
+
+def page(*parts: Any) -> list[Any]:
+    """What a page returns: its parts below each other."""
+    return [el("Div", *[part for part in parts if part is not None], cls="stack")]
+
+
+def head(title: str, lead: Any = None, *below: Any) -> Any:
+    """A page's heading and the sentence under it."""
+    return el(
+        "Div",
+        el("H1", title),
+        el("P", lead, cls="lead") if lead else None,
+        *below,
+        cls="page-head",
+    )
+
+
+def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = "") -> Any:
+    """A box with a heading."""
+    return el(
+        "Section",
+        el(
+            "Div",
+            el("H2", title),
+            el("Span", aside, cls="aside") if aside else None,
+            el("Span", tools, cls="tools") if tools is not None else None,
+            cls="card-head",
+        ),
+        *body,
+        cls=f"card {cls}".strip(),
+    )
+
+
+def empty(title: str, why: str, how: str = "", *more: Any) -> Any:
+    """In place of what was not recorded: what is missing, why, and how to get it."""
+    return el(
+        "Section",
+        el("H2", title),
+        el("P", why),
+        el("P", how, cls="how") if how else None,
+        *more,
+        cls="empty",
+    )
+
+
+def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
+    """Figures of merit: (name, value, what to know about it)."""
+    found = []
+    for name, value, below in figures:
+        none = value == t.NOT_MEASURED
+        found.append(
+            el(
+                "Div",
+                el("Dt", name),
+                el(
+                    "Dd",
+                    value,
+                    el("Span", below, cls="sub") if below else None,
+                    cls="none" if none else "",
+                ),
+                cls="tile",
+            )
+        )
+    return el("Dl", *found, cls="tiles")
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    numbers: Iterable[int] = (),
+    caption: str = "",
+    names: Iterable[int] = (0,),
+    chosen: int | None = None,
+) -> Any:
+    """A table; the columns in ``numbers`` are right-aligned, those in ``names`` may break."""
+    right, breaking = set(numbers), set(names)
+
+    def kind(column: int) -> str:
+        return "num" if column in right else "name" if column in breaking else ""
+
+    lines = [
+        el(
+            "Tr",
+            *(el("Td", cell, cls=kind(i)) for i, cell in enumerate(row)),
+            cls="chosen" if number == chosen else "",
+        )
+        for number, row in enumerate(rows)
+    ]
+    heads = [el("Th", text, cls=kind(i), scope="col") for i, text in enumerate(header)]
+    made = el(
+        "Table",
+        el("Caption", caption) if caption else None,
+        el("Thead", el("Tr", *heads)),
+        el("Tbody", *lines),
+        cls="data",
+    )
+    # a region that scrolls must be reachable with the keyboard, and then have a name
+    return el(
+        "Div", made, cls="scroll", tabIndex="0", role="region", aria_label=caption or header[0]
+    )
+
+
+def facts(rows: Iterable[tuple[str, Any]]) -> Any:
+    """Names and values."""
+    found: list[Any] = []
+    for name, value in rows:
+        found += [el("Dt", name), el("Dd", value)]
+    return el("Dl", *found, cls="facts")
+
+
+def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
+    """Links of which one is chosen: (text, address, chosen)."""
+    links = [link(text, href=href, cls="chosen" if here else "") for text, href, here in options]
+    return el("Div", el("Span", label, cls="label"), *links, cls="choices")
+
+
+def swatch(colour: str) -> Any:
+    """A square of a colour, beside the name of what it stands for."""
+    return el("Span", cls="swatch", style={"background": colour}, aria_hidden="true")
+
+
+def spark(share: float, colour: str) -> Any:
+    """A bar as long as a share of its cell."""
+    width = f"{max(0.0, min(share, 1.0)) * 100:.2f}%"
+    return el("Span", cls="spark", style={"width": width, "background": colour}, aria_hidden="true")
+
+
+def banner(lines: Sequence[str]) -> Any:
+    """What to know before believing the page; ``None`` when there is nothing."""
+    if not lines:
+        return None
+    items = [el("Li", t.clean(line)) for line in lines]
+    return el("Div", icon("warn"), el("Ul", *items), cls="banner", role="note")
+
+
+_TOKENS = {
+    "Keyword": "kw",
+    "Literal.String": "st",
+    "Comment": "cm",
+    "Literal.Number": "nu",
+    "Name.Function": "fn",
+    "Name.Decorator": "fn",
+    "Operator.Word": "kw",
+}
+
+
+def code(text: str) -> Any:
+    """Python, coloured, with a button that copies it."""
+    from pygments.lexers.python import PythonLexer
+
+    parts: list[Any] = []
+    for kind, word in PythonLexer(stripnl=True).get_tokens(t.clean(text, lines=True)):
+        name = str(kind).removeprefix("Token.")
+        look = next((look for start, look in _TOKENS.items() if name.startswith(start)), "")
+        if look:
+            parts.append(el("Span", word, cls=look))
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += word
+        else:
+            parts.append(word)
+    if parts and isinstance(parts[-1], str):
+        parts[-1] = parts[-1].rstrip("\n")
+    return el(
+        "Div",
+        el("Pre", el("Code", *parts), tabIndex="0", role="region", aria_label="Code"),
+        el(
+            "Button",
+            icon("copy-text"),
+            el("Span", "Copy", cls="label", aria_live="polite"),
+            cls="copy",
+            type="button",
+        ),
+        cls="code",
+    )
+
+
+def figure(made: Any, name: str, *, height: int, description: str, id: Any = None) -> Any:  # noqa: A002
+    """A plotly figure with what it shows in words, and its PNG under a button."""
+    graph: Any = dcc.Graph
+    extra = {} if id is None else {"id": id}
+    return el(
+        "Figure",
+        graph(
+            figure=made,
+            style={"height": f"{height}px"},
+            responsive=True,
+            config={
+                "displaylogo": False,
+                "modeBarButtons": [["toImage"]],
+                "displayModeBar": "hover",
+                "toImageButtonOptions": {"filename": f"advisor-{name}", "scale": 2},
+                "doubleClick": "reset",
+            },
+            **extra,
+        ),
+        el("Figcaption", description, cls="visually-hidden"),
+        cls="figure",
+    )

@@ -236,7 +236,7 @@ def in_processes(
     method = "forkserver" if os.name == "posix" else "spawn"
     context = torch.multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "torch._dynamo"])  # optimizers import it
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="advisor-ranks-") as meeting:
         processes = [

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 import typer
 
 from advisor import __version__
-from advisor.cli import analyze, compare, dashboard, demo, rules, whatif
+from advisor.cli import analyze, compare, dashboard, demo, rules, whatif, workloads
 from advisor.errors import AdvisorError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -52,6 +52,7 @@ app.command("compare", short_help="What differs between two runs.")(compare.comm
 app.command("dashboard", short_help="Show traces and runs in the browser.")(dashboard.command)
 app.add_typer(rules.app, name="rules")
 app.command("whatif", short_help="Replay a trace with edits that you write.")(whatif.command)
+app.add_typer(workloads.app, name="workloads")
 
 
 def main() -> None:

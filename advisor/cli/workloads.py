@@ -1,0 +1,144 @@
+"""``advisor workloads``: small programs, each slow on purpose, to run, record and learn from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from advisor.cli import output as out
+from advisor.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from advisor.sample_workloads import Workload
+
+app = typer.Typer(
+    help="Small programs, each slow on purpose, and their cures.", rich_markup_mode=None
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'advisor workloads list' has it.")]
+
+
+@app.callback(invoke_without_command=True)
+def _workloads(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        list_workloads()
+
+
+@app.command("list")
+def list_workloads() -> None:
+    """All workloads, and the findings they must produce."""
+    from advisor.sample_workloads import catalogue
+
+    width = out.columns(sys.stdout)
+    found = catalogue()
+    column = max(map(len, found)) + 2
+    lines = []
+    for name, workload in found.items():
+        told = textwrap.wrap(workload.title, width - column)
+        told += textwrap.wrap(_expects(workload), width - column, break_on_hyphens=False)
+        lines.append(f"{name:<{column}}{told[0]}")
+        lines += [" " * column + more for more in told[1:]]
+    lines += ["", "Run and record one:  advisor workloads run NAME --variant slow|cured"]
+    out.show("\n".join(lines) + "\n")
+
+
+@app.command("show")
+def show(name: Name) -> None:
+    """What is slow in a workload, what cures it, and its source file."""
+    from advisor.sample_workloads import HERE, find
+
+    workload = find(name)
+    file = HERE / f"{name}.py"
+    out.show(f"{workload.doc}\n\n{_expects(workload)}\nSource: {file}\n")
+
+
+@app.command("run")
+def run(
+    name: Name,
+    variant: Annotated[
+        Literal["slow", "cured"], typer.Option(help="With the bottleneck, or with its cure.")
+    ] = "slow",
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: cuda where there is.")
+    ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Size: 1 is for a large GPU; default: by the device."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=10_000, help="Steps to record.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of weights and data.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="A new folder for what is recorded."),
+    ] = None,
+) -> None:
+    """Run a workload and record it."""
+    from advisor.sample_workloads import Setup, find
+
+    workload = find(name)
+    if find_spec("torch") is None:
+        raise AdvisorError(
+            "workloads are PyTorch programs: pip install 'gpu-advisor[record]' brings it"
+        )
+    folder = _fresh(output or Path("runs", f"{name}-{variant}"), chosen=output is not None)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr
+    logging.getLogger("torch").setLevel(logging.ERROR)  # what is wrong here is meant to be
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    from advisor.cli.progress import Progress
+    from advisor.sample_workloads import running
+
+    device = device or running.default_device()
+    try:
+        setup = Setup(
+            variant=variant,
+            device=device,
+            scale=workload.default_scale(device) if scale is None else scale,
+            seed=seed,
+        )
+        with Progress() as shown:
+            shown.say(f"recording {steps or workload.steps} steps of {name}, {variant}")
+            written = running.record(name, setup, folder, steps=steps)
+    except OSError as error:
+        raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    except ValueError as error:
+        raise AdvisorError(str(error)) from None
+    size = sum(path.stat().st_size for path in written) / 1e6
+    out.show(
+        f"{name}, {variant}, on {setup.device}: {size:.1f} MB in {folder}\n"
+        f"next: advisor analyze {folder}\n"
+    )
+
+
+def _expects(workload: Workload) -> str:
+    """What must be found, in a line."""
+    if not workload.finds:
+        return "finds nothing: a healthy control"
+    where = "" if workload.shown_on == "cpu" else " (on a GPU)"
+    needs = f"; {workload.processes} processes" if workload.processes > 1 else ""
+    return f"finds {' or '.join(workload.finds)}{where}{needs}"
+
+
+def _fresh(folder: Path, *, chosen: bool) -> Path:
+    """A folder that holds nothing yet: the one asked for, or one numbered beside it."""
+
+    def taken(path: Path) -> bool:
+        return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+    if not taken(folder):
+        return folder
+    if chosen:
+        raise AdvisorError(f"--output {folder}: there is something in it; choose a new folder")
+    number = 2
+    while taken(folder.with_name(f"{folder.name}-{number}")):
+        number += 1
+    return folder.with_name(f"{folder.name}-{number}")

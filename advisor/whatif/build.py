@@ -28,14 +28,15 @@ consecutive steps in their middle."""
 def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]:
     """First step and one after the last (rows of the steps table) of the run to replay: all
     consecutive used steps, or the middle ones when that would be more than ``limit`` nodes; at
-    least three where there are three; whole turns where every n-th step is long."""
+    least three where there are three; whole turns where every n-th step is long. Long steps that
+    leave no three others in a row are the loop's own pace, and replayed with them."""
     used = a.steps.table["used"].to_numpy()
-    rows = np.flatnonzero(used)
-    if not len(rows):
+    group = _in_a_row(used)
+    if 0 < len(group) < 3:
+        every = _in_a_row((a.steps.table["dur"] > 0).to_numpy())
+        group = every if len(every) >= 3 else group
+    if not len(group):
         return 0, 0
-    breaks = np.flatnonzero(np.diff(rows) > 1)
-    groups = np.split(rows, breaks + 1)
-    group = max(groups, key=len)
     first, last = int(group[0]), int(group[-1]) + 1
     work = 2.2 * a.trace.gpu.height * (last - first) / max(1, len(used))
     if work > limit and last - first > 3:
@@ -43,6 +44,12 @@ def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]
         first += (last - first - keep) // 2
         last = first + keep
     return last - (last - first) // (turn := _turn(a, first, last)) * turn, last
+
+
+def _in_a_row(wanted: Array) -> Array:
+    """The longest run of consecutive places that are wanted."""
+    rows = np.flatnonzero(wanted)
+    return max(np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1), key=len)
 
 
 def _turn(a: Analysis, first: int, last: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ GRAPH_LAUNCH_NS = 1_000.0
 a graph's launch costs a few µs plus well under 1 µs a node)."""
 ROOFLINE_SHARE = 0.75
 """Share of the attainable rate that good kernels reach (TraceLens: 75 % is the low target)."""
+CROSS_NS = 2_000.0
+"""From the end of one stream's work to the start of another's that waited for it."""
 HAND_BATCH_NS = 200_000.0
 """Taking over a batch that a loader worker has ready."""
 
@@ -184,6 +187,9 @@ class Patch:
         self.src = graph.src.copy()
         self.gone: dict[int, Intervals] = {}
         """Host time that edits removed, by thread."""
+        self.lane = graph.lane
+        self.added: list[tuple[Array, Array]] = []
+        """(source, target) of waits of one stream for another that edits brought."""
 
     def apply(self, edits: Sequence[Edit], assumption: str = "") -> Patch:
         """Apply edits one after the other. ``assumption``: ``low`` or ``high`` takes the factors
@@ -196,6 +202,30 @@ class Patch:
                 factor = edit.factor_low
             getattr(self, f"_{edit.op}")(edit, factor)
         return self
+
+    def widened(self) -> tuple[Graph, Array, Array]:
+        """The graph as it is to be replayed, with its weights and sources: the one that was
+        patched, unless edits changed streams or what these wait for."""
+        if self.lane is self.graph.lane:
+            return self.graph, self.weight, self.src
+        src = np.concatenate([self.src, *(s for s, _ in self.added)])
+        dst = np.concatenate([self.graph.dst, *(d for _, d in self.added)])
+        more = len(src) - len(self.src)
+        wait = np.full(more, self.graph.facts.get("cross-stream latency", CROSS_NS))
+        weight = np.concatenate([self.weight, wait])
+        edge = np.concatenate([self.graph.edge, np.full(more, Edge.CROSS, dtype=np.uint8)])
+        from_start = np.concatenate([self.graph.from_start, np.zeros(more, dtype=bool)])
+        order = np.argsort(dst, kind="stable")
+        graph = replace(
+            self.graph,
+            lane=self.lane,
+            src=src[order],
+            dst=dst[order],
+            weight=weight[order],
+            edge=edge[order],
+            from_start=from_start[order],
+        )
+        return graph, graph.weight, graph.src
 
     def count(self, edit: Edit) -> int:
         """How many events of the replayed steps an edit selects."""
@@ -301,11 +331,15 @@ class Patch:
         stream = graph.edge == Edge.STREAM
         leaves = stream & moved[self.src] & ~moved[graph.dst]
         enters = stream & ~moved[self.src] & moved[graph.dst]
+        earlier = self._a_step_earlier(np.flatnonzero(moved))
+        before, after = earlier[self.src[leaves]], graph.dst[leaves]
+        self.added.append((before[before >= 0], after[before >= 0]))
+        self.lane = np.where(moved, self.lane + int(self.lane.max()) + 1, self.lane)
         self._redirect(np.flatnonzero(leaves), last_stay[self.src[leaves]])
         self._redirect(np.flatnonzero(enters), last_move[graph.dst[enters]])
         crossing = np.isin(graph.edge, [Edge.CROSS, Edge.CONTENTION, Edge.RELEASE])
         freed = np.flatnonzero(crossing & moved[self.src] & ~moved[graph.dst])
-        self._redirect(freed, self._a_step_earlier(np.flatnonzero(moved))[self.src[freed]])
+        self._redirect(freed, earlier[self.src[freed]])
         crowded = (graph.edge == Edge.CONTENTION) & ~moved[self.src] & moved[graph.dst]
         self.weight[crowded] = NEVER
 
@@ -353,8 +387,8 @@ class Patch:
         """For each graph node among ``nodes``: the one at the same place one step before, -1."""
         graph = self.graph
         found = np.full(len(graph), -1)
-        step = np.searchsorted(graph.starts, nodes, side="right")
-        for number in np.unique(step)[1:]:
+        step = graph.steps_of_launch()[nodes]
+        for number in np.unique(step[step > 0]).tolist():
             now, before = nodes[step == number], nodes[step == number - 1]
             if len(now) == len(before):
                 found[now] = before

@@ -100,6 +100,15 @@ class Graph:
         """Device nodes."""
         return np.flatnonzero(self.kind == Node.DEVICE)
 
+    def steps_of_launch(self) -> Array:
+        """For each node the step (from 0) of the window in which it came, for device work that in
+        which it was launched; -1: before the window or not known."""
+        step = np.searchsorted(self.starts, np.arange(len(self)), side="right") - 1
+        launch = np.flatnonzero((self.edge == Edge.LAUNCH) & (self.src > 0))
+        step[self.device] = -1
+        step[self.dst[launch]] = step[self.src[launch]]
+        return step
+
     def local_start(self) -> Array:
         """For each node, when its edges allow it, given that all others happen as measured."""
         base = self.time[self.src] - np.where(self.from_start, self.dur[self.src], 0)

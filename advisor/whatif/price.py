@@ -151,7 +151,8 @@ class WhatIf:
     def outcome(self, edits: Sequence[Edit], assumption: str = "") -> Outcome:
         """Replay with edits applied."""
         patch = Patch(self._selected).apply(edits, assumption)
-        return self.plan.outcome(patch.weight, patch.dur, patch.src)
+        graph, weight, src = patch.widened()
+        return self._plan(graph).outcome(weight, patch.dur, src)
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Steady-state time of a step with edits applied."""
@@ -160,16 +161,21 @@ class WhatIf:
         key = (tuple(edits), assumption)
         if key not in self._periods:
             patch = Patch(self._selected).apply(edits, assumption)
-            self._periods[key] = self.plan.steady(patch.weight, patch.dur, patch.src)
+            graph, weight, src = patch.widened()
+            self._periods[key] = self._plan(graph).steady(weight, patch.dur, src)
         return self._periods[key]
+
+    def _plan(self, graph: Graph) -> Plan:
+        return self.plan if graph is self.graph else Plan(graph)
 
     def _plain_period(self, edits: Sequence[Edit]) -> float:
         """The same without the host time that the profiler itself takes."""
         key = (tuple(edits), "plain")
         if key not in self._periods:
             patch = Patch(self._selected).apply(edits)
-            weight = patch.weight * self._real_share
-            self._periods[key] = self.plan.steady(weight, patch.dur, patch.src)
+            patch.weight *= self._real_share
+            graph, weight, src = patch.widened()
+            self._periods[key] = self._plan(graph).steady(weight, patch.dur, src)
         return self._periods[key]
 
     def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
@@ -216,10 +222,9 @@ class WhatIf:
     def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """What the critical path consists of with edits applied, ns a step, largest first."""
         patch = Patch(self._selected).apply(edits)
-        time = self.plan.run(patch.weight, patch.dur, patch.src)
-        parts = composition(
-            self.graph, time, patch.weight, patch.dur, patch.src, self.a.kernels["communication"]
-        )
+        graph, weight, src = patch.widened()
+        time = self._plan(graph).run(weight, patch.dur, src)
+        parts = composition(graph, time, weight, patch.dur, src, self.a.kernels["communication"])
         steps = max(1, len(self.graph.starts) - 1)
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 
@@ -251,5 +256,5 @@ class WhatIf:
             starts=len(device),
             hard=hard,
             steps=graph.steps[1] - graph.steps[0],
-            of_steps=self.a.step_count,
+            of_steps=max(self.a.step_count, graph.steps[1] - graph.steps[0]),
         )

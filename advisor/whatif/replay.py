@@ -200,10 +200,7 @@ class _Carry:
         """Edges from the first step into the second one, and what they would join if the last
         step came before the first: nodes at the same place of their thread or stream."""
         graph = self.graph
-        step = np.searchsorted(graph.starts, np.arange(len(graph)), side="right") - 1
-        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & (graph.src > 0))
-        step[graph.device] = -1
-        step[graph.dst[launch]] = step[graph.src[launch]]
+        step = graph.steps_of_launch()
         crossing = np.isin(graph.edge, [Edge.CROSS, Edge.RELEASE, Edge.HANDOVER])
         crossing &= (step[graph.src] == 0) & (step[graph.dst] == 1)
         self.between = np.flatnonzero(crossing)

@@ -263,6 +263,9 @@ class Rule:
     validated_on: ClassVar[str] = ""
     """The evidence: which traces or recordings, and what was seen there."""
     references: ClassVar[tuple[str, ...]] = ()
+    reads_record: ClassVar[bool] = False
+    """The rule looks at what the recorder wrote (``Analysis.recorded``). It is not run on a trace
+    alone, which one line for all such rules says; and it is run when there is no trace at all."""
     across_ranks: ClassVar[bool] = False
     """The rule looks at the whole run (``check_run``), not at one rank's window."""
 

@@ -286,7 +286,10 @@ class Recording(Struct, kw_only=True):
 
 def is_run(path: str | Path) -> bool:
     """Whether the path is a run directory."""
-    return Path(path, MANIFEST).is_file()
+    try:
+        return Path(path, MANIFEST).is_file()
+    except OSError:  # a folder that may not be looked into
+        return False
 
 
 def read_recording(path: str | Path) -> Recording:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from advisor.errors import AdvisorError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -252,11 +254,27 @@ class Trace:
         return next((d for d in self.meta.devices if d.id == device_id), None)
 
 
+def blank_trace(path: str, rank: int | None = None) -> Trace:
+    """A trace with nothing in it: of a run whose profiled window was never reached."""
+    return Trace(
+        cpu=pl.DataFrame(schema=CPU_SCHEMA),
+        gpu=pl.DataFrame(schema=GPU_SCHEMA),
+        sync=pl.DataFrame(schema=SYNC_SCHEMA),
+        memory=pl.DataFrame(schema=MEMORY_SCHEMA),
+        counters=pl.DataFrame(schema=COUNTER_SCHEMA),
+        inputs=pl.DataFrame(schema=INPUTS_SCHEMA),
+        comms=pl.DataFrame(schema=COMMS_SCHEMA),
+        threads=pl.DataFrame(schema=THREADS_SCHEMA),
+        meta=TraceMeta(path=path, rank=rank),
+    )
+
+
 @dataclass(frozen=True)
 class Run:
     """Windows and ranks together: traces keyed by (rank, window).
 
     ``rank`` is -1 for a trace that does not tell its rank and whose file name does not either.
+    A recorded run may have ranks without traces, or no trace at all: its window was never reached.
     """
 
     traces: dict[tuple[int, int], Trace]
@@ -268,7 +286,7 @@ class Run:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks present, in order."""
+        """Ranks with traces, in order."""
         return sorted({rank for rank, _ in self.traces})
 
     def whatif(self, edits: Sequence[Edit | str], rank: int | None = None) -> WhatIfResult:
@@ -278,6 +296,8 @@ class Run:
         """
         from advisor.whatif.price import run_edits
 
+        if not self.traces:
+            raise AdvisorError(f"{self.path or 'run'}: no profiled window, so nothing to replay")
         return run_edits(self.window(self.ranks[0] if rank is None else rank), edits)
 
     def window(self, rank: int, window: int | None = None) -> Trace:

@@ -12,14 +12,22 @@ import advisor
 from advisor.advice.arbitration import rank
 from advisor.advice.pricing import Price, Pricer, pricer
 from advisor.advice.registry import load_rules, read_config
-from advisor.advice.summary import inputs, limits, measure, ranks_view, replay_view, verdict
+from advisor.advice.summary import (
+    inputs,
+    limits,
+    measure,
+    ranks_view,
+    recorded_view,
+    replay_view,
+    verdict,
+)
 from advisor.analysis import Analysis
 from advisor.errors import AdvisorError
 from advisor.ingest import ReadOptions, open_run
 from advisor.model import Finding, Good, NotMeasured, Outcome, Rule, Worth
 from advisor.report.data import Report
 from advisor.rundir import RankRecord
-from advisor.trace import Run, Trace
+from advisor.trace import Run, Trace, blank_trace
 
 MIN_GAIN_SHARE = 0.01
 """Findings worth less than this share of the step are notes: measurement noise between two
@@ -95,8 +103,9 @@ def examine(
         number: Analysis(run.traces[number, window], options.steps, _record(run, number))
         for number, window in chosen.items()
     }
+    analyses |= _untraced(run, analyses)
     for number, a in analyses.items():
-        if a.steps.used.is_empty() and a.steps.table.height:
+        if a.steps.used.is_empty() and a.steps.table.height and not a.record_only:
             raise AdvisorError(
                 f"{a.trace.meta.path}: --steps selects none of the {a.steps.table.height} steps "
                 f"of rank {number}"
@@ -114,6 +123,18 @@ def _record(run: Run, number: int) -> RankRecord | None:
     if run.recording is None:
         return None
     return run.recording.ranks.get(max(number, 0))
+
+
+def _untraced(run: Run, traced: dict[int, Analysis]) -> dict[int, Analysis]:
+    """The ranks of which there is a record but no trace: only some ranks were to be profiled, or
+    the window was never reached."""
+    if run.recording is None:
+        return {}
+    return {
+        number: Analysis(blank_trace(record.folder, number), None, record)
+        for number, record in run.recording.ranks.items()
+        if number not in traced
+    }
 
 
 def _windows(run: Run, options: Options) -> dict[int, int]:
@@ -167,10 +188,40 @@ def run_rules(number: int, a: Analysis, rules: list[Rule]) -> RankResult:
     pricing = pricer(a)
     result = RankResult(number, [], [], [], pricing)
     for rule in rules:
-        if not rule.across_ranks:
-            outcomes = _contained(rule, rule.check, a)
-            _sort_out(rule, outcomes, a, number, result, pricing)
+        if rule.across_ranks or not _applies(rule, a):
+            continue
+        outcomes = _contained(rule, rule.check, a)
+        _sort_out(rule, outcomes, a, number, result, pricing)
+    result.not_measured += _not_run(a, rules)
     return result
+
+
+def _applies(rule: Rule, a: Analysis) -> bool:
+    return a.record is not None if rule.reads_record else not a.record_only
+
+
+def _not_run(a: Analysis, rules: list[Rule]) -> list[NotMeasured]:
+    """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
+    if a.record_only:
+        return [
+            NotMeasured(
+                what="everything on the device: idle time, kernels, transfers, syncs",
+                why="no window of this rank was profiled",
+                record="a window that is reached: fewer steps skipped, or 'advisor window RUN'",
+            )
+        ]
+    missing = [rule.id for rule in rules if rule.reads_record]
+    if a.record is not None or not missing:
+        return []
+    return [
+        NotMeasured(
+            what="the run around the window: loader settings, threads, pauses, memory over time, "
+            "clocks and health of the GPU",
+            why=f"{len(missing)} checks read what our recorder writes",
+            record="advisor record",
+            rule=", ".join(missing),
+        )
+    ]
 
 
 def rank_rules(
@@ -234,7 +285,7 @@ def _complete(finding: Finding, rule: Rule, a: Analysis, number: int) -> Finding
     finding.informational = finding.informational or rule.validated == "synthetic"
     finding.trace_rank = None if number < 0 else number
     finding.device = a.device_id
-    if not a.trace.meta.path.startswith("<"):
+    if not a.trace.meta.path.startswith("<") and not rule.reads_record:
         for factor, why in _doubts(a):
             finding.confidence *= factor
             finding.confidence_notes.append(why)
@@ -296,8 +347,9 @@ def _report(
     main = next(iter(analyses))
     a, result = analyses[main], results[main]
     _other_ranks(result, results, main)
-    if len(analyses) > 1:
-        across = rank_rules(analyses, rules, pricing)
+    traced = {number: each for number, each in analyses.items() if not each.record_only}
+    if len(traced) > 1:
+        across = rank_rules(traced, rules, pricing)
         result.findings += across.findings
         result.good += across.good
         result.not_measured += across.not_measured
@@ -325,6 +377,7 @@ def _report(
         limits=limits(a, run),
         ranks=ranks_view(analyses),
         replay=replay_view(pricing, findings),
+        recorded=recorded_view(run, a),
         **measure(a),
     )
     report.status, report.verdict = verdict(report, a)

@@ -15,8 +15,10 @@ from advisor.report.data import (
     HostShare,
     IdleCause,
     Input,
+    Phase,
     RankLine,
     Ranks,
+    Recorded,
     Replay,
     Report,
     Scope,
@@ -54,6 +56,8 @@ def inputs(run: Run, analyses: dict[int, Analysis]) -> list[Input]:
 
 def measure(a: Analysis) -> dict[str, Any]:
     """The measured fields of a Report."""
+    if a.record_only:
+        return {"scope": _recorded_scope(a), "host": _phases(a)}
     fields: dict[str, Any] = {"scope": _scope(a), "host": _host(a)}
     if a.device_id is not None:
         per_step = a.step_count
@@ -97,6 +101,82 @@ def _scope(a: Analysis) -> Scope:
     )
 
 
+def _recorded_scope(a: Analysis) -> Scope:
+    """Of a run without a profiled window: the recorder's own steps."""
+    recorded = a.recorded
+    assert recorded is not None
+    dur = recorded.dur[recorded.used]
+    device = next(iter(recorded.record.rank.devices), None)
+    return Scope(
+        rank=a.trace.meta.rank,
+        step_source="record",
+        steps_found=len(recorded.steps),
+        steps_used=recorded.count,
+        outliers=[],
+        span_ns=int(dur.sum()),
+        step_ns=a.step_ns,
+        step_min_ns=int(dur.min()) if len(dur) else 0,
+        step_max_ns=int(dur.max()) if len(dur) else 0,
+        step_median_ns=recorded.median or 0.0,
+        device=None if device is None else device.index,
+        device_name=None if device is None else device.name,
+        device_known=False,
+        devices_seen=0,
+    )
+
+
+def _phases(a: Analysis) -> list[HostShare]:
+    view = recorded_view(None, a)
+    return [] if view is None else [HostShare(p.name, p.ns, p.share) for p in view.phases]
+
+
+def recorded_view(run: Run | None, a: Analysis) -> Recorded | None:
+    """What the recorder measured of every step; ``None`` for a trace alone."""
+    recorded = a.recorded
+    if recorded is None:
+        return None
+    mean = recorded.mean or 0.0
+    phases = [
+        Phase(name, float(values[recorded.used].mean()), float(values[recorded.used].mean()) / mean)
+        for name, values in recorded.phases.items()
+        if mean and values[recorded.used].any()
+    ]
+    end = next(iter(recorded.record.of_kind("end")), None)
+    return Recorded(
+        steps=len(recorded.steps),
+        used=recorded.count,
+        median_ns=recorded.median,
+        mean_ns=recorded.mean,
+        p99_ns=recorded.quantile(0.99) if recorded.count >= 100 else None,
+        profiled_steps=int(recorded.profiled.sum()),
+        profiled_median_ns=recorded.profiled_median,
+        observer_effect=recorded.observer,
+        phases=phases,
+        samples_per_second=recorded.samples_per_second,
+        ended=None if end is None else str(end.get("reason", "finished"))[:100],
+        windows=_window_lines(recorded.record.of_kind("window")),
+    )
+
+
+def _window_lines(events: list[dict[str, Any]]) -> list[str]:
+    """The last that was told of each window: ``window 0: done``."""
+    last: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        last[str(event.get("window"))] = event
+    return [
+        " ".join(
+            part
+            for part in (
+                f"window {number}:",
+                str(event.get("state", "open"))[:40],
+                f"({str(event['why'])[:200]})" if event.get("why") else "",
+            )
+            if part
+        )
+        for number, event in list(last.items())[:100]
+    ]
+
+
 def _whole(value: Any) -> int:
     return int(value) if value is not None else 0
 
@@ -136,6 +216,8 @@ def _idle(a: Analysis, idle: int) -> dict[str, Any]:
 def limits(a: Analysis, run: Run) -> list[str]:
     """What this trace cannot tell, and what was left out of it, a sentence each."""
     meta = a.trace.meta
+    if a.record_only:
+        return [*_record_limits(a), *run.problems]
     found = []
     if a.trace.gpu.is_empty():
         found.append(
@@ -166,6 +248,24 @@ def limits(a: Analysis, run: Run) -> list[str]:
     return found
 
 
+def _record_limits(a: Analysis) -> list[str]:
+    """What a record without a profiled window cannot tell."""
+    recorded = a.recorded
+    assert recorded is not None
+    found = [
+        "No window was profiled: what the host did is known by phase, and nothing of what ran on "
+        "the device. Host times of phases that only launch work say little about the device."
+    ]
+    found += [line + "." for line in _window_lines(recorded.record.of_kind("window"))]
+    if not recorded.record.ended:
+        found.append("The run was killed, or is still going on: figures are up to its last step.")
+    if not recorded.steps:
+        found.append("No step was recorded.")
+    elif not recorded.count:
+        found.append("No step without a profiler was recorded.")
+    return found
+
+
 def ranks_view(analyses: dict[int, Analysis]) -> Ranks | None:
     """Ranks side by side; ``None`` for one rank."""
     if len(analyses) < 2:
@@ -183,11 +283,15 @@ def ranks_view(analyses: dict[int, Analysis]) -> Ranks | None:
             communication_ns=totals["communication"] / a.step_count if device else None,
             idle_ns=totals["idle"] / a.step_count if device else None,
         )
-    alignment = align(analyses)
+    traced = {number: a for number, a in analyses.items() if not a.record_only}
+    if len(traced) < 2:
+        note = "Skew between ranks is not measured: fewer than two of them were profiled."
+        return Ranks(lines=list(lines.values()), aligned=False, alignment_error_ns=None, note=note)
+    alignment = align(traced)
     if alignment.error_ns is None:
         note = f"Skew between ranks is not measured: {alignment.reason}."
         return Ranks(lines=list(lines.values()), aligned=False, alignment_error_ns=None, note=note)
-    table = skew(analyses, alignment).stragglers
+    table = skew(traced, alignment).stragglers
     for number, last, wait in table.select("rank", "last_share", "caused_wait_ns").iter_rows():
         lines[number].last_share = last
         lines[number].caused_wait_ns = wait
@@ -230,11 +334,12 @@ def verdict(
     if report.busy_share is None:
         top = report.host[0] if report.host else None
         if top is None:
-            return "limited", "Nothing in this trace can be measured."
-        text = (
-            f"No GPU work in the trace. The host's {step} {unit}: {t.host_label(top.name)} "
-            f"{t.percent(top.share)}"
-        )
+            what = "run" if report.scope.step_source == "record" else "trace"
+            return "limited", f"Nothing in this {what} can be measured."
+        why = "No GPU work in the trace."
+        if report.scope.step_source == "record":
+            why = "No window was profiled."
+        text = f"{why} The host's {step} {unit}: {t.host_label(top.name)} {t.percent(top.share)}"
         if report.findings:
             return "bottlenecks", f"{text}; {_lead(report)}."
         return "limited", f"{text}; GPU bottlenecks are not measured."

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from advisor.analysis.breakdown import Breakdown
+    from advisor.analysis.record import Recorded
     from advisor.analysis.steps import Steps
     from advisor.analysis.timeline import Timeline
     from advisor.hardware import Gpu
@@ -48,6 +49,19 @@ class Analysis:
     # -- what the analysis is about ---------------------------------------------------------
 
     @cached_property
+    def recorded(self) -> Recorded | None:
+        """The recorder's steps and samples of this rank (``record.py``); ``None``: a trace
+        alone."""
+        from advisor.analysis.record import Recorded
+
+        return None if self.record is None else Recorded(self.record)
+
+    @cached_property
+    def record_only(self) -> bool:
+        """There is a record but nothing in the trace: no window was profiled."""
+        return self.record is not None and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
+
+    @cached_property
     def steps(self) -> Steps:
         """Steps and how they were found (``steps.py``)."""
         from advisor.analysis.steps import find_steps
@@ -71,7 +85,9 @@ class Analysis:
 
     @cached_property
     def step_ns(self) -> float:
-        """Mean duration of the used steps, ns."""
+        """Mean duration of the used steps, ns; without a trace, of the recorded ones."""
+        if self.record_only and self.recorded is not None:
+            return self.recorded.mean or 0.0
         return self.span_ns / self.step_count
 
     @cached_property

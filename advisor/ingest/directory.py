@@ -17,6 +17,7 @@ from advisor.trace import Run, Trace
 
 _TRACE_NAME = re.compile(r"\.json(\.gz|\.zst|\.zstd)?$", re.IGNORECASE)
 _RANK = re.compile(r"(?:(?<![A-Za-z])rank|Rank|RANK)[-_. =]?(\d{1,6})(?!\d)")
+_WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 MAX_FILES = 4096
 OVERLAP_NS = 1_000_000
 """Device times are converted to the host's clock: ends and starts this close are not an overlap."""
@@ -34,6 +35,7 @@ def open_run(
     A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its
     name or the nearest folder that has one, else -1. Files of one rank are its windows, in order
     of time; ones that overlap in time are an error, because two recordings of one rank cannot.
+    A run directory of the recorder is opened with all that was recorded, with or without traces.
     ``rank`` keeps one rank only. ``executor`` reads files in parallel.
 
     One file must be a trace. Of several, those that are none are left out and told in
@@ -41,6 +43,8 @@ def open_run(
     without traces, no readable trace at all, a rank that is not there, overlapping windows.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
+    if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
+        return _open_recording(Path(given[0]), options, rank, executor)
     files = _distinct([file for path in given for file in _files(str(path), len(given) > 1)])
     if not files:
         raise AdvisorError("no trace given")
@@ -71,11 +75,50 @@ def open_run(
             shown = None if number < 0 else number
             keyed[number, window] = with_window(trace, shown, window)
     path = Path(given[0]) if len(given) == 1 else None
-    recording = None
-    if path is not None and str(path) != "-" and is_run(path):
-        recording = read_recording(path)
-        problems += recording.problems
-    return Run(traces=keyed, path=path, problems=tuple(problems), recording=recording)
+    return Run(traces=keyed, path=path, problems=tuple(problems))
+
+
+def _open_recording(
+    folder: Path, options: ReadOptions | None, rank: int | None, executor: Executor | None
+) -> Run:
+    """A run directory: what the recorder wrote, and the traces of its windows, by the numbers in
+    their names. A window that cannot be read is told and left out; a run without any is a Run
+    without traces. Raises AdvisorError: nothing was recorded, or not of this rank."""
+    recording = read_recording(folder)
+    if not recording.ranks:
+        raise AdvisorError(f"{folder}: a run directory in which no process has recorded anything")
+    if rank is not None:
+        if rank not in recording.ranks:
+            have = ", ".join(map(str, recording.ranks))
+            raise AdvisorError(f"{folder}: nothing of rank {rank} (ranks present: {have})")
+        recording.ranks = {rank: recording.ranks[rank]}
+    places = [
+        (number, int(found[1]), file)
+        for number, record in recording.ranks.items()
+        for file in _listed(Path(record.folder))
+        if (found := _WINDOW_NAME.match(file.name)) is not None and file.is_file()
+    ]
+    problems = list(recording.problems)
+    keyed: dict[tuple[int, int], Trace] = {}
+    read = _read_all([str(file) for _, _, file in places], options, executor)
+    for (number, window, _), trace in zip(places, read, strict=True):
+        if isinstance(trace, str):
+            problems.append(trace)
+        else:
+            keyed[number, window] = with_window(trace, number, window)
+    return Run(
+        traces=dict(sorted(keyed.items())),
+        path=folder,
+        problems=tuple(problems),
+        recording=recording,
+    )
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise AdvisorError(f"{folder}: cannot be read ({error.strerror or error})") from None
 
 
 def _read_all(

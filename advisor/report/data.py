@@ -44,7 +44,8 @@ class Scope(Struct, kw_only=True):
     rank: int | None
     """The rank that the figures are of."""
     step_source: str
-    """``ProfilerStep``, ``recorder``, ``optimizer`` or ``whole trace``."""
+    """``ProfilerStep``, ``recorder``, ``optimizer`` or ``whole trace``; ``record`` when no window
+    was profiled and the figures are the recorder's own."""
     steps_found: int
     """Steps in the trace, or in the range that was asked for."""
     steps_used: int
@@ -111,7 +112,7 @@ class HostShare(Struct, frozen=True):
     """Host time of the main thread, a step."""
 
     name: str
-    """One of ``analysis.host.CLASSES``."""
+    """One of ``analysis.host.CLASSES``; without a trace, a phase that the recorder measured."""
     ns: float
     """A step, ns, exclusive."""
     share: float
@@ -156,6 +157,47 @@ class Replay(Struct, kw_only=True):
     """The same once all ranked findings are fixed: where the bottleneck moves to."""
     step_after_ns: float
     """Replayed step once all ranked findings are fixed, ns."""
+
+
+class Phase(Struct, frozen=True):
+    """Host time of one phase, of the recorded steps that count."""
+
+    name: str
+    """``data``, ``h2d``, ``forward``, ``backward``, ``optimizer``, ``other``, or the user's own."""
+    ns: float
+    """Mean a step, ns."""
+    share: float
+    """Of the step."""
+
+
+class Recorded(Struct, kw_only=True):
+    """What the recorder measured around the profiled window: steps that no profiler slowed."""
+
+    steps: int
+    """Steps that were recorded."""
+    used: int
+    """Steps that count: after the warm-up, no window open, not the one after a window."""
+    median_ns: float | None
+    """Of the steps that count; ``null``: there are none."""
+    mean_ns: float | None
+    """Of the steps that count."""
+    p99_ns: float | None
+    """99th percentile of the steps that count; ``null``: fewer than a hundred."""
+    profiled_steps: int
+    """Steps while a window was open."""
+    profiled_median_ns: float | None
+    """Their median; ``null``: fewer than two."""
+    observer_effect: float | None
+    """How much longer profiled steps are than others, as a share of these; ``null``: one kind is
+    missing."""
+    phases: list[Phase]
+    """Host time by phase, largest first; adds up to the mean step."""
+    samples_per_second: float | None
+    """Batch sizes over the time of the steps that count, this rank; ``null``: sizes not told."""
+    ended: str | None
+    """``finished``, ``exception`` or ``interrupted``; ``null``: killed, or still going on."""
+    windows: list[str]
+    """What became of each profiled window."""
 
 
 class RankLine(Struct, kw_only=True):
@@ -244,6 +286,8 @@ class Report(Struct, kw_only=True):
     """Ranks side by side; ``null``: one rank."""
     replay: Replay | None = None
     """``null``: the window could not be replayed well, and gains are upper bounds."""
+    recorded: Recorded | None = None
+    """What the recorder measured of every step; ``null``: a trace alone."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""

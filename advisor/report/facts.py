@@ -16,7 +16,12 @@ Line = tuple[str, list[str]]
 
 def scope(report: Report) -> list[Line]:
     """Which traces, device and steps."""
-    lines = [("trace", _trace(report)), ("device", _device(report)), ("steps", _steps(report))]
+    lines = [
+        ("trace", _trace(report)),
+        ("device", _device(report)),
+        ("steps", _steps(report)),
+        ("recorded", recorded(report)),
+    ]
     return [(label, parts) for label, parts in lines if parts]
 
 
@@ -25,7 +30,10 @@ def _trace(report: Report) -> list[str]:
     if shown is None:
         return []
     name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
-    parts = [t.path(name, 60), f"{t.count(shown.events_read)} events"]
+    if report.scope.step_source == "record":
+        parts = [t.path(name, 60), "no profiled window"]
+    else:
+        parts = [t.path(name, 60), f"{t.count(shown.events_read)} events"]
     if shown.truncated:
         parts.append("truncated")
     if shown.windows > 1:
@@ -52,7 +60,7 @@ def _steps(report: Report) -> list[str]:
     scope_ = report.scope
     if scope_.step_source == "whole trace":
         return [f"none marked: the whole recording, {t.time(scope_.span_ns)}"]
-    source = t.clean(scope_.step_source)
+    source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
     used = f"{scope_.steps_used} of {scope_.steps_found}"
     mean = f"{t.time(scope_.step_ns)} a step"
     if scope_.steps_used == 1:
@@ -62,6 +70,34 @@ def _steps(report: Report) -> list[str]:
         parts = [f"{used} {source}", f"{mean} on average", spread]
     if scope_.outliers:
         parts.append(f"outliers set aside: {names(scope_.outliers)}")
+    return parts
+
+
+def recorded(report: Report) -> list[str]:
+    """What the recorder measured of every step, profiled or not."""
+    view = report.recorded
+    if view is None:
+        return []
+    parts = [f"{t.count(view.steps)} steps"]
+    if view.median_ns is not None:
+        parts.append(f"median {t.time(view.median_ns)} without the profiler")
+    if view.observer_effect is not None and view.profiled_median_ns is not None:
+        change = f"{view.observer_effect:+.0%}"
+        parts.append(f"{t.time(view.profiled_median_ns)} with it ({change})")
+    if view.p99_ns is not None:
+        parts.append(f"99th percentile {t.time(view.p99_ns)}")
+    if view.samples_per_second is not None:
+        parts.append(f"{view.samples_per_second:,.0f} samples/s")
+    if view.phases and report.scope.step_source != "record":
+        shown = ", ".join(
+            f"{t.host_label(phase.name)} {t.percent(phase.share)}"
+            for phase in view.phases[:MOST_NAMES]
+        )
+        parts.append(f"host: {shown}")
+    if view.ended is None:
+        parts.append("killed, or still going on")
+    elif view.ended != "finished":
+        parts.append(f"ended by {t.clean(view.ended)}")
     return parts
 
 

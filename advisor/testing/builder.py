@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from advisor.analysis import Analysis
+    from advisor.testing.record import RecordBuilder
     from advisor.trace import Trace
 
 DEVICES: dict[str, dict[str, Any]] = {
@@ -93,6 +94,7 @@ class TraceBuilder:
         self._recorded: dict[int, float] = {}
         self._ids = 0
         self._steps = 0
+        self._record: RecordBuilder | None = None
 
     # -- the host ---------------------------------------------------------------------------
 
@@ -339,6 +341,16 @@ class TraceBuilder:
                      "Addr": address, "Device Id": device, "Device Type": 1},
         })  # fmt: skip
 
+    def record_of_run(self, **rank: Any) -> RecordBuilder:
+        """What the recorder wrote of the run around the window (a builder of it; the same one
+        every time). ``rank``: fields of :class:`~advisor.rundir.Rank`, on the first call."""
+        from advisor.rundir import Rank
+        from advisor.testing.record import RecordBuilder
+
+        if self._record is None:
+            self._record = RecordBuilder(Rank(**rank))
+        return self._record
+
     # -- the result -------------------------------------------------------------------------
 
     def json(self) -> bytes:
@@ -351,16 +363,20 @@ class TraceBuilder:
         return path
 
     def trace(self) -> Trace:
-        """The trace, read by the real reader."""
+        """The trace, read by the real reader; a blank one when nothing but a record was made."""
         from advisor.ingest.kineto import read_bytes
+        from advisor.trace import blank_trace
 
+        if not self.events and self._record is not None:
+            return blank_trace("<TraceBuilder>")
         return read_bytes(self.json(), "<TraceBuilder>")
 
     def analysis(self) -> Analysis:
-        """The trace, ready to be measured."""
+        """The trace and the record, ready to be measured."""
         from advisor.analysis import Analysis
 
-        return Analysis(self.trace())
+        record = None if self._record is None else self._record.build()
+        return Analysis(self.trace(), None, record)
 
     # -- inside -----------------------------------------------------------------------------
 

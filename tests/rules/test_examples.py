@@ -6,7 +6,6 @@ import pytest
 
 from advisor.advice.engine import FAILED, MIN_GAIN_SHARE, run_rules
 from advisor.advice.registry import load_rules
-from advisor.analysis import Analysis
 from advisor.model import Rule, Worth
 from advisor.testing import TraceBuilder
 
@@ -25,7 +24,7 @@ def outcome(rule: Rule, example: TraceBuilder | list[TraceBuilder]) -> list[str]
         result = rank_rules(ranks, [rule])
     else:
         assert isinstance(example, TraceBuilder)
-        result = run_rules(-1, Analysis(example.trace()), [rule])
+        result = run_rules(-1, example.analysis(), [rule])
     assert not [n.why for n in result.not_measured if n.why.startswith(FAILED)]
     findings = result.findings
     return [f.title for f in findings if worth_showing(f.worth)]
@@ -68,7 +67,7 @@ def test_a_finding_is_actionable(rule: Rule) -> None:
     for example in rule.fires_on().values():
         if rule.across_ranks:
             continue
-        for finding in run_rules(-1, Analysis(example.trace()), [rule]).findings:
+        for finding in run_rules(-1, example.analysis(), [rule]).findings:
             assert finding.summary and finding.fix and finding.check and finding.evidence
             assert finding.edits or finding.worth is not None
             assert 0 < finding.confidence <= 1

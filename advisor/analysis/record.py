@@ -1,0 +1,212 @@
+"""What the recorder wrote of every step, as columns: which steps count, and what they took."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from advisor.rundir import Gpu, Host, RankRecord, Step
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+WARM_UP = 10
+"""Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short run,
+a fifth (as ``advisor compare`` does it)."""
+MIN_PROFILED = 2
+"""Profiled steps from which their median says something."""
+
+
+class Recorded:
+    """The steps and samples of one rank. All times ns; missing is NaN in columns of floats."""
+
+    def __init__(self, record: RankRecord) -> None:
+        self.record = record
+        self.steps: list[Step] = record.steps
+
+    # -- which steps --------------------------------------------------------------------------
+
+    @cached_property
+    def dur(self) -> Ints:
+        """Length of each step."""
+        return np.array([step.dur for step in self.steps], dtype=np.int64)
+
+    @cached_property
+    def ts(self) -> Ints:
+        """Start of each step."""
+        return np.array([step.t for step in self.steps], dtype=np.int64)
+
+    @cached_property
+    def profiled(self) -> Mask:
+        """Steps while a window was open."""
+        return np.array([step.window is not None for step in self.steps], dtype=bool)
+
+    @cached_property
+    def settled(self) -> Mask:
+        """Steps after the warm-up."""
+        found = np.ones(len(self.steps), dtype=bool)
+        found[: min(WARM_UP, len(self.steps) // 5)] = False
+        return found
+
+    @cached_property
+    def used(self) -> Mask:
+        """Steps that count: after the warm-up, with no window open, and not the one after a
+        window, in which the trace is written."""
+        after = np.zeros(len(self.steps), dtype=bool)
+        after[1:] = self.profiled[:-1]
+        return self.settled & ~self.profiled & ~after
+
+    @cached_property
+    def count(self) -> int:
+        """How many steps count."""
+        return int(self.used.sum())
+
+    # -- how long -----------------------------------------------------------------------------
+
+    @cached_property
+    def median(self) -> float | None:
+        """Median of the steps that count; ``None``: there are none."""
+        return float(np.median(self.dur[self.used])) if self.count else None
+
+    @cached_property
+    def mean(self) -> float | None:
+        """Mean of the steps that count."""
+        return float(self.dur[self.used].mean()) if self.count else None
+
+    def quantile(self, share: float) -> float | None:
+        """A quantile of the steps that count."""
+        return float(np.quantile(self.dur[self.used], share)) if self.count else None
+
+    @cached_property
+    def profiled_median(self) -> float | None:
+        """Median of the steps in windows; ``None``: fewer than two."""
+        inside = self.dur[self.profiled & self.settled]
+        return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
+
+    @cached_property
+    def observer(self) -> float | None:
+        """How much longer profiled steps are, as a share of unprofiled ones; ``None``: one kind is
+        missing. Negative where noise outweighs it."""
+        if self.profiled_median is None or not self.median or self.count < 3:
+            return None
+        return self.profiled_median / self.median - 1
+
+    @cached_property
+    def phases(self) -> dict[str, Floats]:
+        """Host time of each step by phase, the largest first; they add up to ``dur``."""
+        names = sorted({name for step in self.steps for name in step.phases})
+        found = {
+            name: np.array([step.phases.get(name, 0) for step in self.steps], dtype=np.float64)
+            for name in names
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1][self.used].sum()))
+
+    def phase(self, name: str) -> Floats | None:
+        """Host time of one phase in the steps that count; ``None``: not measured."""
+        found = self.phases.get(name)
+        return None if found is None or not self.count else found[self.used]
+
+    def share(self, name: str) -> float | None:
+        """Share of a phase in the time of the steps that count; ``None``: not measured."""
+        found, total = self.phase(name), float(self.dur[self.used].sum())
+        return None if found is None or total <= 0 else float(found.sum()) / total
+
+    # -- the other columns --------------------------------------------------------------------
+
+    def column(self, name: str) -> Floats:
+        """A field of every step; NaN where it was not measured."""
+        values = [getattr(step, name) for step in self.steps]
+        return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """First start and last end of the steps after the warm-up; (0, 0): none."""
+        if not self.settled.any():
+            return 0, 0
+        ts, dur = self.ts[self.settled], self.dur[self.settled]
+        return int(ts[0]), int((ts + dur).max())
+
+    @cached_property
+    def samples_per_second(self) -> float | None:
+        """Batch sizes over the time of the steps that count; ``None``: sizes not told."""
+        sizes = self.column("samples")[self.used]
+        known = ~np.isnan(sizes)
+        if not known.any() or known.mean() < 0.9:
+            return None
+        time = float(self.dur[self.used][known].sum())
+        return float(sizes[known].sum()) * 1e9 / time if time else None
+
+    # -- telemetry ----------------------------------------------------------------------------
+
+    @cached_property
+    def hosts(self) -> list[tuple[int, Host]]:
+        """Samples of the host while steps ran, without the warm-up: (time, sample)."""
+        first, last = self.span
+        return [
+            (s.t, s.host)
+            for s in self.record.samples
+            if s.host is not None and first <= s.t <= last
+        ]
+
+    def host(self, name: str) -> Floats:
+        """A field of the host's samples, where it was measured."""
+        values = [getattr(sample, name) for _, sample in self.hosts]
+        return np.array([value for value in values if value is not None], dtype=np.float64)
+
+    @cached_property
+    def gpus(self) -> list[Gpu]:
+        """Samples of the GPU that this rank uses while steps ran, without the warm-up."""
+        return [gpu for _, gpu in self.timed_gpus]
+
+    @cached_property
+    def timed_gpus(self) -> list[tuple[int, Gpu]]:
+        """The same with their times."""
+        first, last = self.span
+        wanted = self.uuid
+        return [
+            (sample.t, gpu)
+            for sample in self.record.samples
+            if first <= sample.t <= last
+            for gpu in sample.gpus
+            if gpu.uuid == wanted
+        ]
+
+    @cached_property
+    def uuid(self) -> str | None:
+        """UUID of the GPU in use, as telemetry spells it: that of the first device of the rank, or
+        the only one that was sampled; ``None``: not known."""
+        seen = list(dict.fromkeys(g.uuid for s in self.record.samples for g in s.gpus))
+        own = next((device.uuid for device in self.record.rank.devices), None)
+        if own is not None:
+            bare = own.removeprefix("GPU-").lower()
+            return next((u for u in seen if u and u.removeprefix("GPU-").lower() == bare), None)
+        return seen[0] if len(seen) == 1 else None
+
+    def gpu(self, name: str) -> Floats:
+        """A field of the GPU's samples, where it was measured."""
+        values = [getattr(sample, name) for sample in self.gpus]
+        return np.array([value for value in values if value is not None], dtype=np.float64)
+
+    # -- what is told once --------------------------------------------------------------------
+
+    def flag(self, name: str) -> Any:
+        """A framework flag; ``None``: not recorded."""
+        return self.record.rank.flags.get(name)
+
+    @cached_property
+    def loaders(self) -> list[dict[str, Any]]:
+        """The DataLoaders that fed training steps, by first use. One that was only iterated for
+        validation is left out."""
+        iterations = self.record.of_kind("loader_iter")
+        evaluated = {e.get("id") for e in iterations if e.get("evaluation")}
+        trained = {e.get("id") for e in iterations if not e.get("evaluation")}
+        return [
+            event
+            for event in self.record.of_kind("loader")
+            if event.get("id") in trained or event.get("id") not in evaluated
+        ]

@@ -1,0 +1,120 @@
+"""RecordBuilder: what the recorder would have written of a run, as a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from advisor import rundir
+from advisor.rundir import Event, Gpu, Host, Manifest, Rank, RankRecord, Sample, Step
+
+MS = 1_000_000
+
+
+class RecordBuilder:
+    """Steps, samples and events of one rank on one clock. Durations are milliseconds.
+
+    >>> r = RecordBuilder(Rank(cpus=8))
+    >>> r.event("loader", id=1, workers=2, persistent_workers=False)
+    >>> r.steps(100, 20, data=5)
+    >>> record = r.build()
+    """
+
+    def __init__(self, rank: Rank | None = None) -> None:
+        self.rank = rank or Rank()
+        self.now = 1_000_000_000
+        self._steps: list[Step] = []
+        self._events: list[Event] = []
+        self._samples: list[Sample] = []
+        self._watch: list[tuple[Callable[[float], Gpu | None], Callable[[float], Host | None]]] = []
+
+    def step(
+        self,
+        ms: float,
+        *,
+        window: int | None = None,
+        gc: float = 0.0,
+        evaluation: float = 0.0,
+        fields: dict[str, Any] | None = None,
+        **phases: float,
+    ) -> None:
+        """One step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: more of
+        :class:`~advisor.rundir.Step`."""
+        dur = round(ms * MS)
+        told = {name: round(part * MS) for name, part in phases.items()}
+        told["other"] = dur - sum(told.values())
+        self.now += round(evaluation * MS)
+        self._steps.append(
+            Step(
+                n=len(self._steps),
+                t=self.now,
+                dur=dur,
+                phases=told,
+                window=window,
+                gc=round(gc * MS),
+                evaluation=round(evaluation * MS),
+                **(fields or {}),
+            )
+        )
+        self.now += dur
+
+    def steps(self, count: int, ms: float, **same: Any) -> None:
+        """Several equal steps."""
+        for _ in range(count):
+            self.step(ms, **same)
+
+    def event(self, kind: str, **data: Any) -> None:
+        """Something that happens now."""
+        self._events.append(Event(t=self.now, kind=kind, data=data))
+
+    def watch(
+        self,
+        gpu: Gpu | Callable[[float], Gpu | None] | None = None,
+        host: Host | Callable[[float], Host | None] | None = None,
+    ) -> None:
+        """Telemetry over the whole run: one sample, or what a function of the share of the run
+        that has passed (0 to 1) gives."""
+        self._watch.append(
+            (
+                gpu if callable(gpu) else lambda _: gpu,
+                host if callable(host) else lambda _: host,
+            )
+        )
+
+    def build(self, *, samples: int = 40) -> RankRecord:
+        """The record; telemetry at so many instants."""
+        begin = self._steps[0].t if self._steps else self.now
+        found = list(self._samples)
+        for gpu, host in self._watch:
+            for number in range(samples):
+                share = number / max(1, samples - 1)
+                seen = gpu(share)
+                at = begin + round(share * (self.now - begin))
+                found.append(Sample(t=at, gpus=[] if seen is None else [seen], host=host(share)))
+        return RankRecord(
+            rank=self.rank, steps=self._steps, samples=found, events=self._events, folder="<run>"
+        )
+
+
+def write_run(
+    folder: Path, ranks: Mapping[int, RankRecord], manifest: Manifest | None = None
+) -> Path:
+    """Write records as a run directory (without traces); returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = manifest or Manifest(run_id="test", started_unix_ns=1, entry="context")
+    (folder / rundir.MANIFEST).write_bytes(msgspec.json.encode(head))
+    for number, record in ranks.items():
+        place = folder / f"rank{number}"
+        place.mkdir(exist_ok=True)
+        (place / rundir.RANK).write_bytes(msgspec.json.encode(record.rank))
+        _lines(place / rundir.STEPS, record.steps)
+        _lines(place / rundir.TELEMETRY, record.samples)
+        _lines(place / rundir.EVENTS, record.events)
+    return folder
+
+
+def _lines(file: Path, rows: Iterable[Any]) -> None:
+    file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))

@@ -47,5 +47,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "advisor needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing); choose one with 'make PYTHON=python3.12 ...'" >&2; \
 	  exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,integrations]" $(TORCH)
 	@touch $@

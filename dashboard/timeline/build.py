@@ -1,0 +1,446 @@
+"""A rank's lane index, built from its measurements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis.gaps import CAUSES
+from advisor.analysis.names import map_names, matches
+from advisor.analysis.stacks import frame_rank
+from advisor.analysis.timeline import CLASSES, CODE, LOADER
+from advisor.dashboard.timeline.categories import (
+    ACTIVITY,
+    BASE,
+    COPIES,
+    HOST,
+    IDLE,
+    KERNELS,
+    PHASES,
+    STEPS,
+    SYNCS,
+    Category,
+)
+from advisor.dashboard.timeline.counters import counters
+from advisor.dashboard.timeline.index import BLOCK, MOST_LANES, Group, Index, Lane, Source
+from advisor.dashboard.timeline.naming import Names
+from advisor.dashboard.timeline.pyramid import build_pyramid
+from advisor.dashboard.timeline.tracks import lay
+from advisor.intervals import Ints
+from advisor.report.text import cause_label, host_label
+from advisor.trace import CALLS
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+
+Set = tuple[Category, ...]
+FOLD_BEYOND = 2
+"""Threads after the first few start collapsed."""
+MOST_THREADS = 256
+
+_CALL_SLOT = {
+    "launch": "host-launch",
+    "graph_launch": "host-launch",
+    "memcpy": "host-launch",
+    "memset": "host-launch",
+    "memcpy_blocking": "host-copy",
+    "sync_device": "host-sync",
+    "sync_stream": "host-sync",
+    "sync_event": "host-sync",
+    "malloc": "host-allocation",
+    "free": "host-allocation",
+    "host_alloc": "host-allocation",
+    "host_free": "host-allocation",
+    "module_load": "host-load",
+    "graph_capture": "host-load",
+}
+_PHASE = (
+    ("phase-data", r"^advisor::data|^enumerate\(Data(?:Loader|Pipe)\)#"),
+    ("phase-h2d", r"^advisor::h2d"),
+    ("phase-forward", r"^advisor::forward|^DistributedDataParallel\.forward"),
+    ("phase-backward", r"^advisor::backward"),
+    ("phase-optimizer", r"^advisor::optimizer|^Optimizer\."),
+)
+
+
+def _slot(part: Set, key: str) -> int:
+    return next(i for i, category in enumerate(part) if category.key == key)
+
+
+class _Builder:
+    """Lanes in the order of the picture; the columns are joined at the end."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self.columns: list[tuple[NDArray[Any], ...]] = []
+        self.lanes: list[Lane] = []
+        self.groups: list[Group] = []
+        self.size = 0
+        self.notes: list[str] = []
+
+    def group(
+        self,
+        key: str,
+        label: str,
+        kind: str,
+        parts: list[tuple[Source, Set, Ints, Ints, Any, Any, Any]],
+        folded: bool = False,
+    ) -> None:
+        """Add a group of lanes: (source, set, start, end, name, slot, row) each."""
+        parts = [part for part in parts if len(part[2])]
+        room = MOST_LANES - len(self.lanes)
+        if len(parts) > room:
+            self.notes.append(f"{label}: {len(parts) - room} lanes are left out")
+            parts = parts[: max(room, 0)]
+        if not parts:
+            return
+        first = len(self.lanes)
+        for depth, (source, of, start, end, name, slot, row) in enumerate(parts):
+            end = np.maximum(end, start)
+            # a hostile or repaired file: what would overlap is shown up to the next slice
+            end[:-1] = np.minimum(end[:-1], start[1:])
+            self.columns.append(
+                (
+                    start,
+                    end,
+                    np.asarray(name, dtype=np.uint32),
+                    np.asarray(slot, dtype=np.uint8),
+                    np.asarray(row, dtype=np.int32),
+                )
+            )
+            lo, self.size = self.size, self.size + len(start)
+            number = len(self.groups)
+            self.lanes.append(Lane(number, depth, source, BASE[of], lo, self.size))
+        self.groups.append(Group(key, label, kind, first, len(parts), folded))
+
+    def tracks(
+        self,
+        key: str,
+        label: str,
+        kind: str,
+        source: Source,
+        of: Set,
+        columns: tuple[Any, ...],
+        folded: bool = False,
+    ) -> None:
+        """Add slices that may overlap: (start, end, name, slot, row), in any order."""
+        start, end, name, slot, row = (np.asarray(column) for column in columns)
+        if not len(start):
+            return
+        order = np.argsort(start, kind="stable")
+        start, end, name, slot, row = (c[order] for c in (start, end, name, slot, row))
+        track = lay(start, end)
+        parts = [
+            (source, of, start[at], end[at], name[at], slot[at], row[at])
+            for at in (np.flatnonzero(track == n) for n in range(int(track.max()) + 1))
+        ]
+        self.group(key, label, kind, parts, folded)
+
+
+def build_index(a: Analysis) -> Index:
+    """Every lane of a rank's window. A fraction of a second for a million events."""
+    b = _Builder()
+    _steps(b, a)
+    _phases(b, a)
+    _idle(b, a)
+    _streams(b, a)
+    _sync(b, a)
+    _threads(b, a)
+    _overhead(b, a)
+    _tell_what_is_missing(b, a)
+    if b.columns:
+        start, end, name, slot, row = (
+            np.concatenate([column[i] for column in b.columns]) for i in range(5)
+        )
+    else:
+        start = end = np.zeros(0, dtype=np.int64)
+        name, slot, row = (np.zeros(0, dtype=t) for t in (np.uint32, np.uint8, np.int32))
+    b.columns.clear()
+    name, names = b.names.by_time(name, end - start)
+    begin = int(start.min()) if len(start) else 0
+    finish = max(int(end.max()) if len(end) else 0, begin + 1)
+    return Index(
+        start=start,
+        end=end,
+        name=name,
+        slot=slot,
+        row=row,
+        lanes=tuple(b.lanes),
+        groups=tuple(b.groups),
+        names=names,
+        longest=_longest(end - start),
+        pyramid=build_pyramid(
+            [(lane.lo, lane.hi) for lane in b.lanes], start, end, slot, begin, finish - begin
+        ),
+        place=_places(b.lanes, b.groups, row, a),
+        begin=begin,
+        finish=finish,
+        counters=counters(a),
+        notes=tuple(b.notes),
+    )
+
+
+def _longest(duration: Ints) -> Ints:
+    """Longest of each BLOCK durations."""
+    if not len(duration):
+        return duration
+    found: Ints = np.maximum.reduceat(duration, np.arange(0, len(duration), BLOCK))
+    return found
+
+
+def _places(
+    lanes: list[Lane], groups: list[Group], row: NDArray[np.int32], a: Analysis
+) -> dict[str, NDArray[np.int32]]:
+    """Where each row of a table is drawn (device work: on its stream)."""
+    place: dict[str, NDArray[np.int32]] = {
+        "cpu": np.full(a.trace.cpu.height, -1, dtype=np.int32),
+        "gpu": np.full(a.trace.gpu.height, -1, dtype=np.int32),
+    }
+    for lane in lanes:
+        kind = groups[lane.group].kind
+        if lane.source in place and kind in ("stream", "thread", "overhead"):
+            place[lane.source][row[lane.lo : lane.hi]] = np.arange(lane.lo, lane.hi)
+    return place
+
+
+def _steps(b: _Builder, a: Analysis) -> None:
+    table = a.steps.table
+    if a.steps.source == "whole trace" or table.is_empty():
+        return
+    rows = np.arange(table.height)
+    slot = np.where(table["used"].to_numpy(), 0, _slot(STEPS, "step-aside"))
+    columns = (
+        table["ts"].to_numpy(),
+        table["end"].to_numpy(),
+        b.names.column(table["name"]),
+        slot,
+        rows,
+    )
+    b.tracks("steps", "Steps", "steps", "steps", STEPS, columns)
+
+
+def _phases(b: _Builder, a: Analysis) -> None:
+    """The recorder's phases; without them the outermost ranges of the main thread."""
+    cpu = a.trace.cpu
+    if cpu.is_empty() or a.trace.main_thread is None:
+        return
+    mine = (cpu["thread"] == a.trace.main_thread).to_numpy()
+    marks = mine & matches(cpu["name"], r"^advisor::").to_numpy()
+    marks &= ~matches(cpu["name"], r"^advisor::step\b").to_numpy()
+    if not marks.any():
+        ranges = (cpu["kind"] == "annotation") | matches(
+            cpu["name"], r"^Optimizer\.|^enumerate\(|^DistributedDataParallel\."
+        )
+        marks = mine & ranges.to_numpy()
+        marks &= ~matches(cpu["name"], r"^ProfilerStep").to_numpy()
+        # the outermost only: what lies in another range is in the thread's own lanes
+        rows = np.flatnonzero(marks)
+        end = (cpu["ts"].gather(rows) + cpu["dur"].gather(rows)).to_numpy()
+        reach = np.maximum.accumulate(np.append(np.int64(-1) << 62, end))[:-1]
+        marks[rows[end <= reach]] = False
+    rows = np.flatnonzero(marks)
+    table = cpu[rows]
+    slot = np.full(len(rows), _slot(PHASES, "phase-other"), dtype=np.uint8)
+    for key, pattern in _PHASE:
+        slot[matches(table["name"], pattern).to_numpy()] = _slot(PHASES, key)
+    start = table["ts"].to_numpy()
+    columns = (start, start + table["dur"].to_numpy(), b.names.column(table["name"]), slot, rows)
+    b.tracks("phases", "Phases", "phases", "cpu", PHASES, columns)
+
+
+def _idle(b: _Builder, a: Analysis) -> None:
+    gaps = a.gaps
+    if gaps.is_empty():
+        return
+    slot = gaps["cause"].to_physical().to_numpy()
+    labels = np.array([b.names.one(cause_label(cause)) for cause in CAUSES], dtype=np.uint32)
+    start = gaps["ts"].to_numpy()
+    columns = (start, start + gaps["dur"].to_numpy(), labels[slot], slot, np.arange(gaps.height))
+    b.tracks("gaps", "GPU idle, by blame", "idle", "gaps", IDLE, columns)
+
+
+def _streams(b: _Builder, a: Analysis) -> None:
+    """Each stream of each device, then collectives and copies once more on their own."""
+    gpu = a.trace.gpu
+    if gpu.is_empty():
+        return
+    start = gpu["ts"].to_numpy()
+    end = start + gpu["dur"].to_numpy()
+    name = b.names.column(gpu["name"])
+    slot = a.kernels["family"].to_physical().to_numpy().astype(np.uint8)
+    streams = (
+        gpu.with_row_index("row")
+        .group_by("device", "stream")
+        .agg(pl.col("row"), pl.col("dur").sum())
+        .with_columns((pl.col("device") == a.device_id).alias("mine"))
+        .sort(["mine", "device", "dur"], descending=[True, False, True], nulls_last=True)
+    )
+    # a loop over streams, of which there are a few
+    for device, stream, rows_of in streams.select("device", "stream", "row").iter_rows():
+        rows = np.array(rows_of, dtype=np.int64)
+        label = (
+            f"GPU {'?' if device is None else device} · stream {'?' if stream is None else stream}"
+        )
+        columns = (start[rows], end[rows], name[rows], slot[rows], rows)
+        b.tracks(f"stream:{device}:{stream}", label, "stream", "gpu", KERNELS, columns)
+    rows = np.flatnonzero(a.kernels["communication"].to_numpy())
+    columns = (start[rows], end[rows], name[rows], slot[rows], rows)
+    b.tracks("collectives", "Collectives", "collectives", "gpu", KERNELS, columns)
+    rows = np.flatnonzero((gpu["kind"] != "kernel").to_numpy())
+    columns = (start[rows], end[rows], name[rows], _copy_slots(gpu[rows]), rows)
+    b.tracks("copies", "Copies and memsets", "copies", "gpu", COPIES, columns)
+
+
+def _copy_slots(table: pl.DataFrame) -> NDArray[np.uint8]:
+    pageable = (
+        table["src"].is_in(["Pageable"]).fill_null(False)
+        | table["dst"].is_in(["Pageable"]).fill_null(False)
+    ).to_numpy()
+    slot = np.full(table.height, _slot(COPIES, "copy-other"), dtype=np.uint8)
+    for copy, key in (
+        ("HtoD", "copy-htod"),
+        ("DtoH", "copy-dtoh"),
+        ("DtoD", "copy-dtod"),
+        ("PtoP", "copy-ptop"),
+    ):
+        mask = (table["copy"] == copy).fill_null(False).to_numpy()
+        slot[mask] = _slot(COPIES, key)
+        if copy in ("HtoD", "DtoH"):
+            slot[mask & pageable] = _slot(COPIES, f"{key}-pageable")
+    slot[(table["kind"] == "memset").to_numpy()] = _slot(COPIES, "copy-memset")
+    return slot
+
+
+def _sync(b: _Builder, a: Analysis) -> None:
+    sync = a.trace.sync
+    if sync.is_empty():
+        return
+    start = sync["ts"].to_numpy()
+    slot = sync["kind"].to_physical().fill_null(0).to_numpy()
+    texts = [category.label for category in SYNCS]
+    labels = np.array([b.names.one(text) for text in texts], dtype=np.uint32)
+    columns = (start, start + sync["dur"].to_numpy(), labels[slot], slot, np.arange(sync.height))
+    b.tracks("sync", "Syncs seen by CUDA", "sync", "sync", SYNCS, columns, folded=True)
+
+
+def _host_slots(a: Analysis) -> NDArray[np.uint8]:
+    """Category of each host row."""
+    cpu = a.trace.cpu
+    kind = cpu["kind"]
+    slot = np.full(cpu.height, _slot(HOST, "host-op"), dtype=np.uint8)
+    slot[(kind == "annotation").to_numpy()] = _slot(HOST, "host-range")
+    slot[(kind == "overhead").to_numpy()] = _slot(HOST, "host-overhead")
+    python = (kind == "python").to_numpy()
+    if python.any():
+        slot[python] = _slot(HOST, "host-python")
+        users = map_names(cpu["name"].filter(pl.Series(python)), frame_rank, pl.Int8)
+        slot[np.flatnonzero(python)[(users == 2).to_numpy()]] = _slot(HOST, "host-user")
+    calls = np.full(len(CALLS) + 1, _slot(HOST, "host-call"), dtype=np.uint8)
+    for call, key in _CALL_SLOT.items():
+        calls[CALLS.index(call)] = _slot(HOST, key)
+    runtime = (kind == "runtime").to_numpy()
+    code = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
+    slot[runtime] = calls[code[runtime]]
+    loader = matches(cpu["name"], LOADER).to_numpy() & ~runtime
+    slot[loader] = _slot(HOST, "host-loader")
+    return slot
+
+
+def _threads(b: _Builder, a: Analysis) -> None:
+    """Each host thread: what it was doing in one lane, then its calls, a lane a depth."""
+    cpu = a.trace.cpu
+    kept = np.flatnonzero((cpu["kind"] != "overhead").to_numpy())
+    if not len(kept):
+        return
+    name, slot = b.names.column(cpu["name"]), _host_slots(a)
+    start = cpu["ts"].to_numpy()
+    end = start + cpu["dur"].to_numpy()
+    thread = cpu["thread"].to_numpy()[kept]
+    depth = cpu["depth"].to_numpy()[kept]
+    _, lane = np.unique(thread.astype(np.int64) << 16 | depth, return_inverse=True)
+    if len(lane) and lane.max() < 1 << 16:
+        lane = lane.astype(np.uint16)  # 16 bits are sorted by radix, several times as fast
+    order = kept[np.argsort(lane, kind="stable")]
+    threads, first = np.unique(cpu["thread"].to_numpy()[order], return_index=True)
+    last = np.append(first[1:], len(order))
+    doing = _activity(b, a)
+    main = a.trace.main_thread
+    busy = sorted(range(len(threads)), key=lambda i: (threads[i] != main, first[i] - last[i]))
+    if len(busy) > MOST_THREADS:
+        b.notes.append(f"{len(busy) - MOST_THREADS} threads with the fewest events are left out")
+    # a loop over threads and depths, of which there are tens
+    for shown, i in enumerate(busy[:MOST_THREADS]):
+        number = int(threads[i])
+        rows = order[first[i] : last[i]]
+        level = cpu["depth"].to_numpy()[rows]
+        cuts = np.flatnonzero(np.diff(level)) + 1
+        parts: list[Any] = [doing[number]] if number in doing else []
+        parts += [
+            ("cpu", HOST, start[at], end[at], name[at], slot[at], at) for at in np.split(rows, cuts)
+        ]
+        label = _thread_label(a, number)
+        folded = shown >= FOLD_BEYOND or (len(rows) < 1000 and number != main)
+        b.group(f"thread:{number}", label, "thread", parts, folded=bool(folded))
+
+
+def _thread_label(a: Analysis, number: int) -> str:
+    _, tid, name = a.trace.threads.row(number)
+    text = str(name or f"thread {tid}")[:60]
+    return f"{text} · main" if number == a.trace.main_thread else text
+
+
+def _activity(b: _Builder, a: Analysis) -> dict[int, Any]:
+    """What each thread was doing, each instant once (``Analysis.timeline``): thread -> lane."""
+    line = a.timeline
+    # pieces of one class in a row are one piece; the first tells the event
+    code, owner = line.code, line.thread
+    fresh = np.ones(len(code), dtype=bool)
+    fresh[1:] = (code[1:] != code[:-1]) | (owner[1:] != owner[:-1])
+    at = np.flatnonzero(fresh)
+    owner, code, start, row = owner[at], code[at], line.start[at], line.row[at]
+    end = line.end[np.append(at[1:] - 1, len(line.code) - 1)] if len(at) else start
+    recorded = code != CODE["unrecorded"]
+    owner, code, start, end, row = (c[recorded] for c in (owner, code, start, end, row))
+    labels = np.array([b.names.one(host_label(name)) for name in CLASSES], dtype=np.uint32)
+    found = {}
+    for number in np.unique(owner).tolist():
+        lo, hi = np.searchsorted(owner, [number, number + 1])
+        at = np.arange(lo, hi)
+        found[number] = (
+            "activity",
+            ACTIVITY,
+            start[at],
+            end[at],
+            labels[code[at]],
+            code[at],
+            row[at],
+        )
+    return found
+
+
+def _overhead(b: _Builder, a: Analysis) -> None:
+    cpu = a.trace.cpu
+    rows = np.flatnonzero((cpu["kind"] == "overhead").to_numpy())
+    table = cpu[rows]
+    start = table["ts"].to_numpy()
+    slot = np.full(len(rows), _slot(HOST, "host-overhead"), dtype=np.uint8)
+    columns = (start, start + table["dur"].to_numpy(), b.names.column(table["name"]), slot, rows)
+    b.tracks("overhead", "Profiler overhead", "overhead", "cpu", HOST, columns, folded=True)
+
+
+def _tell_what_is_missing(b: _Builder, a: Analysis) -> None:
+    """One line for each kind of lane that the trace has nothing for."""
+    host = (a.trace.cpu["kind"] != "overhead").any()
+    if a.trace.gpu.is_empty():
+        b.notes.append("No device work in this trace: no streams, copies, collectives, idle gaps.")
+    if not host:
+        b.notes.append("No host events in this trace: no threads, and idle gaps have no blame.")
+    if a.steps.source == "whole trace":
+        b.notes.append("No steps were found: everything counts as one window.")
+    if host and not (a.trace.cpu["kind"] == "python").any():
+        b.notes.append("Recorded without Python stacks: no lines of your code in the call stack.")
+    if a.trace.meta.truncated:
+        b.notes.append("The file is cut off: the end of the run is missing.")

@@ -1,0 +1,73 @@
+"""What a slice can be: the categories that give the timeline its colours."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from advisor.analysis.families import FAMILIES
+from advisor.analysis.gaps import CAUSES
+from advisor.analysis.timeline import CLASSES
+from advisor.dashboard import theme
+from advisor.report.text import cause_label, host_label
+from advisor.trace import SYNC_KINDS
+
+
+class Category(NamedTuple):
+    """One category. ``key`` is stable."""
+
+    key: str
+    label: str
+    colour: str
+    """As on the other pages where they show the same."""
+
+
+STEPS = (
+    Category("step", "step", "#7f8aa3"),
+    Category("step-aside", "step set aside", "#b5b5bd"),
+)
+PHASES = tuple(Category(f"phase-{name}", name, theme.of_phase(name)) for name in theme.PHASES)
+IDLE = tuple(
+    Category(f"idle-{name}", f"idle: {cause_label(name)}", theme.of_cause(name)) for name in CAUSES
+)
+KERNELS = tuple(Category(f"gpu-{name}", name, theme.of_family(name)) for name in FAMILIES)
+COPIES = (
+    Category("copy-htod", "host to device", theme.CLASSES["copies"]),
+    Category("copy-htod-pageable", "host to device, pageable", "#d98a3d"),
+    Category("copy-dtoh", "device to host", "#6c8fd9"),
+    Category("copy-dtoh-pageable", "device to host, pageable", "#c96a4a"),
+    Category("copy-dtod", "on the device", "#5fa8a0"),
+    Category("copy-ptop", "device to device", "#8a7fd6"),
+    Category("copy-other", "other copy", theme.PLAIN),
+    Category("copy-memset", "memset", theme.CLASSES["memset"]),
+)
+SYNCS = tuple(
+    Category(f"sync-{name}", f"{name.replace('_', ' ')} sync", theme.of_cause("sync"))
+    for name in SYNC_KINDS
+)
+ACTIVITY = tuple(Category(f"act-{name}", host_label(name), theme.of_host(name)) for name in CLASSES)
+HOST = (
+    Category("host-op", "operator", theme.of_host("dispatch")),
+    Category("host-range", "range", "#7f8aa3"),
+    Category("host-python", "Python, libraries", "#c9b78a"),
+    Category("host-user", "Python, your code", theme.of_host("python")),
+    Category("host-launch", "launch", theme.of_host("launch")),
+    Category("host-sync", "sync", theme.of_host("sync")),
+    Category("host-copy", "copy call", theme.of_host("copy")),
+    Category("host-allocation", "allocation", theme.of_host("allocation")),
+    Category("host-load", "code loading", theme.of_host("compile")),
+    Category("host-call", "other runtime call", "#94a35a"),
+    Category("host-loader", "data loader", theme.of_host("loader")),
+    Category("host-overhead", "profiler overhead", theme.of_host("profiler")),
+)
+
+ALL = (*STEPS, *PHASES, *IDLE, *KERNELS, *COPIES, *SYNCS, *ACTIVITY, *HOST)
+"""Every category; what is sent to the browser is the place in here."""
+
+BASE = {
+    part: ALL.index(part[0]) for part in (STEPS, PHASES, IDLE, KERNELS, COPIES, SYNCS, ACTIVITY)
+}
+BASE[HOST] = ALL.index(HOST[0])
+"""Where each set begins: a lane holds one set, its slices the place in the set."""
+
+SLOTS = max(len(part) for part in BASE)
+"""Size of the largest set."""

@@ -1,0 +1,181 @@
+"""Counters below the lanes: NVML and host samples, allocator totals, hardware counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.intervals import Ints
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.rundir import Gpu, Host, RankRecord
+
+MOST_COUNTERS = 48
+HOLD_PERIODS = 2.5
+"""A sample is shown until the next one, or for this many typical periods where none comes."""
+MARGIN_NS = 2_000_000_000
+"""Samples this far outside the trace are kept: at 1 Hz a window of 0.5 s has one beside it."""
+
+
+class Counter(NamedTuple):
+    """One series: ``value`` from ``ts`` (in order) until the next. Missing samples are absent."""
+
+    key: str
+    label: str
+    unit: str
+    """``%``, ``W``, ``MHz``, ``°C``, ``bytes``, ``bytes/s`` or empty."""
+    ts: Ints
+    value: NDArray[np.float64]
+    hold: int | None
+    """Longest time that a value is shown for, ns; ``None``: until the next one."""
+
+
+_GPU: tuple[tuple[str, str, str, Callable[[Gpu], Any]], ...] = (
+    ("utilisation", "any kernel running", "%", lambda g: g.utilisation),
+    ("power", "power", "W", lambda g: None if g.power is None else g.power / 1000),
+    ("sm_clock", "SM clock", "MHz", lambda g: g.sm_clock),
+    ("temperature", "temperature", "°C", lambda g: g.temperature),
+    ("memory_used", "memory used, all processes", "bytes", lambda g: g.memory_used),
+    ("memory_utilisation", "memory busy", "%", lambda g: g.memory_utilisation),
+    ("pcie_rx", "PCIe received", "bytes/s", lambda g: g.pcie_rx),
+    ("pcie_tx", "PCIe sent", "bytes/s", lambda g: g.pcie_tx),
+)
+_HOST: tuple[tuple[str, str, str, Callable[[Host], Any]], ...] = (
+    ("cpu", "all CPUs", "%", lambda h: h.cpu),
+    ("process_cpu", "this process, % of one CPU", "%", lambda h: h.process_cpu),
+    ("rss", "resident memory", "bytes", lambda h: h.rss),
+)
+
+
+def counters(a: Analysis) -> tuple[Counter, ...]:
+    """All series of a rank's window, at most MOST_COUNTERS."""
+    found = [*_samples(a), *_memory(a), *_hardware(a)]
+    return tuple(c for c in found if len(c.ts))[:MOST_COUNTERS]
+
+
+def clock_offset(a: Analysis) -> int | None:
+    """What to add to the recorder's times to get the trace's; ``None``: not on one clock."""
+    if a.record is None or a.trace.meta.clock != "unix":
+        return None
+    rank = a.record.rank
+    if rank.anchor_unix_ns is None or rank.anchor_perf_ns is None:
+        return None
+    return rank.anchor_unix_ns - rank.anchor_perf_ns - a.trace.meta.start_ns
+
+
+def _samples(a: Analysis) -> list[Counter]:
+    offset = clock_offset(a)
+    if offset is None or a.record is None or not a.record.samples:
+        return []
+    low, high = -MARGIN_NS, a.trace.meta.end_ns + MARGIN_NS
+    near = [(s.t + offset, s) for s in a.record.samples if low <= s.t + offset <= high]
+    near.sort(key=lambda pair: pair[0])
+    ts = np.array([t for t, _ in near], dtype=np.int64)
+    found: list[Counter] = []
+    devices = max((len(s.gpus) for _, s in near), default=0)
+    for place in range(min(devices, 16)):
+        number = _ordinal(a.record, place)
+        gpus = [s.gpus[place] if place < len(s.gpus) else None for _, s in near]
+        for key, label, unit, take in _GPU:
+            values = [None if g is None else take(g) for g in gpus]
+            found.append(
+                _sampled(f"nvml:{place}:{key}", f"GPU {number} · {label}", unit, ts, values)
+            )
+    for key, label, unit, of in _HOST:
+        values = [None if s.host is None else of(s.host) for _, s in near]
+        found.append(_sampled(f"host:{key}", f"Host · {label}", unit, ts, values))
+    return [series for series in found if len(series.ts)]
+
+
+def _ordinal(record: RankRecord, place: int) -> int:
+    devices = record.rank.devices
+    index = devices[place].index if place < len(devices) else None
+    return place if index is None else index
+
+
+def _sampled(key: str, label: str, unit: str, ts: Ints, values: list[Any]) -> Counter:
+    value = np.array([np.nan if v is None else float(v) for v in values], dtype=np.float64)
+    there = ~np.isnan(value)
+    own = ts[there]
+    period = float(np.median(np.diff(own))) if len(own) > 1 else 1e9
+    return Counter(key, label, unit, own, value[there], int(HOLD_PERIODS * period) + 1)
+
+
+def _memory(a: Analysis) -> list[Counter]:
+    memory = a.trace.memory
+    found: list[Counter] = []
+    if memory.is_empty():
+        return found
+    for device in sorted(memory["device"].unique().drop_nulls().to_list())[:17]:
+        own = memory.filter(pl.col("device") == device).sort("ts", maintain_order=True)
+        where = "Host" if device < 0 else f"GPU {device}"
+        for column, label in (
+            ("allocated", "allocated"),
+            ("reserved", "reserved by the allocator"),
+        ):
+            told = own.filter(pl.col(column).is_not_null())
+            found.append(
+                Counter(
+                    f"memory:{device}:{column}",
+                    f"{where} · {label}",
+                    "bytes",
+                    told["ts"].to_numpy(),
+                    told[column].to_numpy().astype(np.float64),
+                    None,
+                )
+            )
+    return found
+
+
+def _hardware(a: Analysis) -> list[Counter]:
+    table = a.trace.counters
+    found: list[Counter] = []
+    if table.is_empty():
+        return found
+    names = table["name"].unique().cast(pl.String).sort().to_list()
+    for name in names[:MOST_COUNTERS]:
+        own = table.filter((pl.col("name") == name) & pl.col("value").is_not_null()).sort("ts")
+        hold = int(own["dur"].max() or 1) if own.height else 1  # type: ignore[arg-type]
+        found.append(
+            Counter(
+                f"counter:{name}",
+                str(name)[:80],
+                "",
+                own["ts"].to_numpy(),
+                own["value"].to_numpy(),
+                max(hold, 1),
+            )
+        )
+    return found
+
+
+def sample(counter: Counter, x0: int, x1: int, px: int) -> NDArray[np.float32]:
+    """Least and largest value in each pixel, as two rows; NaN: no value there.
+
+    Pixel i is [cut(i), cut(i + 1)) with ``cut(i) = x0 + ceil(i (x1 - x0) / px)``.
+    """
+    cut = x0 - (-(np.arange(px + 1) * (x1 - x0)) // px)
+    place = np.searchsorted(counter.ts, cut, side="left")
+    low = np.full(px, np.nan)
+    high = low.copy()
+    full = np.flatnonzero(place[1:] > place[:-1])
+    # the value that holds at the pixel's beginning
+    before = place[:-1] - 1
+    at = np.maximum(before, 0)
+    held = before >= 0
+    if counter.hold is not None:
+        held &= cut[:-1] - counter.ts[at] <= counter.hold
+    low[held] = counter.value[at[held]]
+    high[held] = low[held]
+    if len(full):
+        # reduceat wants rising starts; pixels without a sample are left out, so they rise
+        inside = counter.value[place[full[0]] : place[full[-1] + 1]]
+        starts = place[full] - place[full[0]]
+        low[full] = np.fmin(low[full], np.minimum.reduceat(inside, starts))
+        high[full] = np.fmax(high[full], np.maximum.reduceat(inside, starts))
+    return np.stack([low, high]).astype(np.float32)

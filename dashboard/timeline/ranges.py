@@ -1,0 +1,156 @@
+"""Statistics of a range: what ran in it by name, and how busy the device was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.analysis.gaps import CAUSES
+from advisor.dashboard.timeline.categories import ALL
+from advisor.dashboard.timeline.search import locate
+from advisor.intervals import Intervals, intersect
+from advisor.report.text import cause_label
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.dashboard.timeline.index import Index
+
+MOST_NAMES = 40
+MOST_ROWS = 100
+_CLASSES = ("compute", "communication", "copies", "memset", "idle")
+_HOST_OPS = ("host-op", "host-loader")
+
+
+def statistics(a: Analysis, index: Index, x0: int, x1: int) -> dict[str, Any]:
+    """What lies in [x0, x1).
+
+    ``device``: exclusive classes of the analysed device's time, as in ``Analysis.breakdown``, in
+    the part of the range that belongs to analysed steps (``measured``, ns); ``None`` without any.
+    ``idle``: that idle time by cause. ``kernels`` and ``operators``: by name ``count``, ``total``
+    (ns inside the range, operators with what they call) and ``mean`` (of whole durations, ns).
+    """
+    here = Intervals(np.array([x0]), np.array([x1]))
+    inside = intersect(a.spans, here)
+    device = None
+    if a.device_id is not None and inside.total:
+        device = {name: intersect(getattr(a.breakdown, name), here).total for name in _CLASSES}
+    return {
+        "x0": x0,
+        "x1": x1,
+        "measured": inside.total if device is not None else 0,
+        "device": device,
+        "idle": _idle(a, x0, x1) if device is not None else [],
+        "kernels": _by_name(index, _of_kind(index, "stream"), None, x0, x1),
+        "operators": _by_name(index, _of_kind(index, "thread"), _HOST_OPS, x0, x1),
+        "calls": _by_name(index, _of_kind(index, "thread"), _CALLS, x0, x1),
+    }
+
+
+_CALLS = (
+    "host-launch",
+    "host-sync",
+    "host-copy",
+    "host-allocation",
+    "host-load",
+    "host-call",
+)
+
+
+def _idle(a: Analysis, x0: int, x1: int) -> list[dict[str, Any]]:
+    gaps = a.gaps
+    ts = gaps["ts"].to_numpy()
+    end = ts + gaps["dur"].to_numpy()
+    inside = np.maximum(np.minimum(end, x1) - np.maximum(ts, x0), 0)
+    cause = gaps["cause"].to_physical().to_numpy()
+    total = np.bincount(cause, weights=inside, minlength=len(CAUSES))
+    order = np.argsort(-total, kind="stable").tolist()
+    return [
+        {"cause": CAUSES[i], "label": cause_label(CAUSES[i]), "ns": int(total[i])}
+        for i in order
+        if total[i]
+    ]
+
+
+def _of_kind(index: Index, kind: str) -> list[int]:
+    return [
+        number
+        for number, lane in enumerate(index.lanes)
+        if index.groups[lane.group].kind == kind and lane.source != "activity"
+    ]
+
+
+def _by_name(
+    index: Index, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
+) -> dict[str, Any]:
+    name, inside, whole = _inside(index, lanes, keys, x0, x1)
+    if not len(name):
+        return {"rows": [], "names": 0, "count": 0, "total": 0}
+    count = np.bincount(name, minlength=len(index.names))
+    total = np.bincount(name, weights=inside, minlength=len(index.names))
+    full = np.bincount(name, weights=whole, minlength=len(index.names))
+    there = np.flatnonzero(count)
+    order = there[np.argsort(-total[there], kind="stable")]
+    rows = [
+        {
+            "name": index.names[i][:300],
+            "count": int(count[i]),
+            "total": int(total[i]),
+            "mean": float(full[i] / count[i]),
+        }
+        for i in order[:MOST_NAMES].tolist()
+    ]
+    return {"rows": rows, "names": len(there), "count": len(name), "total": int(inside.sum())}
+
+
+def _inside(
+    index: Index, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
+) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
+    """Name, duration inside the range and whole duration of the slices in it."""
+    names, inside, whole = [], [], []
+    for number in lanes:
+        lo, hi = index.within(number, x0, x1)
+        if hi <= lo:
+            continue
+        start, end = index.start[lo:hi], index.end[lo:hi]
+        name = index.name[lo:hi]
+        if keys is not None:
+            base = index.lanes[number].base
+            slots = [i - base for i, category in enumerate(ALL) if category.key in keys]
+            kept = np.isin(index.slot[lo:hi], slots)
+            start, end, name = start[kept], end[kept], name[kept]
+        names.append(name)
+        inside.append(np.minimum(end, x1) - np.maximum(start, x0))
+        whole.append(end - start)
+    if not names:
+        return np.zeros(0, np.uint32), np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return np.concatenate(names), np.concatenate(inside), np.concatenate(whole)
+
+
+def table(index: Index, lanes: list[int], x0: int, x1: int, most: int) -> dict[str, Any]:
+    """The longest slices in view, in order of start; ``total``: how many there are in view."""
+    spans = [index.within(number, x0, x1) for number in lanes]
+    total = sum(hi - lo for lo, hi in spans)
+    best: list[NDArray[np.int64]] = []
+    for lo, hi in spans:
+        dur = index.end[lo:hi] - index.start[lo:hi]
+        at = np.arange(lo, hi)
+        if len(at) > most:
+            at = lo + np.argpartition(-dur, most)[:most]
+        best.append(at)
+    found = np.concatenate([*best, np.zeros(0, dtype=np.int64)])
+    dur = index.end[found] - index.start[found]
+    found = found[np.argsort(-dur, kind="stable")[:most]]
+    found = found[np.argsort(index.start[found], kind="stable")]
+    rows = []
+    for position in found.tolist():
+        of = index.lanes[index.lane_of(position)]
+        rows.append(
+            {
+                **locate(index, position),
+                "group": index.groups[of.group].label,
+                "category": ALL[of.base + int(index.slot[position])].label,
+            }
+        )
+    return {"rows": rows, "total": total}

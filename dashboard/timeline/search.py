@@ -1,0 +1,78 @@
+"""Search over names: what is found, and the next one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.dashboard.timeline.index import Index
+
+MOST_NAMES = 8
+
+
+class Hits(NamedTuple):
+    """``position`` of the found slices in order of the index, ``order`` puts them in order of
+    time; a slice drawn twice (a copy on its stream and among the copies) counts once."""
+
+    position: NDArray[np.int32]
+    order: NDArray[np.int32]
+    """Positions, in order of start."""
+    names: NDArray[np.int64]
+    """Numbers of the found names."""
+
+
+_TWICE = ("collectives", "copies", "phases")
+"""Groups whose slices are in another lane too."""
+
+
+def search(index: Index, query: str) -> Hits:
+    """Slices whose name contains the lower-case text; an empty text finds nothing."""
+    none = np.zeros(0, dtype=np.int32)
+    if not query:
+        return Hits(none, none, np.zeros(0, dtype=np.int64))
+    wanted = np.array([query in name.lower() for name in index.names], dtype=bool)
+    if not wanted.any():
+        return Hits(none, none, np.zeros(0, dtype=np.int64))
+    position = np.flatnonzero(wanted[index.name]).astype(np.int32)
+    once = np.ones(len(position), dtype=bool)
+    for lane in index.lanes:
+        if index.groups[lane.group].kind in _TWICE:
+            a, b = np.searchsorted(position, [lane.lo, lane.hi])
+            once[a:b] = False
+    own = position[once]
+    order = own[np.argsort(index.start[own], kind="stable")]
+    return Hits(position, order, np.flatnonzero(wanted))
+
+
+def step_through(
+    index: Index, hits: Hits, at: int | None, since: int, back: bool
+) -> dict[str, Any]:
+    """The found slice after (or before) slice ``at``, or after the instant ``since``; it goes
+    round at the end."""
+    total = len(hits.order)
+    names = [index.names[i][:200] for i in hits.names[:MOST_NAMES].tolist()]
+    answer: dict[str, Any] = {"total": total, "names": names, "distinct": len(hits.names)}
+    if not total:
+        return answer
+    here = np.flatnonzero(hits.order == (-1 if at is None else at))
+    if len(here):
+        place = (int(here[0]) + (-1 if back else 1)) % total
+    else:
+        start = index.start[hits.order]
+        place = int(np.searchsorted(start, since, side="left"))
+        place = (place - 1 if back else place) % total
+    found = int(hits.order[place])
+    return answer | {"at": place, **locate(index, found)}
+
+
+def locate(index: Index, position: int) -> dict[str, Any]:
+    """Where a slice is."""
+    return {
+        "id": position,
+        "lane": index.lane_of(position),
+        "ts": int(index.start[position]),
+        "dur": int(index.end[position] - index.start[position]),
+        "name": index.names[int(index.name[position])][:300],
+    }

@@ -1,0 +1,90 @@
+"""One rank's timeline: its index, and what was asked of it lately."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.dashboard.timeline import focus as finding_of
+from advisor.dashboard.timeline.build import build_index
+from advisor.dashboard.timeline.search import Hits, search
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.report.data import Report
+
+T = TypeVar("T")
+KEPT = 6
+"""Searches and outlines that are remembered: one byte, or less than 8, a slice each."""
+FOCUS, FOUND = 1, 2
+
+
+class Latest(Generic[T]):
+    """The last few results by key, made once; safe to be used by several threads."""
+
+    def __init__(self, most: int = KEPT) -> None:
+        self._kept: OrderedDict[Any, T] = OrderedDict()
+        self._lock = threading.Lock()
+        self._most = most
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """The result of a key, made now if it is not there."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            made = self._kept[key] = make()
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+            return made
+
+
+class RankTimeline:
+    """What the addresses answer from. Read-only but for what it remembers."""
+
+    def __init__(self, analysis: Analysis, report: Report, rank: int, version: int = 0) -> None:
+        self.analysis = analysis
+        self.report = report
+        self.rank = rank
+        self.version = version
+        self.index = build_index(analysis)
+        self._hits: Latest[Hits] = Latest()
+        self._outlines: Latest[NDArray[np.bool_]] = Latest()
+        self._flags: Latest[NDArray[np.uint8] | None] = Latest()
+
+    def hits(self, query: str) -> Hits:
+        """Slices whose name contains the text."""
+        query = query.strip().lower()
+        return self._hits.get(query, lambda: search(self.index, query))
+
+    def flags(self, focus: str, query: str) -> NDArray[np.uint8] | None:
+        """A byte a slice: FOCUS for those of the finding, FOUND for those of the search;
+        ``None``: none of either."""
+        query = query.strip().lower()
+        finding = finding_of.find(self.report, focus) if focus else None
+        if finding is None and not query:
+            return None
+        return self._flags.get((focus, query), lambda: self._make_flags(focus, query))
+
+    def _make_flags(self, focus: str, query: str) -> NDArray[np.uint8] | None:
+        flags = np.zeros(len(self.index), dtype=np.uint8)
+        if focus:
+            flags[self.outline(focus)] |= FOCUS
+        if query:
+            flags[self.hits(query).position] |= FOUND
+        return flags if flags.any() else None
+
+    def outline(self, focus: str) -> NDArray[np.bool_]:
+        """The slices of a finding of this rank; none for another rank's."""
+        return self._outlines.get(focus, lambda: self._make_outline(focus))
+
+    def _make_outline(self, focus: str) -> NDArray[np.bool_]:
+        finding = finding_of.find(self.report, focus)
+        if finding is None or finding.trace_rank not in (None, self.rank):
+            return np.zeros(len(self.index), dtype=bool)
+        return finding_of.outlined(self.analysis, self.index, finding)

@@ -59,6 +59,7 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
         add_log_handler=False,
         include_pages_meta=False,
         enable_mcp=False,
+        on_error=shell.on_error,
     )
     app.server.config[KEY] = session
     app.index_string = shell.INDEX
@@ -68,7 +69,9 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
     shell.register(app, session)
     app.server.register_blueprint(routes(session))
     if find_spec("advisor.dashboard.timeline") is not None:
-        import_module("advisor.dashboard.timeline").register(app, session)
+        timeline = import_module("advisor.dashboard.timeline")
+        if hasattr(timeline, "register"):
+            timeline.register(app, session)
     protect(app, access or Access())
     return app
 

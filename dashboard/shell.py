@@ -3,6 +3,7 @@ run is being read or cannot be."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,30 @@ def layout() -> Any:
 
 def register(app: dash.Dash, session: Session) -> None:
     """Callbacks of the frame."""
+
+
+def on_error(error: Exception) -> Any:
+    """A page that fails says so in its place; what happened is for the terminal, not for the
+    browser."""
+    traceback.print_exception(error)
+    outputs = dash.ctx.outputs_list
+    if isinstance(outputs, list) and outputs and outputs[0].get("id") == "_pages_content":
+        return _broken(), {"title": "advisor"}
+    return dash.no_update
+
+
+def _broken() -> Any:
+    return el(
+        "Main",
+        el(
+            "Section",
+            el("H1", "This page could not be made"),
+            el("P", "That is a fault of advisor; the terminal it runs in says more.", role="alert"),
+            el("P", link("Back to the overview", href="/")),
+            cls="card centred",
+        ),
+        id="content",
+    )
 
 
 def framed(page: Page, inner: Layout) -> Layout:

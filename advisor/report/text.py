@@ -188,6 +188,15 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def rate(amount: float, unit: str) -> str:
+    """A rate in the unit that GPUs' are given in (TFLOP/s, GB/s); a small one in a smaller."""
+    units = (("T", 1e12), ("G", 1e9), ("M", 1e6)) if unit == "FLOP/s" else (("G", 1e9), ("M", 1e6))
+    for letter, scale in units:
+        if abs(amount) >= 0.1 * scale or amount == 0:
+            return f"{number(amount / scale)} {letter}{unit}"
+    return f"{number(amount)} {unit}"
+
+
 def value(amount: float | str | None, unit: str) -> str:
     """A measured value as :class:`~advisor.model.Evidence` holds it, with its unit."""
     if amount is None:
@@ -206,9 +215,9 @@ def value(amount: float | str | None, unit: str) -> str:
         case "count":
             return count(amount)
         case "FLOP/s":
-            return f"{number(amount / 1e12)} TFLOP/s"
+            return rate(amount, "FLOP/s")
         case "B/s":
-            return f"{number(amount / 1e9)} GB/s"
+            return rate(amount, "B/s")
     return f"{number(amount)} {clean(unit)}".rstrip()
 
 

@@ -52,7 +52,7 @@ def _head(report: Report) -> Any:
     elif report.status == "healthy":
         lead = "No change that would make the step shorter was found."
     else:
-        lead = t.clean(report.verdict)
+        lead = ""
     return head(title, lead)
 
 
@@ -62,7 +62,7 @@ def _nothing(report: Report) -> Any:
         for good in report.good
     ]
     return empty(
-        "Nothing to fix",
+        "Nothing to fix" if report.status == "healthy" else "No fix that is worth showing",
         t.clean(report.verdict),
         "",
         el("Ul", *checked, cls="plain", style={"marginTop": "10px"}) if checked else None,

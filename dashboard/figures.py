@@ -1,0 +1,262 @@
+"""Figures drawn by plotly: quiet, with units on the axes, readable on light and dark.
+
+Colours of text and lines on the page come from assets/parts.css; those set here are what a saved
+PNG has, on white.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+
+from advisor.dashboard import theme
+from advisor.hardware import Gpu
+from advisor.report import text as t
+
+INK, GRID = "#4a4a52", "#e6e5e1"
+FONT = 'Inter, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif'
+SEQUENTIAL = ((0.0, "#eceaf9"), (0.5, "#9d97e0"), (1.0, "#4a3fb0"))
+DECADES = 1e5
+"""A roofline reaches this far below its roof: slower kernels than that are idle in all but name."""
+
+
+def base(height: int, **layout: Any) -> Any:
+    """An empty figure in the house style."""
+    made = go.Figure()
+    made.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 64, "r": 16, "t": 16, "b": 48},
+        font={"family": FONT, "size": 12.5, "color": INK},
+        paper_bgcolor="#ffffff",
+        plot_bgcolor="#ffffff",
+        hoverlabel={"bgcolor": "#26262b", "font": {"color": "#ffffff", "family": FONT}},
+        legend={
+            "orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left",
+            "font": {"size": 12.5}, "itemsizing": "constant",
+        },
+        showlegend=False,
+        **layout,
+    )  # fmt: skip
+    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#cfcec8", "ticks": ""}
+    made.update_xaxes(**axis, showgrid=False, showline=True, title={"standoff": 10})
+    made.update_yaxes(**axis, title={"standoff": 8})
+    return made
+
+
+# -- kernels ------------------------------------------------------------------------------------
+
+
+def roofline(kernels: pl.DataFrame, hardware: Gpu) -> Any:
+    """Kernels by arithmetic intensity and rate, under the device's roofs; area is time.
+
+    ``kernels``: rows of ``Analysis.hot_kernels`` with both rates known.
+    """
+    made = base(420)
+    intensity = (kernels["flops_per_s"] / kernels["bytes_per_s"]).to_list()
+    rates = (kernels["flops_per_s"] / 1e12).to_list()
+    low = 10 ** math.floor(math.log10(max(min([*intensity, 1.0]), 1e-3)))
+    high = 10 ** math.ceil(math.log10(max([*intensity, 1e3])))
+    _roofs(made, hardware, low, high)
+    largest = max(kernels["dur"].max() or 1, 1)
+    rows = zip(
+        intensity, rates, kernels["name"].cast(pl.String), kernels["family"].cast(pl.String),
+        kernels["dur"], kernels["share"], kernels["roofline"], strict=True,
+    )  # fmt: skip
+    by_family: dict[str, list[Any]] = {}
+    for row in rows:
+        by_family.setdefault(row[3], []).append(row)
+    for family, points in by_family.items():
+        made.add_trace(
+            go.Scatter(
+                x=[p[0] for p in points],
+                y=[p[1] for p in points],
+                name=family,
+                mode="markers",
+                marker={
+                    "size": [6 + 30 * math.sqrt(p[4] / largest) for p in points],
+                    "color": theme.of_family(family),
+                    "opacity": 0.78,
+                    "line": {"width": 1, "color": "#ffffff"},
+                },
+                customdata=[
+                    [plain(t.kernel(p[2], 70)), t.percent(p[5]), t.percent(p[6])] for p in points
+                ],
+                hovertemplate="%{customdata[0]}<br>%{y:.3g} TFLOP/s at %{x:.3g} FLOP/byte<br>"
+                "%{customdata[1]} of kernel time, %{customdata[2]} of the roof<extra></extra>",
+            )
+        )
+    top = max([peak for name in ROOFS if (peak := hardware.peak(name))], default=1e12) / 1e12
+    bottom = max(min([rate for rate in rates if rate > 0], default=0.01), top / DECADES)
+    made.update_xaxes(
+        type="log", range=[math.log10(low), math.log10(high)], showgrid=True, dtick=1,
+        exponentformat="power",
+        title="FLOP per byte moved",
+    )  # fmt: skip
+    made.update_yaxes(
+        type="log",
+        range=[math.floor(math.log10(bottom)), math.log10(top) + 0.35],
+        dtick=1,
+        exponentformat="power",
+        title="TFLOP/s",
+    )
+    made.update_layout(showlegend=True, margin={"t": 44})
+    return made
+
+
+ROOFS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+
+
+def _roofs(made: Any, hardware: Gpu, low: float, high: float) -> None:
+    """The memory roof, and a flat one for each peak that the device has (equal ones once)."""
+    peaks: dict[float, list[str]] = {}
+    for name in ROOFS:
+        if name != "int8" and (peak := hardware.peak(name)):
+            peaks.setdefault(peak, []).append(name)
+    bandwidth = hardware.bandwidth
+    top = max(peaks, default=bandwidth * high)
+    line = {"color": "#8f8f99", "width": 1.4}
+    ridge = min(top / bandwidth, high)
+    made.add_trace(
+        go.Scatter(
+            x=[low, ridge], y=[low * bandwidth / 1e12, ridge * bandwidth / 1e12],
+            mode="lines", line=line, hoverinfo="skip", showlegend=False,
+        )
+    )  # fmt: skip
+    made.add_annotation(
+        x=math.log10(low), y=math.log10(low * bandwidth / 1e12), xanchor="left", yanchor="bottom",
+        text=f"{t.value(bandwidth, 'B/s')}", showarrow=False, xshift=14, yshift=16,
+        font={"size": 11.5},
+    )  # fmt: skip
+    for peak, names in peaks.items():
+        made.add_trace(
+            go.Scatter(
+                x=[peak / bandwidth, high], y=[peak / 1e12] * 2, mode="lines", line=line,
+                hoverinfo="skip", showlegend=False,
+            )
+        )  # fmt: skip
+        made.add_annotation(
+            x=math.log10(high), y=math.log10(peak / 1e12), xanchor="right", yanchor="bottom",
+            text=f"{', '.join(names)} {t.value(peak, 'FLOP/s')}", showarrow=False,
+            font={"size": 11.5},
+        )  # fmt: skip
+
+
+def icicle(tree: pl.DataFrame, whole: str) -> Any:
+    """The tree of modules and operators (``optree.op_tree``), outermost on top."""
+    made = base(460)
+    total = int(tree.filter(pl.col("parent").is_null())["ns"].sum())
+    ids = [str(node) for node in tree["node"]]
+    parents = ["all" if parent is None else str(parent) for parent in tree["parent"]]
+    values = tree["ns"].to_list()
+    full = [plain(t.shorten(t.clean(name), 90)) for name in tree["name"]]
+    names = [
+        plain(t.shorten(t.clean(_bare(name)), max(9, int(ns / max(total, 1) * 190))))
+        for name, ns in zip(tree["name"], values, strict=True)
+    ]
+    made.add_trace(
+        go.Icicle(
+            ids=["all", *ids],
+            parents=["", *parents],
+            labels=[whole, *names],
+            values=[total, *values],
+            branchvalues="total",
+            sort=False,
+            tiling={"orientation": "v", "pad": 1},
+            marker={"colors": ["#dedcf6", *(_shade(name) for name in tree["name"])]},
+            textfont={"size": 12, "color": "#1c1c1f"},
+            customdata=[
+                [whole, t.time(total)],
+                *([name, t.time(value)] for name, value in zip(full, values, strict=True)),
+            ],
+            hovertemplate="%{customdata[0]}<br>%{customdata[1]}, %{percentRoot:.1%}<extra></extra>",
+            pathbar={"visible": True, "thickness": 22},
+            maxdepth=9,
+            leaf={"opacity": 1},
+        )
+    )
+    made.update_layout(
+        margin={"l": 0, "r": 0, "t": 24, "b": 0}, uniformtext={"minsize": 9, "mode": "hide"}
+    )
+    return made
+
+
+def _bare(name: str) -> str:
+    """A label without what every other has too."""
+    return name.removeprefix("autograd::engine::evaluate_function: ").strip("# ")
+
+
+def _shade(name: str) -> str:
+    """A pale colour by kind: operators, what autograd runs, ranges, modules."""
+    if name.startswith("(rest)"):
+        return "#e4e3df"
+    if "Backward" in name or name.startswith("autograd::"):
+        return "#b9b2ec"
+    if "::" in name:
+        return "#bfe3d1"
+    return "#dedcf6"
+
+
+# -- over time ----------------------------------------------------------------------------------
+
+
+def lines(
+    series: Sequence[tuple[str, Sequence[float], Sequence[Any], str]],
+    *,
+    x: str,
+    y: str,
+    height: int = 200,
+    step: bool = False,
+    floor: float | None = 0,
+) -> Any:
+    """Series over time: (name, x, y, colour) each."""
+    made = base(height)
+    for name, at, values, colour in series:
+        made.add_trace(
+            go.Scatter(
+                x=list(at), y=list(values), name=plain(name), mode="lines",
+                line={"width": 1.5, "color": colour, "shape": "hv" if step else "linear"},
+                hovertemplate="%{y:,.4g}<extra>" + plain(name) + "</extra>",
+            )
+        )  # fmt: skip
+    made.update_xaxes(title=x)
+    made.update_yaxes(title=y, rangemode="tozero" if floor == 0 else "normal", nticks=5)
+    made.update_layout(
+        showlegend=len(series) > 1,
+        hovermode="x unified",
+        margin={"t": 34 if len(series) > 1 else 12},
+    )
+    return made
+
+
+def heat(
+    values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], unit: str
+) -> Any:
+    """A value a rank and step; what is missing stays blank."""
+    made = base(max(150, 60 + 26 * len(rows)))
+    made.add_trace(
+        go.Heatmap(
+            z=values,
+            x=[plain(c) for c in columns],
+            y=[plain(r) for r in rows],
+            colorscale=[list(stop) for stop in SEQUENTIAL],
+            xgap=2,
+            ygap=2,
+            colorbar={"title": {"text": unit, "side": "right"}, "thickness": 10, "outlinewidth": 0},
+            hovertemplate=f"%{{y}}, %{{x}}: %{{z:,.2f}} {unit}<extra></extra>",
+        )
+    )
+    made.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    made.update_xaxes(showline=False, type="category", nticks=12)
+    made.update_layout(margin={"l": 72, "t": 8, "b": 40})
+    return made
+
+
+def plain(text: str) -> str:
+    """Text for plotly, which reads a few tags: none of it is one."""
+    text = t.clean(text)
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

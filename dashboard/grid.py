@@ -1,0 +1,114 @@
+"""Tables of thousands of rows: AG Grid, sorted and filtered in the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import dash
+import dash_ag_grid
+from dash import ClientsideFunction, Input, Output, State, dcc
+
+from advisor.dashboard.dom import el
+
+PARAMS = """{
+    backgroundColor: 'var(--card)', foregroundColor: 'var(--text)', borderColor: 'var(--line)',
+    headerBackgroundColor: 'var(--card)', headerTextColor: 'var(--dim)',
+    rowHoverColor: 'var(--sunk)', selectedRowBackgroundColor: 'var(--accent-soft)',
+    accentColor: 'var(--accent)', fontFamily: 'inherit', fontSize: 13.5, headerFontWeight: 540,
+    headerFontSize: 12.5, wrapperBorderRadius: 9, cellHorizontalPadding: 11, rowBorder: true,
+    headerColumnResizeHandleColor: 'transparent', wrapperBorder: true, browserColorScheme: 'inherit'
+}"""
+"""The grid's looks, by the page's own colours: they follow the theme."""
+
+
+class Column(NamedTuple):
+    """A column. One of numbers is sorted by ``field`` and shows ``field_text``."""
+
+    field: str
+    title: str
+    width: int | None = None
+    flex: int | None = None
+    number: bool = False
+    mono: bool = False
+
+
+def grid(
+    id: str,  # noqa: A002
+    columns: Sequence[Column],
+    rows: list[dict[str, Any]],
+    *,
+    height: int,
+    label: str,
+) -> Any:
+    """A grid of which one row can be selected (click, or space on the focused row)."""
+    make: Any = dash_ag_grid.AgGrid
+    search: Any = dcc.Input
+    made = make(
+        id=id,
+        rowData=rows,
+        columnDefs=[_definition(column) for column in columns],
+        defaultColDef={"sortable": True, "resizable": True, "minWidth": 70},
+        getRowId="params.data.id",
+        dashGridOptions={
+            "rowSelection": {
+                "mode": "singleRow",
+                "checkboxes": False,
+                "enableClickSelection": True,
+            },
+            "ensureDomOrder": True,
+            "suppressDragLeaveHidesColumns": True,
+            "rowHeight": 36,
+            "headerHeight": 40,
+            "tooltipShowDelay": 400,
+            "theme": {"function": f"themeQuartz.withParams({PARAMS})"},
+        },
+        style={"height": f"{min(height, 44 + 37 * max(len(rows), 1))}px", "width": "100%"},
+        className="grid",
+    )
+    return el(
+        "Div",
+        el(
+            "Label",
+            el("Span", f"Search {label.lower()}", cls="visually-hidden"),
+            search(
+                id=f"{id}-search",
+                type="search",
+                placeholder=f"Search {label.lower()}",
+                debounce=False,
+                className="search",
+            ),
+        ),
+        el("Div", made, role="region", aria_label=label),
+        cls="searched",
+    )
+
+
+def register_search(app: dash.Dash, id: str) -> None:  # noqa: A002
+    """Let the field above a grid filter it, in the browser."""
+    app.clientside_callback(
+        ClientsideFunction("advisor", "quickFilter"),
+        Output(id, "dashGridOptions"),
+        Input(f"{id}-search", "value"),
+        State(id, "dashGridOptions"),
+        prevent_initial_call=True,
+    )
+
+
+def _definition(column: Column) -> dict[str, Any]:
+    made: dict[str, Any] = {"field": column.field, "headerName": column.title}
+    if column.width is not None:
+        made["width"] = column.width
+    if column.flex is not None:
+        made |= {"flex": column.flex, "minWidth": 130 * column.flex}
+    if column.number:
+        made |= {
+            "type": "rightAligned",
+            "valueFormatter": {"function": f"params.data.{column.field}_text"},
+            "sortingOrder": ["desc", "asc"],
+        }
+    else:
+        made["tooltipField"] = column.field
+    if column.mono:
+        made["cellClass"] = "mono-cell"
+    return made

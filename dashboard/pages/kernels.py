@@ -1,0 +1,304 @@
+"""Kernels and ops: what runs on the device, how near to what it could do, and who launches it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dash
+import polars as pl
+from dash import Input, Output, State
+
+from advisor.analysis import Analysis
+from advisor.analysis.optree import op_table, op_tree
+from advisor.dashboard import current, figures, theme
+from advisor.dashboard.current import View
+from advisor.dashboard.dom import el, icon, link
+from advisor.dashboard.grid import Column, grid, register_search
+from advisor.dashboard.parts import card, empty, facts, figure, head, page, spark, swatch, table
+from advisor.dashboard.ranks import rank_choice
+from advisor.dashboard.session import Session
+from advisor.report import text as t
+
+MOST_ROWS = 2_000
+"""Kernels in the grid; what is smaller is told in a line."""
+MOST_OPS = 500
+
+
+def layout(**query: object) -> Any:
+    """The page."""
+    view = current.view(**query)
+    a = view.analysis
+    title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
+    if a.device_id is None:
+        why = "No device work in this trace: kernels, occupancy and rooflines are not measured."
+        how = "Record with activities=[CPU, CUDA] on a machine with a GPU."
+        return page(title, empty("No kernels", why, how), _tree(view), _ops(view))
+    return page(title, _families(a), _kernels(view), _roofline(view), _tree(view), _ops(view))
+
+
+def _lead(a: Analysis) -> str:
+    if a.device_id is None:
+        return "Operators by host time."
+    per = "a step" if a.steps.source != "whole trace" else "in the recording"
+    kernels = a.hot_kernels
+    total = t.count(float(kernels["count"].sum()) / a.step_count)
+    return f"{total} kernels {per}, {t.count(kernels.height)} different ones."
+
+
+def _families(a: Analysis) -> Any:
+    rows = a.families.filter(pl.col("share").is_not_null())
+    largest = max(rows["dur"].max() or 1, 1)
+    lines = [
+        [
+            el("Span", swatch(theme.of_family(name)), name, cls="nowrap"),
+            el("Div", spark(dur / largest, theme.of_family(name)), cls="bar-cell"),
+            t.time(dur / a.step_count),
+            t.percent(share),
+            t.count(count / a.step_count),
+            _rate(flops, dur, "FLOP/s"),
+            _rate(moved, dur, "B/s"),
+        ]
+        for name, count, dur, share, flops, moved in rows.with_columns(
+            pl.col("family").cast(pl.String)
+        ).iter_rows()
+    ]
+    header = ["Family", "", "Time a step", "Share", "Count a step", "FLOP/s", "Bytes/s"]
+    return card(
+        "By family",
+        table(header, lines, numbers=(2, 3, 4, 5, 6), caption="Share of summed kernel time"),
+    )
+
+
+def _rate(amount: float | None, ns: int, unit: str) -> str:
+    """Known work over all of the family's time: a lower bound where some of it is not known."""
+    return "–" if amount is None or not ns or not amount else t.value(amount / ns * 1e9, unit)
+
+
+KERNELS = (
+    Column("name", "Kernel", flex=2, mono=True),
+    Column("family", "Family", width=132),
+    Column("count", "Count", width=80, number=True),
+    Column("time", "Time a step", width=112, number=True),
+    Column("share", "Share", width=76, number=True),
+    Column("occupancy", "Occupancy", width=110, number=True),
+    Column("flops", "TFLOP/s", width=90, number=True),
+    Column("bytes", "GB/s", width=78, number=True),
+    Column("roofline", "Of roof", width=84, number=True),
+    Column("tensor", "Tensor", width=80),
+    Column("op", "Launched by", flex=1, mono=True),
+)
+
+
+def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
+    """Rows of the grid: numbers to sort by, and the texts that are shown."""
+    rows = []
+    table_ = a.hot_kernels.head(MOST_ROWS).with_columns(
+        pl.col("name", "family", "op_name").cast(pl.String)
+    )
+    for number, row in enumerate(table_.iter_rows(named=True)):
+        occupancy = None if row["occupancy"] is None else row["occupancy"] / 100
+        rows.append(
+            {
+                "id": str(number),
+                "name": t.clean(row["name"]),
+                "family": row["family"],
+                **_cell("count", row["count"], t.count(row["count"])),
+                **_cell("time", row["dur"], t.time(row["dur"] / a.step_count)),
+                **_cell("share", row["share"], t.percent(row["share"])),
+                **_cell("occupancy", occupancy, t.percent(occupancy)),
+                **_cell("flops", row["flops_per_s"], _number(row["flops_per_s"], 1e12)),
+                **_cell("bytes", row["bytes_per_s"], _number(row["bytes_per_s"], 1e9)),
+                **_cell("roofline", row["roofline"], t.percent(row["roofline"])),
+                "tensor": {True: "yes", False: "no", None: "–"}[row["tensor_core"]],
+                "op": t.clean(row["op_name"]) if row["op_name"] is not None else "–",
+            }
+        )
+    return rows
+
+
+def _number(value: float | None, scale: float) -> str:
+    if value is None:
+        return t.NOT_MEASURED
+    return "<0.01" if 0 < value / scale < 0.01 else t.number(value / scale)
+
+
+def _cell(name: str, value: float | None, shown: str) -> dict[str, Any]:
+    """A number to sort by, and how it is written; a dash for what was not measured."""
+    return {name: value, f"{name}_text": "–" if shown == t.NOT_MEASURED else shown}
+
+
+def _kernels(view: View) -> Any:
+    a = view.analysis
+    rows = view.loaded.view(("kernel_rows", view.rank), lambda: kernel_rows(a))
+    more = a.hot_kernels.height - len(rows)
+    aside = "select one to see it on the timeline; – is not measured"
+    return card(
+        "Kernels",
+        grid("kernel-grid", KERNELS, rows, height=460, label="Kernels"),
+        el("P", f"{t.count(more)} smaller ones are not listed.", cls="note-line") if more else None,
+        el("Div", id="kernel-detail", aria_live="polite"),
+        aside=aside,
+    )
+
+
+def _roofline(view: View) -> Any:
+    a = view.analysis
+    known = a.hot_kernels.filter((pl.col("flops_per_s") > 0) & (pl.col("bytes_per_s") > 0)).head(
+        400
+    )
+    if a.hardware is None:
+        why = (
+            f"What {t.clean(a.device.name)} can do is not known to advisor."
+            if a.device is not None and a.device.name
+            else "The trace does not tell which GPU it was recorded on."
+        )
+        return empty("No roofline", why)
+    if known.is_empty():
+        return empty(
+            "No roofline",
+            "FLOPs and bytes of the kernels are not known without the shapes of the operators.",
+            "Record with record_shapes=True.",
+        )
+    share = float(known["share"].sum())
+    words = (
+        f"{known.height} kernels, {t.percent(share)} of kernel time, by arithmetic intensity and "
+        f"rate, under the roofs of {a.hardware.name}."
+    )
+    return card(
+        "Roofline",
+        figure(figures.roofline(known, a.hardware), "roofline", height=420, description=words),
+        el("P", words + " Area is time. Roofs are the vendor's figures.", cls="note-line"),
+    )
+
+
+def _tree(view: View) -> Any:
+    a = view.analysis
+    tree = view.loaded.view(("op_tree", view.rank), lambda: op_tree(a))
+    if tree.is_empty():
+        return empty(
+            "No modules or operators",
+            "The trace has no operators, so it is not known who launched what.",
+            "Record with activities=[CPU, CUDA].",
+        )
+    what = "device time" if a.device_id is not None else "host time"
+    words = f"Modules and operators by the {what} under them, outermost on top; click to enter."
+    return card(
+        "Who launches it" if a.device_id is not None else "Who takes the time",
+        figure(
+            figures.icicle(tree, f"all {what}"), "modules-and-ops", height=460, description=words
+        ),
+        el("P", words, cls="note-line"),
+    )
+
+
+OPS = (
+    Column("name", "Operator", flex=3, mono=True),
+    Column("count", "Calls", width=100, number=True),
+    Column("device", "Device time a step", width=160, number=True),
+    Column("host", "Own host time a step", width=170, number=True),
+)
+
+
+def op_rows(a: Analysis) -> list[dict[str, Any]]:
+    """Rows of the operators' grid."""
+    return [
+        {
+            "id": str(number),
+            "name": t.clean(row["name"]),
+            **_cell("count", row["count"], t.count(row["count"])),
+            **_cell("device", row["device"], t.time(row["device"] / a.step_count)),
+            **_cell("host", row["host"], t.time(row["host"] / a.step_count)),
+        }
+        for number, row in enumerate(op_table(a).head(MOST_OPS).iter_rows(named=True))
+    ]
+
+
+def _ops(view: View) -> Any:
+    a = view.analysis
+    rows = view.loaded.view(("op_rows", view.rank), lambda: op_rows(a))
+    if not rows:
+        return None
+    return card(
+        "Operators",
+        grid("op-grid", OPS, rows, height=380, label="Operators"),
+        el(
+            "P",
+            "Device time is of kernels that the operator launched itself; host time leaves out "
+            "what it called.",
+            cls="note-line",
+            style={"marginTop": "10px"},
+        ),
+    )
+
+
+# -- one kernel ---------------------------------------------------------------------------------
+
+
+def register(app: dash.Dash, session: Session) -> None:
+    """The selected kernel, below the grid."""
+
+    register_search(app, "kernel-grid")
+    register_search(app, "op-grid")
+
+    @app.callback(
+        Output("kernel-detail", "children"),
+        Input("kernel-grid", "selectedRows"),
+        State("_pages_location", "search"),
+        prevent_initial_call=True,
+    )
+    def show(selected: object, search: object) -> Any:
+        from urllib.parse import parse_qsl
+
+        query = dict(parse_qsl(str(search or "").removeprefix("?"))[:20])
+        view = current.view(**{k: query[k] for k in ("run", "rank") if k in query})
+        if not isinstance(selected, list) or not selected or not isinstance(selected[0], dict):
+            return None
+        number = str(selected[0].get("id", ""))
+        if view.entry.loaded is None or not number.isdecimal() or len(number) > 6:
+            return None
+        return _detail(view, int(number))
+
+
+def _detail(view: View, number: int) -> Any:
+    """The kernel of a row: its full name, and its longest instance on the timeline."""
+    a = view.analysis
+    if number >= min(a.hot_kernels.height, MOST_ROWS):
+        return None
+    name = a.hot_kernels["name"][number]
+    gpu = a.trace.gpu.filter(pl.Series(a.in_window)).filter(pl.col("name") == name)
+    if gpu.is_empty():
+        return None
+    longest = gpu.sort("dur", descending=True).row(0, named=True)
+    margin = max(longest["dur"], 20_000)
+    href = view.href(
+        "/timeline",
+        x0=max(0, longest["ts"] - margin),
+        x1=longest["ts"] + longest["dur"] + margin,
+        rank=view.rank,
+        focus=longest["ts"],
+    )
+    launch = [
+        ("Name", el("Code", t.clean(name))),
+        ("Longest", t.time(longest["dur"])),
+        ("Grid", _launched(longest)),
+        ("Stream", str(longest["stream"])),
+    ]
+    where = a.location(longest["launch"])
+    if where[0] is not None:
+        launch.append(("Line", el("Code", f"{t.path(where[0], 90)}:{where[1]}")))
+    return el(
+        "Div",
+        facts(launch),
+        el(
+            "Div",
+            link(icon("show"), "Longest instance on the timeline", href=href, cls="button main"),
+            cls="actions",
+        ),
+        cls="detail",
+    )
+
+
+def _launched(row: dict[str, Any]) -> str:
+    if row["blocks"] is None:
+        return t.NOT_MEASURED
+    return f"{t.count(row['blocks'])} blocks of {t.count(row['threads'])} threads"

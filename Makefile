@@ -7,11 +7,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo test lint fmt docs bench clean
+.PHONY: help demo test lint fmt docs bench record-h200 clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(STAMP) ## Record a short training run and analyse it
 	@$(BIN)/advisor demo
@@ -37,6 +37,9 @@ bench: $(STAMP) ## Measure speed and memory (benchmarks/)
 	  test -e "$$file" || { echo "no benchmarks yet" >&2; exit 1; }; \
 	  echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; \
 	done
+
+record-h200: $(STAMP) ## Record the sample workloads on this machine's CUDA GPU (25 minutes)
+	$(BIN)/python benchmarks/record_gpu.py --output tests/data/h200 $(ARGS)
 
 clean: ## Remove what make, builds and tests left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -76,6 +76,8 @@ class Workload:
     finds: tuple[str, ...]
     """Rules of which at least one must name the bottleneck of the slow variant, at first or second
     place, and none that of the cured one. Empty: a healthy control."""
+    also: tuple[str, ...] = ()
+    """Rules whose fixes are part of the cure besides, for the gain that is predicted of it."""
     shown_on: ShownOn = "cuda"
     """Where the bottleneck can be seen: ``cpu`` means everywhere."""
     processes: int = 1
@@ -84,6 +86,8 @@ class Workload:
     """Scale at which a CPU takes some ten milliseconds a step."""
     steps: int = 6
     """Steps to record so that the finding can be seen."""
+    stacks: bool = True
+    """Whether to record Python stacks: not where thousands of frames would hide the rest."""
     samples: tuple[int, int] = (1, 1)
     """What a step of the slow and one of the cured variant get done, in the same unit: gains are
     measured for the same work."""

@@ -1,6 +1,6 @@
 """Image transforms that keep the loader's workers busy longer than the step takes.
 
-Two workers decode 256x256 images, convert them to float, jitter and normalise all of it, and throw
+Two workers decode 512x512 images, convert them to float, jitter and normalise all of it, and throw
 most of it away in the crop at the end. They cannot keep up, and what they produce is four times as
 large on the way to the GPU as the bytes it came from.
 
@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("dataloader-wait",), shown_on="cpu", cpu_scale=1 / 4, steps=8)
+WORKLOAD = Workload(finds=("dataloader-wait",), shown_on="cpu", cpu_scale=1 / 8, steps=8)
 
-FULL, CROP = 256, 64
+FULL, CROP = 512, 64
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -63,11 +63,11 @@ def loop(run: Setup) -> Iterator[Any]:
     )
     mean = torch.tensor(MEAN, device=run.device)[:, None, None]
     std = torch.tensor(STD, device=run.device)[:, None, None]
-    width = run.size(64, 16)
+    width = run.size(256, 16)
     model = nn.Sequential(
         nn.Conv2d(3, width, 5, stride=2),
         nn.ReLU(),
-        nn.Conv2d(width, width, 5, stride=2),
+        nn.Conv2d(width, width, 5),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),

@@ -17,6 +17,8 @@ from advisor.sample_workloads import Setup, Workload
 
 WORKLOAD = Workload(finds=("memory-leak",), cpu_scale=1 / 16, steps=8)
 
+EPOCH = 500  # steps
+
 
 def loop(run: Setup) -> Iterator[Any]:
     """Train a small network; yields the loss of each step."""
@@ -27,7 +29,7 @@ def loop(run: Setup) -> Iterator[Any]:
     model = nn.Sequential(*layers).to(run.device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    kept = []  # for the metric
+    kept: list[Any] = []  # for the metric
     while True:
         inputs = torch.randn(batch, width, device=run.device, dtype=dtype)
         optimizer.zero_grad()
@@ -36,4 +38,6 @@ def loop(run: Setup) -> Iterator[Any]:
         loss.backward()
         kept.append(outputs.detach().abs().mean() if run.cured else outputs)
         optimizer.step()
+        if len(kept) == EPOCH:
+            kept.clear()
         yield loss.detach()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("single-process-loader",), shown_on="cpu", cpu_scale=1 / 16, steps=8)
+WORKLOAD = Workload(finds=("single-process-loader",), shown_on="cpu", cpu_scale=1 / 32, steps=8)
 
 READ_S = 0.002  # to read one sample
 BATCH = 16
@@ -45,7 +45,7 @@ class Stored(Dataset):
 def loop(run: Setup) -> Iterator[Any]:
     """Train an autoencoder; yields the loss of each step."""
     torch.manual_seed(run.seed)
-    width = run.size(8192, 64)
+    width = run.size(8192, 128)
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
     loader = DataLoader(
         Stored(width // 16),

@@ -26,15 +26,20 @@ WORKLOAD = Workload(
 )
 
 LAYERS = 16
-FULL = 0.94  # of the memory, in the slow variant
+FULL = 0.95  # of the memory, in the slow variant
+TRIAL = 16_384  # rows
 
 
-def largest_batch(run: Setup, width: int) -> int:
-    """Rows whose activations fill the memory that is free."""
-    if not run.on_gpu:
-        return run.size(4096, 8)
+def largest_batch(model: Any, width: int, dtype: Any) -> int:
+    """Rows that fill the GPU's memory, extrapolated from what a small batch takes."""
+    device = next(model.parameters()).device
+    model(torch.randn(1, width, device=device, dtype=dtype)).sum().backward()  # gradients exist
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(torch.randn(TRIAL, width, device=device, dtype=dtype)).sum().backward()
+    row = (torch.cuda.max_memory_allocated() - before) / TRIAL
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    row = (2 * LAYERS + 5) * width * 2  # two tensors a layer are kept; bf16
     return int((free - (1 - FULL) * total) / row)
 
 
@@ -45,12 +50,13 @@ def loop(run: Setup) -> Iterator[Any]:
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(LAYERS)]
     model = nn.Sequential(*layers).to(run.device, dtype)
-    batch = largest_batch(run, width) // (2 if run.cured else 1)
+    batch = largest_batch(model, width, dtype) if run.on_gpu else run.size(4096, 8)
+    batch //= 2 if run.cured else 1
     inputs = torch.randn(batch, width, device=run.device, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     while True:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         loss = model(inputs).sum()
         loss.backward()
         optimizer.step()

@@ -32,13 +32,13 @@ class Texts(Dataset):
         generator = torch.Generator().manual_seed(seed)
         lengths = (torch.rand(1 << 12, generator=generator) ** 4 * 400 + 16).int()
         self.lengths = lengths.view(-1, 64).sort(1).values.flatten().tolist()
+        self.tokens = torch.randint(1, VOCABULARY, (1 << 12, LONGEST), generator=generator)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Any:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(1, VOCABULARY, (self.lengths[index],), generator=generator)
+        return self.tokens[index, : self.lengths[index]]
 
 
 class Collate:
@@ -65,9 +65,9 @@ def loop(run: Setup) -> Iterator[Any]:
     width = run.size(1024, 32)
     loader = DataLoader(
         Texts(run.seed),
-        batch_size=run.size(64, 4),
+        batch_size=run.size(64, 8),
         collate_fn=Collate(to_longest=not run.cured),
-        num_workers=1,
+        num_workers=2,
         persistent_workers=True,
         pin_memory=run.on_gpu,
     )

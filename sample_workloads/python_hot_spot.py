@@ -23,12 +23,9 @@ SAMPLES, BATCH = 20_000, 256
 
 def choose_slowly(weights: list[float], at: int) -> Any:
     """Indices of the first samples from ``at`` on that weigh more than a half."""
-    chosen = []
-    for offset in range(len(weights)):
-        index = (at + offset) % len(weights)
-        if weights[index] > 0.5:
-            chosen.append(index)
-    return torch.tensor(chosen[:BATCH])
+    count = len(weights)
+    order = [(at + offset) % count for offset in range(count)]
+    return torch.tensor([index for index in order if weights[index] > 0.5][:BATCH])
 
 
 def choose(weights: Any, at: int) -> Any:

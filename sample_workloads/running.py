@@ -93,41 +93,40 @@ def prepared(name: str, run: Setup) -> Iterator[Iterator[Any]]:
 # -- timing -------------------------------------------------------------------------------------
 
 
-def measure(name: str, run: Setup, *, seconds: float = 3.0, blocks: int = 12) -> list[float]:
+def measure(
+    name: str, run: Setup, *, seconds: float = 3.0, blocks: int = 12, most: float = 30.0
+) -> list[float]:
     """Mean step time of each of several blocks of steps, ms, without a profiler.
 
     The device is synchronised at the ends of blocks only. Steps before the first block, which warm
-    up, are not in it: at least six, and up to a second of them. The blocks share ``seconds``; each
-    has at least one step. In a workload of several processes these are rank 0's.
+    up, are not in it. The blocks share ``seconds``; each has at least one step, and with steps so
+    long that they would take more than ``most`` seconds there are fewer blocks, at least three. In
+    a workload of several processes these are rank 0's.
     """
     if find(name).processes > 1:
-        first: list[float] = in_processes(_measure, name, run, (seconds, blocks))[0]
+        first: list[float] = in_processes(_measure, name, run, (seconds, blocks, most))[0]
         return first
-    return _measure(name, run, seconds, blocks)
+    return _measure(name, run, seconds, blocks, most)
 
 
-def _measure(name: str, run: Setup, seconds: float, blocks: int) -> list[float]:
+def _measure(name: str, run: Setup, seconds: float, blocks: int, most: float) -> list[float]:
     with prepared(name, run) as program:
-        return timed(program, run, seconds, blocks)
 
+        def block(steps: int) -> float:
+            start = time.perf_counter()
+            for _ in range(steps):
+                next(program)
+            if run.on_gpu:
+                torch.cuda.synchronize()
+            return (time.perf_counter() - start) / steps
 
-def timed(program: Iterator[Any], run: Setup, seconds: float, blocks: int) -> list[float]:
-    """As :func:`measure`, for a program that is there already."""
-
-    def block(steps: int) -> float:
-        start = time.perf_counter()
-        for _ in range(steps):
-            next(program)
-        if run.on_gpu:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / steps
-
-    block(3)
-    first = block(3)
-    block(_agreed(max(1, min(100, round(0.3 / first))), run))
-    one = block(3)
-    steps = _agreed(max(1, min(1000, round(seconds / blocks / one))), run)
-    return [block(steps) * 1e3 for _ in range(blocks)]
+        block(2)
+        first = block(2)
+        block(_agreed(max(1, min(100, round(0.5 / first))), run))
+        one = block(2)
+        steps = _agreed(max(1, min(1000, round(seconds / blocks / one))), run)
+        count = _agreed(max(3, min(blocks, round(most / (steps * one)))), run)
+        return [block(steps) * 1e3 for _ in range(count)]
 
 
 def _agreed(steps: int, run: Setup) -> int:
@@ -148,7 +147,7 @@ def record(
     folder: str | os.PathLike[str],
     *,
     steps: int | None = None,
-    stacks: bool = True,
+    stacks: bool | None = None,
     shapes: bool = True,
     memory: bool = True,
 ) -> list[Path]:
@@ -160,6 +159,7 @@ def record(
     workload = find(name)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    stacks = workload.stacks if stacks is None else stacks
     options = (str(folder), steps or workload.steps, stacks, shapes, memory)
     if workload.processes > 1:
         return [Path(path) for path in in_processes(_record, name, run, options)]

@@ -22,7 +22,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("single-process-loader",), shown_on="cpu", cpu_scale=1.0, steps=8)
+WORKLOAD = Workload(
+    finds=("single-process-loader",),
+    also=("pageable-copies", "implicit-sync", "cpu-before-first-kernel"),
+    shown_on="cpu",
+    cpu_scale=1.0,
+    steps=8,
+)
 
 BATCH = 64  # images a step at scale 1
 CLASSES = 10

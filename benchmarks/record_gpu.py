@@ -1,0 +1,469 @@
+"""Records every sample workload, slow and cured, and says how right the advice about it is.
+
+Each variant runs in a process of its own: steps are timed without a profiler (blocks of steps, the
+device synchronised at their ends only), then a few are recorded. Then every recording is analysed,
+and a table sets the measured gain beside the predicted one, misses included. What is there already
+is not run again, so an interrupted run goes on where it stopped. Nothing is downloaded.
+
+    python benchmarks/record_gpu.py --output tests/data/h200        # make record-h200; any GPU
+    python benchmarks/record_gpu.py --output tests/data/h200 --table     # analyse, tabulate
+    python benchmarks/record_gpu.py --device cpu --only simple_cnn --output /tmp/tried
+
+In the folder: WORKLOAD/VARIANT/ with the recording (at most --limit-kb a trace; options are dropped
+until it fits), results.json, README.md with the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from advisor.errors import AdvisorError
+from advisor.sample_workloads import Setup, Workload, catalogue, find
+
+VARIANTS = ("slow", "cured")
+RESULTS = "results.json"
+Results = dict[str, Any]
+
+
+# -- one variant, in a process of its own ---------------------------------------------------------
+
+
+def ladder(workload: Workload) -> list[dict[str, Any]]:
+    """Ways to record, the fullest first; the next one is for when the file is too large."""
+    steps, fewer = workload.steps, min(workload.steps, max(3, workload.steps // 2))
+    full: dict[str, Any] = {"steps": steps, "stacks": workload.stacks, "memory": True}
+    ways = [
+        full,
+        {**full, "steps": fewer},
+        {**full, "steps": fewer, "memory": False},
+        {**full, "steps": fewer, "stacks": False},
+        {**full, "steps": fewer, "stacks": False, "memory": False},
+        {"steps": min(3, steps), "stacks": False, "memory": False},
+    ]
+    return [way for number, way in enumerate(ways) if way not in ways[:number]]
+
+
+def run_one(name: str, variant: str, options: argparse.Namespace) -> None:
+    """Time and record one variant; prints one line of JSON last."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    from advisor.sample_workloads import running
+
+    workload = find(name)
+    folder = options.output / name / variant
+    scale = workload.default_scale(options.device) if options.scale is None else options.scale
+    run = Setup(variant=variant, device=options.device, scale=scale, folder=str(options.output))  # type: ignore[arg-type]
+    began = time.monotonic()
+    found: Results = {"scale": scale}
+    found["block_ms"] = running.measure(
+        name, run, seconds=options.seconds, blocks=12, most=options.seconds * 5
+    )
+    found["median_ms"] = statistics.median(found["block_ms"])
+    left_out: list[str] = []
+    for way in ladder(workload):
+        shutil.rmtree(folder, ignore_errors=True)
+        files = running.record(name, run, folder, **way)
+        largest = max(_pack(file) for file in files)
+        found["recorded"] = {**way, "kb": round(largest / 1e3), "left_out": list(left_out)}
+        if largest <= options.limit_kb * 1e3:
+            break
+        left_out = [f"{largest / 1e3:.0f} kB with {way}"]
+    else:
+        shutil.rmtree(folder)
+        found["recorded"] = None
+        found["error"] = f"no recording of at most {options.limit_kb} kB: {left_out[0]}"
+    found["wall_s"] = round(time.monotonic() - began, 1)
+    print("\n" + json.dumps(found), flush=True)
+
+
+def _pack(file: Path) -> int:
+    """Compress a trace as well as gzip can; its size."""
+    import gzip
+
+    data = gzip.decompress(file.read_bytes())
+    file.write_bytes(gzip.compress(data, 9, mtime=0))
+    return file.stat().st_size
+
+
+# -- all of them ----------------------------------------------------------------------------------
+
+
+def record_all(options: argparse.Namespace) -> None:
+    """Run what is not there yet, one process after the other, within the time."""
+    deadline = time.monotonic() + options.budget * 60
+    results = load(options.output)
+    results.setdefault("environment", environment(options.device))
+    chosen = options.only or list(catalogue())
+    for name in chosen:
+        find(name)
+    entries: Results = results.setdefault("workloads", {})
+    for name in chosen:
+        entry: Results = entries.setdefault(name, {})
+        for variant in VARIANTS:
+            done = entry.get(variant, {})
+            if done.get("recorded") and not options.again:
+                continue
+            left = deadline - time.monotonic()
+            if left < 20:
+                entry[variant] = {"error": "not run: the time was up"}
+                continue
+            print(f"{name}, {variant} …", end=" ", flush=True)
+            entry[variant] = spawn(name, variant, options, min(left, options.timeout))
+            print(entry[variant].get("error") or f"{entry[variant]['median_ms']:.3f} ms a step")
+            save(options.output, results)
+    save(options.output, results)
+
+
+def spawn(name: str, variant: str, options: argparse.Namespace, seconds: float) -> Results:
+    """One variant in a process group of its own, which is ended when it takes too long."""
+    command = [sys.executable, __file__, "--one", name, variant, "--device", options.device]
+    command += ["--output", str(options.output), "--limit-kb", str(options.limit_kb)]
+    command += ["--seconds", str(options.seconds)]
+    if options.scale is not None:
+        command += ["--scale", str(options.scale)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {"error": f"ended after {seconds:.0f} s"}
+    lines = output.strip().splitlines()
+    try:
+        found: Results = json.loads(lines[-1])
+    except (IndexError, json.JSONDecodeError):
+        told = [line for line in errors.strip().splitlines() if line.strip()]
+        return {"error": told[-1][:300] if told else f"exit code {process.returncode}"}
+    return found
+
+
+def environment(device: str) -> Results:
+    """What the recordings were made on; ``None``: unknown."""
+    import torch
+
+    found: Results = {
+        "device": device,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+    }
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["gpus"] = torch.cuda.device_count()
+        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["cudnn"] = torch.backends.cudnn.version()
+    return found
+
+
+def load(folder: Path) -> Results:
+    """The results so far."""
+    file = folder / RESULTS
+    if not file.exists():
+        return {}
+    found: Results = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def save(folder: Path, results: Results) -> None:
+    """Write whole or not at all."""
+    beside = folder / f".{RESULTS}.tmp"
+    beside.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    beside.replace(folder / RESULTS)
+
+
+# -- what the advice says of it -------------------------------------------------------------------
+
+
+def analyse_all(options: argparse.Namespace) -> None:
+    """Findings and prices of every recording, and the comparison with what was measured.
+
+    Rules that were only tried on synthetic examples are ranked like the others: this is their
+    trial, and the controls are one for all of them.
+    """
+    from advisor.advice.registry import load_rules
+
+    for rule in load_rules(config={}):
+        if rule.validated == "synthetic":
+            type(rule).validated = "recordings"
+    results = load(options.output)
+    for name, entry in results.get("workloads", {}).items():
+        for variant in VARIANTS:
+            folder = options.output / name / variant
+            if entry.get(variant, {}).get("recorded") and folder.is_dir():
+                entry[variant]["advice"] = advice(folder)
+        workload = catalogue().get(name)
+        if workload is not None:
+            entry["compared"] = compared(workload, entry)
+    save(options.output, results)
+    (options.output / "README.md").write_text(page(results, options.limit_kb), encoding="utf-8")
+
+
+def advice(folder: Path) -> Results:
+    """Rules in order of rank, risks, notes; gains of the ranked ones as shares of the step."""
+    from advisor.advice.engine import analyze
+    from advisor.ingest import open_run
+
+    try:
+        report = analyze(open_run(str(folder)))
+    except AdvisorError as error:
+        return {"error": str(error)}
+    step = report.scope.step_ns or None
+    found = []
+    for finding in report.findings:
+        worth = finding.worth
+        gain = None if worth is None else finding.rank_gain_ns or worth.gain_ns
+        ends = (None, None) if worth is None else (worth.low_ns, worth.high_ns)
+        found.append(
+            {
+                "rule": finding.rule,
+                "rank": finding.rank,
+                "folded_under": finding.folded_under,
+                "share": _share(gain, step),
+                "low": _share(ends[0], step),
+                "high": _share(ends[1], step),
+                "where": next((f"{w.file}:{w.line}" for w in finding.where if w.file), None),
+            }
+        )
+    return {
+        "verdict": report.verdict,
+        "step_ms": None if step is None else step / 1e6,
+        "busy_share": report.busy_share,
+        "findings": found,
+        "risks": [finding.rule for finding in report.risks],
+        "notes": [finding.rule for finding in report.notes],
+    }
+
+
+def _share(ns: float | None, step: float | None) -> float | None:
+    return None if ns is None or step is None else ns / step
+
+
+def compared(workload: Workload, entry: Results) -> Results:
+    """The claims about a workload, each true, false or ``None`` where it could not be told."""
+    slow, cured = entry.get("slow", {}), entry.get("cured", {})
+    found: Results = {"measured": None, "predicted": None}
+    if slow.get("median_ms") and cured.get("median_ms"):
+        before = slow["median_ms"] / workload.samples[0]
+        after = cured["median_ms"] / workload.samples[1]
+        found["measured"] = 1 - after / before
+    told, after_cure = slow.get("advice"), cured.get("advice")
+    if told and "error" not in told:
+        found["place"] = place(workload.finds, told)
+        ours = [
+            f
+            for f in told["findings"]
+            if f["rule"] in (*workload.finds, *workload.also)
+            and f["rank"] is not None
+            and f["share"] is not None
+        ]
+        if ours:
+            found["predicted"] = sum(f["share"] for f in ours)
+            found["low"] = sum(f["low"] or 0 for f in ours)
+            found["high"] = sum(f["high"] if f["high"] is not None else f["share"] for f in ours)
+    if after_cure and "error" not in after_cure:
+        if found.get("place"):
+            found["gone"] = place(workload.finds, after_cure) in (None, "note")
+        found["left"] = [f["rule"] for f in after_cure["findings"] if f["rank"] is not None]
+        found["left"] += after_cure["risks"]
+    if not workload.finds and told and "error" not in told:
+        found["silent"] = not [f for f in told["findings"] if f["rank"]] and not told["risks"]
+    return found
+
+
+def place(rules: tuple[str, ...], told: Results) -> str | None:
+    """Where the first of the rules stands: its rank, ``risk 1``, ``note`` or ``None``."""
+    ranks = [f["rank"] for f in told["findings"] if f["rule"] in rules and f["rank"] is not None]
+    if ranks:
+        return str(min(ranks))
+    for number, rule in enumerate(told["risks"], 1):
+        if rule in rules:
+            return f"risk {number}"
+    folded = [f["folded_under"] for f in told["findings"] if f["rule"] in rules]
+    if folded:
+        return f"under {folded[0]}" if folded[0] else "unranked"
+    return "note" if any(rule in told["notes"] for rule in rules) else None
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+HEAD = (
+    "| workload | slow, ms | cured, ms | measured | predicted | band | place | cured: gone | left |"
+)
+
+
+def page(results: Results, limit_kb: int) -> str:
+    """The table and what it means, as Markdown."""
+    env = results.get("environment", {})
+    machine = env.get("gpu") or f"CPU, {env.get('cpus')} cores"
+    rows = [
+        _row(name, entry, catalogue()[name])
+        for name, entry in results.get("workloads", {}).items()
+        if name in catalogue()
+    ]
+    problems = [
+        f"- {name}, {variant}: {entry[variant]['error']}"
+        for name, entry in results.get("workloads", {}).items()
+        for variant in VARIANTS
+        if entry.get(variant, {}).get("error")
+    ]
+    cut = [
+        f"- {name}, {variant}: {entry[variant]['recorded']['left_out'][0]}; recorded with "
+        f"{_way(entry[variant]['recorded'])}"
+        for name, entry in results.get("workloads", {}).items()
+        for variant in VARIANTS
+        if (entry.get(variant, {}).get("recorded") or {}).get("left_out")
+    ]
+    parts = [
+        "# Sample workloads, recorded",
+        "<!-- Written by benchmarks/record_gpu.py. -->",
+        f"{machine}; torch {env.get('torch')}, CUDA {env.get('cuda')}.",
+        "Step times are medians over blocks of steps without a profiler, ± half the distance "
+        "between the quartiles. *Measured*: the time that the cure really takes off the same work. "
+        "*Predicted*: what `advisor analyze` says of the slow recording, for the findings that the "
+        "cure deals with, with the ends of their bands added up. *Place*: rank of the expected "
+        "finding (rules that are notes so far, for want of a recording, are ranked here). *Gone*: "
+        "it is not in the cured recording. *Left*: what is. `–`: not measured.",
+        "\n".join([HEAD, "|---|---|---|---|---|---|---|---|---|", *rows]),
+        summary(results),
+    ]
+    if problems:
+        parts.append("## Not recorded\n\n" + "\n".join(problems))
+    if cut:
+        parts.append(f"## Recorded in part, to stay below {limit_kb} kB\n\n" + "\n".join(cut))
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(results: Results) -> str:
+    """How often each claim held, of how often it could be told."""
+    entries = {n: e for n, e in results.get("workloads", {}).items() if n in catalogue()}
+    faulty = {n: e.get("compared", {}) for n, e in entries.items() if catalogue()[n].finds}
+    controls = {n: e.get("compared", {}) for n, e in entries.items() if not catalogue()[n].finds}
+    top = [c["place"] in ("1", "2", "risk 1", "risk 2") for c in faulty.values() if "place" in c]
+    gone = [c["gone"] for c in faulty.values() if "gone" in c]
+    silent = [c["silent"] for c in controls.values() if "silent" in c]
+    inside = [
+        c["low"] <= c["measured"] <= c["high"]
+        for c in faulty.values()
+        if c.get("predicted") is not None and c.get("measured") is not None
+    ]
+    lines = [
+        f"- expected finding at first or second place: {sum(top)} of {len(top)}",
+        f"- no longer there once cured: {sum(gone)} of {len(gone)}",
+        f"- controls without a finding: {sum(silent)} of {len(silent)}",
+        f"- measured gain inside the predicted band: {sum(inside)} of {len(inside)}",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, entry: Results, workload: Workload) -> str:
+    said = entry.get("compared", {})
+    band = "–"
+    if said.get("predicted") is not None:
+        band = f"{said['low']:.0%} to {said['high']:.0%}"
+    gone = {True: "yes", False: "**no**", None: "–"}[said.get("gone")]
+    where = said.get("place") or ("–" if "place" not in said else "**none**")
+    if not workload.finds:
+        gone = "–"
+        where = {True: "silent", False: "**not silent**", None: "–"}[said.get("silent")]
+    cells = [
+        name,
+        _time(entry.get("slow", {})),
+        _time(entry.get("cured", {})),
+        _percent(said.get("measured")),
+        _percent(said.get("predicted")),
+        band,
+        where,
+        gone,
+        ", ".join(said.get("left", [])) or "–",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _time(one: Results) -> str:
+    blocks = one.get("block_ms") or []
+    if len(blocks) < 2:
+        return "–"
+    low, middle, high = statistics.quantiles(blocks, n=4)
+    return f"{middle:.3g} ± {(high - low) / 2:.2g}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _way(recorded: Results) -> str:
+    without = [word for word in ("stacks", "memory") if not recorded[word]]
+    return f"{recorded['steps']} steps" + (f", without {' and '.join(without)}" if without else "")
+
+
+def main(arguments: list[str]) -> int:
+    """Record, analyse and tabulate; the exit code."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs", "recorded"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", action="append", metavar="NAME", help="may be repeated")
+    parser.add_argument("--scale", type=float, help="default: by the device")
+    parser.add_argument("--seconds", type=float, default=3.0, help="to time one variant")
+    parser.add_argument("--timeout", type=float, default=150.0, help="s for one variant")
+    parser.add_argument("--budget", type=float, default=24.0, help="minutes for all recordings")
+    parser.add_argument("--limit-kb", type=int, default=300, help="largest trace")
+    parser.add_argument("--again", action="store_true", help="also what is there already")
+    parser.add_argument("--table", action="store_true", help="analyse and tabulate only")
+    parser.add_argument("--one", nargs=2, metavar=("NAME", "VARIANT"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.one:
+        try:
+            run_one(*options.one, options)
+        except AdvisorError as error:
+            print(error, file=sys.stderr)
+            return 1
+        except (RuntimeError, OSError, ValueError, ImportError):
+            traceback.print_exc()
+            return 1
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    if not options.table:
+        import torch
+
+        if options.device.startswith("cuda") and not torch.cuda.is_available():
+            print("no CUDA device that PyTorch can use; try --device cpu", file=sys.stderr)
+            return 2
+        try:
+            record_all(options)
+        except AdvisorError as error:
+            print(error, file=sys.stderr)
+            return 2
+    analyse_all(options)
+    print(summary(load(options.output)))
+    print(f"table: {options.output / 'README.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

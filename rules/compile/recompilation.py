@@ -1,0 +1,155 @@
+"""torch.compile compiles again and again while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.intervals import covered, intersect, union
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import counted, duration, of_step, per, places
+from advisor.testing import TraceBuilder
+
+COMPILING = r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"
+"""What Dynamo calls the compilation of a function, and AOTAutograd that of its backward pass."""
+
+Rows = NDArray[np.int64]
+
+
+class Recompilation(Rule):
+    """A compiled function is compiled again because something it was compiled for has changed: a
+    shape, a Python number, a flag. That takes hundreds of milliseconds to minutes where a step
+    takes some, and after eight times PyTorch gives up and runs the function as it was written.
+
+    Counted is the time in which the thread that drives the step, or the backward pass, compiles
+    (``_compile.compile_inner``, ``entire_backward_compile``). Every function is compiled once, so
+    it must happen in at least two steps; when it happens in one, the rule only says that this may
+    be the first time.
+
+    On a GPU the device works on while the host compiles, as long as it has something in its
+    queue; it is milliseconds of that at most.
+    """
+
+    id = "recompilation"
+    title = "The model is compiled again in the training loop"
+    category = "compile"
+    validated = "recordings"
+    validated_on = (
+        "CPU recordings, torch 2.13: a length that is new in every step, compiled with dynamic="
+        "False, fires; with dynamic=True it is silent"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
+        "https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html",
+    )
+
+    min_steps = 2  # with compilation in them: the first time is needed
+    min_share = 0.02  # of the recorded steps; as for graph breaks
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Sum compilation inside the steps."""
+        cpu = a.trace.cpu
+        found = np.flatnonzero(
+            (matches(cpu["name"], COMPILING) & cpu["kind"].is_in(["op", "annotation"])).to_numpy()
+        )
+        if not len(found):
+            return
+        steps = a.steps.used
+        begin, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
+        ts = cpu["ts"].to_numpy()[found]
+        compiling = intersect(union(ts, ts + cpu["dur"].to_numpy()[found]), a.spans)
+        by_step = covered(begin, end, compiling)
+        share = compiling.total / max(a.span_ns, 1)
+        if share < self.min_share:
+            return
+        hit = int((by_step > 0).sum())
+        if hit < self.min_steps:
+            yield NotMeasured(
+                what=f"whether {duration(compiling.total)} of compilation recur",
+                why="it is in one step only, and every function is compiled once",
+                record="more steps, after a longer warm-up",
+            )
+            return
+        here = found[covered(ts, ts + 1, a.spans) > 0]
+        cost = cpu["dur"].to_numpy()[here].astype(np.int64)
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, compiling.total)} torch.compile compiles a function again, in "
+                f"{counted(hit, 'step')} of {steps.height}."
+            ),
+            evidence=[
+                Evidence(f"compilation{per(a)}", compiling.total / a.step_count, "ns"),
+                Evidence("share of the step", share, "share", self.min_share),
+                Evidence("steps with compilation", hit, "count", self.min_steps),
+                Evidence("compilations", len(here), "count"),
+                Evidence("the longest", int(cost.max()) if len(cost) else None, "ns"),
+            ],
+            where=places(a, here, cost),
+            fix=(
+                "Let what changes be dynamic (dynamic=True, or torch._dynamo.mark_dynamic for the "
+                "dimension), or do not let it change: pad to a few lengths, drop_last=True, "
+                "tensors instead of Python numbers that count up. The log names what changed."
+            ),
+            code=(
+                "# TORCH_LOGS=recompiles python train.py     names what changed each time\n"
+                "model = torch.compile(model, dynamic=True)\n"
+                "# or only for the dimension that varies:\n"
+                "torch._dynamo.mark_dynamic(batch, 1)"
+            ),
+            check="TORCH_LOGS=recompiles prints nothing after the first steps.",
+            edits=[Edit(op="remove", select=Select(on="host", name=COMPILING))],
+            confidence=0.9,
+            assumptions=["the compiled code for any shape is as fast as that for one"],
+            falsified_by="TORCH_LOGS=recompiles that prints nothing while these steps run",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """In every step; in every other; on the CPU alone; the backward pass."""
+        return {
+            "every step": _trace(every=1),
+            "every other step": _trace(every=2),
+            "without a GPU": _trace(every=1, gpu=False),
+            "the backward pass": _trace(every=1, name="entire_backward_compile"),
+            "as torch 2.2 spells it": _trace(every=1, name="_compile.<locals>.compile_inner"),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Compiled once, in the first step; nothing compiled; very little of it."""
+        return {
+            "once": _trace(every=8),
+            "never": _trace(every=0),
+            "hardly any": _trace(every=1, us=20),
+            "only looked up": _trace(every=1, name="TorchDynamo Cache Lookup"),
+        }
+
+
+def _trace(
+    *,
+    every: int,
+    name: str = "_compile.compile_inner (dynamo_timed)",
+    us: float = 30_000,
+    gpu: bool = True,
+) -> TraceBuilder:
+    b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
+    for step in range(6):
+        with b.step():
+            if every and step % every == 0:
+                with b.op(name, host_us=us):
+                    pass
+            with b.op("Torch-Compiled Region: 0/0"):
+                for _ in range(10):
+                    if gpu:
+                        b.launch("triton_poi_fused_add_relu_0", 200)
+                    else:
+                        b.host(200)
+            if gpu:
+                b.sync()
+    return b

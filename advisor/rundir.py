@@ -159,6 +159,20 @@ class Step(Struct, kw_only=True, omit_defaults=True):
     """Time since the step before that went into validation loops, checkpoints and the like, ns."""
 
 
+THROTTLE = {
+    "idle": 0x1,
+    "application clocks": 0x2,
+    "software power cap": 0x4,
+    "hardware slowdown": 0x8,
+    "sync boost": 0x10,
+    "software thermal": 0x20,
+    "hardware thermal": 0x40,
+    "power brake": 0x80,
+    "display clocks": 0x100,
+}
+"""Bits of ``Gpu.throttle`` (nvmlClocksEventReasons)."""
+
+
 class Gpu(Struct, kw_only=True, omit_defaults=True):
     """One sample of one GPU. What the driver does not give is ``None``."""
 

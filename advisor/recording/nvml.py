@@ -35,19 +35,6 @@ GPM = {
 GPM_MIN_NS = 200_000_000
 """GPM counts between two samples: closer ones are not asked for."""
 
-THROTTLE = {
-    "idle": 0x1,
-    "application clocks": 0x2,
-    "software power cap": 0x4,
-    "hardware slowdown": 0x8,
-    "sync boost": 0x10,
-    "software thermal": 0x20,
-    "hardware thermal": 0x40,
-    "power brake": 0x80,
-    "display clocks": 0x100,
-}
-"""Bits of ``Gpu.throttle`` (nvmlClocksEventReasons)."""
-
 
 def open_nvml() -> Nvml | str:
     """NVML, ready to be asked; or why it cannot be."""

@@ -217,6 +217,7 @@ class Fp32Matmul(Rule):
                 Evidence("fp32 matrix time a step", facts.duration(a, slow) / a.step_count, "ns"),
                 Evidence("peak in fp32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format}", target.peak, "FLOP/s"),
+                *_switches(a),
             ],
             where=facts.locations(a, slow),
             fix=fix,
@@ -324,6 +325,13 @@ class Fp32Matmul(Rule):
             "bound by reading the weights": gemv,
             "the device is mostly idle": idle,
         }  # fmt: skip
+
+
+def _switches(a: Analysis) -> list[Evidence]:
+    """How the run had the switches set, where it was recorded."""
+    names = ("float32_matmul_precision", "cuda.matmul.allow_tf32", "cudnn.allow_tf32")
+    flags = {} if a.recorded is None else a.recorded.record.rank.flags
+    return [Evidence(name, str(flags[name])) for name in names if name in flags]
 
 
 def _training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:

@@ -1,0 +1,1 @@
+"""Rules about the GPU as a machine: clocks, links, errors, neighbours."""

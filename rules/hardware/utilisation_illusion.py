@@ -1,0 +1,108 @@
+"""NVML says 100 % utilised, and most of the GPU does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.rules.recorded import measure_it, record
+from advisor.rundir import Gpu
+from advisor.testing import TraceBuilder
+
+
+class UtilisationIllusion(Rule):
+    """Monitors show the GPU as fully utilised, but utilisation is the share of time in which any
+    kernel runs, be it on one of a hundred multiprocessors. Where NVML says 90 % or more and less
+    than half of the multiprocessors are active (GPM, Hopper and later), or the step reaches less
+    than 30 % of the peak though memory is not what limits it, the GPU has room for more work.
+
+    Memory-bound work reaches little of the arithmetic peak and is no illusion: with GPM, DRAM busy
+    for 60 % or more of the time rules the finding out.
+    """
+
+    id = "utilisation-illusion"
+    title = "The GPU is shown as fully utilised, but most of it is idle"
+    category = "hardware"
+    reads_record = True
+    references = (
+        "https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html",
+        "https://arxiv.org/abs/2501.16909",
+    )
+
+    min_utilisation = 90.0  # %, mean; rule catalogue
+    max_active = 50.0  # % of the multiprocessors
+    max_dram = 60.0  # % of the time DRAM is busy: above, memory is the limit
+    min_samples = 5
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare utilisation with activity."""
+        recorded = record(a)
+        both = [
+            (gpu.utilisation, gpu.gpm)
+            for gpu in recorded.gpus
+            if gpu.utilisation is not None and gpu.gpm and "sm_util" in gpu.gpm
+        ]
+        if len(both) < self.min_samples:
+            return
+        used = float(np.mean([value for value, _ in both]))
+        active = float(np.mean([gpm["sm_util"] for _, gpm in both]))
+        dram = [gpm["dram"] for _, gpm in both if "dram" in gpm]
+        memory = float(np.mean(dram)) if dram else None
+        tensor = [gpm["tensor"] for _, gpm in both if "tensor" in gpm]
+        if used < self.min_utilisation or active >= self.max_active:
+            return
+        if memory is not None and memory >= self.max_dram:
+            return
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"NVML shows {used:.0f} % utilisation, while {active:.0f} % of the "
+                "multiprocessors are active: some kernel runs nearly always, but on a part of the "
+                "device."
+            ),
+            evidence=[
+                Evidence("utilisation (NVML), %", used, "", self.min_utilisation,
+                         "rule catalogue"),
+                Evidence("multiprocessors active (GPM), %", active, "", self.max_active),
+                Evidence("DRAM busy (GPM), %", memory, "", self.max_dram),
+                Evidence("tensor cores busy (GPM), %", float(np.mean(tensor)) if tensor else None),
+                Evidence("samples", len(both), "count", self.min_samples),
+            ],
+            fix=(
+                "Give the device more work at a time: a larger batch, fused kernels, fewer small "
+                "launches (torch.compile, CUDA graphs); the findings of a profiled window say "
+                "which."
+            ),
+            check="The share of active multiprocessors rises, with more samples a second.",
+            worth=measure_it("how much of the room can be used, the kernels' findings say"),
+            confidence=0.8,
+            falsified_by="a profiled window whose kernels fill the device",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """99 % utilised, 20 % active."""
+        return {"a fifth of the device": _run(99, 20)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Really busy; idle and shown so; bound by memory; no GPM."""
+        return {
+            "really busy": _run(99, 85),
+            "shown as idle": _run(30, 10),
+            "bound by memory": _run(99, 40, dram=80),
+            "no GPM": _run(99, None),
+        }
+
+
+def _run(used: int, active: float | None, *, dram: float = 10) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run()
+    r.steps(60, 10)
+    gpm = None if active is None else {"sm_util": active, "dram": dram, "tensor": 5.0}
+    r.watch(gpu=Gpu(uuid="GPU-x", utilisation=used, gpm=gpm))
+    return b

@@ -1,0 +1,130 @@
+"""Python's garbage collector stops the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
+from advisor.rules.common import counted, duration
+from advisor.rules.recorded import a_step, device_bound, record, steps_seen
+from advisor.testing import TraceBuilder
+
+
+class GcPauses(Rule):
+    """Python's cyclic garbage collector runs inside the training loop and stops it: a full
+    collection looks at every container object of the process, which takes longer the more of them
+    the program keeps (datasets held as Python lists and dictionaries above all). In a job of
+    several ranks each pause holds up all ranks, and they pause at different times.
+
+    Pauses are measured by ``gc.callbacks``. Reported where they take more than 1 % of the steps'
+    time, or where one step lost more than 50 ms to them. The gain is the smaller of the pauses and
+    of what the steps with pauses took beyond the median: a pause during which the device works
+    through its queue costs nothing.
+    """
+
+    id = "gc-pauses"
+    title = "Garbage collection pauses the training loop"
+    category = "host"
+    reads_record = True
+    references = (
+        "https://docs.python.org/3/library/gc.html#gc.freeze",
+        "https://arxiv.org/abs/2402.15627",
+    )
+
+    min_share = 0.01  # of the steps' time; rule catalogue
+    min_pause_ms = 50.0  # in one step; rule catalogue
+    min_steps = 20
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Add up the pauses and what the steps with them lost."""
+        recorded = record(a)
+        if recorded.count < self.min_steps or not recorded.median:
+            if recorded.count:
+                yield NotMeasured(
+                    what="pauses of the garbage collector",
+                    why=f"{counted(recorded.count, 'step')} without a profiler say too little",
+                    record=f"a run of {2 * self.min_steps} steps or more",
+                )
+            return
+        pause = recorded.column("gc")[recorded.used]
+        dur = recorded.dur[recorded.used]
+        share = float(pause.sum()) / float(dur.sum())
+        longest = float(pause.max())
+        if share < self.min_share and longest < self.min_pause_ms * 1e6:
+            return
+        beyond = np.maximum(0.0, dur - recorded.median)
+        lost = float(np.minimum(pause, beyond).sum()) / len(dur)
+        if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
+            return  # the device had work meanwhile: the steps are no longer
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"The collector stops the loop for {duration(float(pause.mean()))} a step on "
+                f"average ({share:.1%}), up to {duration(longest)} in one step; steps with a pause "
+                "are that much longer."
+            ),
+            evidence=[
+                Evidence("pauses a step", float(pause.mean()), "ns"),
+                Evidence("share of the steps' time", share, "share", self.min_share,
+                         "rule catalogue"),
+                Evidence("longest in a step", longest, "ns", self.min_pause_ms * 1e6,
+                         "rule catalogue"),
+                Evidence("steps with a pause of 1 ms or more", int((pause >= 1e6).sum()), "count"),
+                Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
+                steps_seen(recorded),
+            ],
+            fix=(
+                "Freeze what exists once the first steps are done, so that collections do not look "
+                "at it again; or switch the collector off and collect the young generations every "
+                "N steps, at the same step on all ranks. Keep large datasets in arrays, not in "
+                "Python objects."
+            ),
+            code=(
+                "import gc\n"
+                "if step == 10:          # model, optimizer and dataset exist\n"
+                "    gc.collect(); gc.freeze()\n"
+                "# or: gc.disable() before the loop, and in it\n"
+                "if step % 500 == 0:\n"
+                "    gc.collect(1)"
+            ),
+            check="Record again: the pauses are gone. Watch resident memory: cycles then stay.",
+            worth=a_step(
+                a, lost, low=0.0, high=float(pause.mean()),
+                method="upper bound (pauses, where the step was longer)",
+            ),
+            confidence=0.85,
+            falsified_by="the same step times with gc.disable()",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A pause of 60 ms every tenth step; a short one in every step."""
+        return {
+            "a long pause now and then": _run(every=10, pause=60),
+            "a short pause in every other step": _run(every=2, pause=1),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Pauses that cost nothing; hardly any; too few steps."""
+        return {
+            "steps with pauses are no longer": _run(every=10, pause=4, longer=0),
+            "hardly any": _run(every=50, pause=1),
+            "no pauses": _run(every=10, pause=0),
+            "few steps": _run(every=2, pause=60, steps=12),
+        }
+
+
+def _run(
+    *, every: int, pause: float, longer: float | None = None, steps: int = 200
+) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run()
+    for n in range(steps):
+        here = pause if n % every == 0 else 0.0
+        r.step(20 + (here if longer is None else longer), gc=here, forward=5)
+    return b

@@ -1,0 +1,106 @@
+"""Every n-th step takes much longer than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.rules.common import counted, duration
+from advisor.rules.host.stalls import blame, find_stalls
+from advisor.rules.recorded import over_the_run, record, steps_seen
+from advisor.testing import TraceBuilder
+
+
+class RegularStalls(Rule):
+    """Every n-th step takes much longer than the others, over the whole run: something is done
+    every n steps, such as logging, a checkpoint, clearing a cache, or a collection of garbage.
+
+    A long step takes more than 1.5 times the median and lies more than five median absolute
+    deviations away; at least four of them, five or more steps apart, whose distances are alike.
+    The phase that is longer in them says where to look: ``other`` is the loop's own code after the
+    optimizer step, ``data`` the loader. Validation loops and checkpoints that the recorder saw as
+    such are no part of a step and do not count.
+
+    The rule periodic-stalls names what is saved or logged, from the stacks of a profiled window;
+    this one needs no window, but sees no cause.
+    """
+
+    id = "regular-stalls"
+    title = "Every n-th step stalls"
+    category = "host"
+    reads_record = True
+    references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
+
+    min_steps = 40
+    min_share = 0.02  # of the steps' time; rule catalogue
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Look for long steps at regular distances."""
+        recorded = record(a)
+        if recorded.count < self.min_steps or not recorded.median:
+            return
+        stalls = find_stalls(recorded)
+        total = float(recorded.dur[recorded.used].sum())
+        lost = float(stalls.excess.sum())
+        if stalls.every is None or lost < self.min_share * total:
+            return
+        causes = blame(recorded, stalls)
+        phase = causes[0][0] if causes else "other"
+        parts = ", ".join(f"{name} {duration(ns)}" for name, ns in causes[:3] if ns > 0)
+        yield Finding(
+            rule=self.id,
+            title=f"Every {stalls.every}th step stalls",
+            summary=(
+                f"{counted(len(stalls.rows), 'step')}, {stalls.every} steps apart, take "
+                f"{duration(float(stalls.excess.mean()))} more than the median of "
+                f"{duration(recorded.median)}: {duration(lost)} of the run ({lost / total:.1%}). "
+                f"What is longer in them: {parts}."
+            ),
+            evidence=[
+                Evidence("time in stalls", lost, "ns"),
+                Evidence("share of the steps' time", lost / total, "share", self.min_share,
+                         "rule catalogue"),
+                Evidence("stalled steps", len(stalls.rows), "count", 4),
+                Evidence("steps apart", stalls.every, "count"),
+                Evidence("longest phase in them", phase),
+                steps_seen(recorded),
+            ],
+            fix=(
+                f"Look for what the loop does every {stalls.every} steps "
+                + (
+                    "while it fetches data (a shard that is opened, a buffer that is shuffled)."
+                    if phase == "data"
+                    else "(logging, saving, empty_cache, a collection of garbage): do it less "
+                    "often, from another thread, or without waiting for the device."
+                )
+            ),
+            check="Record again: no step stands out.",
+            worth=over_the_run(lost, method="what the stalled steps take beyond the median"),
+            confidence=0.85,
+            falsified_by="long steps at irregular distances in a longer run",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A log every twenty steps; a shard every 25."""
+        return {"every 20 steps": _run(20, "other"), "every 25 steps": _run(25, "data")}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Irregular; too seldom to count; the loader's own rhythm."""
+        return {
+            "irregular": _run(0, "other", at=(12, 31, 90, 130, 190)),
+            "twice": _run(0, "other", at=(50, 100)),
+            "every second batch, from two workers": _run(2, "data"),
+        }
+
+
+def _run(every: int, phase: str, *, at: tuple[int, ...] = ()) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run()
+    for n in range(200):
+        slow = n in at or (every and n % every == every - 1)
+        ms = 60.0 if slow else 10.0
+        r.step(ms, forward=5, data=ms - 5 if phase == "data" else 0)
+    return b

@@ -1,0 +1,126 @@
+"""Steps take very different times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.analysis.record import Floats
+from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.rules.common import duration
+from advisor.rules.host.stalls import blame, find_stalls
+from advisor.rules.recorded import over_the_run, record, steps_seen
+from advisor.testing import TraceBuilder
+
+
+class StepJitter(Rule):
+    """Some steps take at least twice as long as the median, at no regular distances, so that the
+    mean step is well above the usual one. In a job of several ranks every rank waits for the
+    slowest of each step, so jitter of one costs all.
+
+    Reported where the 99th percentile is at least twice the median (gpuprof) and the mean is 3 %
+    above it, of a hundred steps or more that count. Steps whose batch has another shape than most
+    are compared among their own: sequences of different lengths are no jitter. The summary names
+    the phase that is longer in the long steps, and how much of it is garbage collection.
+    """
+
+    id = "step-jitter"
+    title = "Some steps take much longer than most"
+    category = "host"
+    reads_record = True
+    references = ("https://www.usenix.org/conference/osdi25/presentation/lin-jinkun",)
+
+    min_steps = 100
+    min_ratio = 2.0  # 99th percentile over median (gpuprof)
+    min_excess = 0.03  # of the median, that the mean is above it
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the tail with the median."""
+        recorded = record(a)
+        if recorded.count < self.min_steps or not recorded.median:
+            return
+        used = recorded.used
+        dur = recorded.dur[used].astype(np.float64)
+        expected = _expected(dur, recorded.column("shapes")[used], recorded.column("samples")[used])
+        ratio = float(np.quantile(dur / expected, 0.99))
+        excess = float(np.maximum(0.0, dur - expected).sum() / expected.sum())
+        stalls = find_stalls(recorded)
+        if ratio < self.min_ratio or excess < self.min_excess or stalls.every is not None:
+            return
+        if len(stalls.rows) < 2:
+            return  # one may be chance
+        causes = [(name, ns) for name, ns in blame(recorded, stalls)[:3] if ns > 0]
+        parts = ", ".join(f"{name} {duration(ns)}" for name, ns in causes)
+        lost = float(np.maximum(0.0, dur - expected)[dur > self.min_ratio * expected].sum())
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"One step in a hundred takes {ratio:.1f} times the usual "
+                f"{duration(recorded.median)} or more; together the long ones lose "
+                f"{duration(lost)}. What is longer in them: {parts or 'not told'}."
+            ),
+            evidence=[
+                Evidence("99th percentile over the usual step", ratio, "", self.min_ratio,
+                         "gpuprof"),
+                Evidence("mean above the usual step", excess, "share", self.min_excess),
+                Evidence("long steps", len(stalls.rows), "count"),
+                Evidence("longest phase in them", causes[0][0] if causes else None),
+                steps_seen(recorded),
+            ],
+            fix=(
+                "Follow the phase that is longer: 'data' is the loader (a slow sample, a full "
+                "disk), garbage collection can be moved to fixed steps, 'other' is the loop's own "
+                "code or another program on the machine; a longer 'forward' with new shapes is "
+                "recompilation or autotuning."
+            ),
+            check="Record again: the 99th percentile comes closer to the median.",
+            worth=over_the_run(lost, method="what the long steps take beyond the usual one"),
+            confidence=0.6,
+            falsified_by="a longer run whose steps are alike",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Now and then a step of five times the usual length."""
+        return {"irregular long steps": _run(lambda n: 50 if n in _LONG else 10)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Even steps; regular ones; longer batches; one step; a short run."""
+        return {
+            "even steps": _run(lambda n: 10 + n % 3),
+            "at regular distances": _run(lambda n: 60 if n % 20 == 19 else 10),
+            "batches of another shape": _run(lambda n: 50 if n in _LONG else 10, shapes=True),
+            "one step": _run(lambda n: 500 if n == 150 else 10),
+            "a short run": _run(lambda n: 50 if n in _LONG else 10, steps=80),
+        }
+
+
+_LONG = {31, 44, 45, 77, 90, 121, 150, 171, 190, 223}
+
+
+def _expected(dur: Floats, shapes: Floats, samples: Floats) -> Floats:
+    """The usual length of each step: the median of those with the same batch shape, where there
+    are at least five of them, else of all."""
+    expected = np.full(len(dur), float(np.median(dur)))
+    kind = np.where(np.isnan(shapes), samples, shapes)
+    for value in np.unique(kind[~np.isnan(kind)]):
+        same = kind == value
+        if same.sum() >= 5:
+            expected[same] = float(np.median(dur[same]))
+    floor: Floats = np.maximum(expected, 1.0)
+    return floor
+
+
+def _run(ms: object, *, shapes: bool = False, steps: int = 300) -> TraceBuilder:
+    assert callable(ms)
+    b = TraceBuilder()
+    r = b.record_of_run()
+    for n in range(steps):
+        length = float(ms(n))
+        told = {"shapes": int(length > 20)} if shapes else {}
+        r.step(length, forward=5, fields=told)
+    return b

@@ -1,0 +1,111 @@
+"""More threads compute than there are cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.rules.common import counted
+from advisor.rules.recorded import loader, local_ranks, measure_it, record, workers_of
+from advisor.testing import TraceBuilder
+
+
+class ThreadOversubscription(Rule):
+    """Every training process computes with as many threads as PyTorch was told to use (by default
+    one a core of the whole machine), DataLoader workers come on top, and together they are more
+    than 1.5 times the cores the processes may use: threads wait for each other at every parallel
+    operation.
+
+    Threads that sleep cost nothing, so the cores must be busy as well: at least 90 % of them by
+    this process and its workers, or of the machine. In a container, PyTorch counts the machine's
+    cores and not the quota's; torchrun sets one thread a process unless told otherwise.
+    """
+
+    id = "thread-oversubscription"
+    title = "More threads compute than there are cores"
+    category = "host"
+    reads_record = True
+    references = ("https://pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",)
+
+    max_ratio = 1.5  # threads a core; rule catalogue
+    min_busy = 0.90  # of the cores
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Count threads and workers against cores."""
+        recorded = record(a)
+        threads, cpus = recorded.flag("num_threads"), recorded.record.rank.cpus
+        if not isinstance(threads, int) or threads < 2 or cpus is None:
+            return
+        used = loader(a)
+        workers = (workers_of(used) or 0) if used is not None else 0
+        ranks = local_ranks(a)
+        ratio = ranks * (threads + workers) / cpus
+        if ratio <= self.max_ratio or ranks * threads <= cpus:
+            return  # more workers than cores are the subject of loader-workers
+        own, machine = recorded.host("process_cpu"), recorded.host("cpu")
+        throttled = recorded.host("throttled")
+        busy = max(
+            ranks * float(own.mean()) / 100 / cpus if len(own) else 0.0,
+            float(machine.mean()) / 100 if len(machine) else 0.0,
+        )
+        stopped = len(throttled) > 1 and throttled[-1] > throttled[0]
+        if busy < self.min_busy and not stopped:
+            return
+        best = max(1, cpus // ranks - min(workers, cpus // ranks - 1))
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{counted(ranks, 'process')[:-1] + 'es' if ranks > 1 else '1 process'} with "
+                f"{threads} threads and {workers} workers each share {counted(cpus, 'core')}, "
+                f"and {busy:.0%} of them are busy."
+            ),
+            evidence=[
+                Evidence("threads and workers a core", ratio, "", self.max_ratio,
+                         "rule catalogue"),
+                Evidence("threads of a process", threads, "count"),
+                Evidence("cores", cpus, "count"),
+                Evidence("cores of the machine", recorded.record.rank.cpus_total, "count"),
+                Evidence("busy cores", busy, "share", self.min_busy),
+                Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
+            ],
+            fix=f"Give each process about {counted(best, 'thread')}.",
+            code=f"export OMP_NUM_THREADS={best}\n# or, before the first operation:\n"
+            f"torch.set_num_threads({best})",
+            check="Record again with both settings and compare the median step.",
+            worth=measure_it("what fewer threads save is not in the record: try it"),
+            confidence=0.6,
+            falsified_by="a median step that is no shorter with fewer threads",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Eight ranks of 32 threads on 32 cores; a container of 2 CPUs on a machine of 64."""
+        return {
+            "eight ranks of 32 threads": _run(32, 32, ranks=8, machine=97),
+            "a container's quota": _run(64, 2, own=200),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """One thread a rank; idle cores; workers only; threads not known."""
+        return {
+            "one thread a rank": _run(1, 8, ranks=8, machine=97),
+            "idle cores": _run(32, 32, ranks=8, machine=20),
+            "as many threads as cores": _run(8, 8, own=790),
+            "not known": _run(None, 8, own=790),
+        }
+
+
+def _run(
+    threads: int | None, cpus: int, *, ranks: int = 1, own: float = 50, machine: float = 10
+) -> TraceBuilder:
+    from advisor.rundir import Host
+
+    b = TraceBuilder()
+    flags = {} if threads is None else {"num_threads": threads}
+    r = b.record_of_run(cpus=cpus, flags=flags, env={"LOCAL_WORLD_SIZE": str(ranks)})
+    r.steps(40, 10, forward=5)
+    r.watch(host=Host(process_cpu=own, cpu=machine))
+    return b

@@ -1,0 +1,136 @@
+"""The cores are all busy preparing data, and the loop still waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
+from advisor.rules.common import counted, duration
+from advisor.rules.recorded import (
+    a_step,
+    device_bound,
+    loader,
+    local_ranks,
+    record,
+    steps_seen,
+    workers_of,
+)
+from advisor.rundir import Host
+from advisor.testing import TraceBuilder
+
+
+class CpuBoundTransforms(Rule):
+    """The loop waits for data while all cores it may use are busy with the DataLoader's workers:
+    more workers cannot help, the work on each sample has to shrink or to move to the device.
+
+    CPU use is that of the training process and its workers, not of the machine, so that other jobs
+    do not count. Reading is ruled out as the cause where the disks deliver less than 500 MB/s
+    (gpuprof); storage behind a network does not show there.
+
+    A loader without workers keeps one core busy at most, and workers are its cure.
+    """
+
+    id = "cpu-bound-transforms"
+    title = "All cores prepare data, and the step still waits for it"
+    category = "input"
+    reads_record = True
+    references = (
+        "https://pytorch.org/vision/stable/transforms.html#performance-considerations",
+        "https://docs.nvidia.com/deeplearning/dali/user-guide/docs/",
+    )
+
+    min_wait = 0.15  # of the step (gpuprof)
+    min_cpu = 0.80  # of the cores that the process may use (gpuprof)
+    max_disk = 500e6  # bytes/s: beyond that, reading is the likelier cause (gpuprof)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the wait for data with the use of the cores."""
+        recorded = record(a)
+        used = loader(a)
+        share = recorded.share("data")
+        if used is None or not workers_of(used) or share is None or share < self.min_wait:
+            return
+        usage = recorded.host("process_cpu")
+        cpus = recorded.record.rank.cpus
+        if len(usage) < 3 or cpus is None:
+            yield NotMeasured(
+                what="whether the cores are what limits the DataLoader",
+                why="there are too few samples of CPU use",
+                record="a longer run, with psutil installed",
+            )
+            return
+        cores = max(1.0, cpus / local_ranks(a))
+        busy = float(usage.mean()) / 100 / cores
+        disk = _disk(recorded.hosts)
+        if busy < self.min_cpu or (disk or 0.0) >= self.max_disk or device_bound(a):
+            return
+        wait = share * (recorded.mean or 0.0)
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{duration(wait)} of each step ({share:.0%}) waits for data while the training "
+                f"process and its workers keep {busy:.0%} of {counted(int(cores), 'core')} busy."
+            ),
+            evidence=[
+                Evidence("wait for data a step", wait, "ns"),
+                Evidence("share of the step", share, "share", self.min_wait, "gpuprof"),
+                Evidence("use of the cores", busy, "share", self.min_cpu, "gpuprof"),
+                Evidence("cores for each training process", cores, "count"),
+                Evidence("disk reads", disk, "bytes/s", self.max_disk, "gpuprof"),
+                steps_seen(recorded),
+            ],
+            fix=(
+                "Do less on the CPU for each sample: cache what is decoded, store images at the "
+                "size they are used in, augment whole batches on the device "
+                "(torchvision.transforms.v2, Kornia, DALI), decode on the device; or use a machine "
+                "with more cores a GPU."
+            ),
+            code=(
+                "# in the dataset: decode only; on the device, for the whole batch:\n"
+                "augment = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(),\n"
+                "                      v2.ToDtype(torch.float32, scale=True)])\n"
+                "images = augment(images.to('cuda', non_blocking=True))"
+            ),
+            check="Record again: the phase 'data' shrinks and the cores are less busy.",
+            worth=a_step(a, wait),
+            confidence=0.75,
+            assumptions=["the device has time for what is moved to it"],
+            falsified_by="a loader that is no faster with a transform that does nothing",
+            alternatives="loader",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Eight cores at 95 %."""
+        return {"eight busy cores": _run(760)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Idle cores; a fast disk read flat out; no wait; no workers."""
+        return {
+            "idle cores": _run(200),
+            "the disk delivers 2 GB/s": _run(760, disk=2e9),
+            "no wait": _run(760, data=0.1),
+            "no workers": _run(760, workers=0),
+        }
+
+
+def _disk(hosts: list[tuple[int, Host]]) -> float | None:
+    """Bytes a second read from disks between the first and the last sample that tells."""
+    told = [(at, host.disk_read) for at, host in hosts if host.disk_read is not None]
+    if len(told) < 2 or told[-1][0] <= told[0][0]:
+        return None
+    return max(0.0, (told[-1][1] - told[0][1]) * 1e9 / (told[-1][0] - told[0][0]))
+
+
+def _run(cpu: float, *, disk: float = 1e6, data: float = 6, workers: int = 8) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run(cpus=8)
+    r.event("loader", id=1, workers=workers)
+    r.event("loader_iter", id=1)
+    r.steps(60, 10, data=data)
+    seconds = 60 * 10 / 1000
+    r.watch(host=lambda share: Host(process_cpu=cpu, disk_read=round(share * seconds * disk)))
+    return b

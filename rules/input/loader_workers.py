@@ -1,0 +1,195 @@
+"""The number of DataLoader workers does not fit the cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
+from advisor.rules.common import counted, duration
+from advisor.rules.recorded import (
+    a_step,
+    device_bound,
+    loader,
+    local_ranks,
+    measure_it,
+    record,
+    steps_seen,
+    workers_of,
+)
+from advisor.testing import TraceBuilder
+
+
+class LoaderWorkers(Rule):
+    """The training loop waits for batches while cores are free that more DataLoader workers could
+    use; or there are so many workers that they, and the training process, take the cores from each
+    other.
+
+    Cores are those that the process may use: its CPU affinity, and the container's quota where that
+    is lower (``os.cpu_count()`` knows neither), divided among the training processes of the
+    machine (``LOCAL_WORLD_SIZE``). Too few: workers leave more than 30 % of these cores unused and
+    the loop spends at least 5 % of the step in the phase ``data``. Too many: more than twice the
+    cores, whatever the wait, when the CPUs are busy.
+
+    The gain follows from the loader being the bottleneck: W workers deliver a batch every step, so
+    W' deliver one every W/W' steps, and the step cannot fall below what it is without the wait. A
+    loader without workers (0) counts as one that does nothing beside training: a worker takes the
+    whole wait over.
+
+    Traps: fetching may be bound by storage or by memory bandwidth instead of cores, and then more
+    workers do not help. The device may have work queued during the wait: then less is gained.
+    """
+
+    id = "loader-workers"
+    title = "The number of DataLoader workers does not fit the cores"
+    category = "input"
+    reads_record = True
+    references = ("https://pytorch.org/docs/stable/data.html#multi-process-data-loading",)
+
+    min_wait = 0.05  # of the step in the phase data: TensorBoard's plugin, XProf's "moderate"
+    few = 0.70  # workers a core below which cores are unused (SageMaker's Dataloader rule)
+    many = 2.0  # workers a core above which they crowd each other (the same rule)
+    busy_cpus = 0.90  # of the cores, for "too many" to cost anything
+    min_wait_ms = 3.0  # a ready batch takes 1 to 3 ms to hand over (see dataloader-wait)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare workers with cores and with the wait."""
+        recorded = record(a)
+        used = loader(a)
+        cpus = recorded.record.rank.cpus
+        if used is None:
+            return
+        workers = workers_of(used)
+        wait = recorded.phase("data")
+        if workers is None or cpus is None or wait is None:
+            yield NotMeasured(
+                what="whether the number of DataLoader workers fits the cores",
+                why="the run does not tell its cores, its workers, or the wait for data",
+            )
+            return
+        cores = max(1.0, cpus / local_ranks(a))
+        share = recorded.share("data") or 0.0
+        mean = float(wait.mean())
+        median = float(np.median(wait))
+        if (
+            workers < self.few * cores
+            and share >= self.min_wait
+            and median >= self.min_wait_ms * 1e6
+            and not device_bound(a)
+            and (workers > 0 or cores >= 2)
+        ):
+            yield self._too_few(a, used, workers, cores, mean, share)
+        elif workers > self.many * cores:
+            usage = recorded.host("process_cpu")
+            if len(usage) and float(usage.mean()) / 100 >= self.busy_cpus * cores:
+                yield self._too_many(a, workers, cores, float(usage.mean()) / 100)
+
+    def _too_few(
+        self, a: Analysis, used: dict[str, object], workers: int, cores: float, wait: float,
+        share: float,
+    ) -> Finding:  # fmt: skip
+        recorded = record(a)
+        step = recorded.mean or 0.0
+        best = max(1, int(cores) - (0 if cores < 2 else 1)) if workers else max(1, int(cores) - 1)
+        best = max(best, workers + 1)
+        rest = step - wait
+        # without workers a batch takes the wait, and one worker makes one while the step runs
+        batch = wait if workers == 0 else workers * step
+        after = max(rest, batch / best)
+        gain = max(0.0, step - after)
+        return Finding(
+            rule=self.id,
+            title=(
+                "The training process loads its data itself (num_workers=0)"
+                if workers == 0
+                else "Fewer DataLoader workers than the cores allow"
+            ),
+            summary=(
+                f"{duration(wait)} of each step ({share:.0%}) goes into waiting for data with "
+                f"num_workers={workers}, while this process may use {counted(int(cores), 'core')}."
+            ),
+            evidence=[
+                Evidence("wait for data a step", wait, "ns"),
+                Evidence("share of the step", share, "share", self.min_wait, "TensorBoard, XProf"),
+                Evidence("workers", workers, "count"),
+                Evidence("cores for each training process", cores, "count"),
+                Evidence("workers a core", workers / cores, "", self.few, "SageMaker Debugger"),
+                steps_seen(recorded),
+            ],
+            fix=(
+                f"Give the loader about {best} workers: from the cores this process may use, not "
+                "from os.cpu_count()."
+            ),
+            code=(
+                f"loader = DataLoader(dataset, batch_size=..., num_workers={best},\n"
+                "                    pin_memory=torch.cuda.is_available(),\n"
+                "                    persistent_workers=True)"
+            ),
+            check="Record again: the phase 'data' shrinks.",
+            worth=a_step(a, gain, low=0.5 * gain),
+            confidence=0.85,
+            assumptions=["fetching a batch is bound by cores, not by storage"],
+            falsified_by="the same step time when the loop reuses one batch",
+            alternatives="loader",
+        )
+
+    def _too_many(self, a: Analysis, workers: int, cores: float, busy: float) -> Finding:
+        best = max(1, int(cores) - 1)
+        return Finding(
+            rule=self.id,
+            title="More DataLoader workers than the cores can run",
+            summary=(
+                f"{workers} workers share {counted(int(cores), 'core')} with the training process, "
+                f"and all of them are busy ({busy:.1f} cores): they interrupt it and each other."
+            ),
+            evidence=[
+                Evidence("workers", workers, "count"),
+                Evidence("cores for each training process", cores, "count"),
+                Evidence("workers a core", workers / cores, "", self.many, "SageMaker Debugger"),
+                Evidence("cores in use", busy, "", self.busy_cpus * cores, "rule catalogue"),
+            ],
+            fix=f"Use about {best} workers.",
+            code=f"loader = DataLoader(dataset, batch_size=..., num_workers={best})",
+            check="Record again with both settings and compare the median step.",
+            worth=measure_it("what fewer workers save is not in the record: try it"),
+            confidence=0.6,
+            falsified_by="a step that is as long or longer with fewer workers",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """No workers on eight cores; two; far too many on busy cores."""
+        return {
+            "no workers on eight cores": _run(0, 8, data=6),
+            "two workers on eight cores": _run(2, 8, data=6),
+            "forty workers on eight busy cores": _run(40, 8, data=0.1, busy=780),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """No wait; all cores used; cores belong to other ranks; hand-over only; one core."""
+        return {
+            "no workers, and no wait": _run(0, 8, data=0.1),
+            "as many workers as cores": _run(8, 8, data=6),
+            "the cores belong to four ranks": _run(2, 8, data=6, ranks=4),
+            "only the hand-over of ready batches": _run(2, 8, data=1.5),
+            "one core, no workers": _run(0, 1, data=6),
+            "many workers, idle cores": _run(40, 8, data=0.1, busy=200),
+            "cores not known": _run(2, None, data=6),
+        }
+
+
+def _run(
+    workers: int, cpus: int | None, *, data: float, ranks: int = 1, busy: float = 150
+) -> TraceBuilder:
+    from advisor.rundir import Host
+
+    b = TraceBuilder()
+    r = b.record_of_run(cpus=cpus, env={"LOCAL_WORLD_SIZE": str(ranks)})
+    r.event("loader", id=1, workers=workers)
+    r.event("loader_iter", id=1)
+    r.steps(60, 10, data=data, forward=2)
+    r.watch(host=Host(process_cpu=busy))
+    return b

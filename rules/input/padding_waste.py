@@ -1,0 +1,134 @@
+"""A large part of each batch is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.rules.recorded import a_step, record, steps_seen
+from advisor.testing import TraceBuilder
+
+
+class PaddingWaste(Rule):
+    """Sequences of a batch are padded to the longest of them, and the model computes on the padding
+    too: the share of padding is the share of the work on tokens that nobody uses.
+
+    The recorder samples the share of padding in the batch's mask while that is on the CPU; masks
+    that are made on the device are not seen. Reported from 20 % on, from at least five samples.
+
+    The gain counts all device work of the model except the optimizer and communication as linear
+    in the number of tokens; attention is quadratic, so it gains more, and work that does not fill
+    the device gains less. Without a device in the trace it is taken from the phases forward and
+    backward.
+    """
+
+    id = "padding-waste"
+    title = "A large part of each batch is padding"
+    category = "input"
+    reads_record = True
+    references = (
+        "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments.group_by_length",
+        "https://pytorch.org/docs/stable/nested.html",
+    )
+
+    min_padding = 0.20  # of the tokens; rule catalogue
+    min_samples = 5
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Average the sampled share of padding."""
+        recorded = record(a)
+        padding = recorded.column("padding")
+        padding = padding[recorded.settled & ~np.isnan(padding)]
+        if len(padding) < self.min_samples:
+            return
+        mean = float(padding.mean())
+        if mean < self.min_padding:
+            return
+        finding = Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{mean:.0%} of the tokens are padding (between {padding.min():.0%} and "
+                f"{padding.max():.0%} of a batch): the model computes on them for nothing."
+            ),
+            evidence=[
+                Evidence("padding", mean, "share", self.min_padding, "rule catalogue"),
+                Evidence("batches sampled", len(padding), "count", self.min_samples),
+                steps_seen(recorded),
+            ],
+            fix=(
+                "Put sequences of similar length into one batch, and pad to the longest of the "
+                "batch, not to a fixed length; or pack several sequences into one with an "
+                "attention mask that keeps them apart."
+            ),
+            code=(
+                "# Hugging Face: TrainingArguments(group_by_length=True)\n"
+                "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
+                "batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]\n"
+                "random.shuffle(batches)\n"
+                "loader = DataLoader(dataset, batch_sampler=batches, collate_fn=pad_to_longest)"
+            ),
+            check="Record again: the share of padding falls, and samples a second rise.",
+            confidence=0.8,
+            assumptions=["the model's time is proportional to the tokens of a batch"],
+            falsified_by="the same time a sample with batches of equal lengths",
+        )
+        if a.device_id is not None:
+            finding.edits = [
+                Edit(
+                    op="scale",
+                    select=Select(on="gpu", kind=("kernel",), family=_TOKENS),
+                    factor=1 - mean,
+                    factor_low=(1 - mean) ** 2,
+                    factor_high=1 - 0.5 * mean,
+                )
+            ]
+        else:
+            model = sum(
+                float(values.mean())
+                for name in ("forward", "backward")
+                if (values := recorded.phase(name)) is not None
+            )
+            gain = mean * model
+            finding.worth = a_step(
+                a, gain, low=0.5 * gain, method="share of padding x forward and backward"
+            )
+        yield finding
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Four tenths of padding; the same with a device in the trace."""
+        return {"on the CPU": _run(0.4), "on a device": _run(0.4, device=True)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Little padding; no mask; only a few samples."""
+        return {
+            "little": _run(0.1),
+            "no mask": _run(None),
+            "sampled three times": _run(0.4, samples=3),
+        }
+
+
+_TOKENS = (
+    "gemm", "convolution", "attention", "softmax", "normalisation", "elementwise", "reduction",
+    "layout", "embedding", "random", "loss",
+)  # fmt: skip
+"""Kernel families whose work grows with the tokens of a batch."""
+
+
+def _run(padding: float | None, *, samples: int = 30, device: bool = False) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4 if device else 0):
+        with b.step():
+            with b.op("aten::mm", [[512, 512], [512, 512]]):
+                b.launch("ampere_sgemm_128x64_nn", 9000)
+            b.sync()
+    r = b.record_of_run()
+    for n in range(60):
+        told = {} if padding is None or n < 60 - samples else {"padding": padding}
+        r.step(10, forward=3, backward=6, fields=told)
+    return b

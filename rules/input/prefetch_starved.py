@@ -1,0 +1,155 @@
+"""Workers are fast enough on average, but batches come in bursts that the queue cannot bridge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.rules.common import duration
+from advisor.rules.recorded import (
+    a_step,
+    device_bound,
+    loader,
+    record,
+    steps_seen,
+    workers_of,
+)
+from advisor.testing import TraceBuilder
+
+
+class PrefetchStarved(Rule):
+    """The DataLoader's workers deliver enough batches on average, but some take so much longer than
+    others that the queue of prefetched ones runs empty: the loop then waits although workers stand
+    idle at other times. A deeper queue bridges that.
+
+    A step is starved when it waits for data for at least a tenth of the median step. The queue is
+    the cause, and not the workers' speed, when the run has stretches in which nothing waits: of all
+    stretches as long as the queue (workers x prefetch_factor, at least eight steps), at least
+    30 % are free of starved steps. A loader that is too slow throughout waits in each of them.
+
+    Needs worker processes. The first batch of an epoch, for which workers are started, is left out:
+    the steps that follow the start of an iterator do not count.
+    """
+
+    id = "prefetch-starved"
+    title = "The prefetch queue runs empty now and then"
+    category = "input"
+    reads_record = True
+    references = ("https://pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader",)
+
+    min_steps = 50  # fewer do not show stretches
+    starved = 0.10  # of the median step, waiting for data
+    min_starved = 0.05  # of the steps
+    min_p95_ms = 20.0  # wait at the 95th percentile (gpuprof)
+    min_share = 0.05  # of the step: TensorBoard's plugin
+    free = 0.30  # of the stretches without a starved step
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Look for steps that wait among stretches that do not."""
+        recorded = record(a)
+        used = loader(a)
+        wait = recorded.phase("data")
+        if used is None or wait is None or len(wait) < self.min_steps or not recorded.median:
+            return
+        workers = workers_of(used)
+        if not workers or device_bound(a):
+            return
+        keep = ~_begins(a)[recorded.used]
+        wait = wait[keep]
+        if len(wait) < self.min_steps:
+            return
+        factor = used.get("prefetch_factor")
+        factor = factor if isinstance(factor, int) and factor > 0 else 2
+        held = wait >= self.starved * recorded.median
+        length = max(8, workers * factor)
+        stretches = [
+            held[at : at + length].any() for at in range(0, len(held) - length + 1, length)
+        ]
+        share = float(wait.sum()) / float(recorded.dur[recorded.used].sum())
+        p95 = float(np.quantile(wait, 0.95))
+        if (
+            len(stretches) < 3
+            or float(np.mean(stretches)) > 1 - self.free
+            or held.mean() < self.min_starved
+            or p95 < self.min_p95_ms * 1e6
+            or share < self.min_share
+        ):
+            return
+        lost = float(wait[held].sum()) / len(wait)
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{held.mean():.0%} of the steps wait for data, up to {duration(wait.max())}, "
+                f"while {1 - float(np.mean(stretches)):.0%} of the stretches of {length} steps "
+                "wait for nothing: batches of very different cost, and too short a queue "
+                f"({workers} workers x prefetch_factor {factor})."
+            ),
+            evidence=[
+                Evidence("steps that wait", float(held.mean()), "share", self.min_starved,
+                         "rule catalogue"),
+                Evidence("wait at the 95th percentile", p95, "ns", self.min_p95_ms * 1e6,
+                         "gpuprof"),
+                Evidence("share of the step", share, "share", self.min_share, "TensorBoard"),
+                Evidence("stretches without a wait", 1 - float(np.mean(stretches)), "share",
+                         self.free, "rule catalogue"),
+                Evidence("prefetched batches", workers * factor, "count"),
+                steps_seen(recorded),
+            ],
+            fix=(
+                "Prefetch more batches a worker, and let those that are ready overtake a slow one "
+                "(in_order=False, PyTorch 2.6) where the order does not matter. Watch host memory: "
+                "each prefetched batch is held there."
+            ),
+            code=(
+                f"DataLoader(..., num_workers={workers}, prefetch_factor={2 * factor}, "
+                "persistent_workers=True)"
+            ),
+            check="Record again: fewer steps wait.",
+            worth=a_step(a, lost),
+            confidence=0.65,
+            assumptions=["workers have spare time between the slow batches"],
+            falsified_by="waits that stay with twice the prefetch_factor",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Every thirtieth batch or so is slow."""
+        return {"a slow batch now and then": _run(lambda n: n % 30 < 3)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Waits in every stretch; none; no workers; only where an epoch begins."""
+        return {
+            "a loader that is too slow throughout": _run(lambda n: n % 3 == 0),
+            "no waits": _run(lambda n: False),
+            "no workers": _run(lambda n: n % 30 < 3, workers=0),
+            "the first batch of an epoch": _run(lambda n: n % 15 == 0, epochs=15),
+        }
+
+
+def _begins(a: Analysis) -> np.ndarray:
+    """Steps in which, or right before which, an iterator of a loader begins."""
+    recorded = record(a)
+    starts = np.array(
+        sorted(e.t for e in recorded.record.events if e.kind == "loader_iter"), dtype=np.int64
+    )
+    end = recorded.ts + recorded.dur
+    before = np.concatenate([[0], recorded.ts[:-1]]) if len(recorded.ts) else recorded.ts
+    found: np.ndarray = np.searchsorted(starts, end) > np.searchsorted(starts, before)
+    return found
+
+
+def _run(slow: object, *, workers: int = 2, epochs: int = 0) -> TraceBuilder:
+    assert callable(slow)
+    b = TraceBuilder()
+    r = b.record_of_run(cpus=8)
+    r.event("loader", id=1, workers=workers, prefetch_factor=2)
+    for n in range(240):
+        if n == 0 or (epochs and n % epochs == 0):
+            r.event("loader_iter", id=1)
+        r.step(50 if slow(n) else 10, data=40 if slow(n) else 0.1)
+    return b

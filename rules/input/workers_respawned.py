@@ -1,0 +1,146 @@
+"""DataLoader workers are started anew for every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.rules.common import counted, duration
+from advisor.rules.recorded import loader, over_the_run, record, workers_of
+from advisor.testing import TraceBuilder
+
+
+class WorkersRespawned(Rule):
+    """A DataLoader with ``persistent_workers=False`` (the default) starts its worker processes anew
+    for every epoch, and the first batch of the epoch waits for them: for the processes, for the
+    import of every module in them where they are spawned, and for the first batch itself.
+
+    What an epoch's start costs is the time from the start of its iterator to the first step that
+    does not wait, beyond the median wait for data. The first epoch has to start workers in any
+    case; at least two more are needed. It is reported from 2 % of the time of the epochs. Of that,
+    starting the workers is saved for certain; the first batch still has to be fetched, unless the
+    workers can fetch it while the epoch before ends, so the lower end is what was measured of the
+    start alone.
+    """
+
+    id = "workers-respawned"
+    title = "DataLoader workers are started anew for every epoch"
+    category = "input"
+    reads_record = True
+    references = ("https://pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader",)
+
+    min_share = 0.02  # of the epochs' time; rule catalogue
+    min_epochs = 2  # beyond the first
+    min_factor = 5.0  # first wait over the median wait (rule catalogue)
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Add up what the starts of epochs cost."""
+        recorded = record(a)
+        used = loader(a)
+        if used is None or not workers_of(used) or used.get("persistent_workers") is not False:
+            return
+        starts = [
+            event
+            for event in recorded.record.events
+            if event.kind == "loader_iter"
+            and event.data.get("id") == used.get("id")
+            and not event.data.get("evaluation")
+        ][1:]
+        wait = recorded.phases.get("data")
+        if len(starts) < self.min_epochs or wait is None or not recorded.count:
+            return
+        usual = float(np.median(wait[recorded.used]))
+        end = recorded.ts + recorded.dur
+        costs, spawns = [], []
+        for event in starts:
+            at = int(np.searchsorted(end, event.t, side="right"))
+            if at >= len(wait):
+                continue
+            spawn = event.data.get("workers_started_ns")
+            spawns.append(float(spawn) if isinstance(spawn, int | float) else 0.0)
+            # the batch may be fetched in the step in which the iterator starts, or in the next
+            near = wait[at : at + 2]
+            costs.append(max(0.0, float(near.max()) - usual))
+        if len(costs) < self.min_epochs:
+            return
+        first = max(int(np.searchsorted(end, starts[0].t)), 0)
+        time = float(recorded.dur[first:].sum())
+        lost = float(np.sum(np.maximum(costs, spawns)))
+        if lost < self.min_share * time or float(np.median(costs)) < self.min_factor * max(
+            usual, 1.0
+        ):
+            return
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"Each of {counted(len(costs), 'epoch')} after the first begins with "
+                f"{duration(float(np.median(costs)))} of waiting for the first batch, because "
+                f"{workers_of(used)} workers are started again: {lost / time:.1%} of the time."
+            ),
+            evidence=[
+                Evidence("time lost", lost, "ns"),
+                Evidence("share of the epochs' time", lost / time, "share", self.min_share,
+                         "rule catalogue"),
+                Evidence("wait for a first batch, median", float(np.median(costs)), "ns"),
+                Evidence("wait for a batch, median", usual, "ns"),
+                Evidence("starting the workers, median", float(np.median(spawns)), "ns"),
+                Evidence("epochs after the first", len(costs), "count", self.min_epochs),
+            ],
+            fix=(
+                "Keep the workers alive between epochs. They then keep their copy of the dataset: "
+                "one that changes between epochs has to be told so."
+            ),
+            code="DataLoader(..., persistent_workers=True)",
+            check="Record two epochs: the first step of the second is like the others.",
+            worth=over_the_run(
+                lost,
+                low=min(lost, float(np.sum(spawns))),
+                method="what the first batches of epochs take beyond the others",
+            ),
+            confidence=0.9,
+            falsified_by="the same wait at the start of an epoch with persistent workers",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Three epochs of fifty steps, each of which begins with a second of waiting."""
+        return {"a second for each of three epochs": _run()}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Workers that stay; no workers; one epoch; long epochs; validation loops."""
+        return {
+            "persistent workers": _run(persistent=True, wait=20),
+            "no workers": _run(workers=0),
+            "one epoch": _run(epochs=1),
+            "long epochs": _run(steps=8000, epochs=3),
+            "the iterators are of validation": _run(evaluation=True),
+        }
+
+
+def _run(
+    *,
+    workers: int = 4,
+    epochs: int = 4,
+    steps: int = 50,
+    wait: float = 1000,
+    persistent: bool = False,
+    evaluation: bool = False,
+) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run(cpus=8)
+    r.event("loader", id=1, workers=workers, persistent_workers=persistent)
+    for epoch in range(epochs):
+        r.event(
+            "loader_iter",
+            id=1,
+            workers_started_ns=600_000_000,
+            evaluation=evaluation and epoch > 0,
+        )
+        r.step(wait + 20, data=wait)
+        r.steps(steps - 1, 20, data=0.2)
+    return b

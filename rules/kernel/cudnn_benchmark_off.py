@@ -1,0 +1,111 @@
+"""cuDNN picks convolution algorithms by rules of thumb although shapes never change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.rules.kernel import facts
+from advisor.rules.recorded import measure_it, record
+from advisor.testing import TraceBuilder
+
+
+class CudnnBenchmarkOff(Rule):
+    """With ``torch.backends.cudnn.benchmark`` off (the default) cuDNN chooses each convolution's
+    algorithm by heuristics; switched on it times the candidates once for every new shape and keeps
+    the fastest. That pays where shapes stay the same and convolutions matter, and costs where every
+    batch has another shape.
+
+    Reported when the switch is off, convolutions take at least 20 % of the kernel time of the
+    profiled window, and at least 95 % of the recorded batches have one shape. What it gains is only
+    known by trying; deterministic runs keep it off on purpose.
+    """
+
+    id = "cudnn-benchmark-off"
+    title = "cuDNN does not look for the fastest convolutions"
+    category = "kernel"
+    reads_record = True
+    references = (
+        "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#enable-cudnn-auto-tuner",
+    )
+
+    min_share = 0.20  # of kernel time in convolutions; rule catalogue
+    min_constant = 0.95  # of the batches have the most frequent shape
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Look at the switch, the kernels and the batches."""
+        recorded = record(a)
+        if recorded.flag("cudnn.benchmark") is not False or a.device_id is None:
+            return
+        if recorded.flag("cudnn.deterministic") or recorded.flag("deterministic_algorithms"):
+            return
+        kernels = facts.kernel_rows(a)
+        whole = facts.duration(a, kernels)
+        share = facts.duration(a, kernels & facts.of_family(a, "convolution")) / max(whole, 1)
+        shapes = recorded.column("shapes")
+        shapes = shapes[~np.isnan(shapes)]
+        if share < self.min_share or len(shapes) < 10:
+            return
+        constant = float(np.unique(shapes, return_counts=True)[1].max() / len(shapes))
+        if constant < self.min_constant:
+            return
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"Convolutions take {share:.0%} of the kernel time, {constant:.0%} of the batches "
+                "have one shape, and cudnn.benchmark is off."
+            ),
+            evidence=[
+                Evidence("convolutions, share of kernel time", share, "share", self.min_share,
+                         "rule catalogue"),
+                Evidence("batches of one shape", constant, "share", self.min_constant),
+                Evidence("cudnn.benchmark", "False"),
+                Evidence("batches", len(shapes), "count"),
+            ],
+            fix="Switch it on before the first step; drop a last batch of another size.",
+            code="torch.backends.cudnn.benchmark = True\n"
+            "loader = DataLoader(..., drop_last=True)",
+            check="Compare the median step, without the first ones, which are slower.",
+            worth=measure_it("the fastest algorithm is only known by trying: compare both"),
+            confidence=0.6,
+            falsified_by="a median step that is no shorter with it",
+        )  # fmt: skip
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A convolutional network with one batch shape."""
+        return {"one shape": _run()}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """On; shapes that change; no convolutions; deterministic; not known."""
+        return {
+            "on": _run({"cudnn.benchmark": True}),
+            "shapes that change": _run(kinds=5),
+            "no convolutions": _run(kernel="ampere_sgemm_128x64_nn", op="aten::mm"),
+            "deterministic": _run({"cudnn.benchmark": False, "cudnn.deterministic": True}),
+            "not known": _run({}),
+        }
+
+
+def _run(
+    flags: dict[str, object] | None = None,
+    *,
+    kinds: int = 1,
+    kernel: str = "cudnn_ampere_scudnn_128x64_relu_medium_nn_v1",
+    op: str = "aten::cudnn_convolution",
+) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            with b.op(op, [[32, 64, 56, 56], [64, 64, 3, 3]]):
+                b.launch(kernel, 3000)
+            b.sync()
+    r = b.record_of_run(flags={"cudnn.benchmark": False} if flags is None else flags)
+    for n in range(60):
+        r.step(10, fields={"shapes": n % kinds})
+    return b

@@ -1,0 +1,157 @@
+"""Half of the device is empty: a larger batch would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
+from advisor.rules.common import size
+from advisor.rules.memory.recorded import capacity, last
+from advisor.rules.recorded import measure_it, record, steps_seen
+from advisor.testing import TraceBuilder
+
+
+class BatchHeadroom(Rule):
+    """Device memory is at most half used, and the device is not kept busy: a larger batch spreads
+    the fixed costs of a step (launches, the optimizer, the gradients' all-reduce) over more
+    samples.
+
+    The device counts as not busy where the profiled window shows it idle for 20 % of the step or
+    more; without a window, where GPM shows less than 70 % of the multiprocessors active, or NVML
+    less than 70 % utilisation at its 95th percentile (SageMaker's BatchSize rule). NVML's
+    utilisation alone says nothing when it is high.
+
+    A larger batch changes the optimisation: fewer updates an epoch, and a learning rate that has to
+    be scaled (in proportion with SGD, by the square root with Adam, after a warm-up), so that the
+    same quality may need more epochs. It is a note, never a finding.
+    """
+
+    id = "batch-headroom"
+    title = "Device memory allows a larger batch"
+    category = "memory"
+    reads_record = True
+    references = (
+        "https://arxiv.org/abs/1706.02677",
+        "https://arxiv.org/abs/2205.10287",
+    )
+
+    max_memory = 0.50  # of the device, reserved at its peak
+    max_busy = 0.80  # of the step, the device is busy (gpu-idle)
+    max_active = 70.0  # % of the multiprocessors, or NVML utilisation at its 95th percentile
+    target = 0.85  # of the device, with the larger batch
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare memory and activity with the device."""
+        recorded = record(a)
+        total = capacity(a)
+        peak = last(recorded.column("peak"))
+        reserved = recorded.column("reserved")
+        if not total or peak is None or not recorded.count:
+            return
+        held = float(np.nanmax(reserved)) if (~np.isnan(reserved)).any() else peak
+        if held > self.max_memory * total:
+            return
+        active = _activity(a)
+        if active is None:
+            yield NotMeasured(
+                what="whether a larger batch would keep the device busier",
+                why="neither a profiled window nor telemetry shows what the device does",
+            )
+            return
+        label, value, limit = active
+        if value >= (self.max_busy if limit == "busy" else self.max_active / 100):
+            return
+        factor = int(self.target * total / max(held, 1.0))
+        batch = recorded.column("samples")[recorded.used]
+        batch = batch[~np.isnan(batch)]
+        now = float(np.median(batch)) if len(batch) else None
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"The run holds {size(held)} of {size(total)} ({held / total:.0%}), and the device "
+                f"is not kept busy ({label} {value:.0%}): a batch up to {min(factor, 16)} times as "
+                "large may fit."
+            ),
+            evidence=[
+                Evidence("device memory held", held, "bytes"),
+                Evidence("of the device", held / total, "share", self.max_memory),
+                Evidence(label, value, "share"),
+                Evidence("samples a batch", now, "count"),
+                steps_seen(recorded),
+            ],
+            fix=(
+                "Try twice the batch and compare samples a second; go on while they rise. Scale "
+                "the learning rate (in proportion with SGD, by its square root with Adam) and warm "
+                "it up. This changes the optimisation: compare quality after as many samples."
+            ),
+            code=(
+                "scale = new_batch / old_batch\n"
+                "lr = old_lr * scale            # SGD with momentum\n"
+                "lr = old_lr * scale ** 0.5     # Adam, AdamW"
+            ),
+            check="Record again: samples a second rise.",
+            worth=measure_it("it changes the optimisation, not only the time"),
+            informational=True,
+            confidence=0.6,
+            falsified_by="the same samples a second with twice the batch",
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A tenth of the memory and 40 % active; an idle device in the window."""
+        return {
+            "40 % of the multiprocessors": _run(8e9, gpm=40),
+            "an idle device in the window": _run(8e9, window=True),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Full; busy; utilisation says 100 %; nothing known."""
+        return {
+            "full": _run(70e9, gpm=40),
+            "busy": _run(8e9, gpm=90),
+            "utilisation of 100 %": _run(8e9, utilisation=100),
+            "nothing known of the device": _run(8e9),
+            "no device": _run(None),
+        }
+
+
+def _activity(a: Analysis) -> tuple[str, float, str] | None:
+    """(what, share, kind) of the best measure of how busy the device is."""
+    if a.device_id is not None and a.span_ns:
+        return "busy share of the step", a.breakdown.busy.total / a.span_ns, "busy"
+    recorded = record(a)
+    active = [gpu.gpm["sm_util"] for gpu in recorded.gpus if gpu.gpm and "sm_util" in gpu.gpm]
+    if len(active) >= 5:
+        return "multiprocessors active", float(np.mean(active)) / 100, "active"
+    used = recorded.gpu("utilisation")
+    if len(used) >= 5:
+        return "utilisation, 95th percentile", float(np.quantile(used, 0.95)) / 100, "active"
+    return None
+
+
+def _run(
+    held: float | None, *, gpm: float | None = None, utilisation: int | None = None,
+    window: bool = False,
+) -> TraceBuilder:  # fmt: skip
+    from advisor.rundir import Device, Gpu
+
+    b = TraceBuilder()
+    for _ in range(4 if window else 0):
+        with b.step():
+            with b.op("aten::mm"):
+                b.launch("ampere_sgemm_128x64_nn", 1000)
+            b.sync()
+            b.host(2000)
+    devices = [] if held is None else [Device(total_bytes=80 * 10**9)]
+    r = b.record_of_run(devices=devices)
+    told = {} if held is None else {"peak": round(held), "reserved": round(held), "samples": 32}
+    r.steps(60, 10, fields=told)
+    if gpm is not None or utilisation is not None:
+        r.watch(gpu=Gpu(uuid="GPU-x", utilisation=utilisation,
+                        gpm=None if gpm is None else {"sm_util": gpm}))  # fmt: skip
+    return b

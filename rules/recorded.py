@@ -1,0 +1,100 @@
+"""What rules about a recorded run share: the record, whose device is the bottleneck, worths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from advisor.model import Evidence, Worth
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.analysis.record import Recorded
+    from advisor.rundir import Gpu
+
+DEVICE_BOUND = 0.90
+"""Busy share of the device from which nothing on the host holds the step up (gpu-idle: 80 %)."""
+BUSY_PERCENT = 50
+"""NVML utilisation from which a sample counts as one under load: idle GPUs lower clocks and links
+to save power."""
+METHOD = "upper bound (recorded host time)"
+
+
+def record(a: Analysis) -> Recorded:
+    """The record, which the engine promises to rules with ``reads_record``."""
+    if a.recorded is None:
+        raise ValueError("this rule needs a recorded run")
+    return a.recorded
+
+
+def device_bound(a: Analysis) -> bool:
+    """The profiled window shows that the device hardly ever idles."""
+    if a.device_id is None or not a.span_ns:
+        return False
+    return a.breakdown.busy.total / a.span_ns >= DEVICE_BOUND
+
+
+def local_ranks(a: Analysis) -> int:
+    """Training processes that share this machine's CPUs, as the launcher told them; 1 without."""
+    text = record(a).record.rank.env.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdigit() and 0 < int(text) < 1024 else 1
+
+
+def a_step(
+    a: Analysis, gain: float, *, low: float = 0.0, high: float | None = None, method: str = METHOD
+) -> Worth:
+    """A worth in time a step, by recorded host times; ns."""
+    mean = record(a).mean or 0.0
+    return Worth(
+        currency="step_time",
+        gain_ns=round(gain),
+        low_ns=round(low),
+        high_ns=round(gain if high is None else high),
+        share=gain / mean if mean else None,
+        method=method,
+    )
+
+
+def over_the_run(gain: float, *, low: float = 0.0, method: str) -> Worth:
+    """A worth in time over the recorded run, ns."""
+    return Worth(
+        currency="run_time",
+        gain_ns=round(gain),
+        low_ns=round(low),
+        high_ns=round(gain),
+        method=method,
+    )
+
+
+def measure_it(reason: str) -> Worth:
+    """No figure, and why."""
+    return Worth(currency="unpriced", reason=reason)
+
+
+def under_load(recorded: Recorded) -> list[Gpu]:
+    """The samples of the GPU in which it was busy; all of those with a known utilisation below the
+    limit are left out."""
+    return [
+        gpu
+        for gpu in recorded.gpus
+        if gpu.utilisation is not None and gpu.utilisation >= BUSY_PERCENT
+    ]
+
+
+def loader(a: Analysis) -> dict[str, Any] | None:
+    """The loader that feeds the steps: the one iterated most often in training."""
+    recorded = record(a)
+    if not recorded.loaders:
+        return None
+    iterations = [e.get("id") for e in recorded.record.of_kind("loader_iter")]
+    return max(recorded.loaders, key=lambda event: iterations.count(event.get("id")))
+
+
+def workers_of(event: dict[str, Any]) -> int | None:
+    """Worker processes of a loader; ``None``: not told."""
+    value = event.get("workers")
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def steps_seen(recorded: Recorded) -> Evidence:
+    """How many steps the figures are of."""
+    return Evidence("steps measured", recorded.count, "count")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 import advisor
 from advisor.advice.arbitration import rank
-from advisor.advice.pricing import Price, Pricer, pricer
+from advisor.advice.pricing import BoundPricer, Price, Pricer, pricer
 from advisor.advice.registry import load_rules, read_config
 from advisor.advice.summary import (
     inputs,
@@ -19,6 +22,7 @@ from advisor.advice.summary import (
     ranks_view,
     recorded_view,
     replay_view,
+    strangers,
     verdict,
 )
 from advisor.analysis import Analysis
@@ -265,6 +269,8 @@ def _sort_out(
     pricing: Pricer,
 ) -> None:
     for outcome in outcomes:
+        if a.steps.source == "whole trace" and not a.record_only:
+            _without_steps(outcome)
         if isinstance(outcome, Finding):
             result.findings.append(price(_complete(outcome, rule, a, number), a, pricing))
         elif isinstance(outcome, Good):
@@ -273,6 +279,22 @@ def _sort_out(
         else:
             outcome.rule = rule.id
             result.not_measured.append(outcome)
+
+
+_A_STEP = re.compile(r"\b(?:of )?(?:a|the|each) step\b")
+
+
+def _without_steps(outcome: Outcome) -> None:
+    """Rules word their figures a step; where no step is marked they are of the recording."""
+
+    def reworded(text: str) -> str:
+        return _A_STEP.sub("of the recording", text)
+
+    if isinstance(outcome, Good):
+        outcome.text = reworded(outcome.text)
+    elif isinstance(outcome, Finding):
+        outcome.summary = reworded(outcome.summary)
+        outcome.evidence = [replace(item, label=reworded(item.label)) for item in outcome.evidence]
 
 
 def _complete(finding: Finding, rule: Rule, a: Analysis, number: int) -> Finding:
@@ -374,7 +396,7 @@ def _report(
         risks=sorted(risks, key=lambda f: -f.confidence),
         good=result.good,
         not_checked=_merged(result.not_measured),
-        limits=limits(a, run),
+        limits=[*strangers(analyses), *limits(a, run), *_why_bounds(pricing, findings)],
         ranks=ranks_view(analyses),
         replay=replay_view(pricing, findings),
         recorded=recorded_view(run, a),
@@ -382,6 +404,13 @@ def _report(
     )
     report.status, report.verdict = verdict(report, a)
     return report
+
+
+def _why_bounds(pricing: Pricer, findings: list[Finding]) -> list[str]:
+    """Why gains are upper bounds, where they are."""
+    if not findings or not isinstance(pricing, BoundPricer) or not pricing.reason:
+        return []
+    return [f"Gains are upper bounds, not replayed: {pricing.reason}."]
 
 
 def _other_ranks(result: RankResult, results: dict[int, RankResult], main: int) -> None:

@@ -62,7 +62,8 @@ class Pricer(Protocol):
 def pricer(a: Analysis) -> Pricer:
     """The replay where it reproduces the measured steps, else the bound."""
     replay = ReplayPricer(a)
-    return replay if replay.usable else BoundPricer(a)
+    why = replay.unusable
+    return BoundPricer(a, why) if why else replay
 
 
 class ReplayPricer:
@@ -74,13 +75,23 @@ class ReplayPricer:
         self.whatif = WhatIf(a)
 
     @property
-    def usable(self) -> bool:
-        """There are steps, and the replay without edits reproduces them."""
+    def unusable(self) -> str:
+        """Why it prices nothing; empty: there are steps, and the replay without edits reproduces
+        them."""
         if self.whatif.a.steps.used.is_empty() or self.whatif.a.span_ns <= 0:
-            return False
+            return "there is no step to replay"
         quality = self.whatif.quality
-        explained = 1.0 if quality.explained is None else quality.explained
-        return quality.step_error <= MAX_STEP_ERROR and explained >= MIN_EXPLAINED
+        if not quality.step_error <= MAX_STEP_ERROR:
+            return (
+                f"a replay misses the measured steps by {quality.step_error:.0%} (at most "
+                f"{MAX_STEP_ERROR:.0%} is accepted)"
+            )
+        if quality.explained is not None and quality.explained < MIN_EXPLAINED:
+            return (
+                f"what {1 - quality.explained:.0%} of the {quality.starts:,} pieces of device "
+                f"work waited for is not in the trace (at most {1 - MIN_EXPLAINED:.0%} is accepted)"
+            )
+        return ""
 
     @property
     def error(self) -> float:
@@ -103,8 +114,10 @@ class BoundPricer:
     method = BOUND
     error = 0.0
 
-    def __init__(self, a: Analysis) -> None:
+    def __init__(self, a: Analysis, reason: str = "") -> None:
         self.a = a
+        self.reason = reason
+        """Why the steps are not replayed."""
         self._claims: dict[int, list[Claim]] = {}
 
     def claims(self, finding: Finding) -> list[Claim]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
@@ -24,11 +25,20 @@ from advisor.report.data import (
     Scope,
     TimeShare,
 )
-from advisor.trace import Run
+from advisor.trace import Run, Trace
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
 
+ONCE = ("other", "free", "malloc", "launch", "module_load")
+"""Classes of runtime calls that wait for nothing in a steady step."""
+START_UP = 0.10
+"""A single one of them that takes this share of the window is start-up (loading modules, creating
+the context: seconds each in public traces of a first iteration)."""
+UNEVEN = 1.5
+"""Longest over shortest step from which the mean stands for neither."""
+WIDE = 0.70
+"""A gain whose lower end is below this part of it is told as a range."""
 BUSY = 0.80
 """Device-busy share from which a step without findings may be called healthy (gpu-idle: 80 %)."""
 
@@ -219,11 +229,11 @@ def limits(a: Analysis, run: Run) -> list[str]:
     if a.record_only:
         return [*_record_limits(a), *run.problems]
     found = []
+    if meta.truncated:
+        damage = f" ({meta.damage})" if meta.damage else ""
+        found.append(f"The file is truncated{damage}: {meta.events_read:,} events kept.")
     if a.trace.gpu.is_empty():
-        found.append(
-            "No device work in the trace: device time, transfers, kernels and idle gaps are not "
-            "measured. Record with activities=[CPU, CUDA] on a machine with a GPU to get them."
-        )
+        found.append(_no_device_work(a.trace))
     if a.trace.cpu.is_empty():
         found.append(
             "No host events in the trace: who launched what, why the device idles and which line "
@@ -233,10 +243,17 @@ def limits(a: Analysis, run: Run) -> list[str]:
         found.append(
             "No operators in the trace, only runtime calls: kernels cannot be tied to the code "
             "that launched them. Record with activities=[CPU, CUDA]."
+            if (a.trace.cpu["kind"] == "runtime").any()
+            else "No operators in the trace: nothing ran between its start and its end, or the "
+            "profiler was restarted before the file was written (schedule(..., repeat=1))."
         )
-    if meta.truncated:
-        damage = f" ({meta.damage})" if meta.damage else ""
-        found.append(f"The file is truncated{damage}: {meta.events_read:,} events kept.")
+    found += _start_up(a)
+    if a.step_count > 1 and _uneven(a):
+        used = a.steps.used["dur"]
+        found.append(
+            f"The steps differ: {t.between(_whole(used.min()), _whole(used.max()))}. Figures are "
+            "means over them; what makes one longer than another is not explained by them."
+        )
     for reason, count in meta.events_dropped.items():
         found.append(f"{count:,} events: {reason}.")
     if a.steps.source == "whole trace":
@@ -246,6 +263,72 @@ def limits(a: Analysis, run: Run) -> list[str]:
         )
     found.extend(run.problems)
     return found
+
+
+def _no_device_work(trace: Trace) -> str:
+    measured = "device time, transfers, kernels and idle gaps are not measured."
+    if trace.meta.truncated:
+        return f"No device work in what is left of the trace: {measured}"
+    launches = int(trace.cpu["call"].is_in(["launch", "graph_launch"]).sum())
+    if not launches:
+        return (
+            f"No device work in the trace: {measured} Record with activities=[CPU, CUDA] on a "
+            "machine with a GPU to get them."
+        )
+    why = (
+        "hardware counters were recorded in place of their times, and make the host wait for each. "
+        "Record without counters"
+        if trace.counters.height
+        else "the activity CUDA was not recorded. Record with activities=[CPU, CUDA]"
+    )
+    return (
+        f"No device work in the trace although the host launched some ({launches:,} calls): "
+        f"{measured} Probably {why} to get them."
+    )
+
+
+def _start_up(a: Analysis) -> list[str]:
+    """A call into the driver that is no wait and takes a large part of the window."""
+    cpu = a.trace.cpu
+    once = (cpu["kind"] == "runtime") & cpu["call"].is_in(ONCE).fill_null(False)
+    longest = cpu.filter(once & (cpu["ts"] < a.spans.end.max(initial=0)))
+    longest = longest.sort("dur", descending=True).head(1)
+    if longest.is_empty() or not a.span_ns or longest["dur"][0] < START_UP * a.span_ns:
+        return []
+    name, dur = str(longest["name"][0]), int(longest["dur"][0])
+    return [
+        f"{t.shorten(t.clean(name), 50)} alone takes {t.time(dur)} ({t.percent(dur / a.span_ns)} "
+        "of what is analysed): this is start-up, which later steps do not have. Record after a "
+        "few steps: schedule(skip_first=10, wait=1, warmup=3, active=5)."
+    ]
+
+
+def _uneven(a: Analysis) -> bool:
+    dur = a.steps.used["dur"]
+    return _whole(dur.max()) > UNEVEN * max(1, _whole(dur.min()))
+
+
+def strangers(analyses: dict[int, Analysis]) -> list[str]:
+    """Ranks that cannot be of one run: different GPUs, or no instant at which all ran."""
+    traced = [a for a in analyses.values() if not a.record_only]
+    if len(traced) < 2:
+        return []
+    metas = [a.trace.meta for a in traced]
+    why = []
+    names = sorted({a.device.name for a in traced if a.device and a.device.name})
+    if len(names) > 1:
+        why.append(f"they ran on {' and '.join(t.shorten(t.clean(name), 40) for name in names)}")
+    if all(m.clock == "unix" for m in metas) and max(m.start_ns for m in metas) > min(
+        m.start_ns + m.end_ns for m in metas
+    ):
+        why.append("they were not recorded at the same time")
+    if not why:
+        return []
+    files = ", ".join(t.path(PurePath(m.path).name, 40) for m in metas[:8])
+    return [
+        f"These files do not look like ranks of one run: {' and '.join(why)} ({files}). The "
+        "comparison of ranks means nothing then; give the files of one run."
+    ]
 
 
 def _record_limits(a: Analysis) -> list[str]:
@@ -297,7 +380,8 @@ def ranks_view(analyses: dict[int, Analysis]) -> Ranks | None:
         lines[number].caused_wait_ns = wait
     note = (
         f"Ranks put on one clock by the ends of {alignment.matched} matched collectives, "
-        f"to within {alignment.error_ns / 1e3:.0f} µs."
+        f"to within {alignment.error_ns / 1e3:.0f} µs. 'Comes last': share of them; 'others wait': "
+        "mean wait that it causes a peer in them a step, hidden under compute or not."
     )
     return Ranks(
         lines=list(lines.values()), aligned=True, alignment_error_ns=alignment.error_ns, note=note
@@ -367,4 +451,8 @@ def _lead(report: Report) -> str:
         return f"first: {first.title}"
     bound = "" if worth.method == REPLAY else " up to"
     title = first.title[0].lower() + first.title[1:] if first.title[1:2].islower() else first.title
+    if worth.low_ns is not None and worth.low_ns < WIDE * worth.gain_ns:
+        low = worth.share * worth.low_ns / worth.gain_ns
+        shares = f"{t.percent(low).removesuffix('%')} to {t.percent(worth.share)}"
+        return f"first: {title}, worth {t.between(worth.low_ns, worth.gain_ns)} ({shares})"
     return f"first: {title}, worth{bound} {t.time(worth.gain_ns)} ({t.percent(worth.share)})"

@@ -39,7 +39,8 @@ def _trace(report: Report) -> list[str]:
     if shown.windows > 1:
         parts.append(f"window {shown.window} of {shown.windows} (--window)")
     if len(report.inputs) > 1:
-        parts.append(f"rank {shown.rank}, beside {len(report.inputs) - 1} more")
+        which = "no rank known" if shown.rank is None else f"rank {shown.rank}"
+        parts.append(f"{which}, beside {len(report.inputs) - 1} more")
     elif shown.rank is not None:
         parts.append(f"rank {shown.rank}")
     return parts
@@ -251,14 +252,17 @@ def definitions(report: Report) -> list[str]:
     found = []
     replay = report.replay
     if report.findings and replay is not None:
+        steps = f"{replay.steps} steps" if replay.steps > 1 else (
+            f"the {t.loop_unit(report.scope.step_source)}")  # fmt: skip
+        unit = t.loop_unit(report.scope.step_source) + "s" * (replay.steps > 1)
         error = "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
         starts = "" if replay.explained is None else (
             f" and explains {t.percent(replay.explained)} of {t.count(replay.starts)} device "
             "starts to 5 µs")  # fmt: skip
         found.append(
             "Gains are replayed: the dependency graph of "
-            f"{replay.steps} steps is run again with the fix in it. Without any fix it comes "
-            f"within {error} of the measured steps{starts}."
+            f"{steps} is run again with the fix in it. Without any fix it comes "
+            f"within {error} of the measured {unit}{starts}."
         )
     if bounded(report):
         found.append(

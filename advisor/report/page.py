@@ -98,8 +98,9 @@ class Page:
 
     def code(self, label: str, text: str, *, indent: int = 4) -> None:
         """A snippet, its lines kept as they are: beside its name where they fit, else without
-        it and further left, else folded."""
+        it and further left, with comments above their line, else folded."""
         lines = clean(text, lines=True).strip("\n").split("\n")
+        lines = [piece for line in lines for piece in _comment_above(line, self.width - indent - 2)]
         longest = max(map(cell_len, lines))
         lead = " " * indent
         if longest <= self.width - indent - LABEL - 2:
@@ -141,6 +142,15 @@ def _flowed(parts: list[str], room: int, separator: str) -> list[str]:
         else:
             lines.append(part)
     return lines
+
+
+def _comment_above(line: str, room: int) -> list[str]:
+    """A line of code that is too long for its comment: the comment goes above it."""
+    body, mark, comment = line.rpartition("  # ")
+    if cell_len(line) <= room or not mark or not body.strip():
+        return [line]
+    lead = body[: len(body) - len(body.lstrip())]
+    return [f"{lead}# {comment}", body.rstrip()]
 
 
 def _folded(line: str, room: int) -> list[str]:

@@ -101,7 +101,7 @@ def _ranks(page: Page, report: Report) -> None:
     head = ["rank", "step", "GPU busy", "exposed comm.", "idle", "comes last", "others wait"]
     rows = [
         [
-            str(line.rank),
+            "–" if line.rank < 0 else str(line.rank),
             t.time(line.step_ns),
             _short(t.percent(line.busy_share)),
             _short(t.time(line.communication_ns)),

@@ -134,7 +134,7 @@ def time(ns: float | None) -> str:
         return f"{ns / 1e6:.1f} ms" if ns else "0 ms"
     if size >= 9.95e3:
         return f"{ns / 1e3:.0f} µs"
-    return f"{ns / 1e3:.1f} µs" if size >= 50 else f"{ns:.0f} ns"
+    return f"{ns / 1e3:.1f} µs" if size >= 999.5 else f"{ns:.0f} ns"
 
 
 def times(values: list[float]) -> list[str]:

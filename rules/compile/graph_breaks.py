@@ -114,7 +114,8 @@ class GraphBreaks(Rule):
                 "model). The log names each reason."
             ),
             code=(
-                "# TORCH_LOGS=graph_breaks python train.py      names each break and its reason\n"
+                "# names each break and its reason\n"
+                "# TORCH_LOGS=graph_breaks python train.py\n"
                 "model = torch.compile(model, fullgraph=True)   # an error at the first break\n"
                 "torch._dynamo.config.capture_scalar_outputs = True   # .item() stays in the graph"
             ),

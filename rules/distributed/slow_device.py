@@ -148,8 +148,9 @@ class SlowDevice(Rule):
                 "power limit, other processes, ECC and link errors. Exchange it if nothing helps."
             ),
             code=(
-                "nvidia-smi --query-gpu=index,name,clocks.sm,clocks.max.sm,temperature.gpu,"
-                "power.draw,power.limit,clocks_event_reasons.active --format=csv\n"
+                "nvidia-smi --format=csv --query-gpu=index,clocks.sm,clocks.max.sm\n"
+                "nvidia-smi --format=csv --query-gpu=index,temperature.gpu,power.draw\n"
+                "nvidia-smi --format=csv --query-gpu=index,clocks_event_reasons.active\n"
                 "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
             ),
             check="Run the job with that host and another exchanged: the slowness stays with the "

@@ -100,8 +100,8 @@ class SmallCollectives(Rule):
             code=(
                 "flat = torch._utils._flatten_dense_tensors(grads)\n"
                 "dist.all_reduce(flat)\n"
-                "for grad, new in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):\n"
-                "    grad.copy_(new)\n"
+                "news = torch._utils._unflatten_dense_tensors(flat, grads)\n"
+                "torch._foreach_copy_(grads, news)\n"
                 "# or: model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
             ),
             check="Profile again: fewer collectives a step, each of some MiB.",

@@ -76,7 +76,8 @@ class StragglerRank(Rule):
             lost = worst["caused_exposed_ns"]
             yield Good(
                 text=f"no rank keeps the others waiting: the worst costs them {duration(lost)} a "
-                f"step, clocks aligned to {duration(alignment.error_ns)}"
+                f"step that no compute hides ({share:.0%}), clocks aligned to "
+                f"{duration(alignment.error_ns)}"
             )
             return
         yield self._finding(ranks, alignment, found, worst, share)

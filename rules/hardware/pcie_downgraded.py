@@ -61,8 +61,8 @@ class PcieDowngraded(Rule):
                          self.min_share),
             ],
             fix="Seat the card again, try another slot or riser, look at the BIOS's link settings.",
-            code="nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current,"
-            "pcie.link.gen.max,pcie.link.width.max --format=csv",
+            code="nvidia-smi --format=csv --query-gpu=pcie.link.gen.current\n"
+            "nvidia-smi --format=csv --query-gpu=pcie.link.width.current",
             check="Record again: the link is at its best under load.",
             confidence=0.85,
             falsified_by="the same copy bandwidth with the faster link",

@@ -93,8 +93,9 @@ class CpuBeforeFirstKernel(Rule):
             code=(
                 "def collate(samples):            # runs in a worker, one step ahead\n"
                 "    return prepare(torch.utils.data.default_collate(samples))\n"
-                "loader = DataLoader(dataset, batch_size=..., collate_fn=collate, num_workers=4,\n"
-                "                    pin_memory=True, persistent_workers=True)"
+                "loader = DataLoader(\n"
+                "    dataset, batch_size=..., collate_fn=collate, num_workers=4,\n"
+                "    persistent_workers=True, pin_memory=True)"
             ),
             check="Profile again: the first launch comes right after the step begins.",
             edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="step_start"))],

@@ -8,7 +8,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
-from advisor.rules.common import duration, per
+from advisor.rules.common import counted, duration, per
 from advisor.rules.host.late import blockers, edit, how_late, same_kernels, where
 from advisor.testing import TraceBuilder
 
@@ -78,14 +78,14 @@ class CudaGraphsUnused(Rule):
                 Evidence(f"launch calls{per(a)}", late.calls, "count", self.min_launches),
                 Evidence("steps with the same kernels", a.step_count, "count"),
                 Evidence("graph launches", 0, "count"),
-                Evidence("waits for the device inside a step", waits, "count"),
+                Evidence("waits for the device inside a step", waits.each_step, "count"),
             ],
             where=where(a),
             fix=(
                 (
-                    f"Take out the {waits} waits for the device a step, which a capture does not "
-                    "allow; then capture "
-                    if waits
+                    f"Take out the waits for the device ({counted(waits.each_step, 'wait')} a step: "
+                    f"{waits.names}), which a capture does not allow; then capture "
+                    if waits.each_step
                     else "Capture "
                 )
                 + "the step, or forward and backward, and replay it with the inputs copied into "

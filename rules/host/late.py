@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ CAUSES = ("dispatch", "launch", "python")
 MAX_PIECE_NS = 200_000
 """Longer pieces are not the cost of launching: dispatching one op takes some 5 to 50 µs, with
 Python stacks up to 150 µs (b200_eager), while a slow function or an op on the CPU takes more."""
+
+MOST_NAMED = 3
 
 
 class Late(NamedTuple):
@@ -105,7 +108,27 @@ def same_kernels(a: Analysis) -> bool | None:
     return len(sequences[0]) > 0 and all(np.array_equal(sequences[0], s) for s in sequences[1:])
 
 
-def blockers(a: Analysis) -> int:
-    """Synchronising calls a step, rounded up: none of them may happen while a graph is captured."""
-    count = a.syncs.filter(~pl.col("profiler")).height
-    return -(-count // a.step_count)
+class Blockers(NamedTuple):
+    """Waits for the device, none of which may happen while a graph is captured."""
+
+    each_step: int
+    """How many a step, rounded up. A copy and the sync after it in one operator are one wait."""
+    names: str
+    """The most frequent causes, with their line where stacks were recorded: ``aten::item
+    (train.py:10)``."""
+
+
+def blockers(a: Analysis) -> Blockers:
+    """Count them and say where they are."""
+    syncs = a.syncs.filter(~pl.col("profiler"))
+    syncs = syncs.with_columns(pl.coalesce("op", "host").alias("wait"))
+    syncs = syncs.unique("wait", keep="first", maintain_order=True)
+    named: dict[str, int] = {}
+    for host, cause in syncs.select("host", "cause").iter_rows():  # tens a step at most
+        file, line, _ = a.location(host)
+        where_ = f" ({PurePath(file).name}:{line})" if file and line else ""
+        name = f"{cause}{where_}"
+        named[name] = named.get(name, 0) + 1
+    most = sorted(named, key=lambda name: -named[name])[:MOST_NAMED]
+    more = f" and {len(named) - len(most)} more places" if len(named) > len(most) else ""
+    return Blockers(-(-syncs.height // a.step_count), ", ".join(most) + more)

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Good, NotMeasured, Outcome, Rule
 from advisor.rules.common import counted, duration, of_step, per
-from advisor.rules.host.late import Late, blockers, edit, how_late, same_kernels, where
+from advisor.rules.host.late import (
+    Blockers,
+    Late,
+    blockers,
+    edit,
+    how_late,
+    same_kernels,
+    where,
+)
 from advisor.testing import TraceBuilder
 
 
@@ -93,8 +101,9 @@ class LaunchBound(Rule):
             where=where(a),
             fix=self._fix(static, waits, late),
             code=(
-                'model = torch.compile(model, mode="reduce-overhead")   # fuses, then CUDA graphs\n'
-                "# or, without compiling, capture what has fixed shapes and never waits:\n"
+                "# fuses small kernels, then replays CUDA graphs\n"
+                'model = torch.compile(model, mode="reduce-overhead")\n'
+                "# or, without compiling, capture what has fixed shapes and never waits\n"
                 "model = torch.cuda.make_graphed_callables(model, (example_input,))"
             ),
             check=(
@@ -126,7 +135,7 @@ class LaunchBound(Rule):
             )
 
     @staticmethod
-    def _fix(static: bool | None, waits: int, late: Late) -> str:
+    def _fix(static: bool | None, waits: Blockers, late: Late) -> str:
         if late.graph_launches:
             first = (
                 "Bring the launches that are still outside under CUDA graphs too, or fuse them "
@@ -146,8 +155,8 @@ class LaunchBound(Rule):
             )
         remove = (
             " A capture may not wait for the device: take out "
-            f"{counted(waits, 'synchronising call')} a step first."
-            if waits and not late.graph_launches
+            f"{counted(waits.each_step, 'wait')} a step first: {waits.names}."
+            if waits.each_step and not late.graph_launches
             else ""
         )
         return (

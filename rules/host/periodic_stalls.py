@@ -132,7 +132,8 @@ class PeriodicStalls(Rule):
             ),
             code=(
                 "import torch.distributed.checkpoint as dcp\n"
-                "future = dcp.async_save({'model': model.state_dict()}, checkpoint_id=path)\n"
+                "state = {'model': model.state_dict()}\n"
+                "future = dcp.async_save(state, checkpoint_id=path)\n"
                 "# before the next one: future.result()"
                 if saving
                 else "if step % 50 == 0:\n"

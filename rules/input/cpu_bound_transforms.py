@@ -89,8 +89,9 @@ class CpuBoundTransforms(Rule):
             ),
             code=(
                 "# in the dataset: decode only; on the device, for the whole batch:\n"
-                "augment = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(),\n"
-                "                      v2.ToDtype(torch.float32, scale=True)])\n"
+                "augment = v2.Compose([\n"
+                "    v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(),\n"
+                "    v2.ToDtype(torch.float32, scale=True)])\n"
                 "images = augment(images.to('cuda', non_blocking=True))"
             ),
             check="Record again: the phase 'data' shrinks and the cores are less busy.",

@@ -108,8 +108,9 @@ class DataLoaderWait(Rule):
             ),
             code=(
                 "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
-                "loader = DataLoader(dataset, batch_size=..., num_workers=max(1, cores - 1),\n"
-                "                    pin_memory=True, persistent_workers=True, prefetch_factor=4)"
+                "loader = DataLoader(\n"
+                "    dataset, batch_size=..., num_workers=max(1, cores - 1),\n"
+                "    prefetch_factor=4, persistent_workers=True, pin_memory=True)"
             ),
             check=(
                 "Profile again: the exposed wait falls. Iterating over the loader alone, without "

@@ -67,9 +67,11 @@ class PaddingWaste(Rule):
             code=(
                 "# Hugging Face: TrainingArguments(group_by_length=True)\n"
                 "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
-                "batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]\n"
+                "starts = range(0, len(order), batch_size)\n"
+                "batches = [order[i : i + batch_size] for i in starts]\n"
                 "random.shuffle(batches)\n"
-                "loader = DataLoader(dataset, batch_sampler=batches, collate_fn=pad_to_longest)"
+                "loader = DataLoader(\n"
+                "    dataset, batch_sampler=batches, collate_fn=pad_to_longest)"
             ),
             check="Record again: the share of padding falls, and samples a second rise.",
             confidence=0.8,

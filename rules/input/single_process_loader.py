@@ -38,6 +38,7 @@ class SingleProcessLoader(Rule):
     )
 
     min_share = 0.05  # of the step: TensorBoard's plugin (0.05) and XProf's "moderate" (5 %)
+    most_workers = 8  # where the cores are not recorded: what shared machines give a GPU or more
     min_batch_ms = 3.0  # shorter loads gain little: a worker's hand-over takes 1 to 3 ms (above)
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -60,6 +61,9 @@ class SingleProcessLoader(Rule):
         per_step = waits.exposed / a.step_count
         rest = a.step_ns - per_step
         needed = max(1, int(np.ceil(waits.total / a.step_count / max(rest, 1.0))))
+        cores = None if a.record is None else a.record.rank.cpus
+        most = self.most_workers if cores is None else max(1, cores)
+        workers = min(needed + 1, most)
         idle = "nothing else runs" if a.device_id is None else "the device is idle"
         yield Finding(
             rule=self.id,
@@ -81,25 +85,44 @@ class SingleProcessLoader(Rule):
                 Evidence("workers that would keep up", needed, "count"),
             ],
             where=places(a, waits.host, waits.each),
-            fix=(
-                f"Load in worker processes: num_workers={needed} should keep up with the step, one "
-                "or two more give slack. If the whole dataset fits in memory, index tensors a "
-                "batch at a time (or keep them on the device) instead."
-            ),
+            fix=self._fix(needed, workers, batch),
             code=(
-                f"loader = DataLoader(dataset, batch_size=..., num_workers={needed + 1},\n"
-                "                    pin_memory=True, persistent_workers=True)\n"
-                "for batch, target in loader:\n"
-                "    batch = batch.to(device, non_blocking=True)"
+                f"loader = DataLoader(dataset, batch_size=..., num_workers={workers},\n"
+                + (
+                    "                    persistent_workers=True)"
+                    if a.device_id is None
+                    else "                    persistent_workers=True, pin_memory=True)\n"
+                    "for batch, target in loader:\n"
+                    "    batch = batch.to(device, non_blocking=True)"
+                )
             ),
             check=(
                 "Profile again: the ranges say _MultiProcessingDataLoaderIter and their exposed "
                 "part is near zero."
             ),
-            edits=[Edit(op="spread", select=Select(on="host", name=SINGLE), workers=needed + 1)],
+            edits=[Edit(op="spread", select=Select(on="host", name=SINGLE), workers=workers)],
             confidence=0.9,
-            assumptions=[f"there are {needed + 1} cores for workers", "the dataset can be pickled"],
+            assumptions=[
+                f"there are {workers} cores for workers"
+                + ("" if cores is None else f" (the process may use {cores})"),
+                "the dataset can be pickled",
+            ],
             falsified_by="the same step time when the loop reuses one batch already on the device",
+        )
+
+    @staticmethod
+    def _fix(needed: int, workers: int, batch: float) -> str:
+        if needed < workers or needed == 1:
+            return (
+                f"Load in worker processes: num_workers={needed} should keep up with the step, one "
+                "or two more give slack. If the whole dataset fits in memory, index tensors a "
+                "batch at a time (or keep them on the device) instead."
+            )
+        return (
+            f"Make a batch cheaper first: it takes {duration(batch)}, and {needed} workers would "
+            "be needed to keep up. Do once what is done again for every sample (decode and resize "
+            "ahead, cache, store in a few large files), work on whole batches, or move transforms "
+            f"to the device. {workers} workers then share what is left."
         )
 
     @staticmethod

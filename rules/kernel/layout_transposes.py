@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select
+from advisor.rules.common import duration
 from advisor.rules.kernel import facts
 from advisor.testing import TraceBuilder
 
@@ -70,7 +71,7 @@ class LayoutTransposes(Rule):
             rule=self.id,
             title=self.title,
             summary=(
-                f"{share:.0%} of convolution time ({moved_ns / a.step_count / 1e6:.1f} ms a step) "
+                f"{share:.0%} of convolution time ({duration(moved_ns / a.step_count)} a step) "
                 "goes into kernels that only reorder tensors between NCHW and NHWC."
             ),
             evidence=[

@@ -116,7 +116,8 @@ class LowOccupancy(Rule):
                 "compiler write it."
             ),
             code=(
-                "@triton.autotune([triton.Config({}, num_warps=w) for w in (2, 4, 8)], key=['n'])\n"
+                "configs = [triton.Config({}, num_warps=w) for w in (2, 4, 8)]\n"
+                "@triton.autotune(configs, key=['n'])\n"
                 "# CUDA: __launch_bounds__(256, 4)\n"
                 "# eager PyTorch: model = torch.compile(model)"
             ),

@@ -113,7 +113,8 @@ class UnfusedAttention(Rule):
                 "out = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
                 "# why it falls back: forbid the fallback and read the warning\n"
                 "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
-                "with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):\n"
+                "fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]\n"
+                "with sdpa_kernel(fused):\n"
                 "    out = F.scaled_dot_product_attention(q, k, v)\n"
                 "# Hugging Face: from_pretrained(..., attn_implementation='sdpa')"
             ),

@@ -109,7 +109,7 @@ class WaveQuantisation(Rule):
             ),
             code=(
                 'model = torch.compile(model, mode="max-autotune")\n'
-                "# or time neighbouring batch sizes: samples a second, not milliseconds a step\n"
+                "# or time neighbouring batch sizes, by samples a second\n"
                 "for n in (batch, batch * 7 // 8, batch * 9 // 8):\n"
                 "    print(n, n / benchmark(lambda: model(x[:n])))"
             ),

@@ -105,7 +105,7 @@ class PingPong(Rule):
                 "share memory with torch tensors without a copy."
             ),
             code=(
-                "# before: order = torch.from_numpy(np.argsort(x.cpu().numpy())).to(device)\n"
+                "# before: torch.from_numpy(np.argsort(x.cpu().numpy())).to(device)\n"
                 "order = torch.argsort(x)\n"
                 "# a CUDA array of another library, without a copy\n"
                 "y = torch.from_dlpack(cupy_array)"

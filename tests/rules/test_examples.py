@@ -71,3 +71,6 @@ def test_a_finding_is_actionable(rule: Rule) -> None:
             assert finding.summary and finding.fix and finding.check and finding.evidence
             assert finding.edits or finding.worth is not None
             assert 0 < finding.confidence <= 1
+            for line in finding.code.split("\n"):  # the terminal report would fold it
+                body = line.rpartition("  # ")[0].rstrip() or line
+                assert len(body) <= 74, line

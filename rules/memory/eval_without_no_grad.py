@@ -1,0 +1,184 @@
+"""Part of the loop builds an autograd graph whose backward pass never comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.intervals import Intervals, covered, intersect, union
+from advisor.model import Evidence, Finding, Outcome, Rule, Worth
+from advisor.rules.common import counted, of_step, per, places, rows
+from advisor.testing import TraceBuilder
+
+NODE = r"^autograd::engine::evaluate_function"
+"""One node of the graph in the backward pass."""
+FORWARD = r"^aten::"
+
+Rows = NDArray[np.int64]
+
+
+class EvalWithoutNoGrad(Rule):
+    """Forward computation with gradients enabled whose backward pass is never run: validation or
+    logging without ``torch.no_grad()``, a second model whose output should have been detached. Its
+    activations are kept for nothing, as long as anything refers to the result, which can be more
+    memory than training itself takes; recording the graph takes time besides.
+
+    PyTorch numbers the nodes of the graph; an operator of the forward pass bears the number of the
+    node it makes, and so does that node in the backward pass. Operators whose number no backward
+    node of the trace bears are counted, in steps that the trace holds whole and in which others
+    have one. A few are normal (an output that the loss does not use; operators that make no node
+    bear the number of the next one): public trainings have 0 to 2 % of their numbers without a
+    backward pass. Under ``no_grad`` and ``inference_mode`` operators have no number.
+
+    A trace without any backward pass says nothing, for it may lie outside.
+    """
+
+    id = "eval-without-no-grad"
+    title = "A graph is built for a backward pass that never comes"
+    category = "memory"
+    validated = "recordings"
+    validated_on = (
+        "CPU recordings, torch 2.13: fires on validation with gradients enabled, silent on the "
+        "same under inference_mode; silent on A100, V100 and NCCL trainings (0 to 2 % of the "
+        "numbers have no backward pass)"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disable-grad-doc",
+        "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",
+    )
+
+    min_numbers = 10  # a step, without a backward pass
+    min_share = 0.10  # of the forward pass's host time; 0 to 2 % of the numbers are normal
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the numbers of the forward pass with those of the backward pass."""
+        cpu = a.trace.cpu
+        number = rows(cpu["sequence"])
+        nodes = matches(cpu["name"], NODE).to_numpy() & (number >= 0)
+        if not nodes.any():
+            return
+        forward = self._forward(a, number)
+        if not len(forward):
+            return
+        unmatched = forward[~np.isin(number[forward], number[nodes])]
+        used = a.steps.used
+        begin, end = used["ts"].to_numpy(), used["end"].to_numpy()
+        ts = cpu["ts"].to_numpy()
+        trained = covered(begin, end, _spans(a, np.flatnonzero(nodes))) > 0
+        by_step = [
+            len(np.unique(number[unmatched[(ts[unmatched] >= b) & (ts[unmatched] < e)]]))
+            for b, e, both in zip(begin, end, trained, strict=True)  # a handful of steps
+            if both
+        ]
+        if not by_step or np.median(by_step) < self.min_numbers:
+            return
+        lost = intersect(_spans(a, unmatched), a.spans).total
+        whole = intersect(_spans(a, forward), a.spans).total
+        share = lost / max(whole, 1)
+        if share < self.min_share:
+            return
+        here = unmatched[covered(ts[unmatched], ts[unmatched] + 1, a.spans) > 0]
+        count = round(float(np.median(by_step)))
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary=(
+                f"{of_step(a, lost)} operators run with gradients enabled although no backward "
+                f"pass follows: {counted(count, 'node')}{per(a)}, whose activations are kept."
+            ),
+            evidence=[
+                Evidence(f"nodes without a backward pass{per(a)}", count, "count",
+                         self.min_numbers),
+                Evidence(f"host time in them{per(a)}", lost / a.step_count, "ns"),
+                Evidence("share of the forward pass", share, "share", self.min_share,
+                         "public trainings: 0 to 2 % of the nodes"),
+            ],
+            where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
+            fix=(
+                "Run validation under torch.inference_mode() (or torch.no_grad()), and detach "
+                "outputs of a model that is not trained by this loss."
+            ),
+            code=(
+                "model.eval()\n"
+                "with torch.inference_mode():\n"
+                "    for batch in validation:\n"
+                "        metric.update(model(batch))\n"
+                "model.train()"
+            ),
+            check="torch.cuda.max_memory_allocated() after validation is lower.",
+            confidence=0.8,
+            worth=Worth(
+                currency="risk",
+                reason="how much memory the graphs hold depends on how long results are kept",
+            ),
+            falsified_by="a backward pass over these results outside the recorded steps",
+        )  # fmt: skip
+
+    @staticmethod
+    def _forward(a: Analysis, number: Rows) -> Rows:
+        """Operators that bear a number, on the thread that drives the step, outermost of their
+        number, and not part of a backward pass."""
+        cpu = a.trace.cpu
+        chosen = (number >= 0) & (matches(cpu["name"], FORWARD)).to_numpy()
+        if a.trace.main_thread is not None:
+            chosen &= (cpu["thread"] == a.trace.main_thread).to_numpy()
+        found = np.flatnonzero(chosen)
+        parent = rows(cpu["parent"])[found]
+        outer = (parent < 0) | (number[parent] < 0)
+        found = found[outer]
+        backward = np.flatnonzero(matches(cpu["name"], NODE).to_numpy())
+        thread = cpu["thread"].to_numpy()
+        same = backward[np.isin(thread[backward], np.unique(thread[found]))]
+        ts = cpu["ts"].to_numpy()[found]
+        inside = covered(ts, ts + 1, _spans(a, same)) > 0
+        return found[~inside].astype(np.int64)
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Validation with a graph beside training, with a GPU and without."""
+        return {"validation": _trace(24), "without a GPU": _trace(24, gpu=False)}
+
+    @staticmethod
+    def silent_on() -> dict[str, TraceBuilder]:
+        """Validation under no_grad; training alone; an unused output; no backward in the trace."""
+        return {
+            "no_grad": _trace(24, graph=False),
+            "training alone": _trace(0),
+            "an unused output": _trace(2),
+            "no backward pass in the trace": _trace(24, backward=False),
+        }
+
+
+def _spans(a: Analysis, found: NDArray[np.intp] | Rows) -> Intervals:
+    ts = a.trace.cpu["ts"].to_numpy()[found]
+    return union(ts, ts + a.trace.cpu["dur"].to_numpy()[found])
+
+
+def _trace(
+    more: int, *, graph: bool = True, backward: bool = True, gpu: bool = True
+) -> TraceBuilder:
+    b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
+    at = 0
+
+    def work(name: str, sequence: int | None) -> None:
+        with b.op(name, sequence=sequence, host_us=60):
+            if gpu:
+                b.launch("ampere_sgemm_128x64_nn", 50)
+
+    for _ in range(5):
+        with b.step():
+            numbers = range(at, at + 12)
+            for number in numbers:
+                work("aten::linear", number)
+            if backward:
+                for number in reversed(numbers):
+                    work("autograd::engine::evaluate_function: AddmmBackward0", number)
+            at += 12
+            for _ in range(more):
+                work("aten::linear", at if graph else None)
+                at += 1
+    return b

@@ -15,7 +15,8 @@ from advisor.cli import output as out
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.advice.engine import Options
+    from advisor.advice.engine import Examined, Options
+    from advisor.analysis import Analysis
     from advisor.cli.progress import Progress
     from advisor.report import Report
 
@@ -59,12 +60,19 @@ def command(
     ] = None,
     fail_on: Annotated[
         FailOn | None,
-        typer.Option(help="Exit with 1 when a finding is at least this severe."),
+        typer.Option(
+            help="Exit with 1 when a finding is at least this severe: worth 5 % of the step "
+            "(warning) or 20 % (critical)."
+        ),
     ] = None,
     max_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
     ] = None,
+    redact: Annotated[
+        bool,
+        typer.Option(help="Leave out credentials, users, hosts and folders."),
+    ] = False,
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
     ] = True,
@@ -88,21 +96,27 @@ def command(
             rules_folder=rules,
             read=ReadOptions(max_bytes=limit or DEFAULT_LIMIT, progress=shown.reading),
         )
-        report = study(paths, options, shown)
-    deliver(report, wanted, output, top=top)
+        examined = examine_paths(paths, options, shown)
+    report = examined.report
+    deliver(report, wanted, output, top=top, analysis=examined.main, redact=redact)
     if fail_on is not None and is_hit(report, fail_on):
         raise typer.Exit(1)
 
 
 def study(paths: list[str], options: Options, shown: Progress) -> Report:
     """Read and analyse, saying which of the two is going on."""
-    from advisor.advice.engine import analyze
+    return examine_paths(paths, options, shown).report
+
+
+def examine_paths(paths: list[str], options: Options, shown: Progress) -> Examined:
+    """The same with the measurements behind the report."""
+    from advisor.advice.engine import examine
     from advisor.ingest import open_run
 
     _let_interrupts_through()
     run = open_run(paths, options.read, rank=options.rank)
     shown.say("measuring")
-    return analyze(run, options)
+    return examine(run, options)
 
 
 def _let_interrupts_through() -> None:
@@ -113,18 +127,37 @@ def _let_interrupts_through() -> None:
 
 
 def deliver(
-    report: Report, form: out.Format, output: Path | None = None, *, top: int | None = None
+    report: Report,
+    form: out.Format,
+    output: Path | None = None,
+    *,
+    top: int | None = None,
+    analysis: Analysis | None = None,
+    redact: bool = False,
 ) -> None:
-    """Render a report and show it, or write it to a file."""
+    """Render a report and show it, or write it to a file. ``analysis``: for its timeline."""
+    inputs = [item.path for item in report.inputs]
+    if redact:
+        from advisor.redact import redact as redacted
+
+        report = redacted(report)
     if output is not None:
-        text = render(report, form, width=out.PIPED_WIDTH, colour=False, top=top)
-        out.write(text, output, [item.path for item in report.inputs])
+        text = render(report, form, width=out.PIPED_WIDTH, colour=False, top=top, analysis=analysis)
+        out.write(text, output, inputs)
         return
     width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
-    out.show(render(report, form, width=width, colour=colour, top=top))
+    out.show(render(report, form, width=width, colour=colour, top=top, analysis=analysis))
 
 
-def render(report: Report, form: out.Format, *, width: int, colour: bool, top: int | None) -> str:
+def render(
+    report: Report,
+    form: out.Format,
+    *,
+    width: int,
+    colour: bool,
+    top: int | None,
+    analysis: Analysis | None = None,
+) -> str:
     """The report in one of the formats; only the renderer that is needed is imported."""
     if form == "json":
         from advisor.report import json
@@ -134,6 +167,18 @@ def render(report: Report, form: out.Format, *, width: int, colour: bool, top: i
         from advisor.report import markdown
 
         return markdown.render(report, top=top)
+    if form == "html":
+        from advisor.report import html
+
+        return html.render(report, analysis)
+    if form == "sarif":
+        from advisor.report import sarif
+
+        return sarif.render(report)
+    if form == "github":
+        from advisor.report import github
+
+        return github.render(report)
     from advisor.report import terminal
 
     return terminal.render(report, width=width, colour=colour, top=top)

@@ -13,12 +13,20 @@ from typing import Literal, TextIO
 
 from advisor.errors import AdvisorError
 
-Format = Literal["terminal", "json", "markdown"]
+Format = Literal["terminal", "json", "markdown", "html", "sarif", "github"]
+"""How a report can be written; ``github``: annotations of a workflow."""
 
 PIPED_WIDTH, WIDEST = 80, 120
 """Columns of a report that goes to no terminal; and at most, since longer lines read badly."""
 
-_SUFFIXES: dict[str, Format] = {".json": "json", ".md": "markdown", ".markdown": "markdown"}
+_SUFFIXES: dict[str, Format] = {
+    ".json": "json",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".sarif": "sarif",
+}
 
 _ASCII = str.maketrans(
     {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from advisor.analysis.record import Recorded
 from advisor.compare.data import Distribution, StepTimes, Verdict
 from advisor.compare.statistics import LEVEL, MIN_STEPS, Sample, autocorrelation, difference
 
@@ -13,9 +14,6 @@ if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.rundir import RankRecord
 
-WARM_UP = 10
-"""Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short
-run, a fifth."""
 MOST_DURATIONS = 2000
 CORRELATED = 0.3
 """From this correlation of neighbouring steps on, the interval of a few is said to be narrow."""
@@ -62,17 +60,10 @@ def unprofiled(record: RankRecord | None) -> Sample:
     window (which writes the trace), and steps with an evaluation or a checkpoint in them."""
     if record is None:
         return np.zeros(0)
-    steps = record.steps
-    skip = min(WARM_UP, len(steps) // 5)
-    kept = [
-        step.dur
-        for index, step in enumerate(steps)
-        if index >= skip
-        and step.window is None
-        and not step.evaluation
-        and (index == 0 or steps[index - 1].window is None)
-    ]
-    return np.asarray(kept, dtype=np.float64)
+    recorded = Recorded(record)
+    plain = np.array([not step.evaluation for step in record.steps], dtype=bool)
+    kept: Sample = recorded.dur[recorded.used & plain].astype(np.float64)
+    return kept
 
 
 def profiled(a: Analysis) -> Sample:

@@ -13,6 +13,7 @@ SMALL = 0.005
 """Share of the longer step below which a row of the breakdown is left out of the tables (the JSON
 has all)."""
 MOST_WORK = 10
+ENOUGH_FOR_PERCENTILES = 10
 TITLES = {
     "fixed": "fixed",
     "new": "new",
@@ -51,6 +52,7 @@ def step_table(c: Comparison) -> Table | None:
     if one is None or other is None:
         return None
     rows = [["steps", t.count(one.count), t.count(other.count), ""]]
+    few = min(one.count, other.count) < ENOUGH_FOR_PERCENTILES
     for label, field in (
         ("mean", "mean_ns"),
         ("median", "median_ns"),
@@ -59,6 +61,8 @@ def step_table(c: Comparison) -> Table | None:
         ("shortest", "min_ns"),
         ("longest", "max_ns"),
     ):
+        if few and field in ("p10_ns", "p90_ns"):
+            continue
         before, after = getattr(one, field), getattr(other, field)
         rows.append([label, *t.times([before, after]), relative(before, after)])
     return Table(["step time", "before", "after", "difference"], rows)
@@ -214,7 +218,7 @@ def _work_side(ns: float, count: float) -> str:
     return f"{t.time(ns)} / {t.count(count)}×" if count else "–"
 
 
-def work_name(item: Work, width: int = 34) -> str:
+def work_name(item: Work, width: int = 30) -> str:
     """The operator with its shape, else the kernel."""
     if item.op is None:
         return t.kernel((item.before_kernels or item.after_kernels or ["unknown"])[0], width)

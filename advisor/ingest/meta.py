@@ -28,7 +28,7 @@ def describe(
     told = head.get("distributedInfo")
     distributed: dict[str, Any] = told if isinstance(told, dict) else {}
     devices = tuple(_devices(head.get("deviceProperties")))
-    start_ns = (_whole(head.get("baseTimeNanoseconds")) or 0) + facts.origin_ns
+    start_ns = (whole(head.get("baseTimeNanoseconds")) or 0) + facts.origin_ns
     dropped = dict(assembler.dropped)
     if splitter.cut_events:
         dropped["cut off at the end of a truncated file"] = splitter.cut_events
@@ -38,8 +38,8 @@ def describe(
         dropped[f"not used: {label}"] = count
     return TraceMeta(
         path=splitter.source.path,
-        rank=_whole(distributed.get("rank")),
-        world_size=_whole(distributed.get("world_size")),
+        rank=whole(distributed.get("rank")),
+        world_size=whole(distributed.get("world_size")),
         backend=_text(distributed.get("backend")),
         devices=devices,
         start_ns=start_ns,
@@ -48,8 +48,8 @@ def describe(
         record_shapes=_flag(head.get("record_shapes"), not frames["inputs"].is_empty()),
         with_stack=_flag(head.get("with_stack"), facts.python_frames),
         profile_memory=_flag(head.get("profile_memory"), not frames["memory"].is_empty()),
-        cuda_runtime=_whole(head.get("cuda_runtime_version")),
-        cuda_driver=_whole(head.get("cuda_driver_version")),
+        cuda_runtime=whole(head.get("cuda_runtime_version")),
+        cuda_driver=whole(head.get("cuda_driver_version")),
         vendor=_vendor(head, devices, facts.runtime_calls),
         events_read=assembler.events,
         events_dropped=dropped,
@@ -66,7 +66,7 @@ def _flag(told: Any, seen: bool) -> bool:
     return seen or told in (1, True)
 
 
-def _whole(value: Any) -> int | None:
+def whole(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -77,7 +77,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _positive(value: Any) -> int | None:
-    number = _whole(value)
+    number = whole(value)
     return number if number is not None and 0 < number < _MOST else None
 
 
@@ -87,10 +87,10 @@ def _text(value: Any) -> str | None:
 
 def _devices(properties: Any) -> Iterator[Device]:
     for entry in properties[:1024] if isinstance(properties, list) else ():
-        number = _whole(entry.get("id")) if isinstance(entry, dict) else None
+        number = whole(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not 0 <= number < 1 << 31:
             continue
-        major, minor = _whole(entry.get("computeMajor")), _whole(entry.get("computeMinor"))
+        major, minor = whole(entry.get("computeMajor")), whole(entry.get("computeMinor"))
         shared = entry.get("sharedMemPerMultiprocessor")
         yield Device(
             id=number,

@@ -45,9 +45,10 @@ DEVICE_CATEGORIES: dict[str, str] = {
 SYNC_CATEGORY = "cuda_sync"
 COUNTER_CATEGORY = "cuda_profiler_range"
 IGNORED_CATEGORIES = frozenset(
-    {"gpu_user_annotation", "trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "async_gpu"}
+    {"advisor", "gpu_user_annotation", "trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "async_gpu"}
 )
-"""Device-side copies of annotations, the profiler's own span, and flow arrows."""
+"""Device-side copies of annotations, the profiler's own span, flow arrows, and what we add to a
+trace ourselves (``advisor export``)."""
 
 # CUPTI's names of one call in several ABI versions: cudaLaunchKernel_ptsz_v7000.
 _ABI = re.compile(r"(_(ptsz|ptds|spt|v\d+))+$")

@@ -1,0 +1,88 @@
+"""``advisor export``: the trace for a viewer, with what was found in it, or without secrets."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from advisor.cli import output as out
+from advisor.cli.analyze import examine_paths, parse_size
+from advisor.errors import AdvisorError
+
+
+def command(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A trace, or a folder of one run (see --rank).")
+    ],
+    perfetto: Annotated[
+        Path,
+        typer.Option(
+            "--perfetto",
+            metavar="FILE",
+            help="The trace with our tracks, for ui.perfetto.dev or chrome://tracing; "
+            "packed when it ends in .gz or .zst.",
+        ),
+    ],
+    redact: Annotated[
+        bool,
+        typer.Option(help="Leave out credentials, users, hosts, folders and the environment."),
+    ] = False,
+    tracks: Annotated[
+        bool, typer.Option("--tracks/--no-tracks", help="Add steps, idle gaps and findings.")
+    ] = True,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Of a rank: this window.")
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
+    ] = None,
+    progress: Annotated[
+        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
+    ] = True,
+) -> None:
+    """Write the trace again, with steps, idle gaps by cause and findings as extra tracks."""
+    limit = parse_size(max_size)
+    if path == "-":
+        raise AdvisorError("-: a trace to export is read twice; save it to a file first")
+    out.check(perfetto, [path])
+
+    from advisor.advice.engine import Options
+    from advisor.cli.progress import Progress
+    from advisor.export import rewrite
+    from advisor.export import tracks as our_tracks
+    from advisor.ingest import ReadOptions
+    from advisor.ingest.source import DEFAULT_LIMIT
+
+    with Progress(progress) as shown:
+        read = ReadOptions(max_bytes=limit or DEFAULT_LIMIT, progress=shown.reading)
+        examined = examine_paths([path], Options(rank=rank, window=window, read=read), shown)
+        a, report = examined.main, examined.report
+        if a.record_only:
+            raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")
+        source = a.trace.meta.path
+        out.check(perfetto, [source])
+        if redact:
+            from advisor.redact import redact as redacted
+
+            report = redacted(report)
+        written = rewrite(
+            source,
+            perfetto,
+            (lambda head: our_tracks(a, report, head)) if tracks else None,
+            redacted=redact,
+            limit=limit or DEFAULT_LIMIT,
+            progress=lambda _, size: shown.say(f"writing: {size / 1e6:,.0f} MB read"),
+        )
+    lines = [f"{perfetto}: {written.events:,} events and {written.added:,} of ours"]
+    if written.lost:
+        lines.append(f"{written.lost:,} elements that are no events were left out")
+    if written.truncated:
+        lines.append("the trace is truncated; what is written ends where it does")
+    print("; ".join(lines), file=sys.stderr)

@@ -1,0 +1,108 @@
+"""``advisor report``: what was found, as a file to mail or as other tools read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from advisor.cli import output as out
+from advisor.cli.analyze import deliver, examine_paths, parse_size, parse_steps
+from advisor.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from advisor.report import Report
+
+MAX_REPORT = 256 << 20
+"""Bytes of a saved report that is read back."""
+
+
+def command(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH", help="Traces or folders as for analyze, or one saved JSON report."
+        ),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file."),
+    ] = None,
+    form: Annotated[
+        out.Format | None,
+        typer.Option("--format", help="Default: by the suffix of --output, else terminal."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
+    ] = None,
+    redact: Annotated[
+        bool, typer.Option(help="Leave out credentials, users, hosts and folders.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Analyse this rank only.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Which window of a rank.")
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Steps A up to, not including, B, counted from 0."),
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
+    ] = None,
+    progress: Annotated[
+        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
+    ] = True,
+) -> None:
+    """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
+    chosen, limit = parse_steps(steps), parse_size(max_size)
+    for target in (html, output):
+        if target is not None:
+            out.check(target, paths)
+    if html is not None and output is not None and html.absolute() == output.absolute():
+        raise AdvisorError(f"--html and --output are the same file: {html}")
+
+    from advisor.advice.engine import Options
+    from advisor.cli.progress import Progress
+    from advisor.ingest import ReadOptions
+    from advisor.ingest.source import DEFAULT_LIMIT
+
+    analysis = None
+    saved = read_saved(paths[0]) if len(paths) == 1 else None
+    if saved is not None:
+        found = saved
+    else:
+        with Progress(progress) as shown:
+            read = ReadOptions(max_bytes=limit or DEFAULT_LIMIT, progress=shown.reading)
+            options = Options(rank=rank, window=window, steps=chosen, read=read)
+            examined = examine_paths(paths, options, shown)
+        found, analysis = examined.report, examined.main
+    if html is not None:
+        deliver(found, "html", html, analysis=analysis, redact=redact)
+    if html is None or output is not None or form is not None:
+        wanted = out.choose_format(form, output)
+        deliver(found, wanted, output, analysis=analysis, redact=redact)
+
+
+def read_saved(path: str) -> Report | None:
+    """A report that ``analyze --format json`` wrote; ``None``: it is something else."""
+    file = Path(path)
+    try:
+        if path == "-" or not file.is_file() or file.stat().st_size > MAX_REPORT:
+            return None
+        with file.open("rb") as opened:
+            head = opened.read(200)
+            if b'"advisor.report/' not in head:
+                return None
+            text = head + opened.read()
+    except OSError:
+        return None  # the reader of traces says what is wrong with it
+    from advisor.report import Report
+
+    try:
+        return Report.from_json(text)
+    except AdvisorError as error:
+        raise AdvisorError(f"{path}: {error}") from None

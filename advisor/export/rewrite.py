@@ -1,0 +1,209 @@
+"""A trace file copied event by event: as it is or redacted, with more events after the others.
+
+Streams: a few megabytes of the file are held at a time, whatever its size.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+from msgspec import Raw
+
+from advisor.errors import AdvisorError
+from advisor.ingest.damage import sanitise, segments
+from advisor.ingest.source import DEFAULT_LIMIT, Source
+from advisor.ingest.split import Splitter
+from advisor.redact import HEAD_KEYS, Redactor, names_in
+
+_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError)
+_list = msgspec.json.Decoder(list[Raw])
+Progress = Callable[[str, int], None]
+Extra = Callable[[dict[str, Any]], Iterable[bytes]]
+"""Given the file's other keys: more events, each as JSON text."""
+
+
+@dataclass
+class Written:
+    """What was written."""
+
+    events: int = 0
+    """Of the trace."""
+    added: int = 0
+    """Of ours."""
+    lost: int = 0
+    """Elements of the list of events that are no JSON and were left out."""
+    truncated: bool = False
+    """The trace ends early; what is written is whole."""
+
+
+class _Unsound(Exception):
+    """The quick cuts went wrong; exact ones are needed."""
+
+
+def rewrite(
+    path: str,
+    target: Path,
+    extra: Extra | None = None,
+    *,
+    redacted: bool = False,
+    names: Iterable[str] = (),
+    limit: int = DEFAULT_LIMIT,
+    progress: Progress | None = None,
+) -> Written:
+    """Write a trace to ``target`` (packed when it ends in .gz or .zst), whole or not at all.
+
+    The events come first and byte by byte as they were, unless ``redacted``; then what ``extra``
+    gives, redacted as well; then the file's other keys, up to 1 MB each. ``names`` of users and
+    hosts are left out of a redacted trace besides those that it tells itself. Raises AdvisorError:
+    a file that cannot be read or holds no list of events, a target that cannot be written.
+    """
+    redactor = Redactor({*names, *_names(path, limit)}) if redacted else None
+    for exact in (False, True):
+        splitter = Splitter(Source(path, limit=limit), exact=exact)
+        try:
+            with _replacing(target) as file:
+                written = _write(splitter, file, extra, redactor, progress)
+        except _Unsound:
+            continue
+        return written
+    raise AssertionError("exact cuts are always sound enough")
+
+
+def _names(path: str, limit: int) -> set[str]:
+    """Users and hosts that the trace tells anywhere: they are to go everywhere."""
+    found: set[str] = set()
+    tail = b""
+    for block in Source(path, limit=limit).blocks():
+        found |= names_in(tail + block)
+        tail = block[-256:]
+    return found
+
+
+def _write(
+    splitter: Splitter,
+    file: BinaryIO,
+    extra: Extra | None,
+    redactor: Redactor | None,
+    progress: Progress | None,
+) -> Written:
+    written = Written()
+    file.write(b'{"traceEvents":[')
+    lead = b"\n"
+    for piece in splitter.pieces():
+        for text, count in _events(piece, splitter.exact, written, redactor):
+            file.write(lead)
+            file.write(text)
+            lead = b",\n"
+            written.events += count
+        if progress is not None:
+            progress(splitter.source.path, splitter.source.bytes_read)
+    if splitter.skipped and not splitter.exact:
+        raise _Unsound
+    for event in extra(splitter.head) if extra is not None else ():
+        file.write(lead)
+        file.write(event if redactor is None else redactor.record(event))
+        lead = b",\n"
+        written.added += 1
+    file.write(b"\n]")
+    for key, value in _head(splitter.head, redactor).items():
+        file.write(b",\n" + msgspec.json.encode(key) + b":" + msgspec.json.encode(value))
+    file.write(b"}\n")
+    written.truncated = splitter.truncated or splitter.source.truncated
+    return written
+
+
+def _events(
+    piece: bytes, exact: bool, written: Written, redactor: Redactor | None
+) -> Iterator[tuple[bytes, int]]:
+    """The texts of a piece's events, and how many there are in each."""
+    try:
+        events = _list.decode(piece)
+    except _ERRORS:
+        if not exact:
+            raise _Unsound from None
+        events = _salvaged(piece, written)
+    if not events:
+        return
+    if redactor is not None:
+        redacted = [_redacted(event, redactor) for event in events]
+        written.lost += sum(event is None for event in redacted)
+        kept = [event for event in redacted if event is not None]
+        if kept:
+            yield b",\n".join(kept), len(kept)
+    else:
+        yield b",\n".join(bytes(event).strip() for event in events), len(events)
+
+
+def _salvaged(piece: bytes, written: Written) -> list[Raw]:
+    """Of a damaged piece: the elements that are JSON, repaired if need be."""
+    texts, others = segments(sanitise(piece)[1:-1])
+    written.lost += others
+    kept = []
+    for text in texts:
+        try:
+            msgspec.json.decode(text, type=Raw)
+        except _ERRORS:
+            written.lost += 1
+            continue
+        kept.append(Raw(text))
+    return kept
+
+
+def _redacted(event: Raw, redactor: Redactor) -> bytes | None:
+    """An event's text; its numbers stay as they are written. ``None``: it is no object."""
+    try:
+        return bytes(redactor.record(event))
+    except _ERRORS:
+        return None
+
+
+def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
+    if redactor is None:
+        return head
+    found = {key: redactor.value(value) for key, value in head.items() if key in HEAD_KEYS}
+    if isinstance(found.get("distributedInfo"), dict):
+        kept = ("backend", "rank", "world_size", "pg_count", "nccl_version")
+        told = found["distributedInfo"]
+        found["distributedInfo"] = {key: told[key] for key in kept if key in told}
+    return found
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[BinaryIO]:
+    """A file that takes the target's place when all is written, and leaves nothing otherwise."""
+    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with beside.open("xb") as file:
+            with _packed(file, target.suffix.lower()) as packed:
+                yield packed
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    except OSError as error:
+        raise AdvisorError(f"{target}: cannot be written ({error.strerror or error})") from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _packed(file: BinaryIO, suffix: str) -> Iterator[BinaryIO]:
+    if suffix == ".gz":
+        from isal import igzip
+
+        pack = igzip.IGzipFile(filename="", fileobj=file, mode="wb", compresslevel=2, mtime=0)  # type: ignore[no-untyped-call]
+        with pack:
+            yield cast(BinaryIO, pack)
+    elif suffix in (".zst", ".zstd"):
+        import zstandard
+
+        with zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False) as zst:
+            yield cast(BinaryIO, zst)
+    else:
+        yield file

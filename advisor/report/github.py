@@ -1,0 +1,59 @@
+"""The GitHub renderer: findings as workflow commands, which Actions shows beside the code.
+
+See "Workflow commands for GitHub Actions": a command a line, data with %, CR and LF escaped,
+properties with colon and comma too.
+"""
+
+from __future__ import annotations
+
+from advisor.model import Finding
+from advisor.report import text as t
+from advisor.report.data import Report
+from advisor.report.places import code_place, relative
+
+COMMANDS = {"critical": "error", "warning": "warning", "info": "notice"}
+LONGEST = 3000
+"""Characters of a message; GitHub cuts what is longer than 4 KB or so."""
+
+
+def render(report: Report) -> str:
+    """An annotation for the verdict and one for each finding and risk that is no symptom of
+    another, in the order of worth."""
+    found = [f for f in (*report.findings, *report.risks) if f.folded_under is None]
+    lines = [_command("notice", {"title": "advisor"}, report.verdict)]
+    lines += [_annotation(finding, report) for finding in found]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _annotation(finding: Finding, report: Report) -> str:
+    unit = t.loop_unit(report.scope.step_source)
+    properties = {}
+    place = code_place(finding)
+    if place is not None and place.file is not None:
+        path, inside = relative(place.file)
+        if inside:  # an annotation of a file that is not in the repository is shown nowhere
+            properties["file"] = path
+            if place.line is not None and place.line > 0:
+                properties["line"] = str(place.line)
+    properties["title"] = f"{t.clean(finding.title)} ({t.gain(finding, step=unit)})"
+    lines = [finding.summary, f"Fix: {finding.fix}"]
+    if "file" not in properties and finding.where:
+        lines.append(f"Where: {' · '.join(t.place_names(finding.where[0]))}")
+    text = "\n".join(t.clean(line) for line in lines if line)
+    return _command(COMMANDS[finding.severity], properties, text, lines=True)
+
+
+def _command(name: str, properties: dict[str, str], text: str, *, lines: bool = False) -> str:
+    told = ",".join(f"{key}={escape_property(value)}" for key, value in properties.items())
+    return f"::{name} {told}::{escape_data(t.shorten(t.clean(text, lines=lines), LONGEST))}"
+
+
+def escape_data(text: str) -> str:
+    """The message of a command."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def escape_property(text: str) -> str:
+    """The value of a property."""
+    safe = escape_data(t.shorten(t.clean(text), 1000))
+    return safe.replace(":", "%3A").replace(",", "%2C")

@@ -114,7 +114,8 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     graph.turn = _turn(a, *steps)
     graph.facts = facts
     graph.starts = _boundaries(graph, bounds - start)
-    graph.last = _last_work(trace, graph, work, bounds, team)
+    graph.last = _last_work(trace, graph, work, bounds)
+    graph.others = np.setdiff1d(work.lane, work.lane[work.ours])
     graph.early = _early(graph, work)
     return graph
 
@@ -326,21 +327,15 @@ def _working_for(main: int | None, handovers: Handover) -> list[int]:
         found = wider
 
 
-def _last_work(
-    trace: Trace, graph: Graph, work: DeviceWork, bounds: Array, threads: list[int]
-) -> list[Array]:
-    """The last device node of every lane launched inside each step (or started, if unknown) by
-    one of the threads; by any, if these launch nothing. What others launch on their own is not
-    part of the step."""
-    nodes = graph.device
+def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
+    """The last device node of every lane launched inside each step (or started, if unknown). What
+    threads launch that work on their own is not part of the step."""
+    nodes = device_nodes(graph, work)[work.ours] if len(work.row) else graph.device
+    nodes = np.sort(nodes)
     launch = trace.gpu["launch"].gather(pl.Series(graph.row[nodes])).fill_null(-1).to_numpy()
     ts = trace.gpu["ts"].to_numpy()[graph.row[nodes]]
     if trace.cpu.height:
         ts = np.where(launch >= 0, trace.cpu["ts"].to_numpy()[launch], ts)
-        owner = np.where(launch >= 0, trace.cpu["thread"].to_numpy()[launch], -1)
-        if np.isin(owner, threads).any():
-            ours = (owner < 0) | np.isin(owner, threads)
-            nodes, ts = nodes[ours], ts[ours]
     step = np.searchsorted(bounds, ts, side="right") - 1
     found = []
     for number in range(len(bounds) - 1):

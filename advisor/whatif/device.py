@@ -57,7 +57,10 @@ class DeviceWork(NamedTuple):
     previous: Array
     """Index of the work before it on its stream, -1: none."""
     ours: Array
-    """Launched by the main thread or one that works with it in turns; true where unknown."""
+    """Launched by the main thread or one that works with it in turns. Where the launch is not in
+    the window: as the other work of the stream; true where nothing is known."""
+    team: list[int]
+    """Those threads."""
 
 
 def device_work(
@@ -94,9 +97,10 @@ def device_work(
         kind=gpu["kind"].to_physical().to_numpy().astype(np.int64),
         own=_own_time(trace, gpu, launch),
         previous=np.zeros(0, dtype=np.int64),
-        ours=_ours(trace, launch, threads),
+        ours=np.ones(len(launch), dtype=bool),
+        team=threads,
     )
-    work = work._replace(previous=_previous(work))
+    work = work._replace(previous=_previous(work), ours=_ours(trace, work))
     _measure(work, facts)
     return work
 
@@ -127,12 +131,19 @@ def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list
     return codes, [str(n) for n in names]
 
 
-def _ours(trace: Trace, launch: Array, threads: list[int]) -> Array:
-    ours = np.ones(len(launch), dtype=bool)
-    known = launch >= 0
-    if known.any():
-        ours[known] = np.isin(trace.cpu["thread"].to_numpy()[launch[known]], threads)
-    return ours if ours[known].any() else np.ones(len(launch), dtype=bool)
+def _ours(trace: Trace, work: DeviceWork) -> Array:
+    known = work.launch >= 0
+    ours = np.ones(len(known), dtype=bool)
+    if not known.any():
+        return ours
+    ours[known] = np.isin(trace.cpu["thread"].to_numpy()[work.launch[known]], work.team)
+    if not ours[known].any():
+        return np.ones(len(known), dtype=bool)
+    size = len(work.lanes)
+    theirs = np.bincount(work.lane[known], minlength=size) > 0
+    theirs &= np.bincount(work.lane[known & ours], minlength=size) == 0
+    ours[~known] = ~theirs[work.lane[~known]]
+    return ours
 
 
 def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array) -> Array:

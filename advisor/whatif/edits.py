@@ -267,12 +267,15 @@ class Patch:
 
     def _resize(self, edit: Edit, factor: float | None) -> None:
         """Another batch size. Work that fills the device grows with it; work that leaves part of
-        it empty grows once it is full; collectives of gradients and the optimizer stay. Host
-        time stays, but for the loader's. Steps are then to be judged by time a sample."""
+        it empty grows once it is full, copies grow with it; collectives of gradients and the
+        optimizer stay. Host time stays, but for the loader's. Steps are then to be judged by time
+        a sample."""
         factor = 1.0 if factor is None else max(factor, 1e-3)
         nodes = self.selected.work(edit.select)
         fill = np.nan_to_num(self.selected.fill[nodes], nan=1.0)
         grown = np.maximum(1.0, fill * factor) / np.maximum(1.0, fill)
+        kinds = self.a.trace.gpu["kind"].gather(pl.Series(self.graph.row[nodes]))
+        grown = np.where((kinds == "kernel").to_numpy(), grown, factor)
         fixed = self.selected.fixed[nodes]
         self.dur[nodes] *= np.where(fixed, 1.0, grown)
         loaded = np.flatnonzero(self.graph.kind == Node.LOADED)

@@ -85,6 +85,8 @@ class Graph:
     """After how many steps the loop repeats itself, where every n-th one is long."""
     early: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Device nodes launched before the window: what the host was ahead by when it began."""
+    others: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Lanes of device work that only threads launch which work on their own."""
     hidden: dict[int, Intervals] = field(default_factory=dict)
     """By host thread: time in launch calls that was a wait for room in the queue."""
     facts: dict[str, float] = field(default_factory=dict)

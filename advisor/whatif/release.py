@@ -75,6 +75,7 @@ def _awaited(
     launched = np.flatnonzero(work.launch >= 0)
     launched = launched[np.argsort(work.launch_ts[launched], kind="stable")]
     ends = work.ts + work.dur
+    owner = np.where(work.launch >= 0, thread[work.launch], -1)
     found = []
     for number, which in enumerate(row.tolist()):  # a few calls a step; each looks at few streams
         begin, end = called[number], ended[number]
@@ -91,10 +92,12 @@ def _awaited(
                 last.append(int(lane[place]))
         candidates = np.array(last, dtype=np.int64)
         possible = candidates[ends[candidates] <= end + SLACK_NS]
-        # what threads of their own launch comes before the call by chance: it counts only where
-        # nothing else explains the wait
+        # what other threads launch on their own comes before the call by chance: it counts only
+        # where nothing else explains the wait
         near = ends[possible] > max(begin, end - MAX_RELEASE_NS)
         ours = work.ours[possible]
+        if thread[which] not in work.team:
+            ours = owner[possible] == thread[which]
         if end - begin <= 3 * CALL_NS or (near & ours).any() or not near.any():
             possible = possible[ours]
         if call[number] == "sync_device":

@@ -183,7 +183,7 @@ class _Carry:
         self.stands_for: list[int] = []
         self.first: list[int] = []
         self.final: list[int] = []
-        for lane in np.unique(graph.lane[device]):
+        for lane in np.setdiff1d(graph.lane[device], graph.others):
             mine = device[graph.lane[device] == lane]
             before, inside = mine[early[mine]], mine[~early[mine]]
             if not len(inside):

@@ -1,0 +1,710 @@
+"""A small discrete-event machine: host threads, launch queues, streams, loader workers.
+
+Written from the CUDA programming model and the way PyTorch drives it, and from nothing in
+``advisor``: it is what predicted gains are held against. A program is data (statements), so the
+same program runs with and without a fix. All times are microseconds.
+
+What it does: calls put work at the end of a stream's queue as they return and find only so many
+places there; a stream runs its work in order; events are recorded and waited for by streams and
+by the host; copies of one direction share an engine; copies of pageable memory hold the host;
+autograd's thread works while the main thread waits; loader workers each prepare every n-th batch,
+at most ``prefetch`` ahead each. What it does besides, because a real machine does and the replay
+does not know of it: host times, kernels and latencies vary from step to step, and kernels that
+run at the same time slow each other down.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+_ids = [count(1)]
+
+
+def _id() -> int:
+    return next(_ids[0])
+
+
+def renumber() -> None:
+    """Number statements from 1 again, for the next program: they vary by their number."""
+    _ids[0] = count(1)
+
+
+# -- programs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host time that leaves nothing in the trace (give it a frame or an op to name it)."""
+
+    us: float
+    id: int = field(default_factory=_id)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A named host event around statements: ``op``, ``python`` or ``range``."""
+
+    kind: str
+    name: str
+    body: tuple[Any, ...] = ()
+    args: tuple[tuple[str, Any], ...] = ()
+    """What the profiler notes of it besides, such as shapes."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel launch."""
+
+    name: str
+    us: float
+    stream: int = 7
+    launch_us: float | None = None
+    blocks: int = 1024
+    """Of 256 threads."""
+    id: int = field(default_factory=_id)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One ``cudaGraphLaunch``: kernels (name, us) one after the other on a stream."""
+
+    kernels: tuple[tuple[str, float], ...]
+    stream: int = 7
+    launch_us: float = 12.0
+    id: int = field(default_factory=_id)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """``cudaMemcpyAsync``: ``HtoD``, ``DtoH`` or ``DtoD``."""
+
+    direction: str
+    us: float
+    size: int = 1 << 20
+    stream: int = 7
+    pinned: bool = True
+    id: int = field(default_factory=_id)
+
+
+@dataclass(frozen=True)
+class Record:
+    """``cudaEventRecord``."""
+
+    event: str
+    stream: int = 7
+
+
+@dataclass(frozen=True)
+class Wait:
+    """``cudaStreamWaitEvent``: the stream waits for the event as last recorded (``lag`` 1: as
+    recorded the time before that)."""
+
+    event: str
+    stream: int = 7
+    lag: int = 0
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The host waits: for the ``device``, a ``stream``, or an ``event`` as recorded ``lag`` + 1
+    times ago."""
+
+    what: str
+    stream: int = 7
+    event: str = ""
+    lag: int = 0
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Statements that autograd's thread runs while this thread waits."""
+
+    body: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Next:
+    """The next batch: made here, or taken from the loader's workers."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """Statements run only in every n-th step."""
+
+    n: int
+    body: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each step does, and the loader that feeds it."""
+
+    body: tuple[Any, ...]
+    steps: int = 8
+    warmup: int = 4
+    """Steps before the recorded window: its first step is a step like the others."""
+    batch_us: float = 0.0
+    """Work to prepare a batch."""
+    uneven: float = 0.0
+    """How much batches differ in it, as a share (standard deviation)."""
+    workers: int = 0
+    prefetch: int = 2
+    background: tuple[Any, ...] = ()
+    """What another host thread does, over and over, on its own."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The machine. The last block is what the replay does not model."""
+
+    depth: int = 1024
+    """Launches a stream holds that have not started."""
+    launch_us: float = 5.0
+    latency_us: float = 2.5
+    """From the return of a launch to the start on an idle stream."""
+    gap_us: float = 1.2
+    """Between two pieces of work of a stream."""
+    graph_gap_us: float = 0.6
+    event_us: float = 1.5
+    """From the recorded event to the start of work that waited for it."""
+    release_us: float = 7.0
+    """From the end of work to the return of the call that waited for it."""
+    call_us: float = 2.0
+    """Any other call."""
+    wake_us: float = 25.0
+    """From one host thread to another."""
+    hand_us: float = 200.0
+    """Taking over a batch that is ready: the constant that docs/whatif.md names."""
+    sync_rows: bool = False
+    """Write ``cuda_sync`` rows."""
+    whole_us: bool = False
+    """Write whole microseconds, as profilers did before 2023."""
+    seed: int = 0
+    host_jitter: float = 0.03
+    kernel_jitter: float = 0.03
+    latency_jitter: float = 0.2
+    contention: float = 0.02
+    """How much longer kernels take for each other one that runs meanwhile."""
+
+
+QUIET = {"host_jitter": 0.0, "kernel_jitter": 0.0, "latency_jitter": 0.0, "contention": 0.0}
+
+
+# -- the engine ------------------------------------------------------------------------------
+
+
+class Signal:
+    """Something that happens once."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+        self.then: list[Callable[[], None]] = []
+
+
+MAIN, AUTOGRAD, BACKGROUND = 1, 2, 3
+"""Host threads."""
+Steps = Generator[float | Signal, None, None]
+
+
+@dataclass
+class Work:
+    """A piece of device work in a queue."""
+
+    cat: str
+    name: str
+    left: float
+    correlation: int
+    args: dict[str, Any]
+    engine: str
+    visible: float = 0.0
+    gap: float = 0.0
+    start: float = 0.0
+    slot: bool = True
+    done: Signal = field(default_factory=Signal)
+
+
+class Stream:
+    """A queue of work, records and waits."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.queue: deque[Work | Signal | tuple[str, Signal]] = deque()
+        self.running: Work | None = None
+        self.ready = 0.0
+        self.pending = 0
+        self.space: deque[Signal] = deque()
+        self.last: Signal | None = None
+
+
+class Machine:
+    """Runs a program; ``events`` is its trace, ``complete`` when each recorded step was done."""
+
+    def __init__(self, program: Program, settings: Settings) -> None:
+        self.program, self.set = program, settings
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._streams: dict[int, Stream] = {}
+        self._running: dict[int, tuple[Work, Stream]] = {}
+        self._version = 0
+        self._advanced = 0.0
+        self._engines: dict[str, Work] = {}
+        self._events: dict[str, list[tuple[Signal, int, int]]] = {}
+        self._correlations = count(1)
+        self._ids = count(1)
+        self.events: list[dict[str, Any]] = []
+        self.device: list[dict[str, Any]] = []
+        self._seen: dict[tuple[int, int], int] = {}
+        self.host_end: list[float] = []
+        self._work_of_step: list[list[Signal]] = []
+        self._step = 0
+        self._over = False
+        self._workers()
+
+    # time
+
+    def run(self) -> Machine:
+        """Run it to the end."""
+        self._go(self._main())
+        if self.program.background:
+            self._go(self._background())
+        while self._heap:
+            self.now, _, act = heapq.heappop(self._heap)
+            act()
+        begin = self.program.warmup
+        self.origin = self.host_end[begin - 1] if begin else 0.0
+        self.complete = []
+        done = 0.0
+        for step, end in enumerate(self.host_end):
+            ends = [s.at for s in self._work_of_step[step] if s.at is not None]
+            done = max(done, end, *ends)
+            if step >= begin - 1:
+                self.complete.append(done)
+        return self
+
+    @property
+    def period(self) -> float:
+        """Time a step in the recorded window: between the completions of the step before it and
+        of its last step."""
+        return (self.complete[-1] - self.complete[0]) / (len(self.complete) - 1)
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (when, next(self._order), act))
+
+    def _fire(self, signal: Signal) -> None:
+        signal.at = self.now
+        for act in signal.then:
+            self._at(self.now, act)
+        signal.then = []
+
+    def _go(self, steps: Steps) -> None:
+        def resume() -> None:
+            for asked in steps:
+                if isinstance(asked, Signal):
+                    if asked.at is None:
+                        asked.then.append(resume)
+                        return
+                elif asked > 0:
+                    self._at(self.now + asked, resume)
+                    return
+
+        self._at(self.now, resume)
+
+    def _vary(self, value: float, share: float, key: int) -> float:
+        """The same statement of the same step varies alike with and without a fix."""
+        if not share:
+            return value
+        place = (key, self._step)
+        turn = self._seen[place] = self._seen.get(place, 0) + 1
+        z = (key * 1_000_003 + self._step * 7919 + turn * 104_729 + self.set.seed * 15_485_863) & (
+            2**64 - 1
+        )
+        total = 0.0
+        for _ in range(4):  # splitmix64; four uniforms make a bell
+            z = (z + 0x9E3779B97F4A7C15) & (2**64 - 1)
+            x = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+            total += (x ^ (x >> 31)) / 2**64 - 0.5
+        return value * max(0.2, 1.0 + share * total * 1.73)
+
+    # the device
+
+    def stream(self, number: int) -> Stream:
+        """A stream, made when first used."""
+        return self._streams.setdefault(number, Stream(number))
+
+    def _pump(self, s: Stream) -> None:
+        while s.queue and s.running is None:
+            head = s.queue[0]
+            if isinstance(head, Signal):
+                self._fire(head)
+            elif isinstance(head, tuple):
+                signal = head[1]
+                if signal.at is None:
+                    signal.then.append(lambda: self._pump(s))
+                    return
+                s.ready = max(s.ready, signal.at + self.set.event_us)
+            else:
+                when = max(head.visible, s.ready + (head.gap if s.last is not None else 0.0))
+                other = self._engines.get(head.engine) if head.engine else None
+                if other is not None:
+                    other.done.then.append(lambda: self._pump(s))
+                    return
+                if when > self.now + 1e-9:
+                    self._at(when, lambda: self._pump(s))
+                    return
+                s.queue.popleft()
+                self._start(s, head)
+                return
+            s.queue.popleft()
+
+    def _start(self, s: Stream, work: Work) -> None:
+        work.start = self.now
+        s.running, s.last = work, work.done
+        if work.slot:
+            s.pending -= 1
+            if s.space:
+                self._fire(s.space.popleft())
+        if work.engine:
+            self._engines[work.engine] = work
+        self._elapse()
+        self._running[id(work)] = (work, s)
+        self._reckon()
+
+    def _elapse(self) -> None:
+        passed = (self.now - self._advanced) * self._rate()
+        for work, _ in self._running.values():
+            work.left -= passed if work.cat == "kernel" else self.now - self._advanced
+        self._advanced = self.now
+
+    def _rate(self) -> float:
+        kernels = sum(w.cat == "kernel" for w, _ in self._running.values())
+        return 1.0 / (1.0 + self.set.contention * max(0, kernels - 1))
+
+    def _reckon(self) -> None:
+        """The next piece of work to end, at the present rate."""
+        self._version += 1
+        version, rate = self._version, self._rate()
+        if not self._running:
+            return
+        rest = min(w.left / (rate if w.cat == "kernel" else 1.0) for w, _ in self._running.values())
+
+        def check() -> None:
+            if version != self._version:
+                return
+            self._elapse()
+            ended = [(w, s) for w, s in self._running.values() if w.left <= 1e-6]
+            for work, s in ended:
+                self._finish(work, s)
+            self._reckon()
+
+        self._at(self.now + max(rest, 0.0), check)
+
+    def _finish(self, work: Work, s: Stream) -> None:
+        del self._running[id(work)]
+        s.running, s.ready = None, self.now
+        if work.engine:
+            del self._engines[work.engine]
+        self.device.append(
+            {"ph": "X", "cat": work.cat, "name": work.name, "pid": 0, "tid": s.number,
+             "ts": work.start, "dur": self.now - work.start,
+             "args": {"device": 0, "context": 1, "stream": s.number,
+                      "correlation": work.correlation, **work.args}}
+        )  # fmt: skip
+        self._fire(work.done)
+        self._at(self.now, lambda: self._pump(s))
+
+    # the host
+
+    def _call(
+        self, thread: int, name: str, start: float, correlation: int | None = None
+    ) -> dict[str, Any]:
+        number = next(self._correlations) if correlation is None else correlation
+        return self._emit("cuda_runtime", name, thread, start, {"correlation": number})
+
+    def _emit(
+        self, cat: str, name: str, thread: int, start: float, args: dict[str, Any]
+    ) -> dict[str, Any]:
+        event = {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": thread, "ts": start,
+                 "dur": self.now - start, "args": args}  # fmt: skip
+        self.events.append(event)
+        return event
+
+    def _do(self, thread: int, body: Sequence[Any]) -> Steps:
+        for s in body:
+            act: Callable[[int, Any], Steps] = getattr(self, f"_{type(s).__name__.lower()}")
+            yield from act(thread, s)
+
+    def _host(self, thread: int, s: Host) -> Steps:
+        yield self._vary(s.us, self.set.host_jitter, s.id)
+
+    def _span(self, thread: int, s: Span) -> Steps:
+        start = self.now
+        yield from self._do(thread, s.body)
+        cat = {"op": "cpu_op", "python": "python_function", "range": "user_annotation"}[s.kind]
+        name = "Python id" if s.kind == "python" else "External id"
+        self._emit(cat, s.name, thread, start, {name: next(self._ids), **dict(s.args)})
+
+    def _every(self, thread: int, s: Every) -> Steps:
+        if self._step % s.n == 0:
+            yield from self._do(thread, s.body)
+
+    def _launch(self, thread: int, call: str, us: float, works: list[Work], key: int,
+                stream: int) -> Steps:  # fmt: skip
+        start, s = self.now, self.stream(stream)
+        yield self._vary(us, self.set.host_jitter, key + 1)
+        # the place is taken in the order in which threads ask
+        if s.pending >= self.set.depth or s.space:
+            room = Signal()
+            s.space.append(room)
+            yield room
+        self._call(thread, call, start, works[0].correlation)
+        latency = self._vary(self.set.latency_us, self.set.latency_jitter, key + 2)
+        s.pending += 1
+        for i, work in enumerate(works):
+            work.slot = i == 0
+            work.visible = self.now + latency
+            gap = self.set.gap_us if i == 0 else self.set.graph_gap_us
+            work.gap = self._vary(gap, self.set.latency_jitter, key + 3 + i)
+            s.queue.append(work)
+            if thread != BACKGROUND:
+                self._work_of_step[self._step].append(work.done)
+        self._pump(s)
+
+    def _kernel_work(
+        self, name: str, us: float, key: int, correlation: int, blocks: int = 1024
+    ) -> Work:
+        args = {
+            "grid": [blocks, 1, 1],
+            "block": [256, 1, 1],
+            "registers per thread": 32,
+            "shared memory": 0,
+        }
+        us = self._vary(us, self.set.kernel_jitter, key)
+        return Work("kernel", name, us, correlation, args, "")
+
+    def _kernel(self, thread: int, s: Kernel) -> Steps:
+        work = self._kernel_work(s.name, s.us, s.id, next(self._correlations), s.blocks)
+        us = self.set.launch_us if s.launch_us is None else s.launch_us
+        yield from self._launch(thread, "cudaLaunchKernel", us, [work], s.id, s.stream)
+
+    def _graph(self, thread: int, s: Graph) -> Steps:
+        correlation = next(self._correlations)
+        works = [
+            self._kernel_work(name, us, s.id * 1000 + i, correlation)
+            for i, (name, us) in enumerate(s.kernels)
+        ]
+        yield from self._launch(thread, "cudaGraphLaunch", s.launch_us, works, s.id, s.stream)
+
+    def _copy(self, thread: int, s: Copy) -> Steps:
+        start, stream = self.now, self.stream(s.stream)
+        memory = "Pinned" if s.pinned else "Pageable"
+        ends = {"HtoD": (memory, "Device"), "DtoH": ("Device", memory)}.get(
+            s.direction, ("Device", "Device")
+        )
+        work = Work(
+            "gpu_memcpy", f"Memcpy {s.direction} ({ends[0]} -> {ends[1]})",
+            self._vary(s.us, self.set.kernel_jitter, s.id), next(self._correlations),
+            {"bytes": s.size, "memory bandwidth (GB/s)": s.size / s.us / 1e3},
+            "" if s.direction == "DtoD" else s.direction,
+        )  # fmt: skip
+        holds = not s.pinned and s.direction != "DtoD"
+        small = s.direction == "HtoD" and s.size <= 1 << 16
+        if not holds or small:
+            us = self.set.launch_us + (s.size / 20e3 if holds else 0.0)
+            yield from self._launch(thread, "cudaMemcpyAsync", us, [work], s.id, s.stream)
+            return
+        if s.direction == "HtoD":  # staging begins when the stream has got here
+            yield self.set.call_us
+            yield from self._drained(stream)
+        yield self.set.launch_us
+        work.visible = self.now + self._vary(self.set.latency_us, self.set.latency_jitter, s.id + 2)
+        work.gap, work.slot = self.set.gap_us, False
+        stream.queue.append(work)
+        self._work_of_step[self._step].append(work.done)
+        self._pump(stream)
+        yield work.done
+        yield 1.0 if s.direction == "HtoD" else self.set.release_us
+        self._call(thread, "cudaMemcpyAsync", start, work.correlation)
+
+    def _drained(self, s: Stream) -> Steps:
+        """Until all that is in the stream now is done."""
+        mark = Signal()
+        s.queue.append(mark)
+        self._pump(s)
+        yield mark
+
+    def _record(self, thread: int, s: Record) -> Steps:
+        start, stream = self.now, self.stream(s.stream)
+        yield self.set.call_us
+        signal, number = Signal(), next(self._correlations)
+        stream.queue.append(signal)
+        self._events.setdefault(s.event, []).append((signal, s.stream, number))
+        self._call(thread, "cudaEventRecord", start, number)
+        self._pump(stream)
+
+    def _recorded(self, event: str, lag: int) -> tuple[Signal, int, int] | None:
+        known = self._events.get(event, [])
+        return known[-1 - lag] if len(known) > lag else None
+
+    def _wait(self, thread: int, s: Wait) -> Steps:
+        start, stream = self.now, self.stream(s.stream)
+        yield self.set.call_us
+        found = self._recorded(s.event, s.lag)
+        call = self._call(thread, "cudaStreamWaitEvent", start)
+        if found is None:
+            return
+        stream.queue.append(("wait", found[0]))
+        self._pump(stream)
+        self._sync_row("Stream Wait Event", call, s.stream, found)
+
+    def _sync(self, thread: int, s: Sync) -> Steps:
+        start = self.now
+        yield self.set.call_us
+        if s.what == "event":
+            found = self._recorded(s.event, s.lag)
+            waited = found is not None and found[0].at is None
+            if found is not None:
+                yield found[0]
+            name, kind, stream = "cudaEventSynchronize", "Event Sync", -1
+        else:
+            streams = [*self._streams.values()] if s.what == "device" else [self.stream(s.stream)]
+            waited = any(x.queue or x.running for x in streams)
+            for each in streams:
+                yield from self._drained(each)
+            found, stream = None, -1 if s.what == "device" else s.stream
+            name = "cudaDeviceSynchronize" if s.what == "device" else "cudaStreamSynchronize"
+            kind = "Context Sync" if s.what == "device" else "Stream Sync"
+        if waited:
+            yield self._vary(self.set.release_us, self.set.latency_jitter, 5)
+        self._sync_row(kind, self._call(thread, name, start), stream, found)
+
+    def _sync_row(
+        self, kind: str, call: dict[str, Any], stream: int, found: tuple[Signal, int, int] | None
+    ) -> None:
+        if not self.set.sync_rows:
+            return
+        on, record = (-1, -1) if found is None else (found[1], found[2])
+        row = self._emit("cuda_sync", kind, -1, call["ts"], {
+            "cuda_sync_kind": kind, "stream": stream, "device": 0, "context": 1,
+            "correlation": call["args"]["correlation"], "wait_on_stream": on,
+            "wait_on_cuda_event_record_corr_id": record, "wait_on_cuda_event_id": 1,
+        })  # fmt: skip
+        row["dur"] = call["dur"]
+
+    def _backward(self, thread: int, s: Backward) -> Steps:
+        done = Signal()
+
+        def autograd() -> Steps:
+            yield self._vary(self.set.wake_us, self.set.latency_jitter, 11)
+            yield from self._do(AUTOGRAD, s.body)
+            self._fire(done)
+
+        self._go(autograd())
+        yield done
+        yield self._vary(self.set.wake_us, self.set.latency_jitter, 12)
+
+    # the loader
+
+    def _workers(self) -> None:
+        """Each worker takes its orders one after the other; ``prefetch`` each from the start."""
+        p = self.program
+        self._ready: dict[int, Signal] = {}
+        self._orders: list[deque[int]] = [deque() for _ in range(p.workers)]
+        self._called: list[Signal] = [Signal() for _ in range(p.workers)]
+        self._ordered = self._taken = 0
+        for _ in range(p.workers * p.prefetch):
+            self._order_batch()
+        for worker in range(p.workers):
+            self._go(self._work(worker))
+
+    def _order_batch(self) -> None:
+        worker = self._ordered % self.program.workers
+        self._ready[self._ordered] = Signal()
+        self._orders[worker].append(self._ordered)
+        self._ordered += 1
+        if self._called[worker].at is None:
+            self._fire(self._called[worker])
+
+    def _batch_us(self, batch: int) -> float:
+        share = self.program.uneven or self.set.host_jitter
+        step, self._step = self._step, batch
+        us = self._vary(self.program.batch_us, share, 13)
+        self._step = step
+        return us
+
+    def _work(self, worker: int) -> Steps:
+        while not self._over:
+            if not self._orders[worker]:
+                self._called[worker] = Signal()
+                yield self._called[worker]
+                continue
+            batch = self._orders[worker].popleft()
+            yield self._batch_us(batch)
+            self._fire(self._ready[batch])
+
+    def _next(self, thread: int, s: Next) -> Steps:
+        start, batch = self.now, self._taken
+        self._taken += 1
+        if self.program.workers:
+            yield self._ready[batch]
+            yield self.set.hand_us
+            self._order_batch()
+            which = "_MultiProcessingDataLoaderIter"
+        else:
+            yield 20.0
+            inner = self.now
+            yield self._batch_us(batch)
+            self._emit("cpu_op", "aten::stack", thread, inner, {"External id": next(self._ids)})
+            yield 5.0
+            which = "_SingleProcessDataLoaderIter"
+        self._emit("user_annotation", f"enumerate(DataLoader)#{which}.__next__", thread, start,
+                   {"External id": next(self._ids)})  # fmt: skip
+
+    # the program
+
+    def _main(self) -> Steps:
+        for step in range(self.program.warmup + self.program.steps):
+            self._step = step
+            self._work_of_step.append([])
+            start = self.now
+            yield from self._do(MAIN, self.program.body)
+            self._emit("user_annotation", f"ProfilerStep#{step}", MAIN, start, {"External id": 0})
+            self.host_end.append(self.now)
+        self._over = True
+        yield 30.0
+        yield from self._sync(MAIN, Sync("device"))
+
+    def _background(self) -> Steps:
+        while not self._over:
+            yield from self._do(BACKGROUND, self.program.background)
+
+    # the trace
+
+    def json(self) -> bytes:
+        """The recorded window as a Kineto file: what began in it."""
+        rows = [e for e in [*self.events, *self.device] if e["ts"] >= self.origin]
+        exact = 0 if self.set.whole_us else 3
+        for row in rows:
+            end = round(row["ts"] + row["dur"], exact)
+            row["ts"] = round(row["ts"], exact)
+            row["dur"] = round(end - row["ts"], exact)
+        device = {"id": 0, "name": "NVIDIA A100-SXM4-80GB", "numSms": 108, "computeMajor": 8,
+                  "computeMinor": 0, "totalGlobalMem": 85_094_825_984,
+                  "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048,
+                  "regsPerBlock": 65536, "regsPerMultiprocessor": 65536, "warpSize": 32,
+                  "sharedMemPerBlock": 49152, "sharedMemPerMultiprocessor": 167936}  # fmt: skip
+        return json.dumps(
+            {"schemaVersion": 1, "deviceProperties": [device], "traceEvents": rows}
+        ).encode()
+
+
+def run(program: Program, **settings: Any) -> Machine:
+    """Run a program on a machine with these settings."""
+    return Machine(program, Settings(**settings)).run()

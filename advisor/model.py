@@ -244,6 +244,28 @@ class Good(Struct, kw_only=True):
 Outcome = Finding | NotMeasured | Good
 
 
+class HotLine(Struct, frozen=True, kw_only=True):
+    """A line of Python that takes much CPU time, from Scalene's pass. Shares are of all CPU samples
+    of that pass, start-up included: they compare lines, not steps."""
+
+    file: str
+    """Source file."""
+    line: int
+    """Line in it."""
+    text: str
+    """The line."""
+    function: str | None
+    """Function around it."""
+    share: float
+    """All samples of the line."""
+    python: float
+    """Of them, in the interpreter."""
+    native: float
+    """In native code that the line called."""
+    system: float
+    """In the kernel, or waiting."""
+
+
 class Rule:
     """Looks at an :class:`~advisor.analysis.Analysis` and yields what it found.
 

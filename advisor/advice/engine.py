@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 import advisor
 from advisor.advice.arbitration import rank
+from advisor.advice.lines import explain, hot_lines
 from advisor.advice.pricing import BoundPricer, Price, Pricer, pricer
 from advisor.advice.registry import load_rules, read_config
 from advisor.advice.summary import (
@@ -375,6 +376,8 @@ def _report(
         result.findings += across.findings
         result.good += across.good
         result.not_measured += across.not_measured
+    lines, unread = hot_lines(a)
+    explain(result.findings, lines)
     floor = max(MIN_GAIN_SHARE * a.step_ns, pricing.error)
     ranked, notes, risks = [], [], []
     for finding in result.findings:
@@ -396,10 +399,11 @@ def _report(
         risks=sorted(risks, key=lambda f: -f.confidence),
         good=result.good,
         not_checked=_merged(result.not_measured),
-        limits=[*strangers(analyses), *limits(a, run), *_why_bounds(pricing, findings)],
+        limits=[*strangers(analyses), *limits(a, run), *_why_bounds(pricing, findings), *unread],
         ranks=ranks_view(analyses),
         replay=replay_view(pricing, findings),
         recorded=recorded_view(run, a),
+        hot_lines=lines,
         **measure(a),
     )
     report.status, report.verdict = verdict(report, a)

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.errors import AdvisorError
-from advisor.model import Finding, Good, NotMeasured
+from advisor.model import Finding, Good, HotLine, NotMeasured
 
 SCHEMA = "advisor.report/1"
 
@@ -288,6 +288,8 @@ class Report(Struct, kw_only=True):
     """``null``: the window could not be replayed well, and gains are upper bounds."""
     recorded: Recorded | None = None
     """What the recorder measured of every step; ``null``: a trace alone."""
+    hot_lines: list[HotLine] = field(default_factory=list)
+    """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""

@@ -165,6 +165,18 @@ def places(finding: Finding, most: int = 3) -> list[Location]:
     return list(found.values())[:most]
 
 
+def hot_lines(report: Report, most: int = 8) -> list[tuple[str, str, str]]:
+    """(share of the samples, place, text) of the hottest lines."""
+    return [
+        (
+            t.percent(line.share),
+            f"{t.path(line.file, 50)}:{line.line}",
+            t.shorten(t.clean(line.text), 80),
+        )
+        for line in report.hot_lines[:most]
+    ]
+
+
 def folded(report: Report, finding: Finding) -> list[Finding]:
     """Symptoms and alternatives that a finding already covers."""
     return [other for other in report.findings if other.folded_under == finding.rule]

@@ -193,6 +193,10 @@ def _apart(report: Report) -> list[str]:
 
 def _rest(report: Report) -> list[str]:
     parts = []
+    if report.hot_lines:
+        rows = [[share, code(place), code(text)] for share, place, text in facts.hot_lines(report)]
+        figures = table(["CPU samples", "line", ""], "rll", rows)
+        parts.append(f"### Hot Python lines\n\nOf a separate pass under Scalene.\n\n{figures}")
     if report.good:
         lines = "\n".join(f"- {escape(good.text)}" for good in report.good)
         parts.append(f"### What is good\n\n{lines}")

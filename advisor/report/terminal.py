@@ -228,6 +228,10 @@ def _apart(page: Page, report: Report) -> None:
 
 
 def _rest(page: Page, report: Report) -> None:
+    if report.hot_lines:
+        page.section("Hot Python lines", "of a separate pass under Scalene")
+        for share, place, text in facts.hot_lines(report):
+            page.wrapped((f"{place}  ", ""), (text, "dim"), first=f" {share:>4}  ", indent=7)
     if report.good:
         page.section("What is good")
         for good in report.good:

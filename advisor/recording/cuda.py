@@ -1,0 +1,113 @@
+"""What CUDA is asked in the training thread: events at phase boundaries, and the allocator.
+
+Events are recorded and never waited for: the writer's thread reads them once they have passed.
+Neither happens before the process itself has initialised CUDA, nor while a graph is captured.
+Their cost on a GPU is a figure of docs/overhead.md, measured or said not to be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from time import perf_counter_ns
+from typing import Any
+
+from advisor.recording.clock import Clock
+
+MEMORY_EVERY_NS = 250_000_000
+"""The allocator is asked this often at most: its answer costs some 30 µs."""
+MAX_POOL = 1024
+"""Events kept for use again."""
+
+
+class Marks:
+    """CUDA events at the boundaries of phases, of every ``every``-th step."""
+
+    def __init__(self, clock: Clock, torch: Any, every: int) -> None:
+        self._clock = clock
+        self._torch = torch
+        self._every = every
+        self._pool: deque[Any] = deque(maxlen=MAX_POOL)
+        self._marks: list[tuple[int, Any]] = []
+        self._steps = 0
+
+    def begin_step(self) -> None:
+        """A step begins: decide whether its phases get events."""
+        self._steps += 1
+        wanted = self._every > 0 and self._steps % self._every == 0 and usable(self._torch)
+        self._clock.mark = self._mark if wanted else None
+        if wanted:
+            self._mark(self._clock.cur)
+
+    def take(self) -> list[tuple[int, Any]] | None:
+        """The events of the segment that ends here."""
+        if self._clock.mark is not None:
+            self._mark(-1)
+            if self._clock.mark is not None:
+                marks, self._marks = self._marks, []
+                self._mark(self._clock.cur)
+                return marks
+        elif self._marks:
+            self._marks = []
+        return None
+
+    def give_back(self, marks: list[tuple[int, Any]]) -> None:
+        """Events that were read can be used again. Called in the writer's thread."""
+        self._pool.extend(event for _, event in marks)
+
+    def _mark(self, phase: int) -> None:
+        if self._torch._C._cuda_isCurrentStreamCapturing():
+            self._clock.mark = None
+            return
+        pool = self._pool
+        event = pool.popleft() if pool else self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((phase, event))
+
+
+def passed(marks: list[tuple[int, Any]]) -> bool:
+    """Whether the device has come past the last event."""
+    try:
+        return not marks or bool(marks[-1][1].query())
+    except RuntimeError:  # the device failed: the training thread will hear of it
+        return False
+
+
+def times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
+    """Device time by phase number, ns: from each event to the next; ``None``: they are of
+    several devices or streams that cannot be compared."""
+    spent = [0] * phases
+    try:
+        for (phase, event), (_, after) in pairwise(marks):
+            if phase >= 0:
+                spent[phase] += round(event.elapsed_time(after) * 1e6)
+    except RuntimeError:
+        return None
+    return spent
+
+
+def usable(torch: Any) -> bool:
+    """Whether the process has initialised CUDA itself."""
+    return bool(torch.cuda.is_initialized())
+
+
+class Allocator:
+    """The caching allocator's counters, now and then."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._last = 0
+
+    def sample(self) -> tuple[int, int, int, int] | None:
+        """Bytes in tensors, bytes held, most bytes in tensors, retries; ``None``: not now."""
+        now = perf_counter_ns()
+        if now - self._last < MEMORY_EVERY_NS or not usable(self._torch):
+            return None
+        self._last = now
+        stats = self._torch.cuda.memory_stats()
+        return (
+            stats.get("allocated_bytes.all.current", 0),
+            stats.get("reserved_bytes.all.current", 0),
+            stats.get("allocated_bytes.all.peak", 0),
+            stats.get("num_alloc_retries", 0),
+        )

@@ -1,0 +1,103 @@
+"""How DataLoaders are set up, and how long an epoch's workers take to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+MAX_LOADERS = 64
+
+
+class Loaders:
+    """Numbers the loaders of a process. ``tell(kind, data)`` writes an event."""
+
+    def __init__(self, tell: Callable[[str, dict[str, Any]], None]) -> None:
+        self._tell = tell
+        self._ids: dict[int, int] = {}
+        self._open: dict[int, dict[str, Any]] = {}
+        self._lengths: dict[int, int | None] = {}
+        self.last: int | None = None
+        """The loader whose batch is being worked on."""
+
+    def iterated(self, loader: Any, iterator: Any, took_ns: int) -> None:
+        """A loader handed out an iterator."""
+        number = self._ids.get(id(loader))
+        if number is None:
+            if len(self._ids) >= MAX_LOADERS:
+                return
+            number = self._ids[id(loader)] = len(self._ids)
+            told = configuration(loader)
+            self._lengths[number] = told["length"]
+            self._tell("loader", {"id": number, **told})
+        self._settle(number)
+        self._open[number] = {
+            "id": number,
+            "workers_started_ns": took_ns if getattr(loader, "num_workers", 0) else None,
+            "evaluation": True,
+        }
+        if hasattr(iterator, "__dict__"):
+            iterator._advisor_loader = number
+
+    def fetched(self, iterator: Any) -> None:
+        """A batch of this iterator is being worked on."""
+        self.last = getattr(iterator, "_advisor_loader", None)
+
+    @property
+    def length(self) -> int | None:
+        """Batches of the loader that is being worked on; ``None``: unknown."""
+        return None if self.last is None else self._lengths.get(self.last)
+
+    def trained(self) -> None:
+        """Something was learnt from the batch."""
+        if self.last is not None and self.last in self._open:
+            self._open[self.last]["evaluation"] = False
+            self._settle(self.last)
+
+    def exhausted(self, iterator: Any) -> None:
+        """The iterator has no more batches."""
+        number = getattr(iterator, "_advisor_loader", None)
+        if number is not None:
+            self._settle(number)
+        self.last = None
+
+    def finish(self) -> None:
+        """Recording ends."""
+        for number in list(self._open):
+            self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        data = self._open.pop(number, None)
+        if data is not None:
+            self._tell("loader_iter", data)
+
+
+def configuration(loader: Any) -> dict[str, Any]:
+    """What advice asks of a DataLoader."""
+    dataset = getattr(loader, "dataset", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    context = getattr(loader, "multiprocessing_context", None)
+    size = getattr(loader, "batch_size", None)
+    return {
+        "workers": getattr(loader, "num_workers", None),
+        "pin_memory": getattr(loader, "pin_memory", None),
+        "prefetch_factor": getattr(loader, "prefetch_factor", None),
+        "persistent_workers": getattr(loader, "persistent_workers", None),
+        "batch_size": getattr(sampler, "batch_size", None) if size is None else size,
+        "drop_last": getattr(loader, "drop_last", None),
+        "dataset": type(dataset).__name__ if dataset is not None else None,
+        "length": length(loader),
+        "multiprocessing_context": context.get_start_method() if context is not None else None,
+    }
+
+
+def length(loader: Any) -> int | None:
+    """Batches of an epoch; ``None``: unknown. An iterable dataset is not asked: its length may be
+    a guess, and torch warns when it is."""
+    if type(loader).__name__ != "DataLoader" and not hasattr(loader, "_dataset_kind"):
+        return None
+    if getattr(loader, "_dataset_kind", 0) == 1:
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

@@ -1,0 +1,159 @@
+"""What can be chosen about a recording: one dataclass; keywords, ``ADVISOR_*`` and pyproject.toml.
+
+Later ones win: defaults, ``[tool.advisor.record]`` of the nearest pyproject.toml, environment
+variables, keywords. A value that makes no sense is told once and left out: a typing error in a
+setting must not stop a training run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("advisor")
+
+_OFF = {"0", "false", "no", "off"}
+_ON = {"1", "true", "yes", "on"}
+SWITCH = "ADVISOR"
+"""``ADVISOR=0`` makes recording a no-op, wherever it is in the code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run is recorded.
+
+    Each field can also be given as an environment variable (``skip``: ``ADVISOR_SKIP=20``) and
+    under ``[tool.advisor.record]`` in pyproject.toml.
+    """
+
+    out: str = ""
+    """Run directory. Default: a new one, ``runs/<date>_<time>_<random>``. One that already holds
+    something is left alone: ``_2`` is appended."""
+    skip: int = 10
+    """Steps before the first profiled window: start-up is not what training costs."""
+    warmup: int = 3
+    """Steps in which the profiler runs and nothing is kept."""
+    active: int = 5
+    """Steps that a window keeps. 0: no windows."""
+    windows: int = 3
+    """Most windows that a rank records by itself, the first one included. Ones that somebody asks
+    for come on top, up to as many again."""
+    on_trouble: bool = True
+    """Open a window when the median step slows by 25 % or a step takes 3 times the median."""
+    shapes: bool = True
+    """Input shapes of the operators, in windows."""
+    stacks: bool = False
+    """Python stacks in windows: the line of code behind a kernel, at twice the cost."""
+    memory: bool = False
+    """Every allocation in windows."""
+    deep: bool = False
+    """``stacks`` and ``memory``."""
+    ranks: str = "0-7"
+    """Ranks that record windows: ``0``, ``0-7``, ``0,8,16`` or ``all``. Steps are recorded of all
+    ranks."""
+    max_bytes: int = 1 << 30
+    """No more windows once a rank's traces are larger than this, bytes."""
+    guard: float = 1.5
+    """A window that makes steps this many times slower is stopped."""
+    nvtx: bool = True
+    """Ranges of the domain ``advisor`` for Nsight Systems, where the nvtx package is installed."""
+    cuda_events: int = 4
+    """Device time by phase of every so many steps, by CUDA events that are never waited for.
+    0: none."""
+    telemetry: float = 2.0
+    """Samples a second of GPU and host. 0: none."""
+    signal: str = ""
+    """Signal that opens a window, as ``SIGUSR2``. Default: none is taken."""
+    report: bool = True
+    """At the end, analyse in another process and print the first finding."""
+
+    def with_changes(self, **changes: Any) -> Options:
+        """A copy. Raises TypeError: an option that does not exist."""
+        unknown = changes.keys() - {field.name for field in fields(self)}
+        if unknown:
+            known = ", ".join(field.name for field in fields(self))
+            raise TypeError(f"no such option: {', '.join(sorted(unknown))} (there are: {known})")
+        return replace(self, **changes)
+
+    def traces(self, rank: int) -> bool:
+        """Whether this rank records windows."""
+        if self.active < 1:
+            return False
+        if self.ranks.strip() == "all":
+            return True
+        for part in self.ranks.split(","):
+            low, _, high = part.strip().partition("-")
+            if low.isdecimal() and int(low) <= rank <= int(high if high.isdecimal() else low):
+                return True
+        return False
+
+
+def switched_off() -> bool:
+    """Whether ``ADVISOR`` says not to record."""
+    return os.environ.get(SWITCH, "").strip().lower() in _OFF
+
+
+def chosen(**keywords: Any) -> Options:
+    """The options that apply here. Raises TypeError: a keyword that is no option."""
+    options = Options()
+    for name, value in (*_from_pyproject().items(), *_from_environment().items()):
+        options = _with(options, name, value)
+    return options.with_changes(**{k: v for k, v in keywords.items() if v is not None})
+
+
+def _from_environment() -> dict[str, str]:
+    found = {}
+    for field in fields(Options):
+        value = os.environ.get(f"ADVISOR_{field.name.upper()}")
+        if value is not None:
+            found[field.name] = value
+    return found
+
+
+def _from_pyproject() -> dict[str, Any]:
+    try:
+        here = Path.cwd()
+        for folder in (here, *here.parents):
+            file = folder / "pyproject.toml"
+            if file.is_file():
+                table = tomllib.loads(file.read_text("utf-8"))
+                section = table.get("tool", {}).get("advisor", {}).get("record", {})
+                return section if isinstance(section, dict) else {}
+    except (OSError, ValueError, AttributeError) as error:  # ValueError: TOML, or not UTF-8
+        log.warning("advisor: pyproject.toml was not read (%s)", error)
+    return {}
+
+
+def _with(options: Options, name: str, value: Any) -> Options:
+    default = getattr(Options(), name, None)
+    if default is None:
+        log.warning("advisor: %r is no option of a recording and was left out", name)
+        return options
+    try:
+        return replace(options, **{name: _parse(value, type(default))})
+    except ValueError:
+        kind = {bool: "yes or no", int: "a whole number", float: "a number"}.get(type(default), "")
+        log.warning("advisor: option %s must be %s, not %r; left out", name, kind or "text", value)
+        return options
+
+
+def _parse(value: Any, kind: type) -> Any:
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        text = str(value).strip().lower()
+        if text in _ON | _OFF:
+            return text in _ON
+        raise ValueError(value)
+    if kind is str:
+        return str(value)
+    if isinstance(value, bool):
+        raise ValueError(value)
+    number = kind(value)
+    if not 0 <= number < 1 << 62:  # also leaves out nan
+        raise ValueError(value)
+    return number

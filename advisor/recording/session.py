@@ -1,0 +1,335 @@
+"""One recording of one process: everything that listens, measures and writes, as one object.
+
+There is at most one at a time (``current``). Whatever fails in here ends the recording with one
+warning; training goes on as if it had never been there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from advisor.recording.batch import Batch, Batches
+from advisor.recording.clock import Clock
+from advisor.recording.cuda import Allocator, Marks
+from advisor.recording.hooks import Hooks
+from advisor.recording.loaders import Loaders
+from advisor.recording.oom import OutOfMemory
+from advisor.recording.options import Options
+from advisor.recording.pauses import Pauses
+from advisor.recording.ranges import add_ranges
+from advisor.recording.steps import Found, Segment, Steps
+from advisor.recording.trouble import Trouble
+from advisor.recording.windows import Windows
+from advisor.recording.writer import Writer
+from advisor.rundir import Event, Manifest, Rank
+
+log = logging.getLogger("advisor")
+
+
+class _Here:
+    """What there is one of in a process."""
+
+    session: Session | None = None
+    watches_forks = False
+
+
+def current() -> Session | None:
+    """The recording that is going on in this process."""
+    return _Here.session
+
+
+class Session:
+    """A recording. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``. With
+    ``lazy`` the run directory is made when training is seen, not at the start."""
+
+    def __init__(self, options: Options, entry: str, *, lazy: bool = False) -> None:
+        import torch
+
+        self.options = options
+        self.entry = entry
+        self.problem: str | None = None
+        """Why recording stopped before its time."""
+        self.clock = Clock()
+        self.steps = Steps(self.clock, self._emit)
+        self.loaders = Loaders(self.tell)
+        self.batches = Batches(self._shapes)
+        self._pid = os.getpid()
+        self._torch = torch
+        self._batch: Batch | None = None
+        self._lazy = lazy
+        self.over = False
+        """It has ended."""
+        self.listening = False
+        """The hooks are in place."""
+        self._told = -1
+        self._lock = threading.Lock()
+        self.rank, self.world = rank_of(torch)
+        self.hooks = Hooks(self)
+        self.pauses = Pauses(self.clock)
+        self.allocator = Allocator(torch)
+        self.marks = Marks(self.clock, torch, options.cuda_events)
+        self.windows = Windows(options, self.rank, lambda data: self.tell("window", data))
+        self.oom = OutOfMemory(lambda data: self.tell("oom", data))
+        self.writer = Writer(
+            out=options.out,
+            rank=self._where,
+            names=self.clock.names,
+            describe=self._describe,
+            failed=self._failed,
+        )
+        self.writer.opened = self._opened
+        self.writer.wanted = self.want
+        self.writer.give_back = self.marks.give_back
+        self.writer.trouble = Trouble() if options.on_trouble and self.windows.enabled else None
+        self._sampler: Any = None
+        self._old_signal: Any = None
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to record in the calling thread."""
+        _Here.session = self
+        if not _Here.watches_forks:
+            os.register_at_fork(after_in_child=_forked)
+            _Here.watches_forks = True
+        if self.options.nvtx:
+            add_ranges(self.clock)
+        self.writer.start()
+        if not self._lazy:
+            self.writer.open()
+        self._take_signal()
+        self.listen()
+
+    def listen(self) -> None:
+        """Put the hooks in place; the calling thread is the one that trains."""
+        if self.listening or self.over:
+            return
+        self.listening = True
+        self.hooks.install()
+        self.pauses.install()
+        if self.options.cuda_events:
+            self.steps.take_marks = self.marks.take
+        self.steps.abandon()
+        self.clock.start()
+        self.steps.begun = self.clock.last
+
+    def pause(self, error: BaseException | None = None) -> None:
+        """Take the hooks out; ``listen`` goes on from here."""
+        if not self.listening:
+            return
+        if self.here():
+            self.steps.finish()
+            self.steps.abandon()
+        self.windows.stop("recording was paused")
+        self.listening = False
+        self.clock.stop()
+        self.hooks.remove()
+        self.pauses.remove()
+        self._end(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Training raised: perhaps for good."""
+        try:
+            self.oom.raised(error)
+            self.pause(error)
+        except Exception as problem:
+            self.broken(problem)
+
+    def here(self) -> bool:
+        """Whether the calling thread is the one that is watched."""
+        return self.clock.ident == threading.get_ident()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the recording and write what is left. Never raises; a second call does nothing."""
+        with self._lock:
+            if self.over or os.getpid() != self._pid:
+                return
+            self.over = True
+        if _Here.session is self:
+            _Here.session = None
+        try:
+            self._give_signal_back()
+            if self.here():
+                self.steps.finish()
+            self.windows.finish(self.steps.count)
+            self.loaders.finish()
+            if error is not None:
+                self.oom.raised(error)
+            self.pause(error)
+            if self._sampler is not None:
+                self._sampler.stop()
+            self._end(error)
+        except Exception as problem:
+            self._warn(problem)
+        self.writer.stop()
+
+    # -- what hooks call ------------------------------------------------------------------------
+
+    def batch(self, batch: Any) -> None:
+        """A loader gave this."""
+        self._batch = self.batches.describe(batch)
+
+    def broken(self, error: BaseException) -> None:
+        """Something of ours failed: recording is over."""
+        self._warn(error)
+        self._stop_early()
+
+    def want(self, reason: str, asked: bool) -> None:
+        """Open a window at the next boundary."""
+        if asked:
+            self.windows.asked = reason
+        else:
+            self.windows.wanted = reason
+
+    def tell(self, kind: str, data: dict[str, Any]) -> None:
+        """Write an event."""
+        self.writer.put(Event(t=time.perf_counter_ns(), kind=kind, data=data))
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _end(self, error: BaseException | None) -> None:
+        """Tell that recording has ended here; it may go on after a pause."""
+        if self._told == self.steps.count and error is None:
+            return
+        self._told = self.steps.count
+        end: dict[str, Any] = {"steps": self.steps.count, "reason": "finished"}
+        if error is not None:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            end["reason"] = "interrupted" if interrupted else "exception"
+            end["exception"] = type(error).__name__
+        self.tell("end", end)
+
+    def _emit(self, segment: Segment, micro: int, gap: int) -> None:
+        windows = self.windows
+        number = self.steps.count
+        self.writer.put(
+            Found(
+                number,
+                segment.t,
+                segment.end,
+                segment.phases,
+                micro,
+                gap,
+                windows.current,
+                self.pauses.take(),
+                self._batch,
+                self.allocator.sample(),
+                segment.marks,
+            )
+        )
+        if number == 0:
+            self._first(micro)
+        if self.options.cuda_events:
+            self.marks.begin_step()
+        windows.step(number + 1, segment.end - segment.t)
+
+    def _first(self, micro: int) -> None:
+        """The first step has ended: this process does train."""
+        if self.loaders.length is not None:
+            self.windows.fit(self.loaders.length // micro)
+        self.writer.open()
+        self.oom.install()
+
+    def _where(self) -> tuple[int, int]:
+        """Rank and world size, asked once training has begun: before, the process may not know."""
+        self.rank, self.world = rank_of(self._torch)
+        self.windows.enabled = self.options.traces(self.rank) and not self.over
+        return self.rank, self.world
+
+    def _shapes(self, index: int, shapes: list[list[int]], dtypes: list[str]) -> None:
+        self.tell("shapes", {"index": index, "shapes": shapes, "dtypes": dtypes})
+
+    def _describe(self, run: str) -> tuple[Manifest, Rank]:
+        from advisor.recording import environment
+
+        manifest = environment.manifest(asdict(self.options), self.entry, run)
+        rank = environment.rank_info()
+        rank.rank = self.rank
+        return manifest, rank
+
+    def _opened(self, folder: Path) -> None:
+        self.windows.folder = folder
+        self.oom.folder = folder
+        if self.options.telemetry > 0 and not self.over:
+            from advisor.recording.telemetry import Sampler
+
+            self._sampler = Sampler(self.writer.put, hz=self.options.telemetry)
+            self._sampler.start()
+
+    def _failed(self, problem: str) -> None:
+        """The writer's thread could not go on."""
+        if self.problem is None:
+            self.problem = problem
+            log.warning("advisor: recording stopped, training goes on: %s", problem)
+        self._stop_early()
+
+    def _warn(self, error: BaseException) -> None:
+        if self.problem is None:
+            self.problem = f"{type(error).__name__}: {error}"
+            log.warning("advisor: recording stopped, training goes on: %s", self.problem)
+            self.tell("error", {"text": self.problem[:500]})
+
+    def _stop_early(self) -> None:
+        """Hooks pass through from now on; what was recorded stays."""
+        self.clock.stop()
+        self.windows.enabled = False
+        if self._sampler is not None and threading.current_thread().name != "advisor telemetry":
+            self._sampler.stop()
+
+    def _take_signal(self) -> None:
+        name = self.options.signal
+        number = getattr(signal, name, None) if name.startswith("SIG") else None
+        if not name:
+            return
+        if number is None:
+            log.warning("advisor: %r is no signal; none is taken", name)
+            return
+        try:
+            if signal.getsignal(number) is not signal.SIG_DFL:
+                log.warning("advisor: %s has a handler already; it is left alone", name)
+                return
+            signal.signal(number, lambda *_: self.want(f"{name} received", True))
+            self._old_signal = number
+        except (ValueError, OSError) as error:  # not the main thread, or not to be caught
+            log.warning("advisor: %s cannot be taken: %s", name, error)
+
+    def _give_signal_back(self) -> None:
+        if self._old_signal is not None:
+            try:
+                signal.signal(self._old_signal, signal.SIG_DFL)
+            except ValueError:
+                return  # not the main thread
+            self._old_signal = None
+
+
+def rank_of(torch: Any) -> tuple[int, int]:
+    """Number of this process among those that train together, and how many they are."""
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    for rank, world in (
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ):
+        number, total = os.environ.get(rank, ""), os.environ.get(world, "")
+        if number.isdecimal() and total.isdecimal():
+            return int(number), int(total)
+    return 0, 1
+
+
+def _forked() -> None:
+    """In a forked child: the recording is the parent's."""
+    session, _Here.session = _Here.session, None
+    if session is not None:
+        session.clock.stop()
+        session.windows.forget()
+        session.over = True

@@ -1,0 +1,296 @@
+"""Finds the training steps in what happens: fetches, forwards, backwards, optimizer steps.
+
+The time between two fetches of a batch is a *segment*. What was seen in it tells what it was:
+
+- an optimizer stepped: it ends a training step;
+- a backward and no optimizer: part of a step, which goes on (gradient accumulation);
+- a forward alone: validation. It belongs to no step; its time is the next step's ``evaluation``;
+- a fetch alone: batches fetched ahead. They belong to the step that follows.
+
+Where no loader is fetched from (a list of tensors, the last batch of a loader that looks one
+batch ahead), a step ends when the optimizer has stepped. ``Recorder.step`` and its like take
+over from all this once they are used: then the user says where a step ends.
+
+Several optimizers (GAN): in a loader's loop any of them makes the step; without a loader the one
+that stepped first ends it. Without any optimizer (weights updated by hand) each batch is a step,
+which can only be known at the end: such steps are kept until then, up to ``MAX_HELD``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+from advisor.recording.clock import OPTIMIZER, Clock
+
+MAX_HELD = 1024
+"""Segments kept while it is unknown whether an optimizer will ever step."""
+
+
+class Found(NamedTuple):
+    """A step as the training thread hands it on; the writer makes a record of it."""
+
+    n: int
+    t: int
+    end: int
+    phases: list[int]
+    micro: int
+    gap: int
+    window: int | None
+    gc: int
+    batch: Any
+    memory: Any
+    marks: Any
+
+
+class Segment(NamedTuple):
+    t: int
+    end: int
+    phases: list[int]
+    trained: bool
+    marks: Any
+
+
+class Steps:
+    """Segments to steps. All methods are called in the watched thread only."""
+
+    def __init__(self, clock: Clock, emit: Callable[[Segment, int, int], None]) -> None:
+        self.clock = clock
+        self._emit = emit
+        self.explicit = False
+        """The user says where steps end."""
+        self.looping = False
+        """Inside a loop that says itself where steps end."""
+        self.count = 0
+        self.fetches = 0
+        """Batches so far."""
+        self.gap = 0
+        """Time since the last step that belongs to none, ns."""
+        self.take_marks: Callable[[], Any] | None = None
+        """Hands over the CUDA events of the segment that ends."""
+        self.begun = 0
+        """When the segment began …"""
+        self.open = False
+        """… and whether one has: before the first activity, time belongs to nothing."""
+        self.outside = True
+        """No loader's batch is being worked on."""
+        self._batches = 0
+        self._stock = 0
+        self._forwards = 0
+        self._backwards = 0
+        self._micro = 0
+        self._stepped = False
+        self._trained_here = False
+        """The loader that is being fetched from has been trained with."""
+        self._held: list[Segment] = []
+        self._optimizers: dict[int, int] = {}
+        self._primary: int | None = None
+
+    # -- what hooks report ----------------------------------------------------------------------
+
+    def fetching(self) -> None:
+        """A loader is asked for a batch: the segment before ends here."""
+        if self.explicit:
+            return
+        if self.clock.cur == OPTIMIZER:  # an optimizer raised, its hook for the end was not called
+            self.clock.leave_to(0)
+        self._close(perf_counter_ns())
+        self.outside = False
+        self.open = True
+
+    def fetched(self) -> None:
+        """The loader gave a batch."""
+        self.fetches += 1
+        self._batches += 1
+        self._stock += 1
+
+    def exhausted(self) -> None:
+        """The loader has no more: what comes is no longer work on its batches."""
+        if self.explicit:
+            return
+        now = perf_counter_ns()
+        self.gap += sum(self._cut(now).phases)
+        if not self._trained_here:
+            self._drop_ahead()
+        self._outside()
+
+    def iterating(self) -> None:
+        """A loader is iterated anew, for another epoch or a validation."""
+        if self.explicit:
+            return
+        if self.open:
+            self._close(perf_counter_ns())
+        self._drop_ahead()
+        self._stock = 0
+        self._trained_here = False
+        self._outside()
+
+    def saving(self) -> None:
+        """A checkpoint is written: no part of a step that is complete."""
+        if not self.explicit and self._stepped and not self.clock.stack:
+            self._close(perf_counter_ns())
+            self._outside()
+
+    def active(self) -> None:
+        """Something a step does has begun: one begins, if none has."""
+        if not self.open:
+            now = perf_counter_ns()
+            if not self.explicit:
+                self.gap += sum(self._cut(now).phases)
+            else:
+                self._cut(now)
+            self.open = True
+
+    def forwarded(self, grad: bool) -> None:
+        """The outermost module returned."""
+        self._forwards += 1
+        if grad or self.explicit or not self.outside or self._backwards or self._stepped:
+            return
+        # without a loader, a forward that nothing is learnt from is validation; training begins
+        # after it
+        self.gap += sum(self._cut(perf_counter_ns()).phases)
+        self.open = False
+
+    def backwarded(self) -> None:
+        """A backward ended."""
+        self._backwards += 1
+        if self.outside and self._stepped and not self.clock.stack:
+            self._end_outside()
+
+    def optimized(self, optimizer: int) -> None:
+        """An optimizer stepped, or its scaler skipped it."""
+        known = self._optimizers
+        known[optimizer] = known.get(optimizer, 0) + 1
+        if self._primary is None or (optimizer != self._primary and known[optimizer] > 1):
+            self._primary = optimizer
+        if optimizer == self._primary:
+            known.clear()
+        if self.outside and optimizer != self._primary:
+            self._backwards += not self._backwards
+            return
+        self._stepped = True
+        if self.outside and not self.explicit and not self.clock.stack:
+            self._end_outside()
+
+    # -- what the user says ---------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """A step ends here."""
+        now = perf_counter_ns()
+        if not self.explicit:
+            self.explicit = True
+            if self.count == 1 and not self._held and not self._stepped and not self._batches:
+                # found by itself already: a loop without a loader
+                self._cut(now)
+                self.open = True
+                return
+            self._held = [part for part in self._held if part.trained]
+        self._complete(now)
+        self.open = True
+
+    def begin(self) -> None:
+        """A loop whose every iteration is a step begins here."""
+        self.explicit = self.looping = True
+        self._held.clear()
+        self.gap += sum(self._cut(perf_counter_ns()).phases)
+        self.open = True
+
+    def break_off(self) -> None:
+        """The loop was left in the middle: after a whole step, if anything was learnt in it."""
+        self.looping = False
+        if self._stepped or self._backwards or self._primary is None:
+            self.boundary()
+        else:
+            self.abandon()
+
+    def complete(self) -> int:
+        """1 if what is open would be a step if it ended now."""
+        return int(self._stepped)
+
+    def abandon(self) -> None:
+        """What was begun is no step."""
+        self._held.clear()
+        self._cut(perf_counter_ns())
+        self.open = False
+
+    def finish(self) -> None:
+        """Recording ends: a step that is complete is kept, one that is not is dropped."""
+        if self.explicit:
+            return
+        if self.open and self._stepped:
+            self._close(perf_counter_ns())
+        if self._primary is None and self._held:
+            for part in self._held:
+                if part.trained:
+                    self._hand_on([part], 1)
+            if self._backwards:
+                self._hand_on([self._cut(perf_counter_ns())], 1)
+        self._held.clear()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _outside(self) -> None:
+        self.outside = True
+        self.open = False
+
+    def _end_outside(self) -> None:
+        self._complete(perf_counter_ns())
+        self.open = True
+
+    def _cut(self, now: int) -> Segment:
+        """End the segment, whatever it was."""
+        marks = self.take_marks() if self.take_marks is not None else None
+        segment = Segment(self.begun, now, self.clock.cut(now), self._backwards > 0, marks)
+        self.begun = now
+        self._batches = self._forwards = self._backwards = 0
+        self._stepped = False
+        return segment
+
+    def _close(self, now: int) -> None:
+        """End the segment, and the step if it ended one."""
+        if self._stepped:
+            self._trained_here = True
+            self._complete(now)
+        elif self._backwards:
+            self._trained_here = True
+            self._micro += self._backwards
+            self._hold(self._cut(now))
+        elif self._forwards or not self._batches:
+            self.gap += sum(self._cut(now).phases)
+            self._drop_ahead()
+        else:
+            self._hold(self._cut(now))
+
+    def _hold(self, segment: Segment) -> None:
+        self._held.append(segment)
+        if len(self._held) > MAX_HELD:
+            self.gap += sum(self._held.pop(0).phases)
+
+    def _drop_ahead(self) -> None:
+        """Batches fetched ahead that were not trained with."""
+        if self._held and not any(part.trained for part in self._held):
+            self.gap += sum(sum(part.phases) for part in self._held)
+            self._held.clear()
+
+    def _complete(self, now: int) -> None:
+        backwards = self._micro + self._backwards
+        self._micro = 0
+        parts = [*self._held, self._cut(now)]
+        self._held = []
+        micro = max(1, min(backwards, self._stock) if self._stock else backwards)
+        self._stock = max(0, self._stock - micro)
+        self._hand_on(parts, micro)
+
+    def _hand_on(self, parts: list[Segment], micro: int) -> None:
+        whole = parts[-1]
+        if len(parts) > 1:
+            phases = list(whole.phases)
+            for part in parts[:-1]:
+                for index, value in enumerate(part.phases):
+                    phases[index] += value
+            marks = [mark for part in parts for mark in part.marks or ()] or None
+            whole = Segment(parts[0].t, whole.end, phases, True, marks)
+        gap, self.gap = self.gap, 0
+        self._emit(whole, micro, gap)
+        self.count += 1

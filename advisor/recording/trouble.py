@@ -1,0 +1,62 @@
+"""Notices when training becomes slower than it was. Runs in the writer's thread, on records."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+SLOWER = 1.25
+"""Recent median over the first one: a quarter more is seen by anybody who waits for it."""
+SPIKE = 3.0
+"""One step over the median."""
+SETTLE = 5
+"""First steps, which compile and warm up, are no measure."""
+BASE = 32
+RECENT = 16
+APART = 100
+"""Steps from one alarm to the next at least."""
+FLOOR_NS = 2_000_000
+"""Differences below this are the machine's own."""
+
+
+class Trouble:
+    """Feed it the steps that were not profiled; it answers with a reason to open a window."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._base: list[int] = []
+        self._recent: deque[int] = deque(maxlen=RECENT)
+        self._median: float | None = None
+        self._quiet_until = 0
+
+    @property
+    def baseline_ns(self) -> float | None:
+        """What a step took at first; ``None``: not known yet."""
+        return self._median
+
+    def step(self, dur: int) -> str | None:
+        """One step's length, ns."""
+        self._seen += 1
+        if self._seen <= SETTLE:
+            return None
+        if self._median is None:
+            self._base.append(dur)
+            if len(self._base) >= BASE:
+                self._median = median(self._base)
+            return None
+        self._recent.append(dur)
+        if self._seen < self._quiet_until:
+            return None
+        if len(self._recent) == RECENT:
+            now = median(self._recent)
+            if now > self._median * SLOWER and now - self._median > FLOOR_NS:
+                reason = f"the median step takes {now / self._median:.2f} times what it did"
+                self._median = now
+                return self._alarm(reason)
+        if dur > self._median * SPIKE and dur - self._median > FLOOR_NS:
+            return self._alarm(f"a step took {dur / self._median:.1f} times the median")
+        return None
+
+    def _alarm(self, reason: str) -> str:
+        self._quiet_until = self._seen + APART
+        return reason

@@ -1,0 +1,334 @@
+"""Profiled windows: a torch profiler that lives for a few steps, and its trace on disk.
+
+No profiler object exists outside a window (an idle one costs 39 µs a step). Opened and closed at
+step boundaries in the training thread; exported, compressed and renamed in a thread of its own.
+Two profilers in one process crash it, so another one that is active is left alone, and one that
+starts during a window ends the window first.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from advisor.recording.options import Options
+from advisor.rundir import trace_name
+
+log = logging.getLogger("advisor")
+
+GUARD_STEPS = 2
+"""Steps that the guard wants to see before it stops a window …"""
+GUARD_NS = 20_000_000
+"""… and time that they must have lost together: five short steps are not worth stopping."""
+BASELINE = 32
+"""Steps before a window that are compared with."""
+RETRY = 20
+"""Steps until the next try when another profiler is active."""
+MAX_RETRIES = 5
+EXPORT_SECONDS = 120.0
+"""How long the end of a run waits for a trace that is being written."""
+
+
+class Windows:
+    """The windows of one rank. ``tell(data)`` writes a ``window`` event."""
+
+    def __init__(self, options: Options, rank: int, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._options = options
+        self._tell = tell
+        self.enabled = options.traces(rank)
+        self.folder: Path | None = None
+        """Where traces go; until it is known, no window opens."""
+        self.wanted: str | None = None
+        """Why a window should open at the next boundary; set by any thread."""
+        self.asked: str | None = None
+        """The same, when somebody asked for it."""
+        self.current: int | None = None
+        """Number of the window that makes steps slower, also while its trace is written."""
+        self.at = options.skip
+        """Step before which the first window opens."""
+        self._warmup = options.warmup
+        self._profiler: Any = None
+        self._steps: list[int] = []
+        self._durations: list[int] = []
+        self._before: deque[int] = deque(maxlen=BASELINE)
+        self._reason = ""
+        self._number = -1
+        self._own = self._requested = 0
+        self._retries = 0
+        self._written = 0
+        self._export: threading.Thread | None = None
+        self._guards: list[tuple[str, Any]] = []
+
+    def fit(self, length: int | None) -> None:
+        """A loader of so many batches is begun: a short loop gets an earlier window."""
+        total = self.at + self._warmup + self._options.active
+        if self._number >= 0 or length is None or length >= total + 1:
+            return
+        spare = max(0, length - self._options.active - 1)
+        self._warmup = min(self._warmup, max(1, spare // 2))
+        self.at = max(1, min(self.at, spare - self._warmup))
+
+    def step(self, number: int, dur: int) -> None:
+        """A step has ended; ``number`` is the one that begins."""
+        if self._profiler is not None:
+            self._advance(number, dur)
+        elif self.enabled:
+            if self.current is None:
+                self._before.append(dur)
+            elif self._export is None:
+                self.current = None
+            first = self._number < 0 and number >= self.at
+            if first or self.asked is not None or self.wanted is not None:
+                self._consider(number)
+
+    def finish(self, number: int) -> None:
+        """Recording ends."""
+        if self._profiler is not None:
+            if self._steps[self._warmup :]:
+                self._close("done", "the run ended first")
+            else:
+                self._abandon("never", "the run ended before a step was profiled")
+        elif self.enabled and self._number < 0 and number:
+            why = f"the run has {number} steps; the first window opens after {self.at}"
+            self._tell({"window": 0, "reason": "schedule", "state": "never", "why": why})
+        export = self._export
+        if export is not None:
+            export.join(EXPORT_SECONDS)
+
+    @property
+    def recording(self) -> bool:
+        """Whether a profiler is at work."""
+        return self._profiler is not None
+
+    def range(self, name: str) -> Any:
+        """Begin a range of the trace; it has ``__exit__``."""
+        from torch.profiler import record_function
+
+        entered = record_function(name)
+        entered.__enter__()
+        return entered
+
+    def forget(self) -> None:
+        """In a forked child: nothing here belongs to it."""
+        self._profiler = None
+        self._export = None
+        self.enabled = False
+        self._unguard()
+
+    def stop(self, why: str) -> None:
+        """Give the profiler up now, e.g. because another one starts."""
+        if self._profiler is not None:
+            if self._steps[self._warmup :]:
+                self._close("stopped", why)
+            else:
+                self._abandon("stopped", why)
+
+    # -- opening --------------------------------------------------------------------------------
+
+    def _consider(self, number: int) -> None:
+        options = self._options
+        if self.folder is None or self._export is not None:
+            return
+        asked = self.asked is not None
+        reason = self.asked or self.wanted or "schedule"
+        self.asked = self.wanted = None
+        used, most = (self._requested if asked else self._own), options.windows
+        if used >= most or self._written >= options.max_bytes:
+            if asked:
+                why = f"{used} of {most} windows used, {self._written >> 20} MiB written"
+                self._tell({"reason": reason, "state": "never", "why": why})
+            return
+        import torch
+
+        if torch.autograd._profiler_enabled():
+            self._retries += 1
+            if self._retries <= MAX_RETRIES:
+                self.at = number + RETRY
+            if self._retries == 1:
+                why = "another profiler is active"
+                self._tell({"reason": reason, "state": "never", "why": why})
+            return
+        self._requested += asked
+        self._own += not asked
+        self._open(torch, reason, number)
+
+    def _open(self, torch: Any, reason: str, number: int) -> None:
+        self._number += 1
+        self._reason = reason
+        self._steps = []
+        self._durations = []
+        profiler = make_profiler(torch, self._options, number + self._warmup)
+        if hasattr(profiler, "step_num"):
+            profiler.step_num = number  # ProfilerStep#n is our step n
+        self._guard(torch)
+        self._profiler = profiler
+        profiler.start()
+        self.current = self._number
+        self._tell({"window": self._number, "reason": reason, "state": "open", "steps": [number]})
+
+    # -- while it is open -----------------------------------------------------------------------
+
+    def _advance(self, number: int, dur: int) -> None:
+        self._steps.append(number - 1)
+        active = len(self._steps) - self._warmup
+        if active > 0:
+            self._durations.append(dur)
+            if active >= self._options.active:
+                self._close("done", None)
+                return
+            slow = self._too_slow()
+            if slow:
+                self._close("stopped", slow)
+                return
+        self._profiler.step()
+
+    def _too_slow(self) -> str | None:
+        if len(self._before) < GUARD_STEPS or len(self._durations) < GUARD_STEPS:
+            return None
+        usual, now = median(self._before), median(self._durations)
+        lost = sum(self._durations) - len(self._durations) * usual
+        if now > usual * self._options.guard and lost > GUARD_NS:
+            return f"profiled steps take {now / usual:.1f} times as long"
+        return None
+
+    def _guard(self, torch: Any) -> None:
+        """Be told when somebody else starts a profiler, before it does."""
+        kind = torch.autograd.profiler.profile
+        windows = self
+
+        def guarded(original: Any) -> Any:
+            def call(other: Any, *args: Any, **kwargs: Any) -> Any:
+                ours = windows._profiler
+                if ours is not None and other is not getattr(ours, "profiler", None):
+                    windows.stop("another profiler was started")
+                return original(other, *args, **kwargs)
+
+            return call
+
+        for name in ("__enter__", "_prepare_trace", "_start_trace"):
+            original = getattr(kind, name, None)
+            if original is not None:
+                setattr(kind, name, guarded(original))
+                self._guards.append((name, original))
+
+    # -- closing --------------------------------------------------------------------------------
+
+    def _unguard(self) -> None:
+        if self._guards:
+            from torch.autograd.profiler import profile
+
+            for name, original in self._guards:
+                setattr(profile, name, original)
+            self._guards.clear()
+
+    def _end(self) -> Any:
+        """Stop the profiler; it holds what it recorded."""
+        profiler, self._profiler = self._profiler, None
+        self._unguard()
+        profiler.stop()
+        return profiler
+
+    def _abandon(self, state: str, why: str) -> None:
+        event = {"window": self._number, "reason": self._reason, "state": state, "why": why}
+        self._end()
+        self.current = None
+        self._tell(event)
+
+    def _close(self, state: str, why: str | None) -> None:
+        kept = self._steps[self._warmup :]
+        event: dict[str, Any] = {
+            "window": self._number,
+            "reason": self._reason,
+            "state": state,
+            "steps": [kept[0], kept[-1]],
+        }
+        if why:
+            event["why"] = why
+        profiler = self._end()
+        folder = self.folder
+        if folder is None:
+            return
+        # not a daemon: a trace that is being written when the interpreter ends is finished
+        self._export = threading.Thread(
+            target=self._write, args=(profiler, folder, event), name="advisor trace"
+        )
+        self._export.start()
+
+    def _write(self, profiler: Any, folder: Path, event: dict[str, Any]) -> None:
+        try:
+            size = write_trace(profiler, folder, self._number)
+            self._written += size
+            event["file"] = trace_name(self._number)
+        except (OSError, RuntimeError, AssertionError, ValueError) as error:
+            event["state"] = "failed"
+            event["why"] = f"{type(error).__name__}: {error}"[:300]
+            log.warning("advisor: the trace of window %d was not written: %s", self._number, error)
+        self._tell(event)
+        self._export = None
+
+
+def make_profiler(torch: Any, options: Options, first: int) -> Any:
+    """A profiler that keeps steps from ``first`` on, with what this torch can do."""
+    from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        activities.append(ProfilerActivity.CUDA)
+
+    def action(step: int) -> Any:
+        return ProfilerAction.WARMUP if step < first else ProfilerAction.RECORD
+
+    return profile(
+        activities=activities,
+        schedule=action,
+        record_shapes=options.shapes,
+        with_stack=options.stacks or options.deep,
+        profile_memory=options.memory or options.deep,
+        experimental_config=_experimental(options),
+    )
+
+
+def _experimental(options: Options) -> Any:
+    """Settings of recent torch versions, those that this one knows."""
+    try:
+        from torch._C._profiler import _ExperimentalConfig
+    except ImportError:
+        return None
+    # trace_only: nothing is parsed in this process; sync events: who waits for which stream
+    wanted: dict[str, Any] = {"trace_only": True, "enable_cuda_sync_events": True}
+    if options.stacks or options.deep:
+        wanted["verbose"] = True
+    known: dict[str, Any] = {}
+    for name, value in wanted.items():
+        try:
+            _ExperimentalConfig(**{name: value})
+        except TypeError:
+            continue
+        known[name] = value
+    return _ExperimentalConfig(**known)
+
+
+def write_trace(profiler: Any, folder: Path, window: int) -> int:
+    """Export, compress, and give the trace its name once it is whole; its size, bytes.
+
+    torch would compress by itself, at level 9 and with the interpreter's lock held.
+    """
+    plain = folder / f".{trace_name(window)}.json"
+    packed = folder / f".{trace_name(window)}"
+    try:
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=1) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        size = packed.stat().st_size
+        packed.replace(folder / trace_name(window))
+        return size
+    finally:
+        plain.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)

@@ -1,0 +1,239 @@
+"""The recorder's own thread: makes the run directory and writes what the training thread hands on.
+
+About once a second it drains the queue, encodes, and appends whole lines. Everything slow is done
+here: git and versions for the manifest, the directory, CUDA events that have passed, looking for
+trouble and for requests. The first error of the disk ends the recording, with one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from advisor import rundir
+from advisor.recording import cuda
+from advisor.recording.folder import manifest_of, rank_folder, write_once
+from advisor.recording.lines import Lines
+from advisor.recording.steps import Found
+from advisor.recording.trouble import Trouble
+
+log = logging.getLogger("advisor")
+
+EVERY_SECONDS = 1.0
+MAX_QUEUE = 200_000
+"""Records that wait when the disk is slow; older ones are dropped."""
+MAX_WAITING = 256
+"""Steps that wait for their CUDA events; the oldest is then written without."""
+STOP_SECONDS = 10.0
+REQUEST = "window.request"
+"""``advisor window RUN`` touches this file in the run directory."""
+
+
+class Writer:
+    """One rank's files. ``put`` may be called in any thread; the rest is the thread's own."""
+
+    def __init__(
+        self,
+        *,
+        out: str,
+        rank: Callable[[], tuple[int, int]],
+        names: list[str],
+        describe: Callable[[str], tuple[rundir.Manifest, rundir.Rank]],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._out = out
+        self._rank = rank
+        self._names = names
+        self._describe = describe
+        self._failed = failed
+        self._queue: deque[Any] = deque(maxlen=MAX_QUEUE)
+        self._waiting: deque[Found] = deque()
+        self._open_wanted = threading.Event()
+        self._wake = threading.Event()
+        self._over = False
+        self._thread: threading.Thread | None = None
+        self._files: dict[type, Lines] = {}
+        self._asked_at = 0.0
+        self.folder: Path | None = None
+        """This rank's folder, once it exists."""
+        self.opened: Callable[[Path], None] | None = None
+        """Called in the thread once the folder exists."""
+        self.trouble: Trouble | None = None
+        self.wanted: Callable[[str, bool], None] | None = None
+        """Called with the reason to open a window, and whether somebody asked for it."""
+        self.give_back: Callable[[Any], None] | None = None
+        """Takes CUDA events that were read."""
+
+    def start(self) -> None:
+        """Begin. Raises RuntimeError where no thread can be started."""
+        self._thread = threading.Thread(target=self._run, name="advisor writer", daemon=True)
+        self._thread.start()
+
+    def open(self) -> None:
+        """From now on there is something worth a directory."""
+        if not self._open_wanted.is_set():
+            self._open_wanted.set()
+            self._wake.set()
+
+    def put(self, record: Found | rundir.Sample | rundir.Event) -> None:
+        """Hand a record on."""
+        self._queue.append(record)
+
+    def flush(self, seconds: float = STOP_SECONDS) -> None:
+        """Wait until what was put so far is on the disk, at most so long."""
+        done = threading.Event()
+        self._queue.append(done)
+        self._wake.set()
+        if self._thread is not None and self._thread.is_alive():
+            done.wait(seconds)
+
+    def stop(self) -> None:
+        """Write what is left and end."""
+        self._over = True
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STOP_SECONDS)
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._over:
+                self._wake.wait(EVERY_SECONDS)
+                self._wake.clear()
+                self._round()
+            self._round(last=True)
+        except OSError as error:
+            self._failed(f"{self.folder or self._out or 'runs'}: {error.strerror or error}")
+        except Exception as error:
+            # This is a thread of somebody's training process: whatever it is, it ends here.
+            self._failed(f"{type(error).__name__}: {error}")
+        finally:
+            for lines in self._files.values():
+                with suppress(OSError):
+                    lines.close()
+            self._release()
+
+    def _round(self, *, last: bool = False) -> None:
+        if self.folder is None:
+            if not self._open_wanted.is_set():
+                if last:
+                    self._release()
+                return
+            self._make()
+        waiters: list[threading.Event] = []
+        for _ in range(len(self._queue)):
+            record = self._queue.popleft()
+            if isinstance(record, Found):
+                self._waiting.append(record)
+            elif isinstance(record, threading.Event):
+                waiters.append(record)
+            else:
+                self._files[type(record)].add(record)
+        self._steps(last or bool(waiters))
+        for lines in self._files.values():
+            lines.flush()
+        for waiter in waiters:
+            waiter.set()
+        self._requests()
+
+    def _release(self) -> None:
+        """Let nobody wait for a thread that has ended."""
+        for record in list(self._queue):
+            if isinstance(record, threading.Event):
+                record.set()
+
+    def _make(self) -> None:
+        number, world = self._rank()
+        folder = rank_folder(self._out, number, world)
+        # the bare minimum first: a process that is killed now leaves a directory that can be read
+        manifest, rank = self._describe(folder.parent.name)
+        write_once(manifest_of(folder), manifest)
+        write_once(folder / rundir.RANK, rank)
+        self._files = {
+            Found: Lines(folder / rundir.STEPS),
+            rundir.Sample: Lines(folder / rundir.TELEMETRY),
+            rundir.Event: Lines(folder / rundir.EVENTS),
+        }
+        self.folder = folder
+        self._asked_at = time.time()
+        if self.opened is not None:
+            self.opened(folder)
+
+    def _steps(self, all_of_them: bool) -> None:
+        """Write steps, in order, as soon as their CUDA events have passed."""
+        if not self._waiting:
+            return
+        resident = _resident()
+        while self._waiting:
+            found = self._waiting[0]
+            ready = found.marks is None or cuda.passed(found.marks)
+            if not ready and not all_of_them and len(self._waiting) < MAX_WAITING:
+                break
+            self._waiting.popleft()
+            step = self._record(found, ready)
+            if not self._waiting:
+                step.rss = resident
+            self._files[Found].add(step)
+            if self.trouble is not None and found.window is None and self.wanted is not None:
+                reason = self.trouble.step(step.dur)
+                if reason:
+                    self.wanted(reason, False)
+
+    def _record(self, found: Found, ready: bool) -> rundir.Step:
+        names = self._names
+        phases = {names[i]: ns for i, ns in enumerate(found.phases) if ns}
+        step = rundir.Step(
+            n=found.n,
+            t=found.t,
+            dur=sum(found.phases),
+            phases=phases,
+            micro=found.micro,
+            window=found.window,
+            gc=found.gc,
+            evaluation=found.gap,
+        )
+        if found.marks and ready:
+            spent = cuda.times(found.marks, len(names))
+            if spent is not None:
+                step.gpu = {names[i]: ns for i, ns in enumerate(spent) if ns}
+            if self.give_back is not None:
+                self.give_back(found.marks)
+        if found.batch is not None:
+            batch = found.batch
+            step.samples = None if batch.samples is None else batch.samples * found.micro
+            step.bytes = batch.bytes * found.micro
+            step.shapes = batch.kind
+            step.padding = batch.padding
+        if found.memory is not None:
+            step.allocated, step.reserved, step.peak, step.retries = found.memory
+        return step
+
+    def _requests(self) -> None:
+        """Whether somebody asked for a window since the last look."""
+        if self.folder is None or self.wanted is None:
+            return
+        try:
+            at = (self.folder.parent / REQUEST).stat().st_mtime
+        except OSError:
+            return
+        if at > self._asked_at:
+            self._asked_at = at
+            self.wanted("asked for", True)
+
+
+def _resident() -> int | None:
+    """Resident memory of this process, bytes."""
+    try:
+        with Path("/proc/self/statm").open("rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,11 +59,11 @@ _CALL_SLOT = {
     "graph_capture": "host-load",
 }
 _PHASE = (
-    ("phase-data", r"^advisor::data|^enumerate\(Data(?:Loader|Pipe)\)#"),
-    ("phase-h2d", r"^advisor::h2d"),
-    ("phase-forward", r"^advisor::forward|^DistributedDataParallel\.forward"),
-    ("phase-backward", r"^advisor::backward"),
-    ("phase-optimizer", r"^advisor::optimizer|^Optimizer\."),
+    ("phase-data", r"(?i)^advisor::data|^enumerate\(Data(?:Loader|Pipe)\)#|load_batch|data_?load"),
+    ("phase-h2d", r"(?i)^advisor::h2d|copy_batch_to|to_device"),
+    ("phase-forward", r"(?i)\bforward\b"),
+    ("phase-backward", r"(?i)\bbackward\b"),
+    ("phase-optimizer", r"(?i)^advisor::optimizer|^Optimizer\.|\boptimi[sz]er\b"),
 )
 
 
@@ -388,8 +389,10 @@ def _threads(b: _Builder, a: Analysis) -> None:
 
 def _thread_label(a: Analysis, number: int) -> str:
     _, tid, name = a.trace.threads.row(number)
-    text = str(name or f"thread {tid}")[:60]
-    return f"{text} · main" if number == a.trace.main_thread else text
+    if name is None or re.match(rf"thread {re.escape(str(tid))}\b", str(name)):
+        name = f"thread {tid}"
+    text = str(name)[:60]
+    return f"Main {text}" if number == a.trace.main_thread else text[:1].upper() + text[1:]
 
 
 def _activity(b: _Builder, a: Analysis) -> dict[int, Any]:

@@ -26,9 +26,7 @@ STEPS = (
     Category("step-aside", "step set aside", "#b5b5bd"),
 )
 PHASES = tuple(Category(f"phase-{name}", name, theme.of_phase(name)) for name in theme.PHASES)
-IDLE = tuple(
-    Category(f"idle-{name}", f"idle: {cause_label(name)}", theme.of_cause(name)) for name in CAUSES
-)
+IDLE = tuple(Category(f"idle-{name}", cause_label(name), theme.of_cause(name)) for name in CAUSES)
 KERNELS = tuple(Category(f"gpu-{name}", name, theme.of_family(name)) for name in FAMILIES)
 COPIES = (
     Category("copy-htod", "host to device", theme.CLASSES["copies"]),
@@ -68,6 +66,18 @@ BASE = {
 }
 BASE[HOST] = ALL.index(HOST[0])
 """Where each set begins: a lane holds one set, its slices the place in the set."""
+
+TITLES = (
+    (STEPS, "Steps"),
+    (PHASES, "Phases"),
+    (IDLE, "Idle, by blame"),
+    (KERNELS, "Device work"),
+    (COPIES, "Copies"),
+    (SYNCS, "Syncs"),
+    (ACTIVITY, "What a thread does"),
+    (HOST, "Host calls"),
+)
+"""The sets by name, for a legend."""
 
 SLOTS = max(len(part) for part in BASE)
 """Size of the largest set."""

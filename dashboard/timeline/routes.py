@@ -10,11 +10,11 @@ import flask
 
 from advisor.dashboard.timeline import focus as finding_of
 from advisor.dashboard.timeline import params
-from advisor.dashboard.timeline.categories import ALL
+from advisor.dashboard.timeline.categories import ALL, BASE, TITLES
 from advisor.dashboard.timeline.details import describe, under
 from advisor.dashboard.timeline.level import level_of_detail
 from advisor.dashboard.timeline.ranges import statistics, table
-from advisor.dashboard.timeline.search import step_through
+from advisor.dashboard.timeline.search import starting, step_through
 from advisor.dashboard.timeline.state import RankTimeline
 from advisor.dashboard.timeline.wire import encode
 
@@ -124,6 +124,7 @@ def _info(line: RankTimeline, args: Any) -> Answer:
             },
             "span": [int(a.spans.start[0]), int(a.spans.end[-1])] if len(a.spans) else None,
             "categories": [[c.key, c.label, c.colour] for c in ALL],
+            "sets": [[title, BASE[part], len(part)] for part, title in TITLES],
             "groups": [
                 {
                     "key": g.key,
@@ -210,6 +211,13 @@ def _search(line: RankTimeline, args: Any) -> Answer:
     return flask.jsonify(found)
 
 
+def _find(line: RankTimeline, args: Any) -> Answer:
+    """The slice that begins at an instant."""
+    t = params.number(args, "t", -params.MOST_NS, params.MOST_NS)
+    dur = params.number(args, "dur", -1, params.MOST_NS, default=-1)
+    return flask.jsonify(starting(line.index, t, None if dur < 0 else dur))
+
+
 def _range(line: RankTimeline, args: Any) -> Answer:
     """Statistics of a range."""
     x0, x1 = params.span(args, line.index)
@@ -230,6 +238,7 @@ _ANSWERS: dict[str, Callable[[RankTimeline, Any], Answer]] = {
     "slice": _slice,
     "at": _at,
     "search": _search,
+    "find": _find,
     "range": _range,
     "table": _table,
 }

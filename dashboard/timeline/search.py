@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,3 +76,27 @@ def locate(index: Index, position: int) -> dict[str, Any]:
         "dur": int(index.end[position] - index.start[position]),
         "name": index.names[int(index.name[position])][:300],
     }
+
+
+_SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
+_FIRST = ("stream", "idle", "thread", "collectives", "copies", "phases", "steps")
+
+
+def starting(index: Index, t: int, dur: int | None) -> dict[str, Any] | None:
+    """The slice that begins at an instant, of that duration if one is given and there is one;
+    device work before idle gaps before host work, inner before outer."""
+    best: tuple[tuple[bool, int, int], int] | None = None
+    for lane in index.lanes:
+        if lane.source == "activity":
+            continue
+        start = index.start[lane.lo : lane.hi]
+        a, b = (lane.lo + int(np.searchsorted(start, t, side=side)) for side in _SIDES)
+        if b <= a:
+            continue
+        at = a + int(np.argmax(index.end[a:b]))
+        kind = index.groups[lane.group].kind
+        other = dur is not None and int(index.end[at]) - t != dur
+        order = (other, _FIRST.index(kind) if kind in _FIRST else len(_FIRST), -lane.depth)
+        if best is None or order < best[0]:
+            best = order, at
+    return None if best is None else locate(index, best[1])

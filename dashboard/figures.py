@@ -248,6 +248,7 @@ def heat(
             ygap=2,
             colorbar={"title": {"text": unit, "side": "right"}, "thickness": 10, "outlinewidth": 0},
             hovertemplate=f"%{{y}}, %{{x}}: %{{z:,.2f}} {unit}<extra></extra>",
+            texttemplate="%{z:,.1f}" if len(rows) * len(columns) <= 48 else None,
         )
     )
     made.update_yaxes(autorange="reversed", showgrid=False, type="category")
@@ -260,3 +261,20 @@ def plain(text: str) -> str:
     """Text for plotly, which reads a few tags: none of it is one."""
     text = t.clean(text)
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+MOST_POINTS = 3_000
+"""Points of a line: more are not seen, and cost the browser time."""
+
+
+def thin(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[Any]]:
+    """At most ``MOST_POINTS`` of them: of each stretch its lowest and its highest value, so that
+    no spike is lost. Missing values (``None``) stay where a stretch has nothing else."""
+    if len(x) <= MOST_POINTS:
+        return list(x), list(y)
+    size = -(-2 * len(x) // MOST_POINTS)
+    kept: list[int] = []
+    for start in range(0, len(x), size):
+        at = [i for i in range(start, min(start + size, len(x))) if y[i] is not None]
+        kept += sorted({min(at, key=y.__getitem__), max(at, key=y.__getitem__)}) if at else [start]
+    return [x[i] for i in kept], [y[i] for i in kept]

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from advisor.advice.engine import Examined, Options, examine
 from advisor.analysis import Analysis
+from advisor.dashboard.follow import Follower
 from advisor.errors import AdvisorError
 from advisor.ingest import ReadOptions, open_run
-from advisor.rundir import is_run
+from advisor.rundir import STEPS
 from advisor.trace import Run
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ T = TypeVar("T")
 
 WARM = ("breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives", "memory")
 """Measurements that every page needs, made before the first page is shown."""
+STEPS_BYTES = 256 << 10
+"""A run without a window is looked at again when its steps grew by this much: some thousand."""
 WATCH_SECONDS = 2.0
 """How often a live run's folder is looked at for new windows."""
 
@@ -109,6 +112,9 @@ class Session:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._first = threading.Event()
+        self._seen: object = None
+        self.follower = Follower(self.entries[0].path) if self.live else None
+        """What the first path has recorded so far; ``None``: nothing is followed."""
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -185,10 +191,8 @@ class Session:
             entry.doing = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
 
         entry.doing = "reading"
-        seen = windows(entry.path) if self.live else frozenset()
+        seen = landed(entry.path) if self.live else None
         try:
-            if self.live and is_run(entry.path) and not seen:
-                raise AdvisorError(f"{entry.path}: no profiled window yet")
             read = ReadOptions(max_bytes=self.options.read.max_bytes, progress=reading)
             run = open_run(entry.path, read, rank=self.options.rank)
             entry.doing = "measuring"
@@ -216,6 +220,8 @@ class Session:
         """For a run that goes on: its last window that all ranks have."""
         if not self.live or self.options.window is not None:
             return self.options
+        if not run.traces:
+            return self.options
         common = set.intersection(*({w for r, w in run.traces if r == n} for n in run.ranks))
         if not common:
             return self.options
@@ -228,7 +234,7 @@ class Session:
         )
 
     def _refresh(self, entry: Entry) -> None:
-        if windows(entry.path) != self._seen:
+        if entry.state == "failed" or landed(entry.path) != self._seen:
             self._load(entry)
 
     def _compare(self, before: str, after: str) -> None:
@@ -246,7 +252,16 @@ class Session:
         self._comparisons[before, after] = found
 
 
-def windows(path: str) -> frozenset[str]:
-    """The traces of a run directory that are there now."""
+def landed(path: str) -> object:
+    """Something that changes when a window landed; before the first, when many steps did."""
     folder = Path(path)
-    return frozenset(str(file) for file in folder.glob("rank*/trace_w*.json*"))
+    windows = frozenset(str(file) for file in folder.glob("rank*/trace_w*.json*"))
+    if windows:
+        return windows
+    sizes = 0
+    for file in folder.glob(f"rank*/{STEPS}"):
+        try:
+            sizes += file.stat().st_size
+        except OSError:  # gone meanwhile
+            continue
+    return sizes // STEPS_BYTES

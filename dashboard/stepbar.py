@@ -71,8 +71,8 @@ def bar(report: Report) -> Any:
         strip([*work, *idle], f"Where the {unit}'s time goes"),
         el(
             "Div",
-            _legend("Working" if report.time else "Main thread", work),
-            _legend(_idle_title(report), idle) if idle else None,
+            legend("Working" if report.time else "Main thread", work),
+            legend(_idle_title(report), idle) if idle else None,
             cls="legend",
         ),
     )
@@ -105,7 +105,8 @@ def _idle_title(report: Report) -> str:
     return f"Idle {t.time(total.ns)}, {t.percent(total.share)}, by cause"
 
 
-def _legend(title: str, parts: list[Piece]) -> Any:
+def legend(title: str, parts: list[Piece]) -> Any:
+    """The parts with their figures."""
     durations = t.times([part.ns for part in parts])
     rows = [
         el(
@@ -116,4 +117,4 @@ def _legend(title: str, parts: list[Piece]) -> Any:
         )
         for part, duration in zip(parts, durations, strict=True)
     ]
-    return el("Table", el("Caption", title), el("Tbody", *rows))
+    return el("Table", el("Caption", title) if title else None, el("Tbody", *rows))

@@ -86,8 +86,8 @@ def of_cause(name: str) -> str:
 
 
 def of_host(name: str) -> str:
-    """Colour of a class of host time."""
-    return HOST.get(name, PLAIN)
+    """Colour of a class of host time, or of a phase."""
+    return HOST.get(name) or PHASES.get(name, PLAIN)
 
 
 def of_family(name: str) -> str:

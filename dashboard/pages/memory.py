@@ -1,0 +1,250 @@
+"""Memory: what the allocator held over time, what was in it at the peak, what it kept unused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from advisor.analysis import Analysis
+from advisor.analysis.peak import Peak, memory_curve, memory_devices, memory_peak
+from advisor.dashboard import current, figures, theme
+from advisor.dashboard.current import View
+from advisor.dashboard.dom import el
+from advisor.dashboard.parts import card, empty, figure, head, page, spark, table, tiles
+from advisor.dashboard.ranks import rank_choice
+from advisor.report import text as t
+
+MOST_OWNERS = 25
+ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
+
+
+def layout(**query: object) -> Any:
+    """The page."""
+    view = current.view(**query)
+    a = view.analysis
+    title = head(
+        "Memory", "Device memory as PyTorch's allocator counts it.", rank_choice(view, "/memory")
+    )
+    ooms = _out_of_memory(a)
+    devices = memory_devices(a)
+    parts: list[Any] = []
+    for device in devices:
+        parts += _device(view, device, named=len(devices) > 1)
+    recorded = _recorded(a)
+    if not devices and recorded is None:
+        parts.append(
+            empty(
+                "Not recorded",
+                "The trace has no allocator events, so what was allocated when is not measured.",
+                "Record with profile_memory=True, or with advisor record, which notes memory at "
+                "the end of each step.",
+            )
+        )
+    return page(title, ooms, *parts, recorded, _calls(a))
+
+
+def _device(view: View, device: int, *, named: bool) -> list[Any]:
+    a = view.analysis
+    curve = view.loaded.view(("memory_curve", view.rank, device), lambda: memory_curve(a, device))
+    peak = view.loaded.view(("memory_peak", view.rank, device), lambda: memory_peak(a, device))
+    name = f"GPU {device}" if named else "Allocator"
+    parts = [_figures(a, device, peak)] if peak is not None else []
+    parts.append(
+        card(
+            f"{name} over time",
+            figure(
+                _curve(a, curve, peak),
+                f"memory-gpu{device}",
+                height=280,
+                description="Bytes in tensors and bytes held by the allocator over the recording.",
+            ),
+            aside="steps are marked below",
+        )
+    )
+    if peak is not None:
+        parts.append(_held(peak))
+    return parts
+
+
+def _figures(a: Analysis, device: int, peak: Peak) -> Any:
+    """The peak, what the allocator held then, and how much of that was no tensor."""
+    by_step = a.memory.filter(pl.col("device") == device)
+    capacity = by_step["capacity"].max() if not by_step.is_empty() else None
+    cached = None if peak.reserved is None else peak.reserved - peak.allocated
+    of = f"of {t.memory(capacity)}" if isinstance(capacity, int) else ""
+    share = None if not cached or not peak.reserved else cached / peak.reserved
+    return tiles(
+        [
+            ("Peak in tensors", t.memory(peak.allocated), f"{t.time(peak.ts)} into the trace"),
+            ("Reserved then", t.memory(peak.reserved), of if peak.reserved is not None else ""),
+            (
+                "Reserved, in no tensor",
+                t.memory(cached),
+                f"{t.percent(share)}: cache and fragmentation" if share is not None else "",
+            ),
+            (
+                "Allocated before",
+                t.memory(peak.before),
+                "of the peak, before the recording began",
+            ),
+        ]
+    )
+
+
+def _curve(a: Analysis, curve: pl.DataFrame, peak: Peak | None) -> Any:
+    x = (curve["ts"] / 1e6).to_list()
+    gib = 1 << 30
+    largest = max([1, *curve["allocated"].drop_nulls().to_list()])
+    scale, unit = (gib, "GiB") if largest >= gib else (1 << 20, "MiB")
+    series = [("in tensors", x, (curve["allocated"] / scale).to_list(), ALLOCATED)]
+    if not curve["reserved"].is_null().all():
+        series.append(("held by the allocator", x, (curve["reserved"] / scale).to_list(), RESERVED))
+    made = figures.lines(series, x="ms into the trace", y=unit, height=280, step=True)
+    for row in a.steps.table.iter_rows(named=True) if a.steps.source != "whole trace" else ():
+        made.add_shape(
+            type="line", xref="x", yref="paper", x0=row["ts"] / 1e6, x1=row["ts"] / 1e6, y0=0,
+            y1=0.03, line={"color": "#9a9aa5", "width": 1},
+        )  # fmt: skip
+    if peak is not None:
+        made.add_annotation(
+            x=peak.ts / 1e6, y=peak.allocated / scale, text=f"peak {t.memory(peak.allocated)}",
+            showarrow=True, arrowhead=0, arrowcolor="#9a9aa5", ax=0, ay=-26, font={"size": 12},
+        )  # fmt: skip
+    return made
+
+
+def _held(peak: Peak) -> Any:
+    if peak.held.is_empty():
+        return empty(
+            "What was held at the peak is not known",
+            f"All of the {t.memory(peak.allocated)} was allocated before the recording began.",
+        )
+    largest = max(peak.held["bytes"].to_list())
+    rows = []
+    for row in peak.held.head(MOST_OWNERS).iter_rows(named=True):
+        where = "" if row["file"] is None else f"{t.path(row['file'], 60)}:{row['line']}"
+        rows.append(
+            [
+                el("Code", t.clean(row["op"])) if row["op"] is not None else "no operator",
+                el("Code", where) if where else "",
+                el("Div", spark(row["bytes"] / largest, ALLOCATED), cls="bar-cell"),
+                t.memory(row["bytes"]),
+                t.percent(row["bytes"] / max(peak.allocated, 1)),
+                t.count(row["blocks"]),
+            ]
+        )
+    more = peak.held.height - len(rows)
+    notes = []
+    if peak.before:
+        notes.append(
+            f"{t.memory(peak.before)} more was allocated before the recording began: model, "
+            "optimizer state, or whatever else was there."
+        )
+    if more:
+        notes.append(f"{t.count(more)} smaller owners are not listed.")
+    return card(
+        "Held at the peak",
+        table(
+            ["Operator", "Line", "", "Bytes", "Of the peak", "Blocks"],
+            rows,
+            numbers=(3, 4, 5),
+            names=(0, 1),
+            caption="By the outermost operator that was running when it was allocated",
+        ),
+        el("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}) if notes else None,
+    )
+
+
+def _recorded(a: Analysis) -> Any:
+    """What the recorder noted at the end of each step."""
+    if a.recorded is None or not a.recorded.steps:
+        return None
+    steps = a.recorded
+    numbers = [float(step.n) for step in steps.steps]
+    series = []
+    for field, name, colour in (
+        ("allocated", "in tensors", ALLOCATED),
+        ("reserved", "held by the allocator", RESERVED),
+        ("peak", "highest so far", theme.CLASSES["communication"]),
+    ):
+        values = [getattr(step, field) for step in steps.steps]
+        if any(value is not None for value in values):
+            shown = [None if value is None else value / (1 << 30) for value in values]
+            series.append((name, *figures.thin(numbers, shown), colour))
+    rss = [(float(s.n), s.rss) for s in steps.steps if s.rss is not None]
+    made = []
+    if series:
+        made.append(
+            figure(
+                figures.lines(series, x="step", y="GiB", height=230, step=True),
+                "memory-by-step",
+                height=230,
+                description="Device memory at the end of each recorded step.",
+            )
+        )
+    if rss:
+        host = ("resident memory of the process", [n for n, _ in rss],
+                [value / (1 << 30) for _, value in rss], theme.CLASSES["copies"])  # fmt: skip
+        made.append(
+            figure(
+                figures.lines([host], x="step", y="host, GiB", height=170),
+                "host-memory-by-step",
+                height=170,
+                description="Resident memory of the process over the recorded steps.",
+            )
+        )
+    return card("Over the run", *made, aside="recorded at the end of each step") if made else None
+
+
+def _out_of_memory(a: Analysis) -> Any:
+    """What was noted when an allocation failed."""
+    events = [] if a.record is None else a.record.of_kind("oom")
+    if not events:
+        return None
+    last = events[-1]
+    rows = [
+        ("in tensors", t.memory(_number(last.get("allocated")))),
+        ("held by the allocator", t.memory(_number(last.get("reserved")))),
+    ]
+    snapshot = last.get("snapshot")
+    if snapshot:
+        rows.append(("snapshot", t.clean(snapshot)))
+    return card(
+        "Out of memory",
+        el("P", t.clean(last.get("message", "")), cls="mono"),
+        table(["Then", ""], rows, numbers=()),
+        aside=f"{t.count(len(events))}×",
+        cls="alarm",
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _calls(a: Analysis) -> Any:
+    """Runtime calls that allocate or free inside the steps: each is slow, and most wait."""
+    calls = a.allocations
+    if calls.is_empty():
+        return None
+    sums = (
+        calls.group_by("call")
+        .agg(pl.len().alias("count"), pl.col("dur").sum(), pl.col("dur").max().alias("worst"))
+        .sort("dur", descending=True)
+    )
+    words = {
+        "malloc": "allocate device memory",
+        "free": "free device memory",
+        "host_alloc": "pin host memory",
+        "host_free": "unpin host memory",
+    }
+    rows = [
+        [words.get(call, call), t.count(count), t.time(dur / a.step_count), t.time(worst)]
+        for call, count, dur, worst in sums.iter_rows()
+    ]
+    return card(
+        "Calls past the allocator",
+        table(["What", "Calls", "Time a step", "Longest"], rows, numbers=(1, 2, 3)),
+        aside="inside the analysed steps; the caching allocator makes none when it is warm",
+    )

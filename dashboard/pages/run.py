@@ -1,0 +1,292 @@
+"""Run: where and how it ran, its steps from first to last, telemetry, hot Python lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from advisor.analysis import Analysis
+from advisor.dashboard import current, figures, telemetry, theme
+from advisor.dashboard.current import View
+from advisor.dashboard.dom import el
+from advisor.dashboard.parts import card, empty, facts, figure, head, page, table, tiles
+from advisor.dashboard.ranks import rank_choice
+from advisor.dashboard.stepbar import Piece, legend, strip
+from advisor.report import text as t
+from advisor.report.data import Recorded
+from advisor.rundir import Manifest, RankRecord
+
+MOST_LINES = 30
+MOST_WARNINGS = 20
+
+
+def layout(**query: object) -> Any:
+    """The page."""
+    view = current.view(**query)
+    a = view.analysis
+    record = a.record
+    title = head("Run", t.clean(view.entry.path), rank_choice(view, "/run"))
+    recording = view.loaded.run.recording
+    manifest = recording.manifest if recording is not None else None
+    if record is None:
+        return page(title, _no_record(), _trace(a))
+    return page(
+        title,
+        _figures(view),
+        _steps(a),
+        _phases(view.loaded.report.recorded) if view.rank is None else None,
+        *telemetry.cards(record),
+        _events(record),
+        _lines(view) if view.rank is None else None,
+        el("Div", _environment(manifest, record), _flags(record), cls="pair"),
+        _loaders(a),
+        _trace(a),
+    )
+
+
+def _no_record() -> Any:
+    return empty(
+        "Only a trace",
+        "This was recorded by a profiler alone: steps outside its window, phases, GPU clocks, "
+        "power and temperature, flags and loader settings are not measured.",
+        "Record with advisor record, or @advisor.profile, to get them.",
+    )
+
+
+def _figures(view: View) -> Any:
+    recorded = view.loaded.report.recorded
+    if recorded is None or view.rank is not None:
+        return None
+    effect = recorded.observer_effect
+    rate = recorded.samples_per_second
+    ended = t.clean(recorded.ended) if recorded.ended else "killed, or still going on"
+    return tiles(
+        [
+            (
+                "Steps",
+                t.count(recorded.steps),
+                f"{t.count(recorded.used)} count · {t.clean(ended)}",
+            ),
+            ("Median step", t.time(recorded.median_ns), "without the profiler"),
+            (
+                "99th percentile",
+                t.time(recorded.p99_ns),
+                "" if recorded.p99_ns is not None else "fewer than 100 steps count",
+            ),
+            (
+                "Profiler's cost",
+                t.NOT_MEASURED if effect is None else f"{effect:+.0%}",
+                f"{t.time(recorded.profiled_median_ns)} a step with it"
+                if recorded.profiled_median_ns is not None
+                else "",
+            ),
+            (
+                "Throughput",
+                t.NOT_MEASURED if rate is None else f"{rate:,.0f}/s",
+                "samples, this rank" if rate is not None else "batch sizes not told",
+            ),
+        ]
+    )
+
+
+def _steps(a: Analysis) -> Any:
+    """Every step, with those that a window slowed in another colour."""
+    steps = a.recorded
+    if steps is None or not steps.steps:
+        return None
+    numbers = [float(step.n) for step in steps.steps]
+    plain = [None if step.window is not None else step.dur / 1e6 for step in steps.steps]
+    inside = [step.dur / 1e6 if step.window is not None else None for step in steps.steps]
+    series = [("step", *figures.thin(numbers, plain), theme.ACCENT)]
+    if any(value is not None for value in inside):
+        series.append(("while profiled", *figures.thin(numbers, inside), theme.CAUSES["dispatch"]))
+    return card(
+        "Steps",
+        figure(
+            figures.lines(series, x="step", y="ms", height=220),
+            "steps",
+            height=220,
+            description=f"Duration of each of {len(steps.steps)} recorded steps, in ms.",
+        ),
+    )
+
+
+def _phases(recorded: Recorded | None) -> Any:
+    if recorded is None or not recorded.phases:
+        return None
+    parts = [
+        Piece(t.host_label(phase.name), theme.of_phase(phase.name), phase.ns, phase.share)
+        for phase in recorded.phases
+    ]
+    half = (len(parts) + 1) // 2
+    return card(
+        "Phases of the step",
+        strip(parts, "Phases of the step"),
+        el("Div", legend("", parts[:half]), legend("", parts[half:]) if parts[half:] else None,
+           cls="legend"),
+        aside="host time: forward and backward are launched in it, the device runs behind",
+    )  # fmt: skip
+
+
+def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
+    rank = record.rank
+    rows: list[tuple[str, Any]] = []
+    if manifest is not None:
+        if manifest.command:
+            rows.append(("command", el("Code", t.clean(" ".join(manifest.command)))))
+        if manifest.git_commit:
+            dirty = ", with uncommitted changes" if manifest.git_dirty else ""
+            rows.append(("commit", el("Span", el("Code", t.clean(manifest.git_commit)), dirty)))
+        if manifest.world_size is not None:
+            rows.append(("ranks", t.count(manifest.world_size)))
+    for device in rank.devices[:8]:
+        parts = [t.clean(device.name or "GPU"), t.memory(device.total_bytes)]
+        if device.driver:
+            parts.append(f"driver {t.clean(device.driver)}")
+        rows.append(("GPU", " · ".join(parts)))
+    if rank.cpus is not None:
+        of = f" of {t.count(rank.cpus_total)}" if rank.cpus_total not in (None, rank.cpus) else ""
+        rows.append(("CPUs", f"{t.count(rank.cpus)}{of}"))
+    if rank.memory_bytes is not None:
+        rows.append(("host memory", t.memory(rank.memory_bytes)))
+    if rank.shm_bytes is not None:
+        rows.append(("/dev/shm", t.memory(rank.shm_bytes)))
+    versions = {} if manifest is None else manifest.versions
+    rows += [(t.clean(name), t.clean(value)) for name, value in sorted(versions.items())]
+    return card("Environment", facts(rows)) if rows else None
+
+
+def _flags(record: RankRecord) -> Any:
+    rank = record.rank
+    rows = [
+        (el("Code", t.clean(name)), _shown(value)) for name, value in sorted(rank.flags.items())
+    ]
+    rows += [
+        (el("Code", t.clean(name)), el("Code", t.clean(value)))
+        for name, value in sorted(rank.env.items())
+    ]
+    rows += [
+        (el("Code", f"ulimit {t.clean(name)}"), t.count(value))
+        for name, value in sorted(rank.ulimits.items())
+    ]
+    return card("Flags and variables", facts(rows)) if rows else None
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return t.NOT_MEASURED
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return t.shorten(t.clean(value), 200)
+
+
+LOADER = (
+    "workers", "batch_size", "pin_memory", "persistent_workers", "prefetch_factor", "drop_last",
+    "multiprocessing_context", "length", "dataset",
+)  # fmt: skip
+
+
+def _loaders(a: Analysis) -> Any:
+    loaders = [] if a.recorded is None else a.recorded.loaders
+    if not loaders:
+        return None
+    names = [name for name in LOADER if any(name in loader for loader in loaders)]
+    rows = [[_shown(loader.get(name)) for name in names] for loader in loaders[:20]]
+    return card(
+        "Data loaders",
+        table([name.replace("_", " ") for name in names], rows, names=()),
+        aside="those that fed training steps",
+    )
+
+
+def _events(record: RankRecord) -> Any:
+    """Warnings, and what became of the windows."""
+    lines = []
+    for data in record.of_kind("window"):
+        state, why = t.clean(data.get("state", "")), t.clean(data.get("why", "") or "")
+        if state != "open":
+            number = t.clean(data.get("window", "?"))
+            lines.append(f"window {number}: {state}{f', {why}' if why else ''}")
+    for kind in ("warning", "error"):
+        lines += [f"{kind}: {t.clean(data.get('text', ''))}" for data in record.of_kind(kind)]
+    if not lines:
+        return None
+    shown = [el("Li", line) for line in lines[:MOST_WARNINGS]]
+    return card("What happened", el("Ul", *shown, cls="more"))
+
+
+def _lines(view: View) -> Any:
+    """Scalene's hot lines, when there was a pass with it."""
+    found = view.loaded.report.hot_lines
+    if not found:
+        return empty(
+            "No Python lines",
+            "Which lines of Python take host time was not sampled.",
+            "Record with advisor record --scalene, which makes a second, separate pass.",
+        )
+    rows = [
+        [
+            el("Code", f"{t.path(hot.file, 60)}:{hot.line}"),
+            el("Code", t.shorten(t.clean(hot.text), 80)),
+            t.percent(hot.share),
+            t.percent(hot.python),
+            t.percent(hot.native),
+            t.percent(hot.system),
+        ]
+        for hot in found[:MOST_LINES]
+    ]
+    return card(
+        "Hot Python lines",
+        table(
+            ["Line", "", "CPU time", "Python", "Native", "System"],
+            rows,
+            numbers=(2, 3, 4, 5),
+            names=(0, 1),
+            caption="Share of the process's CPU time, sampled by Scalene in a pass of its own",
+        ),
+    )
+
+
+def _trace(a: Analysis) -> Any:
+    """What the trace says about itself."""
+    meta = a.trace.meta
+    if a.record_only:
+        return None
+    rows: list[tuple[str, Any]] = [
+        ("file", t.path(meta.path, 100)),
+        ("events", t.count(meta.events_read)),
+        ("size", f"{t.memory(meta.bytes_read)} unpacked"),
+        ("length", t.time(meta.end_ns)),
+    ]
+    if meta.truncated:
+        rows.append(("truncated", t.clean(meta.damage or "the file ends early")))
+    rows += [
+        (f"left out: {t.clean(reason)}", t.count(count))
+        for reason, count in meta.events_dropped.items()
+    ]
+    rows += [
+        ("shapes", _yes(meta.record_shapes)),
+        ("Python stacks", _yes(meta.with_stack)),
+        ("memory", _yes(meta.profile_memory)),
+        ("sync events", _yes(meta.sync_events)),
+    ]
+    if meta.world_size is not None:
+        rows.append(("ranks", t.count(meta.world_size)))
+    if meta.backend:
+        rows.append(("backend", t.clean(meta.backend)))
+    if meta.cuda_runtime is not None:
+        rows.append(("CUDA runtime", _version(meta.cuda_runtime)))
+    if meta.cuda_driver is not None:
+        rows.append(("CUDA driver", _version(meta.cuda_driver)))
+    for device in meta.devices[:8]:
+        rows.append(
+            (f"GPU {device.id}", f"{t.clean(device.name)} · {t.memory(device.memory_bytes)}")
+        )
+    return card("Trace", facts(rows))
+
+
+def _yes(value: bool | None) -> str:
+    return "not told" if value is None else "recorded" if value else "not recorded"
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}" if number >= 1000 else str(number)

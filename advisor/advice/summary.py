@@ -395,8 +395,8 @@ def replay_view(pricing: Pricer, findings: list[Finding]) -> Replay | None:
     whatif, quality = pricing.whatif, pricing.whatif.quality
     edits = [e for f in findings if f.rank is not None and not f.other_rank for e in f.edits]
     return Replay(
-        step_ns=whatif.base.period,
-        measured_ns=whatif.measured.period,
+        step_ns=whatif.a.step_ns * (1 + quality.total_error),
+        measured_ns=whatif.a.step_ns,
         step_error=quality.step_error,
         starts=quality.starts,
         explained=quality.explained,
@@ -405,7 +405,7 @@ def replay_view(pricing: Pricer, findings: list[Finding]) -> Replay | None:
         of_steps=quality.of_steps,
         critical=whatif.critical(),
         critical_after=whatif.critical(edits),
-        step_after_ns=whatif.period(edits),
+        step_after_ns=whatif.step_after(edits),
     )
 
 

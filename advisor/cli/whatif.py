@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -93,6 +94,9 @@ def _show(result: dict[str, Any], file: Any) -> None:
         )
         if row["selected"] == 0:
             print(f"{'':>53}   selects nothing in these steps", file=file)
+    if any(row["selected"] == 0 for row in result["edits"]) and result["families"]:
+        here = f"kernel families here: {', '.join(map(clean, result['families']))}"
+        print("\n" + textwrap.fill(here, 80), file=file)
     path = result["critical_path"]
     total = sum(path.values()) or 1.0
     parts = ", ".join(f"{name} {ns / total:.0%}" for name, ns in path.items() if ns > 0.005 * total)

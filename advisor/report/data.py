@@ -136,9 +136,9 @@ class Replay(Struct, kw_only=True):
     """The replay that prices the findings, and how far to trust it."""
 
     step_ns: float
-    """Replayed step without edits, steady state, ns."""
+    """Replayed step without edits: the measured one, off by the error of the replay, ns."""
     measured_ns: float
-    """The same moments as measured, ns."""
+    """The measured step, ns."""
     step_error: float
     """Mean absolute error of the replayed steps, share of the step."""
     starts: int
@@ -156,7 +156,7 @@ class Replay(Struct, kw_only=True):
     critical_after: dict[str, float]
     """The same once all ranked findings are fixed: where the bottleneck moves to."""
     step_after_ns: float
-    """Replayed step once all ranked findings are fixed, ns."""
+    """The measured step less what all ranked findings save in a replay, ns."""
 
 
 class Phase(Struct, frozen=True):
@@ -299,6 +299,12 @@ class Report(Struct, kw_only=True):
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from advisor.report.notebook import report_html
+
+        return report_html(self)
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Report:

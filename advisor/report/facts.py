@@ -254,9 +254,8 @@ def outlook(report: Report) -> str:
     parts = ", ".join(path_parts(replay.critical_after)).removeprefix("critical: ")
     fixed = "all are" if len(ranked(report)) > 1 else "it is"
     unit = t.loop_unit(report.scope.step_source)
-    # The replay covers the steady steps, so its step is not quite the mean of all of them.
-    both = f"from {t.time(replay.step_ns)} to {t.time(replay.step_after_ns)}"
-    return f"Once {fixed} fixed, the replayed {unit} goes {both} and hangs on: {parts}."
+    both = f"from {t.time(replay.measured_ns)} to {t.time(replay.step_after_ns)}"
+    return f"Once {fixed} fixed, the {unit} goes {both} by replay and hangs on: {parts}."
 
 
 def definitions(report: Report) -> list[str]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import polars as pl
 
 from advisor.whatif.build import build
 from advisor.whatif.critical import composition
@@ -74,12 +75,17 @@ class WhatIfResult(NamedTuple):
     """Measured and replayed steps, and the steps with edits applied one after the other."""
 
     measured_step_ns: float
+    """Mean of the used steps."""
     replayed_step_ns: float
+    """The same, off by as much as the replayed run of steps is from the measured one."""
     edited_step_ns: float
+    """Measured, less what the edits save."""
     edits: tuple[EditResult, ...]
     critical_path: dict[str, float]
     """What the critical path consists of with all edits, ns a step."""
     replay: Quality
+    families: tuple[str, ...]
+    """Kernel families of the replayed window, the most time first: what ``kernel:`` can name."""
 
 
 def run_edits(trace: Trace, edits: Sequence[Edit | str]) -> WhatIfResult:
@@ -101,16 +107,19 @@ def run_edits(trace: Trace, edits: Sequence[Edit | str]) -> WhatIfResult:
                 gain_ns=whatif.gain([edit], given),
                 low_ns=low,
                 high_ns=high,
-                step_then_ns=whatif.period([*given, edit]),
+                step_then_ns=whatif.step_after([*given, edit]),
             )
         )
     return WhatIfResult(
-        measured_step_ns=whatif.measured.period,
-        replayed_step_ns=whatif.base.period,
-        edited_step_ns=whatif.period(parsed),
+        measured_step_ns=whatif.a.step_ns,
+        replayed_step_ns=whatif.a.step_ns * (1 + whatif.quality.total_error),
+        edited_step_ns=whatif.step_after(parsed),
         edits=tuple(rows),
         critical_path=whatif.critical(parsed),
         replay=whatif.quality,
+        families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
+        if whatif.a.device_id is not None
+        else (),
     )
 
 
@@ -177,6 +186,10 @@ class WhatIf:
             graph, weight, src = patch.widened()
             self._periods[key] = self._plan(graph).steady(weight, patch.dur, src)
         return self._periods[key]
+
+    def step_after(self, edits: Sequence[Edit]) -> float:
+        """The measured step with edits applied: less what they save between two replays."""
+        return max(0.0, self.a.step_ns - self.gain(edits))
 
     def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
         """What edits save a step, on top of others that are given."""

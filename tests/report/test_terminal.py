@@ -120,7 +120,7 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
     shown = terminal.render(full)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
     assert "critical: host 75% · compute 25%" in shown
-    after = "the replayed step goes from 401.0 ms to 343.3 ms and hangs on: compute 100%"
+    after = "the step goes from 400.0 ms to 343.3 ms by replay and hangs on: compute 100%"
     assert after in " ".join(shown.split())
     assert "within 1.2% of the measured steps" in " ".join(shown.split())
     assert "98% of 9,450 device starts" in " ".join(shown.split())

@@ -11,7 +11,7 @@ TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(STAMP) ## Record a short training run and analyse it
 	@$(BIN)/advisor demo

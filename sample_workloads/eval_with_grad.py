@@ -17,7 +17,7 @@ from torch import nn
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("eval-without-no-grad",), cpu_scale=1 / 32)
+WORKLOAD = Workload(finds=("eval-without-no-grad",), shown_on="cpu", cpu_scale=1 / 32)
 
 BATCHES = 8  # of validation a step
 

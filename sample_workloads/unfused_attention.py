@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("unfused-attention",), cpu_scale=1 / 16)
+WORKLOAD = Workload(finds=("unfused-attention",), cpu_scale=1 / 32)
 
 HEADS, HEAD = 16, 64
 

@@ -1,0 +1,203 @@
+"""Every workload runs, its cure changes the speed and not the numbers, and what a CPU can show of
+its finding appears in the slow variant and not in the cured one."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from advisor.advice.engine import analyze  # noqa: E402
+from advisor.advice.registry import load_rules  # noqa: E402
+from advisor.errors import AdvisorError  # noqa: E402
+from advisor.ingest import open_run  # noqa: E402
+from advisor.report import Report  # noqa: E402
+from advisor.sample_workloads import (  # noqa: E402
+    HERE,
+    Setup,
+    Variant,
+    catalogue,
+    find,
+    load,
+    running,
+)
+
+ALL = catalogue()
+ATTEMPTS = 3
+"""Whether a loader keeps up depends on what else the machine does: one clean recording counts."""
+
+ON_CPU = [name for name, workload in ALL.items() if workload.shown_on == "cpu" and workload.finds]
+ON_GPU = [name for name, workload in ALL.items() if workload.shown_on == "cuda"]
+CONTROLS = [name for name, workload in ALL.items() if not workload.finds]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums in one order, and no contention with loader workers and tests beside this one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def setup(name: str, variant: Variant, folder: Path, shrink: float = 1.0) -> Setup:
+    return Setup(variant=variant, scale=ALL[name].cpu_scale * shrink, folder=str(folder))
+
+
+def report_of(name: str, variant: Variant, folder: Path) -> Report:
+    files = running.record(name, setup(name, variant, folder), folder / f"{name}-{variant}")
+    assert len(files) == ALL[name].processes
+    return analyze(open_run(str(folder / f"{name}-{variant}")))
+
+
+def ranked(report: Report) -> list[str]:
+    """Rules in the order of their rank, then what is ranked in other currencies."""
+    found = sorted((f.rank, f.rule) for f in report.findings if f.rank is not None)
+    return [rule for _, rule in found] + [f.rule for f in report.risks]
+
+
+# -- the catalogue ------------------------------------------------------------------------------
+
+
+def test_every_file_with_a_program_is_a_workload() -> None:
+    programs = {f.stem for f in HERE.glob("*.py") if "\ndef loop(" in f.read_text("utf-8")}
+    assert set(ALL) == programs
+    assert len(ALL) >= 30
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_read_from_the_source_is_what_the_module_says(name: str) -> None:
+    module = importlib.import_module(f"advisor.sample_workloads.{name}")
+    said = ALL[name]
+    for field in ("finds", "also", "shown_on", "processes", "cpu_scale", "steps", "samples"):
+        assert getattr(module.WORKLOAD, field) == getattr(said, field)
+    assert module.__doc__.strip().startswith(said.title)
+    assert "The cure: " in said.doc or not said.finds
+
+
+def test_the_findings_are_those_of_rules_that_exist() -> None:
+    known = {rule.id for rule in load_rules(config={})}
+    named = {rule for workload in ALL.values() for rule in (*workload.finds, *workload.also)}
+    assert named - known == set()
+
+
+def test_a_workload_that_does_not_exist_is_one_line_with_the_nearest_name() -> None:
+    with pytest.raises(AdvisorError, match="did you mean simple_cnn"):
+        find("simple_cn")
+    with pytest.raises(AdvisorError, match="advisor workloads list"):
+        load("../secrets")
+
+
+@pytest.mark.parametrize("wrong", [{"variant": "fast"}, {"scale": 0.0}, {"scale": float("nan")}])
+def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"unknown variant|nothing to run"):
+        Setup(**wrong)  # type: ignore[arg-type]
+
+
+# -- running ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_both_variants_run_and_compute_the_same_where_the_cure_is_neutral(
+    name: str, tmp_path: Path
+) -> None:
+    slow = running.drive(name, setup(name, "slow", tmp_path, 0.5), 4)
+    cured = running.drive(name, setup(name, "cured", tmp_path, 0.5), 4)
+    assert all(math.isfinite(value) for value in (*slow, *cured))
+    if not ALL[name].differs:
+        assert cured == pytest.approx(slow, rel=1e-4)
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+@pytest.mark.parametrize("name", ["simple_cnn", "needless_checkpointing", "ddp_exposed"])
+def test_a_seed_means_the_same_numbers_in_every_run(name: str, tmp_path: Path) -> None:
+    run = setup(name, "slow", tmp_path, 0.5)
+    first = running.drive(name, run, 3)
+    torch.rand(3)  # the caller's random state plays no part
+    assert running.drive(name, run, 3) == first
+    assert running.drive(name, Setup(scale=run.scale, seed=1), 3) != first
+
+
+def test_the_caller_keeps_random_state_precision_and_garbage_collection(tmp_path: Path) -> None:
+    import gc
+
+    torch.manual_seed(7)
+    before = torch.get_rng_state(), torch.get_float32_matmul_precision(), gc.isenabled()
+    for name in ("fp32_matmul", "gc_pauses"):
+        running.drive(name, setup(name, "cured", tmp_path, 0.5), 1)
+    after = torch.get_rng_state(), torch.get_float32_matmul_precision(), gc.isenabled()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+def test_the_callback_is_called_after_every_step(tmp_path: Path) -> None:
+    calls: list[int] = []
+    values = running.drive(
+        "leak", setup("leak", "slow", tmp_path), 5, lambda: calls.append(len(calls))
+    )
+    assert calls == [0, 1, 2, 3, 4]
+    assert len(values) == 5
+
+
+def test_no_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to run"):
+        running.drive("simple_cnn", Setup(), 0)
+
+
+def test_a_process_that_fails_ends_all_of_them() -> None:
+    with pytest.raises(AdvisorError, match="one of its processes failed"):
+        running.in_processes(fail_on_the_second, "ddp_exposed", Setup(), ())
+
+
+def fail_on_the_second(name: str, run: Setup) -> None:
+    """A task for processes; rank 0 waits for rank 1, which is gone."""
+    if run.rank == 1:
+        raise SystemExit(3)
+    torch.distributed.barrier()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_here_is_one_line() -> None:
+    with pytest.raises(AdvisorError, match="no CUDA device"):
+        running.drive("leak", Setup(device="cuda"), 1)
+
+
+def test_blocks_are_timed_without_their_warm_up(tmp_path: Path) -> None:
+    found = running.measure("leak", setup("leak", "cured", tmp_path), seconds=0.2, blocks=4)
+    assert len(found) == 4
+    assert all(0 < ms < 10_000 for ms in found)
+
+
+# -- findings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_CPU)
+def test_the_finding_appears_and_the_cured_twin_has_it_no_more(name: str, tmp_path: Path) -> None:
+    finds = set(ALL[name].finds)
+    for attempt in range(ATTEMPTS):
+        report = report_of(name, "slow", tmp_path / f"slow{attempt}")
+        slow = ranked(report)
+        if finds & set(slow[:2]):
+            break
+    assert finds & set(slow[:2]), report.verdict
+
+    for attempt in range(ATTEMPTS):
+        cured = ranked(report_of(name, "cured", tmp_path / f"cured{attempt}"))
+        if not finds & set(cured):
+            break
+    assert not finds & set(cured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ON_GPU, *CONTROLS])
+def test_nothing_is_made_up_where_a_cpu_cannot_show_it(name: str, tmp_path: Path) -> None:
+    for variant in ("slow", "cured"):
+        report = report_of(name, variant, tmp_path)  # type: ignore[arg-type]
+        assert report.scope.steps_found == ALL[name].steps
+        assert ranked(report) == []

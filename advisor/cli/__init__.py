@@ -9,7 +9,18 @@ from typing import Annotated, cast
 import typer
 
 from advisor import __version__
-from advisor.cli import analyze, compare, dashboard, demo, export, report, rules, whatif, workloads
+from advisor.cli import (
+    analyze,
+    compare,
+    dashboard,
+    demo,
+    export,
+    monitor,
+    report,
+    rules,
+    whatif,
+    workloads,
+)
 from advisor.errors import AdvisorError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -51,8 +62,13 @@ app.command("demo", short_help="Record a small training run and analyse it.")(de
 app.command("compare", short_help="What differs between two runs.")(compare.command)
 app.command("dashboard", short_help="Show traces and runs in the browser.")(dashboard.command)
 app.command("export", short_help="A trace with what was found as extra tracks.")(export.command)
+app.command("monitor", short_help="What GPUs and host do now, live.")(monitor.command)
 app.command("report", short_help="A report as one HTML file, or for other tools.")(report.command)
 app.add_typer(rules.app, name="rules")
+app.command(
+    "record", short_help="Run a training program and record it.", context_settings=record.SETTINGS
+)(record.command)
+app.command("window", short_help="Profile the next steps of a run that is going on.")(record.window)
 app.command("whatif", short_help="Replay a trace with edits that you write.")(whatif.command)
 app.add_typer(workloads.app, name="workloads")
 

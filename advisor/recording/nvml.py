@@ -61,10 +61,12 @@ class Nvml:
         self._open = True
 
     def devices(self, uuids: Iterable[str] | None = None) -> list[NvmlDevice]:
-        """The GPUs of the given UUIDs (with or without ``GPU-``); by default those that
-        ``CUDA_VISIBLE_DEVICES`` leaves visible, all without it."""
+        """The GPUs of the given UUIDs (with or without ``GPU-``); ``"all"``: every GPU; by default
+        those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
         if uuids is None:
             chosen = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), self._all())
+        elif uuids == "all":
+            chosen = visible(None, self._all())
         else:
             chosen = [self._find(uuid) for uuid in uuids]
         return [NvmlDevice(self.module, handle) for handle in chosen if handle is not None]

@@ -98,7 +98,10 @@ class Sampler:
 
 
 class Source:
-    """Where samples come from: the GPUs through NVML, and the host. A context manager."""
+    """Where samples come from: the GPUs through NVML, and the host. A context manager.
+
+    ``uuids``: as for :meth:`advisor.recording.nvml.Nvml.devices`.
+    """
 
     def __init__(self, uuids: Sequence[str] | None = None, *, own: bool = True) -> None:
         self.host = HostSampler()

@@ -1,0 +1,149 @@
+"""``advisor monitor``: what GPUs and host do now."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from advisor.cli import output as out
+from advisor.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from advisor.recording.telemetry import Source
+    from advisor.rundir import Sample
+
+FIRST_NS = 300_000_000
+"""Shares of CPU and the GPU's own counters are differences: the first sample has none, so a second
+one follows this soon."""
+SLOW_EVERY_S = 7.0
+
+
+def command(
+    once: Annotated[bool, typer.Option("--once", help="Show one sample and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a sample, a line each.")
+    ] = False,
+    prometheus: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write each sample for Prometheus' textfile collector."),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.2, max=3600, help="Between two samples.")
+    ] = 1.0,
+) -> None:
+    """Show GPUs (NVML) and host, live on a terminal, once elsewhere; Ctrl-C ends it."""
+    from advisor.recording.telemetry import Source
+
+    if prometheus is not None:
+        out.check(prometheus, [])
+    live = sys.stdout.isatty() and not as_json and not once
+    once = once or (not live and not as_json and prometheus is None)
+    with Source("all", own=False) as source:
+        try:
+            if live:
+                _live(source, interval, prometheus)
+            else:
+                for sample in _samples(source, interval, once):
+                    if prometheus is not None:
+                        _write(prometheus, source, sample)
+                    if as_json:
+                        out.show(_json(source, sample))
+                    elif once:
+                        out.show(_text(source, sample))
+        except KeyboardInterrupt:
+            return  # that is how one ends it
+
+
+def _samples(source: Source, interval: float, once: bool) -> Iterator[Sample]:
+    source.sample(slow=True)
+    time.sleep(FIRST_NS / 1e9)
+    slow_at = time.monotonic()
+    while True:
+        now = time.monotonic()
+        slow = now >= slow_at
+        if slow:
+            slow_at = now + SLOW_EVERY_S
+        yield source.sample(slow=slow)
+        if once:
+            return
+        time.sleep(max(0.0, interval - (time.monotonic() - now)))
+
+
+def _live(source: Source, interval: float, prometheus: Path | None) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    held: Sample | None = None
+    with Live(screen=True, auto_refresh=False) as screen:
+        for sample in _samples(source, interval, once=False):
+            held = _with_slow(sample, held)
+            if prometheus is not None:
+                _write(prometheus, source, held)
+            screen.update(Text.from_ansi(_text(source, held)), refresh=True)
+
+
+def _with_slow(sample: Sample, before: Sample | None) -> Sample:
+    """A sample with the costly fields of the last one that had them: they are asked seldom."""
+    from msgspec.structs import fields, replace
+
+    if before is None:
+        return sample
+    known = {gpu.uuid: gpu for gpu in before.gpus}
+    gpus = []
+    for gpu in sample.gpus:
+        older = known.get(gpu.uuid)
+        kept = {
+            field.name: getattr(older, field.name)
+            for field in fields(gpu)
+            if older is not None and getattr(gpu, field.name) is None
+        }
+        gpus.append(replace(gpu, **kept))
+    host = sample.host
+    if host is not None and host.swap_used is None and before.host is not None:
+        host = replace(host, swap_used=before.host.swap_used)
+    return replace(sample, gpus=gpus, host=host)
+
+
+def _names(source: Source) -> dict[str | None, str | None]:
+    return {device.uuid: device.name for device in source.devices}
+
+
+def _text(source: Source, sample: Sample) -> str:
+    from advisor.report.monitor import render
+
+    return render(
+        sample,
+        names=_names(source),
+        without_gpu=source.without_gpu,
+        width=out.columns(sys.stdout),
+        colour=out.colourful(sys.stdout),
+    )
+
+
+def _json(source: Source, sample: Sample) -> str:
+    import msgspec
+
+    plain = {
+        "unix_ns": time.time_ns(),
+        "gpus": [
+            {"name": _names(source).get(gpu.uuid), **msgspec.structs.asdict(gpu)}
+            for gpu in sample.gpus
+        ],
+        "host": None if sample.host is None else msgspec.structs.asdict(sample.host),
+        "without_gpu": source.without_gpu,
+    }
+    return msgspec.json.encode(plain).decode() + "\n"
+
+
+def _write(file: Path, source: Source, sample: Sample) -> None:
+    from advisor.report.monitor import prometheus
+
+    try:
+        out.write(prometheus(sample, _names(source)), file)
+    except AdvisorError as error:
+        raise AdvisorError(str(error).replace("--output", "--prometheus")) from None

@@ -1,0 +1,131 @@
+"""``advisor monitor`` shows GPUs and host, and says why a GPU is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from advisor.cli import monitor
+from advisor.report.monitor import prometheus, reasons, render
+from advisor.rundir import Gpu, Host, Sample
+
+Run = Callable[..., Any]
+
+_spec = importlib.util.spec_from_file_location(
+    "fake_nvml", Path(__file__).parents[1] / "recording" / "fake_nvml.py"
+)
+assert _spec is not None and _spec.loader is not None
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = fake.ordinary("GPU-aaaa-1111", processes=[SimpleNamespace(pid=1, usedGpuMemory=5)])
+    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(found))
+    monkeypatch.setattr(monitor, "FIRST_NS", 1_000_000)
+    return found
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(init_error=12))
+    monkeypatch.setattr(monitor, "FIRST_NS", 1_000_000)
+
+
+def test_without_a_driver_it_says_so_and_shows_the_host(advisor: Run, no_driver: None) -> None:
+    done = advisor("monitor", "--once")
+    assert done.code == 0 and done.err == ""
+    assert "no NVIDIA driver" in done.out and "Host" in done.out and "CPU" in done.out
+
+
+def test_a_pipe_gets_one_table(advisor: Run, gpu: Any) -> None:
+    done = advisor("monitor")
+    assert done.code == 0
+    text = " ".join(done.out.split())
+    for part in ("97%", "30.0 GiB of 80.0 GiB", "1700 of 1980 MHz", "690 W", "software power cap"):
+        assert part in text
+    assert "\x1b" not in done.out
+
+
+def test_every_gpu_is_shown_whatever_cuda_may_see(
+    advisor: Run, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "97%" in advisor("monitor", "--once").out
+
+
+def test_json_is_one_object_a_line_with_null_for_what_is_not_told(advisor: Run, gpu: Any) -> None:
+    done = advisor("monitor", "--once", "--json")
+    (line,) = done.out.splitlines()
+    found = json.loads(line)
+    assert found["gpus"][0]["uuid"] == "GPU-aaaa-1111" and found["gpus"][0]["power"] == 690_000
+    assert found["gpus"][0]["energy"] is None and found["gpus"][0]["processes"] == 1
+    assert found["without_gpu"] is None and found["host"] is not None
+
+
+def test_prometheus_gets_a_whole_file(advisor: Run, gpu: Any, tmp_path: Path) -> None:
+    file = tmp_path / "advisor.prom"
+    file.write_text("old")
+    done = advisor("monitor", "--once", "--prometheus", file)
+    assert done.code == 0
+    lines = file.read_text().splitlines()
+    label = '{gpu="GPU-aaaa-1111",index="0",name="NVIDIA Test"}'
+    assert f"advisor_gpu_power_watts{label} 690" in lines
+    assert f"advisor_gpu_utilisation_ratio{label} 0.97" in lines
+    assert not any(line.startswith("advisor_gpu_energy") for line in lines)
+    assert [p.name for p in tmp_path.iterdir()] == ["advisor.prom"]
+
+
+def test_a_file_that_cannot_be_written_is_one_line(advisor: Run, gpu: Any, tmp_path: Path) -> None:
+    done = advisor("monitor", "--once", "--prometheus", tmp_path / "none" / "x.prom")
+    assert done.code == 2 and done.err.count("\n") == 1
+
+
+def test_it_goes_on_until_it_is_interrupted(
+    advisor: Run, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) > 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(monitor.time, "sleep", nap)
+    done = advisor("monitor", "--json")
+    assert done.code == 0 and len(done.out.splitlines()) == 3
+
+
+def test_costly_fields_stay_until_they_are_asked_again() -> None:
+    first = Sample(t=1, gpus=[Gpu(uuid="a", power=1, ecc_uncorrected=3)], host=Host(swap_used=7))
+    then = Sample(t=2, gpus=[Gpu(uuid="a", power=2)], host=Host(cpu=5.0))
+    shown = monitor._with_slow(then, first)
+    assert (shown.gpus[0].power, shown.gpus[0].ecc_uncorrected) == (2, 3)
+    assert shown.host is not None and (shown.host.cpu, shown.host.swap_used) == (5.0, 7)
+
+
+def test_an_idle_gpu_is_held_down_by_nothing() -> None:
+    assert reasons(Gpu(throttle=0x1)) == []
+    assert reasons(Gpu(throttle=0x1 | 0x40)) == ["hardware thermal"]
+
+
+def test_hostile_names_reach_neither_terminal_nor_prometheus() -> None:
+    sample = Sample(t=1, gpus=[Gpu(uuid='a"\n} 1\x1b[2J', power=1000)], host=Host())
+    names = {sample.gpus[0].uuid: '\x1b]0;x\x07"\n'}
+    page = render(sample, names=names, without_gpu="\x1b[2J", width=80, colour=False)
+    assert "\x1b" not in page
+    for line in prometheus(sample, names).splitlines():
+        assert line.startswith(("#", "advisor_")) and "\x1b" not in line
+
+
+def test_a_sample_without_anything_is_an_empty_page() -> None:
+    assert render(Sample(t=1), names={}, without_gpu=None, width=80, colour=False) == ""
+    assert prometheus(Sample(t=1), {}) == "\n"

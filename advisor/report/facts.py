@@ -215,7 +215,9 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     """How to name a folded finding: (``or``, …) for an alternative, (``also``, …) for a symptom."""
     alternative = bool(finding.alternatives) and finding.alternatives == other.alternatives
     title = t.clean(other.title)
-    return ("or", title) if alternative else ("also", f"{title}: {t.gain(other)} by itself")
+    if alternative:
+        return "or", f"{title}: {t.gain(other)}, in place of this one"
+    return "also", f"{title}: {t.gain(other)} by itself"
 
 
 def why_note(finding: Finding) -> str:

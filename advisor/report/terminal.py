@@ -205,6 +205,8 @@ def _gain(report: Report, finding: Finding) -> list[str]:
         parts.append(spread)
     parts += facts.order_parts(finding, report)
     parts.append(f"confidence {t.percent(finding.confidence)}")
+    if finding.severity != "info":
+        parts.append(finding.severity)
     return parts
 
 

@@ -1,0 +1,60 @@
+"""``advisor whatif``: one baseline, clear errors, and figures that can be checked by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.testing import TraceBuilder
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps of 10 ms of matrix products and 5 ms of softmax, launched far ahead."""
+    b = TraceBuilder()
+    for _ in range(6):
+        with b.step():
+            with b.op("aten::mm"):
+                b.launch("ampere_sgemm_128x64_nn", 10_000)
+            with b.op("aten::softmax"):
+                b.launch("softmax_warp_forward", 5_000)
+            b.sync()
+    return b.write(tmp_path_factory.mktemp("whatif") / "trace.json")
+
+
+def test_the_step_then_is_the_measured_step_less_what_is_saved(advisor: Run, trace: Path) -> None:
+    edits = ("--edit", "scale kernel:gemm 0.5", "--edit", "scale kernel:softmax 0.2")
+    done = advisor("whatif", str(trace), "--format", "json", *edits)
+    assert done.code == 0
+    found = json.loads(done.out)
+    first, second = found["edits"]
+    # By hand: half of 10 ms, then four fifths of 5 ms, with nothing else in the way.
+    assert first["gain_ns"] == pytest.approx(5e6, rel=0.01)
+    assert second["gain_ns"] == pytest.approx(4e6, rel=0.01)
+    measured = found["measured_step_ns"]
+    assert first["step_then_ns"] == pytest.approx(measured - first["gain_ns"])
+    assert found["edited_step_ns"] == pytest.approx(measured - 9e6, rel=0.01)
+
+
+def test_an_edit_that_selects_nothing_changes_nothing_and_says_so(
+    advisor: Run, trace: Path
+) -> None:
+    done = advisor("whatif", str(trace), "--edit", "scale kernel:nonesuch 0.5")
+    assert done.code == 0
+    assert "selects nothing" in done.out
+    assert "kernel families here: gemm, softmax" in done.out
+    plain = advisor("whatif", str(trace), "--edit", "scale kernel:nonesuch 0.5", "--format", "json")
+    found = json.loads(plain.out)
+    assert found["edited_step_ns"] == found["measured_step_ns"]
+
+
+def test_an_edit_that_cannot_be_read_is_one_line_and_exit_code_2(advisor: Run, trace: Path) -> None:
+    done = advisor("whatif", str(trace), "--edit", "frobnicate kernel:gemm")
+    assert done.code == 2
+    assert "frobnicate" in done.err and "Traceback" not in done.err

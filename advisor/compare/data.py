@@ -260,6 +260,12 @@ class Comparison(Struct, kw_only=True):
             raise AdvisorError(f"comparison schema {found.schema!r} is not {SCHEMA!r}")
         return found
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from advisor.report.notebook import comparison_html
+
+        return comparison_html(self)
+
     def of(self, change: Change) -> list[FindingChange]:
         """The findings that fared like this, those worth most first."""
         return [item for item in self.findings if item.change == change]

@@ -26,7 +26,7 @@ def relative(file: str) -> tuple[str, bool]:
     file = t.clean(file)
     with suppress(ValueError, OSError):
         file = str(PurePath(file).relative_to(Path.cwd()))
-    absolute = file.startswith("/") or _DRIVE.match(file) is not None
     shown = file.replace("\\", "/")
+    absolute = shown.startswith("/") or _DRIVE.match(file) is not None
     inside = not absolute and ".." not in shown.split("/")
     return shown, inside

@@ -1,0 +1,223 @@
+"""The exported trace: the original events as they were, and ours on tracks of their own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from advisor.advice.engine import Examined, analyze, examine
+from advisor.errors import AdvisorError
+from advisor.export import rewrite, tracks
+from advisor.testing import TraceBuilder
+
+
+def load(path: Path | str) -> dict[str, Any]:
+    """A Chrome trace as ``json`` reads it."""
+    data = Path(path).read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        data = gzip.decompress(data)
+    elif data[:4] == b"\x28\xb5\x2f\xfd":
+        data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    found: dict[str, Any] = json.loads(data)
+    return found
+
+
+def export(path: str | Path, target: Path) -> tuple[Examined, dict[str, Any], dict[str, Any]]:
+    """(analysis, original, exported)."""
+    found = examine(path)
+    rewrite(str(path), target, lambda head: tracks(found.main, found.report, head))
+    return found, load(path), load(target)
+
+
+def own(original: dict[str, Any], exported: dict[str, Any]) -> list[dict[str, Any]]:
+    """Our events, after the others have been found unchanged."""
+    count = len(original["traceEvents"])
+    assert exported["traceEvents"][:count] == original["traceEvents"]
+    assert {k: v for k, v in exported.items() if k != "traceEvents"} == {
+        k: v for k, v in original.items() if k != "traceEvents"
+    }
+    return list(exported["traceEvents"][count:])
+
+
+def by_track(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Slices of each track by its name."""
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for event in events:
+        if event["ph"] == "X":
+            found[names[event["tid"]]].append(event)
+    return found
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """Four steps of about 6 ms, of which the device waits 5 for a data loader."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            b.loader_wait(5000, workers=0)
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", 900)
+            b.sync()
+    return b.write(tmp_path / "slow.json")
+
+
+@pytest.mark.parametrize("name", ["out.json", "out.json.gz", "out.json.zst"])
+def test_events_are_unchanged_and_ours_come_after_them(
+    slow: Path, tmp_path: Path, name: str
+) -> None:
+    found, original, exported = export(slow, tmp_path / name)
+    ours = own(original, exported)
+    pids = {e["pid"] for e in original["traceEvents"]}
+    (pid,) = {e["pid"] for e in ours}
+    assert pid not in pids
+    meta = {e["name"]: e["args"] for e in ours if e["ph"] == "M" and e["tid"] == 0}
+    assert meta["process_name"] == {"name": "advisor"}
+    assert meta["process_sort_index"] == {"sort_index": -1}
+    shown = by_track(ours)
+    assert list(shown)[:2] == ["steps", "idle gaps"]
+    assert list(shown)[2:] == [f"{f.rank}. {f.title}" for f in found.report.findings if f.rank]
+
+
+def test_tracks_say_what_the_analysis_says(slow: Path, tmp_path: Path) -> None:
+    found, original, exported = export(slow, tmp_path / "out.json")
+    shown = by_track(own(original, exported))
+    marks = [e for e in original["traceEvents"] if e["name"].startswith("ProfilerStep")]
+    assert [(e["name"], e["ts"]) for e in shown["steps"]] == [(e["name"], e["ts"]) for e in marks]
+    # the idle time of the track is that of the report
+    idle = next(part.ns for part in found.report.time if part.name == "idle")
+    assert sum(e["dur"] for e in shown["idle gaps"]) == pytest.approx(4 * idle / 1e3)
+    loader = [e for e in shown["idle gaps"] if e["args"]["cause"] == "loader"]
+    assert sum(e["dur"] for e in loader) == pytest.approx(4 * 5000, rel=0.01)
+    waits = [e for e in original["traceEvents"] if e["name"].startswith("enumerate(DataLoader)")]
+    for gap, wait in zip(loader, waits, strict=True):
+        assert wait["ts"] - 1 <= gap["ts"]
+        assert gap["ts"] + gap["dur"] <= wait["ts"] + wait["dur"] + 1
+    assert all(shown[name] for name in shown)
+
+
+@pytest.mark.parametrize(
+    "name", ["a100_train_6steps", "h100_bert_small_inference", "two_ranks_rank0", "alexnet"]
+)
+def test_a_real_trace_is_analysed_the_same_after_its_export(
+    shared_trace: Callable[[str], str], tmp_path: Path, name: str
+) -> None:
+    path = shared_trace(name)
+    found, original, exported = export(path, tmp_path / "out.json.gz")
+    ours = own(original, exported)
+    for slices in by_track(ours).values():
+        for before, after in pairwise(sorted(slices, key=lambda e: float(e["ts"]))):
+            # times of 2022's profilers are Unix microseconds, of which floats hold quarters
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.5
+    again = analyze(str(tmp_path / "out.json.gz"))
+    assert again.verdict == found.report.verdict
+    assert again.limits == found.report.limits
+    assert again.findings == found.report.findings
+    assert again.time == found.report.time
+
+
+def test_times_are_exact_where_floats_are_not(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    base = 1_700_000_000_000_000_123
+    b = TraceBuilder()
+    with b.step(), b.op("aten::mm"):
+        b.launch("k", 10)
+    trace = json.loads(b.json())
+    for event in trace["traceEvents"]:
+        event["ts"] += 0.007
+    trace["baseTimeNanoseconds"] = base
+    source.write_text(json.dumps(trace))
+    export(source, target)
+    step = next(e for e in trace["traceEvents"] if e["name"] == "ProfilerStep#0")
+    mine = [e for e in load(target)["traceEvents"] if e.get("cat") == "advisor"]
+    assert next(e for e in mine if e["name"] == "ProfilerStep#0")["ts"] == step["ts"]
+
+
+def test_a_truncated_trace_is_exported_up_to_the_cut_and_whole(slow: Path, tmp_path: Path) -> None:
+    text = slow.read_bytes()
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(text[: len(text) * 3 // 4])
+    found = examine(str(cut))
+    written = rewrite(
+        str(cut), tmp_path / "out.json", lambda head: tracks(found.main, found.report, head)
+    )
+    assert written.truncated
+    exported = load(tmp_path / "out.json")["traceEvents"]
+    assert exported[: written.events] == load(slow)["traceEvents"][: written.events]
+    assert written.events > 0.6 * len(load(slow)["traceEvents"])
+
+
+def test_damaged_events_are_left_out_and_counted(tmp_path: Path) -> None:
+    good = '{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":%d,"dur":1}'
+    texts = [good % n for n in range(50)]
+    texts[20] = '{"ph":"X","cat":"cpu_op","name":"b", oops}'
+    source = tmp_path / "in.json"
+    source.write_text('{"traceEvents":[' + ",".join(texts) + "]}")
+    written = rewrite(str(source), tmp_path / "out.json")
+    assert (written.events, written.lost) == (49, 1)
+    assert len(load(tmp_path / "out.json")["traceEvents"]) == 49
+
+
+def test_a_bare_list_and_an_empty_one_are_written_whole(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    source.write_text('[{"ph":"X","name":"a","ts":1,"dur":1}]')
+    assert rewrite(str(source), target).events == 1
+    assert load(target) == {"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": 1}]}
+    source.write_text('{"traceEvents": [], "a": {"b": [1.5, null]}}')
+    assert rewrite(str(source), target, lambda head: [b'{"ph":"M"}']).added == 1
+    assert load(target) == {"traceEvents": [{"ph": "M"}], "a": {"b": [1.5, None]}}
+
+
+def test_what_fails_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    target.write_text("old")
+    source.write_text("no trace")
+    with pytest.raises(AdvisorError):
+        rewrite(str(source), target)
+    assert target.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.json", "out.json"]
+    with pytest.raises(AdvisorError, match="cannot be written"):
+        rewrite(str(source), tmp_path / "nowhere" / "out.json")
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    event = (
+        '{"ph":"X","cat":"cpu_op","name":"aten::op_%d","pid":1,"tid":1,"ts":%d,"dur":1,"args":{"x":"'
+        + "y" * 400
+        + '"}}'
+    )
+
+    def peak(count: int) -> int:
+        source = tmp_path / "in.json"
+        source.write_text(
+            '{"traceEvents":[' + ",\n".join(event % (n % 50, n) for n in range(count)) + "]}"
+        )
+        tracemalloc.start()
+        rewrite(str(source), tmp_path / "out.json.gz")
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    small, large = peak(30_000), peak(120_000)  # 15 and 60 MB
+    assert large < 1.3 * small
+    assert large < 45e6
+
+
+def test_hostile_names_stay_inside_their_strings(tmp_path: Path) -> None:
+    name = 'x"},{"ph":"X"\u2028</script>\x1b[31m'
+    b = TraceBuilder()
+    for _ in range(3):
+        with b.step(), b.op(name):
+            b.host(500)
+            b.launch(name, 100)
+            b.sync()
+    _, original, exported = export(b.write(tmp_path / "in.json"), tmp_path / "out.json")
+    assert own(original, exported)

@@ -1,0 +1,290 @@
+"""Redaction: what is planted anywhere does not come out, and what advice needs does."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advisor.advice.engine import analyze
+from advisor.export import rewrite
+from advisor.redact import GONE, Redactor, is_random, names_in, redact
+from advisor.report import Report, html, markdown, sarif
+from advisor.testing import TraceBuilder
+
+SECRETS = [
+    "hf_" + "aB3dE5gH7jK9mN1pQ3sT",
+    "sk-" + "proj-abcDEF123456ghiJKL",
+    "AKIA" + "IOSFODNN7EXAMPLE",
+    "ghp_" + "0123456789abcdefABCDEF0123456789abcd",
+    "glpat-" + "abcdefGHIJKL12345678",
+    "xoxb-" + "123456789012-abcdefGHIJKL",
+    "eyJhbGciOiJIUzI1NiJ9." + "eyJzdWIiOiIxMjM0In0.abcDEF123",
+    "9f86d081884c7d659a2feaa0c55ad015",
+    "T7kQ2mZx9RvB4nLc8WpY3sHd6FgJ1aEu",
+]
+"""Credentials that are recognised by themselves, wherever they stand."""
+IN_CONTEXT = [
+    ("WANDB_API_KEY={}", "hunter2"),
+    ("export MY_TOKEN='{}'", "correct horse"),
+    ("--password {}", "tr0ub4dor"),
+    ("db_password: {}", "letmein"),
+    ("postgres://admin:{}@db/x", "s3cr3t"),
+    ("Authorization: Bearer {}", "abcdef0123456789"),
+    ("/home/{}/train.py", "jdoe"),
+    ("C:\\Users\\{}\\train.py", "jdoe"),
+    ("/data/{}/run7/train.py(12): forward", "acme-team"),
+    ("mail {}@example.com", "jane.doe"),
+    ("ssh://git.{}.example.com/x", "acme"),
+    ("10.20.{}.41", "30"),
+    ("node7.{}.internal:29500", "acme"),
+]
+"""Texts with a private part."""
+
+
+def strings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where there is a text in a JSON value: of a key, the path ends in ``(key,)``."""
+    if isinstance(value, str):
+        yield path
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield (*path, (key,))
+            yield from strings(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from strings(item, (*path, index))
+
+
+def plant(value: Any, path: tuple[Any, ...], secret: str) -> Any:
+    """The value with a secret in one place."""
+    if not path:
+        return f"{value} {secret}"
+    head, *rest = path
+    if isinstance(head, tuple):
+        return {(f"{k} {secret}" if k == head[0] else k): item for k, item in value.items()}
+    if isinstance(value, list):
+        return [
+            plant(item, tuple(rest), secret) if index == head else item
+            for index, item in enumerate(value)
+        ]
+    return {k: plant(item, tuple(rest), secret) if k == head else item for k, item in value.items()}
+
+
+def small_trace() -> dict[str, Any]:
+    """A trace with one event of each kind, metadata, nested arguments and odd extra keys."""
+    b = TraceBuilder(rank=0, world_size=2)
+    with b.step():
+        b.loader_wait(100)
+        with b.python("/home/someone/project/train.py(12): step"):
+            with b.op("aten::mm", [[8, 8], [8, 8]], concrete=["a", "b"]):
+                b.launch("ampere_sgemm_128x64_nn", 50)
+            b.copy("HtoD", 4096, pinned=False)
+            b.collective("allreduce", 4096, 30)
+        b.sync()
+    found: dict[str, Any] = json.loads(b.json())
+    found["traceEvents"].append(
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}}
+    )
+    found["traceEvents"].append(
+        {
+            "ph": "X",
+            "name": "x",
+            "ts": 5.125,
+            "dur": 1,
+            "args": {"deep": [{"a": ["b", {"c": "d"}]}]},
+        }
+    )
+    found["traceName"] = "/tmp/host_17.pt.trace.json"
+    found["environment"] = {"PATH": "/usr/bin", "LANG": "C"}
+    found["hostname"] = "node17"
+    return found
+
+
+TRACE = small_trace()
+PLACES = list(strings(TRACE))
+
+
+@settings(max_examples=120, deadline=None)
+@given(place=st.sampled_from(PLACES), secret=st.sampled_from(SECRETS))
+def test_a_secret_in_any_text_of_a_trace_does_not_come_out(
+    tmp_path_factory: pytest.TempPathFactory, place: tuple[Any, ...], secret: str
+) -> None:
+    folder = tmp_path_factory.mktemp("redact")
+    source, target = folder / "in.json", folder / "out.json"
+    source.write_text(json.dumps(plant(TRACE, place, secret)))
+    rewrite(str(source), target, redacted=True)
+    written = target.read_bytes()
+    assert secret.encode() not in written
+    json.loads(written)
+
+
+def test_every_place_is_tried_once_with_one_secret(tmp_path: Path) -> None:
+    secret = SECRETS[0]
+    found = json.loads(json.dumps(TRACE))
+    for place in PLACES:
+        if not isinstance(place[-1], tuple):  # keys are tried one by one above
+            found = plant(found, place, secret)
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    source.write_text(json.dumps(found))
+    assert secret.encode() in source.read_bytes()
+    rewrite(str(source), target, redacted=True)
+    assert secret.encode() not in target.read_bytes()
+
+
+def test_a_secret_that_is_spelled_with_escapes_does_not_come_out(tmp_path: Path) -> None:
+    escaped = "".join(f"\\u{ord(c):04x}" for c in SECRETS[0])
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    source.write_text(
+        '{"traceEvents":[{"ph":"X","cat":"cpu_op","name":"' + escaped + '","ts":1,"dur":1}]}'
+    )
+    rewrite(str(source), target, redacted=True)
+    text = target.read_text()
+    assert escaped not in text
+    assert SECRETS[0] not in json.loads(text)["traceEvents"][0]["name"]
+    assert GONE in text
+
+
+@pytest.mark.parametrize(("form", "private"), IN_CONTEXT)
+def test_what_is_private_by_its_context_goes(form: str, private: str) -> None:
+    text = Redactor().text(f"before {form.format(private)} after")
+    assert private not in text
+    assert text.startswith("before ")
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_credentials_go_and_the_text_around_them_stays(secret: str) -> None:
+    assert Redactor().text(f"load({secret}) of 3") == f"load({GONE}) of 3"
+
+
+def test_a_user_told_in_one_place_goes_everywhere(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": "model_of_jdoe7", "ts": 1, "dur": 1},
+        {"ph": "X", "cat": "cpu_op", "name": "jdoe7::op on gpu-node-12", "ts": 2, "dur": 1},
+        {"ph": "X", "cat": "python_function", "name": "/home/jdoe7/a.py(3): f", "ts": 2, "dur": 1},
+        {"ph": "M", "name": "x", "pid": 1, "args": {"hostname": "gpu-node-12"}},
+    ]
+    source.write_text(json.dumps({"traceEvents": events}))
+    rewrite(str(source), target, redacted=True)
+    text = target.read_text()
+    assert "jdoe7" not in text
+    assert "gpu-node-12" not in text
+    assert "a.py(3): f" in text
+
+
+def test_the_environment_and_unknown_keys_go_and_the_device_stays(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    source.write_text(json.dumps(TRACE))
+    rewrite(str(source), target, redacted=True)
+    kept = json.loads(target.read_text())
+    assert kept.keys() == {"traceEvents", "schemaVersion", "deviceProperties", "distributedInfo"}
+    assert kept["deviceProperties"] == TRACE["deviceProperties"]
+    assert kept["distributedInfo"] == {"backend": "nccl", "rank": 0, "world_size": 2}
+
+
+def test_numbers_stay_as_they_are_written(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.json", tmp_path / "out.json"
+    source.write_text(
+        '{"traceEvents":[{"ph":"X","cat":"cpu_op","name":"aten::mm","pid":1,"tid":1,'
+        '"ts":1705000000000000.123,"dur":12.340,"args":{"External id":18446744073709551615}}]}'
+    )
+    rewrite(str(source), target, redacted=True)
+    text = target.read_text()
+    for number in ("1705000000000000.123", "12.340", "18446744073709551615"):
+        assert number in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten::_scaled_dot_product_flash_attention",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>, "
+        "std::array<char*, 3ul> >(int, at::native::AddFunctor<float>, std::array<char*, 3ul>)",
+        "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEEEEviT0_T1_",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_execute",
+        "Cijk_Alik_Bljk_SB_Bias_AS_SAV_UserArgs_MT64x16x32_MI16x16x1_SN_LDSB0_AFC1_AFEM1",
+        "bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32_cga1x1x1_16dp256b_rM",
+        "fmhaSm100aKernel_QkvE4m3OBfloat16H64PagedKvSlidingOrChunkedCausalP16VarSeqQ128Kv128"
+        "PersistentContext",
+        "ProfilerStep#1009",
+        "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
+        "Memcpy HtoD (Pageable -> Device)",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "torch/nn/modules/module.py(1518): _call_impl",
+        "<built-in method run_backward of torch._C._EngineBase object at 0x7f8e1c0a2b30>",
+        "Torch-Compiled Region: 0/0",
+        "https://pytorch.org/docs/stable/amp.html",
+        "num_tokens 4096, token_embedding.weight",
+    ],
+)
+def test_what_advice_needs_stays(name: str) -> None:
+    assert Redactor().text(name) == name
+
+
+def test_files_keep_their_name_or_their_place_in_a_library() -> None:
+    r = Redactor()
+    assert r.text("/opt/v/lib/python3.11/site-packages/torch/nn/x.py(9): f") == (
+        "torch/nn/x.py(9): f"
+    )
+    assert r.text("/home/j/proj/train.py(12): step") == "train.py(12): step"
+    assert r.text("D:\\work\\proj\\train.py(12): step") == "train.py(12): step"
+    assert r.text("/home/j/proj") == GONE
+
+
+@pytest.mark.parametrize("length", [32, 40, 64])
+def test_random_keys_are_seldom_missed(length: int) -> None:
+    dice = random.Random(length)
+    letters = string.ascii_letters + string.digits
+    keys = ["".join(dice.choices(letters, k=length)) for _ in range(2000)]
+    assert sum(map(is_random, keys)) > 0.96 * len(keys)
+
+
+def test_names_of_real_traces_are_hardly_touched(shared_trace: Callable[[str], str]) -> None:
+    """Kernel, operator and annotation names of public traces come out as they went in."""
+    import gzip
+
+    for trace in ("a100_train_6steps", "b200_eager", "mi300_torch_compile", "nccl_collectives"):
+        with gzip.open(shared_trace(trace)) as file:
+            text = file.read()
+        r = Redactor(names_in(text))
+        events = json.loads(text)["traceEvents"]
+        names = {e["name"] for e in events if str(e.get("cat", "")) != "python_function"}
+        names = {name for name in names if isinstance(name, str)}
+        assert {name for name in names if r.text(name) != name} == set()
+
+
+def test_a_redacted_report_says_the_same_without_what_is_private(tmp_path: Path) -> None:
+    folder = tmp_path / "home" / "jdoe" / "runs"
+    folder.mkdir(parents=True)
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.python(f"/home/jdoe/proj/train.py(12): step_{SECRETS[0]}"):
+            b.loader_wait(5000, workers=0)
+            with b.op(f"aten::mm_{SECRETS[1]}", [[512, 512], [512, 512]], "float"):
+                b.launch(f"gemm {SECRETS[2]}", 900)
+            b.sync()
+    path = b.write(folder / "trace.json")
+    report = analyze(path)
+    clean = redact(report)
+    assert isinstance(clean, Report)
+    assert [f.rule for f in clean.findings] == [f.rule for f in report.findings]
+    assert [f.worth for f in clean.findings] == [f.worth for f in report.findings]
+    assert clean.scope.step_ns == report.scope.step_ns
+    assert clean.host == report.host
+    assert clean.inputs[0].path == "trace.json"
+    assert [f.references for f in clean.findings] == [f.references for f in report.findings]
+    for text in (
+        clean.to_json().decode(),
+        html.render(clean),
+        markdown.render(clean),
+        sarif.render(clean),
+    ):
+        for private in (*SECRETS[:3], "jdoe"):
+            assert private not in text

@@ -46,17 +46,17 @@ _CREDENTIALS = re.compile(
     r"|".join(
         (
             r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
-            r"\bhf_[A-Za-z0-9]{8,}",
-            r"\bsk-[A-Za-z0-9_-]{8,}",
-            r"\b(?:AKIA|ASIA|AGPA|AROA|AIDA)[0-9A-Z]{12,}",
-            r"\bAIza[0-9A-Za-z_-]{20,}",
-            r"\b(?:ghp|gho|ghu|ghs|ghr)_[A-Za-z0-9]{16,}",
-            r"\bgithub_pat_[A-Za-z0-9_]{16,}",
-            r"\bglpat-[A-Za-z0-9_-]{16,}",
-            r"\bxox[a-z]-[A-Za-z0-9-]{8,}",
-            r"\bpypi-[A-Za-z0-9_-]{16,}",
-            r"\bnpm_[A-Za-z0-9]{20,}",
-            r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{4,}(?:\.[A-Za-z0-9_-]*)?",
+            r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{8,}",
+            r"(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}",
+            r"(?:AKIA|ASIA|AGPA|AROA|AIDA)[0-9A-Z]{12,}",
+            r"AIza[0-9A-Za-z_-]{20,}",
+            r"(?:ghp|gho|ghu|ghs|ghr)_[A-Za-z0-9]{16,}",
+            r"github_pat_[A-Za-z0-9_]{16,}",
+            r"glpat-[A-Za-z0-9_-]{16,}",
+            r"xox[a-z]-[A-Za-z0-9-]{8,}",
+            r"(?<![A-Za-z0-9])pypi-[A-Za-z0-9_-]{16,}",
+            r"(?<![A-Za-z0-9])npm_[A-Za-z0-9]{20,}",
+            r"(?<![A-Za-z0-9])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{4,}(?:\.[A-Za-z0-9_-]*)?",
             r"(?i:\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}",
         )
     )
@@ -68,6 +68,7 @@ _ASSIGNED = re.compile(
 )
 _ARGUMENT = re.compile(r"(?i)(--?[\w-]*" + _KEY_WORD + r"[\w-]*\s+)(?!-)[^\s]+")
 _ENTROPY = re.compile(r"\b_Z\w+|[A-Za-z0-9]{20,}|[A-Za-z0-9+/_=-]{32,}")
+_RUN = re.compile(r"[A-Za-z0-9]{20,}")
 _ALNUM = re.compile(r"[A-Za-z0-9]")
 _WORDS = re.compile(r"[A-Z]?[a-z]{3,}")
 _LONG_WORDS = re.compile(r"[a-z]{4,}")
@@ -267,7 +268,9 @@ def _unless_random(found: re.Match[str]) -> str:
     text = found[0]
     if text.startswith("_Z"):  # a mangled C++ name
         return text
-    return GONE if is_random(text) else text
+    if is_random(text):
+        return GONE
+    return _RUN.sub(lambda run: GONE if is_random(run[0]) else run[0], text)
 
 
 def is_random(text: str) -> bool:

@@ -16,6 +16,7 @@ from advisor.cli import (
     demo,
     export,
     monitor,
+    record,
     report,
     rules,
     whatif,

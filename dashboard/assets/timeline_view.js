@@ -74,7 +74,7 @@
       if (keep) { self.choose(null); self.setView(keep[0], keep[1]); } else { self.fromUrl(true); }
       self.arrange();
       self.panel.welcome();
-      if (!info.groups.length) { self.fail("There are no events in this trace."); }
+      if (!info.groups.length && !info.counters.length) { self.fail("There are no events in this trace."); }
     }, function (error) {
       if (rank !== null && !keep && /rank/.test(error.message)) { self.open(undefined); return; }
       self.fail(error.message);

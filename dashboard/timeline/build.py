@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from advisor.analysis.stacks import frame_rank
 from advisor.analysis.timeline import CLASSES, CODE, LOADER
 from advisor.dashboard.timeline.categories import (
     ACTIVITY,
-    BASE,
     COPIES,
     HOST,
     IDLE,
@@ -23,21 +23,16 @@ from advisor.dashboard.timeline.categories import (
     PHASES,
     STEPS,
     SYNCS,
-    Category,
 )
 from advisor.dashboard.timeline.counters import counters
-from advisor.dashboard.timeline.index import BLOCK, MOST_LANES, Group, Index, Lane, Source
-from advisor.dashboard.timeline.naming import Names
-from advisor.dashboard.timeline.pyramid import build_pyramid
-from advisor.dashboard.timeline.tracks import lay
-from advisor.intervals import Ints
+from advisor.dashboard.timeline.index import Index
+from advisor.dashboard.timeline.lanes import Lanes, Set
 from advisor.report.text import cause_label, host_label
 from advisor.trace import CALLS
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
 
-Set = tuple[Category, ...]
 FOLD_BEYOND = 2
 """Threads after the first few start collapsed."""
 MOST_THREADS = 256
@@ -71,79 +66,11 @@ def _slot(part: Set, key: str) -> int:
     return next(i for i, category in enumerate(part) if category.key == key)
 
 
-class _Builder:
-    """Lanes in the order of the picture; the columns are joined at the end."""
-
-    def __init__(self) -> None:
-        self.names = Names()
-        self.columns: list[tuple[NDArray[Any], ...]] = []
-        self.lanes: list[Lane] = []
-        self.groups: list[Group] = []
-        self.size = 0
-        self.notes: list[str] = []
-
-    def group(
-        self,
-        key: str,
-        label: str,
-        kind: str,
-        parts: list[tuple[Source, Set, Ints, Ints, Any, Any, Any]],
-        folded: bool = False,
-    ) -> None:
-        """Add a group of lanes: (source, set, start, end, name, slot, row) each."""
-        parts = [part for part in parts if len(part[2])]
-        room = MOST_LANES - len(self.lanes)
-        if len(parts) > room:
-            self.notes.append(f"{label}: {len(parts) - room} lanes are left out")
-            parts = parts[: max(room, 0)]
-        if not parts:
-            return
-        first = len(self.lanes)
-        for depth, (source, of, start, end, name, slot, row) in enumerate(parts):
-            end = np.maximum(end, start)
-            # a hostile or repaired file: what would overlap is shown up to the next slice
-            end[:-1] = np.minimum(end[:-1], start[1:])
-            self.columns.append(
-                (
-                    start,
-                    end,
-                    np.asarray(name, dtype=np.uint32),
-                    np.asarray(slot, dtype=np.uint8),
-                    np.asarray(row, dtype=np.int32),
-                )
-            )
-            lo, self.size = self.size, self.size + len(start)
-            number = len(self.groups)
-            self.lanes.append(Lane(number, depth, source, BASE[of], lo, self.size))
-        self.groups.append(Group(key, label, kind, first, len(parts), folded))
-
-    def tracks(
-        self,
-        key: str,
-        label: str,
-        kind: str,
-        source: Source,
-        of: Set,
-        columns: tuple[Any, ...],
-        folded: bool = False,
-    ) -> None:
-        """Add slices that may overlap: (start, end, name, slot, row), in any order."""
-        start, end, name, slot, row = (np.asarray(column) for column in columns)
-        if not len(start):
-            return
-        order = np.argsort(start, kind="stable")
-        start, end, name, slot, row = (c[order] for c in (start, end, name, slot, row))
-        track = lay(start, end)
-        parts = [
-            (source, of, start[at], end[at], name[at], slot[at], row[at])
-            for at in (np.flatnonzero(track == n) for n in range(int(track.max()) + 1))
-        ]
-        self.group(key, label, kind, parts, folded)
-
-
 def build_index(a: Analysis) -> Index:
     """Every lane of a rank's window. A fraction of a second for a million events."""
-    b = _Builder()
+    b = Lanes()
+    if a.record_only:
+        _recorded(b, a)
     _steps(b, a)
     _phases(b, a)
     _idle(b, a)
@@ -152,62 +79,24 @@ def build_index(a: Analysis) -> Index:
     _threads(b, a)
     _overhead(b, a)
     _tell_what_is_missing(b, a)
-    if b.columns:
-        start, end, name, slot, row = (
-            np.concatenate([column[i] for column in b.columns]) for i in range(5)
-        )
-    else:
-        start = end = np.zeros(0, dtype=np.int64)
-        name, slot, row = (np.zeros(0, dtype=t) for t in (np.uint32, np.uint8, np.int32))
-    b.columns.clear()
-    name, names = b.names.by_time(name, end - start)
-    begin = int(start.min()) if len(start) else 0
-    finish = max(int(end.max()) if len(end) else 0, begin + 1)
-    return Index(
-        start=start,
-        end=end,
-        name=name,
-        slot=slot,
-        row=row,
-        lanes=tuple(b.lanes),
-        groups=tuple(b.groups),
-        names=names,
-        longest=_longest(end - start),
-        pyramid=build_pyramid(
-            [(lane.lo, lane.hi) for lane in b.lanes], start, end, slot, begin, finish - begin
-        ),
-        place=_places(b.lanes, b.groups, row, a),
-        begin=begin,
-        finish=finish,
-        counters=counters(a),
-        notes=tuple(b.notes),
-    )
+    index = b.index(counters(a))
+    return replace(index, place=_places(index, a))
 
 
-def _longest(duration: Ints) -> Ints:
-    """Longest of each BLOCK durations."""
-    if not len(duration):
-        return duration
-    found: Ints = np.maximum.reduceat(duration, np.arange(0, len(duration), BLOCK))
-    return found
-
-
-def _places(
-    lanes: list[Lane], groups: list[Group], row: NDArray[np.int32], a: Analysis
-) -> dict[str, NDArray[np.int32]]:
+def _places(index: Index, a: Analysis) -> dict[str, NDArray[np.int32]]:
     """Where each row of a table is drawn (device work: on its stream)."""
     place: dict[str, NDArray[np.int32]] = {
         "cpu": np.full(a.trace.cpu.height, -1, dtype=np.int32),
         "gpu": np.full(a.trace.gpu.height, -1, dtype=np.int32),
     }
-    for lane in lanes:
-        kind = groups[lane.group].kind
+    for lane in index.lanes:
+        kind = index.groups[lane.group].kind
         if lane.source in place and kind in ("stream", "thread", "overhead"):
-            place[lane.source][row[lane.lo : lane.hi]] = np.arange(lane.lo, lane.hi)
+            place[lane.source][index.row[lane.lo : lane.hi]] = np.arange(lane.lo, lane.hi)
     return place
 
 
-def _steps(b: _Builder, a: Analysis) -> None:
+def _steps(b: Lanes, a: Analysis) -> None:
     table = a.steps.table
     if a.steps.source == "whole trace" or table.is_empty():
         return
@@ -223,7 +112,18 @@ def _steps(b: _Builder, a: Analysis) -> None:
     b.tracks("steps", "Steps", "steps", "steps", STEPS, columns)
 
 
-def _phases(b: _Builder, a: Analysis) -> None:
+def _recorded(b: Lanes, a: Analysis) -> None:
+    """Without a profiled window: the steps as the recorder timed them, from the first one."""
+    if a.recorded is None or not a.recorded.steps:
+        return
+    start = a.recorded.ts - a.recorded.ts.min()
+    slot = np.where(a.recorded.used, 0, _slot(STEPS, "step-aside"))
+    labels = pl.Series([f"step {step.n}" for step in a.recorded.steps], dtype=pl.String)
+    columns = (start, start + a.recorded.dur, b.names.column(labels), slot, np.arange(len(start)))
+    b.tracks("recorded", "Steps, as recorded", "steps", "recorded", STEPS, columns)
+
+
+def _phases(b: Lanes, a: Analysis) -> None:
     """The recorder's phases; without them the outermost ranges of the main thread."""
     cpu = a.trace.cpu
     if cpu.is_empty() or a.trace.main_thread is None:
@@ -252,7 +152,7 @@ def _phases(b: _Builder, a: Analysis) -> None:
     b.tracks("phases", "Phases", "phases", "cpu", PHASES, columns)
 
 
-def _idle(b: _Builder, a: Analysis) -> None:
+def _idle(b: Lanes, a: Analysis) -> None:
     gaps = a.gaps
     if gaps.is_empty():
         return
@@ -263,7 +163,7 @@ def _idle(b: _Builder, a: Analysis) -> None:
     b.tracks("gaps", "GPU idle, by blame", "idle", "gaps", IDLE, columns)
 
 
-def _streams(b: _Builder, a: Analysis) -> None:
+def _streams(b: Lanes, a: Analysis) -> None:
     """Each stream of each device, then collectives and copies once more on their own."""
     gpu = a.trace.gpu
     if gpu.is_empty():
@@ -315,7 +215,7 @@ def _copy_slots(table: pl.DataFrame) -> NDArray[np.uint8]:
     return slot
 
 
-def _sync(b: _Builder, a: Analysis) -> None:
+def _sync(b: Lanes, a: Analysis) -> None:
     sync = a.trace.sync
     if sync.is_empty():
         return
@@ -350,7 +250,7 @@ def _host_slots(a: Analysis) -> NDArray[np.uint8]:
     return slot
 
 
-def _threads(b: _Builder, a: Analysis) -> None:
+def _threads(b: Lanes, a: Analysis) -> None:
     """Each host thread: what it was doing in one lane, then its calls, a lane a depth."""
     cpu = a.trace.cpu
     kept = np.flatnonzero((cpu["kind"] != "overhead").to_numpy())
@@ -395,7 +295,7 @@ def _thread_label(a: Analysis, number: int) -> str:
     return f"Main {text}" if number == a.trace.main_thread else text[:1].upper() + text[1:]
 
 
-def _activity(b: _Builder, a: Analysis) -> dict[int, Any]:
+def _activity(b: Lanes, a: Analysis) -> dict[int, Any]:
     """What each thread was doing, each instant once (``Analysis.timeline``): thread -> lane."""
     line = a.timeline
     # pieces of one class in a row are one piece; the first tells the event
@@ -424,7 +324,7 @@ def _activity(b: _Builder, a: Analysis) -> dict[int, Any]:
     return found
 
 
-def _overhead(b: _Builder, a: Analysis) -> None:
+def _overhead(b: Lanes, a: Analysis) -> None:
     cpu = a.trace.cpu
     rows = np.flatnonzero((cpu["kind"] == "overhead").to_numpy())
     table = cpu[rows]
@@ -434,8 +334,11 @@ def _overhead(b: _Builder, a: Analysis) -> None:
     b.tracks("overhead", "Profiler overhead", "overhead", "cpu", HOST, columns, folded=True)
 
 
-def _tell_what_is_missing(b: _Builder, a: Analysis) -> None:
+def _tell_what_is_missing(b: Lanes, a: Analysis) -> None:
     """One line for each kind of lane that the trace has nothing for."""
+    if a.record_only:
+        b.notes.append("No window was profiled: only steps and samples, as the recorder saw them.")
+        return
     host = (a.trace.cpu["kind"] != "overhead").any()
     if a.trace.gpu.is_empty():
         b.notes.append("No device work in this trace: no streams, copies, collectives, idle gaps.")

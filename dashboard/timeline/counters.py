@@ -28,7 +28,7 @@ class Counter(NamedTuple):
     key: str
     label: str
     unit: str
-    """``%``, ``W``, ``MHz``, ``°C``, ``bytes``, ``bytes/s`` or empty."""
+    """``%``, ``W``, ``MHz``, ``°C``, ``bytes``, ``bytes/s``, ``ns`` or empty."""
     ts: Ints
     value: NDArray[np.float64]
     hold: int | None
@@ -54,13 +54,17 @@ _HOST: tuple[tuple[str, str, str, Callable[[Host], Any]], ...] = (
 
 def counters(a: Analysis) -> tuple[Counter, ...]:
     """All series of a rank's window, at most MOST_COUNTERS."""
-    found = [*_samples(a), *_memory(a), *_hardware(a)]
+    found = [*_phases(a), *_samples(a), *_memory(a), *_hardware(a)]
     return tuple(c for c in found if len(c.ts))[:MOST_COUNTERS]
 
 
 def clock_offset(a: Analysis) -> int | None:
     """What to add to the recorder's times to get the trace's; ``None``: not on one clock."""
-    if a.record is None or a.trace.meta.clock != "unix":
+    if a.record is None:
+        return None
+    if a.record_only:  # the first step is the beginning
+        return -min(step.t for step in a.record.steps) if a.record.steps else None
+    if a.trace.meta.clock != "unix":
         return None
     rank = a.record.rank
     if rank.anchor_unix_ns is None or rank.anchor_perf_ns is None:
@@ -68,11 +72,25 @@ def clock_offset(a: Analysis) -> int | None:
     return rank.anchor_unix_ns - rank.anchor_perf_ns - a.trace.meta.start_ns
 
 
+def _phases(a: Analysis) -> list[Counter]:
+    """Of a run without a profiled window: host time of each step by phase."""
+    if not a.record_only or a.recorded is None or not a.recorded.steps:
+        return []
+    ts = a.recorded.ts - a.recorded.ts.min()
+    hold = int(a.recorded.dur.max()) + 1
+    return [
+        Counter(f"phase:{name}", f"{name}, each step", "ns", ts, value, hold)
+        for name, value in list(a.recorded.phases.items())[:8]
+    ]
+
+
 def _samples(a: Analysis) -> list[Counter]:
     offset = clock_offset(a)
     if offset is None or a.record is None or not a.record.samples:
         return []
     low, high = -MARGIN_NS, a.trace.meta.end_ns + MARGIN_NS
+    if a.record_only:
+        high = max(step.t + step.dur for step in a.record.steps) + offset + MARGIN_NS
     near = [(s.t + offset, s) for s in a.record.samples if low <= s.t + offset <= high]
     near.sort(key=lambda pair: pair[0])
     ts = np.array([t for t, _ in near], dtype=np.int64)

@@ -49,6 +49,8 @@ def describe(a: Analysis, index: Index, position: int) -> dict[str, Any]:
         _gap(a, index, row, found)
     elif lane.source == "steps":
         _step(a, row, found)
+    elif lane.source == "recorded":
+        _recorded(a, row, found)
     elif lane.source == "sync":
         _sync(a, row, found)
     elif lane.source == "activity":
@@ -211,6 +213,21 @@ def _step(a: Analysis, row: int, found: dict[str, Any]) -> None:
         for name, value in per_step.row(0, named=True).items():
             if name != "step" and value is not None:
                 found["facts"].append((name, value, "ns"))
+
+
+def _recorded(a: Analysis, row: int, found: dict[str, Any]) -> None:
+    if a.recorded is None:
+        return
+    step = a.recorded.steps[row]
+    found["facts"] += [
+        ("counted", _yes(bool(a.recorded.used[row])), ""),
+        ("median step", a.recorded.median, "ns"),
+        *((f"{name} (host)", ns, "ns") for name, ns in step.phases.items()),
+        *((f"{name} (device)", ns, "ns") for name, ns in (step.gpu or {}).items()),
+        ("garbage collector", step.gc or None, "ns"),
+        ("samples", step.samples, "count"),
+        ("most memory so far", step.peak, "bytes"),
+    ]
 
 
 def _sync(a: Analysis, row: int, found: dict[str, Any]) -> None:

@@ -14,9 +14,10 @@ from advisor.intervals import Ints
 if TYPE_CHECKING:
     from advisor.dashboard.timeline.counters import Counter
 
-Source = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity"]
+Source = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorded"]
 """Table that a lane's rows are rows of: those of the trace, ``Analysis.steps.table``,
-``Analysis.gaps``; ``activity``: rows of ``trace.cpu``, -1 none."""
+``Analysis.gaps``; ``activity``: rows of ``trace.cpu``, -1 none;
+``recorded``: steps of the record."""
 
 MOST_LANES = 4096
 """A hostile file can have any number of threads; what is left out is told in ``notes``."""

@@ -1,0 +1,276 @@
+"""The lane index, its tracks and counters, against arithmetic by hand and plain loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advisor.analysis import Analysis
+from advisor.dashboard.timeline.build import build_index
+from advisor.dashboard.timeline.categories import ALL
+from advisor.dashboard.timeline.counters import Counter, counters, sample
+from advisor.dashboard.timeline.details import describe
+from advisor.dashboard.timeline.ranges import statistics, table
+from advisor.dashboard.timeline.search import search, starting, step_through
+from advisor.dashboard.timeline.tracks import lay
+from advisor.ingest import read_trace
+from advisor.rundir import Gpu, Rank, RankRecord, Sample
+from advisor.testing import TraceBuilder
+
+
+def loop(steps: int = 3) -> TraceBuilder:
+    b = TraceBuilder(gpu="A100", rank=0)
+    for _ in range(steps):
+        with b.step():
+            b.loader_wait(500)
+            with b.op("aten::copy_", [[64, 3, 8, 8]]):
+                b.copy("HtoD", 1 << 20)
+            for _ in range(5):
+                with b.op("aten::mm", [[64, 64], [64, 64]], "float"):
+                    b.launch("ampere_sgemm_64x64", 40, blocks=16)
+    return b
+
+
+@pytest.fixture(scope="module")
+def small() -> Analysis:
+    return Analysis(loop().trace())
+
+
+def test_every_event_is_drawn_once_on_its_thread_or_stream(small):
+    index = build_index(small)
+    trace = small.trace
+    assert (index.place["gpu"] >= 0).all()
+    assert (index.place["cpu"] >= 0).all()
+    for name, frame in (("gpu", trace.gpu), ("cpu", trace.cpu)):
+        at = index.place[name]
+        assert (index.start[at] == frame["ts"].to_numpy()).all()
+        assert (index.end[at] == (frame["ts"] + frame["dur"]).to_numpy()).all()
+        assert [index.names[i] for i in index.name[at]] == frame["name"].cast(str).to_list()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a100_train_6steps", "h100_bert_small_inference", "no_gpu_rank", "mi210_gpu_only",
+     "event_sync_multi_stream", "cupti_counters", "nccl_collectives", "simple_add"],
+)  # fmt: skip
+def test_lanes_of_real_traces_are_in_order_and_do_not_overlap(shared_trace, name):
+    a = Analysis(read_trace(shared_trace(name)))
+    index = build_index(a)
+    assert len(index.lanes) == sum(group.count for group in index.groups)
+    for lane in index.lanes:
+        start, end = index.start[lane.lo : lane.hi], index.end[lane.lo : lane.hi]
+        assert lane.hi > lane.lo
+        assert (end >= start).all()
+        assert (start[1:] >= end[:-1]).all()
+    assert (index.place["gpu"] >= 0).all()
+    shown = index.place["cpu"] >= 0
+    assert shown.sum() == a.trace.cpu.height
+    total = a.gaps["dur"].sum()
+    idle = [lane for lane in index.lanes if lane.source == "gaps"]
+    assert sum(int((index.end - index.start)[g.lo : g.hi].sum()) for g in idle) == total
+
+
+def test_what_a_trace_lacks_is_told():
+    b = TraceBuilder(gpu=None)
+    with b.step(), b.op("aten::mm", [[2, 2], [2, 2]]):
+        pass
+    index = build_index(Analysis(b.trace()))
+    assert any("No device work" in note for note in index.notes)
+    assert not any(g.kind in ("stream", "idle", "copies") for g in index.groups)
+
+
+def test_an_empty_trace_has_an_index_without_lanes(small):
+    trace = replace(small.trace, cpu=small.trace.cpu.clear(), gpu=small.trace.gpu.clear())
+    index = build_index(Analysis(trace))
+    assert len(index) == 0
+    assert index.lanes == ()
+    assert index.finish > index.begin
+
+
+# -- tracks -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 25)), max_size=40))
+def test_slices_on_one_track_do_not_overlap_and_tracks_are_as_few_as_can_be(pairs):
+    pairs.sort(key=lambda p: p[0])
+    start = np.array([p[0] for p in pairs], dtype=np.int64)
+    end = start + np.array([p[1] for p in pairs], dtype=np.int64)
+    track = lay(start, end, most=100)
+    deepest = 0
+    for i in range(len(pairs)):
+        for j in range(i):
+            if track[i] == track[j]:
+                assert start[i] >= end[j]
+        deepest = max(deepest, sum(1 for j in range(i) if end[j] > start[i]) + 1)
+    assert (track.max(initial=-1) + 1) <= deepest
+
+
+def test_beyond_the_last_track_slices_share_it():
+    start = np.arange(30, dtype=np.int64)
+    assert lay(start, start + 1000, most=4).max() == 3
+
+
+# -- counters ---------------------------------------------------------------------------------
+
+
+def test_a_pixel_tells_the_least_and_largest_value_and_nothing_before_the_first():
+    counter = Counter("c", "c", "%", np.array([10, 20, 21, 22]), np.array([5.0, 7, 1, 3]), None)
+    low, high = sample(counter, 0, 40, 8)
+    assert np.isnan(low[:2]).all()
+    # pixels of 5 ns: [10,15) has 5, [15,20) holds it, [20,25) began with 5 and saw 7, 1, 3
+    assert low[2:].tolist() == [5, 5, 1, 3, 3, 3]
+    assert high[2:].tolist() == [5, 5, 7, 3, 3, 3]
+
+
+def test_a_sample_is_not_shown_longer_than_it_holds():
+    counter = Counter("c", "c", "%", np.array([0, 100]), np.array([50.0, 60]), 30)
+    low, _ = sample(counter, 0, 200, 20)
+    assert low[:4].tolist() == [50, 50, 50, 50]
+    assert np.isnan(low[4:10]).all()
+    assert low[10:14].tolist() == [60, 60, 60, 60]
+    assert np.isnan(low[14:]).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 9)), max_size=30),
+    st.integers(-50, 200),
+    st.integers(16, 200),
+    st.integers(1, 40),
+)
+def test_counters_agree_with_a_look_at_every_instant(samples, x0, span, px):
+    samples.sort(key=lambda s: s[0])
+    ts = np.array([s[0] for s in samples], dtype=np.int64)
+    counter = Counter("c", "c", "", ts, np.array([float(s[1]) for s in samples]), None)
+    low, high = sample(counter, x0, x0 + span, px)
+    cut = [x0 + -(-i * span // px) for i in range(px + 1)]
+    for i in range(px):
+        inside = [v for t, v in samples if cut[i] <= t < cut[i + 1]]
+        before = [v for t, v in samples if t < cut[i]]
+        values = inside + before[-1:]
+        if values:
+            assert (low[i], high[i]) == (min(values), max(values))
+        else:
+            assert np.isnan(low[i])
+
+
+def test_samples_of_the_recorder_are_put_on_the_clock_of_the_trace(small):
+    start = small.trace.meta.start_ns
+    rank = Rank(anchor_unix_ns=start + 1_000, anchor_perf_ns=500)
+    samples = [
+        Sample(t=500 + 100_000 * i, gpus=[Gpu(power=250_000, utilisation=None)]) for i in range(3)
+    ]
+    record = RankRecord(rank=rank, samples=samples)
+    found = counters(Analysis(small.trace, record=record))
+    if small.trace.meta.clock != "unix":
+        assert found == ()
+        return
+    assert [c.label for c in found] == ["GPU 0 · power"]
+    assert found[0].ts.tolist() == [1_000, 101_000, 201_000]
+    assert found[0].value.tolist() == [250.0, 250.0, 250.0]
+
+
+# -- search, details, statistics --------------------------------------------------------------
+
+
+def test_search_goes_through_all_found_slices_in_order_of_time_and_round(small):
+    index = build_index(small)
+    hits = search(index, "sgemm")
+    assert len(hits.order) == small.trace.gpu.filter(small.trace.gpu["kind"] == "kernel").height
+    seen, at = [], None
+    for _ in range(len(hits.order) + 1):
+        found = step_through(index, hits, at, index.begin, back=False)
+        at = found["id"]
+        seen.append(found["ts"])
+    assert seen[:-1] == sorted(small.trace.gpu.filter(small.trace.gpu["kind"] == "kernel")["ts"])
+    assert seen[-1] == seen[0]
+    assert step_through(index, hits, at, index.begin, back=True)["ts"] == seen[-2]
+
+
+def test_a_copy_drawn_in_two_lanes_is_found_once(small):
+    index = build_index(small)
+    copies = small.trace.gpu.filter(small.trace.gpu["kind"] == "memcpy").height
+    assert len(search(index, "memcpy htod").order) == copies
+    assert len(search(index, "memcpy htod").position) == 2 * copies
+
+
+def test_the_slice_of_an_instant_is_device_work_before_host_work(small):
+    index = build_index(small)
+    row = small.trace.gpu.row(3, named=True)
+    found = starting(index, row["ts"], row["dur"])
+    assert found is not None and found["id"] == index.place["gpu"][3]
+    assert starting(index, index.finish + 5, None) is None
+
+
+def test_a_kernel_is_tied_to_its_launch_and_operator(small):
+    index = build_index(small)
+    gpu, cpu = small.trace.gpu, small.trace.cpu
+    row = int(np.flatnonzero((gpu["kind"] == "kernel").to_numpy())[2])
+    found = describe(small, index, int(index.place["gpu"][row]))
+    launch = gpu["launch"][row]
+    links = {link["kind"]: link for link in found["links"]}
+    assert links["launched by"]["ts"] == cpu["ts"][launch]
+    assert links["operator"]["name"] == "aten::mm"
+    facts = {label: value for label, value, _ in found["facts"]}
+    assert facts["launch to start"] == gpu["ts"][row] - cpu["ts"][launch]
+    assert facts["blocks"] == 16
+    back = describe(small, index, int(index.place["cpu"][launch]))
+    assert [x["id"] for x in back["links"] if x["kind"] == "launched"] == [found["id"]]
+
+
+def test_statistics_of_everything_are_those_of_the_analysis(small):
+    index = build_index(small)
+    found = statistics(small, index, index.begin, index.finish)
+    assert found["device"] == small.breakdown.totals()
+    assert found["measured"] == small.span_ns
+    kernels = small.trace.gpu
+    by_name = {row["name"]: row for row in found["kernels"]["rows"]}
+    assert by_name["ampere_sgemm_64x64"]["count"] == 15
+    own = kernels.filter(kernels["name"].cast(str) == "ampere_sgemm_64x64")
+    assert by_name["ampere_sgemm_64x64"]["total"] == own["dur"].sum()
+    assert sum(c["ns"] for c in found["idle"]) == small.gaps["dur"].sum()
+
+
+def test_statistics_of_a_range_count_only_what_lies_in_it(small):
+    index = build_index(small)
+    gpu = small.trace.gpu
+    row = gpu.filter(gpu["kind"] == "kernel").row(0, named=True)
+    half = row["ts"] + row["dur"] // 2
+    found = statistics(small, index, half, half + 16)
+    assert found["kernels"]["rows"] == [
+        {"name": "ampere_sgemm_64x64", "count": 1, "total": 16, "mean": float(row["dur"])}
+    ]
+    assert found["device"]["compute"] == 16
+
+
+def test_the_table_has_the_longest_slices_in_order_of_time(small):
+    index = build_index(small)
+    lanes = list(range(len(index.lanes)))
+    found = table(index, lanes, index.begin, index.finish, 20)
+    durations = (index.end - index.start).tolist()
+    assert found["total"] == len(index)
+    assert sorted(row["dur"] for row in found["rows"]) == sorted(durations)[-20:]
+    assert [row["ts"] for row in found["rows"]] == sorted(row["ts"] for row in found["rows"])
+    assert all(row["category"] in {c.label for c in ALL} for row in found["rows"])
+
+
+def test_a_run_without_a_window_shows_the_recorded_steps_from_the_first_one():
+    b = TraceBuilder()
+    run = b.record_of_run()
+    for _ in range(30):
+        run.step(10_000, data=4_000)
+    a = b.analysis()
+    assert a.record_only
+    index = build_index(a)
+    assert [group.kind for group in index.groups] == ["steps"]
+    assert len(index) == 30
+    first = a.recorded.steps[0]
+    assert index.start.tolist() == [step.t - first.t for step in a.recorded.steps]
+    facts = {label: value for label, value, _ in describe(a, index, 20)["facts"]}
+    assert facts["data (host)"] == first.phases["data"]
+    assert any(counter.key == "phase:data" for counter in index.counters)

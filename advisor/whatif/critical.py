@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.whatif.graph import Array, Edge, Graph, Node
+from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 
 
 class Path(NamedTuple):
@@ -52,6 +52,9 @@ def _binding(graph: Graph, time: Array, weight: Array, dur: Array, src: Array) -
         return binding
     value = np.where(graph.from_start, weight - dur[src], weight)
     arrive = time[src] + value
+    # contention that did not come about
+    idle = (graph.edge == Edge.CONTENTION) & (arrive > (time - dur)[graph.dst] + 1.0)
+    arrive[idle] = NEVER
     starts = np.flatnonzero(np.append(True, graph.dst[1:] != graph.dst[:-1]))
     latest = np.maximum.reduceat(arrive, starts)
     count = np.diff(np.append(starts, len(arrive)))

@@ -453,7 +453,7 @@ class Patch:
             # a wait's own call is what remains of it; its released end is computed
             real = graph.kind[graph.dst[mine]] != Node.RELEASED
             less = np.where(real, inside * (1.0 - factor), 0.0)
-            changed = less > 0
+            changed = less != 0
             edges = mine[changed]
             left = self.weight[edges] - less[changed]
             self.weight[edges] = np.maximum(left, np.minimum(floor, self.weight[edges]))

@@ -44,12 +44,14 @@ class Plan:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        order = np.argsort(graph.dst, kind="stable")
+        crowded = graph.edge == Edge.CONTENTION
+        order = np.lexsort((crowded, graph.dst))
         dst = graph.dst[order]
         first = np.searchsorted(dst, np.arange(len(graph)))
         self._slot = np.empty(len(order), dtype=np.int64)
         self._slot[order] = np.arange(len(order)) - first[dst]
-        self._more = np.flatnonzero(self._slot >= 2)
+        self._slot[crowded] += 2  # aside, and after the others
+        self._more = order[self._slot[order] >= 2]
         self._carry = _Carry(graph)
 
     def run(
@@ -114,26 +116,28 @@ class Plan:
             value[g.dst[edges]] = weight[edges]
             sources.append(source.tolist())
             values.append(value.tolist())
-        more: dict[int, list[tuple[int, float]]] = {}
-        for node, source_, value_ in zip(
+        more: dict[int, list[tuple[int, float, bool]]] = {}
+        for node, source_, value_, crowded in zip(
             g.dst[self._more].tolist(),
             src[self._more].tolist(),
             weight[self._more].tolist(),
+            (g.edge[self._more] == Edge.CONTENTION).tolist(),
             strict=True,
         ):
-            more.setdefault(node, []).append((source_, value_))
+            more.setdefault(node, []).append((source_, value_, crowded))
         return _Layout(sources[0], values[0], sources[1], values[1], dur.tolist(), more)
 
 
 class _Layout(NamedTuple):
-    """Two edges a node (source, weight) in columns, durations, and the further edges."""
+    """Two edges a node (source, weight) in columns, durations, and the further edges: source,
+    weight, and whether it holds only while the source runs (contention; last of all)."""
 
     first: list[int]
     first_weight: list[float]
     second: list[int]
     second_weight: list[float]
     dur: list[float]
-    more: dict[int, list[tuple[int, float]]]
+    more: dict[int, list[tuple[int, float, bool]]]
 
 
 def _replay(
@@ -152,7 +156,7 @@ def _replay(
             # in place of what was measured from the window's start
             first_weight[node] = NEVER if first[node] == 0 else first_weight[node]
             second_weight[node] = NEVER if second[node] == 0 else second_weight[node]
-            more[node] = [*((c, w) for c, w in more.get(node, []) if c), (0, at)]
+            more[node] = [(0, at, False), *(edge for edge in more.get(node, []) if edge[0])]
     time = [0.0] * len(first)
     for node, (a, wa, b, wb, d) in enumerate(
         zip(first, first_weight, second, second_weight, dur, strict=True)
@@ -162,9 +166,10 @@ def _replay(
         if other > at:
             at = other
         if node in more:
-            for c, wc in more[node]:
+            for c, wc, crowded in more[node]:
                 other = time[c] + wc
-                if other > at:
+                # work that is ready waits for a kernel that fills the device if that runs then
+                if other > at and (not crowded or time[c] - dur[c] < at):
                     at = other
         time[node] = at + d if at > 0.0 else d
     return np.array(time)

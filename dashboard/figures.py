@@ -42,9 +42,10 @@ def base(height: int, **layout: Any) -> Any:
         showlegend=False,
         **layout,
     )  # fmt: skip
-    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": "#cfcec8", "ticks": ""}
-    made.update_xaxes(**axis, showgrid=False, showline=True, title={"standoff": 10})
-    made.update_yaxes(**axis, title={"standoff": 8})
+    axis: dict[str, Any] = {"gridcolor": GRID, "zeroline": False, "ticks": ""}
+    axis |= {"linecolor": "#cfcec8", "title": {"standoff": 8, "font": {"size": 12.5}}}
+    made.update_xaxes(**axis, showgrid=False, showline=True)
+    made.update_yaxes(**axis)
     return made
 
 
@@ -223,8 +224,8 @@ def lines(
                 hovertemplate="%{y:,.4g}<extra>" + plain(name) + "</extra>",
             )
         )  # fmt: skip
-    made.update_xaxes(title=x)
-    made.update_yaxes(title=y, rangemode="tozero" if floor == 0 else "normal", nticks=5)
+    made.update_xaxes(title=x or None)
+    made.update_yaxes(title=y or None, rangemode="tozero" if floor == 0 else "normal", nticks=5)
     made.update_layout(
         showlegend=len(series) > 1,
         hovermode="x unified",

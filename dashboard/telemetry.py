@@ -6,6 +6,7 @@ from typing import Any
 
 from advisor.analysis.record import Recorded
 from advisor.dashboard import figures, theme
+from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, figure, table
 from advisor.report import text as t
 from advisor.rundir import THROTTLE, Gpu, Host, RankRecord
@@ -46,7 +47,7 @@ def cards(record: RankRecord, *, last: int | None = None) -> list[Any]:
     ]
     found: list[Any] = []
     if made:
-        found.append(card("GPU", *made, aside="sampled once a second or so"))
+        found.append(card("GPU", multiples(made), aside="over the run, in seconds"))
     elif record.rank.devices:
         found.append(empty("No GPU telemetry", "The driver gave nothing that could be sampled."))
     spans = throttle_spans(gpus, start)
@@ -56,7 +57,7 @@ def cards(record: RankRecord, *, last: int | None = None) -> list[Any]:
         one for name, unit, lines in HOST_LINES if (one := _figure(name, unit, lines, hosts, start))
     ]
     if made:
-        found.append(card("Host", *made))
+        found.append(card("Host", multiples(made), aside="over the run, in seconds"))
     return found
 
 
@@ -77,12 +78,21 @@ def _figure(
             series.append((label, *figures.thin(at, shown), colour))
     if not series:
         return None
-    return figure(
-        figures.lines(series, x="s", y=f"{name}, {unit}", height=170),
-        f"telemetry-{name.lower().replace(' ', '-')}",
-        height=170,
-        description=f"{name} over time, in {unit}.",
+    return el(
+        "Div",
+        el("H3", f"{name}, {unit}"),
+        figure(
+            figures.lines(series, x="", y="", height=150),
+            f"telemetry-{name.lower().replace(' ', '-')}",
+            height=150,
+            description=f"{name} over time, in {unit}.",
+        ),
     )
+
+
+def multiples(parts: list[Any]) -> Any:
+    """Small figures of one kind beside each other."""
+    return el("Div", *parts, cls="multiples")
 
 
 def throttle_spans(gpus: list[tuple[int, Gpu]], start: int) -> list[tuple[str, float, float, int]]:

@@ -33,6 +33,25 @@
     }
   });
 
+  // After each change of page: what the address points at, and the page's own link, into view.
+  function arrived() {
+    var here = document.querySelector(".side .here");
+    if (here && here.parentNode.scrollWidth > window.innerWidth) {
+      here.scrollIntoView({ block: "nearest", inline: "center" });
+    }
+    if (location.hash.length > 1) {
+      var target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+      if (target) { target.scrollIntoView(); target.focus({ preventScroll: true }); }
+    }
+  }
+  var waiting = setInterval(function () {
+    var page = document.getElementById("_pages_content");
+    if (!page) { return; }
+    clearInterval(waiting);
+    new MutationObserver(arrived).observe(page, { childList: true });
+    arrived();
+  }, 50);
+
   // The page of a run that is being read asks how far it is, and shows the run once it is there.
   setInterval(function () {
     var page = document.getElementById("progress");

@@ -16,7 +16,7 @@ from advisor.dashboard.session import Entry
 from advisor.report import text as t
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
-MOST_WORK = 40
+MOST_WORK = 20
 STATUS = {
     "slower": ("failed", "Slower"),
     "faster": ("healthy", "Faster"),

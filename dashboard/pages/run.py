@@ -173,7 +173,7 @@ def _flags(record: RankRecord) -> Any:
 
 def _shown(value: object) -> str:
     if value is None:
-        return t.NOT_MEASURED
+        return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
     return t.shorten(t.clean(value), 200)

@@ -112,7 +112,8 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
         events.append(Event(t=at, kind="end", data={"steps": steps, "reason": "finished"}))
     (rank / EVENTS).write_bytes(b"".join(msgspec.json.encode(e) + b"\n" for e in events))
     line = {"lineno": 8, "line": "    return decode(path)\n", "n_cpu_percent_python": 40.0,
-            "n_cpu_percent_c": 12.5, "n_sys_percent": 3.0}  # fmt: skip
-    profile = {"files": {"/home/someone/train.py": {"lines": [line, {"lineno": "x"}]}}}
+            "n_cpu_percent_c": 12.5, "n_sys_percent": 3.0, "start_region_line": 7,
+            "start_function_line": 6}  # fmt: skip
+    profile = {"files": {"/home/someone/train.py": {"lines": [line]}}}
     (rank / SCALENE).write_text(json.dumps(profile))
     return folder

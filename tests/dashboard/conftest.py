@@ -1,0 +1,218 @@
+"""A dashboard to ask and, where there is a browser, to look at."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dash", reason="the dashboard's packages are not installed")
+
+from advisor.dashboard.access import Access
+from advisor.dashboard.app import create_app
+from advisor.dashboard.serve import bind
+from advisor.dashboard.session import Session
+
+REQUIRED = "ADVISOR_REQUIRE_BROWSER"
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+PATIENCE_MS = 30_000
+
+
+def no_browser(why: str) -> None:
+    """Skip, or fail where a browser is required."""
+    if os.environ.get(REQUIRED):
+        pytest.fail(f"{REQUIRED} is set, but {why}")
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        no_browser("playwright is not installed")
+    with sync_playwright() as playwright:
+        own = playwright.chromium.executable_path
+        found = os.environ.get("ADVISOR_CHROMIUM") or shutil.which("chromium")
+        found = found or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        if found is None and not Path(own).exists():
+            no_browser("no Chromium is installed (apt install chromium, or playwright install)")
+        chromium = playwright.chromium.launch(executable_path=found or own, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@dataclass
+class Shown:
+    """A dashboard that is being served."""
+
+    session: Session
+    address: str
+
+
+@contextmanager
+def serving(session: Session) -> Iterator[Shown]:
+    """Serve a session on a free port, as ``advisor dashboard`` does."""
+    access = Access()
+    server = bind(create_app(session, access).server, access, 0)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield Shown(session, server.address.rstrip("/"))
+    finally:
+        server.close()
+        session.close()
+
+
+@pytest.fixture(scope="module")
+def show() -> Iterator[Callable[..., Shown]]:
+    """``show(path, …)``: a dashboard of these paths, one server for the module."""
+    made: dict[tuple[str, ...], Any] = {}
+    opened = []
+
+    def get(*paths: object) -> Shown:
+        key = tuple(map(str, paths))
+        if key not in made:
+            server = serving(Session(key).load())
+            made[key] = server.__enter__()
+            opened.append(server)
+        found: Shown = made[key]
+        return found
+
+    yield get
+    for server in opened:
+        server.__exit__(None, None, None)
+
+
+@dataclass
+class Tab:
+    """A browser tab that notes what should not happen."""
+
+    page: Any
+    address: str
+    wrong: list[str] = field(default_factory=list)
+
+    def open(self, path: str) -> Any:
+        """Go to a page of the dashboard and wait until it is there."""
+        self.page.goto(self.address + path)
+        self.page.locator("main h1").first.wait_for(state="attached", timeout=PATIENCE_MS)
+        return self.page
+
+    def settle(self) -> None:
+        """Wait until nothing more is asked of the server."""
+        self.page.wait_for_load_state("networkidle", timeout=PATIENCE_MS)
+
+    def text(self, selector: str = "main") -> str:
+        """What is written there."""
+        found: str = self.page.locator(selector).first.inner_text()
+        return found
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
+    """``tab(shown)``: a tab of its own on a dashboard."""
+    contexts = []
+
+    def get(shown: Shown, *, dark: bool = False, width: int = 1440) -> Tab:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
+        )
+        contexts.append(context)
+        made = Tab(context.new_page(), shown.address)
+        made.page.set_default_timeout(PATIENCE_MS)
+        made.page.on("console", lambda message: _console(made, message))
+        made.page.on("pageerror", lambda error: made.wrong.append(f"script: {error}"))
+        made.page.on("request", lambda request: _request(made, request))
+        made.page.on("response", lambda answer: _response(made, answer))
+        return made
+
+    yield get
+    for context in contexts:
+        context.close()
+
+
+def _console(tab: Tab, message: Any) -> None:
+    if message.type in ("error", "warning"):
+        tab.wrong.append(f"console {message.type}: {message.text[:300]}")
+
+
+def _request(tab: Tab, request: Any) -> None:
+    if not request.url.startswith((tab.address, "data:", "blob:")):
+        tab.wrong.append(f"request to elsewhere: {request.url}")
+
+
+def _response(tab: Tab, answer: Any) -> None:
+    if answer.status >= 400:
+        tab.wrong.append(f"{answer.status} for {answer.url}")
+
+
+@pytest.fixture(scope="session")
+def truncated(
+    shared_trace: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Path]:
+    """The first 60 % of a real trace, cut in the middle of an event."""
+
+    def make() -> Path:
+        whole = gzip.decompress(Path(shared_trace("h100_bert_small_inference")).read_bytes())
+        target = tmp_path_factory.mktemp("truncated") / "cut.json"
+        target.write_bytes(whole[: len(whole) * 6 // 10])
+        return target
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def two_ranks(
+    shared_trace: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Path]:
+    """A folder with the traces of two ranks."""
+
+    def make() -> Path:
+        folder = tmp_path_factory.mktemp("two_ranks")
+        for number in (0, 1):
+            source = Path(shared_trace(f"two_ranks_rank{number}"))
+            (folder / source.name).symlink_to(source)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def cpu_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Four steps of a small model, recorded here and now by torch's own profiler."""
+
+    def make() -> Path:
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        target = tmp_path_factory.mktemp("cpu") / "cpu.json"
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=4),
+            on_trace_ready=lambda done: done.export_chrome_trace(str(target)),
+            record_shapes=True,
+            profile_memory=True,
+            with_stack=True,
+        ) as profiler:
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(torch.randn(32, 64)).square().mean().backward()
+                optimizer.step()
+                profiler.step()
+        return target
+
+    return make

@@ -218,7 +218,25 @@ def _call(on: Listener) -> Callable[[Any], Any]:
     def always() -> None:
         steps.forwarded(is_grad_enabled())
 
-    return _timed(on, FORWARD, inside=frozenset((DATA, FORWARD, BACKWARD)), always=always)
+    from torch.compiler import is_compiling
+
+    clock, inside = on.clock, frozenset((DATA, FORWARD, BACKWARD))
+    timing = _timed(on, FORWARD, inside=inside, always=always)
+
+    def make(original: Any) -> Any:
+        timed = timing(original)
+
+        # With stacks, torch's profiler takes every frame with this function's code for the call of
+        # a module and reads its local ``self``: without one, or with code that other wrappers
+        # share, the process crashes (torch 2.13).
+        def module_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or clock.cur in inside:
+                return original(self, *args, **kwargs)
+            return timed(self, *args, **kwargs)
+
+        return module_call
+
+    return make
 
 
 _UPLOADS_INSIDE = frozenset((DATA, H2D, FORWARD, BACKWARD, OPTIMIZER))

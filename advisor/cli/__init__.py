@@ -15,6 +15,7 @@ from advisor.cli import (
     dashboard,
     demo,
     export,
+    lint,
     monitor,
     record,
     report,
@@ -63,6 +64,7 @@ app.command("demo", short_help="Record a small training run and analyse it.")(de
 app.command("compare", short_help="What differs between two runs.")(compare.command)
 app.command("dashboard", short_help="Show traces and runs in the browser.")(dashboard.command)
 app.command("export", short_help="A trace with what was found as extra tracks.")(export.command)
+app.command("lint", short_help="Static hints about a training program.")(lint.command)
 app.command("monitor", short_help="What GPUs and host do now, live.")(monitor.command)
 app.command("report", short_help="A report as one HTML file, or for other tools.")(report.command)
 app.add_typer(rules.app, name="rules")

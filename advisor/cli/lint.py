@@ -1,0 +1,66 @@
+"""``advisor lint``: static hints about a training program."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from advisor.cli import output as out
+
+if TYPE_CHECKING:
+    from advisor.lint import Hint
+
+SCHEMA = "advisor.hints/1"
+
+
+def command(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH", help="Python files, or folders of them.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    patches: Annotated[
+        bool, typer.Option("--patches/--no-patches", help="Show the suggested patches.")
+    ] = True,
+    fail: Annotated[bool, typer.Option("--fail", help="Exit with 1 when there is a hint.")] = False,
+) -> None:
+    """Say what in a training program often costs time, before anything is measured.
+
+    Nothing is run. Each hint names the rule that shows on a recording whether it costs anything;
+    '# advisor: ignore' on its line takes it away.
+    """
+    from advisor.lint import lint_paths
+
+    hints, problems = lint_paths(paths)
+    if as_json:
+        import msgspec
+
+        plain = {"schema": SCHEMA, "hints": hints, "problems": problems}
+        out.show(msgspec.json.format(msgspec.json.encode(plain), indent=2).decode() + "\n")
+    else:
+        out.show(_text(hints, problems, patches))
+    if fail and hints:
+        raise typer.Exit(1)
+
+
+def _text(hints: list[Hint], problems: list[str], patches: bool) -> str:
+    from advisor.report import text as t
+    from advisor.report.page import Page
+
+    page = Page(out.columns(sys.stdout), colour=out.colourful(sys.stdout))
+    for hint in hints:
+        place = f"{t.path(hint.file, 60)}:{hint.line}"
+        page.wrapped((f"{place}  ", "bold"), t.clean(hint.title), indent=4)
+        page.field("why", t.clean(hint.why))
+        page.field("fix", t.clean(hint.fix), style="bold")
+        if hint.confirmed_by:
+            page.field("check", f"a recording: rule {hint.confirmed_by}", style="dim")
+        if hint.patch and patches:
+            page.code("patch", hint.patch)
+        page.blank()
+    for problem in problems:
+        page.wrapped(t.clean(problem), style="yellow")
+    count = "1 hint" if len(hints) == 1 else f"{len(hints)} hints" if hints else "No hints"
+    page.wrapped(f"{count}: what they cost, only a recording shows (advisor record).", style="dim")
+    return page.getvalue()

@@ -1,0 +1,118 @@
+"""Static hints: what in a training program's source often costs time, before anything is measured.
+
+Informational: a hint says where to look, and which rule would show on a recording whether it costs
+anything. Nothing is imported or run; the source is only parsed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from advisor.errors import AdvisorError
+from advisor.lint import evaluation, loader, loop, parallel, switches
+from advisor.lint.hint import Hint
+from advisor.lint.source import Edit, Source, parse, split_lines
+
+__all__ = ["Hint", "lint_paths", "lint_text"]
+
+MAX_BYTES = 4 << 20
+MAX_FILES = 2000
+IGNORE = "advisor: ignore"
+"""A comment with these words on a line takes its hints away."""
+_SKIPPED = {"node_modules", "site-packages", "build", "dist", "__pycache__", "venv", "env"}
+_CHECKS = (loader, loop, evaluation, parallel, switches)
+
+
+def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:
+    """Hints of Python files, and of those below folders; and the files that could not be parsed, a
+    line each. Raises AdvisorError: a path that is not there, no Python file, the only file given
+    cannot be parsed."""
+    files = list(islice(_files(paths), MAX_FILES + 1))
+    if not files:
+        raise AdvisorError(f"{paths[0]}: no Python files (*.py)")
+    if len(files) > MAX_FILES:
+        raise AdvisorError(f"{paths[0]}: more than {MAX_FILES} Python files; give fewer")
+    hints: list[Hint] = []
+    problems: list[str] = []
+    for file in files:
+        try:
+            hints += lint_text(_read(file), str(file))
+        except AdvisorError as error:
+            if len(files) == 1:
+                raise
+            problems.append(str(error))
+    return hints, problems
+
+
+def _files(paths: list[str]) -> Iterator[Path]:
+    for given in paths:
+        if "\0" in given:
+            raise AdvisorError(f"{given!r}: not a file name")
+        path = Path(given)
+        if path.is_dir():
+            for file in sorted(path.rglob("*.py")):
+                inside = file.relative_to(path).parts
+                if file.is_file() and not any(p in _SKIPPED or p[0] == "." for p in inside):
+                    yield file
+        elif path.exists():
+            yield path
+        else:
+            raise AdvisorError(f"{path}: no such file or directory")
+
+
+def _read(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
+    if len(data) > MAX_BYTES:
+        raise AdvisorError(f"{file}: larger than {MAX_BYTES >> 20} MiB")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise AdvisorError(f"{file}: not UTF-8 ({error.reason})") from None
+
+
+def lint_text(text: str, name: str = "<text>") -> list[Hint]:
+    """Hints of one file, by line. Raises AdvisorError: it is not Python."""
+    source = parse(text, name)
+    found = []
+    for check in _CHECKS:
+        for hint, edits in check.check(source):
+            if IGNORE not in source.lines[hint.line - 1]:
+                found.append(_with_patch(source, hint, edits))
+    return sorted(found, key=lambda hint: (hint.line, hint.column, hint.id))
+
+
+def _with_patch(source: Source, hint: Hint, edits: list[Edit]) -> Hint:
+    """The hint with its edits as a unified diff, if the result is still Python."""
+    hint.file = source.name
+    if not edits:
+        return hint
+    changed = source.apply(edits)
+    try:
+        parse(changed, source.name)
+    except AdvisorError:
+        return hint
+    hint.patch = "".join(
+        difflib.unified_diff(
+            _lines(source.text),
+            _lines(changed),
+            f"a/{source.name.lstrip('/')}",
+            f"b/{source.name.lstrip('/')}",
+            n=2,
+        )
+    )
+    return hint
+
+
+def _lines(text: str) -> list[str]:
+    """Lines with their ends; the last one gets an end too, so that a diff stays readable."""
+    lines = split_lines(text)
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += "\n"
+    return lines

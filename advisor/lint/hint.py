@@ -1,0 +1,27 @@
+"""Hint: one place in a program's source that may cost time."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Hint(Struct, kw_only=True):
+    """One place, why it may cost time, and what would show whether it does."""
+
+    id: str
+    """Stable identifier."""
+    title: str
+    """What is there, in a line."""
+    why: str
+    """Why it may cost time."""
+    fix: str
+    """What to write instead."""
+    confirmed_by: str
+    """Rule that shows on a trace or a recording whether it costs anything."""
+    line: int
+    column: int = 0
+    """From 0."""
+    end_line: int | None = None
+    file: str = ""
+    patch: str | None = None
+    """The fix as a unified diff; ``null``: it depends on more than this file shows."""

@@ -1,0 +1,287 @@
+"""A program's source: its tree, what names mean, where loops are, and edits of its text."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple, TypeGuard
+
+from advisor.errors import AdvisorError
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Loop = ast.For | ast.AsyncFor | ast.While
+
+
+class Edit(NamedTuple):
+    """Characters ``start`` to ``end`` of the text replaced."""
+
+    start: int
+    end: int
+    text: str
+
+
+def parse(text: str, name: str) -> Source:
+    """Parse Python. Raises AdvisorError, with the line, for anything else."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's string escapes: not our subject
+            tree = ast.parse(text)
+    except SyntaxError as error:
+        where = f" (line {error.lineno})" if error.lineno else ""
+        raise AdvisorError(f"{name}: not Python: {error.msg}{where}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise AdvisorError(
+            f"{name}: cannot be parsed ({str(error) or 'nested too deeply'})"
+        ) from None
+    return Source(text, name, tree)
+
+
+class Source:
+    """One file."""
+
+    def __init__(self, text: str, name: str, tree: ast.Module) -> None:
+        self.text = text
+        self.name = name
+        self.tree = tree
+        self.lines = [line.rstrip("\r\n") for line in split_lines(text)] or [""]
+
+    # -- the tree -----------------------------------------------------------------------------
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """The node around each node."""
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Nodes around a node, innermost first."""
+        while (node := self.parents.get(node, self.tree)) is not self.tree:
+            yield node
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """What imported names stand for: ``nn`` → ``torch.nn``."""
+        found: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for item in node.names:
+                    if item.asname:
+                        found[item.asname] = item.name
+                    else:
+                        found[item.name.split(".")[0]] = item.name.split(".")[0]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for item in node.names:
+                    found[item.asname or item.name] = f"{node.module}.{item.name}"
+        return found
+
+    def dotted(self, node: ast.AST) -> str:
+        """``torch.nn.DataParallel`` for ``nn.DataParallel``; empty: no plain name."""
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        parts.append(self.aliases.get(node.id, node.id))
+        return ".".join(reversed(parts))
+
+    # -- loops --------------------------------------------------------------------------------
+
+    @cached_property
+    def training_loops(self) -> list[Loop]:
+        """The innermost loops whose body calls ``.backward()``."""
+        found: dict[Loop, None] = {}
+        for call in self.calls:
+            if is_method(call, "backward"):
+                loop = self.loop_around(call)
+                if loop is not None:
+                    found[loop] = None
+        return list(found)
+
+    def loop_around(self, node: ast.AST) -> Loop | None:
+        """The innermost loop whose body runs the node, in the same function."""
+        inner = node
+        for outer in self.around(node):
+            if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
+                return None
+            if isinstance(outer, ast.For | ast.AsyncFor | ast.While) and not (
+                inner in outer.orelse or inner is getattr(outer, "iter", None)
+            ):
+                return outer
+            inner = outer
+        return None
+
+    def in_training_loop(self, node: ast.AST) -> Loop | None:
+        """The training loop around a node, however deep in it, unless a condition on the step
+        number or a nested function keeps it from running every step."""
+        inner: ast.AST = node
+        for outer in self.around(node):
+            if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
+                return None
+            if isinstance(outer, ast.If) and inner is not outer.test and seldom(outer.test):
+                return None
+            if isinstance(outer, ast.ExceptHandler):
+                return None
+            if outer in self.training_loops and isinstance(
+                outer, ast.For | ast.AsyncFor | ast.While
+            ):
+                return None if inner is getattr(outer, "iter", None) else outer
+            inner = outer
+        return None
+
+    # -- text ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        found = [0]
+        for line in split_lines(self.text):
+            found.append(found[-1] + len(line))
+        return found
+
+    def offset(self, line: int, column: int) -> int:
+        """Position in the text of a line (from 1) and a column in UTF-8 bytes (as ast counts)."""
+        text = self.lines[line - 1] if line <= len(self.lines) else ""
+        return self._starts[line - 1] + len(text.encode()[:column].decode("utf-8", "ignore"))
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """Start and end of a node in the text."""
+        end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
+        return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
+
+    def of(self, node: ast.expr | ast.stmt) -> str:
+        """The text of a node."""
+        start, end = self.span(node)
+        return self.text[start:end]
+
+    def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
+        """Another text for a node."""
+        return Edit(*self.span(node), text)
+
+    def add_arguments(self, call: ast.Call, text: str) -> list[Edit]:
+        """Keyword arguments at the end of a call."""
+        _, end = self.span(call)
+        inside = self.text[:end].rstrip()
+        at = len(inside) - 1  # the closing parenthesis
+        before = self.text[:at].rstrip()
+        if not before.endswith(("(", ",")):
+            text = f", {text}"
+        elif before.endswith(","):
+            text = f" {text}"
+        return [Edit(len(before), len(before), text)]
+
+    def insert_before(self, node: ast.stmt, text: str) -> Edit:
+        """A line of its own before a statement, indented like it."""
+        at = self._starts[node.lineno - 1]
+        return Edit(at, at, f"{self.indent(node)}{text}\n")
+
+    def indent(self, node: ast.stmt) -> str:
+        """The blanks before a statement."""
+        line = self.lines[node.lineno - 1]
+        return line[: len(line) - len(line.lstrip())]
+
+    def wrap(self, first: ast.stmt, last: ast.stmt, head: str) -> list[Edit]:
+        """Statements put under a line of their own, such as ``with …:``. Empty where a string of
+        several lines would be changed by it, or where a line holds more than one statement."""
+        if any(
+            isinstance(node, ast.Constant | ast.JoinedStr)
+            and (node.end_lineno or node.lineno) > node.lineno
+            for statement in self._between(first, last)
+            for node in ast.walk(statement)
+            if isinstance(node, ast.expr)
+        ):
+            return []
+        if self.lines[first.lineno - 1][: first.col_offset].strip():
+            return []
+        rows = range(first.lineno, (last.end_lineno or last.lineno) + 1)
+        starts = [self._starts[row - 1] for row in rows if self.lines[row - 1].strip()]
+        return [self.insert_before(first, head), *(Edit(at, at, "    ") for at in starts)]
+
+    def _between(self, first: ast.stmt, last: ast.stmt) -> list[ast.stmt]:
+        body = self.block(first)
+        return body[body.index(first) : body.index(last) + 1]
+
+    def block(self, node: ast.stmt) -> list[ast.stmt]:
+        """The statements of the block that a statement is in."""
+        outer = self.parents.get(node, self.tree)
+        for name in ("body", "orelse", "finalbody"):
+            body = getattr(outer, name, None)
+            if isinstance(body, list) and node in body:
+                return body
+        return [node]
+
+    def remove(self, node: ast.stmt) -> list[Edit]:
+        """A statement taken out, with its line; ``pass`` where it was the only one."""
+        if len(self.block(node)) == 1:
+            return [self.replace(node, "pass")]
+        start, end = self.span(node)
+        line = self._starts[node.lineno - 1]
+        rest = self.text[end : self._starts[min(node.end_lineno or 0, len(self._starts) - 1)]]
+        if self.text[line:start].strip() or rest.strip().startswith(";"):
+            return []
+        return [Edit(line, end + len(rest), "")]
+
+    def apply(self, edits: list[Edit]) -> str:
+        """The text with edits made; of those that overlap, the first."""
+        parts, at = [], 0
+        for edit in sorted(edits, key=lambda e: (e.start, e.end)):
+            if edit.start < at:
+                continue
+            parts += [self.text[at : edit.start], edit.text]
+            at = edit.end
+        return "".join([*parts, self.text[at:]])
+
+    def statement(self, node: ast.AST) -> ast.stmt | None:
+        """The innermost statement around a node, or the node."""
+        if isinstance(node, ast.stmt):
+            return node
+        return next((n for n in self.around(node) if isinstance(n, ast.stmt)), None)
+
+
+def split_lines(text: str) -> list[str]:
+    """Lines with their ends as Python counts them: a form feed or U+2028 ends none."""
+    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
+
+
+def is_method(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
+    """A call of a method of one of these names."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in names
+    )
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """The value of a keyword argument."""
+    return next((item.value for item in call.keywords if item.arg == name), None)
+
+
+def is_constant(node: ast.AST | None, *values: object) -> bool:
+    """A literal with one of these values (``0`` is not ``False``)."""
+    return isinstance(node, ast.Constant) and any(
+        type(node.value) is type(value) and node.value == value for value in values
+    )
+
+
+def seldom(test: ast.expr) -> bool:
+    """A condition that holds in some steps only: it has a remainder, or compares with a rank."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return True
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            if "log" in name.lower() or "debug" in name.lower() or "verbose" in name.lower():
+                return True
+    return False
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Plain names that an expression reads."""
+    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}

@@ -1,0 +1,267 @@
+"""Static hints: what is found, what is left alone, and patches that apply."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor import cli
+from advisor.advice.registry import load_rules
+from advisor.errors import AdvisorError
+from advisor.lint import lint_paths, lint_text
+
+HEAD = "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"
+
+
+def loop(body: str, *, over: str = "for x, y in loader:", before: str = "") -> str:
+    text = dedent(body).strip()
+    return f"{HEAD}{dedent(before)}\n{over}\n{indent(text, '    ')}\n"
+
+
+def ids(text: str) -> list[str]:
+    return [hint.id for hint in lint_text(text)]
+
+
+def patched(text: str, identifier: str, tmp_path: Path) -> str:
+    """The text with the patch of one hint, applied by git."""
+    (hint,) = [hint for hint in lint_text(text, "train.py") if hint.id == identifier]
+    assert hint.patch is not None
+    (tmp_path / "train.py").write_text(text)
+    done = subprocess.run(
+        ["git", "apply", "-"], input=hint.patch, text=True, cwd=tmp_path, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = (tmp_path / "train.py").read_text()
+    ast.parse(found)
+    return found
+
+
+BACKWARD = "loss = net(x).sum()\nloss.backward()\n"
+
+FIRES = {
+    "dataloader-arguments": HEAD + "loader = DataLoader(data, batch_size=8)\n",
+    "sync-in-loop": loop(BACKWARD + "total = loss.item()"),
+    "loss-keeps-graph": loop(BACKWARD + "total += loss"),
+    "empty-cache-in-loop": loop(BACKWARD + "torch.cuda.empty_cache()"),
+    "synchronize-in-loop": loop(BACKWARD + "torch.cuda.synchronize()"),
+    "collect-in-loop": "import gc\n" + loop(BACKWARD + "gc.collect()"),
+    "data-parallel": HEAD + "model = nn.DataParallel(model)\n",
+    "blocking-copy": loop(
+        "x = x.to(device)\n" + BACKWARD,
+        before="loader = DataLoader(d, num_workers=2, persistent_workers=True, pin_memory=True)",
+    ),
+    "eval-with-grad": HEAD + "def evaluate(loader):\n    for x in loader:\n        model(x)\n",
+    "accumulation-without-no-sync": loop(
+        BACKWARD + "if i % 4 == 0:\n    optimizer.step()",
+        before="from torch.nn.parallel import DistributedDataParallel\n"
+        "net = DistributedDataParallel(net)",
+    ),
+    "anomaly-mode": HEAD + "torch.autograd.set_detect_anomaly(True)\n",
+    "backward-retain-graph": loop("loss = f(x)\nloss.backward(retain_graph=True)"),
+    "zero-grad-set-to-none": loop(BACKWARD + "optimizer.zero_grad(set_to_none=False)"),
+    "compile-in-loop": loop("m = torch.compile(m)\n" + BACKWARD),
+    "launch-blocking": "import os\nos.environ['CUDA_LAUNCH_BLOCKING'] = '1'\nx = 1\n",
+    "sampler-epoch": HEAD + "from torch.utils.data import DistributedSampler\n"
+    "sampler = DistributedSampler(data)\n"
+    "for epoch in range(3):\n    for x in loader:\n        net(x).backward()\n",
+}  # fmt: skip
+
+SILENT = {
+    "a loader with everything": HEAD
+    + "DataLoader(d, num_workers=4, pin_memory=True, persistent_workers=True)\n",
+    "options that are not seen": HEAD + "DataLoader(d, **options)\n",
+    "another library's DataLoader": "from mine import DataLoader\nDataLoader(d)\n",
+    "every fifty steps": loop(BACKWARD + "if step % 50 == 0:\n    print(loss.item())"),
+    "after the loop": loop(BACKWARD) + "print(loss.item())\n",
+    "a loop that does not train": f"{HEAD}for x in loader:\n    total += x.item()\n",
+    "a function defined in the loop": loop(
+        BACKWARD + "def later():\n    return loss.item()\n"),
+    "a sum of losses for one backward": loop("loss = f(x)\nloss += g(x)\nloss.backward()"),
+    "a detached sum": loop(BACKWARD + "total += loss.detach()"),
+    "a number": loop(BACKWARD + "steps += 1"),
+    "print of words": loop(BACKWARD + "print('step')"),
+    "numbers that are none of the device": loop(BACKWARD + "lr = float(rate)"),
+    "under no_grad": HEAD
+    + "def evaluate(loader):\n    with torch.no_grad():\n"
+    "        for x in loader:\n            model(x)\n",
+    "decorated": HEAD
+    + "@torch.inference_mode()\ndef evaluate(loader):\n    for x in loader:\n        model(x)\n",
+    "training is no evaluation": HEAD
+    + "def train(val_loader):\n    for x in val_loader:\n        model(x).sum().backward()\n",
+    "no_sync is there": loop(
+        "with net.no_sync():\n    net(x).backward()\nif i % 4 == 0:\n    optimizer.step()",
+        before="net = torch.nn.parallel.DistributedDataParallel(net)"),
+    "anomaly detection off": HEAD + "torch.autograd.set_detect_anomaly(False)\n",
+    "a comment that says so": loop(BACKWARD + "total = loss.item()  # advisor: ignore"),
+    "a dtype": loop("x = x.to(torch.bfloat16)\n" + BACKWARD,
+                    before="loader = DataLoader(d, num_workers=2, persistent_workers=True, "
+                           "pin_memory=True)"),
+    "nothing": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("identifier", FIRES)
+def test_a_hint_is_given(identifier: str) -> None:
+    assert identifier in ids(FIRES[identifier])
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_no_hint_is_given(name: str) -> None:
+    assert ids(SILENT[name]) == []
+
+
+def test_every_hint_names_a_rule_that_exists() -> None:
+    known = {rule.id for rule in load_rules(config={})} | {""}
+    told = {hint.confirmed_by for text in FIRES.values() for hint in lint_text(text)}
+    assert told <= known and len(told) > 8
+
+
+@pytest.mark.parametrize(
+    ("identifier", "expected"),
+    [
+        ("dataloader-arguments", "DataLoader(data, batch_size=8, num_workers=4, "),
+        ("sync-in-loop", "total = loss.detach()"),
+        ("loss-keeps-graph", "total += loss.detach()"),
+        ("data-parallel", "DistributedDataParallel(model, device_ids=[local_rank])"),
+        ("blocking-copy", "x.to(device, non_blocking=True)"),
+        ("eval-with-grad", "@torch.inference_mode()\ndef evaluate(loader):"),
+        ("anomaly-mode", "set_detect_anomaly(False)"),
+        ("backward-retain-graph", "backward(retain_graph=False)"),
+        ("zero-grad-set-to-none", "zero_grad(set_to_none=True)"),
+        ("sampler-epoch", "    sampler.set_epoch(epoch)\n    for x in loader:"),
+    ],
+)
+def test_a_patch_says_what_to_write(identifier: str, expected: str, tmp_path: Path) -> None:
+    assert expected in patched(FIRES[identifier], identifier, tmp_path)
+
+
+def test_a_line_is_taken_out_whole(tmp_path: Path) -> None:
+    found = patched(FIRES["empty-cache-in-loop"], "empty-cache-in-loop", tmp_path)
+    assert "empty_cache" not in found and found.endswith("loss.backward()\n")
+
+
+def test_the_forward_pass_is_under_no_sync_too(tmp_path: Path) -> None:
+    found = patched(FIRES["accumulation-without-no-sync"], "accumulation-without-no-sync", tmp_path)
+    assert found.startswith("import contextlib\nimport torch\n")
+    assert (
+        "    with contextlib.nullcontext() if i % 4 == 0 else net.no_sync():\n"
+        "        loss = net(x).sum()\n"
+        "        loss.backward()\n"
+        "    if i % 4 == 0:\n" in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [
+        ("for x, y in loader:", "for step, (x, y) in enumerate(loader):"),
+        ("for x in loader:", "for step, x in enumerate(loader):"),
+        ("for n, x in enumerate(loader):", "if n % 50 == 0:"),
+        ("for n in range(100):", "if n % 50 == 0:"),
+    ],
+)
+def test_a_log_of_every_step_becomes_one_of_some(over: str, expected: str, tmp_path: Path) -> None:
+    text = loop(BACKWARD + "print(loss)", over=over)
+    found = patched(text, "sync-in-loop", tmp_path)
+    assert expected in found and "        print(loss)" in found
+
+
+def test_lines_and_columns_are_where_the_code_is() -> None:
+    text = "# ümläut 宽\x0c\n" + loop("loss = 'ü' and f(x)\nloss.backward()\ntotal += loss")
+    (hint,) = lint_text(text)
+    line = text.replace("\x0c", " ").splitlines()[hint.line - 1]
+    assert line[hint.column :] == "loss"
+
+
+@pytest.mark.parametrize("text", ["def f(:", "\0", "x = (" * 500, "'" * 7])
+def test_what_is_no_python_is_one_line(text: str) -> None:
+    with pytest.raises(AdvisorError) as caught:
+        lint_text(text, "train.py")
+    assert "train.py" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@given(st.text(alphabet="abloss .()[]:=+\n\t'\"\\,#x0", max_size=120))
+def test_any_text_gives_hints_or_one_error(text: str) -> None:
+    try:
+        lint_text(FIRES["sync-in-loop"] + text)
+    except AdvisorError:
+        return
+
+
+@pytest.mark.slow
+def test_the_standard_library_is_read_without_an_error() -> None:
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[::2]
+    hints, problems = lint_paths([str(file) for file in files])
+    assert problems == []
+    assert [hint.id for hint in hints] == []
+
+
+# -- the command line -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.run(["lint", *map(str, arguments)])
+        done = capsys.readouterr()
+        return code, done.out, done.err
+
+    return call
+
+
+def test_hints_are_shown_with_place_and_patch(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(FIRES["loss-keeps-graph"])
+    code, out, err = run(file)
+    assert code == 0 and err == ""
+    assert "train.py:8" in out and "total += loss.detach()" in out and "memory-leak" in out
+    assert "detach" not in run(file, "--no-patches")[1].replace("Detach", "")
+
+
+def test_json_has_every_field(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(FIRES["loss-keeps-graph"])
+    code, out, _ = run(file, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["schema"] == "advisor.hints/1" and found["problems"] == []
+    (hint,) = found["hints"]
+    assert hint["id"] == "loss-keeps-graph" and hint["line"] == 8 and hint["patch"]
+
+
+def test_failing_is_asked_for(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(FIRES["loss-keeps-graph"])
+    assert run(file, "--fail")[0] == 1
+    file.write_text("x = 1\n")
+    code, out, _ = run(file, "--fail")
+    assert code == 0 and "No hints" in out
+
+
+def test_folders_are_searched_and_what_cannot_be_parsed_is_told(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text(FIRES["loss-keeps-graph"])
+    (tmp_path / "bad.py").write_text("def f(:")
+    hidden = tmp_path / ".venv"
+    hidden.mkdir()
+    (hidden / "train.py").write_text(FIRES["loss-keeps-graph"])
+    code, out, _ = run(tmp_path)
+    assert code == 0 and "1 hint:" in out and "bad.py" in out
+
+
+def test_bad_input_is_one_line(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def f(:")
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "none.py", tmp_path / "bad.py", tmp_path / "empty"):
+        code, _, err = run(path)
+        assert code == 2 and err.count("\n") == 1

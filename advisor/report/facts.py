@@ -20,7 +20,7 @@ def scope(report: Report) -> list[Line]:
         ("trace", _trace(report)),
         ("device", _device(report)),
         ("steps", _steps(report)),
-        ("recorded", recorded(report)),
+        ("run", recorded(report)),
     ]
     return [(label, parts) for label, parts in lines if parts]
 

@@ -112,7 +112,7 @@ class SingleProcessLoader(Rule):
 
     @staticmethod
     def _fix(needed: int, workers: int, batch: float) -> str:
-        if needed < workers or needed == 1:
+        if needed <= workers:
             return (
                 f"Load in worker processes: num_workers={needed} should keep up with the step, one "
                 "or two more give slack. If the whole dataset fits in memory, index tensors a "

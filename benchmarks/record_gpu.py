@@ -16,6 +16,7 @@ until it fits), results.json, README.md with the table.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -31,8 +32,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from advisor.errors import AdvisorError
-from advisor.sample_workloads import Setup, Workload, catalogue, find
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # it also runs where advisor is not installed
+
+from advisor.errors import AdvisorError  # noqa: E402
+from advisor.sample_workloads import Setup, Workload, catalogue, find  # noqa: E402
 
 VARIANTS = ("slow", "cured")
 RESULTS = "results.json"
@@ -64,6 +68,9 @@ def run_one(name: str, variant: str, options: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     from advisor.sample_workloads import running
 
+    # without msgspec no run can be recorded, but traces can
+    whole = importlib.util.find_spec("msgspec") is not None
+    recorder = running.record_run if whole else running.record
     workload = find(name)
     folder = options.output / name / variant
     scale = workload.default_scale(options.device) if options.scale is None else options.scale
@@ -77,7 +84,7 @@ def run_one(name: str, variant: str, options: argparse.Namespace) -> None:
     left_out: list[str] = []
     for way in ladder(workload):
         shutil.rmtree(folder, ignore_errors=True)
-        files = running.record(name, run, folder, **way)
+        files = recorder(name, run, folder, **way)
         largest = max(_pack(file) for file in files)
         found["recorded"] = {**way, "kb": round(largest / 1e3), "left_out": list(left_out)}
         if largest <= options.limit_kb * 1e3:
@@ -459,6 +466,9 @@ def main(arguments: list[str]) -> int:
         except AdvisorError as error:
             print(error, file=sys.stderr)
             return 2
+    if importlib.util.find_spec("polars") is None:
+        print(f"recorded in {options.output}; where polars is installed, run this with --table")
+        return 0
     analyse_all(options)
     print(summary(load(options.output)))
     print(f"table: {options.output / 'README.md'}")

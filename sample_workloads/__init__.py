@@ -85,7 +85,9 @@ class Workload:
     cpu_scale: float = 1 / 16
     """Scale at which a CPU takes some ten milliseconds a step."""
     steps: int = 6
-    """Steps to record so that the finding can be seen."""
+    """Steps to trace so that the finding can be seen."""
+    around: int = 30
+    """Steps to run besides when a whole run is recorded, without the profiler."""
     stacks: bool = True
     """Whether to record Python stacks: not where thousands of frames would hide the rest."""
     samples: tuple[int, int] = (1, 1)

@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("dataloader-wait",), shown_on="cpu", cpu_scale=1 / 8, steps=8)
+WORKLOAD = Workload(
+    finds=("dataloader-wait", "cpu-bound-transforms"), shown_on="cpu", cpu_scale=1 / 8, steps=8
+)
 
 FULL, CROP = 512, 64
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

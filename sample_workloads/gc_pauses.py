@@ -20,7 +20,7 @@ from torch import nn
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("gc-pauses",), shown_on="cpu", cpu_scale=1 / 8, steps=40)
+WORKLOAD = Workload(finds=("gc-pauses",), shown_on="cpu", cpu_scale=1 / 8, around=60)
 
 KEPT = 40  # steps whose records stay in the buffer
 EVERY = 500  # steps between collections by hand

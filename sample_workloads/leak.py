@@ -15,7 +15,7 @@ from torch import nn
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("memory-leak",), cpu_scale=1 / 16, steps=8)
+WORKLOAD = Workload(finds=("memory-leak",), cpu_scale=1 / 16, around=90)
 
 EPOCH = 500  # steps
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from advisor.sample_workloads import Setup, Workload
 
-WORKLOAD = Workload(finds=("padding-waste",), shown_on="cpu", cpu_scale=1 / 8, steps=8)
+WORKLOAD = Workload(finds=("padding-waste",), shown_on="cpu", cpu_scale=1 / 32, around=300)
 
 LONGEST, ROUND = 512, 16
 VOCABULARY = 1000

@@ -166,6 +166,71 @@ def record(
     return [Path(_record(name, run, *options))]
 
 
+def record_run(
+    name: str,
+    run: Setup,
+    folder: str | os.PathLike[str],
+    *,
+    steps: int | None = None,
+    around: int | None = None,
+    stacks: bool | None = None,
+    shapes: bool = True,
+    memory: bool = True,
+) -> list[Path]:
+    """Run and record with ``advisor.record``: every step, loaders, memory, host and GPU, and a
+    trace of some steps. ``folder``, which must be new or empty, becomes the run directory.
+
+    Returns the traces, by rank. Raises AdvisorError where nothing could be recorded.
+    """
+    workload = find(name)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {
+        "active": steps or workload.steps,
+        "stacks": workload.stacks if stacks is None else stacks,
+        "shapes": shapes,
+        "memory": memory,
+        "ranks": "all",
+        "windows": 1,
+        "on_trouble": False,
+        "guard": 1e6,  # what is traced here is wanted, however slow it is
+        "nvtx": False,
+        "report": False,
+    }
+    count = workload.around if around is None else around
+    if workload.processes > 1:
+        in_processes(_record_run, name, run, (str(folder), options, count))
+    else:
+        _record_run(name, run, str(folder), options, count)
+    traces = sorted(folder.glob("rank*/*.json.gz"))
+    if len(traces) != workload.processes:
+        raise AdvisorError(f"{name}: nothing was recorded in {folder}")
+    return traces
+
+
+def _record_run(name: str, run: Setup, folder: str, options: dict[str, Any], around: int) -> None:
+    """One process: as many steps before the trace as the recorder skips, the rest after it."""
+    import advisor
+    from advisor.recording.folder import RUN_DIR
+
+    skip, warmup = min(10, around // 2), 3
+    before = os.environ.get(RUN_DIR)
+    os.environ[RUN_DIR] = folder
+    try:
+        with (
+            prepared(name, run) as program,
+            advisor.record(skip=skip, warmup=warmup, **options) as recorder,
+        ):
+            for _ in range(around + warmup + options["active"]):
+                next(program)
+                recorder.step()
+    finally:
+        if before is None:
+            del os.environ[RUN_DIR]
+        else:
+            os.environ[RUN_DIR] = before
+
+
 def _record(
     name: str, run: Setup, folder: str, steps: int, stacks: bool, shapes: bool, memory: bool
 ) -> str:

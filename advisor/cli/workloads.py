@@ -74,7 +74,7 @@ def run(
         typer.Option(metavar="X", help="Size: 1 is for a large GPU; default: by the device."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=10_000, help="Steps to record.")
+        int | None, typer.Option(metavar="N", min=1, max=10_000, help="Steps to trace.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of weights and data.")] = 0,
     output: Annotated[
@@ -107,7 +107,7 @@ def run(
         )
         with Progress() as shown:
             shown.say(f"recording {steps or workload.steps} steps of {name}, {variant}")
-            written = running.record(name, setup, folder, steps=steps)
+            written = running.record_run(name, setup, folder, steps=steps)
     except OSError as error:
         raise AdvisorError(f"{folder}: cannot be written: {error.strerror or error}") from None
     except ValueError as error:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -123,6 +123,24 @@ HEAD_KEYS = frozenset(
 else that somebody put there."""
 
 
+_STRING = re.compile(rb'("[^"\\]*(?:\\.[^"\\]*)*")(\s*:(\s*[\[{])?)?', re.DOTALL)
+"""A string of JSON text; for a key with its colon, and the bracket after that."""
+
+
+class _Key(NamedTuple):
+    """What is known of a key."""
+
+    literal: bytes
+    """As it is to be written."""
+    private: bool
+    everything: bool
+    """All that is below it goes."""
+
+
+class _Everything(Exception):
+    """There is a key of which all goes: strings alone cannot be replaced."""
+
+
 class Redactor:
     """Redacts texts and what holds them. ``names``: of users and hosts, replaced as words."""
 
@@ -138,7 +156,8 @@ class Redactor:
             else None
         )
         self._texts: dict[str, str] = {}
-        self._raws: dict[bytes, Raw] = {}
+        self._tokens: dict[bytes, bytes] = {}
+        self._keys: dict[bytes, _Key] = {}
 
     def text(self, text: str) -> str:
         """A text without what is private."""
@@ -181,27 +200,57 @@ class Redactor:
             return [self.value(item) for item in value]
         return value
 
+    def json(self, text: bytes) -> bytes:
+        """The same for valid JSON text, of which all but the strings stays byte by byte.
+
+        Raises msgspec.DecodeError for a string that is not valid.
+        """
+        private = False
+        tokens, keys = self._tokens, self._keys
+
+        def replaced(found: re.Match[bytes]) -> bytes:
+            nonlocal private
+            literal, colon, container = found.groups()
+            if colon is not None:
+                key = keys.get(literal) or self._key(literal)
+                if container is not None and key.everything:
+                    raise _Everything
+                private = key.private and container is None
+                return key.literal + colon
+            if private:
+                private = False
+                return _GONE_LITERAL
+            return tokens.get(literal) or self._token(literal)
+
+        try:
+            return _STRING.sub(replaced, text)
+        except _Everything:
+            return bytes(self.raw(text))
+
+    def _key(self, literal: bytes) -> _Key:
+        key = _string.decode(literal)
+        known = _Key(msgspec.json.encode(self.text(key)), is_private(key), is_secret_list(key))
+        if len(self._keys) < MOST_REMEMBERED:
+            self._keys[literal] = known
+        return known
+
+    def _token(self, literal: bytes) -> bytes:
+        text = _string.decode(literal)
+        clean = self._redact(text)
+        known = literal if clean == text else msgspec.json.encode(clean)
+        if len(self._tokens) < MOST_REMEMBERED:
+            self._tokens[literal] = known
+        return known
+
     def raw(self, raw: Raw | bytes) -> Raw:
-        """The same for JSON text; numbers stay as they are written. Raises msgspec.DecodeError."""
+        """The same by way of the values: also empties what :func:`is_secret_list` names."""
         text = bytes(raw)
         if text[:1] not in b'"{[' or b'"' not in text:
             return Raw(text)
-        known = self._raws.get(text)
-        if known is None:
-            known = self._redact_raw(text)
-            if len(self._raws) < MOST_REMEMBERED and len(text) < 4096:
-                self._raws[text] = known
-        return known
-
-    def _redact_raw(self, text: bytes) -> Raw:
         if text[:1] == b'"':
             return Raw(msgspec.json.encode(self.text(_string.decode(text))))
         if text[:1] == b"[":
             return Raw(msgspec.json.encode([self.raw(item) for item in _items.decode(text)]))
-        return self.record(text)
-
-    def record(self, text: Raw | bytes) -> Raw:
-        """The same for the text of an object that is seldom seen twice."""
         found = {}
         for key, item in _fields.decode(text).items():
             start = bytes(item)[:1]
@@ -213,7 +262,8 @@ class Redactor:
         return Raw(msgspec.json.encode(found))
 
 
-_GONE = Raw(msgspec.json.encode(GONE))
+_GONE_LITERAL = msgspec.json.encode(GONE)
+_GONE = Raw(_GONE_LITERAL)
 _string = msgspec.json.Decoder(str)
 _items = msgspec.json.Decoder(list[Raw])
 _fields = msgspec.json.Decoder(dict[str, Raw])

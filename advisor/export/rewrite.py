@@ -108,7 +108,7 @@ def _write(
         raise _Unsound
     for event in extra(splitter.head) if extra is not None else ():
         file.write(lead)
-        file.write(event if redactor is None else redactor.record(event))
+        file.write(event if redactor is None else redactor.json(event))
         lead = b",\n"
         written.added += 1
     file.write(b"\n]")
@@ -131,14 +131,10 @@ def _events(
         events = _salvaged(piece, written)
     if not events:
         return
+    text = b",\n".join(bytes(event).strip() for event in events)
     if redactor is not None:
-        redacted = [_redacted(event, redactor) for event in events]
-        written.lost += sum(event is None for event in redacted)
-        kept = [event for event in redacted if event is not None]
-        if kept:
-            yield b",\n".join(kept), len(kept)
-    else:
-        yield b",\n".join(bytes(event).strip() for event in events), len(events)
+        text = redactor.json(b"[" + text + b"]")[1:-1]
+    yield text, len(events)
 
 
 def _salvaged(piece: bytes, written: Written) -> list[Raw]:
@@ -154,14 +150,6 @@ def _salvaged(piece: bytes, written: Written) -> list[Raw]:
             continue
         kept.append(Raw(text))
     return kept
-
-
-def _redacted(event: Raw, redactor: Redactor) -> bytes | None:
-    """An event's text; its numbers stay as they are written. ``None``: it is no object."""
-    try:
-        return bytes(redactor.record(event))
-    except _ERRORS:
-        return None
 
 
 def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:

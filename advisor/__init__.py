@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from advisor.errors import AdvisorError
     from advisor.ingest import open_run as open  # noqa: A004
     from advisor.model import Edit, Finding, Rule, Select, Worth
+    from advisor.recording.api import phase, profile, record, step
     from advisor.trace import Run, Trace
 
 __version__ = "0.1.0"
@@ -31,6 +32,10 @@ _HOME = {
     "Worth": ("advisor.model", "Worth"),
     "analyze": ("advisor.advice.engine", "analyze"),
     "open": ("advisor.ingest", "open_run"),
+    "phase": ("advisor.recording.api", "phase"),
+    "profile": ("advisor.recording.api", "profile"),
+    "record": ("advisor.recording.api", "record"),
+    "step": ("advisor.recording.api", "step"),
 }
 
 __all__ = [
@@ -46,6 +51,10 @@ __all__ = [
     "__version__",
     "analyze",
     "open",
+    "phase",
+    "profile",
+    "record",
+    "step",
 ]
 
 

@@ -1,0 +1,100 @@
+"""``advisor record``: run a training program as it is, and record it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from advisor.errors import AdvisorError
+
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""For typer: what follows the program is the program's, and ``-m`` begins one."""
+
+
+def command(
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[--] PROGRAM ARGS…",
+            help="train.py args…, -m module args…, or a launcher: torchrun … train.py.",
+        ),
+    ],
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="DIR", help="Run directory (a new one).")
+    ] = None,
+    skip: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Steps before the first window (10).")
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Warm-up steps of a window (3).")
+    ] = None,
+    active: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Steps that a window keeps (5); 0: no windows."),
+    ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Ranks that record windows: 0, 0-7, 0,8 or all (0-7)."),
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Python stacks and allocations too, at twice the cost.")
+    ] = False,
+    signal: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Signal that opens a window, as SIGUSR2.")
+    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Print the first finding at the end.")
+    ] = True,
+    scalene: Annotated[
+        bool,
+        typer.Option("--scalene", help="Run the program once more under Scalene: hot lines."),
+    ] = False,
+    scalene_steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Steps of the pass under Scalene.")
+    ] = 50,
+) -> None:
+    """Run a training program as it is, and record its steps, phases and a profiled window.
+
+    The exit code is the program's. `ADVISOR_*` variables and `[tool.advisor.record]` in
+    pyproject.toml set what has no option here.
+    """
+    from advisor.recording import launch
+    from advisor.recording.options import switched_off
+
+    chosen = {
+        "out": out,
+        "skip": skip,
+        "warmup": warmup,
+        "active": active,
+        "ranks": ranks,
+        "deep": deep or None,
+        "signal": signal,
+        "report": None if report else False,
+    }
+    words = launch.command_line(program)
+    if switched_off():
+        launch.leave(launch.run(words, os.environ.copy()))
+    code = launch.record(words, {k: v for k, v in chosen.items() if v is not None})
+    if scalene and code == 0:
+        launch.under_scalene(program, scalene_steps, out or "")
+    launch.leave(code)
+
+
+def window(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory being recorded.")],
+) -> None:
+    """Ask a run that is going on to profile its next steps."""
+    from advisor.recording.writer import REQUEST
+    from advisor.rundir import is_run
+
+    if not is_run(run):
+        raise AdvisorError(f"{run}: not a run directory (it has no manifest.json)")
+    try:
+        (run / REQUEST).touch()
+        os.utime(run / REQUEST)
+    except OSError as error:
+        raise AdvisorError(f"{run}: cannot be written to ({error.strerror or error})") from None
+    print("asked: a window opens within two seconds; its trace appears in the run directory")

@@ -22,17 +22,17 @@ from advisor.sample_workloads import Setup, Workload
 WORKLOAD = Workload(finds=("padding-waste",), shown_on="cpu", cpu_scale=1 / 32, around=300)
 
 LONGEST, ROUND = 512, 16
-VOCABULARY = 1000
+VOCABULARY = 4096
 
 
 class Texts(Dataset):
     """Seeded tokens; 64 texts in a row are of similar length."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, words: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         lengths = (torch.rand(1 << 12, generator=generator) ** 4 * 400 + 16).int()
         self.lengths = lengths.view(-1, 64).sort(1).values.flatten().tolist()
-        self.tokens = torch.randint(1, VOCABULARY, (1 << 12, LONGEST), generator=generator)
+        self.tokens = torch.randint(1, words, (1 << 12, LONGEST), generator=generator)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -62,9 +62,9 @@ class Collate:
 def loop(run: Setup) -> Iterator[Any]:
     """Train a model to say its input; yields the loss of each step."""
     torch.manual_seed(run.seed)
-    width = run.size(1024, 32)
+    width, words = run.size(1024, 32), run.size(VOCABULARY, 64)
     loader = DataLoader(
-        Texts(run.seed),
+        Texts(run.seed, words),
         batch_size=run.size(64, 8),
         collate_fn=Collate(to_longest=not run.cured),
         num_workers=2,
@@ -72,9 +72,9 @@ def loop(run: Setup) -> Iterator[Any]:
         pin_memory=run.on_gpu,
     )
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]
-    model = nn.Sequential(
-        nn.Embedding(VOCABULARY, width), *layers, nn.Linear(width, VOCABULARY)
-    ).to(run.device)
+    model = nn.Sequential(nn.Embedding(words, width), *layers, nn.Linear(width, words)).to(
+        run.device
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     while True:

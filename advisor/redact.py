@@ -294,8 +294,12 @@ def own_names() -> set[str]:
 def names_in(text: bytes) -> set[str]:
     """Names of users and hosts that a piece of JSON text tells: in paths of homes, and beside keys
     such as ``hostname``."""
-    found = {match[1] for match in _HOMES.finditer(text)}
-    for match in _TOLD.finditer(text):
+    found: set[bytes] = set()
+    if any(mark in text for mark in (b"/home/", b"Users", b"~", b"torchinductor_")):
+        found = {match[1] for match in _HOMES.finditer(text)}
+    lower = text.lower()
+    told = any(mark in lower for mark in (b"host", b"user", b"node", b"log"))
+    for match in _TOLD.finditer(text) if told else ():
         value = match[1] or match[2]
         found |= {value, value.split(b".")[0]}
     return {name.decode("utf-8", "replace") for name in found}

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import advisor.compare.data
 import advisor.model
 import advisor.report.data
 from advisor.advice.registry import load_rules
@@ -31,6 +32,7 @@ def pages() -> dict[Path, str]:
     found[DOCS / "rules" / "README.md"] = GENERATED + index_text(rules)
     found[DOCS / "workloads.md"] = GENERATED + workloads_text()
     found[DOCS / "report-schema.md"] = GENERATED + schema_text()
+    found[DOCS / "comparison-schema.md"] = GENERATED + comparison_text()
     return found
 
 
@@ -155,9 +157,29 @@ def schema_text() -> str:
         "a trace is as it was recorded: escape it before you show it; characters that terminals "
         "obey are written as `\\u` escapes.",
     ]
-    structures = {**_structures(advisor.report.data), **_structures(advisor.model)}
-    aliases = {**_aliases(advisor.report.data), **_aliases(advisor.model)}
-    for name in _reachable("Report", structures):
+    return "\n\n".join([*parts, *_tables("Report", advisor.report.data, advisor.model)]) + "\n"
+
+
+def comparison_text() -> str:
+    """The same for a comparison."""
+    schema = advisor.compare.data.SCHEMA
+    parts = [
+        "# A comparison as JSON",
+        f"`advisor compare --format json` writes one object, a `Comparison`; its `schema` is "
+        f"`{schema}`. The number grows when a field is removed or changes its meaning; new fields "
+        "may appear at any time. `Comparison.from_json` of `advisor.compare` reads it back.",
+        "Durations are nanoseconds, sizes bytes, shares 0 to 1; differences are after minus before. "
+        "`null` is *not measured*, never 0.",
+    ]
+    return "\n\n".join([*parts, *_tables("Comparison", advisor.compare.data)]) + "\n"
+
+
+def _tables(start: str, *modules: object) -> list[str]:
+    """A heading, what it is and a table of fields for each structure."""
+    structures = {name: node for module in modules for name, node in _structures(module).items()}
+    aliases = {name: values for module in modules for name, values in _aliases(module).items()}
+    parts = []
+    for name in _reachable(start, structures):
         node = structures[name]
         parts.append(f"## {name}")
         parts.append(_doc(ast.get_docstring(node) or ""))
@@ -166,7 +188,7 @@ def schema_text() -> str:
             for field, kind, doc in _fields(node)
         ]
         parts.append("\n".join(["| field | type | meaning |", "|---|---|---|", *rows]))
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def _doc(text: str) -> str:
@@ -236,7 +258,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; 1: not current")
     options = parser.parse_args(arguments)
     wanted = pages()
-    present = {*DOCS.glob("rules/*.md"), DOCS / "workloads.md", DOCS / "report-schema.md"}
+    present = {
+        *DOCS.glob("rules/*.md"),
+        DOCS / "workloads.md",
+        DOCS / "report-schema.md",
+        DOCS / "comparison-schema.md",
+    }
     stale = [
         path
         for path, text in wanted.items()

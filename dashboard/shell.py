@@ -150,7 +150,7 @@ def _navigation(page: Page, view: View) -> Any:
             continue
         here = item.module == page.module
         to = link(icon(item.module), el("Span", item.name), href=view.href(item.path))
-        links.append(el("Li", to, cls="here" if here else ""))
+        links.append(el("Li", to, cls=f"to-{item.module} here" if here else f"to-{item.module}"))
     return el("Nav", el("Ul", *links), cls="side", aria_label="Pages")
 
 

@@ -6,6 +6,7 @@ import gzip
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import pytest
 pytest.importorskip("dash", reason="the dashboard's packages are not installed")
 
 from advisor.dashboard.access import Access
-from advisor.dashboard.app import create_app
+from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.serve import bind
 from advisor.dashboard.session import Session
 
@@ -27,6 +28,8 @@ ARGUMENTS = [
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 PATIENCE_MS = 30_000
+PATHS = {page.module: page.path for page in PAGES}
+MODULES = tuple(PATHS)
 
 
 def no_browser(why: str) -> None:
@@ -96,6 +99,12 @@ def show() -> Iterator[Callable[..., Shown]]:
         server.__exit__(None, None, None)
 
 
+@pytest.fixture
+def served() -> Callable[[Session], Any]:
+    """``with served(session) as shown``: a session that is not loaded yet, or is followed."""
+    return serving
+
+
 @dataclass
 class Tab:
     """A browser tab that notes what should not happen."""
@@ -103,6 +112,8 @@ class Tab:
     page: Any
     address: str
     wrong: list[str] = field(default_factory=list)
+    pending: int = 0
+    """Requests that are not answered yet."""
 
     def open(self, path: str) -> Any:
         """Go to a page of the dashboard and wait until it is there."""
@@ -110,9 +121,22 @@ class Tab:
         self.page.locator("main h1").first.wait_for(state="attached", timeout=PATIENCE_MS)
         return self.page
 
+    def walk(self, *modules: str) -> Iterator[str]:
+        """Go to each page by the navigation, as a person does; yields its module once it is
+        there. Much quicker than loading everything again for each."""
+        self.open("/")
+        for module in modules or MODULES:
+            self.page.locator(f"nav .to-{module} a").first.click()
+            self.page.locator(f".page-{module} main h1").first.wait_for(state="attached")
+            self.settle()
+            yield module
+
     def settle(self) -> None:
-        """Wait until nothing more is asked of the server."""
-        self.page.wait_for_load_state("networkidle", timeout=PATIENCE_MS)
+        """Wait until nothing has been asked of the server for a moment."""
+        quiet, deadline = 0, time.monotonic() + PATIENCE_MS / 1e3
+        while quiet < 4 and time.monotonic() < deadline:
+            self.page.wait_for_timeout(40)
+            quiet = 0 if self.pending else quiet + 1
 
     def text(self, selector: str = "main") -> str:
         """What is written there."""
@@ -135,6 +159,8 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
         made.page.on("console", lambda message: _console(made, message))
         made.page.on("pageerror", lambda error: made.wrong.append(f"script: {error}"))
         made.page.on("request", lambda request: _request(made, request))
+        made.page.on("requestfinished", lambda request: _answered(made))
+        made.page.on("requestfailed", lambda request: _answered(made))
         made.page.on("response", lambda answer: _response(made, answer))
         return made
 
@@ -148,7 +174,12 @@ def _console(tab: Tab, message: Any) -> None:
         tab.wrong.append(f"console {message.type}: {message.text[:300]}")
 
 
+def _answered(tab: Tab) -> None:
+    tab.pending -= 1
+
+
 def _request(tab: Tab, request: Any) -> None:
+    tab.pending += 1
     if not request.url.startswith((tab.address, "data:", "blob:")):
         tab.wrong.append(f"request to elsewhere: {request.url}")
 

@@ -1,0 +1,259 @@
+"""Every page, in a browser, on very different recordings: nothing breaks, and the figures are those
+of ``advisor analyze --format json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor import cli
+from advisor.testing import TraceBuilder
+
+SCALES = {"ns": 1.0, "µs": 1e3, "ms": 1e6, "s": 1e9}
+AMOUNT = re.compile(r"([\d,]+(?:\.\d+)?) (ns|µs|ms|s)\b")
+
+
+def parse(text: str) -> tuple[float, float]:
+    """The first duration in a text, ns, and how much rounding may have taken."""
+    match = AMOUNT.search(text)
+    assert match is not None, text
+    digits, scale = match[1].replace(",", ""), SCALES[match[2]]
+    decimals = len(digits.partition(".")[2])
+    return float(digits) * scale, 0.5001 * scale / 10**decimals
+
+
+def agrees(text: str, ns: float) -> bool:
+    """The duration shown is the one measured, rounded."""
+    shown, error = parse(text)
+    return abs(shown - ns) <= error
+
+
+def analysed(path: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What ``advisor analyze --format json`` says."""
+    capsys.readouterr()
+    assert cli.run(["analyze", str(path), "--format", "json", "--no-progress"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.fixture(scope="module")
+def recording(
+    shared_trace: Callable[[str], str],
+    two_ranks: Callable[[], Path],
+    truncated: Callable[[], Path],
+    cpu_run: Callable[[], Path],
+) -> Callable[[str], str]:
+    """A recording by the name of the test's parameter; the same path each time."""
+    made: dict[str, str] = {}
+    sources = {"two ranks": two_ranks, "truncated": truncated, "recorded on a CPU": cpu_run}
+
+    def get(name: str) -> str:
+        if name not in made:
+            made[name] = str(sources[name]()) if name in sources else shared_trace(name)
+        return made[name]
+
+    return get
+
+
+RECORDINGS = (
+    "a100_train_6steps", "h100_bert_small_inference", "two ranks", "recorded on a CPU",
+    "no_gpu_rank", "truncated", "mi210_gpu_only",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_every_page_opens_without_an_error_or_a_request_to_elsewhere(
+    name: str, recording: Any, show: Any, tab: Any
+) -> None:
+    t = tab(show(recording(name)))
+    for module in t.walk():
+        body = t.text("body")
+        assert "could not be made" not in body, (module, body)
+        # what a formatter was not meant to see
+        assert not re.search(r"\b(None|nan|NaN|undefined|\[object)\b", body), (module, body)
+    assert t.wrong == []
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_the_overview_shows_the_figures_of_analyze(
+    name: str, recording: Any, show: Any, tab: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recording(name)
+    report = analysed(path, capsys)
+    t = tab(show(path))
+    t.open("/")
+    assert t.text("main h1") == report["verdict"]
+    tiles = dict(
+        zip(
+            t.page.locator(".tile dt").all_inner_texts(),
+            t.page.locator(".tile dd").all_inner_texts(),
+            strict=True,
+        )
+    )
+    unit = "Recording" if report["scope"]["step_source"] == "whole trace" else "Step"
+    assert agrees(tiles[unit], report["scope"]["step_ns"])
+    _same_share(tiles["GPU busy"], report["busy_share"])
+    _same_share(tiles["MFU"], report["mfu"])
+    if report["communication_ns"] is None:
+        assert "Communication" not in tiles
+    else:
+        assert agrees(tiles["Communication"], report["communication_ns"])
+    _same_bar(t, report)
+    _same_staircase(t, report)
+
+
+def _same_share(text: str, share: float | None) -> None:
+    first = text.split("\n", maxsplit=1)[0]
+    if share is None:
+        assert first == "not measured"
+    elif 0 < share < 0.005:
+        assert first == "<1%"
+    else:
+        assert abs(float(first.removesuffix("%")) / 100 - share) <= 0.005001
+
+
+def _same_bar(t: Any, report: dict[str, Any]) -> None:
+    """The legend's durations: work, and idle causes, small ones summed."""
+    tables = [
+        [row.split("\t") for row in table.inner_text().split("\n") if "\t" in row]
+        for table in t.page.locator(".legend table").all()
+    ]
+    if report["time"]:
+        work = [part for part in report["time"] if part["name"] != "idle" and part["ns"] > 0]
+        idle = sum(part["ns"] for part in report["time"] if part["name"] == "idle")
+    else:
+        work, idle = report["host"], 0.0
+    assert len(tables[0]) == len(work)
+    for row, part in zip(tables[0], work, strict=True):
+        assert agrees(row[1], part["ns"]), (row, part)
+    if idle:
+        shown = [parse(row[1]) for row in tables[1]]
+        assert abs(sum(ns for ns, _ in shown) - idle) <= sum(error for _, error in shown)
+
+
+def _same_staircase(t: Any, report: dict[str, Any]) -> None:
+    """Each stair is the one before it less the finding's marginal gain."""
+    ranked = [f for f in report["findings"] if f["folded_under"] is None]
+    stairs = t.page.locator(".stair .then").all_inner_texts()
+    if not ranked:
+        assert stairs == []
+        return
+    left = report["scope"]["step_ns"]
+    assert agrees(stairs[0], left)
+    for text, finding in zip(stairs[1:], ranked, strict=True):
+        left -= finding["rank_gain_ns"]
+        assert agrees(text, max(left, 0.0)) or left < 50_000, (text, left)
+
+
+@pytest.mark.parametrize("name", ["h100_bert_small_inference", "two ranks"])
+def test_the_findings_page_shows_the_findings_of_analyze(
+    name: str, recording: Any, show: Any, tab: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recording(name)
+    report = analysed(path, capsys)
+    t = tab(show(path))
+    t.open("/findings")
+    ranked = [f for f in report["findings"] if f["folded_under"] is None]
+    shown = [*ranked, *report["risks"]]
+    assert shown
+    cards = t.page.locator("article.finding").all()
+    assert len(cards) == len(shown)
+    for card, finding in zip(cards, shown, strict=True):
+        text = card.inner_text()
+        assert card.locator("h2").inner_text() == finding["title"]
+        assert finding["fix"] in text and finding["summary"] in text
+        assert finding["code"].strip() == card.locator("pre").inner_text().strip()
+        gain = finding["worth"]["gain_ns"]
+        if gain is not None:
+            assert agrees(card.locator(".worth strong").inner_text(), gain)
+        for fact in finding["evidence"]:
+            assert fact["label"] in text
+
+
+def test_the_kernels_page_shows_the_families_of_analyze(
+    recording: Any, show: Any, tab: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recording("a100_train_6steps")
+    report = analysed(path, capsys)
+    t = tab(show(path))
+    t.open("/kernels")
+    rows = t.page.locator("table.data").first.locator("tbody tr").all_inner_texts()
+    shown = {row.split("\t")[0].strip(): row.split("\t") for row in rows}
+    assert set(shown) == {family["name"] for family in report["families"]}
+    for family in report["families"]:
+        cells = shown[family["name"]]
+        assert agrees(cells[2], family["ns"])
+        _same_share(cells[3], family["share"])
+
+
+def test_the_ranks_are_those_of_analyze(
+    recording: Any, show: Any, tab: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recording("two ranks")
+    lines = analysed(path, capsys)["ranks"]["lines"]
+    t = tab(show(path))
+    t.open("/distributed")
+    rows = t.page.locator("table.data").first.locator("tbody tr").all_inner_texts()
+    assert len(rows) == len(lines) == 2
+    for row, line in zip(rows, lines, strict=True):
+        cells = row.split("\t")
+        assert cells[0].strip() == f"rank {line['rank']}"
+        assert agrees(cells[1], line["step_ns"])
+        assert agrees(cells[3], line["communication_ns"])
+        assert agrees(cells[6], line["caused_wait_ns"]) or line["caused_wait_ns"] == 0
+
+
+def test_a_cut_file_says_so_on_the_overview(recording: Any, show: Any, tab: Any) -> None:
+    t = tab(show(recording("truncated")))
+    t.open("/")
+    assert "truncated" in t.text(".banner")
+
+
+def test_without_a_gpu_the_pages_say_what_is_not_measured(
+    recording: Any, show: Any, tab: Any
+) -> None:
+    t = tab(show(recording("no_gpu_rank")))
+    t.open("/kernels")
+    assert "not measured" in t.text(".empty")
+    t.open("/")
+    assert "main thread" in t.text("main")
+
+
+# -- hostile names -------------------------------------------------------------------------------
+
+HOSTILE = (
+    "<img src=x onerror=window.pwned=1>",
+    "</script><script>window.pwned=1</script>",
+    "{{constructor.constructor('window.pwned=1')()}}",
+    "\x1b[31mred\u202e reversed",
+)
+
+
+def test_names_that_are_markup_are_only_shown(show: Any, tab: Any, tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.range(HOSTILE[1]):
+            for name in HOSTILE:
+                with b.op(name, [[512, 512], [512, 512]], "float"):
+                    b.launch(name, 900)
+            b.sync()
+    t = tab(show(b.write(tmp_path / "<b>hostile.json")))
+    page = t.page
+    for module in t.walk():
+        assert page.locator("img[src=x]").count() == 0
+        assert page.locator("main b", has_text="hostile").count() == 0
+        assert page.evaluate("window.pwned") is None, module
+    t.open("/kernels")
+    page.locator("#kernel-grid .ag-row").first.wait_for()
+    cells = page.locator("#kernel-grid [col-id=name]").all_inner_texts()
+    assert HOSTILE[0] in cells
+    assert any("\\x1b[31mred\\u202e reversed" in cell for cell in cells)
+    page.locator("#kernel-grid .ag-row").first.click()
+    page.locator(".detail").wait_for()
+    assert page.evaluate("window.pwned") is None
+    assert t.wrong == []

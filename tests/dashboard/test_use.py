@@ -1,0 +1,228 @@
+"""Using it: themes, keyboard, links that reproduce a view, filters, narrow windows, and axe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.dashboard.app import create_app
+from advisor.dashboard.session import Session
+
+pytest.importorskip("dash")
+
+
+@pytest.fixture(scope="module")
+def h100(shared_trace: Callable[[str], str]) -> str:
+    return shared_trace("h100_bert_small_inference")
+
+
+@pytest.fixture(scope="module")
+def ranks(two_ranks: Callable[[], Path]) -> str:
+    return str(two_ranks())
+
+
+def theme(page: Any) -> str:
+    found: str = page.evaluate("document.documentElement.getAttribute('data-theme')")
+    return found
+
+
+def background(page: Any) -> str:
+    found: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return found
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen_and_then_stays(
+    h100: str, show: Any, tab: Any
+) -> None:
+    t = tab(show(h100), dark=True)
+    page = t.open("/")
+    assert theme(page) == "dark"
+    dark = background(page)
+    page.locator("#theme-switch").focus()
+    page.keyboard.press("Space")
+    assert theme(page) == "light"
+    assert background(page) != dark
+    page.reload()
+    page.locator("main h1").wait_for()
+    assert theme(page) == "light"
+    t.open("/kernels")
+    assert theme(page) == "light"
+    assert t.wrong == []
+
+
+def test_all_of_it_can_be_reached_with_the_keyboard(h100: str, show: Any, tab: Any) -> None:
+    page = tab(show(h100)).open("/")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "content"
+    link = page.locator("nav a", has_text="Findings")
+    link.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/findings")
+    page.locator("article.finding").first.wait_for()
+    assert page.locator("nav .here").inner_text() == "Findings"
+
+
+def test_a_kernel_is_chosen_with_the_keyboard_and_found_on_the_timeline(
+    h100: str, show: Any, tab: Any
+) -> None:
+    t = tab(show(h100))
+    page = t.open("/kernels")
+    page.locator("#kernel-grid .ag-row").first.wait_for()
+    page.locator("#kernel-grid [row-index='1'] [col-id=name]").click()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Space")
+    name = page.locator("#kernel-grid [row-index='2'] [col-id=name]").inner_text()
+    page.locator(".detail code", has_text=name[:30]).wait_for()
+    page.locator(".detail a").click()
+    page.wait_for_url("**/timeline?**")
+    assert "x0=" in page.url and "x1=" in page.url
+    t.settle()
+    assert t.wrong == []
+
+
+def test_the_field_above_a_grid_filters_it(h100: str, show: Any, tab: Any) -> None:
+    page = tab(show(h100)).open("/kernels")
+    rows = page.locator("#kernel-grid .ag-center-cols-container .ag-row")
+    rows.first.wait_for()
+    before = rows.count()
+    page.fill("#kernel-grid-search", "flash")
+    page.locator("#kernel-grid .ag-row", has_text="gemm").first.wait_for(state="detached")
+    assert 0 < rows.count() < before
+    assert all("flash" in text.lower() for text in rows.all_inner_texts())
+
+
+def test_show_me_leads_to_the_worst_instance(h100: str, show: Any, tab: Any) -> None:
+    shown = show(h100)
+    finding = shown.session.entries[0].loaded.report.findings[0]
+    worst = next(place for place in finding.where if place.ts_ns is not None)
+    t = tab(shown)
+    page = t.open("/findings")
+    page.locator(".button.main").first.click()
+    page.wait_for_url("**/timeline?**")
+    query = dict(part.split("=") for part in page.url.partition("?")[2].split("&"))
+    assert int(query["x0"]) <= worst.ts_ns
+    assert worst.ts_ns + (worst.dur_ns or 0) <= int(query["x1"])
+    t.settle()
+    assert t.wrong == []
+
+
+def test_a_link_reproduces_the_view(ranks: str, show: Any, tab: Any) -> None:
+    shown = show(ranks)
+    one, other = tab(shown), tab(shown)
+    page = one.open("/kernels")
+    page.locator(".choices a", has_text="1").click()
+    page.wait_for_url("**/kernels?rank=1")
+    page.locator(".choices a.chosen", has_text="1").wait_for()
+    table = page.locator("table.data").first.inner_text()
+    again = other.open(page.url.removeprefix(shown.address))
+    assert again.locator(".choices a.chosen").inner_text() == "1"
+    assert again.locator("table.data").first.inner_text() == table
+    page.go_back()
+    page.locator(".choices a.chosen", has_text="0").wait_for()
+
+
+def test_a_category_keeps_its_findings_and_stays_in_the_address(
+    ranks: str, show: Any, tab: Any
+) -> None:
+    shown = show(ranks)
+    report = shown.session.entries[0].loaded.report
+    everything = [f for f in report.findings if f.folded_under is None] + report.risks
+    wanted = everything[0].category
+    page = tab(shown).open(f"/findings?category={wanted}")
+    titles = page.locator("article.finding h2").all_inner_texts()
+    assert titles == [f.title for f in everything if f.category == wanted]
+
+
+def test_a_link_to_a_finding_puts_it_into_view(ranks: str, show: Any, tab: Any) -> None:
+    shown = show(ranks)
+    page = tab(shown).open("/")
+    last = page.locator(".lines a.title").last
+    title = last.inner_text()
+    last.click()
+    page.locator("article.finding").first.wait_for()
+    target = page.locator("article.finding", has=page.locator("h2", has_text=title))
+    target.wait_for()
+    page.wait_for_timeout(200)
+    box = target.bounding_box()
+    assert box is not None and -5 <= box["y"] < 900
+
+
+def test_code_is_copied_whole(h100: str, show: Any, tab: Any) -> None:
+    shown = show(h100)
+    finding = shown.session.entries[0].loaded.report.findings[0]
+    t = tab(shown)
+    t.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = t.open("/findings")
+    page.locator(".code .copy").first.click()
+    page.locator(".code .copy", has_text="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()").strip() == finding.code.strip()
+
+
+def test_at_390_pixels_nothing_is_cut_off(ranks: str, show: Any, tab: Any) -> None:
+    t = tab(show(ranks), width=390)
+    for module in t.walk():
+        wide = t.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert wide <= 0, module
+
+
+def test_on_paper_there_is_no_navigation_and_no_dark_ground(h100: str, show: Any, tab: Any) -> None:
+    page = tab(show(h100), dark=True).open("/findings")
+    page.emulate_media(media="print")
+    assert not page.locator("nav").is_visible()
+    assert not page.locator("#theme-switch").is_visible()
+    assert background(page) == "rgb(255, 255, 255)"
+
+
+def test_a_figure_is_saved_as_png(h100: str, show: Any, tab: Any) -> None:
+    page = tab(show(h100)).open("/kernels")
+    button = page.locator(".figure .modebar-btn").first
+    button.wait_for(state="attached")
+    with page.expect_download() as waiting:
+        button.dispatch_event("click")
+    assert Path(waiting.value.path()).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_nothing_serious(dark: bool, ranks: str, show: Any, tab: Any) -> None:
+    axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
+    t = tab(show(ranks), dark=dark)
+    bad = []
+    for module in t.walk():
+        found = axe.run(t.page)
+        bad += [
+            (module, item["id"], node["html"][:160], node.get("failureSummary", "")[:200])
+            for item in found["violations"]
+            if item["impact"] in ("serious", "critical")
+            for node in item["nodes"][:2]
+        ]
+    assert bad == []
+
+
+# -- while a run is being read -------------------------------------------------------------------
+
+
+def test_the_progress_page_turns_into_the_run(h100: str, tab: Any, served: Any) -> None:
+
+    with served(Session([h100])) as shown:
+        t = tab(shown)
+        page = t.open("/")
+        assert t.text("main h1") == "Reading the trace"
+        shown.session.start()
+        page.locator("main h1", has_text="GPU busy").wait_for()
+        assert t.wrong == []
+
+
+def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text("hello")
+    session = Session([str(bad)]).load()
+    assert session.entries[0].state == "failed"
+    assert str(bad) in session.entries[0].why
+    assert "\n" not in session.entries[0].why
+    status = create_app(session).server.test_client().get("/_advisor/status").json
+    assert status["done"] and status["entries"][0]["state"] == "failed"

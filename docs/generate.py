@@ -168,8 +168,8 @@ def comparison_text() -> str:
         f"`advisor compare --format json` writes one object, a `Comparison`; its `schema` is "
         f"`{schema}`. The number grows when a field is removed or changes its meaning; new fields "
         "may appear at any time. `Comparison.from_json` of `advisor.compare` reads it back.",
-        "Durations are nanoseconds, sizes bytes, shares 0 to 1; differences are after minus before. "
-        "`null` is *not measured*, never 0.",
+        "Durations are nanoseconds, sizes bytes, shares 0 to 1; differences are after minus "
+        "before. `null` is *not measured*, never 0.",
     ]
     return "\n\n".join([*parts, *_tables("Comparison", advisor.compare.data)]) + "\n"
 

@@ -29,6 +29,8 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -206,16 +208,7 @@ def save(folder: Path, results: Results) -> None:
 
 
 def analyse_all(options: argparse.Namespace) -> None:
-    """Findings and prices of every recording, and the comparison with what was measured.
-
-    Rules that were only tried on synthetic examples are ranked like the others: this is their
-    trial, and the controls are one for all of them.
-    """
-    from advisor.advice.registry import load_rules
-
-    for rule in load_rules(config={}):
-        if rule.validated == "synthetic":
-            type(rule).validated = "recordings"
+    """Findings and prices of every recording, and the comparison with what was measured."""
     results = load(options.output)
     for name, entry in results.get("workloads", {}).items():
         for variant in VARIANTS:
@@ -229,13 +222,30 @@ def analyse_all(options: argparse.Namespace) -> None:
     (options.output / "README.md").write_text(page(results, options.limit_kb), encoding="utf-8")
 
 
+@contextmanager
+def all_on_trial() -> Iterator[None]:
+    """Rules that were only tried on synthetic examples are ranked like the others: this is their
+    trial, and the controls are one for all of them."""
+    from advisor.advice.registry import load_rules
+
+    kinds = {type(rule) for rule in load_rules(config={}) if rule.validated == "synthetic"}
+    try:
+        for kind in kinds:
+            kind.validated = "recordings"
+        yield
+    finally:
+        for kind in kinds:
+            kind.validated = "synthetic"
+
+
 def advice(folder: Path) -> Results:
     """Rules in order of rank, risks, notes; gains of the ranked ones as shares of the step."""
     from advisor.advice.engine import analyze
     from advisor.ingest import open_run
 
     try:
-        report = analyze(open_run(str(folder)))
+        with all_on_trial():
+            report = analyze(open_run(str(folder)))
     except AdvisorError as error:
         return {"error": str(error)}
     step = report.scope.step_ns or None

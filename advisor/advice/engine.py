@@ -382,6 +382,9 @@ def _report(
     ranked, notes, risks = [], [], []
     for finding in result.findings:
         currency = "unpriced" if finding.worth is None else finding.worth.currency
+        gain = None if finding.worth is None else finding.worth.gain_ns
+        if finding.informational and currency == "step_time" and gain is not None and gain < floor:
+            continue  # worth nothing, and nobody asked
         if finding.informational or currency == "unpriced":
             notes.append(finding)
         elif currency != "step_time":

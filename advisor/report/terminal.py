@@ -221,11 +221,17 @@ def _apart(page: Page, report: Report) -> None:
             _finding(page, report, finding)
     if report.notes:
         page.section("Notes")
+        unit = t.loop_unit(report.scope.step_source)
         for finding in report.notes:
             reason = facts.why_note(finding)
             aside = (f" ({reason})" if reason else "", "dim")
             page.wrapped(t.clean(finding.title), aside, first=" ∙  ", indent=4)
             page.wrapped(t.clean(finding.summary), indent=4, style="dim")
+            worth = finding.worth
+            if worth is not None and worth.currency == "step_time" and worth.gain_ns:
+                page.flow(
+                    "gain", [part for part in (t.gain(finding, step=unit), t.band(finding)) if part]
+                )
             page.field("fix", finding.fix)
 
 

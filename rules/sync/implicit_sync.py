@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.stacks import nearest, parents
-from advisor.model import Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
-from advisor.rules.common import counted, of_step, per, rows, total
-from advisor.rules.sync.held import Held, causes, edit, held_by, where
+from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.rules.common import column, counted, of_step, per, places, rows, total
+from advisor.rules.sync.held import MAX_CORRELATIONS, Held, causes, edit, held_by, where
 from advisor.testing import TraceBuilder
 
 _VALUE = r"^aten::(?:item|is_nonzero|_local_scalar_dense|equal|allclose)$"
@@ -34,6 +35,11 @@ class ImplicitSync(Rule):
     profiler ends its own window is not counted, and neither are data-dependent shapes and explicit
     ``synchronize()``, which have rules of their own.
 
+    Waits that leave no bubble can still matter: the host loses its lead, and the device idles later
+    for launches. Where the host waits for a notable part of the step, a note says so, with what a
+    replay without these waits saves; it is not ranked, for whether the host can do without the
+    values is not in a trace.
+
     The same wait inside the optimizer (a scaler that reads ``found_inf``, gradient clipping that
     compares the norm) is named as such in the evidence.
     """
@@ -52,6 +58,7 @@ class ImplicitSync(Rule):
     )
 
     min_share = 0.02  # of the step, lost to bubbles; a proposal of the rule catalogue
+    min_waited = 0.05  # of the step, the host waiting without a bubble: a note; as dataloader-wait
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sum the bubbles after reads of device values."""
@@ -71,6 +78,7 @@ class ImplicitSync(Rule):
         held = held_by(a, self._reads())
         share = held.total / a.span_ns
         if share < self.min_share:
+            yield from self._no_bubble(a, held)
             return
         per_step = held.total / a.step_count
         waiting = held.table.filter(pl.Series(held.lost > 0))
@@ -129,6 +137,44 @@ class ImplicitSync(Rule):
             confidence=0.85,
             assumptions=["nothing before the next launch needs the value on the host"],
             falsified_by="a run without these reads whose device idles as long at the same place",
+        )
+
+    def _no_bubble(self, a: Analysis, held: Held) -> Iterator[Finding]:
+        """The host waits, and the device has other work meanwhile."""
+        waited = column(held.table, "waited")
+        if waited.sum() < self.min_waited * a.span_ns:
+            return
+        calls = rows(held.table["host"])
+        reads = held.table.select(pl.coalesce("op", "host").n_unique()).item()
+        worst = calls[np.argsort(-waited, kind="stable")]
+        ids = a.trace.cpu["correlation"].gather(worst[:MAX_CORRELATIONS]).drop_nulls().unique()
+        yield Finding(
+            rule=self.id,
+            title="The host waits for device values, and loses its lead over the device",
+            summary=(
+                f"{of_step(a, int(waited.sum()))} the host waits in "
+                f"{counted(-(-reads // a.step_count), 'read')}{per(a)} for values that the "
+                "device computes. The device has work meanwhile, but the launches that follow come "
+                "later for it."
+            ),
+            fix=(
+                "If the values are needed only for logging, read them later; if they are sizes "
+                "(splits of an all-to-all, lengths), compute or send them one batch ahead."
+            ),
+            check="Profile again: the host no longer waits in these calls.",
+            evidence=[Evidence("by cause", causes(held))],
+            where=places(a, calls, waited),
+            edits=[
+                Edit(
+                    op="asynchronous",
+                    select=Select(
+                        on="host", kind=("runtime",), correlation=tuple(ids.sort().to_list())
+                    ),
+                )
+            ],
+            informational=True,
+            confidence=0.5,
+            assumptions=["the host can go on without the values"],
         )
 
     @staticmethod

@@ -158,11 +158,12 @@ def test_exposed_communication_leads_on_a100_training(shared_trace: Find) -> Non
     assert told * 6 == pytest.approx(exposed, rel=0.002)
 
 
-def test_a100_training_gets_no_advice_on_pinned_memory_launches_or_syncs(
+def test_a100_training_gets_no_advice_on_pinned_memory_or_launches(
     shared_trace: Find,
 ) -> None:
     result = report(shared_trace("a100_train_6steps"))
-    assert mentioned(result) == {"exposed-communication"}
+    assert mentioned(result) == {"exposed-communication", "implicit-sync"}
+    assert {f.rule for f in result.findings} == {"exposed-communication"}
     praise = " ".join(g.text for g in result.good)
     assert "from pinned memory" in praise and "DataLoader keeps up" in praise
 
@@ -387,3 +388,16 @@ def test_a_recorded_loader_without_workers_is_told_from_one_with(tmp_path: Path)
     assert figure(alone, "exposed loading a step") >= 8 * 4e6
     assert alone.worth is not None and (alone.worth.share or 0) > 0.3
     assert not mentioned(record(1)) & {"single-process-loader"}
+
+
+def test_waits_without_a_bubble_are_a_note_with_what_replaying_without_them_saves(
+    shared_trace: Find,
+) -> None:
+    """60 blocking copies to the host hold it for 75 of 465 ms; the device idles after them for
+    0.7 % only, but the host, which is late for most launches, loses that much of its lead."""
+    report = analyze(shared_trace("a100_train_6steps"))
+    assert [f.rule for f in report.findings] == ["exposed-communication"]
+    (note,) = [f for f in report.notes if f.rule == "implicit-sync"]
+    assert note.worth is not None and note.worth.gain_ns is not None
+    # never more than the host waited, 12.5 ms a step by summing the calls
+    assert 3e6 < note.worth.gain_ns < 12.6e6

@@ -20,7 +20,7 @@ from torch import nn
 from advisor.sample_workloads import Setup, Workload
 
 WORKLOAD = Workload(
-    finds=("recompilation",), shown_on="cpu", cpu_scale=1 / 8, steps=6, stacks=False
+    finds=("recompilation",), shown_on="cpu", cpu_scale=1 / 8, steps=6, around=8, stacks=False
 )
 
 

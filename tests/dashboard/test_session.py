@@ -1,0 +1,199 @@
+"""What is shown is read once, in a thread, and says how far it is."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dash")
+
+from advisor.advice.engine import analyze
+from advisor.dashboard.app import create_app
+from advisor.dashboard.follow import Follower
+from advisor.dashboard.session import Session, landed
+
+
+def _recorded() -> Any:
+    spec = spec_from_file_location("recorded", Path(__file__).with_name("recorded.py"))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+recorded = _recorded()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    return str(recorded.slow_loader().write(tmp_path / "slow.json"))
+
+
+def until(check: Callable[[], bool], seconds: float = 30) -> bool:
+    end = time.monotonic() + seconds
+    while not check() and time.monotonic() < end:
+        time.sleep(0.02)
+    return check()
+
+
+def test_the_report_is_that_of_analyze(slow: str) -> None:
+    session = Session([slow]).load()
+    loaded = session.entries[0].loaded
+    assert loaded is not None
+    assert loaded.report.to_dict() == analyze(slow).to_dict()
+
+
+def test_nothing_is_read_before_start_and_then_all_of_it(slow: str) -> None:
+    session = Session([slow])
+    assert session.entries[0].state == "loading"
+    assert not session.status()["done"]
+    session.start()
+    assert session.wait(60)
+    assert session.entries[0].state == "ready"
+    assert session.status()["done"]
+
+
+def test_a_path_that_cannot_be_read_leaves_the_others(slow: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text("{")
+    session = Session([str(bad), slow, str(tmp_path / "nowhere")]).load()
+    assert [entry.state for entry in session.entries] == ["failed", "ready", "failed"]
+    assert all("\n" not in entry.why for entry in session.entries)
+    assert isinstance(session.comparison("0", "1"), str)
+
+
+def test_a_run_is_found_by_its_number_and_never_by_a_path(slow: str) -> None:
+    session = Session([slow, slow]).load()
+    for asked in (None, "", "7", slow, "/etc/passwd", "../1"):
+        assert session.entry(asked) is session.entries[0]
+    assert session.entry("1") is session.entries[1]
+
+
+def test_the_first_is_compared_with_each_of_the_others(slow: str) -> None:
+    session = Session([slow, slow, slow]).load()
+    assert session.pairs == [("0", "1"), ("0", "2")]
+    for pair in session.pairs:
+        found = session.comparison(*pair)
+        assert found is not None and not isinstance(found, str)
+        assert found.steps.difference_ns == 0
+
+
+def test_several_threads_that_ask_for_a_table_get_the_same_one(slow: str) -> None:
+    loaded = Session([slow]).load().entries[0].loaded
+    assert loaded is not None
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(1)
+        time.sleep(0.05)
+        return len(made)
+
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(loaded.view("x", make))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1] * 8
+    assert len(made) == 1
+
+
+# -- a run that is going on ----------------------------------------------------------------------
+
+
+def test_findings_come_when_a_window_lands(tmp_path: Path) -> None:
+    run = recorded.write_run(tmp_path / "run", end=False)
+    window = run / "rank0" / "trace_w0.json.gz"
+    aside = tmp_path / "trace"
+    shutil.move(window, aside)
+    session = Session([str(run)], live=True)
+    session.start()
+    try:
+        assert session.wait(60)
+        entry = session.entries[0]
+        before = entry.version
+        assert entry.loaded is None or entry.loaded.report.scope.step_source == "record"
+        shutil.move(aside, window)
+        assert until(lambda: entry.version > before)
+        assert entry.loaded is not None
+        assert entry.loaded.report.scope.step_source == "ProfilerStep"
+        assert entry.loaded.report.findings[0].category == "input"
+    finally:
+        session.close()
+
+
+def test_a_folder_that_is_not_a_run_yet_becomes_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    session = Session([str(folder)], live=True)
+    session.start()
+    try:
+        assert session.wait(60)
+        assert session.entries[0].state == "failed"
+        made = recorded.write_run(tmp_path / "other")
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+        assert until(lambda: session.entries[0].state == "ready")
+    finally:
+        session.close()
+
+
+def test_many_more_steps_are_a_reason_to_look_again_only_without_a_window(tmp_path: Path) -> None:
+    run = recorded.write_run(tmp_path / "run")
+    steps = run / "rank0" / "steps.jsonl"
+    with_window = landed(str(run))
+    steps.write_bytes(steps.read_bytes() * 20)
+    assert landed(str(run)) == with_window
+    (run / "rank0" / "trace_w0.json.gz").unlink()
+    few = landed(str(run))
+    steps.write_bytes(steps.read_bytes() * 20)
+    assert landed(str(run)) != few
+
+
+def test_a_follower_reads_what_was_appended_and_no_torn_line(tmp_path: Path) -> None:
+    run = recorded.write_run(tmp_path / "run", steps=30)
+    file = run / "rank0" / "steps.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:10]) + lines[10][:7])
+    follower = Follower(str(run))
+    assert follower.ranks() == [0]
+    record = follower.read(0)
+    assert record is not None and len(record.steps) == 10
+    with file.open("ab") as stream:
+        stream.write(lines[10][7:] + b"garbage\n" + b"".join(lines[11:]))
+    record = follower.read(0)
+    assert record is not None
+    assert [step.n for step in record.steps] == list(range(30))
+    assert follower.read(3) is None
+
+
+def test_the_live_page_shows_the_last_step(tmp_path: Path) -> None:
+    run = recorded.write_run(tmp_path / "run", steps=50, end=False)
+    session = Session([str(run)], live=True).load()
+    app = create_app(session)
+    client = app.server.test_client()
+    client.get("/")
+    body = {
+        "output": "..live-body.children...live-tick.disabled..",
+        "outputs": [
+            {"id": "live-body", "property": "children"},
+            {"id": "live-tick", "property": "disabled"},
+        ],
+        "inputs": [{"id": "live-tick", "property": "n_intervals", "value": 1}],
+        "state": [{"id": "_pages_location", "property": "search", "value": "?rank=../0"}],
+        "changedPropIds": ["live-tick.n_intervals"],
+    }
+    answer = client.post("/_dash-update-component", json=body)
+    assert answer.status_code == 200
+    found = answer.json["response"]
+    assert found["live-tick"]["disabled"] is False
+    assert '"50"' in answer.text
+    assert "going on" in answer.text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.analysis.record import Floats
+from advisor.analysis.record import Floats, Recorded
 from advisor.model import Evidence, Finding, Outcome, Rule
 from advisor.rules.common import duration
 from advisor.rules.host.stalls import blame, find_stalls
@@ -35,6 +35,7 @@ class StepJitter(Rule):
     min_steps = 100
     min_ratio = 2.0  # 99th percentile over median (gpuprof)
     min_excess = 0.03  # of the median, that the mean is above it
+    max_others = 0.25  # of the machine's CPUs: other programs are then the likelier cause
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the tail with the median."""
@@ -53,6 +54,8 @@ class StepJitter(Rule):
             return  # one may be chance
         causes = [(name, ns) for name, ns in blame(recorded, stalls)[:3] if ns > 0]
         parts = ", ".join(f"{name} {duration(ns)}" for name, ns in causes)
+        others = _others(recorded)
+        crowded = others is not None and others >= self.max_others
         lost = float(np.maximum(0.0, dur - expected)[dur > self.min_ratio * expected].sum())
         yield Finding(
             rule=self.id,
@@ -61,6 +64,12 @@ class StepJitter(Rule):
                 f"One step in a hundred takes {ratio:.1f} times the usual "
                 f"{duration(recorded.median)} or more; together the long ones lose "
                 f"{duration(lost)}. What is longer in them: {parts or 'not told'}."
+                + (
+                    f" Other programs use {others:.0%} of the machine's CPUs meanwhile: measure "
+                    "again without them before looking further."
+                    if crowded
+                    else ""
+                )
             ),
             evidence=[
                 Evidence("99th percentile over the usual step", ratio, "", self.min_ratio,
@@ -68,6 +77,7 @@ class StepJitter(Rule):
                 Evidence("mean above the usual step", excess, "share", self.min_excess),
                 Evidence("long steps", len(stalls.rows), "count"),
                 Evidence("longest phase in them", causes[0][0] if causes else None),
+                Evidence("CPUs used by other programs", others, "share", self.max_others),
                 steps_seen(recorded),
             ],
             fix=(
@@ -78,7 +88,7 @@ class StepJitter(Rule):
             ),
             check="Record again: the 99th percentile comes closer to the median.",
             worth=over_the_run(lost, method="what the long steps take beyond the usual one"),
-            confidence=0.6,
+            confidence=0.3 if crowded else 0.6,
             falsified_by="a longer run whose steps are alike",
         )  # fmt: skip
 
@@ -100,6 +110,15 @@ class StepJitter(Rule):
 
 
 _LONG = {31, 44, 45, 77, 90, 121, 150, 171, 190, 223}
+
+
+def _others(recorded: Recorded) -> float | None:
+    """Share of the machine's CPUs that other programs use; ``None``: not sampled."""
+    machine, own = recorded.host("cpu"), recorded.host("process_cpu")
+    total = recorded.record.rank.cpus_total
+    if len(machine) < 3 or len(own) < 3 or not total:
+        return None
+    return max(0.0, float(machine.mean()) / 100 - float(own.mean()) / 100 / total)
 
 
 def _expected(dur: Floats, shapes: Floats, samples: Floats) -> Floats:

@@ -31,7 +31,7 @@ def on_host(state: dict[str, Any]) -> dict[str, Any]:
 def loop(run: Setup) -> Iterator[Any]:
     """Train and save; yields the loss of each step."""
     torch.manual_seed(run.seed)
-    width, batch = run.size(4096, 32), run.size(512, 8)
+    width, batch = run.size(4096, 32), run.size(128, 8)
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3)]
     model = nn.Sequential(*layers).to(run.device)
     inputs = torch.randn(batch, width, device=run.device)

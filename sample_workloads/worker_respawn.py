@@ -18,7 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from advisor.sample_workloads import Setup, Workload
 
 WORKLOAD = Workload(
-    finds=("workers-respawned", "dataloader-wait"), shown_on="cpu", cpu_scale=1 / 8, steps=12
+    finds=("workers-respawned",),
+    also=("dataloader-wait",),
+    shown_on="cpu",
+    cpu_scale=1 / 8,
+    steps=12,
 )
 
 EPOCH = 4  # batches

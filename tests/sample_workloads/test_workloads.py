@@ -59,12 +59,22 @@ def report_of(name: str, variant: Variant, folder: Path) -> Report:
     return analyze(open_run(str(out)))
 
 
-def ranked(report: Report) -> list[str]:
-    """Rules in the order of their rank, then what is ranked in other currencies, then the notes of
-    rules that still wait for a recording to be shown right on."""
-    found = sorted((f.rank, f.rule) for f in report.findings if f.rank is not None)
-    tried = [f.rule for f in report.notes if RULES[f.rule].validated == "synthetic"]
-    return [rule for _, rule in found] + [f.rule for f in report.risks] + tried
+def shown(report: Report, rules: set[str]) -> bool:
+    """One of the rules is at first or second place among findings or risks. A rule that still waits
+    to be shown right on a recording has no place yet: that it is among the notes counts."""
+    places = sorted((f.rank, f.rule) for f in report.findings if f.rank is not None)
+    top = {rule for _, rule in places[:2]} | {f.rule for f in report.risks[:2]}
+    return bool(rules & top or rules & waiting(report))
+
+
+def waiting(report: Report) -> set[str]:
+    """Rules among the notes that would be ranked once they are validated."""
+    return {f.rule for f in report.notes if RULES[f.rule].validated == "synthetic"}
+
+
+def left(report: Report, rules: set[str]) -> bool:
+    """One of the rules is anywhere in the report, except as a note that is worth nothing."""
+    return bool(rules & ({f.rule for f in (*report.findings, *report.risks)} | waiting(report)))
 
 
 def share(report: Report, rules: set[str]) -> float:
@@ -196,16 +206,16 @@ def test_the_finding_appears_and_the_cured_twin_has_it_no_more(name: str, tmp_pa
     finds = set(ALL[name].finds)
     for attempt in range(ATTEMPTS):
         before = report_of(name, "slow", tmp_path / f"slow{attempt}")
-        if finds & set(ranked(before)[:2]):
+        if shown(before, finds):
             break
-    assert finds & set(ranked(before)[:2]), (ranked(before), before.verdict)
+    assert shown(before, finds), before.verdict
 
     # on a busy machine even a loader that keeps up is waited for now and then
     for attempt in range(ATTEMPTS):
         after = report_of(name, "cured", tmp_path / f"cured{attempt}")
-        if not finds & set(ranked(after)) or share(after, finds) < share(before, finds) / 2:
+        if not left(after, finds) or share(after, finds) < share(before, finds) / 2:
             break
-    assert not finds & set(ranked(after)) or share(after, finds) < share(before, finds) / 2
+    assert not left(after, finds) or share(after, finds) < share(before, finds) / 2
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@
   var T = window.advisorTimeline;
 
   var HEIGHT = { steps: 20, phases: 16, idle: 22, stream: 22, collectives: 18, copies: 18, sync: 14, thread: 15, overhead: 14 };
-  var THIN = 8, GAP = 7, COUNTER = 40, HALO = 4, LABEL = 14;
+  var THIN = 8, GAP = 7, COUNTER = 40, HALO = 4, LABEL = 14, HEAD = 22;
   T.LABEL = LABEL;
 
   // Rows of the picture from top to bottom: {y, h, lane} and {y, h, counter}, and the groups' boxes.
@@ -28,6 +28,7 @@
       y += narrow ? LABEL : 0;
       var first = y, all = folded.counters;
       if (!all) {
+        y += narrow ? 0 : HEAD;
         info.counters.forEach(function (counter, i) {
           rows.push({ y: y, h: COUNTER - 8, counter: i });
           y += COUNTER;

@@ -13,6 +13,9 @@
     ["drag", "choose a range: its statistics"], ["shift+drag", "pan"], ["drag on the axis", "zoom to it"]
   ];
 
+  // Findings about events; others (memory that grows, clocks that fall) have nothing to outline.
+  function seen(finding) { return finding.places.length || finding.edits; }
+
   function button(label, title, onclick, cls) {
     return el("button", { type: "button", cls: "tl-button " + (cls || ""), title: title, "aria-label": title, onclick: onclick, text: label });
   }
@@ -91,11 +94,11 @@
       return el("option", { value: rank, selected: rank === info.rank, text: rank < 0 ? "not told" : String(rank) });
     }));
     this.rankBox.hidden = info.ranks.length < 2;
-    this.focus.replaceChildren(el("option", { value: "", text: info.findings.length ? "Outline a finding…" : "No findings" }));
-    info.findings.forEach(function (finding) {
+    this.focus.replaceChildren(el("option", { value: "", text: info.findings.some(seen) ? "Outline a finding…" : "No findings to show" }));
+    info.findings.filter(seen).forEach(function (finding) {
       self.focus.appendChild(el("option", { value: finding.key, selected: finding.key === t.finding, text: finding.title }));
     });
-    this.focus.disabled = !info.findings.length;
+    this.focus.disabled = !info.findings.some(seen);
   };
 
   Panel.prototype.found = function (answer) {
@@ -215,9 +218,9 @@
           ])]);
         })));
       }
-    } else if (info.findings.length) {
+    } else if (info.findings.some(seen)) {
       children.push(el("h2", { text: "Findings" }));
-      children.push(el("ul", { cls: "tl-links" }, info.findings.slice(0, 12).map(function (f) {
+      children.push(el("ul", { cls: "tl-links" }, info.findings.filter(seen).slice(0, 12).map(function (f) {
         return el("li", {}, [el("button", { type: "button", cls: "tl-link", onclick: function () { t.setFinding(f.key, true); } }, [
           el("span", { text: f.title }), el("span", { cls: "num", text: f.places.length ? "show" : "outline" })
         ])]);
@@ -262,11 +265,12 @@
   Panel.prototype.hover = function (slice, x, y) {
     var card = this.card, t = this.t;
     if (!slice) { card.hidden = true; return; }
-    card.replaceChildren(
+    if (slice.counter) { card.replaceChildren(el("p", { text: slice.counter }), el("strong", { text: slice.value })); }
+    else { card.replaceChildren(
       el("p", { cls: "tl-name", text: slice.name || "…" }),
       el("p", {}, [el("strong", { text: T.time(slice.dur) }), this.chip(slice.label, "")]),
       el("p", { cls: "dim", text: slice.label + (slice.count > 1 ? " · the longest of " + T.count(slice.count) + " here" : "") })
-    );
+    ); }
     card.hidden = false;
     var box = card.getBoundingClientRect(), left = x + 14, top = y + 16;
     if (left + box.width > t.stage.clientWidth - 8) { left = Math.max(x - box.width - 12, 4); }

@@ -58,9 +58,10 @@
 
   // -- opening a rank ------------------------------------------------------------------------------
 
-  Timeline.prototype.open = function (rank, keep) {
+  // ``rank``: null is the one of the address, else the reported one, which "fallback" insists on.
+  Timeline.prototype.open = function (rank, keep, fallback) {
     var self = this, asked = new URLSearchParams(location.search);
-    if (rank === null && /^-?\d{1,6}$/.test(asked.get("rank") || "")) { rank = Number(asked.get("rank")); }
+    if (rank === null && !fallback && /^-?\d{1,6}$/.test(asked.get("rank") || "")) { rank = Number(asked.get("rank")); }
     this.data = new T.Data(this.run, rank);
     this.answer = this.base = null;
     this.data.onnames = function () { self.draw(); };
@@ -76,7 +77,7 @@
       self.panel.welcome();
       if (!info.groups.length && !info.counters.length) { self.fail("There are no events in this trace."); }
     }, function (error) {
-      if (rank !== null && !keep && /rank/.test(error.message)) { self.open(undefined); return; }
+      if (rank !== null && !keep && !fallback) { self.open(null, null, true); return; }
       self.fail(error.message);
     });
   };
@@ -170,7 +171,7 @@
         el("span", { text: counter.label }),
         el("span", { cls: "dim", text: (counter.low === counter.high ? "" : T.quantity(counter.low, counter.unit) + " – ") + T.quantity(counter.high, counter.unit) })
       ]);
-      node.style.top = row.y + (row === layout.rows.filter(function (r) { return r.counter !== undefined; })[0] ? 16 : 0) + "px";
+      node.style.top = row.y + "px";
       return node;
     })));
     this.mapLanes = this.pickMap();
@@ -432,6 +433,17 @@
     return null;
   };
 
+  // A counter's value under the pointer.
+  Timeline.prototype.counterAt = function (x, y) {
+    var row = this.rowAt(y), a = this.answer, at = row && row.counter !== undefined && a ? a.asked.indexOf(row.counter) : -1;
+    if (at < 0) { return null; }
+    var counter = this.data.info.counters[row.counter], i = Math.floor((this.timeAt(x) - a.x0) / (a.x1 - a.x0) * a.px);
+    var low = a.low[at * a.px + i], high = a.high[at * a.px + i];
+    if (!(i >= 0 && i < a.px) || low !== low) { return { counter: counter.label, value: "no sample" }; }
+    var text = T.quantity(high, counter.unit);
+    return { counter: counter.label, value: low === high ? text : T.quantity(low, counter.unit) + " – " + text };
+  };
+
   Timeline.prototype.under = function (x, y) {
     var lane = this.cellAt(x, y);
     if (lane === null) { return Promise.resolve(null); }
@@ -444,7 +456,7 @@
     clearTimeout(this.pointTimer);
     this.hover = found;
     var left = this.overlay.parentNode.offsetLeft + x, top = this.body.offsetTop + y;
-    card.hover(found, left, top);
+    card.hover(found || (x !== null && this.counterAt(x, y)), left, top);
     if (!found && x !== null) {
       this.pointTimer = setTimeout(function () {
         self.under(x, y).then(function (slice) {

@@ -44,6 +44,7 @@ def brief(key: str, finding: Finding) -> dict[str, Any]:
         "title": finding.title,
         "severity": finding.severity,
         "rank": finding.trace_rank,
+        "edits": len(finding.edits),
         "places": places[:20],
     }
 

@@ -1,0 +1,384 @@
+"""The timeline in a browser: what is painted, and what wheel, keys, search and links do."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from advisor.dashboard.timeline.categories import ALL
+from advisor.testing import TraceBuilder
+
+HOSTILE = "<img src=x onerror=document.title='owned'><b>"
+
+STATE = """() => { const t = advisorTimeline.current;
+  return {x0: t.x0, x1: t.x1, begin: t.data.info.begin, finish: t.data.info.finish,
+          chosen: t.chosen && (({name, ts, dur, id}) => ({name, ts, dur, id}))(t.chosen),
+          finding: t.finding, query: t.query, range: t.range, width: t.width}; }"""
+SETTLED = """() => Promise.race([advisorTimeline.current.settled().then(() => true),
+                            new Promise(done => setTimeout(() => done(false), 20000))])"""
+# colours of the canvas as [hex, pixels], most frequent first; what is blended is another colour
+COLOURS = """() => { const c = advisorTimeline.current.canvas, all = {};
+  const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+  for (let i = 0; i < d.length; i += 4) {
+    const key = (d[i] << 16) | (d[i + 1] << 8) | d[i + 2]; all[key] = (all[key] || 0) + 1; }
+  return Object.entries(all).sort((a, b) => b[1] - a[1]).slice(0, 400)
+    .map(([k, n]) => ['#' + Number(k).toString(16).padStart(6, '0'), n]); }"""
+
+
+def settle(page: Any) -> dict[str, Any]:
+    """Wait until what is asked of the server is on the canvas; the view's state."""
+    page.locator(".tl-canvas").first.wait_for(state="attached")
+    assert page.evaluate(SETTLED), "the view is not painted in time"
+    page.wait_for_timeout(350)  # a zoom by key moves for 140 ms, the address follows after 250 ms
+    assert page.evaluate(SETTLED), "the view is not painted in time"
+    found: dict[str, Any] = page.evaluate(STATE)
+    return found
+
+
+def colours(page: Any) -> Counter[str]:
+    return Counter(dict(page.evaluate(COLOURS)))
+
+
+def pointer_on(page: Any, ts: float, group: str) -> None:
+    """Move the pointer to an instant in the first lane of a group."""
+    x, y = page.evaluate(
+        """([ts, key]) => { const t = advisorTimeline.current;
+           const g = t.data.info.groups.find(g => g.key === key);
+           const row = t.layout.rows[t.layout.byLane[g.first]];
+           const box = t.overlay.getBoundingClientRect();
+           return [box.left + (ts - t.x0) / (t.x1 - t.x0) * t.width,
+                   box.top + row.y - t.scroll + row.h / 2]; }""",
+        [ts, group],
+    )
+    page.mouse.move(x, y)
+
+
+@pytest.fixture
+def a100(show: Any, tab: Any, shared_trace: Callable[[str], str]) -> Any:
+    made = tab(show(shared_trace("a100_train_6steps")))
+    yield made
+    assert made.wrong == []
+
+
+def test_every_kind_of_lane_is_painted(a100: Any) -> None:
+    page = a100.open("/timeline")
+    state = settle(page)
+    assert (state["x0"], state["x1"]) == (state["begin"], state["finish"])
+    labels = page.locator(".tl-label .tl-text").all_inner_texts()
+    assert labels[:3] == ["Steps", "Phases", "GPU idle, by blame"]
+    assert {"GPU 3 · stream 7", "Collectives", "Copies and memsets", "Main thread 3113936"} <= set(
+        labels
+    )
+    seen = colours(page)
+    by_key = {c.key: c.colour for c in ALL}
+    for key in ("step", "phase-forward", "gpu-communication", "copy-htod", "host-op"):
+        assert seen[by_key[key]] > 100, key
+    assert len(seen) > 50, "narrow slices are blended into many colours"
+
+
+def test_the_wheel_zooms_where_the_pointer_is_and_shift_pans(a100: Any) -> None:
+    page = a100.open("/timeline")
+    before = settle(page)
+    at = before["begin"] + 0.25 * (before["finish"] - before["begin"])
+    pointer_on(page, at, "steps")
+    for _ in range(5):
+        page.mouse.wheel(0, -240)
+    zoomed = settle(page)
+    span = zoomed["x1"] - zoomed["x0"]
+    assert span < 0.2 * (before["x1"] - before["x0"])
+    assert (at - zoomed["x0"]) / span == pytest.approx(0.25, abs=0.02)
+    page.keyboard.down("Shift")
+    page.mouse.wheel(0, 200)
+    page.keyboard.up("Shift")
+    panned = settle(page)
+    assert panned["x1"] - panned["x0"] == pytest.approx(span, rel=1e-6)
+    assert panned["x0"] > zoomed["x0"]
+    assert colours(page), "painted after moving"
+
+
+def test_keys_zoom_pan_fit_and_escape(a100: Any) -> None:
+    page = a100.open("/timeline")
+    whole = settle(page)
+    page.locator(".tl-stage").focus()
+    page.keyboard.press("w")
+    page.keyboard.press("w")
+    near = settle(page)
+    assert near["x1"] - near["x0"] < 0.8 * (whole["x1"] - whole["x0"])
+    page.keyboard.press("d")
+    assert settle(page)["x0"] > near["x0"]
+    page.keyboard.press("ArrowLeft")
+    assert settle(page)["x0"] == pytest.approx(near["x0"], abs=2)
+    page.keyboard.press("s")
+    assert settle(page)["x1"] - settle(page)["x0"] > near["x1"] - near["x0"]
+    page.keyboard.press("f")
+    fitted = settle(page)
+    assert (fitted["x0"], fitted["x1"]) == (whole["x0"], whole["x1"])
+    page.keyboard.press("?")
+    assert page.locator(".tl-help").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator(".tl-help").is_visible()
+
+
+def test_search_counts_goes_to_the_next_and_back(a100: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    page.keyboard.press("/")
+    assert page.evaluate("() => document.activeElement.classList.contains('tl-search')")
+    page.keyboard.type("ncclkernel_sendrecv")
+    page.keyboard.press("Enter")
+    first = settle(page)
+    assert "ncclKernel_SendRecv" in first["chosen"]["name"]
+    hits = page.locator(".tl-hits").inner_text()
+    assert re.fullmatch(r"1 of \d+", hits)
+    page.keyboard.press("Enter")
+    second = settle(page)
+    assert second["chosen"]["ts"] > first["chosen"]["ts"]
+    page.keyboard.press("Shift+Enter")
+    assert settle(page)["chosen"]["id"] == first["chosen"]["id"]
+    assert first["x0"] <= first["chosen"]["ts"] <= first["x1"]
+    page.locator(".tl-search").fill("no such kernel")
+    page.keyboard.press("Enter")
+    page.get_by_text("nothing found").wait_for()
+
+
+def test_show_me_on_the_findings_page_leads_to_the_worst_instance(a100: Any) -> None:
+    page = a100.open("/findings")
+    page.get_by_text("Show me on the timeline").first.click()
+    page.locator(".tl-stage").wait_for()
+    state = settle(page)
+    report = page.evaluate("() => advisorTimeline.current.data.info.findings")
+    finding = next(f for f in report if f["key"] == state["finding"])
+    place = finding["places"][0]
+    assert state["x0"] < place["ts"] and place["ts"] + place["dur"] < state["x1"]
+    assert (state["chosen"]["ts"], state["chosen"]["dur"]) == (place["ts"], place["dur"])
+    assert page.locator(".tl-focus").input_value() == finding["key"]
+
+
+def test_a_finding_in_focus_dims_all_but_its_events(a100: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    colour = {c.key: c.colour for c in ALL}
+    before = colours(page)
+    page = a100.open("/timeline?focus=exposed-communication")
+    state = settle(page)
+    assert state["finding"] == "exposed-communication"
+    after = colours(page)
+    assert after[colour["gpu-communication"]] > 100
+    assert before[colour["step"]] > 1000 > after[colour["step"]]
+
+
+def test_a_link_reproduces_the_view(a100: Any, show: Any, tab: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    page.locator(".tl-search").fill("addmm")
+    page.keyboard.press("Enter")
+    page.locator(".tl-stage").focus()
+    page.keyboard.press("s")
+    state = settle(page)
+    query = parse_qs(urlsplit(page.url).query)
+    assert {"x0", "x1", "q", "sel"} <= set(query)
+    other = a100.page.context.new_page()
+    other.goto(page.url)
+    again = settle(other)
+    assert again["x0"] == pytest.approx(state["x0"], abs=2)
+    assert again["x1"] == pytest.approx(state["x1"], abs=2)
+    assert (again["chosen"]["id"], again["query"]) == (state["chosen"]["id"], "addmm")
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["x0=abc&x1=9", "x0=5&x1=1", "rank=999", "rank=x", "focus=no-such-rule", "sel=99999999999",
+     "x0=-99999999999999999&x1=99999999999999999", "q=" + "x" * 300, "focus=%3Cimg%3E&finding=[]"],
+)  # fmt: skip
+def test_an_address_of_nonsense_shows_the_timeline_all_the_same(a100: Any, query: str) -> None:
+    page = a100.open(f"/timeline?{query}")
+    state = settle(page)
+    assert state["x1"] > state["x0"]
+    assert sum(colours(page).values()) > 0
+    a100.wrong[:] = [w for w in a100.wrong if "400" not in w]
+
+
+def test_a_click_tells_what_it_is_and_draws_the_launch(a100: Any) -> None:
+    page = a100.open("/timeline?focus=exposed-communication")
+    state = settle(page)
+    assert page.locator(".tl-side h2").first.inner_text() == state["chosen"]["name"]
+    side = page.locator(".tl-side").inner_text()
+    assert "Launched by" in side and "cudaLaunchKernel" in side
+    page.locator(".tl-side .tl-link").first.click()
+    launch = settle(page)
+    assert launch["chosen"]["name"] == "cudaLaunchKernel"
+    assert launch["x0"] <= launch["chosen"]["ts"] <= launch["x1"]
+    page.keyboard.press("Escape")
+    assert settle(page)["chosen"] is None
+
+
+def test_hovering_says_what_is_there_wide_or_narrow(a100: Any) -> None:
+    page = a100.open("/timeline")
+    state = settle(page)
+    pointer_on(page, state["begin"] + 40e6, "steps")
+    card = page.locator(".tl-card")
+    card.wait_for(state="visible")
+    assert "ProfilerStep#1009" in card.inner_text()
+    first = page.evaluate("() => advisorTimeline.current.data.json('search', {q: 'fbgemm_gpu'})")
+    pointer_on(page, first["ts"], "stream:3:7")
+    page.locator(".tl-card", has_text="longest of").or_(
+        page.locator(".tl-card", has_text="here")
+    ).first.wait_for(timeout=5000)
+
+
+def test_a_dragged_range_has_the_statistics_of_the_analysis(
+    a100: Any, show: Any, shared_trace: Any
+) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    box = page.locator(".tl-overlay").bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 80, steps=4)
+    page.mouse.up()
+    page.locator(".tl-stats").first.wait_for()
+    state = settle(page)
+    x0, x1 = state["range"]
+    assert x1 - x0 == pytest.approx(200 / state["width"] * (state["x1"] - state["x0"]), rel=0.02)
+    shown = page.locator(".tl-big strong").inner_text()
+    a = show(shared_trace("a100_train_6steps")).session.entries[0].loaded.main
+    idle = a.gaps
+    inside = sum(
+        max(0, min(ts + dur, x1) - max(ts, x0))
+        for ts, dur in zip(idle["ts"].to_list(), idle["dur"].to_list(), strict=True)
+    )
+    assert float(shown.split()[0]) == pytest.approx(100 * (1 - inside / (x1 - x0)), abs=0.2)
+    page.keyboard.press("z")
+    zoomed = settle(page)
+    assert (zoomed["x0"], zoomed["x1"]) == (pytest.approx(x0, abs=2), pytest.approx(x1, abs=2))
+
+
+def test_a_drag_on_the_axis_zooms(a100: Any) -> None:
+    page = a100.open("/timeline")
+    before = settle(page)
+    box = page.locator(".tl-axis").bounding_box()
+    page.mouse.move(box["x"] + 50, box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 150, box["y"] + 10, steps=3)
+    page.mouse.up()
+    after = settle(page)
+    assert after["x1"] - after["x0"] == pytest.approx(
+        100 / before["width"] * (before["x1"] - before["x0"]), rel=0.02
+    )
+
+
+def test_lanes_fold_and_unfold_by_keyboard(a100: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    label = page.get_by_role("button", name="Main thread 3113936")
+    assert label.get_attribute("aria-expanded") == "true"
+    rows = "() => advisorTimeline.current.layout.rows.length"
+    before = page.evaluate(rows)
+    label.focus()
+    page.keyboard.press("Enter")
+    settle(page)
+    assert (
+        page.get_by_role("button", name="Main thread 3113936").get_attribute("aria-expanded")
+        == "false"
+    )
+    assert page.evaluate(rows) < before
+
+
+def test_the_table_lists_what_is_in_view_and_is_reached_by_keyboard(a100: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    summary = page.get_by_text("Table of what is in view")
+    summary.focus()
+    page.keyboard.press("Enter")
+    rows = page.locator(".tl-table tbody tr")
+    rows.first.wait_for()
+    assert rows.count() == 100
+    assert "125,036 slices in view" in page.locator(".tl-table caption").inner_text()
+    button = page.locator(".tl-table tbody button").nth(5)
+    name = button.inner_text()
+    button.focus()
+    page.keyboard.press("Enter")
+    state = settle(page)
+    assert state["chosen"]["name"].startswith(name.split("…")[0][:20])
+    page.get_by_role("button", name="Zoom in (W)").click()
+    settle(page)
+    page.wait_for_timeout(500)
+    assert "125,036" not in page.locator(".tl-table caption").inner_text()
+
+
+def test_the_picture_follows_the_theme(a100: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    light = colours(page).most_common(1)[0][0]
+    page.locator("#theme-switch").click()
+    settle(page)
+    dark = colours(page).most_common(1)[0][0]
+    assert sum(bytes.fromhex(light[1:])) > 600 > 200 > sum(bytes.fromhex(dark[1:]))
+
+
+def test_a_trace_without_device_work_shows_the_host_and_says_what_is_missing(
+    show: Any, tab: Any, shared_trace: Any
+) -> None:
+    made = tab(show(shared_trace("no_gpu_rank")))
+    page = made.open("/timeline")
+    settle(page)
+    assert "No device work in this trace" in page.locator(".tl-side").inner_text()
+    assert not any("stream" in text for text in page.locator(".tl-label").all_inner_texts())
+    assert colours(page)[next(c.colour for c in ALL if c.key == "host-op")] > 100
+    assert made.wrong == []
+
+
+def test_ranks_can_be_chosen(show: Any, tab: Any, two_ranks: Any) -> None:
+    made = tab(show(two_ranks()))
+    page = made.open("/timeline?rank=1")
+    settle(page)
+    choice = page.get_by_label("Rank")
+    assert choice.input_value() == "1"
+    choice.select_option("0")
+    settle(page)
+    page.wait_for_timeout(400)
+    assert parse_qs(urlsplit(page.url).query)["rank"] == ["0"]
+    assert page.evaluate("() => advisorTimeline.current.data.info.rank") == 0
+    assert made.wrong == []
+
+
+def test_a_hostile_name_is_text(show: Any, tab: Any, tmp_path_factory: Any) -> None:
+    b = TraceBuilder(gpu="A100", rank=0)
+    for _ in range(3):
+        with b.step(), b.op(HOSTILE, [[64, 64]], "float"):
+            b.launch(HOSTILE, 500, blocks=16)
+            b.sync()
+    made = tab(show(b.write(tmp_path_factory.mktemp("hostile") / "x.json")))
+    page = made.open("/timeline")
+    settle(page)
+    page.locator(".tl-search").fill("<img")
+    page.keyboard.press("Enter")
+    state = settle(page)
+    assert state["chosen"]["name"] == HOSTILE
+    assert page.locator(".tl-side h2").first.inner_text() == HOSTILE
+    page.get_by_text("Table of what is in view").click()
+    page.locator(".tl-table tbody tr").first.wait_for()
+    pointer_on(page, state["chosen"]["ts"] + 10, "steps")
+    assert page.locator("#timeline img, #timeline b").count() == 0
+    assert page.title() != "owned"
+    assert made.wrong == []
+
+
+def test_on_a_narrow_screen_labels_have_lines_of_their_own(
+    show: Any, tab: Any, shared_trace: Any
+) -> None:
+    made = tab(show(shared_trace("a100_train_6steps")), width=390)
+    page = made.open("/timeline")
+    settle(page)
+    assert page.evaluate("() => advisorTimeline.current.narrow")
+    width = page.evaluate("() => advisorTimeline.current.width")
+    assert width > 300
+    assert len(colours(page)) > 50
+    assert page.evaluate("() => document.querySelector('.timeline-page').scrollWidth") <= 390
+    assert made.wrong == []

@@ -44,6 +44,9 @@ def command(
     window: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Compare this window of both.")
     ] = None,
+    redact: Annotated[
+        bool, typer.Option(help="Leave out credentials, users, hosts and folders.")
+    ] = False,
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
     ] = True,
@@ -56,7 +59,7 @@ def command(
     if before == after == "-":
         raise AdvisorError("only one of the two can come from standard input")
     comparison = _compare(before, after, rank, window, progress)
-    _deliver(comparison, wanted, output)
+    _deliver(comparison, wanted, output, redact=redact)
     if bound is not None and is_slower(comparison, bound):
         raise typer.Exit(1)
 
@@ -87,10 +90,15 @@ def _compare(
         return compare_examined(*found)
 
 
-def _deliver(comparison: Comparison, form: Format, output: Path | None) -> None:
+def _deliver(comparison: Comparison, form: Format, output: Path | None, *, redact: bool) -> None:
+    inputs = [comparison.before.path, comparison.after.path]
+    if redact:
+        from advisor.redact import redact as redacted
+
+        comparison = redacted(comparison)
     if output is not None:
         text = render(comparison, form, width=out.PIPED_WIDTH, colour=False)
-        out.write(text, output, [comparison.before.path, comparison.after.path])
+        out.write(text, output, inputs)
         return
     width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
     out.show(render(comparison, form, width=width, colour=colour))

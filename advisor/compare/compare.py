@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 MIN_MATCHED = 0.2
 """Share of the device time in work that both have, below which the programs are said to differ."""
 
+CLOSE = 0.1
+"""Share by which gain and prediction may differ and still agree, however narrow both bands are: a
+replay that misses the step by that much still prices findings (``pricing.MAX_STEP_ERROR``)."""
+
 Source = str | Path | Sequence[str | Path] | Run
 
 
@@ -184,7 +188,8 @@ def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realis
     elif _other_batch(c):
         found.reason = "the batch sizes differ, and the prediction is for the one before"
     elif found.method == REPLAY:
-        found.agrees = (
+        apart = abs(found.measured_ns - found.predicted_ns)
+        found.agrees = apart <= CLOSE * max(found.measured_ns, found.predicted_ns) or (
             found.measured_low_ns <= found.predicted_high_ns
             and found.predicted_low_ns <= found.measured_high_ns
         )

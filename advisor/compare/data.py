@@ -175,8 +175,8 @@ class Realised(Struct, kw_only=True):
     measured_high_ns: float | None = None
     """Upper end."""
     agrees: bool | None = None
-    """The interval and the band overlap; for an upper bound: the measured gain may be within it;
-    ``null``: not compared."""
+    """The interval and the band overlap, or the two differ by a tenth at most; for an upper bound:
+    the measured gain may be within it; ``null``: not compared."""
     reason: str = ""
     """Why they are not compared."""
 

@@ -64,8 +64,17 @@ def step_table(c: Comparison) -> Table | None:
         if few and field in ("p10_ns", "p90_ns"):
             continue
         before, after = getattr(one, field), getattr(other, field)
-        rows.append([label, *t.times([before, after]), relative(before, after)])
+        rows.append([label, *precise([before, after]), relative(before, after)])
     return Table(["step time", "before", "after", "difference"], rows)
+
+
+def precise(values: list[float]) -> list[str]:
+    """Durations in the unit of the largest, with four digits of it: differences of a percent are
+    to be seen."""
+    largest = max(values)
+    scale, unit = (1e9, "s") if largest >= 10e9 else (1e6, "ms") if largest >= 1e6 else (1e3, "µs")
+    digits = 3 if largest < 10 * scale else 2 if largest < 100 * scale else 1
+    return [f"{value / scale:,.{digits}f} {unit}" for value in values]
 
 
 def step_notes(steps: StepTimes) -> list[str]:

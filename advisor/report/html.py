@@ -267,7 +267,7 @@ def _rest(report: Report) -> str:
         for what, why in facts.abstentions(report)
     ]
     limits = [esc(limit) for limit in report.limits]
-    return "".join(
+    return _hot_lines(report) + "".join(
         _section(title, _items(items))
         for title, items in (
             ("What is good", good),
@@ -275,6 +275,23 @@ def _rest(report: Report) -> str:
             ("Limits of this trace", limits),
         )
     )
+
+
+def _hot_lines(report: Report) -> str:
+    """Python lines that take much CPU time, from the pass with Scalene."""
+    rows = [
+        f'<tr><th scope="row"><code>{esc(place)}</code></th><td>{esc(share)}</td>'
+        f"<td class='line'><code>{esc(text)}</code></td></tr>"
+        for share, place, text in facts.hot_lines(report)
+    ]
+    if not rows:
+        return ""
+    head = '<tr><th scope="col">line</th><th scope="col">CPU time</th><th scope="col"></th></tr>'
+    table = (
+        '<div class="scroll" tabindex="0" role="region" aria-label="Hot lines">'
+        f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+    return _section("Python lines that take CPU time", table)
 
 
 def _items(items: list[str]) -> str:

@@ -111,6 +111,18 @@ def test_hostile_names_stay_names(advisor: Run, fast: Path, tmp_path: Path) -> N
             assert "@team" not in out
 
 
+def test_a_redacted_comparison_holds_nothing_private(advisor: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "jdoe17"
+    folder.mkdir()
+    name = "gemm TOKEN=hunter2 /home/jdoe17/x.cu"
+    one, other = write(folder / "a.json", 1000), write(folder / "b.json", 3000, name)
+    for form in ("terminal", "markdown", "json"):
+        code, out, _ = advisor("compare", one, other, "--format", form, "--redact")
+        assert code == 0
+        assert "hunter2" not in out
+        assert "jdoe17" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from advisor.advice.engine import examine
 from advisor.model import Finding
 from advisor.report import Report, html, notebook
+from advisor.report.data import HotLine
 from advisor.report.figures import esc
 from advisor.report.strip import CELLS, strip
 from advisor.testing import TraceBuilder
@@ -157,6 +158,23 @@ def test_what_is_not_measured_is_said_not_to_be(report: Make) -> None:
     text = Page(html.render(report(0, mfu=None, memory_peak_bytes=None))).text
     assert text.count("not measured") >= 2
     assert "0 B" not in text
+
+
+def test_hot_lines_are_shown_as_code(report: Make) -> None:
+    line = HotLine(
+        file="/srv/train.py",
+        line=7,
+        text="<b>x = y.item()</b>",
+        function=None,
+        share=0.25,
+        python=0.2,
+        native=0.05,
+        system=0.0,
+    )
+    page = Page(html.render(report(hot_lines=[line])))
+    assert "<b>x = y.item()</b>" in page.text
+    assert "train.py:7" in page.text
+    assert "25%" in page.text
 
 
 def test_headings_and_tables_can_be_walked(report: Make) -> None:

@@ -187,13 +187,14 @@ def test_a_figure_is_saved_as_png(h100: str, show: Any, tab: Any) -> None:
     assert Path(waiting.value.path()).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_axe_finds_nothing_serious(dark: bool, ranks: str, show: Any, tab: Any) -> None:
+@pytest.mark.parametrize("dark", [False, True], ids=["light, two ranks", "dark, one with stacks"])
+def test_axe_finds_nothing_serious(dark: bool, ranks: str, h100: str, show: Any, tab: Any) -> None:
     axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
-    t = tab(show(ranks), dark=dark)
+    t = tab(show(h100 if dark else ranks), dark=dark)
     bad = []
     for module in t.walk():
         found = axe.run(t.page)
+        assert "color-contrast" in {item["id"] for item in found["passes"]}, module
         bad += [
             (module, item["id"], node["html"][:160], node.get("failureSummary", "")[:200])
             for item in found["violations"]

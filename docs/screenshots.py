@@ -1,0 +1,81 @@
+"""Takes the pictures of the documentation: every page, light and dark, wide and narrow.
+
+    python docs/screenshots.py OUT PATH [PATH …] [--only overview,findings] [--all]
+
+Without ``--all``: the pictures that the documentation shows. Needs Playwright and a Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+from advisor.dashboard.access import Access
+from advisor.dashboard.app import PAGES, create_app
+from advisor.dashboard.serve import bind
+from advisor.dashboard.session import Session
+
+SHOWN = (("overview", 1440, "light"), ("findings", 1440, "light"), ("timeline", 1440, "dark"),
+         ("kernels", 1440, "dark"), ("overview", 390, "dark"))  # fmt: skip
+SETTLE_MS = 1500
+
+
+def main() -> None:
+    """Serve the paths and photograph the pages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("paths", nargs="+")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--all", action="store_true")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    wanted = [
+        (page.module, width, theme)
+        for page in PAGES
+        for width in (1440, 390)
+        for theme in ("light", "dark")
+        if given.all or (page.module, width, theme) in SHOWN
+    ]
+    only = {name for name in given.only.split(",") if name}
+    session = Session(given.paths).load()
+    server = bind(create_app(session).server, Access(), 0)
+    threading.Thread(target=server.run, daemon=True).start()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        for module, width, theme in wanted:
+            if not only or module in only:
+                shoot(browser, server.address, module, width, theme, given.out, full=given.all)
+        browser.close()
+    server.close()
+
+
+def shoot(
+    browser: Any, address: str, module: str, width: int, theme: str, out: Path, *, full: bool
+) -> None:
+    """One page: from its top, or all of it."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 900 if width > 500 else 844}, color_scheme=theme
+    )
+    page = context.new_page()
+    path = next(page.path for page in PAGES if page.module == module)
+    page.goto(f"{address.rstrip('/')}{path}")
+    page.locator("main h1").first.wait_for(state="attached")
+    if full:  # grids draw themselves once they are in view
+        for grid in page.locator(".grid").all():
+            grid.scroll_into_view_if_needed()
+        page.evaluate("window.scrollTo(0, 0)")
+    page.wait_for_timeout(SETTLE_MS)
+    size = "" if width > 500 else "-narrow"
+    page.screenshot(path=out / f"{module}{size}-{theme}.png", full_page=full)
+    context.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A checkpoint that is written by the training loop itself, every eight steps.
+"""A checkpoint of a large table, written by the training loop itself every eight steps.
 
 ``torch.save`` copies the weights to the host, packs them and waits for the disk; all GPUs of the
 job wait with it.
@@ -31,10 +31,11 @@ def on_host(state: dict[str, Any]) -> dict[str, Any]:
 def loop(run: Setup) -> Iterator[Any]:
     """Train and save; yields the loss of each step."""
     torch.manual_seed(run.seed)
-    width, batch = run.size(4096, 32), run.size(128, 8)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3)]
-    model = nn.Sequential(*layers).to(run.device)
-    inputs = torch.randn(batch, width, device=run.device)
+    width, batch, words = run.size(1024, 32), run.size(1024, 16), run.size(1 << 18, 1024)
+    model = nn.Sequential(
+        nn.Embedding(words, width, sparse=True), nn.Linear(width, width), nn.ReLU()
+    ).to(run.device)
+    inputs = torch.randint(words, (batch,), device=run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     path = Path(run.folder, f"checkpoint-{run.variant}.pt") if run.folder else None
@@ -44,7 +45,7 @@ def loop(run: Setup) -> Iterator[Any]:
     try:
         while True:
             optimizer.zero_grad()
-            loss = (model(inputs) - inputs).square().mean()
+            loss = (model(inputs) - 1).square().mean()
             loss.backward()
             optimizer.step()
             step += 1

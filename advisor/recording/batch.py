@@ -6,6 +6,7 @@ Only what the host knows anyway: no value of a GPU tensor is ever read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 MAX_TENSORS = 64
@@ -38,63 +39,83 @@ class Batch(NamedTuple):
     padding: float | None
 
 
+class Glance(NamedTuple):
+    """What the training thread notes of a batch; everything else is worked out of it later."""
+
+    tensors: tuple[tuple[Any, Any], ...]
+    """Shape and dtype of each tensor."""
+    padding: float | None
+
+
 class Batches:
-    """Describes batches. ``tell(index, shapes, dtypes)`` is called once for each new set."""
+    """Describes batches: ``glance`` in the training thread, ``resolve`` in the writer's.
+    ``tell(index, shapes, dtypes)`` is called once for each new set of shapes."""
 
     def __init__(self, tell: Callable[[int, list[list[int]], list[str]], None]) -> None:
         self._tell = tell
         self._kinds: dict[Any, tuple[int | None, int, int | None]] = {}
         self._seen = 0
 
-    def describe(self, batch: Any) -> Batch | None:
-        """The batch in figures; ``None``: it holds no tensor."""
-        found: list[Any] = []
+    def glance(self, batch: Any) -> Glance | None:
+        """Look at a batch; ``None``: it holds no tensor."""
+        found: list[tuple[Any, Any]] = []
         _collect(batch, found, 0)
         if not found:
             return None
-        key = tuple([(tensor.shape, tensor.dtype) for tensor in found])
-        known = self._kinds.get(key)
-        if known is None:
-            known = self._new(key, found)
-        kind, size, samples = known
         self._seen += 1
-        padding = None
-        if self._seen % PADDING_EVERY == 1:
-            padding = padding_share(batch)
-        return Batch(samples, size, kind, padding)
+        return Glance(
+            tuple(found), padding_share(batch) if self._seen % PADDING_EVERY == 1 else None
+        )
 
-    def _new(self, key: Any, tensors: list[Any]) -> tuple[int | None, int, int | None]:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        first = tensors[0]
-        samples = int(first.shape[0]) if first.dim() else None
+    def resolve(self, glance: Glance) -> Batch:
+        """The batch in figures."""
+        known = self._kinds.get(glance.tensors)
+        if known is None:
+            known = self._new(glance.tensors)
+        kind, size, samples = known
+        return Batch(samples, size, kind, glance.padding)
+
+    def _new(self, tensors: tuple[tuple[Any, Any], ...]) -> tuple[int | None, int, int | None]:
+        size = sum(prod(shape) * dtype.itemsize for shape, dtype in tensors)
+        first = tensors[0][0]
+        samples = int(first[0]) if len(first) else None
         kind = None
         if len(self._kinds) < MAX_KINDS:
             kind = len(self._kinds)
             self._tell(
                 kind,
-                [[int(n) for n in tensor.shape] for tensor in tensors],
-                [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+                [[int(n) for n in shape] for shape, _ in tensors],
+                [str(dtype).removeprefix("torch.") for _, dtype in tensors],
             )
-            self._kinds[key] = kind, size, samples
+            self._kinds[tensors] = kind, size, samples
         return kind, size, samples
 
 
-def _collect(value: Any, found: list[Any], depth: int) -> None:
+def _collect(value: Any, found: list[tuple[Any, Any]], depth: int) -> None:
     """Tensors in the usual containers, in order. Others are not looked into: iterating over an
     object of somebody's could have an effect."""
-    if len(found) >= MAX_TENSORS:
-        return
     kind = type(value)
-    if kind is list or kind is tuple or isinstance(value, tuple):
+    if kind in _TENSORS:
+        found.append((value.shape, value.dtype))
+    elif kind is list or kind is tuple:
         if depth < MAX_DEPTH:
-            for part in value[:MAX_TENSORS]:
-                _collect(part, found, depth + 1)
+            for part in value if len(value) <= MAX_TENSORS else value[:MAX_TENSORS]:
+                if len(found) < MAX_TENSORS:
+                    _collect(part, found, depth + 1)
+    elif kind in _PLAIN:
+        return
     elif kind is dict or _is_mapping(value):
-        if depth < MAX_DEPTH:
-            for part in list(value.values())[:MAX_TENSORS]:
-                _collect(part, found, depth + 1)
+        _collect(list(value.values()), found, depth)
+    elif isinstance(value, tuple):
+        _collect(tuple(value), found, depth)
     elif hasattr(kind, "element_size") and hasattr(kind, "is_cuda"):
-        found.append(value)
+        _TENSORS.add(kind)
+        found.append((value.shape, value.dtype))
+
+
+_TENSORS: set[type] = set()
+"""Types that turned out to be tensors."""
+_PLAIN = {str, int, float, bool, bytes, type(None)}
 
 
 def _is_mapping(value: Any) -> bool:

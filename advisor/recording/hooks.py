@@ -259,7 +259,7 @@ def _cuda(on: Listener) -> Callable[[Any], Any]:
 
 def _is_upload(tensor: Any, target: Any) -> bool:
     """Whether a copy to this target leaves the host's memory."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return False
     if isinstance(target, str):
         return not target.startswith("cpu")

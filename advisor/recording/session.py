@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from advisor.recording.batch import Batch, Batches
+from advisor.recording.batch import Batches, Glance
 from advisor.recording.clock import Clock
 from advisor.recording.cuda import Allocator, Marks
 from advisor.recording.hooks import Hooks
@@ -62,7 +62,7 @@ class Session:
         self.batches = Batches(self._shapes)
         self._pid = os.getpid()
         self._torch = torch
-        self._batch: Batch | None = None
+        self._batch: Glance | None = None
         self._lazy = lazy
         self.over = False
         """It has ended."""
@@ -84,6 +84,7 @@ class Session:
             describe=self._describe,
             failed=self._failed,
         )
+        self.writer.resolve = self.batches.resolve
         self.writer.opened = self._opened
         self.writer.wanted = self.want
         self.writer.give_back = self.marks.give_back
@@ -174,7 +175,7 @@ class Session:
 
     def batch(self, batch: Any) -> None:
         """A loader gave this."""
-        self._batch = self.batches.describe(batch)
+        self._batch = self.batches.glance(batch)
 
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: recording is over."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from advisor import rundir
 from advisor.recording import cuda
+from advisor.recording.batch import Batch
 from advisor.recording.folder import manifest_of, rank_folder, write_once
 from advisor.recording.lines import Lines
 from advisor.recording.steps import Found
@@ -63,6 +64,8 @@ class Writer:
         self._asked_at = 0.0
         self.folder: Path | None = None
         """This rank's folder, once it exists."""
+        self.resolve: Callable[[Any], Batch] | None = None
+        """Works out what the training thread noted of a batch."""
         self.opened: Callable[[Path], None] | None = None
         """Called in the thread once the folder exists."""
         self.trouble: Trouble | None = None
@@ -207,8 +210,8 @@ class Writer:
                 step.gpu = {names[i]: ns for i, ns in enumerate(spent) if ns}
             if self.give_back is not None:
                 self.give_back(found.marks)
-        if found.batch is not None:
-            batch = found.batch
+        if found.batch is not None and self.resolve is not None:
+            batch = self.resolve(found.batch)
             step.samples = None if batch.samples is None else batch.samples * found.micro
             step.bytes = batch.bytes * found.micro
             step.shapes = batch.kind

@@ -1,0 +1,192 @@
+"""What recording costs the training thread: interleaved A/B inside one process.
+
+    python benchmarks/bench_overhead.py [--pairs 60] [--steps 50] [--write]
+
+Blocks of steps with the recorder's hooks in place and blocks without take turns (which is first
+changes each time), so that what the machine does besides falls on both. Measured is the CPU time of
+the training thread (``CLOCK_THREAD_CPUTIME_ID``): the recorder's own threads and the wait for a
+core are not in it. Given are the median of the differences between neighbouring blocks and its
+95 % interval (bootstrap), per step. ``--write`` puts the table into docs/overhead.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from advisor.recording.options import Options
+from advisor.recording.session import Session
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
+BEGIN, END = "<!-- bench_overhead: begin -->", "<!-- bench_overhead: end -->"
+
+
+class Loop:
+    """A training loop with five phases: data, copy, forward, backward, optimizer."""
+
+    def __init__(self, model: nn.Module, shape: tuple[int, ...], batch: int) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        count = batch * 64
+        data = TensorDataset(torch.randn(count, *shape), torch.randint(0, 10, (count,)))
+        self.loader = DataLoader(data, batch_size=batch, num_workers=0)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.to(self.device)
+        self.batches = iter(self.loader)
+
+    def next(self) -> Any:
+        """A batch; the loader begins again when it is done."""
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.loader)
+            return next(self.batches)
+
+    def step(self) -> None:
+        """One training step."""
+        x, y = self.next()
+        # on a CPU nothing is copied, and "meta" stands for the copy's host side
+        if self.device.type == "cpu":
+            x.to("meta")
+            y.to("meta")
+        else:
+            x, y = x.to(self.device), y.to(self.device)
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+
+
+def mlp() -> Loop:
+    """Small and fast: the share of a fixed cost is at its largest."""
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+    return Loop(model, (64,), 32)
+
+
+def deep() -> Loop:
+    """Many small modules: what each module's call costs shows here."""
+    layers: list[nn.Module] = []
+    for _ in range(40):
+        layers.append(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.LayerNorm(32)))
+    return Loop(nn.Sequential(*layers, nn.Linear(32, 10)), (32,), 16)
+
+
+def block(loop: Loop, steps: int) -> float:
+    """CPU time of this thread per step, µs."""
+    begin = time.thread_time_ns()
+    for _ in range(steps):
+        loop.step()
+    return (time.thread_time_ns() - begin) / steps / 1e3
+
+
+def compare(
+    loop: Loop, on: Callable[[], None], off: Callable[[], None], pairs: int, steps: int
+) -> tuple[float, list[float]]:
+    """Median cost without, and the differences of neighbouring blocks."""
+    off()
+    block(loop, steps * 2)
+    on()
+    block(loop, steps)
+    plain: list[float] = []
+    differences: list[float] = []
+    for pair in range(pairs):
+        taken = {}
+        for recorded in (True, False) if pair % 2 else (False, True):
+            (on if recorded else off)()
+            block(loop, 3)  # the switch itself is not measured
+            taken[recorded] = block(loop, steps)
+        plain.append(taken[False])
+        differences.append(taken[True] - taken[False])
+    off()
+    return statistics.median(plain), differences
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % bootstrap interval of the median."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[1949]
+
+
+def measure(make: Callable[[], Loop], pairs: int, steps: int, **options: Any) -> list[Any]:
+    """One row: plain step, added time, interval."""
+    loop = make()
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = Options(out=f"{folder}/run", active=0, report=False).with_changes(**options)
+        session = Session(chosen, "context")
+        session.start()
+        plain, differences = compare(loop, session.listen, session.pause, pairs, steps)
+        if session.problem:
+            sys.exit(f"recording stopped: {session.problem}")
+        recorded = session.steps.count
+        session.finish()
+    if recorded < pairs * steps:
+        sys.exit(f"only {recorded} steps were recorded")
+    low, high = interval(differences)
+    return [plain, statistics.median(differences), low, high]
+
+
+def control(make: Callable[[], Loop], pairs: int, steps: int) -> list[Any]:
+    """The same with nothing recorded on either side: what the method itself shows."""
+    plain, differences = compare(make(), lambda: None, lambda: None, pairs, steps)
+    low, high = interval(differences)
+    return [plain, statistics.median(differences), low, high]
+
+
+def main() -> None:
+    """Measure, print, and with ``--write`` keep."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/overhead.md")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name, make in (("MLP, 5 modules", mlp), ("120 small modules", deep)):
+        steps = given.steps if make is mlp else max(10, given.steps // 4)
+        rows.append((name, "nothing (control)", *control(make, given.pairs, steps)))
+        rows.append((name, "recorded, 5 phases", *measure(make, given.pairs, steps, telemetry=0.0)))
+        rows.append((name, "… and telemetry at 2 Hz", *measure(make, given.pairs, steps)))
+    table = [
+        "| loop | what | plain step, µs | added, µs | 95 % interval, µs | share |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, what, plain, added, low, high in rows:
+        table.append(
+            f"| {name} | {what} | {plain:.0f} | {added:+.1f} | {low:+.1f} to {high:+.1f} |"
+            f" {100 * added / plain:+.1f} % |"
+        )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    where = (
+        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores,"
+        f" {device}; {given.pairs} pairs of blocks of {given.steps} steps."
+    )
+    print("\n".join([*table, "", where]))
+    if given.write:
+        text = PAGE.read_text("utf-8")
+        head, rest = text.split(BEGIN)
+        tail = rest.split(END)[1]
+        PAGE.write_text("\n".join([head + BEGIN, *table, "", where, END + tail]), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -57,7 +57,7 @@ EXAMPLES = int(os.environ.get("ADVISOR_WHATIF_EXAMPLES", "0"))
 """Set it to look further than CI does: that many examples of each kind, other ones each time."""
 
 examples = settings(
-    max_examples=EXAMPLES or 12,
+    max_examples=EXAMPLES or 10,
     derandomize=not EXAMPLES,
     database=None,
     phases=[Phase.explicit, Phase.generate],

@@ -68,7 +68,7 @@ class Session:
         """It has ended."""
         self.listening = False
         """The hooks are in place."""
-        self._told = -1
+        self._told: tuple[int, BaseException | None] = -1, None
         self._lock = threading.Lock()
         self.rank, self.world = rank_of(torch)
         self.hooks = Hooks(self)
@@ -197,10 +197,11 @@ class Session:
 
     def _end(self, error: BaseException | None) -> None:
         """Tell that recording has ended here; it may go on after a pause."""
-        if self._told == self.steps.count and error is None:
+        steps = self.steps.count
+        if (steps, error) == self._told or (error is None and self._told[0] == steps):
             return
-        self._told = self.steps.count
-        end: dict[str, Any] = {"steps": self.steps.count, "reason": "finished"}
+        self._told = steps, error
+        end: dict[str, Any] = {"steps": steps, "reason": "finished"}
         if error is not None:
             interrupted = isinstance(error, KeyboardInterrupt)
             end["reason"] = "interrupted" if interrupted else "exception"

@@ -301,10 +301,12 @@ def _experimental(options: Options) -> Any:
         from torch._C._profiler import _ExperimentalConfig
     except ImportError:
         return None
-    # trace_only: nothing is parsed in this process; sync events: who waits for which stream
-    wanted: dict[str, Any] = {"trace_only": True, "enable_cuda_sync_events": True}
+    # sync events: who waits for which stream
+    wanted: dict[str, Any] = {"enable_cuda_sync_events": True}
     if options.stacks or options.deep:
         wanted["verbose"] = True
+    else:
+        wanted["trace_only"] = True  # nothing is parsed in this process; stacks need that
     known: dict[str, Any] = {}
     for name, value in wanted.items():
         try:

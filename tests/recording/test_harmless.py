@@ -1,0 +1,323 @@
+"""Training with a recorder is training without one: same numbers, same exceptions, same exit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_checks import check_sums, only_rank
+
+from advisor.recording import session as sessions
+from advisor.recording.api import Recorder
+from advisor.rundir import read_recording
+
+torch = pytest.importorskip("torch")
+
+QUIET: dict[str, Any] = {"active": 0, "telemetry": 0.0, "report": False}
+
+
+def entry_points() -> dict[str, Any]:
+    """What hooks replace, as it is now."""
+    from torch.optim.optimizer import Optimizer
+    from torch.utils.data import DataLoader, dataloader
+
+    return {
+        "next": dataloader._BaseDataLoaderIter.__next__,
+        "iter": DataLoader.__iter__,
+        "call": torch.nn.Module.__call__,
+        "to": torch.Tensor.to,
+        "cuda": torch.Tensor.cuda,
+        "backward": torch.autograd.backward,
+        "grad": torch.autograd.grad,
+        "zero_grad": Optimizer.zero_grad,
+        "scaler": torch.amp.GradScaler.step,
+        "save": torch.save,
+        "own to": "to" in vars(torch.Tensor),
+    }
+
+
+def test_everything_is_put_back(training: Any, tmp_path: Path) -> None:
+    before = entry_points()
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        assert entry_points() != before
+        training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+    assert entry_points() == before
+
+
+def test_losses_and_weights_are_bit_identical(training: Any, tmp_path: Path) -> None:
+    def run() -> list[Any]:
+        fresh = type(training)()
+        losses = []
+        torch.manual_seed(1)
+        for _ in range(2):
+            for batch in fresh.loader(15, shuffle=True):
+                fresh.optimizer.zero_grad()
+                loss = fresh.loss(batch) + 0.01 * torch.rand(())  # the generator's state counts
+                loss.backward()
+                fresh.optimizer.step()
+                losses.append(loss.item())
+            fresh.validate(fresh.loader(3))
+        return [losses, [p.detach().clone() for p in fresh.net.parameters()], torch.rand(3)]
+
+    plain = run()
+    with Recorder(str(tmp_path / "run"), skip=3, warmup=1, active=4, deep=True, report=False):
+        recorded = run()
+    assert (tmp_path / "run" / "rank0" / "trace_w0.json.gz").is_file()
+    assert recorded[0] == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(recorded[1], plain[1], strict=True))
+    assert torch.equal(recorded[2], plain[2])
+
+
+def test_an_exception_goes_on_untouched(training: Any, tmp_path: Path) -> None:
+    error = KeyError("mine")
+    recorder = Recorder(str(tmp_path / "run"), **QUIET)
+    with pytest.raises(KeyError) as raised, recorder as rec:
+        for number, batch in enumerate(rec.steps(training.loader(6))):
+            with rec.phase("augment"):
+                if number == 3:
+                    raise error
+            training.learn(batch)
+    assert raised.value is error
+    record = only_rank(tmp_path / "run")
+    check_sums(record)
+    assert len(record.steps) == 3
+    assert record.of_kind("end") == [{"steps": 3, "reason": "exception", "exception": "KeyError"}]
+
+
+def test_a_phase_that_raises_and_is_caught_is_closed(training: Any, tmp_path: Path) -> None:
+    with Recorder(str(tmp_path / "run"), **QUIET) as rec:
+        for batch in rec.steps(training.loader(4)):
+            try:
+                with rec.phase("outer"), rec.phase("inner"):
+                    raise ValueError
+            except ValueError:
+                time.sleep(0.005)
+            training.learn(batch)
+    for step in only_rank(tmp_path / "run").steps:
+        assert step.phases["other"] >= 5e6
+
+
+def test_out_of_memory_is_told_and_goes_on(training: Any, tmp_path: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+    with pytest.raises(torch.OutOfMemoryError) as raised, Recorder(str(tmp_path / "run"), **QUIET):
+        for number, batch in enumerate(training.loader(6)):
+            if number == 4:
+                raise error
+            training.learn(batch)
+    assert raised.value is error
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 4
+    (oom,) = record.of_kind("oom")
+    assert oom["message"] == str(error)
+    assert oom["snapshot"] is None  # no GPU, no allocator
+
+
+def test_the_second_recorder_does_nothing_and_says_so(
+    training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Recorder(str(tmp_path / "inner"), **QUIET)
+    with Recorder(str(tmp_path / "outer"), **QUIET):
+        for _ in range(3):
+            with inner as rec:
+                for batch in training.loader(2):
+                    with rec.phase("mine"):
+                        training.learn(batch)
+    assert not (tmp_path / "inner").exists()
+    assert len(only_rank(tmp_path / "outer").steps) == 6
+    assert [r for r in caplog.messages if "already recording" in r] == [caplog.messages[0]]
+
+
+def test_two_runs_never_share_a_directory(training: Any, tmp_path: Path) -> None:
+    for _ in range(3):
+        with Recorder(str(tmp_path / "run"), **QUIET):
+            for batch in training.loader(2):
+                training.learn(batch)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run_2", "run_3"]
+    for path in tmp_path.iterdir():
+        assert len(only_rank(path).steps) == 2
+
+
+def test_a_directory_that_cannot_be_written_costs_one_warning(
+    training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with Recorder(str(tmp_path / "file" / "run"), **QUIET):
+        for batch in training.loader(20):
+            training.learn(batch)
+            time.sleep(0.01)
+    assert len(caplog.messages) == 1
+    assert "training goes on" in caplog.messages[0]
+    assert sessions.current() is None
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_costs_one_warning_and_keeps_what_was_written(
+    training: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+) -> None:
+    real, written = os.write, [0]
+
+    def write(descriptor: int, data: Any) -> int:
+        if threading.current_thread().name != "advisor writer":
+            return real(descriptor, data)
+        if written[0] > 1500:
+            raise OSError(code, os.strerror(code))
+        count = real(descriptor, bytes(data)[:700])  # the disk takes a part, then nothing
+        written[0] += count
+        return count
+
+    monkeypatch.setattr("advisor.recording.lines.os.write", write)
+    seen = 0
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        for _ in range(10):
+            for batch in training.loader(20):
+                training.learn(batch)
+                seen += 1
+    monkeypatch.undo()
+    assert seen == 200
+    assert [m for m in caplog.messages if "training goes on" in m] == caplog.messages
+    assert len(caplog.messages) == 1
+    recording = read_recording(tmp_path / "run")
+    check_sums(recording.ranks[0])
+    assert 0 < len(recording.ranks[0].steps) < 200
+    assert all("1 damaged line" in problem for problem in recording.problems)
+
+
+def test_a_hook_that_fails_ends_the_recording_and_not_the_training(
+    training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(str(tmp_path / "run"), **QUIET)
+    with recorder:
+        session = recorder._session
+        assert session is not None
+        for number, batch in enumerate(training.loader(20)):
+            if number == 5:
+                monkeypatch.setattr(session.windows, "step", lambda *_: 1 / 0)
+            training.learn(batch)
+    assert len(caplog.messages) == 1
+    assert "ZeroDivisionError" in caplog.messages[0]
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 6
+    assert record.of_kind("error")
+
+
+def test_switched_off_it_is_not_there(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADVISOR", "0")
+    before = entry_points()
+    with Recorder(str(tmp_path / "run"), **QUIET) as rec:
+        assert entry_points() == before
+        assert rec.path is None
+        for batch in rec.steps(training.loader(3)):
+            with rec.phase("mine"):
+                training.learn(batch)
+            rec.step()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_forked_in_a_window_is_not_recorded(training: Any, tmp_path: Path) -> None:
+    with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=6, report=False) as rec:
+        recorder = rec
+        for number, batch in enumerate(training.loader(20)):
+            training.learn(batch)
+            if number < 3:
+                while recorder.path is None:
+                    time.sleep(0.01)
+            if number == 5:
+                child = os.fork()
+                if child == 0:
+                    code = 1
+                    try:
+                        training.learn(batch)
+                        code = 0 if sessions.current() is None else 2
+                    finally:
+                        os._exit(code)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 20
+    assert record.of_kind("window")[-1]["state"] == "done"
+
+
+def test_workers_of_a_loader_are_left_alone(training: Any, recorded: Any) -> None:
+    record = recorded(
+        lambda: [training.learn(batch) for batch in training.loader(6, num_workers=2)]
+    )
+    assert len(record.steps) == 6
+    (loader,) = record.of_kind("loader")
+    assert (loader["workers"], loader["batch_size"], loader["length"]) == (2, 2, 6)
+    (iterated,) = record.of_kind("loader_iter")
+    assert iterated["workers_started_ns"] > 0
+    assert iterated["evaluation"] is False
+
+
+LOOP = """
+import sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+data = TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
+for epoch in range(int(sys.argv[1])):
+    for x, y in DataLoader(data, batch_size=2):
+        optimizer.zero_grad()
+        ((net(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        print(flush=True)
+        time.sleep(0.002)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_can_be_read(tmp_path: Path) -> None:
+    """Twenty runs, each killed after a random time since its first step."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import advisor\n"
+        f"run = {str(tmp_path / 'run')!r}\n"
+        "with advisor.record(run, skip=5, active=200, warmup=1, report=False):\n"
+        + "".join(f"    {line}\n" for line in LOOP.splitlines())
+    )
+    rng = random.Random(7)
+    read = 0
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(20):
+        process = subprocess.Popen(
+            [sys.executable, str(script), "1000"], stdout=subprocess.PIPE, env=env,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.0, 4.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    runs = list(tmp_path.glob("run*"))
+    for run in runs:
+        if not (run / "manifest.json").exists():
+            continue  # killed before the manifest: within the first moments
+        recording = read_recording(run)
+        for record in recording.ranks.values():
+            check_sums(record)
+            assert not record.ended
+            read += 1
+        assert all("damaged line" in p or "rank.json" in p for p in recording.problems)
+        done = subprocess.run(
+            [sys.executable, "-m", "advisor", "analyze", str(run), "--format", "json"],
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert "Traceback" not in done.stderr
+    assert len(runs) == 20
+    assert read >= 15

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import dash
 
-from advisor.dashboard import shell
+from advisor.dashboard import ranks, shell, timeline
 from advisor.dashboard.access import Access, protect
 from advisor.dashboard.current import KEY
 from advisor.dashboard.routes import routes
@@ -66,12 +65,9 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
     for order, page in enumerate(PAGES):
         _add(app, session, page, order)
     app.layout = shell.layout
-    shell.register(app, session)
     app.server.register_blueprint(routes(session))
-    if find_spec("advisor.dashboard.timeline") is not None:
-        timeline = import_module("advisor.dashboard.timeline")
-        if hasattr(timeline, "register"):
-            timeline.register(app, session)
+    ranks.register(app)
+    timeline.register(app, session)
     protect(app, access or Access())
     return app
 
@@ -80,8 +76,6 @@ def _add(app: dash.Dash, session: Session, page: Page, order: int) -> None:
     """Register a page. Dash keeps pages in one registry a process, and callbacks that belong to
     no application go to the first: so pages hold no session, and callbacks are the app's own."""
     name = f"advisor.dashboard.pages.{page.module}"
-    if find_spec(name) is None:
-        return
     module = import_module(name)
     dash.register_page(
         name,

@@ -13,7 +13,6 @@ import dash_mantine_components as dmc
 from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link
-from advisor.dashboard.session import Session
 from advisor.report import text as t
 
 if TYPE_CHECKING:
@@ -45,10 +44,6 @@ def layout() -> Any:
         theme={"primaryColor": "indigo", "fontFamily": "inherit", "defaultRadius": "md"},
         children=dash.page_container,
     )
-
-
-def register(app: dash.Dash, session: Session) -> None:
-    """Callbacks of the frame."""
 
 
 def on_error(error: Exception) -> Any:
@@ -143,11 +138,8 @@ def _runs(view: View) -> list[Any]:
 def _navigation(page: Page, view: View) -> Any:
     from advisor.dashboard.app import PAGES
 
-    shown = {registered["module"] for registered in dash.page_registry.values()}
     links = []
     for item in PAGES:
-        if f"advisor.dashboard.pages.{item.module}" not in shown:
-            continue
         here = item.module == page.module
         to = link(icon(item.module), el("Span", item.name), href=view.href(item.path))
         links.append(el("Li", to, cls=f"to-{item.module} here" if here else f"to-{item.module}"))

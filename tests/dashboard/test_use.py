@@ -10,6 +10,7 @@ import pytest
 
 from advisor.dashboard.app import create_app
 from advisor.dashboard.session import Session
+from advisor.testing import TraceBuilder
 
 pytest.importorskip("dash")
 
@@ -189,11 +190,11 @@ def test_a_figure_is_saved_as_png(h100: str, show: Any, tab: Any) -> None:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light, two ranks", "dark, one with stacks"])
 def test_axe_finds_nothing_serious(dark: bool, ranks: str, h100: str, show: Any, tab: Any) -> None:
-    axe = pytest.importorskip("axe_core_python.sync_playwright").Axe()
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     t = tab(show(h100 if dark else ranks), dark=dark)
     bad = []
     for module in t.walk():
-        found = axe.run(t.page)
+        found = axe.run(t.page).response
         assert "color-contrast" in {item["id"] for item in found["passes"]}, module
         bad += [
             (module, item["id"], node["html"][:160], node.get("failureSummary", "")[:200])
@@ -227,3 +228,21 @@ def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in session.entries[0].why
     status = create_app(session).server.test_client().get("/_advisor/status").json
     assert status["done"] and status["entries"][0]["state"] == "failed"
+
+
+def test_of_many_ranks_one_is_searched_for(show: Any, tab: Any, tmp_path: Path) -> None:
+    for number in range(12):
+        b = TraceBuilder()
+        with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+            b.launch(f"kernel_of_rank_{number}", 900)
+            b.sync()
+        b.write(tmp_path / f"rank{number}.json")
+    t = tab(show(tmp_path))
+    page = t.open("/kernels")
+    page.locator("#kernel-grid .ag-row", has_text="kernel_of_rank_0").wait_for()
+    page.locator("#rank-select").fill("11")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/kernels?rank=11")
+    page.locator("#kernel-grid .ag-row", has_text="kernel_of_rank_11").wait_for()
+    assert t.wrong == []

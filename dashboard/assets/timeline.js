@@ -4,6 +4,7 @@
 // Input (pointer, wheel, keys), Panel (text beside the picture) and Timeline, which ties them.
 (function () {
   "use strict";
+  if (window.advisorTimeline) { return; }  // early.js has loaded these files already
 
   var T = window.advisorTimeline = { current: null };
 
@@ -78,9 +79,29 @@
   // -- life: React puts the place there and takes it away --------------------------------------
 
   function look() {
-    var place = document.querySelector("[data-advisor-timeline]");
-    if (T.current && T.current.root !== place) { T.current.destroy(); T.current = null; }
-    if (place && !T.current && T.Timeline) { T.current = new T.Timeline(place); }
+    var place = document.querySelector("[data-advisor-timeline]"), now = T.current;
+    if (!T.Timeline) { return; }
+    if (now && now.early && place && now.run === (place.getAttribute("data-run") || "")) {
+      now.adopt(place);
+    } else if (now && now.early && (place || document.getElementById("content"))) {
+      now.destroy();  // another run, or the frame says that it is being read
+      T.current = now = null;
+    } else if (now && !now.early && now.root !== place) {
+      now.destroy();
+      T.current = now = null;
+    }
+    if (place && !T.current) { T.current = new T.Timeline(place); }
+    else if (!now && !T.begun && document.body && /\/timeline$/.test(location.pathname)) { T.current = begin(); }
+    T.begun = T.begun || Boolean(document.body);
+  }
+
+  // The picture does not need the page's frame: it begins where it will be, and moves in later.
+  function begin() {
+    var root = T.el("div", { cls: "tl-early", "data-run": new URLSearchParams(location.search).get("run") || "0" });
+    document.body.appendChild(root);
+    var made = new T.Timeline(root);
+    made.early = true;
+    return made;
   }
 
   T.start = function () {

@@ -2,6 +2,7 @@
 (function () {
   "use strict";
   var T = window.advisorTimeline;
+  if (T.Data) { return; }
   var HEADER = 72;
 
   // The answer's columns as views into its bytes (see advisor/dashboard/timeline/wire.py).
@@ -111,5 +112,6 @@
   };
 
   T.Data = Data;
+  T.ranges = ranges;
   T.decode = decode;
 })();

@@ -2,6 +2,7 @@
 (function () {
   "use strict";
   var T = window.advisorTimeline;
+  if (T.Input) { return; }
   var CLICK = 4;
 
   function Input(timeline) {

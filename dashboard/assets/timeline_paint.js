@@ -2,6 +2,7 @@
 (function () {
   "use strict";
   var T = window.advisorTimeline;
+  if (T.Paint) { return; }
 
   var HEIGHT = { steps: 20, phases: 16, idle: 22, stream: 22, collectives: 18, copies: 18, sync: 14, thread: 15, overhead: 14 };
   var THIN = 8, GAP = 7, COUNTER = 40, HALO = 4, LABEL = 14, HEAD = 22;

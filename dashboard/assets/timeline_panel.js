@@ -3,6 +3,7 @@
 (function () {
   "use strict";
   var T = window.advisorTimeline, el = T.el;
+  if (T.Panel) { return; }
 
   var KEYS = [
     ["W S", "zoom in, out"], ["A D  ← →", "pan (with shift: further)"], ["↑ ↓", "scroll the lanes"],
@@ -292,7 +293,7 @@
       for (var i = 0; i < (t.folded[g.key] ? 1 : g.count) && all.length < 900; i++) { all.push(g.first + i); }
       return all;
     }, []);
-    t.data.json("table", { x0: Math.floor(t.x0), x1: Math.ceil(t.x1), lanes: lanes.length ? "0-" + lanes[lanes.length - 1] : "" }).then(function (answer) {
+    t.data.json("table", { x0: Math.floor(t.x0), x1: Math.ceil(t.x1), lanes: T.ranges(lanes) }).then(function (answer) {
       self.caption.textContent = answer.total > answer.rows.length
         ? "The " + answer.rows.length + " longest of " + T.count(answer.total) + " slices in view, in order of time"
         : T.count(answer.total) + " slices in view, in order of time";

@@ -2,6 +2,7 @@
 (function () {
   "use strict";
   var T = window.advisorTimeline, el = T.el;
+  if (T.Timeline) { return; }
   var MARGIN = 0.5;      // asked for on each side of the view, so that a short pan is there already
   var LEAST = 64;        // shortest span, ns
   var MOVE_MS = 140;     // of a zoom by key or button
@@ -47,8 +48,21 @@
     }, [el("div", { cls: "tl-top" }, [this.map, this.axis]), this.body, this.message]);
   };
 
+  // Move to the place on the page that came later.
+  Timeline.prototype.adopt = function (place) {
+    var top = this.body.scrollTop, focus = document.activeElement;
+    place.replaceChildren.apply(place, Array.from(this.root.childNodes));
+    this.root.remove();
+    this.root = place;
+    this.early = false;
+    this.body.scrollTop = top;
+    if (focus && place.contains(focus)) { focus.focus({ preventScroll: true }); }
+    this.resize();
+  };
+
   Timeline.prototype.destroy = function () {
     this.gone = true;
+    if (this.early) { this.root.remove(); }
     this.input.destroy();
     this.watch.disconnect();
     window.removeEventListener("advisor-theme", this.onTheme);
@@ -520,6 +534,7 @@
     this.flying = data.view(low, high, px, want.lanes, want.counters, focus, q).then(function (answer) {
       self.flying = null;
       if (self.gone || self.data !== data) { self.ask(); return; }
+      if (answer.version !== info.version) { self.open(data.rank, [self.x0, self.x1]); return; }  // a live run's next window
       answer.asked = want.counters;
       answer.has = [];
       want.lanes.forEach(function (lane) { answer.has[lane] = true; });

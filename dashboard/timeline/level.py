@@ -177,7 +177,7 @@ def _flagged(
         rows = np.flatnonzero(flags[lo:hi]) + lo
         rows = rows[index.end[rows] - index.start[rows] < 2 << k]
         cell = np.maximum((index.start[rows] - index.begin) >> k, low)
-        keys.append((number << 40) + cell)
+        keys.append((number << 32) + cell - low)
         values.append(flags[rows])
     key = np.concatenate([*keys, none])
     if not len(key):
@@ -188,4 +188,5 @@ def _flagged(
     head = np.flatnonzero(np.append(True, (key[1:] != key[:-1] + 1) | (value[1:] != value[:-1])))
     width = np.diff(np.append(head, len(key)))
     at = key[head]
-    return Flagged((at >> 40).astype(np.uint16), at & ((1 << 40) - 1), width, value[head])
+    cell = low + (at & ((1 << 32) - 1))
+    return Flagged((at >> 32).astype(np.uint16), cell, width, value[head])

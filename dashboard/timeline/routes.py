@@ -67,11 +67,6 @@ def routes(session: Session) -> flask.Blueprint:
     return blueprint
 
 
-def warm(loaded: Loaded, version: int = 0) -> None:
-    """Build the timeline of the reported rank now, so that its first view need not wait."""
-    of(loaded, next(iter(loaded.analyses)), version)
-
-
 def of(loaded: Loaded, rank: int, version: int) -> RankTimeline:
     """The timeline of a rank, built once for each loaded run."""
     return loaded.view(

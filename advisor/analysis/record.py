@@ -18,6 +18,10 @@ Mask = NDArray[np.bool_]
 WARM_UP = 10
 """Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short run,
 a fifth (as ``advisor compare`` does it)."""
+START_UP = 3
+"""Steps that are no measure even of what is around a window that comes early."""
+NEAR, MIN_AROUND = 20, 5
+"""Unprofiled steps so close to a profiled one are compared with it; and how many there must be."""
 MIN_PROFILED = 2
 """Profiled steps from which their median says something."""
 
@@ -83,18 +87,50 @@ class Recorded:
         return float(np.quantile(self.dur[self.used], share)) if self.count else None
 
     @cached_property
+    def active(self) -> Mask:
+        """Steps that a window kept: without its warm-up, and without the step in which the trace
+        is written. All steps of windows of which that is not told."""
+        found = self.profiled.copy()
+        number = np.array([step.n for step in self.steps], dtype=np.int64)
+        window = np.array([-1 if s.window is None else s.window for s in self.steps])
+        for event in self.record.of_kind("window"):
+            steps, own = event.get("steps"), window == event.get("window")
+            if event.get("state") == "done" and isinstance(steps, list) and len(steps) == 2:
+                found[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
+        return found
+
+    @cached_property
     def profiled_median(self) -> float | None:
-        """Median of the steps in windows; ``None``: fewer than two."""
-        inside = self.dur[self.profiled & self.settled]
+        """Median of the steps that windows kept; ``None``: fewer than two."""
+        inside = self.dur[self.active]
         return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
 
     @cached_property
-    def observer(self) -> float | None:
-        """How much longer profiled steps are, as a share of unprofiled ones; ``None``: one kind is
-        missing. Negative where noise outweighs it."""
-        if self.profiled_median is None or not self.median or self.count < 3:
+    def around_windows(self) -> float | None:
+        """Median of the unprofiled steps within 20 of a kept one, so that a run whose speed drifts
+        is compared with itself; ``None``: fewer than five."""
+        kept = np.flatnonzero(self.active)
+        after = np.zeros(len(self.steps), dtype=bool)
+        after[1:] = self.profiled[:-1]
+        plain = ~self.profiled & ~after
+        plain[:START_UP] = False
+        at = np.arange(len(self.steps))
+        if not len(kept):
             return None
-        return self.profiled_median / self.median - 1
+        next_kept = np.searchsorted(kept, at)
+        right = kept[np.minimum(next_kept, len(kept) - 1)]
+        left = kept[np.maximum(next_kept - 1, 0)]
+        near = np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR
+        found = self.dur[plain & near]
+        return float(np.median(found)) if len(found) >= MIN_AROUND else None
+
+    @cached_property
+    def observer(self) -> float | None:
+        """How much longer profiled steps are, as a share of those around them; ``None``: one kind
+        is missing. Negative where noise outweighs it."""
+        if self.profiled_median is None or not self.around_windows:
+            return None
+        return self.profiled_median / self.around_windows - 1
 
     @cached_property
     def phases(self) -> dict[str, Floats]:

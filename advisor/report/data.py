@@ -186,10 +186,10 @@ class Recorded(Struct, kw_only=True):
     profiled_steps: int
     """Steps while a window was open."""
     profiled_median_ns: float | None
-    """Their median; ``null``: fewer than two."""
+    """Median of the steps that windows kept; ``null``: fewer than two."""
     observer_effect: float | None
-    """How much longer profiled steps are than others, as a share of these; ``null``: one kind is
-    missing."""
+    """How much longer these are than the unprofiled ones around them, as a share of those;
+    ``null``: one kind is missing."""
     phases: list[Phase]
     """Host time by phase, largest first; adds up to the mean step."""
     samples_per_second: float | None

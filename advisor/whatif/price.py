@@ -24,8 +24,6 @@ EXPLAINED_NS = 5_000
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
 """Host time that the profiler adds to each event, about: 0.8 µs plain, 1.4 with shapes, 2.3 with
 stacks and all else (PyTorch 2.13, CPU; per event, so small operators suffer most)."""
-MIN_RECORDED = 10
-"""Unprofiled steps from which their median is used."""
 VISIBLE = 0.8
 """Busy share of the device from which host time is hidden behind it."""
 MOST_COST = 3.0
@@ -98,18 +96,18 @@ def event_cost(a: Analysis) -> float:
     """Host time that the profiler adds to each event, ns: measured where a recorded run has steps
     with and without it and the device leaves it visible, else as ``EVENT_COST_NS`` has it.
 
-    Measured: what the median profiled step takes beyond the median of the others, over the host
-    events of a step. On a device that hardly idles the cost is hidden, and the difference says
-    nothing about it. It is bounded, because a window's start and end are in its steps too.
+    Measured: what the median profiled step takes beyond the median of those around the window,
+    over the host events of a step. On a device that hardly idles the cost is hidden, and the
+    difference says nothing about it. It is bounded, because steps differ for other reasons too.
     """
     meta = a.trace.meta
     usual = EVENT_COST_NS["plain"]
     usual += EVENT_COST_NS["shapes"] if meta.record_shapes else 0.0
     usual += EVENT_COST_NS["stacks"] if meta.with_stack else 0.0
     recorded = a.recorded
-    if recorded is None or recorded.median is None or recorded.profiled_median is None:
+    if recorded is None or recorded.profiled_median is None or a.trace.main_thread is None:
         return usual
-    if recorded.count < MIN_RECORDED or a.trace.main_thread is None:
+    if recorded.around_windows is None:
         return usual
     if a.device_id is not None and a.breakdown.busy.total > VISIBLE * a.span_ns:
         return usual
@@ -120,7 +118,7 @@ def event_cost(a: Analysis) -> float:
     events = (np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()
     if not events:
         return usual
-    longer = max(0.0, recorded.profiled_median - recorded.median)
+    longer = max(0.0, recorded.profiled_median - recorded.around_windows)
     return min(longer * a.step_count / float(events), MOST_COST * usual)
 
 

@@ -55,6 +55,10 @@ class DebugSwitches(Rule):
     title = "Switches for debugging are on"
     category = "host"
     reads_record = True
+    validated = "recordings"
+    validated_on = (
+        "a CPU recording with anomaly detection (median step 23 ms, 10 ms without); silent without"
+    )
     references = (
         "https://pytorch.org/docs/stable/autograd.html#anomaly-detection",
         "https://pytorch.org/docs/stable/cuda_environment_variables.html",

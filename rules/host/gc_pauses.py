@@ -29,6 +29,11 @@ class GcPauses(Rule):
     title = "Garbage collection pauses the training loop"
     category = "host"
     reads_record = True
+    validated = "recordings"
+    validated_on = (
+        "CPU recordings, torch 2.13: the workload gc_pauses (78 ms a step predicted, 108 to 24 ms "
+        "measured) and a loop that collects over 600,000 objects; silent on both cures"
+    )
     references = (
         "https://docs.python.org/3/library/gc.html#gc.freeze",
         "https://arxiv.org/abs/2402.15627",

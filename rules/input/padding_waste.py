@@ -17,7 +17,7 @@ class PaddingWaste(Rule):
     too: the share of padding is the share of the work on tokens that nobody uses.
 
     The recorder samples the share of padding in the batch's mask while that is on the CPU; masks
-    that are made on the device are not seen. Reported from 20 % on, from at least five samples.
+    that are made on the device are not seen. Reported from 20 % on, from at least three samples.
 
     The gain counts all device work of the model except the optimizer and communication as linear
     in the number of tokens; attention is quadratic, so it gains more, and work that does not fill
@@ -35,7 +35,7 @@ class PaddingWaste(Rule):
     )
 
     min_padding = 0.20  # of the tokens; rule catalogue
-    min_samples = 5
+    min_samples = 3
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Average the sampled share of padding."""
@@ -111,7 +111,7 @@ class PaddingWaste(Rule):
         return {
             "little": _run(0.1),
             "no mask": _run(None),
-            "sampled three times": _run(0.4, samples=3),
+            "sampled twice": _run(0.4, samples=2),
         }
 
 

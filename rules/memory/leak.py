@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
+from advisor.analysis.record import Floats, Recorded
 from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Worth
 from advisor.rules.common import size
 from advisor.rules.memory.recorded import capacity, growth, last
@@ -31,6 +32,11 @@ class MemoryLeak(Rule):
     title = "Memory grows from step to step"
     category = "memory"
     reads_record = True
+    validated = "recordings"
+    validated_on = (
+        "a CPU recording whose loop keeps 6 MB a step, for resident memory; silent without that. "
+        "Device memory: synthetic"
+    )
     references = (
         "https://pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
         "https://pytorch.org/docs/stable/torch_cuda_memory.html",
@@ -56,7 +62,7 @@ class MemoryLeak(Rule):
         grown, steady = growth(device)
         if steady and grown >= self.min_growth:
             yield self._finding(a, "device memory in tensors", device, grown, capacity(a))
-        host = recorded.column("rss")[used]
+        host = _resident(recorded)
         grown, steady = growth(host)
         total = recorded.record.rank.memory_bytes
         limit = max(self.min_host_growth, self.min_host_share * (total or 0))
@@ -125,6 +131,14 @@ class MemoryLeak(Rule):
             "a little on the host": _run(lambda n: 10e9, host=lambda n: 4e9 + 1e5 * n),
             "a short run": _run(lambda n: 10e9 + 2e6 * n, steps=40),
         }
+
+
+def _resident(recorded: Recorded) -> Floats:
+    """Resident memory after the warm-up, from steps and telemetry, in order of time."""
+    first, last_ = recorded.span
+    told = [(s.t, s.rss) for s in recorded.steps if s.rss is not None and s.t >= first]
+    told += [(at, host.rss) for at, host in recorded.hosts if host.rss is not None]
+    return np.array([rss for at, rss in sorted(told) if at <= last_], dtype=np.float64)
 
 
 def _run(device: object, *, host: object = None, steps: int = 300) -> TraceBuilder:

@@ -1,0 +1,57 @@
+"""Rules about a recorded run, on recordings: each fires on the slow one, and not on its cure.
+
+``tests/data/recorded`` holds what `advisor record` and `advisor workloads run` wrote on two busy
+cores without a GPU (torch 2.13), without the traces.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from advisor.advice.engine import Options, analyze
+from advisor.analysis.record import Recorded
+from advisor.ingest import open_run
+from advisor.model import Finding
+
+RECORDED = Path(__file__).parents[1] / "data" / "recorded"
+CASES = {
+    "gc_pauses": "gc-pauses",
+    "worker_respawn": "workers-respawned",
+    "anomaly": "debug-switches",
+    "leak": "memory-leak",
+}
+
+
+def findings(name: str) -> dict[str, Finding]:
+    report = analyze(RECORDED / name, Options(config={}))
+    return {f.rule: f for f in (*report.findings, *report.risks, *report.notes)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> None:
+    assert CASES[name] in findings(f"{name}.slow")
+    assert CASES[name] not in findings(f"{name}.cured")
+
+
+def test_what_garbage_collection_costs_is_what_the_cure_saves() -> None:
+    means = []
+    for variant in ("slow", "cured"):
+        recording = open_run(RECORDED / f"gc_pauses.{variant}").recording
+        assert recording is not None
+        mean = Recorded(recording.ranks[0]).mean
+        assert mean is not None
+        means.append(mean)
+    worth = findings("gc_pauses.slow")["gc-pauses"].worth
+    assert worth is not None and worth.gain_ns is not None
+    # one run each on a busy machine: 15 % of what was saved is within their spread
+    assert worth.gain_ns == pytest.approx(means[0] - means[1], rel=0.15)
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in RECORDED.iterdir()))
+def test_phases_of_every_recorded_step_add_up(name: str) -> None:
+    recording = open_run(RECORDED / name).recording
+    assert recording is not None and recording.problems == []
+    for step in recording.ranks[0].steps:
+        assert sum(step.phases.values()) == step.dur

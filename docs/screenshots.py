@@ -70,6 +70,7 @@ def shoot(
     if full:  # grids draw themselves once they are in view
         for grid in page.locator(".grid").all():
             grid.scroll_into_view_if_needed()
+            grid.locator(".ag-row").first.wait_for()
         page.evaluate("window.scrollTo(0, 0)")
     page.wait_for_timeout(SETTLE_MS)
     size = "" if width > 500 else "-narrow"

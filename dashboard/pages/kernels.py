@@ -55,23 +55,16 @@ def _families(a: Analysis) -> Any:
             t.time(dur / a.step_count),
             t.percent(share),
             t.count(count / a.step_count),
-            _rate(flops, dur, "FLOP/s"),
-            _rate(moved, dur, "B/s"),
         ]
-        for name, count, dur, share, flops, moved in rows.with_columns(
-            pl.col("family").cast(pl.String)
-        ).iter_rows()
+        for name, count, dur, share in rows.select("family", "count", "dur", "share")
+        .with_columns(pl.col("family").cast(pl.String))
+        .iter_rows()
     ]
-    header = ["Family", "", "Time a step", "Share", "Count a step", "FLOP/s", "Bytes/s"]
+    header = ["Family", "", "Time a step", "Share", "Count a step"]
     return card(
         "By family",
-        table(header, lines, numbers=(2, 3, 4, 5, 6), caption="Share of summed kernel time"),
+        table(header, lines, numbers=(2, 3, 4), caption="Share of summed kernel time"),
     )
-
-
-def _rate(amount: float | None, ns: int, unit: str) -> str:
-    """Known work over all of the family's time: a lower bound where some of it is not known."""
-    return "–" if amount is None or not ns or not amount else t.value(amount / ns * 1e9, unit)
 
 
 KERNELS = (

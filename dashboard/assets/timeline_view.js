@@ -176,10 +176,13 @@
       var node = el("button", {
         type: "button", cls: "tl-label" + (many ? " many" : "") + (box.shut ? " shut" : ""), "aria-expanded": box.shut ? "false" : "true", title: text
       }, [el("span", { cls: "tl-arrow", "aria-hidden": "true" }), el("span", { cls: "tl-text", text: text })]);
-      node.style.top = box.y - (self.narrow ? T.LABEL + 2 : 0) + "px";
       node.style.height = self.narrow ? T.LABEL + "px" : Math.max(Math.min(box.h, many ? 24 : 22), 14) + "px";
+      // the label stays in sight while any of its lanes is
+      var frame = el("div", { cls: "tl-box" }, [node]), above = self.narrow ? T.LABEL + 2 : 0;
+      frame.style.top = box.y - above + "px";
+      frame.style.height = Math.max(box.h + above, 14) + "px";
       node.addEventListener("click", function () { self.fold(key); });
-      return node;
+      return frame;
     }).concat(layout.rows.filter(function (row) { return row.counter !== undefined; }).map(function (row) {
       var counter = info.counters[row.counter], node = el("p", { cls: "tl-counter" }, [
         el("span", { text: counter.label }),

@@ -67,6 +67,14 @@ def routes(session: Session) -> flask.Blueprint:
     return blueprint
 
 
+def warm(session: Session) -> None:
+    """Wait until the session is read, and make the timeline that is looked at first."""
+    session.wait()
+    entry = session.entries[0]
+    if entry.loaded is not None:
+        of(entry.loaded, next(iter(entry.loaded.analyses)), entry.version)
+
+
 def of(loaded: Loaded, rank: int, version: int) -> RankTimeline:
     """The timeline of a rank, built once for each loaded run."""
     return loaded.view(

@@ -22,6 +22,8 @@ START_UP = 3
 """Steps that are no measure even of what is around a window that comes early."""
 NEAR, MIN_AROUND = 20, 5
 """Unprofiled steps so close to a profiled one are compared with it; and how many there must be."""
+LARGEST = 1 << 62
+"""Larger figures than any that a recorder writes."""
 MIN_PROFILED = 2
 """Profiled steps from which their median says something."""
 
@@ -31,7 +33,7 @@ class Recorded:
 
     def __init__(self, record: RankRecord) -> None:
         self.record = record
-        self.steps: list[Step] = record.steps
+        self.steps: list[Step] = [step for step in record.steps if _sane(step)]
 
     # -- which steps --------------------------------------------------------------------------
 
@@ -92,10 +94,14 @@ class Recorded:
         is written. All steps of windows of which that is not told."""
         found = self.profiled.copy()
         number = np.array([step.n for step in self.steps], dtype=np.int64)
-        window = np.array([-1 if s.window is None else s.window for s in self.steps])
+        window = self.column("window")
         for event in self.record.of_kind("window"):
-            steps, own = event.get("steps"), window == event.get("window")
-            if event.get("state") == "done" and isinstance(steps, list) and len(steps) == 2:
+            which, steps = event.get("window"), event.get("steps")
+            whole = isinstance(steps, list) and len(steps) == 2
+            if event.get("state") != "done" or not whole or not isinstance(which, int):
+                continue
+            if all(isinstance(end, int) and abs(end) < LARGEST for end in steps):
+                own = window == which
                 found[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
         return found
 
@@ -137,7 +143,7 @@ class Recorded:
         """Host time of each step by phase, the largest first; they add up to ``dur``."""
         names = sorted({name for step in self.steps for name in step.phases})
         found = {
-            name: np.array([step.phases.get(name, 0) for step in self.steps], dtype=np.float64)
+            name: np.array([_finite(step.phases.get(name, 0)) for step in self.steps])
             for name in names
         }
         return dict(sorted(found.items(), key=lambda item: -item[1][self.used].sum()))
@@ -156,8 +162,7 @@ class Recorded:
 
     def column(self, name: str) -> Floats:
         """A field of every step; NaN where it was not measured."""
-        values = [getattr(step, name) for step in self.steps]
-        return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+        return np.array([_finite(getattr(step, name)) for step in self.steps], dtype=np.float64)
 
     @cached_property
     def span(self) -> tuple[int, int]:
@@ -191,8 +196,7 @@ class Recorded:
 
     def host(self, name: str) -> Floats:
         """A field of the host's samples, where it was measured."""
-        values = [getattr(sample, name) for _, sample in self.hosts]
-        return np.array([value for value in values if value is not None], dtype=np.float64)
+        return _known([getattr(sample, name) for _, sample in self.hosts])
 
     @cached_property
     def gpus(self) -> list[Gpu]:
@@ -225,8 +229,7 @@ class Recorded:
 
     def gpu(self, name: str) -> Floats:
         """A field of the GPU's samples, where it was measured."""
-        values = [getattr(sample, name) for sample in self.gpus]
-        return np.array([value for value in values if value is not None], dtype=np.float64)
+        return _known([getattr(sample, name) for sample in self.gpus])
 
     # -- what is told once --------------------------------------------------------------------
 
@@ -239,10 +242,24 @@ class Recorded:
         """The DataLoaders that fed training steps, by first use. One that was only iterated for
         validation is left out."""
         iterations = self.record.of_kind("loader_iter")
-        evaluated = {e.get("id") for e in iterations if e.get("evaluation")}
-        trained = {e.get("id") for e in iterations if not e.get("evaluation")}
+        evaluated = [e.get("id") for e in iterations if e.get("evaluation")]
+        trained = [e.get("id") for e in iterations if not e.get("evaluation")]
         return [
             event
             for event in self.record.of_kind("loader")
             if event.get("id") in trained or event.get("id") not in evaluated
         ]
+
+
+def _sane(step: Step) -> bool:
+    """Times that a run can have: others are damage, and would not fit the columns."""
+    return 0 <= step.dur < LARGEST and -LARGEST < step.t < LARGEST and 0 <= step.n < LARGEST
+
+
+def _finite(value: float | None) -> float:
+    return float(value) if value is not None and -LARGEST < value < LARGEST else np.nan
+
+
+def _known(values: list[float | None]) -> Floats:
+    found = np.array([_finite(value) for value in values], dtype=np.float64)
+    return found[~np.isnan(found)]

@@ -1,0 +1,94 @@
+"""Whatever a damaged record holds, every rule says something or nothing, and none fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from advisor import rundir
+from advisor.advice.engine import FAILED, run_rules
+from advisor.advice.registry import load_rules
+from advisor.advice.summary import measure, recorded_view
+from advisor.analysis import Analysis
+from advisor.rundir import Device, Event, Gpu, Host, Rank, RankRecord, Sample, Step
+from advisor.trace import blank_trace
+
+RULES = [rule for rule in load_rules(config={}) if rule.reads_record]
+WHOLE = st.integers(-3, 1 << 66) | st.integers(0, 10**9)
+MAYBE = st.none() | WHOLE
+PLAIN: Any = st.recursive(
+    st.none() | st.booleans() | WHOLE | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+STEPS = st.builds(
+    Step, n=WHOLE, t=WHOLE, dur=WHOLE,
+    phases=st.dictionaries(st.sampled_from(["data", "forward", "other", "x"]), WHOLE),
+    gc=WHOLE, window=st.none() | st.integers(0, 2), samples=MAYBE, bytes=MAYBE, shapes=MAYBE,
+    padding=st.none() | st.floats(-1, 2), allocated=MAYBE, reserved=MAYBE, peak=MAYBE,
+    retries=MAYBE, rss=MAYBE, evaluation=WHOLE,
+)  # fmt: skip
+KEYS = st.sampled_from(
+    ["id", "workers", "persistent_workers", "prefetch_factor", "window", "steps", "state", "why",
+     "evaluation", "workers_started_ns", "allocated", "reserved", "message", "snapshot", "reason"]
+)  # fmt: skip
+EVENTS = st.builds(
+    Event, t=WHOLE, kind=st.sampled_from(["loader", "loader_iter", "window", "oom", "end"]),
+    data=st.dictionaries(KEYS, PLAIN, max_size=6),
+)  # fmt: skip
+GPUS = st.builds(
+    Gpu, uuid=st.sampled_from([None, "GPU-a"]), utilisation=MAYBE, throttle=MAYBE, sm_clock=MAYBE,
+    sm_clock_max=MAYBE, processes=MAYBE, processes_bytes=MAYBE, memory_total=MAYBE,
+    pcie_gen=MAYBE, pcie_width=MAYBE, pcie_gen_max=MAYBE, pcie_width_max=MAYBE, power=MAYBE,
+    ecc_uncorrected=MAYBE, xid=st.lists(WHOLE, max_size=2),
+    gpm=st.none() | st.dictionaries(st.sampled_from(["sm_util", "dram"]), st.floats(-1, 1e9)),
+)  # fmt: skip
+HOSTS = st.builds(
+    Host, cpu=st.none() | st.floats(-1, 1e6), process_cpu=st.none() | st.floats(-1, 1e6),
+    rss=MAYBE, disk_read=MAYBE, throttled=MAYBE, throttled_periods=MAYBE,
+)  # fmt: skip
+RECORDS = st.builds(
+    RankRecord,
+    rank=st.builds(
+        Rank, cpus=st.none() | st.integers(0, 512), cpus_total=MAYBE, memory_bytes=MAYBE,
+        devices=st.lists(st.builds(Device, total_bytes=MAYBE, uuid=st.none()), max_size=1),
+        flags=st.dictionaries(
+            st.sampled_from(["num_threads", "numa_node_gpu", "numa_node_cpus", "anomaly_mode",
+                             "sync_debug_mode", "gc_frozen", "cudnn.benchmark"]), PLAIN),
+        env=st.dictionaries(st.sampled_from(["LOCAL_WORLD_SIZE", "NCCL_DEBUG"]),
+                            st.text(max_size=4)),
+    ),
+    steps=st.lists(STEPS, max_size=20).flatmap(
+        lambda some: st.sampled_from([1, 10]).map(lambda times: some * times)
+    ),
+    samples=st.lists(st.builds(Sample, t=WHOLE, gpus=st.lists(GPUS, max_size=1),
+                               host=st.none() | HOSTS), max_size=8),
+    events=st.lists(EVENTS, max_size=8),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(RECORDS)
+def test_no_rule_fails_on_a_damaged_record(record: RankRecord) -> None:
+    a = Analysis(blank_trace("<record>", 0), None, record)
+    result = run_rules(0, a, RULES)
+    assert [item for item in result.not_measured if item.why.startswith(FAILED)] == []
+    measure(a)
+    msgspec.json.encode(recorded_view(None, a))
+    for finding in result.findings:
+        msgspec.json.encode(finding)
+
+
+def test_a_line_with_numbers_beyond_all_bounds_costs_only_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "rank0"
+    folder.mkdir()
+    (tmp_path / rundir.MANIFEST).write_text("{}")
+    lines = ['{"n":0,"t":1,"dur":1000}', '{"n":1,"t":1,"dur":1' + "0" * 40 + "}"]
+    (folder / rundir.STEPS).write_text("\n".join(lines))
+    record = rundir.read_recording(tmp_path).ranks[0]
+    recorded = Analysis(blank_trace("<record>", 0), None, record).recorded
+    assert recorded is not None and recorded.dur.tolist() == [1000]

@@ -55,6 +55,7 @@ class Recorder:
         self._session: Session | None = None
         self._depth = 0
         self._warned = False
+        self._atexit = False
 
     @overload
     def __call__(self, out: _F, /) -> _F: ...
@@ -78,7 +79,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self._depth += 1
         if self._depth == 1:
-            self._begin("context")
+            self.begin("context")
         elif self._session is not None:
             log.warning("advisor: already recording; the recording inside is left out")
         return self
@@ -189,10 +190,14 @@ class Recorder:
 
         return called
 
-    def _begin(self, entry: str) -> None:
-        if switched_off():
+    def begin(self, entry: str = "context") -> None:
+        """Begin to record, unless ``ADVISOR=0``; until ``close``, or the end of the process."""
+        if switched_off() or self._session is not None:
             return
         self._session = open_session(entry, self._keywords, self)
+        if self._session is not None and not self._atexit:
+            self._atexit = True
+            atexit.register(self.close)
 
     def _refuse(self) -> None:
         """Somebody records already."""
@@ -216,10 +221,9 @@ class _Call:
             return
         session = recorder._session
         if session is None or session.over:
-            recorder._begin("decorator")
+            recorder._session = None
+            recorder.begin("decorator")
             session = recorder._session
-            if session is not None:
-                atexit.register(recorder.close)
         elif not session.listening:
             _contained(session, session.listen)
         if session is not None:

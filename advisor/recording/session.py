@@ -175,7 +175,10 @@ class Session:
 
     def batch(self, batch: Any) -> None:
         """A loader gave this."""
-        self._batch = self.batches.glance(batch)
+        glance, before = self.batches.glance(batch), self._batch
+        if glance is not None and before is not None and before.padding is not None:
+            glance = glance._replace(padding=before.padding)  # of one that was fetched ahead
+        self._batch = glance
 
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: recording is over."""
@@ -226,6 +229,8 @@ class Session:
                 segment.marks,
             )
         )
+        if self._batch is not None and self._batch.padding is not None:
+            self._batch = self._batch._replace(padding=None)
         if number == 0:
             self._first(micro)
         if self.options.cuda_events:

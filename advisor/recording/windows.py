@@ -23,10 +23,11 @@ from advisor.rundir import trace_name
 
 log = logging.getLogger("advisor")
 
-GUARD_STEPS = 2
-"""Steps that the guard wants to see before it stops a window …"""
+GUARD_STEPS = 3
+"""Profiled steps that the guard wants to see before it stops a window: the first one holds the
+start of the trace, and the median of three leaves it out …"""
 GUARD_NS = 20_000_000
-"""… and time that they must have lost together: five short steps are not worth stopping."""
+"""… and ns that they must have lost together: five short steps are not worth stopping."""
 BASELINE = 32
 """Steps before a window that are compared with."""
 RETRY = 20
@@ -193,7 +194,7 @@ class Windows:
         if len(self._before) < GUARD_STEPS or len(self._durations) < GUARD_STEPS:
             return None
         usual, now = median(self._before), median(self._durations)
-        lost = sum(self._durations) - len(self._durations) * usual
+        lost = len(self._durations) * (now - usual)
         if now > usual * self._options.guard and lost > GUARD_NS:
             return f"profiled steps take {now / usual:.1f} times as long"
         return None

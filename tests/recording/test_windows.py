@@ -168,7 +168,7 @@ def test_the_guard_stops_a_window_that_slows_training(
     assert stopped["state"] == "stopped"
     assert "times as long" in stopped["why"]
     first, last = stopped["steps"]
-    assert last - first == 1
+    assert last - first == 2
 
 
 def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, training: Any) -> None:

@@ -97,8 +97,9 @@ class Recorded:
         window = self.column("window")
         for event in self.record.of_kind("window"):
             which, steps = event.get("window"), event.get("steps")
-            whole = isinstance(steps, list) and len(steps) == 2
-            if event.get("state") != "done" or not whole or not isinstance(which, int):
+            if event.get("state") != "done" or not isinstance(which, int):
+                continue
+            if not isinstance(steps, list) or len(steps) != 2:
                 continue
             if all(isinstance(end, int) and abs(end) < LARGEST for end in steps):
                 own = window == which

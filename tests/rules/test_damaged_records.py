@@ -71,7 +71,7 @@ RECORDS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(RECORDS)
 def test_no_rule_fails_on_a_damaged_record(record: RankRecord) -> None:
     a = Analysis(blank_trace("<record>", 0), None, record)

@@ -43,6 +43,19 @@ def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = 
     )
 
 
+def picture(name: str) -> Any:
+    """A button that saves the card it is in as a PNG (assets/picture.js)."""
+    return el(
+        "Button",
+        icon("image"),
+        cls="quiet save-picture",
+        type="button",
+        title="Save as PNG",
+        data_name=name,
+        aria_label="Save this figure as PNG",
+    )
+
+
 def empty(title: str, why: str, how: str = "", *more: Any) -> Any:
     """In place of what was not recorded: what is missing, why, and how to get it."""
     return el(

@@ -7,7 +7,7 @@ from typing import Any
 from advisor.dashboard import current, stepbar
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
-from advisor.dashboard.parts import banner, card, page, tiles
+from advisor.dashboard.parts import banner, card, page, picture, tiles
 from advisor.model import Finding
 from advisor.report import facts
 from advisor.report import text as t
@@ -33,7 +33,9 @@ def layout(**query: object) -> Any:
         _head(report),
         banner(report.limits),
         tiles(figures(report)),
-        card(f"Where the {unit}'s time goes {where}", made) if made is not None else None,
+        card(f"Where the {unit}'s time goes {where}", made, tools=picture("step"))
+        if made is not None
+        else None,
         _staircase(report),
         _top(view, report),
         _rest(report),
@@ -126,6 +128,7 @@ def _staircase(report: Report) -> Any:
         el("Ol", *stairs, cls="stairs"),
         el("P", facts.outlook(report), cls="note-line", style={"marginTop": "14px"}),
         aside="each fix on top of those before it",
+        tools=picture("gains"),
     )
 
 

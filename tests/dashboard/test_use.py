@@ -180,12 +180,21 @@ def test_on_paper_there_is_no_navigation_and_no_dark_ground(h100: str, show: Any
 
 
 def test_a_figure_is_saved_as_png(h100: str, show: Any, tab: Any) -> None:
-    page = tab(show(h100)).open("/kernels")
+    t = tab(show(h100))
+    page = t.open("/kernels")
     button = page.locator(".figure .modebar-btn").first
     button.wait_for(state="attached")
     with page.expect_download() as waiting:
         button.dispatch_event("click")
     assert Path(waiting.value.path()).read_bytes().startswith(b"\x89PNG")
+    t.open("/")  # what is drawn with HTML is saved as well
+    with page.expect_download() as waiting:
+        page.locator(".save-picture").first.click()
+    saved = Path(waiting.value.path()).read_bytes()
+    assert saved.startswith(b"\x89PNG") and len(saved) > 5_000
+    width = int.from_bytes(saved[16:20], "big")
+    assert width == pytest.approx(2 * page.locator(".card").first.bounding_box()["width"], abs=2)
+    assert t.wrong == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light, two ranks", "dark, one with stacks"])

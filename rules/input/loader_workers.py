@@ -130,7 +130,7 @@ class LoaderWorkers(Rule):
                 steps_seen(recorded),
             ],
             fix=(
-                f"Give the loader about {best} workers: from the cores this process may use, not "
+                f"Give the loader about {counted(best, 'worker')}: from the cores this process may use, not "
                 "from os.cpu_count()."
             ),
             code=(
@@ -162,7 +162,7 @@ class LoaderWorkers(Rule):
                 Evidence("workers a core", workers / cores, "", self.many, "SageMaker Debugger"),
                 Evidence("cores in use", busy, "", self.busy_cpus * cores, "rule catalogue"),
             ],
-            fix=f"Use about {best} workers.",
+            fix=f"Use about {counted(best, 'worker')}.",
             code=f"loader = DataLoader(dataset, batch_size=..., num_workers={best})",
             check="Record again with both settings and compare the median step.",
             worth=measure_it("what fewer workers save is not in the record: try it"),

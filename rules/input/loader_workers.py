@@ -130,8 +130,8 @@ class LoaderWorkers(Rule):
                 steps_seen(recorded),
             ],
             fix=(
-                f"Give the loader about {counted(best, 'worker')}: from the cores this process may use, not "
-                "from os.cpu_count()."
+                f"Give the loader about {counted(best, 'worker')}: from the cores this process "
+                "may use, not from os.cpu_count()."
             ),
             code=(
                 f"loader = DataLoader(dataset, batch_size=..., num_workers={best},\n"

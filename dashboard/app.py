@@ -18,8 +18,8 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 class Page(NamedTuple):
-    """One page: its module in ``advisor.dashboard.pages`` has ``layout(**query)`` and, if it has
-    callbacks, ``register(app, session)``."""
+    """One page: its module in ``advisor.dashboard.pages`` has ``layout(**query)``; if it has
+    callbacks, ``register(app, session)``; if its tables take long, ``warm(loaded)``."""
 
     module: str
     path: str
@@ -87,3 +87,5 @@ def _add(app: dash.Dash, session: Session, page: Page, order: int) -> None:
     )
     if hasattr(module, "register"):
         module.register(app, session)
+    if hasattr(module, "warm"):
+        session.warmers.append(module.warm)

@@ -113,6 +113,9 @@ class Session:
         self._stop = threading.Event()
         self._first = threading.Event()
         self._seen: object = None
+        self.warmers: list[Callable[[Loaded], None]] = []
+        """Called with what was read, before it is shown: pages make their large tables then, and
+        not while somebody waits for them."""
         self.follower = Follower(self.entries[0].path) if self.live else None
         """What the first path has recorded so far; ``None``: nothing is followed."""
 
@@ -200,6 +203,9 @@ class Session:
             for name in WARM:
                 entry.doing = f"measuring: {name.replace('_', ' ')}"
                 getattr(loaded.main, name)
+            entry.doing = "measuring: tables"
+            for warm in self.warmers:
+                warm(loaded)
         except AdvisorError as error:
             self._fail(entry, str(error))
         except MemoryError:

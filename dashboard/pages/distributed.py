@@ -13,6 +13,7 @@ from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
 from advisor.dashboard.parts import card, choices, empty, figure, head, page, table, tiles
 from advisor.dashboard.ranks import rank_choice
+from advisor.dashboard.session import Loaded
 from advisor.report import text as t
 from advisor.report.data import Ranks, Report
 
@@ -53,6 +54,13 @@ def layout(show: object = None, **query: object) -> Any:
         None if several else _only_one(),
         found,
     )
+
+
+def warm(loaded: Loaded) -> None:
+    """Align the ranks and sum up who is late."""
+    ranks = loaded.report.ranks
+    if ranks is not None and ranks.aligned:
+        loaded.view("skew", lambda: _skew_table(loaded))
 
 
 def _only_one() -> Any:
@@ -156,14 +164,14 @@ def _map(view: View, what: str) -> Any:
     )
 
 
-def _skew_table(view: View) -> pl.DataFrame:
-    analyses = view.loaded.analyses
+def _skew_table(loaded: Loaded) -> pl.DataFrame:
+    analyses = loaded.analyses
     return sum_skew(skew(analyses, align(analyses)))
 
 
 def _skew(view: View) -> Any:
     """How late ranks come to each kind of collective."""
-    table_ = view.loaded.view("skew", lambda: _skew_table(view))
+    table_ = view.loaded.view("skew", lambda: _skew_table(view.loaded))
     if table_.is_empty():
         return None
     rows = [

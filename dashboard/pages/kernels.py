@@ -16,7 +16,7 @@ from advisor.dashboard.dom import el, icon, link
 from advisor.dashboard.grid import Column, grid, register_search
 from advisor.dashboard.parts import card, empty, facts, figure, head, page, spark, swatch, table
 from advisor.dashboard.ranks import rank_choice
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import Loaded, Session
 from advisor.report import text as t
 
 MOST_ROWS = 2_000
@@ -34,6 +34,15 @@ def layout(**query: object) -> Any:
         how = "Record with activities=[CPU, CUDA] on a machine with a GPU."
         return page(title, empty("No kernels", why, how), _tree(view), _ops(view))
     return page(title, _families(a), _kernels(view), _roofline(view), _tree(view), _ops(view))
+
+
+def warm(loaded: Loaded) -> None:
+    """Make the tables of the reported rank."""
+    a = loaded.main
+    loaded.view(("op_tree", None), lambda: op_tree(a))
+    loaded.view(("op_rows", None), lambda: op_rows(a))
+    if a.device_id is not None:
+        loaded.view(("kernel_rows", None), lambda: kernel_rows(a))
 
 
 def _lead(a: Analysis) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import polars as pl
@@ -13,6 +14,7 @@ from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, figure, head, page, spark, table, tiles
 from advisor.dashboard.ranks import rank_choice
+from advisor.dashboard.session import Loaded
 from advisor.report import text as t
 
 MOST_OWNERS = 25
@@ -42,6 +44,14 @@ def layout(**query: object) -> Any:
             )
         )
     return page(title, ooms, *parts, recorded, _calls(a))
+
+
+def warm(loaded: Loaded) -> None:
+    """Make the curves and peaks of the reported rank."""
+    a = loaded.main
+    for device in memory_devices(a):
+        loaded.view(("memory_curve", None, device), partial(memory_curve, a, device))
+        loaded.view(("memory_peak", None, device), partial(memory_peak, a, device))
 
 
 def _device(view: View, device: int, *, named: bool) -> list[Any]:

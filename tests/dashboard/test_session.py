@@ -107,6 +107,15 @@ def test_several_threads_that_ask_for_a_table_get_the_same_one(slow: str) -> Non
     assert len(made) == 1
 
 
+def test_large_tables_are_made_before_the_run_is_shown(slow: str) -> None:
+    session = Session([slow])
+    create_app(session)
+    loaded = session.load().entries[0].loaded
+    assert loaded is not None
+    for key in (("op_tree", None), ("op_rows", None), ("kernel_rows", None)):
+        loaded.view(key, lambda: pytest.fail("made while somebody waits"))
+
+
 # -- a run that is going on ----------------------------------------------------------------------
 
 

@@ -424,3 +424,44 @@ def test_leaving_the_page_takes_the_timeline_along(a100: Any) -> None:
     page.get_by_role("link", name="Timeline").click()
     settle(page)
     assert page.locator(".tl-stage").count() == 1
+
+
+def test_fingers_pan_and_pinch(a100: Any) -> None:
+    page = a100.open("/timeline")
+    before = settle(page)
+    page.locator(".tl-stage").focus()
+    page.keyboard.press("w")
+    near = settle(page)
+    box = page.locator(".tl-overlay").bounding_box()
+    touch = page.context.new_cdp_session(page)
+    touch.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+
+    def fingers(kind: str, *xs: float) -> None:
+        points = [{"x": box["x"] + x, "y": box["y"] + 60, "id": i} for i, x in enumerate(xs)]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    fingers("touchStart", 300)
+    for x in (280, 240, 200):
+        fingers("touchMove", x)
+    fingers("touchEnd")
+    panned = settle(page)
+    span = near["x1"] - near["x0"]
+    assert panned["x0"] - near["x0"] == pytest.approx(100 / near["width"] * span, rel=0.05)
+    fingers("touchStart", 250, 350)
+    for half in (60, 80, 100):
+        fingers("touchMove", 300 - half, 300 + half)
+    fingers("touchEnd")
+    pinched = settle(page)
+    assert pinched["x1"] - pinched["x0"] == pytest.approx(span / 2, rel=0.05)
+    assert pinched["range"] is None
+    assert before["begin"] == pinched["begin"]
+
+
+def test_who_wants_less_motion_gets_none(a100: Any) -> None:
+    page = a100.open("/timeline")
+    page.emulate_media(reduced_motion="reduce")
+    before = settle(page)
+    moved = page.evaluate(
+        "() => { const t = advisorTimeline.current; t.zoom(0.5, 0.5, true); return t.x1 - t.x0; }"
+    )
+    assert moved == pytest.approx((before["x1"] - before["x0"]) / 2)

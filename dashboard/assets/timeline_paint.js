@@ -382,8 +382,9 @@
     if (t.hover) { this.frame(ctx, t.hover, this.dim, 1.5); }
     if (t.chosen) {
       this.frame(ctx, t.chosen, this.accent, 2.5);
-      (t.chosen.links || []).forEach(function (link) {
-        if (link.kind !== "inside" && link.kind !== "operator") { self.arrow(ctx, t.chosen, link); }
+      var links = t.chosen.links || [], many = links.filter(function (link) { return link.kind === "launched"; }).length > 8;
+      links.forEach(function (link) {
+        if (link.kind !== "inside" && link.kind !== "operator" && !(many && link.kind === "launched")) { self.arrow(ctx, t.chosen, link); }
       });
     }
   };

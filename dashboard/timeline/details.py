@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from advisor.dashboard.timeline.categories import ALL
 from advisor.dashboard.timeline.search import locate
@@ -121,9 +122,7 @@ def _host(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:
     while parent is not None and len(above) < MOST_AROUND:
         above.append(parent)
         parent = cpu["parent"][parent]
-    launched = np.flatnonzero((gpu["launch"] == row).fill_null(False).to_numpy())
-    if of["kind"] == "op" and not len(launched):
-        launched = np.flatnonzero((gpu["op"] == row).fill_null(False).to_numpy())
+    launched = _launched(a, row)
     found["links"] += _links(index, "gpu", "launched", launched[:MOST_LINKS].tolist())
     if len(launched):
         total = int(gpu["dur"].gather(launched).sum())
@@ -132,6 +131,20 @@ def _host(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:
             ("device time", total, "ns"),
         ]
     found["links"] += _links(index, "cpu", "inside", above)
+
+
+def _launched(a: Analysis, row: int) -> NDArray[np.int64]:
+    """Rows of gpu that a host event, or anything below it on its thread, launched."""
+    cpu = a.trace.cpu
+    thread = cpu["thread"].to_numpy()
+    ts = cpu["ts"].to_numpy()
+    # what is below an event follows it, and begins before it ends
+    last = int(np.searchsorted(thread, thread[row], side="right"))
+    end = ts[row] + int(cpu["dur"][row])
+    stop = row + max(int(np.searchsorted(ts[row:last], end, side="left")), 1)
+    launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
+    found: NDArray[np.int64] = np.flatnonzero((launch >= row) & (launch < stop))
+    return found
 
 
 def _device(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:

@@ -223,6 +223,21 @@ def test_a_kernel_is_tied_to_its_launch_and_operator(small):
     assert [x["id"] for x in back["links"] if x["kind"] == "launched"] == [found["id"]]
 
 
+def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
+    b = TraceBuilder(gpu="A100", rank=0)
+    with b.step(), b.op("aten::linear", [[8, 8]]):
+        for name in ("one", "two"):
+            with b.op("aten::mm", [[8, 8]]):
+                b.launch(name, 30, blocks=4)
+    b.launch("three", 30, blocks=4)
+    a = Analysis(b.trace())
+    index = build_index(a)
+    row = a.trace.cpu["name"].cast(str).to_list().index("aten::linear")
+    found = describe(a, index, int(index.place["cpu"][row]))
+    assert [x["name"] for x in found["links"] if x["kind"] == "launched"] == ["one", "two"]
+    assert {f[0]: f[1] for f in found["facts"]}["device time"] == 60_000
+
+
 def test_statistics_of_everything_are_those_of_the_analysis(small):
     index = build_index(small)
     found = statistics(small, index, index.begin, index.finish)

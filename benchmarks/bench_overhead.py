@@ -82,9 +82,7 @@ def mlp() -> Loop:
 
 def deep() -> Loop:
     """Many small modules: what each module's call costs shows here."""
-    layers: list[nn.Module] = []
-    for _ in range(40):
-        layers.append(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.LayerNorm(32)))
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.LayerNorm(32)) for _ in range(40)]
     return Loop(nn.Sequential(*layers, nn.Linear(32, 10)), (32,), 16)
 
 

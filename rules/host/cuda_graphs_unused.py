@@ -83,8 +83,8 @@ class CudaGraphsUnused(Rule):
             where=where(a),
             fix=(
                 (
-                    f"Take out the waits for the device ({counted(waits.each_step, 'wait')} a step: "
-                    f"{waits.names}), which a capture does not allow; then capture "
+                    f"Take out {counted(waits.each_step, 'wait')} for the device a step ("
+                    f"{waits.names}): a capture allows none; then capture "
                     if waits.each_step
                     else "Capture "
                 )

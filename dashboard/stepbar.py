@@ -71,11 +71,17 @@ def bar(report: Report) -> Any:
         strip([*work, *idle], f"Where the {unit}'s time goes"),
         el(
             "Div",
-            legend("Working" if report.time else "Main thread", work),
+            *([legend("Working", work)] if report.time else halves(work)),
             legend(_idle_title(report), idle) if idle else None,
             cls="legend",
         ),
     )
+
+
+def halves(parts: list[Piece]) -> list[Any]:
+    """The legend of parts of one kind, in two columns."""
+    middle = (len(parts) + 1) // 2
+    return [legend("", half) for half in (parts[:middle], parts[middle:]) if half]
 
 
 def strip(parts: list[Piece], label: str, *, thin: bool = False) -> Any:

@@ -14,7 +14,7 @@ from advisor.dashboard.dom import el, link
 from advisor.dashboard.pages.overview import finding_line
 from advisor.dashboard.parts import card, choices, empty, figure, head, page, tiles
 from advisor.dashboard.session import Session
-from advisor.dashboard.stepbar import Piece, legend, strip
+from advisor.dashboard.stepbar import Piece, halves, strip
 from advisor.report import facts
 from advisor.report import text as t
 from advisor.rundir import RankRecord
@@ -158,12 +158,10 @@ def _phases(record: RankRecord) -> Any:
             parts.append(Piece(t.host_label(name), theme.of_phase(name), float(ns.mean()), share))
     if not parts:
         return None
-    half = (len(parts) + 1) // 2
     return card(
         "Phases",
         strip(parts, "Phases of the latest steps"),
-        el("Div", legend("", parts[:half]), legend("", parts[half:]) if parts[half:] else None,
-           cls="legend"),
+        el("Div", *halves(parts), cls="legend"),
         aside=f"host time, mean of the last {min(RECENT, len(record.steps))} steps",
     )  # fmt: skip
 

@@ -66,7 +66,8 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
     elif unit == "step":
         spread = "one step measured"
     found = [(unit.capitalize(), t.time(scope.step_ns), spread)]
-    found.append(("GPU busy", t.percent(report.busy_share), f"of the {unit}"))
+    busy = "" if report.busy_share is None else f"of the {unit}"
+    found.append(("GPU busy", t.percent(report.busy_share), busy))
     found.append(("MFU", t.percent(report.mfu), "of the device's peak" if report.mfu else ""))
     capacity = report.memory_capacity_bytes
     peak = report.memory_peak_bytes

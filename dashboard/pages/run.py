@@ -10,7 +10,7 @@ from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, facts, figure, head, page, table, tiles
 from advisor.dashboard.ranks import rank_choice
-from advisor.dashboard.stepbar import Piece, legend, strip
+from advisor.dashboard.stepbar import Piece, halves, strip
 from advisor.report import text as t
 from advisor.report.data import Recorded
 from advisor.rundir import Manifest, RankRecord
@@ -117,12 +117,10 @@ def _phases(recorded: Recorded | None) -> Any:
         Piece(t.host_label(phase.name), theme.of_phase(phase.name), phase.ns, phase.share)
         for phase in recorded.phases
     ]
-    half = (len(parts) + 1) // 2
     return card(
         "Phases of the step",
         strip(parts, "Phases of the step"),
-        el("Div", legend("", parts[:half]), legend("", parts[half:]) if parts[half:] else None,
-           cls="legend"),
+        el("Div", *halves(parts), cls="legend"),
         aside="host time: forward and backward are launched in it, the device runs behind",
     )  # fmt: skip
 

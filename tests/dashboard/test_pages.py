@@ -128,6 +128,7 @@ def _same_bar(t: Any, report: dict[str, Any]) -> None:
         idle = sum(part["ns"] for part in report["time"] if part["name"] == "idle")
     else:
         work, idle = report["host"], 0.0
+        tables = [[row for table in tables for row in table]]
     assert len(tables[0]) == len(work)
     for row, part in zip(tables[0], work, strict=True):
         assert agrees(row[1], part["ns"]), (row, part)

@@ -204,7 +204,12 @@ def test_axe_finds_nothing_serious(dark: bool, ranks: str, h100: str, show: Any,
     bad = []
     for module in t.walk():
         found = axe.run(t.page).response
-        assert "color-contrast" in {item["id"] for item in found["passes"]}, module
+        if "color-contrast" not in {item["id"] for item in found["passes"]}:
+            # axe gives up on the rows that a grid keeps outside its window: without those
+            only = {"runOnly": ["color-contrast"]}
+            again = axe.run(t.page, {"exclude": [".ag-body"]}, only).response
+            assert "color-contrast" in {item["id"] for item in again["passes"]}, module
+            found["violations"] += again["violations"]
         bad += [
             (module, item["id"], node["html"][:160], node.get("failureSummary", "")[:200])
             for item in found["violations"]

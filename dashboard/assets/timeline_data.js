@@ -54,6 +54,7 @@
     this.info = null;
     this.names = [];
     this.pages = {};
+    this.pending = 0;
     this.onnames = function () {};
   }
 
@@ -66,12 +67,14 @@
   };
 
   Data.prototype.json = function (what, query) {
+    var self = this;
+    this.pending += 1;
     return fetch(this.url(what, query)).then(function (answer) {
       return answer.json().then(function (body) {
         if (!answer.ok) { throw new Error((body && body.error) || "no answer (" + answer.status + ")"); }
         return body;
       });
-    });
+    }).finally(function () { self.pending -= 1; });
   };
 
   Data.prototype.load = function () {

@@ -135,6 +135,7 @@
     var self = this;
     clearTimeout(this.urlTimer);
     this.urlTimer = setTimeout(function () {
+      self.urlTimer = null;
       if (self.gone || !self.data.info) { return; }
       var asked = new URLSearchParams(location.search), info = self.data.info;
       function put(key, value) { if (value === null || value === "") { asked.delete(key); } else { asked.set(key, value); } }

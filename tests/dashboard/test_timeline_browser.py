@@ -24,8 +24,15 @@ HIDDEN = """() => { const t = advisorTimeline.current, rows = t.layout.byLane;
       lanes: t.data.info.groups.flatMap(g => Array.from({length: g.count}, (_, i) => g.first + i))
         .filter(lane => rows[lane] === undefined).join()}))
     .then(r => r.arrayBuffer()).then(b => new DataView(b).getUint32(28, true)); }"""
-SETTLED = """() => Promise.race([advisorTimeline.current.settled().then(() => true),
-                            new Promise(done => setTimeout(() => done(false), 20000))])"""
+SETTLED = """() => new Promise(done => {
+  const t = advisorTimeline.current, began = performance.now();
+  const look = () => {
+    if (performance.now() - began > 20000) { done(false); }
+    else if (t.urlTimer || t.data.pending) { setTimeout(look, 20); }  // 250 ms after the view
+    else { t.settled().then(() => t.urlTimer || t.data.pending ? look() : done(true)); }
+  };
+  setTimeout(() => done(false), 21000);
+  look(); })"""
 # colours of the canvas as [hex, pixels], most frequent first; what is blended is another colour
 COLOURS = """() => { const c = advisorTimeline.current.canvas, all = {};
   const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});
@@ -41,7 +48,7 @@ def settle(page: Any) -> dict[str, Any]:
     """Wait until what is asked of the server is on the canvas; the view's state."""
     page.locator(".tl-canvas").first.wait_for(state="attached")
     assert page.evaluate(SETTLED), "the view is not painted in time"
-    page.wait_for_timeout(350)  # a zoom by key moves for 140 ms, the address follows after 250 ms
+    page.wait_for_timeout(200)  # a zoom by key moves for 140 ms
     assert page.evaluate(SETTLED), "the view is not painted in time"
     found: dict[str, Any] = page.evaluate(STATE)
     return found

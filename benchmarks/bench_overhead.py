@@ -5,8 +5,8 @@
 Blocks of steps with the recorder's hooks in place and blocks without take turns (which is first
 changes each time), so that what the machine does besides falls on both. Measured is the CPU time of
 the training thread (``CLOCK_THREAD_CPUTIME_ID``): the recorder's own threads and the wait for a
-core are not in it. Given are the median of the differences between neighbouring blocks and its
-95 % interval (bootstrap), per step. ``--write`` puts the table into docs/overhead.md.
+core are not in it. A block is told by the median of its steps; given are the median of the
+differences between neighbouring blocks and its 95 % interval (bootstrap). ``--write`` puts the table into docs/overhead.md.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from advisor.recording.options import Options
 from advisor.recording.session import Session
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
+SETTLE = 20
+"""Steps after each switch that are not measured: the interpreter's caches fill again."""
 BEGIN, END = "<!-- bench_overhead: begin -->", "<!-- bench_overhead: end -->"
 
 
@@ -87,11 +89,13 @@ def deep() -> Loop:
 
 
 def block(loop: Loop, steps: int) -> float:
-    """CPU time of this thread per step, µs."""
-    begin = time.thread_time_ns()
+    """CPU time of this thread for a step, µs: the median of the block's steps."""
+    taken = []
     for _ in range(steps):
+        begin = time.thread_time_ns()
         loop.step()
-    return (time.thread_time_ns() - begin) / steps / 1e3
+        taken.append(time.thread_time_ns() - begin)
+    return statistics.median(taken) / 1e3
 
 
 def compare(
@@ -108,7 +112,7 @@ def compare(
         taken = {}
         for recorded in (True, False) if pair % 2 else (False, True):
             (on if recorded else off)()
-            block(loop, 3)  # the switch itself is not measured
+            block(loop, SETTLE)
             taken[recorded] = block(loop, steps)
         plain.append(taken[False])
         differences.append(taken[True] - taken[False])

@@ -132,14 +132,14 @@ class Recorder:
             try:
                 batch = _fetch(session, iterator)
             except StopIteration:
-                session.steps.looping = False
+                session.end_loop(broken_off=False)
                 return
             try:
                 yield batch
             except GeneratorExit:  # the loop was left by break: after a whole step, or before
-                _contained(session, session.steps.break_off)
+                _contained(session, lambda: session.end_loop(broken_off=True))
                 raise
-            _contained(session, session.steps.boundary)
+            _contained(session, session.boundary)
 
     # -- as a decorator -------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class _Call:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._before = 0
-        self._ours = False
+        self._ours = self._first = False
 
     def __enter__(self) -> None:
         recorder = self._recorder
@@ -224,8 +224,10 @@ class _Call:
             recorder._session = None
             recorder.begin("decorator")
             session = recorder._session
+            self._first = True
         elif not session.listening:
             _contained(session, session.listen)
+            self._first = True
         if session is not None:
             self._ours = True
             self._before = session.steps.count
@@ -245,22 +247,26 @@ class _Call:
             session.failed(error)  # who catches it may call again
             return
         if recorder._step:
-            _contained(session, session.steps.boundary)
-        elif session.steps.count + session.steps.complete() - self._before > 1:
+            _contained(session, session.boundary)
+        elif self._first:
+            _contained(session, lambda: self._tell_apart(session))
+
+    def _tell_apart(self, session: Session) -> None:
+        if session.count() - self._before > 1:
             # the loop is inside: until the next call there is nothing to record
-            _contained(session, session.pause)
+            session.pause()
 
 
 class Phase:
     """The time inside is of the named phase: ``data``, ``h2d``, ``forward``, ``backward``,
     ``optimizer``, or a name of your own."""
 
-    __slots__ = ("_depth", "_name", "_range", "_session")
+    __slots__ = ("_before", "_name", "_range", "_session")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._session: Session | None = None
-        self._depth = 0
+        self._before = 0
         self._range: Any = None
 
     def __enter__(self) -> None:
@@ -270,11 +276,7 @@ class Phase:
         if session is None or not session.here():
             return
         try:
-            clock = session.clock
-            if not session.steps.open:
-                session.steps.active()
-            self._depth = len(clock.stack)
-            clock.enter(clock.phase(self._name))
+            self._before = session.enter(session.tape.phase(self._name))
             self._session = session
             if session.windows.recording:
                 self._range = session.windows.range(self._name)
@@ -289,7 +291,7 @@ class Phase:
             if self._range is not None:
                 self._range.__exit__(None, None, None)
                 self._range = None
-            session.clock.leave_to(self._depth)
+            session.leave(self._before)
         except Exception as error:
             session.broken(error)
 
@@ -299,8 +301,8 @@ def step() -> None:
     from advisor.recording.session import current
 
     session = current()
-    if session is not None and session.here() and not session.steps.looping:
-        _contained(session, session.steps.boundary)
+    if session is not None and session.here() and not session.in_loop:
+        _contained(session, session.boundary)
 
 
 def phase(name: str) -> Phase:
@@ -343,7 +345,7 @@ def conclude(session: Session, error: BaseException | None = None) -> None:
 def _begin_loop(session: Session, loader: Iterable[_T], length: Any) -> Iterator[_T]:
     if session.here():
         try:
-            session.steps.begin()
+            session.begin_loop()
             if length is not None:
                 session.windows.fit(length())
         except Exception as error:
@@ -352,25 +354,7 @@ def _begin_loop(session: Session, loader: Iterable[_T], length: Any) -> Iterator
 
 
 def _fetch(session: Session, iterator: Iterator[_T]) -> _T:
-    from advisor.recording.clock import DATA
-
-    if not session.here():
-        return next(iterator)
-    clock = session.clock
-    depth = len(clock.stack)
-    fetched = session.steps.fetches
-    clock.enter(DATA)
-    try:
-        batch = next(iterator)
-    finally:
-        clock.leave_to(depth)
-    if session.steps.fetches == fetched:  # no DataLoader, whose hook would have told
-        try:
-            session.steps.fetched()
-            session.batch(batch)
-        except Exception as error:
-            session.broken(error)
-    return batch
+    return session.fetch(iterator) if session.here() else next(iterator)
 
 
 def _contained(session: Session, call: Callable[[], None]) -> None:

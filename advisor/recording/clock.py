@@ -1,14 +1,14 @@
-"""The stopwatch in the training thread: time by phase, each instant counted once.
+"""Time by phase: a tape that the training thread writes on, and the clock that reads it.
 
-This is the hot path. Nothing here takes a lock, writes, or calls torch; a pair of ``enter`` and
-``leave`` is some 0.5 µs. Times are ns of ``time.perf_counter_ns``.
+The tape is the hot path. A hook puts two things on it, a code and a time, by one ``list.extend``
+(nothing can come between them), and that is all: no lock, no object that the garbage collector
+would follow, no arithmetic. What it means is worked out when the tape is read: in the writer's
+thread, or, while a profiled window is due, in the training thread at the boundaries of steps.
+Times are ns of ``time.perf_counter_ns``.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from time import perf_counter_ns
 from typing import Any
 
 OTHER, DATA, H2D, FORWARD, BACKWARD, OPTIMIZER = range(6)
@@ -16,88 +16,48 @@ PHASES = ("other", "data", "h2d", "forward", "backward", "optimizer")
 MAX_PHASES = 64
 """Names beyond these share ``other``: a name made up for each step must not grow a list."""
 
+(
+    LEAVE,  # time: the innermost phase ends
+    FETCH,  # time: a loader is asked for a batch; phase ``data`` begins
+    FETCHED,  # time: it gave one; the phase ends
+    FETCHED_INSIDE,  # time: the same, inside a phase ``data`` that goes on
+    EXHAUSTED,  # time: it has no more; the phase ends
+    ITERATE,  # time: a loader is iterated anew
+    ITERATED,  # data of the iterator
+    LOADER,  # number of the loader that batches now come from
+    BATCH,  # what was noted of the batch
+    FORWARD_END,  # time: the outermost module returned; the phase ends
+    FORWARD_END_NO_GRAD,  # the same, and nothing can be learnt from it
+    BACKWARD_END,  # time; the phase ends
+    OPTIMIZED_BY,  # id of the optimizer that the next entry is of
+    OPTIMIZER_END,  # time; the phase ends
+    SAVE,  # time: a checkpoint begins
+    BOUNDARY,  # time: the user says that a step ends
+    BEGIN,  # time: a loop begins whose every iteration is a step
+    BREAK_OFF,  # time: it was left
+    ABANDON,  # time: what was begun is no step
+    RESET,  # time: an exception left phases open
+    PAUSE,  # length of a garbage collection
+    MEMORY,  # the allocator's counters
+    MARK,  # (phase, CUDA event)
+    MARKS_END,  # nothing: no more of them for a while
+) = range(MAX_PHASES, MAX_PHASES + 24)
 
-class Clock:
-    """Which phase the training thread is in, and how long it was in each since the last ``cut``.
 
-    Phases nest; the inner one's time is not the outer one's, so that phases add up to the time
-    that passed. ``ident`` is the thread that is watched, -1 when recording is off: hooks compare
-    it first and do nothing in other threads.
-    """
-
-    __slots__ = (
-        "acc", "attribute", "attributes", "cur", "ident", "last", "mark", "names", "pop", "push",
-        "stack",
-    )  # fmt: skip
+class Tape:
+    """What the training thread writes: codes and values in turn. A code below ``MAX_PHASES`` is a
+    phase that begins at the time that follows."""
 
     def __init__(self) -> None:
-        self.ident = -1
+        self.log: list[Any] = []
+        self.ident = [-1]
+        """The thread that is watched, -1 when recording is off: hooks compare it first and do
+        nothing in other threads. A list, as hooks hold it in a cell."""
+        self.cur = [OTHER]
+        """The phase that is open in that thread."""
+        self.watched: list[Any] = []
+        """Not empty: somebody wants to be told of phases at once (NVTX, CUDA events)."""
         self.names = list(PHASES)
-        self.acc = [0] * len(PHASES)
-        self.cur = OTHER
-        self.last = perf_counter_ns()
-        self.stack: list[int] = []
-        self.push: Callable[[Any], Any] | None = None
-        """Opens an NVTX range; ``None``: no NVTX."""
-        self.pop: Callable[[], Any] | None = None
-        self.attributes: list[Any] = []
-        """NVTX attributes by phase …"""
-        self.attribute: Callable[[str], Any] | None = None
-        """… and what makes them of a name."""
-        self.mark: Callable[[int], None] | None = None
-        """Called with the phase that begins; ``None``: this step has no CUDA events."""
-
-    def start(self) -> None:
-        """Begin in the calling thread."""
-        self.acc = [0] * len(self.names)
-        self.stack.clear()
-        self.cur = OTHER
-        self.last = perf_counter_ns()
-        self.ident = threading.get_ident()
-
-    def stop(self) -> None:
-        """From now on hooks pass through."""
-        self.ident = -1
-        self.mark = None
-
-    def enter(self, phase: int) -> None:
-        """A phase begins, inside the one that is open."""
-        now = perf_counter_ns()
-        self.acc[self.cur] += now - self.last
-        self.last = now
-        self.stack.append(self.cur)
-        self.cur = phase
-        if self.push is not None:
-            self.push(self.attributes[phase])
-        if self.mark is not None:
-            self.mark(phase)
-
-    def leave(self) -> None:
-        """The innermost phase ends."""
-        stack = self.stack
-        if not stack:
-            return
-        now = perf_counter_ns()
-        self.acc[self.cur] += now - self.last
-        self.last = now
-        self.cur = stack.pop()
-        if self.pop is not None:
-            self.pop()
-        if self.mark is not None:
-            self.mark(self.cur)
-
-    def leave_to(self, depth: int) -> None:
-        """Leave phases until this many are open: what an exception left behind, closed."""
-        while len(self.stack) > depth:
-            self.leave()
-
-    def cut(self, now: int) -> list[int]:
-        """Times by phase since the last cut, and begin anew; open phases stay open."""
-        acc = self.acc
-        acc[self.cur] += now - self.last
-        self.last = now
-        self.acc = [0] * len(self.names)
-        return acc
 
     def phase(self, name: str) -> int:
         """Number of a phase, made up on first use."""
@@ -106,8 +66,60 @@ class Clock:
         except ValueError:
             if len(self.names) >= MAX_PHASES:
                 return OTHER
-        if self.attribute is not None:
-            self.attributes.append(self.attribute(name))
         self.names.append(name)
-        self.acc.append(0)
         return len(self.names) - 1
+
+    def take(self) -> list[Any]:
+        """Cut off what was written so far. The thread may go on writing meanwhile: each of these
+        operations is atomic."""
+        count = len(self.log)
+        taken = self.log[:count]
+        del self.log[:count]
+        return taken
+
+
+class Clock:
+    """Time in each phase since the last ``cut``. Phases nest; the inner one's time is not the
+    outer one's, so that phases add up to the time that passed."""
+
+    __slots__ = ("acc", "cur", "last", "stack")
+
+    def __init__(self) -> None:
+        self.acc = [0] * MAX_PHASES
+        self.cur = OTHER
+        self.last = 0
+        self.stack: list[int] = []
+
+    def start(self, now: int) -> None:
+        """Begin, with no phase open."""
+        self.acc = [0] * MAX_PHASES
+        self.stack.clear()
+        self.cur = OTHER
+        self.last = now
+
+    def enter(self, phase: int, now: int) -> None:
+        """A phase begins, inside the one that is open."""
+        self.acc[self.cur] += now - self.last
+        self.last = now
+        self.stack.append(self.cur)
+        self.cur = phase
+
+    def leave(self, now: int) -> None:
+        """The innermost phase ends."""
+        if self.stack:
+            self.acc[self.cur] += now - self.last
+            self.last = now
+            self.cur = self.stack.pop()
+
+    def leave_all(self, now: int) -> None:
+        """Every phase ends."""
+        while self.stack:
+            self.leave(now)
+
+    def cut(self, now: int) -> list[int]:
+        """Times by phase since the last cut, and begin anew; open phases stay open."""
+        acc = self.acc
+        acc[self.cur] += now - self.last
+        self.last = now
+        self.acc = [0] * MAX_PHASES
+        return acc

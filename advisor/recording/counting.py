@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
-from advisor.recording.clock import Clock
+from advisor.recording.clock import Tape
 from advisor.recording.hooks import Hooks
 from advisor.recording.loaders import Loaders
-from advisor.recording.steps import Segment, Steps
+from advisor.recording.reader import Reader
+from advisor.recording.steps import Segment
 
 log = logging.getLogger("advisor")
 
@@ -18,22 +20,40 @@ class _Counter:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.clock = Clock()
-        self.steps = Steps(self.clock, self._emit)
+        self.tape = Tape()
+        self.online: list[Any] = [1]
+        self.looping: list[Any] = []
         self.loaders = Loaders(lambda kind, data: None)
+        self.reader = Reader(self.loaders, self._emit)
         self.hooks = Hooks(self)
 
-    def batch(self, batch: Any) -> None:
-        """A loader gave this."""
+    def glance(self, batch: Any) -> Any:
+        """Batches are of no interest."""
+
+    def entered(self, phase: int) -> None:
+        """Nobody watches."""
+
+    def left(self, phase: int) -> None:
+        """Nobody watches."""
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+
+    def drain(self) -> None:
+        """Read the tape."""
+        try:
+            self.reader.read(self.tape.take())
+        except Exception as error:
+            self.broken(error)
 
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: let the program run to its end."""
-        self.clock.stop()
+        self.tape.ident[0] = -1
         log.warning("advisor: steps are not counted: %s", error)
 
     def _emit(self, segment: Segment, micro: int, gap: int) -> None:
-        if self.steps.count + 1 >= self.limit:
-            self.clock.stop()
+        if self.reader.steps.count + 1 >= self.limit:
+            self.tape.ident[0] = -1
             raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
 
 
@@ -41,5 +61,4 @@ def count_steps(limit: int) -> None:
     """Raise SystemExit in the calling thread after so many training steps."""
     counter = _Counter(limit)
     counter.hooks.install()
-    counter.clock.start()
-    counter.steps.begun = counter.clock.last
+    counter.tape.ident[0] = threading.get_ident()

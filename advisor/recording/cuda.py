@@ -12,7 +12,7 @@ from itertools import pairwise
 from time import perf_counter_ns
 from typing import Any
 
-from advisor.recording.clock import Clock
+from advisor.recording.clock import MARK, MARKS_END, Tape
 
 MEMORY_EVERY_NS = 250_000_000
 """The allocator is asked this often at most: its answer costs some 30 µs."""
@@ -21,48 +21,51 @@ MAX_POOL = 1024
 
 
 class Marks:
-    """CUDA events at the boundaries of phases, of every ``every``-th step."""
+    """CUDA events where phases begin and end, for one step in ``every``.
 
-    def __init__(self, clock: Clock, torch: Any, every: int) -> None:
-        self._clock = clock
+    Events are made from one optimizer step to the next but one: whatever a step's boundary is,
+    one whole step lies between.
+    """
+
+    def __init__(self, tape: Tape, torch: Any, every: int) -> None:
+        self._tape = tape
         self._torch = torch
-        self._every = every
+        self._every = max(every, 3)
         self._pool: deque[Any] = deque(maxlen=MAX_POOL)
-        self._marks: list[tuple[int, Any]] = []
         self._steps = 0
 
-    def begin_step(self) -> None:
-        """A step begins: decide whether its phases get events."""
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
         self._steps += 1
-        wanted = self._every > 0 and self._steps % self._every == 0 and usable(self._torch)
-        self._clock.mark = self._mark if wanted else None
-        if wanted:
-            self._mark(self._clock.cur)
+        place = self._steps % self._every
+        if place == 0 and usable(self._torch):
+            if self not in self._tape.watched:
+                self._tape.watched.append(self)
+        elif place == 2:
+            self.end()
 
-    def take(self) -> list[tuple[int, Any]] | None:
-        """The events of the segment that ends here."""
-        if self._clock.mark is not None:
-            self._mark(-1)
-            if self._clock.mark is not None:
-                marks, self._marks = self._marks, []
-                self._mark(self._clock.cur)
-                return marks
-        elif self._marks:
-            self._marks = []
-        return None
+    def end(self) -> None:
+        """No more events for now."""
+        if self in self._tape.watched:
+            self._tape.watched.remove(self)
+            self._tape.log.extend((MARKS_END, 0))
 
-    def give_back(self, marks: list[tuple[int, Any]]) -> None:
-        """Events that were read can be used again. Called in the writer's thread."""
-        self._pool.extend(event for _, event in marks)
-
-    def _mark(self, phase: int) -> None:
+    def entered(self, phase: int) -> None:
+        """A phase begins."""
         if self._torch._C._cuda_isCurrentStreamCapturing():
-            self._clock.mark = None
+            self.end()
             return
         pool = self._pool
         event = pool.popleft() if pool else self._torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append((phase, event))
+        self._tape.log.extend((MARK, (phase, event)))
+
+    left = entered  # the phase around the one that ended goes on
+
+    def give_back(self, marks: list[tuple[int, Any]]) -> None:
+        """Events that were read can be used again; the last one is also the next step's first.
+        Called in the writer's thread."""
+        self._pool.extend(event for _, event in marks[:-1])
 
 
 def passed(marks: list[tuple[int, Any]]) -> bool:
@@ -79,8 +82,7 @@ def times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
     spent = [0] * phases
     try:
         for (phase, event), (_, after) in pairwise(marks):
-            if phase >= 0:
-                spent[phase] += round(event.elapsed_time(after) * 1e6)
+            spent[phase] += round(event.elapsed_time(after) * 1e6)
     except RuntimeError:
         return None
     return spent

@@ -1,9 +1,11 @@
 """Where the recorder listens: wrappers around a handful of torch's entry points.
 
-Each wrapper does the user's call exactly once, with the user's arguments, result and exception;
-what is ours around it is contained. All begin with the same two questions: is torch compiling or
-exporting (then they are as if they were not there: no graph break, no guard on our state), and is
-this the watched thread (``Clock.ident``; -1 when recording is off or in a forked child)?
+Each wrapper does the user's call exactly once, with the user's arguments, result and exception.
+What is ours around it writes on the tape, and what can fail besides is contained. All begin with
+the same questions: does dynamo trace this (then they are as if they were not there: no graph
+break, no guard on our state), are we inside something that is timed already, and is this the
+watched thread? They spell out what a shared helper would do: each call of Python is a
+microsecond where the caches are cold.
 
 No module hooks: global ones put every submodule on torch's slow path and make compiled modules
 warn, and hooks on an instance are pickled with the user's model.
@@ -14,23 +16,61 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from threading import get_ident
-from time import perf_counter_ns
+from time import perf_counter_ns as now
 from typing import Any, Protocol
 
-from advisor.recording.clock import BACKWARD, DATA, FORWARD, H2D, OPTIMIZER, Clock
+from advisor.recording.clock import (
+    BACKWARD,
+    BACKWARD_END,
+    BATCH,
+    DATA,
+    EXHAUSTED,
+    FETCH,
+    FETCHED,
+    FETCHED_INSIDE,
+    FORWARD,
+    FORWARD_END,
+    FORWARD_END_NO_GRAD,
+    H2D,
+    ITERATE,
+    ITERATED,
+    LEAVE,
+    LOADER,
+    OPTIMIZED_BY,
+    OPTIMIZER,
+    OPTIMIZER_END,
+    OTHER,
+    RESET,
+    SAVE,
+    Tape,
+)
 from advisor.recording.loaders import Loaders
-from advisor.recording.steps import Steps
 
 
 class Listener(Protocol):
     """What hooks talk to."""
 
-    clock: Clock
-    steps: Steps
+    tape: Tape
     loaders: Loaders
+    online: list[Any]
+    """Not empty: the tape is to be read at boundaries, in this thread."""
+    looping: list[Any]
+    """Not empty: ``Recorder.steps`` waits for a batch."""
 
-    def batch(self, batch: Any) -> None:
-        """A loader gave this."""
+    def glance(self, batch: Any) -> Any:
+        """Note what a batch is made of."""
+
+    def entered(self, phase: int) -> None:
+        """A phase is about to begin; called while the tape is watched. Contained."""
+
+    def left(self, phase: int) -> None:
+        """A phase has ended, this one goes on; the same."""
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+
+    def drain(self) -> None:
+        """Read the tape. Contained."""
 
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: stop."""
@@ -61,9 +101,10 @@ class Hooks:
         wrap(optim.Optimizer, "zero_grad", _zero_grad(self._on))
         wrap(torch.amp.GradScaler, "step", _scaler_step(self._on))
         wrap(torch, "save", _save(self._on))
+        before, after = _around_step(self._on)
         self._handles = [
-            optim.register_optimizer_step_pre_hook(_before_step(self._on)),
-            optim.register_optimizer_step_post_hook(_after_step(self._on)),
+            optim.register_optimizer_step_pre_hook(before),
+            optim.register_optimizer_step_post_hook(after),
         ]
 
     def remove(self) -> None:
@@ -80,6 +121,20 @@ class Hooks:
                     delattr(owner, name)
         self._patches.clear()
 
+    def lift(self) -> None:
+        """Take the wrapper off ``Module.__call__``, before a profiler with Python stacks starts:
+        torch's tracer recognises modules by that function's code, the one it has when the first
+        tracer of the process starts."""
+        for owner, name, ours, original, _ in self._patches:
+            if name == "__call__" and vars(owner).get(name) is ours:
+                setattr(owner, name, original)
+
+    def lower(self) -> None:
+        """Put it back."""
+        for owner, name, ours, original, _ in self._patches:
+            if name == "__call__" and vars(owner).get(name) is original:
+                setattr(owner, name, ours)
+
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         own = name in vars(owner)
         original = getattr(owner, name)
@@ -89,38 +144,55 @@ class Hooks:
 
 
 def _next(on: Listener) -> Callable[[Any], Any]:
-    clock, steps, loaders = on.clock, on.steps, on.loaders
+    tape = on.tape
+    put, ident, cur, watched = tape.log.extend, tape.ident, tape.cur, tape.watched
+    online, looping = on.online, on.looping
+    loader = [-1]
 
     def make(original: Any) -> Any:
         def __next__(self: Any) -> Any:
-            if get_ident() != clock.ident:
+            if get_ident() != ident[0]:
                 return original(self)
-            outer = clock.cur == DATA  # inside Recorder.steps, or a dataset's own loader
-            depth = len(clock.stack)
+            before = cur[0]
+            if before == DATA:  # inside Recorder.steps, or a dataset's own loader
+                batch = original(self)
+                if looping:
+                    try:
+                        put((FETCHED_INSIDE, now()))
+                        put((BATCH, on.glance(batch)))
+                        looping.clear()
+                    except Exception as error:
+                        on.broken(error)
+                return batch
+            if before == OPTIMIZER:  # one that raised: its hook for the end was not called
+                before = OTHER
             try:
-                if not outer:
-                    steps.fetching()
-                    depth = len(clock.stack)
-                    clock.enter(DATA)
+                if watched:
+                    on.entered(DATA)
+                put((FETCH, now()))
+                cur[0] = DATA
+                if online:
+                    on.drain()
             except Exception as error:
                 on.broken(error)
             try:
                 batch = original(self)
             except BaseException as raised:
-                try:
-                    clock.leave_to(depth)
-                    if isinstance(raised, StopIteration) and not outer:
-                        steps.exhausted()
-                        loaders.exhausted(self)
-                except Exception as error:
-                    on.broken(error)
+                cur[0] = before
+                put((EXHAUSTED if isinstance(raised, StopIteration) else LEAVE, now()))
+                if watched:
+                    on.left(before)
                 raise
             try:
-                clock.leave_to(depth)
-                if not outer or steps.explicit:
-                    steps.fetched()
-                    loaders.fetched(self)
-                    on.batch(batch)
+                cur[0] = before
+                put((FETCHED, now()))
+                number = getattr(self, "_advisor_loader", -1)
+                if number != loader[0]:
+                    loader[0] = number
+                    put((LOADER, number))
+                put((BATCH, on.glance(batch)))
+                if watched:
+                    on.left(before)
             except Exception as error:
                 on.broken(error)
             return batch
@@ -131,20 +203,20 @@ def _next(on: Listener) -> Callable[[Any], Any]:
 
 
 def _iter(on: Listener) -> Callable[[Any], Any]:
-    clock, steps, loaders = on.clock, on.steps, on.loaders
+    tape = on.tape
+    put, ident, cur = tape.log.extend, tape.ident, tape.cur
 
     def make(original: Any) -> Any:
         def __iter__(self: Any) -> Any:
-            if get_ident() != clock.ident or clock.cur == DATA:
+            if get_ident() != ident[0] or cur[0] == DATA:
                 return original(self)
-            try:
-                steps.iterating()
-            except Exception as error:
-                on.broken(error)
-            begin = perf_counter_ns()
+            begin = now()
+            put((ITERATE, begin))
             iterator = original(self)
             try:
-                loaders.iterated(self, iterator, perf_counter_ns() - begin)
+                data = on.loaders.iterated(self, iterator, now() - begin)
+                if data is not None:
+                    put((ITERATED, data))
             except Exception as error:
                 on.broken(error)
             return iterator
@@ -159,49 +231,44 @@ def _timed(
     phase: int,
     *,
     inside: frozenset[int],
-    opens: bool = True,
+    end: int = LEAVE,
     applies: Callable[[Any, Any], bool] | None = None,
-    done: Callable[[Any], None] | None = None,
-    always: Callable[[], None] | None = None,
+    online: list[Any] | tuple[()] = (),
 ) -> Callable[[Any], Any]:
     """A wrapper that times calls as a phase, except in the phases ``inside`` which it is part of.
 
-    ``opens``: a step may begin with it. ``applies`` looks at the arguments, ``done`` is told of
-    them after a call that returned, ``always`` after every call.
+    ``applies`` looks at the arguments. ``end`` is the code of a call that returned. ``online``:
+    the tape is read at the end when this is not empty.
     """
-    from torch.compiler import is_compiling
-
-    clock, steps = on.clock, on.steps
-    stack = clock.stack
+    compiling = _compiling()
+    tape = on.tape
+    put, ident, cur, watched = tape.log.extend, tape.ident, tape.cur, tape.watched
 
     def make(original: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or clock.cur in inside or get_ident() != clock.ident:
+            if compiling() or cur[0] in inside or get_ident() != ident[0]:
                 return original(*args, **kwargs)
-            try:
-                if applies is not None and not applies(args, kwargs):
-                    return original(*args, **kwargs)
-                if opens and not steps.open:
-                    steps.active()
-                depth = len(stack)
-                clock.enter(phase)
-            except Exception as error:
-                on.broken(error)
+            if applies is not None and not applies(args, kwargs):
                 return original(*args, **kwargs)
+            before = cur[0]
+            if watched:
+                on.entered(phase)
+            cur[0] = phase
+            put((phase, now()))
             try:
                 result = original(*args, **kwargs)
-            finally:
-                try:
-                    clock.leave_to(depth)
-                    if always is not None:
-                        always()
-                except Exception as error:
-                    on.broken(error)
-            if done is not None:
-                try:
-                    done(args)
-                except Exception as error:
-                    on.broken(error)
+            except BaseException:
+                cur[0] = before
+                put((LEAVE, now()))
+                if watched:
+                    on.left(before)
+                raise
+            cur[0] = before
+            if watched:
+                on.left(before)
+            put((end, now()))
+            if online:
+                on.drain()
             return result
 
         return timed
@@ -213,28 +280,29 @@ def _call(on: Listener) -> Callable[[Any], Any]:
     """``Module.__call__``: of the outermost module; those inside pass through."""
     from torch import is_grad_enabled
 
-    steps = on.steps
-
-    def always() -> None:
-        steps.forwarded(is_grad_enabled())
-
-    from torch.compiler import is_compiling
-
-    clock, inside = on.clock, frozenset((DATA, FORWARD, BACKWARD))
-    timing = _timed(on, FORWARD, inside=inside, always=always)
+    compiling = _compiling()
+    tape = on.tape
+    put, ident, cur, watched = tape.log.extend, tape.ident, tape.cur, tape.watched
+    inside = frozenset((DATA, FORWARD, BACKWARD))
 
     def make(original: Any) -> Any:
-        timed = timing(original)
-
-        # With stacks, torch's profiler takes every frame with this function's code for the call of
-        # a module and reads its local ``self``: without one, or with code that other wrappers
-        # share, the process crashes (torch 2.13).
-        def module_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or clock.cur in inside:
+        def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or cur[0] in inside or get_ident() != ident[0]:
                 return original(self, *args, **kwargs)
-            return timed(self, *args, **kwargs)
+            before = cur[0]
+            if watched:
+                on.entered(FORWARD)
+            cur[0] = FORWARD
+            put((FORWARD, now()))
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                cur[0] = before
+                put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))
+                if watched:
+                    on.left(before)
 
-        return module_call
+        return __call__
 
     return make
 
@@ -245,22 +313,20 @@ _UPLOADS_INSIDE = frozenset((DATA, H2D, FORWARD, BACKWARD, OPTIMIZER))
 def _to(on: Listener) -> Callable[[Any], Any]:
     def applies(args: Any, kwargs: Any) -> bool:
         target = args[1] if len(args) > 1 else kwargs.get("device")
-        return target is not None and _is_upload(args[0], target)
+        return target is not None and args[0].is_cpu and _is_device(target)
 
-    return _timed(on, H2D, inside=_UPLOADS_INSIDE, opens=False, applies=applies)
+    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
 
 
 def _cuda(on: Listener) -> Callable[[Any], Any]:
     def applies(args: Any, kwargs: Any) -> bool:
         return not args[0].is_cuda
 
-    return _timed(on, H2D, inside=_UPLOADS_INSIDE, opens=False, applies=applies)
+    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
 
 
-def _is_upload(tensor: Any, target: Any) -> bool:
-    """Whether a copy to this target leaves the host's memory."""
-    if not tensor.is_cpu:
-        return False
+def _is_device(target: Any) -> bool:
+    """Whether this names a device that is not the host."""
     if isinstance(target, str):
         return not target.startswith("cpu")
     if isinstance(target, int):
@@ -270,13 +336,7 @@ def _is_upload(tensor: Any, target: Any) -> bool:
 
 
 def _backward(on: Listener) -> Callable[[Any], Any]:
-    steps, loaders = on.steps, on.loaders
-
-    def done(args: Any) -> None:
-        steps.backwarded()
-        loaders.trained()
-
-    return _timed(on, BACKWARD, inside=frozenset((DATA, FORWARD, BACKWARD)), done=done)
+    return _timed(on, BACKWARD, inside=frozenset((DATA, FORWARD, BACKWARD)), end=BACKWARD_END)
 
 
 def _zero_grad(on: Listener) -> Callable[[Any], Any]:
@@ -285,62 +345,80 @@ def _zero_grad(on: Listener) -> Callable[[Any], Any]:
 
 def _scaler_step(on: Listener) -> Callable[[Any], Any]:
     """A scaler may leave the optimizer out (infinite gradients): it was a step all the same."""
-    steps = on.steps
+    put = on.tape.log.extend
 
-    def done(args: Any) -> None:
-        steps.optimized(id(args[1]) if len(args) > 1 else 0)
+    def applies(args: Any, kwargs: Any) -> bool:
+        put((OPTIMIZED_BY, id(args[1]) if len(args) > 1 else 0))
+        return True
 
-    return _timed(on, OPTIMIZER, inside=frozenset((DATA, OPTIMIZER)), done=done)
+    return _timed(
+        on,
+        OPTIMIZER,
+        inside=frozenset((DATA, OPTIMIZER)),
+        end=OPTIMIZER_END,
+        applies=applies,
+        online=on.online,
+    )
 
 
-def _before_step(on: Listener) -> Callable[[Any, Any, Any], None]:
-    from torch.compiler import is_compiling
-
-    clock, steps = on.clock, on.steps
+def _around_step(on: Listener) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks of all optimizers. The second is not called when the optimizer raises."""
+    compiling = _compiling()
+    tape = on.tape
+    put, ident, cur, watched = tape.log.extend, tape.ident, tape.cur, tape.watched
+    online = on.online
+    opened: list[tuple[int, int]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_compiling() or get_ident() != clock.ident:
+        if compiling() or get_ident() != ident[0]:
             return
-        try:
-            if not steps.open:
-                steps.active()
-            clock.enter(OPTIMIZER)
-        except Exception as error:
-            on.broken(error)
-
-    return before
-
-
-def _after_step(on: Listener) -> Callable[[Any, Any, Any], None]:
-    from torch.compiler import is_compiling
-
-    clock, steps = on.clock, on.steps
+        if opened and (cur[0] != OPTIMIZER or opened[-1][0] == id(optimizer)):
+            opened.clear()  # one that raised
+            put((RESET, now()))
+            cur[0] = OTHER
+        opened.append((id(optimizer), cur[0]))
+        if watched:
+            on.entered(OPTIMIZER)
+        cur[0] = OPTIMIZER
+        put((OPTIMIZER, now()))
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_compiling() or get_ident() != clock.ident:
+        if compiling() or get_ident() != ident[0] or not opened:
             return
+        number, phase = opened.pop()
+        cur[0] = phase
         try:
-            clock.leave()
-            if clock.cur != OPTIMIZER:  # else a scaler or another optimizer is around it
-                steps.optimized(id(optimizer))
+            if watched:
+                on.left(phase)
+            put((OPTIMIZED_BY, number))
+            put((OPTIMIZER_END, now()))
+            on.stepped()
+            if online:
+                on.drain()
         except Exception as error:
             on.broken(error)
 
-    return after
+    return before, after
 
 
 def _save(on: Listener) -> Callable[[Any], Any]:
-    clock, steps = on.clock, on.steps
+    tape = on.tape
 
     def make(original: Any) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == clock.ident:
-                try:
-                    steps.saving()
-                except Exception as error:
-                    on.broken(error)
+            if get_ident() == tape.ident[0]:
+                tape.log.extend((SAVE, now()))
             return original(*args, **kwargs)
 
         return save
 
     return make
+
+
+def _compiling() -> Callable[[], bool]:
+    """Whether dynamo traces this call: it takes the answer for a constant. ``is_compiling`` would
+    also know of export, at five times the cost; there our few lines do no harm."""
+    from torch.compiler import is_dynamo_compiling
+
+    asked: Callable[[], bool] = is_dynamo_compiling
+    return asked

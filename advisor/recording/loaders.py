@@ -19,28 +19,33 @@ class Loaders:
         self.last: int | None = None
         """The loader whose batch is being worked on."""
 
-    def iterated(self, loader: Any, iterator: Any, took_ns: int) -> None:
-        """A loader handed out an iterator."""
+    def iterated(self, loader: Any, iterator: Any, took_ns: int) -> dict[str, Any] | None:
+        """A loader handed out an iterator. Called in the training thread; what it returns is for
+        ``began``. ``None``: there are too many loaders."""
         number = self._ids.get(id(loader))
         if number is None:
             if len(self._ids) >= MAX_LOADERS:
-                return
+                return None
             number = self._ids[id(loader)] = len(self._ids)
             told = configuration(loader)
             self._lengths[number] = told["length"]
             self._tell("loader", {"id": number, **told})
-        self._settle(number)
-        self._open[number] = {
+        if hasattr(iterator, "__dict__"):
+            iterator._advisor_loader = number
+        return {
             "id": number,
             "workers_started_ns": took_ns if getattr(loader, "num_workers", 0) else None,
             "evaluation": True,
         }
-        if hasattr(iterator, "__dict__"):
-            iterator._advisor_loader = number
 
-    def fetched(self, iterator: Any) -> None:
-        """A batch of this iterator is being worked on."""
-        self.last = getattr(iterator, "_advisor_loader", None)
+    def began(self, data: dict[str, Any]) -> None:
+        """An epoch of a loader began."""
+        self._settle(data["id"])
+        self._open[data["id"]] = data
+
+    def fetching_from(self, number: int) -> None:
+        """Batches come from this loader now."""
+        self.last = number
 
     @property
     def length(self) -> int | None:
@@ -53,12 +58,10 @@ class Loaders:
             self._open[self.last]["evaluation"] = False
             self._settle(self.last)
 
-    def exhausted(self, iterator: Any) -> None:
-        """The iterator has no more batches."""
-        number = getattr(iterator, "_advisor_loader", None)
-        if number is not None:
-            self._settle(number)
-        self.last = None
+    def exhausted(self) -> None:
+        """The loader that is being worked on has no more batches."""
+        if self.last is not None:
+            self._settle(self.last)
 
     def finish(self) -> None:
         """Recording ends."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
-from advisor.recording.clock import Clock
+from advisor.recording.clock import PAUSE, Tape
 
 
 class Pauses:
-    """Adds up the collections that run in the clock's thread (``gc.callbacks``)."""
+    """Notes the collections that run in the watched thread (``gc.callbacks``)."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
         self._begun = 0
-        self._spent = 0
 
     def install(self) -> None:
         """Listen."""
@@ -27,14 +27,11 @@ class Pauses:
         if self._call in gc.callbacks:
             gc.callbacks.remove(self._call)
 
-    def take(self) -> int:
-        """Time since the last call of this, ns."""
-        spent, self._spent = self._spent, 0
-        return spent
-
     def _call(self, phase: str, info: Mapping[str, Any]) -> None:
+        if get_ident() != self._tape.ident[0]:
+            return
         if phase == "start":
             self._begun = perf_counter_ns()
-        elif self._begun and self._clock.ident != -1:
-            self._spent += perf_counter_ns() - self._begun
+        elif self._begun:
+            self._tape.log.extend((PAUSE, perf_counter_ns() - self._begun))
             self._begun = 0

@@ -9,26 +9,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.recording.clock import Clock
+from advisor.recording.clock import Tape
 
 DOMAIN = "advisor"
 
 
-def add_ranges(clock: Clock) -> bool:
-    """Let the clock's phases be ranges; whether somebody looks at them."""
+class Ranges:
+    """Opens and closes ranges with the phases."""
+
+    def __init__(self, tape: Tape, domain: Any) -> None:
+        self._names = tape.names
+        self._domain = domain
+        self._attributes: list[Any] = []
+
+    def entered(self, phase: int) -> None:
+        """A phase begins."""
+        attributes = self._attributes
+        while len(attributes) <= phase:
+            name = self._names[len(attributes)]
+            attributes.append(self._domain.get_event_attributes(message=name))
+        self._domain.push_range(attributes[phase])
+
+    def left(self, phase: int) -> None:
+        """A phase has ended."""
+        self._domain.pop_range()
+
+
+def ranges(tape: Tape) -> Ranges | None:
+    """What makes ranges of phases; ``None``: nobody would see them."""
     try:
         import nvtx
     except ImportError:
-        return False
+        return None
     domain = nvtx.get_domain(DOMAIN)
-    if "dummy" in type(domain).__name__.lower():
-        return False
-
-    def attribute(name: str) -> Any:
-        return domain.get_event_attributes(message=name)
-
-    clock.attributes = [attribute(name) for name in clock.names]
-    clock.attribute = attribute
-    clock.pop = domain.pop_range
-    clock.push = domain.push_range
-    return True
+    return None if "dummy" in type(domain).__name__.lower() else Ranges(tape, domain)

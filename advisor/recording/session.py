@@ -11,26 +11,43 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from advisor.recording.batch import Batches, Glance
-from advisor.recording.clock import Clock
+from advisor.recording.clock import (
+    BATCH,
+    BEGIN,
+    BOUNDARY,
+    BREAK_OFF,
+    DATA,
+    FETCHED_INSIDE,
+    LEAVE,
+    MEMORY,
+    Tape,
+)
 from advisor.recording.cuda import Allocator, Marks
 from advisor.recording.hooks import Hooks
 from advisor.recording.loaders import Loaders
 from advisor.recording.oom import OutOfMemory
 from advisor.recording.options import Options
 from advisor.recording.pauses import Pauses
-from advisor.recording.ranges import add_ranges
-from advisor.recording.steps import Found, Segment, Steps
+from advisor.recording.ranges import ranges
+from advisor.recording.reader import Reader
+from advisor.recording.steps import Found, Segment
 from advisor.recording.trouble import Trouble
 from advisor.recording.windows import Windows
 from advisor.recording.writer import Writer
 from advisor.rundir import Event, Manifest, Rank
 
 log = logging.getLogger("advisor")
+
+_T = TypeVar("_T")
+
+MAX_TAPE = 20_000_000
+"""Entries that wait to be read: minutes of a disk that does not answer."""
 
 
 class _Here:
@@ -56,13 +73,17 @@ class Session:
         self.entry = entry
         self.problem: str | None = None
         """Why recording stopped before its time."""
-        self.clock = Clock()
-        self.steps = Steps(self.clock, self._emit)
+        self.tape = Tape()
+        self.online: list[Any] = []
+        self.looping: list[Any] = []
+        self.in_loop = False
+        """Inside a loop that says itself where steps end."""
         self.loaders = Loaders(self.tell)
+        self.reader = Reader(self.loaders, self._emit)
+        self.steps = self.reader.steps
         self.batches = Batches(self._shapes)
         self._pid = os.getpid()
         self._torch = torch
-        self._batch: Glance | None = None
         self._lazy = lazy
         self.over = False
         """It has ended."""
@@ -70,24 +91,28 @@ class Session:
         """The hooks are in place."""
         self._told: tuple[int, BaseException | None] = -1, None
         self._lock = threading.Lock()
+        self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
         self.hooks = Hooks(self)
-        self.pauses = Pauses(self.clock)
+        self.pauses = Pauses(self.tape)
         self.allocator = Allocator(torch)
-        self.marks = Marks(self.clock, torch, options.cuda_events)
-        self.windows = Windows(options, self.rank, lambda data: self.tell("window", data))
+        self.marks = Marks(self.tape, torch, options.cuda_events) if options.cuda_events else None
+        self.windows = Windows(
+            options, self.rank, lambda data: self.tell("window", data), self.hooks
+        )
         self.oom = OutOfMemory(lambda data: self.tell("oom", data))
         self.writer = Writer(
             out=options.out,
             rank=self._where,
-            names=self.clock.names,
+            names=self.tape.names,
             describe=self._describe,
             failed=self._failed,
         )
         self.writer.resolve = self.batches.resolve
         self.writer.opened = self._opened
         self.writer.wanted = self.want
-        self.writer.give_back = self.marks.give_back
+        self.writer.read = self._read_in_writer
+        self.writer.give_back = self.marks.give_back if self.marks is not None else None
         self.writer.trouble = Trouble() if options.on_trouble and self.windows.enabled else None
         self._sampler: Any = None
         self._old_signal: Any = None
@@ -100,8 +125,11 @@ class Session:
         if not _Here.watches_forks:
             os.register_at_fork(after_in_child=_forked)
             _Here.watches_forks = True
-        if self.options.nvtx:
-            add_ranges(self.clock)
+        made = ranges(self.tape) if self.options.nvtx else None
+        if made is not None:
+            self.tape.watched.append(made)
+        if self.windows.enabled:
+            self.online.append(1)
         self.writer.start()
         if not self._lazy:
             self.writer.open()
@@ -113,26 +141,35 @@ class Session:
         if self.listening or self.over:
             return
         self.listening = True
+        now = time.perf_counter_ns()
+        self.reader.clock.start(now)
+        self.steps.begun = now
+        self.tape.cur[0] = 0
         self.hooks.install()
+        self.windows.guard()
         self.pauses.install()
-        if self.options.cuda_events:
-            self.steps.take_marks = self.marks.take
-        self.steps.abandon()
-        self.clock.start()
-        self.steps.begun = self.clock.last
+        self.tape.ident[0] = threading.get_ident()
 
     def pause(self, error: BaseException | None = None) -> None:
         """Take the hooks out; ``listen`` goes on from here."""
         if not self.listening:
             return
-        if self.here():
-            self.steps.finish()
-            self.steps.abandon()
-        self.windows.stop("recording was paused")
         self.listening = False
-        self.clock.stop()
+        self.tape.ident[0] = -1
         self.hooks.remove()
         self.pauses.remove()
+        if self.marks is not None:
+            self.marks.end()
+        now = time.perf_counter_ns()
+        with self._reading:
+            self.reader.read(self.tape.take())
+            self.steps.finish(now)
+            self.steps.abandon(now)
+            if self.over:
+                self.windows.finish(self.steps.count)
+            else:
+                self.windows.stop("recording was paused")
+        self.windows.unguard()
         self._end(error)
 
     def failed(self, error: BaseException) -> None:
@@ -145,7 +182,7 @@ class Session:
 
     def here(self) -> bool:
         """Whether the calling thread is the one that is watched."""
-        return self.clock.ident == threading.get_ident()
+        return self.tape.ident[0] == threading.get_ident()
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the recording and write what is left. Never raises; a second call does nothing."""
@@ -157,13 +194,10 @@ class Session:
             _Here.session = None
         try:
             self._give_signal_back()
-            if self.here():
-                self.steps.finish()
-            self.windows.finish(self.steps.count)
-            self.loaders.finish()
             if error is not None:
                 self.oom.raised(error)
             self.pause(error)
+            self.loaders.finish()
             if self._sampler is not None:
                 self._sampler.stop()
             self._end(error)
@@ -173,17 +207,107 @@ class Session:
 
     # -- what hooks call ------------------------------------------------------------------------
 
-    def batch(self, batch: Any) -> None:
-        """A loader gave this."""
-        glance, before = self.batches.glance(batch), self._batch
-        if glance is not None and before is not None and before.padding is not None:
-            glance = glance._replace(padding=before.padding)  # of one that was fetched ahead
-        self._batch = glance
+    def glance(self, batch: Any) -> Glance | None:
+        """Note what a batch is made of."""
+        return self.batches.glance(batch)
+
+    def entered(self, phase: int) -> None:
+        """A phase is about to begin."""
+        try:
+            for watcher in self.tape.watched:
+                watcher.entered(phase)
+        except Exception as error:
+            self.broken(error)
+
+    def left(self, phase: int) -> None:
+        """A phase has ended, and this one goes on."""
+        try:
+            for watcher in self.tape.watched:
+                watcher.left(phase)
+        except Exception as error:
+            self.broken(error)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+        counters = self.allocator.sample()
+        if counters is not None:
+            self.tape.log.extend((MEMORY, counters))
+        if self.marks is not None:
+            self.marks.stepped()
+        if len(self.tape.log) > MAX_TAPE:
+            self.tape.log.clear()
+            raise RuntimeError("the recorder's thread does not keep up")
+
+    def drain(self) -> None:
+        """Read the tape in the training thread."""
+        if not self._reading.acquire(blocking=False):
+            return  # the writer is at it; the next boundary will do
+        try:
+            self.reader.read(self.tape.take())
+        except Exception as error:
+            self.broken(error)
+        finally:
+            self._reading.release()
 
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: recording is over."""
         self._warn(error)
         self._stop_early()
+
+    # -- what the user says ---------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """A step ends here."""
+        self._say(BOUNDARY)
+
+    def begin_loop(self) -> None:
+        """A loop begins whose every iteration is a step."""
+        self.in_loop = True
+        self._say(BEGIN)
+
+    def end_loop(self, *, broken_off: bool) -> None:
+        """It ended; ``broken_off``: in the middle of an iteration, as far as can be told."""
+        self.in_loop = False
+        if broken_off:
+            self._say(BREAK_OFF)
+
+    def enter(self, phase: int) -> int:
+        """A phase of the user's begins; what was open before, for ``leave``."""
+        tape = self.tape
+        before = tape.cur[0]
+        if tape.watched:
+            self.entered(phase)
+        tape.cur[0] = phase
+        tape.log.extend((phase, time.perf_counter_ns()))
+        return before
+
+    def leave(self, before: int) -> None:
+        """It ends."""
+        tape = self.tape
+        tape.cur[0] = before
+        tape.log.extend((LEAVE, time.perf_counter_ns()))
+        if tape.watched:
+            self.left(before)
+
+    def fetch(self, iterator: Iterator[_T]) -> _T:
+        """The next item of any iterator; the wait is of phase ``data``."""
+        before = self.enter(DATA)
+        self.looping.append(1)
+        try:
+            batch = next(iterator)
+            if self.looping:  # no DataLoader, whose hook would have told
+                self.tape.log.extend((FETCHED_INSIDE, time.perf_counter_ns()))
+                self.tape.log.extend((BATCH, self.glance(batch)))
+            return batch
+        finally:
+            self.looping.clear()
+            self.leave(before)
+
+    def count(self) -> int:
+        """Steps so far, the one that is complete and has not ended included."""
+        with self._reading:
+            self.reader.read(self.tape.take())
+            return self.steps.count + self.steps.complete()
 
     def want(self, reason: str, asked: bool) -> None:
         """Open a window at the next boundary."""
@@ -191,6 +315,8 @@ class Session:
             self.windows.asked = reason
         else:
             self.windows.wanted = reason
+        if self.windows.enabled:
+            self.online.append(1)
 
     def tell(self, kind: str, data: dict[str, Any]) -> None:
         """Write an event."""
@@ -211,9 +337,29 @@ class Session:
             end["exception"] = type(error).__name__
         self.tell("end", end)
 
+    def _say(self, code: int) -> None:
+        if self.marks is not None and self.marks in self.tape.watched:
+            self.marks.entered(self.tape.cur[0])
+        self.tape.log.extend((code, time.perf_counter_ns()))
+        if self.online:
+            self.drain()
+
+    def _read_in_writer(self) -> None:
+        """Read the tape in the writer's thread, unless the training thread is at it."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self.reader.read(self.tape.take())
+            finally:
+                self._reading.release()
+
     def _emit(self, segment: Segment, micro: int, gap: int) -> None:
-        windows = self.windows
+        windows, reader = self.windows, self.reader
         number = self.steps.count
+        batch, memory, paused = reader.batch, reader.memory, reader.paused
+        reader.memory, reader.paused = None, 0
+        if batch is not None and batch.padding is not None:
+            reader.batch = batch._replace(padding=None)
+        window = windows.during(segment.t, segment.end)
         self.writer.put(
             Found(
                 number,
@@ -222,20 +368,20 @@ class Session:
                 segment.phases,
                 micro,
                 gap,
-                windows.current,
-                self.pauses.take(),
-                self._batch,
-                self.allocator.sample(),
+                window,
+                paused,
+                batch,
+                memory,
                 segment.marks,
             )
         )
-        if self._batch is not None and self._batch.padding is not None:
-            self._batch = self._batch._replace(padding=None)
         if number == 0:
             self._first(micro)
-        if self.options.cuda_events:
-            self.marks.begin_step()
-        windows.step(number + 1, segment.end - segment.t)
+        duration = segment.end - segment.t
+        if not self.here():
+            windows.note(window, duration)
+        elif not windows.step(number + 1, window, duration):
+            self.online.clear()
 
     def _first(self, micro: int) -> None:
         """The first step has ended: this process does train."""
@@ -285,7 +431,7 @@ class Session:
 
     def _stop_early(self) -> None:
         """Hooks pass through from now on; what was recorded stays."""
-        self.clock.stop()
+        self.tape.ident[0] = -1
         self.windows.enabled = False
         if self._sampler is not None and threading.current_thread().name != "advisor telemetry":
             self._sampler.stop()
@@ -337,6 +483,6 @@ def _forked() -> None:
     """In a forked child: the recording is the parent's."""
     session, _Here.session = _Here.session, None
     if session is not None:
-        session.clock.stop()
+        session.tape.ident[0] = -1
         session.windows.forget()
         session.over = True

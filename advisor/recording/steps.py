@@ -19,7 +19,6 @@ which can only be known at the end: such steps are kept until then, up to ``MAX_
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from advisor.recording.clock import OPTIMIZER, Clock
@@ -29,7 +28,7 @@ MAX_HELD = 1024
 
 
 class Found(NamedTuple):
-    """A step as the training thread hands it on; the writer makes a record of it."""
+    """A step that was found; the writer makes a record of it."""
 
     n: int
     t: int
@@ -53,22 +52,20 @@ class Segment(NamedTuple):
 
 
 class Steps:
-    """Segments to steps. All methods are called in the watched thread only."""
+    """Segments to steps, in the order of the tape. ``now`` is when something happened, ns."""
 
     def __init__(self, clock: Clock, emit: Callable[[Segment, int, int], None]) -> None:
         self.clock = clock
         self._emit = emit
         self.explicit = False
         """The user says where steps end."""
-        self.looping = False
-        """Inside a loop that says itself where steps end."""
         self.count = 0
-        self.fetches = 0
-        """Batches so far."""
         self.gap = 0
         """Time since the last step that belongs to none, ns."""
-        self.take_marks: Callable[[], Any] | None = None
-        """Hands over the CUDA events of the segment that ends."""
+        self.marks: list[Any] = []
+        """CUDA events of the segment, with the phase that each begins …"""
+        self._marks_whole = False
+        """… and whether they reach back to its begin."""
         self.begun = 0
         """When the segment began …"""
         self.open = False
@@ -89,76 +86,72 @@ class Steps:
 
     # -- what hooks report ----------------------------------------------------------------------
 
-    def fetching(self) -> None:
+    def fetching(self, now: int) -> None:
         """A loader is asked for a batch: the segment before ends here."""
         if self.explicit:
             return
         if self.clock.cur == OPTIMIZER:  # an optimizer raised, its hook for the end was not called
-            self.clock.leave_to(0)
-        self._close(perf_counter_ns())
+            self.clock.leave_all(now)
+        self._close(now)
         self.outside = False
         self.open = True
 
     def fetched(self) -> None:
         """The loader gave a batch."""
-        self.fetches += 1
         self._batches += 1
         self._stock += 1
 
-    def exhausted(self) -> None:
+    def exhausted(self, now: int) -> None:
         """The loader has no more: what comes is no longer work on its batches."""
         if self.explicit:
             return
-        now = perf_counter_ns()
         self.gap += sum(self._cut(now).phases)
         if not self._trained_here:
             self._drop_ahead()
         self._outside()
 
-    def iterating(self) -> None:
+    def iterating(self, now: int) -> None:
         """A loader is iterated anew, for another epoch or a validation."""
         if self.explicit:
             return
         if self.open:
-            self._close(perf_counter_ns())
+            self._close(now)
         self._drop_ahead()
         self._stock = 0
         self._trained_here = False
         self._outside()
 
-    def saving(self) -> None:
+    def saving(self, now: int) -> None:
         """A checkpoint is written: no part of a step that is complete."""
         if not self.explicit and self._stepped and not self.clock.stack:
-            self._close(perf_counter_ns())
+            self._close(now)
             self._outside()
 
-    def active(self) -> None:
+    def active(self, now: int) -> None:
         """Something a step does has begun: one begins, if none has."""
         if not self.open:
-            now = perf_counter_ns()
+            before = sum(self._cut(now).phases)
             if not self.explicit:
-                self.gap += sum(self._cut(now).phases)
-            else:
-                self._cut(now)
+                self.gap += before
             self.open = True
 
-    def forwarded(self, grad: bool) -> None:
+    def forwarded(self, grad: bool, now: int) -> None:
         """The outermost module returned."""
         self._forwards += 1
         if grad or self.explicit or not self.outside or self._backwards or self._stepped:
             return
         # without a loader, a forward that nothing is learnt from is validation; training begins
         # after it
-        self.gap += sum(self._cut(perf_counter_ns()).phases)
+        self.gap += sum(self._cut(now).phases)
         self.open = False
 
-    def backwarded(self) -> None:
+    def backwarded(self, now: int) -> None:
         """A backward ended."""
         self._backwards += 1
         if self.outside and self._stepped and not self.clock.stack:
-            self._end_outside()
+            self._end_outside(now)
 
-    def optimized(self, optimizer: int) -> None:
+    def optimized(self, optimizer: int, now: int) -> None:
         """An optimizer stepped, or its scaler skipped it."""
         known = self._optimizers
         known[optimizer] = known.get(optimizer, 0) + 1
@@ -171,13 +164,12 @@ class Steps:
             return
         self._stepped = True
         if self.outside and not self.explicit and not self.clock.stack:
-            self._end_outside()
+            self._end_outside(now)
 
     # -- what the user says ---------------------------------------------------------------------
 
-    def boundary(self) -> None:
+    def boundary(self, now: int) -> None:
         """A step ends here."""
-        now = perf_counter_ns()
         if not self.explicit:
             self.explicit = True
             if self.count == 1 and not self._held and not self._stepped and not self._batches:
@@ -189,44 +181,52 @@ class Steps:
         self._complete(now)
         self.open = True
 
-    def begin(self) -> None:
+    def begin(self, now: int) -> None:
         """A loop whose every iteration is a step begins here."""
-        self.explicit = self.looping = True
+        self.explicit = True
         self._held.clear()
-        self.gap += sum(self._cut(perf_counter_ns()).phases)
+        self.gap += sum(self._cut(now).phases)
         self.open = True
 
-    def break_off(self) -> None:
+    def break_off(self, now: int) -> None:
         """The loop was left in the middle: after a whole step, if anything was learnt in it."""
-        self.looping = False
         if self._stepped or self._backwards or self._primary is None:
-            self.boundary()
+            self.boundary(now)
         else:
-            self.abandon()
+            self.abandon(now)
 
     def complete(self) -> int:
         """1 if what is open would be a step if it ended now."""
         return int(self._stepped)
 
-    def abandon(self) -> None:
+    def abandon(self, now: int) -> None:
         """What was begun is no step."""
         self._held.clear()
-        self._cut(perf_counter_ns())
+        self._cut(now)
         self.open = False
 
-    def finish(self) -> None:
+    def finish(self, now: int) -> None:
         """Recording ends: a step that is complete is kept, one that is not is dropped."""
         if self.explicit:
             return
         if self.open and self._stepped:
-            self._close(perf_counter_ns())
+            self._close(now)
         if self._primary is None and self._held:
             for part in self._held:
                 if part.trained:
                     self._hand_on([part], 1)
             if self._backwards:
-                self._hand_on([self._cut(perf_counter_ns())], 1)
+                self._hand_on([self._cut(now)], 1)
         self._held.clear()
+
+    def mark(self, mark: Any) -> None:
+        """A CUDA event was made."""
+        self.marks.append(mark)
+
+    def unmarked(self) -> None:
+        """There will be no CUDA events for a while."""
+        self.marks = []
+        self._marks_whole = False
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -234,13 +234,15 @@ class Steps:
         self.outside = True
         self.open = False
 
-    def _end_outside(self) -> None:
-        self._complete(perf_counter_ns())
+    def _end_outside(self, now: int) -> None:
+        self._complete(now)
         self.open = True
 
     def _cut(self, now: int) -> Segment:
         """End the segment, whatever it was."""
-        marks = self.take_marks() if self.take_marks is not None else None
+        marks = self.marks if self._marks_whole and len(self.marks) > 1 else None
+        self.marks = self.marks[-1:]  # where this segment ends, the next one begins
+        self._marks_whole = bool(self.marks)
         segment = Segment(self.begun, now, self.clock.cut(now), self._backwards > 0, marks)
         self.begun = now
         self._batches = self._forwards = self._backwards = 0
@@ -289,7 +291,10 @@ class Steps:
             for part in parts[:-1]:
                 for index, value in enumerate(part.phases):
                     phases[index] += value
-            marks = [mark for part in parts for mark in part.marks or ()] or None
+            marked = all(part.marks is not None for part in parts)
+            marks = None
+            if marked:  # the last event of a part is the first of the next
+                marks = [*parts[0].marks, *(m for part in parts[1:] for m in part.marks[1:])]
             whole = Segment(parts[0].t, whole.end, phases, True, marks)
         gap, self.gap = self.gap, 0
         self._emit(whole, micro, gap)

@@ -16,8 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from time import perf_counter_ns
 from typing import Any
 
+from advisor.recording.hooks import Hooks
 from advisor.recording.options import Options
 from advisor.rundir import trace_name
 
@@ -40,8 +42,12 @@ EXPORT_SECONDS = 120.0
 class Windows:
     """The windows of one rank. ``tell(data)`` writes a ``window`` event."""
 
-    def __init__(self, options: Options, rank: int, tell: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, options: Options, rank: int, tell: Callable[[dict[str, Any]], None], hooks: Hooks
+    ) -> None:
         self._options = options
+        self._stacks = options.stacks or options.deep
+        self._hooks = hooks
         self._tell = tell
         self.enabled = options.traces(rank)
         self.folder: Path | None = None
@@ -50,8 +56,8 @@ class Windows:
         """Why a window should open at the next boundary; set by any thread."""
         self.asked: str | None = None
         """The same, when somebody asked for it."""
-        self.current: int | None = None
-        """Number of the window that makes steps slower, also while its trace is written."""
+        self._spans: list[tuple[int, int, int | None]] = []
+        """Number of each window, when it opened, and when its trace was written."""
         self.at = options.skip
         """Step before which the first window opens."""
         self._warmup = options.warmup
@@ -76,18 +82,30 @@ class Windows:
         self._warmup = min(self._warmup, max(1, spare // 2))
         self.at = max(1, min(self.at, spare - self._warmup))
 
-    def step(self, number: int, dur: int) -> None:
-        """A step has ended; ``number`` is the one that begins."""
+    def during(self, begin: int, end: int) -> int | None:
+        """The window that made a step slower: it was open, or its trace was being written."""
+        for number, opened, closed in reversed(self._spans):
+            if end > opened and (closed is None or begin < closed):
+                return number
+        return None
+
+    def note(self, window: int | None, dur: int) -> None:
+        """A step has ended, and was read too late for a window to open after it."""
+        if window is None:
+            self._before.append(dur)
+
+    def step(self, number: int, window: int | None, dur: int) -> bool:
+        """A step has ended, just now; ``number`` is the one that begins. Whether the next ones
+        must be told at once too."""
         if self._profiler is not None:
             self._advance(number, dur)
-        elif self.enabled:
-            if self.current is None:
-                self._before.append(dur)
-            elif self._export is None:
-                self.current = None
+        else:
+            self.note(window, dur)
             first = self._number < 0 and number >= self.at
-            if first or self.asked is not None or self.wanted is not None:
+            if self.enabled and (first or self.asked is not None or self.wanted is not None):
                 self._consider(number)
+        waits = self.asked is not None or self.wanted is not None or self._number < 0
+        return self._profiler is not None or (self.enabled and waits)
 
     def finish(self, number: int) -> None:
         """Recording ends."""
@@ -121,7 +139,6 @@ class Windows:
         self._profiler = None
         self._export = None
         self.enabled = False
-        self._unguard()
 
     def stop(self, why: str) -> None:
         """Give the profiler up now, e.g. because another one starts."""
@@ -168,10 +185,11 @@ class Windows:
         profiler = make_profiler(torch, self._options, number + self._warmup)
         if hasattr(profiler, "step_num"):
             profiler.step_num = number  # ProfilerStep#n is our step n
-        self._guard(torch)
+        if self._stacks:
+            self._hooks.lift()
+        self._spans.append((self._number, perf_counter_ns(), None))
         self._profiler = profiler
         profiler.start()
-        self.current = self._number
         self._tell({"window": self._number, "reason": reason, "state": "open", "steps": [number]})
 
     # -- while it is open -----------------------------------------------------------------------
@@ -199,29 +217,27 @@ class Windows:
             return f"profiled steps take {now / usual:.1f} times as long"
         return None
 
-    def _guard(self, torch: Any) -> None:
+    def guard(self) -> None:
         """Be told when somebody else starts a profiler, before it does."""
-        kind = torch.autograd.profiler.profile
-        windows = self
+        from torch.autograd.profiler import profile
 
         def guarded(original: Any) -> Any:
             def call(other: Any, *args: Any, **kwargs: Any) -> Any:
-                ours = windows._profiler
-                if ours is not None and other is not getattr(ours, "profiler", None):
-                    windows.stop("another profiler was started")
+                ours = self._profiler
+                if ours is None or other is not getattr(ours, "profiler", None):
+                    self._make_way(other)
                 return original(other, *args, **kwargs)
 
             return call
 
         for name in ("__enter__", "_prepare_trace", "_start_trace"):
-            original = getattr(kind, name, None)
+            original = getattr(profile, name, None)
             if original is not None:
-                setattr(kind, name, guarded(original))
+                setattr(profile, name, guarded(original))
                 self._guards.append((name, original))
 
-    # -- closing --------------------------------------------------------------------------------
-
-    def _unguard(self) -> None:
+    def unguard(self) -> None:
+        """No more."""
         if self._guards:
             from torch.autograd.profiler import profile
 
@@ -229,17 +245,33 @@ class Windows:
                 setattr(profile, name, original)
             self._guards.clear()
 
+    def _make_way(self, other: Any) -> None:
+        try:
+            self.stop("another profiler was started")
+            if getattr(other, "with_stack", True) or getattr(other, "with_modules", True):
+                self._hooks.lift()  # for good: when it ends, we are not told
+        except Exception as error:  # called inside torch, on the user's behalf
+            log.warning("advisor: the window was not ended: %s", error)
+
+    # -- closing --------------------------------------------------------------------------------
+
     def _end(self) -> Any:
         """Stop the profiler; it holds what it recorded."""
         profiler, self._profiler = self._profiler, None
-        self._unguard()
         profiler.stop()
+        if self._stacks:
+            self._hooks.lower()
         return profiler
+
+    def _over(self) -> None:
+        """From now on steps are what they were."""
+        number, opened, _ = self._spans[-1]
+        self._spans[-1] = number, opened, perf_counter_ns()
 
     def _abandon(self, state: str, why: str) -> None:
         event = {"window": self._number, "reason": self._reason, "state": state, "why": why}
         self._end()
-        self.current = None
+        self._over()
         self._tell(event)
 
     def _close(self, state: str, why: str | None) -> None:
@@ -272,6 +304,7 @@ class Windows:
             event["why"] = f"{type(error).__name__}: {error}"[:300]
             log.warning("advisor: the trace of window %d was not written: %s", self._number, error)
         self._tell(event)
+        self._over()
         self._export = None
 
 

@@ -64,6 +64,8 @@ class Writer:
         self._asked_at = 0.0
         self.folder: Path | None = None
         """This rank's folder, once it exists."""
+        self.read: Callable[[], None] | None = None
+        """Reads what the training thread noted; steps are ``put`` by it."""
         self.resolve: Callable[[Any], Batch] | None = None
         """Works out what the training thread noted of a batch."""
         self.opened: Callable[[Path], None] | None = None
@@ -126,6 +128,8 @@ class Writer:
             self._release()
 
     def _round(self, *, last: bool = False) -> None:
+        if self.read is not None:
+            self.read()
         if self.folder is None:
             if not self._open_wanted.is_set():
                 if last:

@@ -200,7 +200,7 @@ def test_a_hook_that_fails_ends_the_recording_and_not_the_training(
         assert session is not None
         for number, batch in enumerate(training.loader(20)):
             if number == 5:
-                monkeypatch.setattr(session.windows, "step", lambda *_: 1 / 0)
+                monkeypatch.setattr(session, "glance", lambda *_: 1 / 0)
             training.learn(batch)
     assert len(caplog.messages) == 1
     assert "ZeroDivisionError" in caplog.messages[0]

@@ -66,6 +66,15 @@ def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: An
     assert not list((tmp_path / "run" / "rank0").glob(".*"))
 
 
+def test_python_stacks_know_the_modules(tmp_path: Path, training: Any) -> None:
+    """torch's tracer reads the frame of ``Module.__call__``: in its place it would crash."""
+    run(tmp_path, training, 12, skip=2, warmup=1, active=3, deep=True)
+    with gzip.open(tmp_path / "run" / "rank0" / "trace_w0.json.gz") as file:
+        names = [str(e.get("name")) for e in json.load(file)["traceEvents"]]
+    assert any(name.startswith("nn.Module: Sequential") for name in names)
+    assert any("conftest.py" in name and "learn" in name for name in names)
+
+
 def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, training: Any) -> None:
     seen = []
     with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=2, report=False) as rec:

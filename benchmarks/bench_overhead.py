@@ -6,7 +6,8 @@ Blocks of steps with the recorder's hooks in place and blocks without take turns
 changes each time), so that what the machine does besides falls on both. Measured is the CPU time of
 the training thread (``CLOCK_THREAD_CPUTIME_ID``): the recorder's own threads and the wait for a
 core are not in it. A block is told by the median of its steps; given are the median of the
-differences between neighbouring blocks and its 95 % interval (bootstrap). ``--write`` puts the table into docs/overhead.md.
+differences between neighbouring blocks and its 95 % interval (bootstrap). ``--write`` puts the
+table into docs/overhead.md.
 """
 
 from __future__ import annotations

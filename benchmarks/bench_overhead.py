@@ -34,8 +34,10 @@ from advisor.recording.options import Options
 from advisor.recording.session import Session
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
-SETTLE = 20
-"""Steps after each switch that are not measured: the interpreter's caches fill again."""
+SETTLE = 80
+"""Steps after each switch that are not measured. Putting a wrapper on a class makes CPython drop
+what it had specialised for its methods, and it takes some fifty calls of each place to do so anew:
+that is a cost of switching, which a recording does once."""
 BEGIN, END = "<!-- bench_overhead: begin -->", "<!-- bench_overhead: end -->"
 
 
@@ -146,6 +148,21 @@ def measure(make: Callable[[], Loop], pairs: int, steps: int, **options: Any) ->
     return [plain, statistics.median(differences), low, high]
 
 
+def call() -> float:
+    """How fast the interpreter is here: one call of an empty function, ns."""
+
+    def empty() -> None:
+        pass
+
+    taken = []
+    for _ in range(50):
+        begin = time.thread_time_ns()
+        for _ in range(10_000):
+            empty()
+        taken.append((time.thread_time_ns() - begin) / 10_000)
+    return statistics.median(taken)
+
+
 def control(make: Callable[[], Loop], pairs: int, steps: int) -> list[Any]:
     """The same with nothing recorded on either side: what the method itself shows."""
     plain, differences = compare(make(), lambda: None, lambda: None, pairs, steps)
@@ -181,7 +198,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     where = (
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores,"
-        f" {device}; {given.pairs} pairs of blocks of {given.steps} steps."
+        f" {device}; {given.pairs} pairs of blocks of {given.steps} steps. One call of an empty"
+        f" Python function took {call():.0f} ns."
     )
     print("\n".join([*table, "", where]))
     if given.write:

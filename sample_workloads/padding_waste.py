@@ -26,12 +26,13 @@ VOCABULARY = 4096
 
 
 class Texts(Dataset):
-    """Seeded tokens; 64 texts in a row are of similar length."""
+    """Seeded tokens; 64 texts in a row are of similar length, in shuffled groups."""
 
     def __init__(self, seed: int, words: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         lengths = (torch.rand(1 << 12, generator=generator) ** 4 * 200 + 16).int()
-        self.lengths = lengths.view(-1, 64).sort(1).values.flatten().tolist()
+        groups = lengths.sort().values.view(-1, 64)
+        self.lengths = groups[torch.randperm(64, generator=generator)].flatten().tolist()
         self.tokens = torch.randint(1, words, (1 << 12, LONGEST), generator=generator)
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ MAX_TENSORS = 64
 MAX_DEPTH = 4
 MAX_KINDS = 256
 """Distinct sets of shapes that are told apart; ones after that are recorded without."""
-PADDING_EVERY = 50
+PADDING_EVERY = 10
 """Masks of every so many batches are looked at."""
 MAX_MASK = 1 << 24
 """Larger masks are not, elements."""
@@ -39,12 +39,9 @@ class Batch(NamedTuple):
     padding: float | None
 
 
-class Glance(NamedTuple):
-    """What the training thread notes of a batch; everything else is worked out of it later."""
-
-    tensors: tuple[tuple[Any, Any], ...]
-    """Shape and dtype of each tensor."""
-    padding: float | None
+Glance = tuple[tuple[tuple[Any, Any], ...], float | None]
+"""What the training thread notes of a batch: shape and dtype of each tensor, and the share of
+padding where it was looked at. Everything else is worked out of it later."""
 
 
 class Batches:
@@ -59,21 +56,31 @@ class Batches:
     def glance(self, batch: Any) -> Glance | None:
         """Look at a batch; ``None``: it holds no tensor."""
         found: list[tuple[Any, Any]] = []
-        _collect(batch, found, 0)
+        kind = type(batch)
+        if kind is list or kind is tuple:
+            if len(batch) > MAX_TENSORS:
+                batch = batch[:MAX_TENSORS]
+            for part in batch:
+                if type(part) in _TENSORS:
+                    found.append((part.shape, part.dtype))
+                else:
+                    _collect(part, found, 1)
+        else:
+            _collect(batch, found, 0)
         if not found:
             return None
         self._seen += 1
-        return Glance(
-            tuple(found), padding_share(batch) if self._seen % PADDING_EVERY == 1 else None
-        )
+        padding = padding_share(batch) if self._seen % PADDING_EVERY == 1 else None
+        return tuple(found), padding
 
     def resolve(self, glance: Glance) -> Batch:
         """The batch in figures."""
-        known = self._kinds.get(glance.tensors)
+        tensors, padding = glance
+        known = self._kinds.get(tensors)
         if known is None:
-            known = self._new(glance.tensors)
+            known = self._new(tensors)
         kind, size, samples = known
-        return Batch(samples, size, kind, glance.padding)
+        return Batch(samples, size, kind, padding)
 
     def _new(self, tensors: tuple[tuple[Any, Any], ...]) -> tuple[int | None, int, int | None]:
         size = sum(prod(shape) * dtype.itemsize for shape, dtype in tensors)

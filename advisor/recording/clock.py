@@ -15,6 +15,13 @@ OTHER, DATA, H2D, FORWARD, BACKWARD, OPTIMIZER = range(6)
 PHASES = ("other", "data", "h2d", "forward", "backward", "optimizer")
 MAX_PHASES = 64
 """Names beyond these share ``other``: a name made up for each step must not grow a list."""
+MAX_TAPE = 20_000_000
+"""Entries that wait to be read: minutes of a disk that does not answer."""
+
+THREAD, PHASE, WATCHED, ONLINE = range(4)
+"""``Tape.here``: the thread that is watched (-1: recording is off; hooks do nothing in others), the
+phase that is open in it, whether somebody is told of phases, and whether something is to be done
+when an optimizer has stepped."""
 
 (
     LEAVE,  # time: the innermost phase ends
@@ -50,14 +57,26 @@ class Tape:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.ident = [-1]
-        """The thread that is watched, -1 when recording is off: hooks compare it first and do
-        nothing in other threads. A list, as hooks hold it in a cell."""
-        self.cur = [OTHER]
-        """The phase that is open in that thread."""
+        self.here = [-1, OTHER, 0, 0]
+        """One list for all that hooks look at, by ``THREAD``, ``PHASE``, ``WATCHED`` and
+        ``ONLINE``: the caches are cold when they run."""
         self.watched: list[Any] = []
-        """Not empty: somebody wants to be told of phases at once (NVTX, CUDA events)."""
+        """Those that want to be told of phases at once (NVTX, CUDA events)."""
         self.names = list(PHASES)
+
+    def watch(self, watcher: Any) -> None:
+        """Tell ``watcher`` of phases from now on."""
+        if watcher not in self.watched:
+            self.watched.append(watcher)
+        self.here[WATCHED] = 1
+
+    def unwatch(self, watcher: Any) -> bool:
+        """No more; whether it was told until now."""
+        was = watcher in self.watched
+        if was:
+            self.watched.remove(watcher)
+        self.here[WATCHED] = int(bool(self.watched))
+        return was
 
     def phase(self, name: str) -> int:
         """Number of a phase, made up on first use."""

@@ -39,15 +39,13 @@ class Marks:
         self._steps += 1
         place = self._steps % self._every
         if place == 0 and usable(self._torch):
-            if self not in self._tape.watched:
-                self._tape.watched.append(self)
+            self._tape.watch(self)
         elif place == 2:
             self.end()
 
     def end(self) -> None:
         """No more events for now."""
-        if self in self._tape.watched:
-            self._tape.watched.remove(self)
+        if self._tape.unwatch(self):
             self._tape.log.extend((MARKS_END, 0))
 
     def entered(self, phase: int) -> None:

@@ -36,6 +36,7 @@ from advisor.recording.clock import (
     ITERATED,
     LEAVE,
     LOADER,
+    MAX_TAPE,
     OPTIMIZED_BY,
     OPTIMIZER,
     OPTIMIZER_END,
@@ -52,8 +53,6 @@ class Listener(Protocol):
 
     tape: Tape
     loaders: Loaders
-    online: list[Any]
-    """Not empty: the tape is to be read at boundaries, in this thread."""
     looping: list[Any]
     """Not empty: ``Recorder.steps`` waits for a batch."""
 
@@ -61,16 +60,16 @@ class Listener(Protocol):
         """Note what a batch is made of."""
 
     def entered(self, phase: int) -> None:
-        """A phase is about to begin; called while the tape is watched. Contained."""
+        """A phase is about to begin; called while somebody watches. Contained, as the next ones."""
 
     def left(self, phase: int) -> None:
-        """A phase has ended, this one goes on; the same."""
+        """A phase has ended, this one goes on."""
 
     def stepped(self) -> None:
         """An optimizer has stepped."""
 
     def drain(self) -> None:
-        """Read the tape. Contained."""
+        """Read the tape, if it is to be read in this thread."""
 
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: stop."""
@@ -98,7 +97,6 @@ class Hooks:
         wrap(torch.Tensor, "cuda", _cuda(self._on))
         wrap(torch.autograd, "backward", _backward(self._on))
         wrap(torch.autograd, "grad", _backward(self._on))
-        wrap(optim.Optimizer, "zero_grad", _zero_grad(self._on))
         wrap(torch.amp.GradScaler, "step", _scaler_step(self._on))
         wrap(torch, "save", _save(self._on))
         before, after = _around_step(self._on)
@@ -144,54 +142,63 @@ class Hooks:
 
 
 def _next(on: Listener) -> Callable[[Any], Any]:
-    tape = on.tape
-    put, ident, cur, watched = tape.log.extend, tape.ident, tape.cur, tape.watched
-    online, looping = on.online, on.looping
-    loader = [-1]
+    from torch import Tensor
+
+    tape, looping, glance = on.tape, on.looping, on.glance
+    put, here = tape.log.extend, tape.here
+    loader = -1
 
     def make(original: Any) -> Any:
         def __next__(self: Any) -> Any:
-            if get_ident() != ident[0]:
+            nonlocal loader
+            if get_ident() != here[0]:
                 return original(self)
-            before = cur[0]
+            before = here[1]
             if before == DATA:  # inside Recorder.steps, or a dataset's own loader
                 batch = original(self)
                 if looping:
                     try:
-                        put((FETCHED_INSIDE, now()))
-                        put((BATCH, on.glance(batch)))
+                        put((FETCHED_INSIDE, now(), BATCH, glance(batch)))
                         looping.clear()
                     except Exception as error:
                         on.broken(error)
                 return batch
             if before == OPTIMIZER:  # one that raised: its hook for the end was not called
                 before = OTHER
-            try:
-                if watched:
-                    on.entered(DATA)
-                put((FETCH, now()))
-                cur[0] = DATA
-                if online:
-                    on.drain()
-            except Exception as error:
-                on.broken(error)
+            if here[2]:
+                on.entered(DATA)
+            put((FETCH, now()))
+            here[1] = DATA
+            if here[3]:
+                on.drain()
             try:
                 batch = original(self)
             except BaseException as raised:
-                cur[0] = before
+                here[1] = before
                 put((EXHAUSTED if isinstance(raised, StopIteration) else LEAVE, now()))
-                if watched:
+                if here[2]:
                     on.left(before)
                 raise
+            here[1] = before
             try:
-                cur[0] = before
-                put((FETCHED, now()))
+                end = now()
+                kind = type(batch)
+                # two tensors, the usual batch: what ``glance`` would find
+                if (
+                    (kind is list or kind is tuple)
+                    and len(batch) == 2
+                    and type(batch[0]) is Tensor
+                    and type(batch[1]) is Tensor
+                ):
+                    x, y = batch
+                    put((FETCHED, end, BATCH, (((x.shape, x.dtype), (y.shape, y.dtype)), None)))
+                else:
+                    put((FETCHED, end, BATCH, glance(batch)))
                 number = getattr(self, "_advisor_loader", -1)
-                if number != loader[0]:
-                    loader[0] = number
+                if number != loader:
+                    loader = number
                     put((LOADER, number))
-                put((BATCH, on.glance(batch)))
-                if watched:
+                if here[2]:
                     on.left(before)
             except Exception as error:
                 on.broken(error)
@@ -204,11 +211,11 @@ def _next(on: Listener) -> Callable[[Any], Any]:
 
 def _iter(on: Listener) -> Callable[[Any], Any]:
     tape = on.tape
-    put, ident, cur = tape.log.extend, tape.ident, tape.cur
+    put, here = tape.log.extend, tape.here
 
     def make(original: Any) -> Any:
         def __iter__(self: Any) -> Any:
-            if get_ident() != ident[0] or cur[0] == DATA:
+            if get_ident() != here[0] or here[1] == DATA:
                 return original(self)
             begin = now()
             put((ITERATE, begin))
@@ -233,41 +240,42 @@ def _timed(
     inside: frozenset[int],
     end: int = LEAVE,
     applies: Callable[[Any, Any], bool] | None = None,
-    online: list[Any] | tuple[()] = (),
 ) -> Callable[[Any], Any]:
     """A wrapper that times calls as a phase, except in the phases ``inside`` which it is part of.
 
-    ``applies`` looks at the arguments. ``end`` is the code of a call that returned. ``online``:
-    the tape is read at the end when this is not empty.
+    ``applies`` looks at the arguments. ``end`` is the code of a call that returned.
     """
     compiling = _compiling()
     tape = on.tape
-    put, ident, cur, watched = tape.log.extend, tape.ident, tape.cur, tape.watched
+    put, here = tape.log.extend, tape.here
 
     def make(original: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or cur[0] in inside or get_ident() != ident[0]:
+            if (
+                compiling()
+                or here[1] in inside
+                or get_ident() != here[0]
+                or (applies is not None and not applies(args, kwargs))
+            ):
                 return original(*args, **kwargs)
-            if applies is not None and not applies(args, kwargs):
-                return original(*args, **kwargs)
-            before = cur[0]
-            if watched:
+            before = here[1]
+            if here[2]:
                 on.entered(phase)
-            cur[0] = phase
+            here[1] = phase
             put((phase, now()))
             try:
                 result = original(*args, **kwargs)
             except BaseException:
-                cur[0] = before
+                here[1] = before
                 put((LEAVE, now()))
-                if watched:
+                if here[2]:
                     on.left(before)
                 raise
-            cur[0] = before
-            if watched:
+            here[1] = before
+            if here[2]:
                 on.left(before)
             put((end, now()))
-            if online:
+            if end == OPTIMIZER_END and here[3]:
                 on.drain()
             return result
 
@@ -282,24 +290,24 @@ def _call(on: Listener) -> Callable[[Any], Any]:
 
     compiling = _compiling()
     tape = on.tape
-    put, ident, cur, watched = tape.log.extend, tape.ident, tape.cur, tape.watched
+    put, here = tape.log.extend, tape.here
     inside = frozenset((DATA, FORWARD, BACKWARD))
 
     def make(original: Any) -> Any:
         def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if compiling() or cur[0] in inside or get_ident() != ident[0]:
+            if compiling() or here[1] in inside or get_ident() != here[0]:
                 return original(self, *args, **kwargs)
-            before = cur[0]
-            if watched:
+            before = here[1]
+            if here[2]:
                 on.entered(FORWARD)
-            cur[0] = FORWARD
+            here[1] = FORWARD
             put((FORWARD, now()))
             try:
                 return original(self, *args, **kwargs)
             finally:
-                cur[0] = before
+                here[1] = before
                 put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))
-                if watched:
+                if here[2]:
                     on.left(before)
 
         return __call__
@@ -311,18 +319,20 @@ _UPLOADS_INSIDE = frozenset((DATA, H2D, FORWARD, BACKWARD, OPTIMIZER))
 
 
 def _to(on: Listener) -> Callable[[Any], Any]:
-    def applies(args: Any, kwargs: Any) -> bool:
-        target = args[1] if len(args) > 1 else kwargs.get("device")
-        return target is not None and args[0].is_cpu and _is_device(target)
-
-    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
+    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=_to_device)
 
 
 def _cuda(on: Listener) -> Callable[[Any], Any]:
-    def applies(args: Any, kwargs: Any) -> bool:
-        return not args[0].is_cuda
+    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=_to_cuda)
 
-    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
+
+def _to_device(args: Any, kwargs: Any) -> bool:
+    target = args[1] if len(args) > 1 else kwargs.get("device")
+    return target is not None and args[0].is_cpu and _is_device(target)
+
+
+def _to_cuda(args: Any, kwargs: Any) -> bool:
+    return not args[0].is_cuda
 
 
 def _is_device(target: Any) -> bool:
@@ -339,10 +349,6 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
     return _timed(on, BACKWARD, inside=frozenset((DATA, FORWARD, BACKWARD)), end=BACKWARD_END)
 
 
-def _zero_grad(on: Listener) -> Callable[[Any], Any]:
-    return _timed(on, OPTIMIZER, inside=frozenset((DATA, FORWARD, BACKWARD, OPTIMIZER)))
-
-
 def _scaler_step(on: Listener) -> Callable[[Any], Any]:
     """A scaler may leave the optimizer out (infinite gradients): it was a step all the same."""
     put = on.tape.log.extend
@@ -357,7 +363,6 @@ def _scaler_step(on: Listener) -> Callable[[Any], Any]:
         inside=frozenset((DATA, OPTIMIZER)),
         end=OPTIMIZER_END,
         applies=applies,
-        online=on.online,
     )
 
 
@@ -365,38 +370,33 @@ def _around_step(on: Listener) -> tuple[Callable[..., None], Callable[..., None]
     """Hooks of all optimizers. The second is not called when the optimizer raises."""
     compiling = _compiling()
     tape = on.tape
-    put, ident, cur, watched = tape.log.extend, tape.ident, tape.cur, tape.watched
-    online = on.online
+    log, put, here = tape.log, tape.log.extend, tape.here
     opened: list[tuple[int, int]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling() or get_ident() != ident[0]:
+        if compiling() or get_ident() != here[0]:
             return
-        if opened and (cur[0] != OPTIMIZER or opened[-1][0] == id(optimizer)):
+        phase = here[1]
+        if opened and (phase != OPTIMIZER or opened[-1][0] == id(optimizer)):
             opened.clear()  # one that raised
             put((RESET, now()))
-            cur[0] = OTHER
-        opened.append((id(optimizer), cur[0]))
-        if watched:
+            phase = OTHER
+        opened.append((id(optimizer), phase))
+        if here[2]:
             on.entered(OPTIMIZER)
-        cur[0] = OPTIMIZER
+        here[1] = OPTIMIZER
         put((OPTIMIZER, now()))
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling() or get_ident() != ident[0] or not opened:
+        if compiling() or get_ident() != here[0] or not opened:
             return
-        number, phase = opened.pop()
-        cur[0] = phase
-        try:
-            if watched:
-                on.left(phase)
-            put((OPTIMIZED_BY, number))
-            put((OPTIMIZER_END, now()))
+        number, here[1] = opened.pop()
+        if here[2]:
+            on.left(here[1])
+        put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
+        if here[3] or len(log) > MAX_TAPE:
             on.stepped()
-            if online:
-                on.drain()
-        except Exception as error:
-            on.broken(error)
+            on.drain()
 
     return before, after
 
@@ -406,7 +406,7 @@ def _save(on: Listener) -> Callable[[Any], Any]:
 
     def make(original: Any) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == tape.ident[0]:
+            if get_ident() == tape.here[0]:
                 tape.log.extend((SAVE, now()))
             return original(*args, **kwargs)
 

@@ -8,7 +8,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
-from advisor.recording.clock import PAUSE, Tape
+from advisor.recording.clock import PAUSE, THREAD, Tape
 
 
 class Pauses:
@@ -28,7 +28,7 @@ class Pauses:
             gc.callbacks.remove(self._call)
 
     def _call(self, phase: str, info: Mapping[str, Any]) -> None:
-        if get_ident() != self._tape.ident[0]:
+        if get_ident() != self._tape.here[THREAD]:
             return
         if phase == "start":
             self._begun = perf_counter_ns()

@@ -82,8 +82,8 @@ class Reader:
 
     def _batch(self, glance: Any) -> None:
         before = self.batch
-        if glance is not None and before is not None and before.padding is not None:
-            glance = glance._replace(padding=before.padding)  # of one that was fetched ahead
+        if glance is not None and before is not None and before[1] is not None:
+            glance = glance[0], before[1]  # of one that was fetched ahead
         self.batch = glance
 
     def _forward_end(self, now: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from advisor.recording.batch import Batches, Glance
+from advisor.recording.batch import Batches
 from advisor.recording.clock import (
     BATCH,
     BEGIN,
@@ -25,10 +25,14 @@ from advisor.recording.clock import (
     DATA,
     FETCHED_INSIDE,
     LEAVE,
+    MAX_TAPE,
     MEMORY,
+    ONLINE,
+    PHASE,
+    THREAD,
     Tape,
 )
-from advisor.recording.cuda import Allocator, Marks
+from advisor.recording.cuda import Allocator, Marks, usable
 from advisor.recording.hooks import Hooks
 from advisor.recording.loaders import Loaders
 from advisor.recording.oom import OutOfMemory
@@ -45,9 +49,6 @@ from advisor.rundir import Event, Manifest, Rank
 log = logging.getLogger("advisor")
 
 _T = TypeVar("_T")
-
-MAX_TAPE = 20_000_000
-"""Entries that wait to be read: minutes of a disk that does not answer."""
 
 
 class _Here:
@@ -74,7 +75,6 @@ class Session:
         self.problem: str | None = None
         """Why recording stopped before its time."""
         self.tape = Tape()
-        self.online: list[Any] = []
         self.looping: list[Any] = []
         self.in_loop = False
         """Inside a loop that says itself where steps end."""
@@ -82,6 +82,7 @@ class Session:
         self.reader = Reader(self.loaders, self._emit)
         self.steps = self.reader.steps
         self.batches = Batches(self._shapes)
+        self.glance = self.batches.glance
         self._pid = os.getpid()
         self._torch = torch
         self._lazy = lazy
@@ -127,9 +128,7 @@ class Session:
             _Here.watches_forks = True
         made = ranges(self.tape) if self.options.nvtx else None
         if made is not None:
-            self.tape.watched.append(made)
-        if self.windows.enabled:
-            self.online.append(1)
+            self.tape.watch(made)
         self.writer.start()
         if not self._lazy:
             self.writer.open()
@@ -144,18 +143,19 @@ class Session:
         now = time.perf_counter_ns()
         self.reader.clock.start(now)
         self.steps.begun = now
-        self.tape.cur[0] = 0
+        self.tape.here[PHASE] = 0
         self.hooks.install()
         self.windows.guard()
         self.pauses.install()
-        self.tape.ident[0] = threading.get_ident()
+        self._settle()
+        self.tape.here[THREAD] = threading.get_ident()
 
     def pause(self, error: BaseException | None = None) -> None:
         """Take the hooks out; ``listen`` goes on from here."""
         if not self.listening:
             return
         self.listening = False
-        self.tape.ident[0] = -1
+        self.tape.here[THREAD] = -1
         self.hooks.remove()
         self.pauses.remove()
         if self.marks is not None:
@@ -182,7 +182,7 @@ class Session:
 
     def here(self) -> bool:
         """Whether the calling thread is the one that is watched."""
-        return self.tape.ident[0] == threading.get_ident()
+        return self.tape.here[THREAD] == threading.get_ident()
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the recording and write what is left. Never raises; a second call does nothing."""
@@ -207,10 +207,6 @@ class Session:
 
     # -- what hooks call ------------------------------------------------------------------------
 
-    def glance(self, batch: Any) -> Glance | None:
-        """Note what a batch is made of."""
-        return self.batches.glance(batch)
-
     def entered(self, phase: int) -> None:
         """A phase is about to begin."""
         try:
@@ -229,18 +225,21 @@ class Session:
 
     def stepped(self) -> None:
         """An optimizer has stepped."""
-        counters = self.allocator.sample()
-        if counters is not None:
-            self.tape.log.extend((MEMORY, counters))
-        if self.marks is not None:
-            self.marks.stepped()
-        if len(self.tape.log) > MAX_TAPE:
-            self.tape.log.clear()
-            raise RuntimeError("the recorder's thread does not keep up")
+        try:
+            counters = self.allocator.sample()
+            if counters is not None:
+                self.tape.log.extend((MEMORY, counters))
+            if self.marks is not None:
+                self.marks.stepped()
+            if len(self.tape.log) > MAX_TAPE:
+                self.tape.log.clear()
+                raise RuntimeError("the recorder's thread does not keep up")
+        except Exception as error:
+            self.broken(error)
 
     def drain(self) -> None:
-        """Read the tape in the training thread."""
-        if not self._reading.acquire(blocking=False):
+        """Read the tape in the training thread, while a window is open or due."""
+        if not self.windows.waits or not self._reading.acquire(blocking=False):
             return  # the writer is at it; the next boundary will do
         try:
             self.reader.read(self.tape.take())
@@ -274,17 +273,17 @@ class Session:
     def enter(self, phase: int) -> int:
         """A phase of the user's begins; what was open before, for ``leave``."""
         tape = self.tape
-        before = tape.cur[0]
+        before = tape.here[PHASE]
         if tape.watched:
             self.entered(phase)
-        tape.cur[0] = phase
+        tape.here[PHASE] = phase
         tape.log.extend((phase, time.perf_counter_ns()))
         return before
 
     def leave(self, before: int) -> None:
         """It ends."""
         tape = self.tape
-        tape.cur[0] = before
+        tape.here[PHASE] = before
         tape.log.extend((LEAVE, time.perf_counter_ns()))
         if tape.watched:
             self.left(before)
@@ -315,8 +314,7 @@ class Session:
             self.windows.asked = reason
         else:
             self.windows.wanted = reason
-        if self.windows.enabled:
-            self.online.append(1)
+        self._settle()
 
     def tell(self, kind: str, data: dict[str, Any]) -> None:
         """Write an event."""
@@ -339,13 +337,22 @@ class Session:
 
     def _say(self, code: int) -> None:
         if self.marks is not None and self.marks in self.tape.watched:
-            self.marks.entered(self.tape.cur[0])
+            self.marks.entered(self.tape.here[PHASE])
         self.tape.log.extend((code, time.perf_counter_ns()))
-        if self.online:
+        if self.tape.here[ONLINE]:
             self.drain()
+
+    def _settle(self) -> None:
+        """Work out whether hooks must call when an optimizer has stepped. In any thread: whatever
+        changes the answer calls this afterwards."""
+        here = self.tape.here
+        here[ONLINE] = 0
+        if self.windows.waits or usable(self._torch):
+            here[ONLINE] = 1
 
     def _read_in_writer(self) -> None:
         """Read the tape in the writer's thread, unless the training thread is at it."""
+        self._settle()
         if self._reading.acquire(blocking=False):
             try:
                 self.reader.read(self.tape.take())
@@ -357,8 +364,8 @@ class Session:
         number = self.steps.count
         batch, memory, paused = reader.batch, reader.memory, reader.paused
         reader.memory, reader.paused = None, 0
-        if batch is not None and batch.padding is not None:
-            reader.batch = batch._replace(padding=None)
+        if batch is not None and batch[1] is not None:
+            reader.batch = batch[0], None
         window = windows.during(segment.t, segment.end)
         self.writer.put(
             Found(
@@ -380,8 +387,9 @@ class Session:
         duration = segment.end - segment.t
         if not self.here():
             windows.note(window, duration)
-        elif not windows.step(number + 1, window, duration):
-            self.online.clear()
+        else:
+            windows.step(number + 1, window, duration)
+            self._settle()
 
     def _first(self, micro: int) -> None:
         """The first step has ended: this process does train."""
@@ -394,6 +402,7 @@ class Session:
         """Rank and world size, asked once training has begun: before, the process may not know."""
         self.rank, self.world = rank_of(self._torch)
         self.windows.enabled = self.options.traces(self.rank) and not self.over
+        self._settle()
         return self.rank, self.world
 
     def _shapes(self, index: int, shapes: list[list[int]], dtypes: list[str]) -> None:
@@ -431,7 +440,7 @@ class Session:
 
     def _stop_early(self) -> None:
         """Hooks pass through from now on; what was recorded stays."""
-        self.tape.ident[0] = -1
+        self.tape.here[THREAD] = -1
         self.windows.enabled = False
         if self._sampler is not None and threading.current_thread().name != "advisor telemetry":
             self._sampler.stop()
@@ -483,6 +492,6 @@ def _forked() -> None:
     """In a forked child: the recording is the parent's."""
     session, _Here.session = _Here.session, None
     if session is not None:
-        session.tape.ident[0] = -1
+        session.tape.here[THREAD] = -1
         session.windows.forget()
         session.over = True

@@ -94,9 +94,16 @@ class Windows:
         if window is None:
             self._before.append(dur)
 
-    def step(self, number: int, window: int | None, dur: int) -> bool:
-        """A step has ended, just now; ``number`` is the one that begins. Whether the next ones
-        must be told at once too."""
+    @property
+    def waits(self) -> bool:
+        """Whether steps must be told at once when they end: a window is open or due."""
+        if self._profiler is not None:
+            return True
+        wanted = self._number < 0 or self.asked is not None or self.wanted is not None
+        return self.enabled and wanted
+
+    def step(self, number: int, window: int | None, dur: int) -> None:
+        """A step has ended, just now; ``number`` is the one that begins."""
         if self._profiler is not None:
             self._advance(number, dur)
         else:
@@ -104,8 +111,6 @@ class Windows:
             first = self._number < 0 and number >= self.at
             if self.enabled and (first or self.asked is not None or self.wanted is not None):
                 self._consider(number)
-        waits = self.asked is not None or self.wanted is not None or self._number < 0
-        return self._profiler is not None or (self.enabled and waits)
 
     def finish(self, number: int) -> None:
         """Recording ends."""

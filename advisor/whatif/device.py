@@ -23,6 +23,8 @@ REACH_NS = 15_000
 SLACK_NS = 1_500
 """Timestamps of one trace may be rounded to whole µs and disagree by that much."""
 ENOUGH = 5
+LONG_CALL = 1.5
+"""Launch calls beyond this times the median of their name are measured apart."""
 
 
 class EdgeSink(Protocol):
@@ -106,15 +108,21 @@ def device_work(
 
 
 def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list[str]]:
-    """Work that shares launch latency: by launching call; copies by direction and memory too."""
+    """Work that shares launch latency: by launching call, and whether that took unusually long
+    (then most of it comes after the work was handed over); copies by direction and memory too."""
     if trace.cpu.is_empty():
         call = pl.Series("call", [None] * gpu.height, dtype=pl.String)
+        length = pl.Series("length", [None] * gpu.height, dtype=pl.Int64)
     else:
         known = pl.Series(np.where(launch >= 0, launch, 0))
         call = trace.cpu["name"].gather(known).alias("call").cast(pl.String)
         call = call.set(pl.Series(launch < 0), None)
-    labels = gpu.select(
-        call,
+        length = trace.cpu["dur"].gather(known).alias("length")
+    labels = gpu.with_columns(call, length).select(
+        "call",
+        long=pl.when(pl.col("length") > LONG_CALL * pl.col("length").median().over("call"))
+        .then(pl.lit("long"))
+        .otherwise(pl.lit("")),
         # copies of up to 64 KB from pageable memory are handed over with the call
         small=pl.when(pl.col("bytes").fill_null(0) <= 1 << 16)
         .then(pl.lit("small"))
@@ -197,6 +205,7 @@ def _measure(work: DeviceWork, facts: dict[str, float]) -> None:
     queued = known & (ready + 20_000 < ended)
     gap = work.ts - ended
     queued &= np.abs(gap) < REACH_NS
+    bare = np.array([name.replace(" long ", "  ") for name in work.groups] or [""])
     for label, chosen, values, default in (
         ("latency", idle, delay, LATENCY_NS),
         ("gap", queued, gap, GAP_NS),
@@ -208,6 +217,8 @@ def _measure(work: DeviceWork, facts: dict[str, float]) -> None:
             facts[f"{label} {name}"] = float(np.median(sample)) if len(sample) >= 3 else default
         for number, name in enumerate(work.groups):
             mine = work.group == number
+            if label == "gap":  # the length of a call has no say in it
+                mine = bare[work.group] == bare[number]
             sample = values[chosen & mine]
             general = facts[f"{label} " + ("kernel", "copy", "memset")[int(work.kind[mine][0])]]
             facts[f"{label} of {name}"] = (

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from recording_checks import check_sums, only_rank
 
+from advisor.recording import batch as batch_module
 from advisor.recording import session as sessions
 from advisor.recording.api import Recorder
 from advisor.rundir import read_recording
@@ -23,7 +24,6 @@ QUIET: dict[str, Any] = {"active": 0, "telemetry": 0.0, "report": False}
 
 def entry_points() -> dict[str, Any]:
     """What hooks replace, as it is now."""
-    from torch.optim.optimizer import Optimizer
     from torch.utils.data import DataLoader, dataloader
 
     return {
@@ -34,7 +34,6 @@ def entry_points() -> dict[str, Any]:
         "cuda": torch.Tensor.cuda,
         "backward": torch.autograd.backward,
         "grad": torch.autograd.grad,
-        "zero_grad": Optimizer.zero_grad,
         "scaler": torch.amp.GradScaler.step,
         "save": torch.save,
         "own to": "to" in vars(torch.Tensor),
@@ -191,6 +190,11 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_written(
     assert all("1 damaged line" in problem for problem in recording.problems)
 
 
+def in_a_dictionary(samples: list[Any]) -> dict[str, Any]:
+    x, y = zip(*samples, strict=True)
+    return {"x": torch.stack(x), "y": torch.stack(y)}
+
+
 def test_a_hook_that_fails_ends_the_recording_and_not_the_training(
     training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,10 +202,10 @@ def test_a_hook_that_fails_ends_the_recording_and_not_the_training(
     with recorder:
         session = recorder._session
         assert session is not None
-        for number, batch in enumerate(training.loader(20)):
+        for number, batch in enumerate(training.loader(20, collate_fn=in_a_dictionary)):
             if number == 5:
-                monkeypatch.setattr(session, "glance", lambda *_: 1 / 0)
-            training.learn(batch)
+                monkeypatch.setattr(batch_module, "_collect", lambda *_: 1 / 0)
+            training.learn((batch["x"], batch["y"]))
     assert len(caplog.messages) == 1
     assert "ZeroDivisionError" in caplog.messages[0]
     record = only_rank(tmp_path / "run")
@@ -262,6 +266,7 @@ def test_workers_of_a_loader_are_left_alone(training: Any, recorded: Any) -> Non
 KILLED = """
 import os, random, signal, sys, time
 import torch
+import torch._dynamo  # the first step would load it, in every child anew
 import advisor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -281,17 +286,21 @@ def train(first_step):
                 os.write(first_step, b".")
                 time.sleep(0.002)
 
-for _ in range(20):
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        train(write)
-    os.close(write)
-    os.read(read, 1)
-    time.sleep(rng.uniform(0.0, 3.0))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(read)
+for _ in range(5):
+    together = []
+    for _ in range(4):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            train(write)
+        os.close(write)
+        os.read(read, 1)
+        together.append((time.monotonic() + rng.uniform(0.0, 3.0), child, read))
+    for at, child, read in sorted(together):
+        time.sleep(max(0.0, at - time.monotonic()))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
 """
 
 

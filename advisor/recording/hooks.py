@@ -319,30 +319,50 @@ _UPLOADS_INSIDE = frozenset((DATA, H2D, FORWARD, BACKWARD, OPTIMIZER))
 
 
 def _to(on: Listener) -> Callable[[Any], Any]:
-    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=_to_device)
+    """``Tensor.to`` from the host to a device."""
+    from torch import device
+
+    compiling = _compiling()
+    tape = on.tape
+    put, here = tape.log.extend, tape.here
+    inside = _UPLOADS_INSIDE
+
+    def make(original: Any) -> Any:
+        def to(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or here[1] in inside or get_ident() != here[0] or not self.is_cpu:
+                return original(self, *args, **kwargs)
+            target: Any = args[0] if args else kwargs.get("device")
+            kind = type(target)
+            if not (
+                (kind is device and target.type != "cpu")
+                or (kind is str and not target.startswith("cpu"))
+                or kind is int
+            ):
+                return original(self, *args, **kwargs)
+            before = here[1]
+            if here[2]:
+                on.entered(H2D)
+            here[1] = H2D
+            put((H2D, now()))
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                here[1] = before
+                put((LEAVE, now()))
+                if here[2]:
+                    on.left(before)
+
+        return to
+
+    return make
 
 
 def _cuda(on: Listener) -> Callable[[Any], Any]:
     return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=_to_cuda)
 
 
-def _to_device(args: Any, kwargs: Any) -> bool:
-    target = args[1] if len(args) > 1 else kwargs.get("device")
-    return target is not None and args[0].is_cpu and _is_device(target)
-
-
 def _to_cuda(args: Any, kwargs: Any) -> bool:
     return not args[0].is_cuda
-
-
-def _is_device(target: Any) -> bool:
-    """Whether this names a device that is not the host."""
-    if isinstance(target, str):
-        return not target.startswith("cpu")
-    if isinstance(target, int):
-        return True
-    kind = getattr(target, "type", None)  # of a torch.device; a tensor's or dtype's is no text
-    return isinstance(kind, str) and kind != "cpu"
 
 
 def _backward(on: Listener) -> Callable[[Any], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,17 @@ def shared_trace() -> Callable[[str], str]:
     def find(name: str) -> str:
         path = SHARED / f"{name}.json.gz"
         if not path.exists():
-            pytest.skip(f"real trace {name} is not here ({SHARED} is not part of the project)")
+            pytest.skip(f"public real traces are not here ({SHARED} is not part of the project)")
         return str(path)
 
     return find
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped, a line a reason (``-rs`` gives one for each place)."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        told = report.longrepr
+        reasons[told[2] if isinstance(told, tuple) else str(told)] += 1
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"SKIPPED [{count}] {reason.removeprefix('Skipped: ')}")

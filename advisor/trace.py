@@ -283,6 +283,8 @@ class Run:
     """One line for each file that could not be read or was left out."""
     recording: Recording | None = None
     """What the recorder wrote besides the traces; ``None``: not a run directory."""
+    unread: tuple[tuple[int, int], ...] = ()
+    """(rank, window) of a run directory's traces that were not asked for."""
 
     @property
     def ranks(self) -> list[int]:

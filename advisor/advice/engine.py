@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from msgspec.structs import replace
 
@@ -54,6 +54,11 @@ class Options:
     read: ReadOptions = field(default_factory=ReadOptions)
     executor: Executor | None = None
     """Where the per-rank stage runs; ``None``: threads of this process."""
+
+    @property
+    def which(self) -> int | Literal["first"]:
+        """The windows that need to be read."""
+        return "first" if self.window is None else self.window
 
 
 @dataclass
@@ -102,7 +107,11 @@ def examine(
     options = options or Options()
     config = read_config() if options.config is None else options.config
     rules = load_rules(options.rules_folder, config)
-    run = source if isinstance(source, Run) else open_run(source, options.read, rank=options.rank)
+    run = (
+        source
+        if isinstance(source, Run)
+        else open_run(source, options.read, rank=options.rank, window=options.which)
+    )
     chosen = _windows(run, options)
     analyses = {
         number: Analysis(run.traces[number, window], options.steps, _record(run, number))
@@ -145,15 +154,22 @@ def _untraced(run: Run, traced: dict[int, Analysis]) -> dict[int, Analysis]:
 def _windows(run: Run, options: Options) -> dict[int, int]:
     """The window to analyse of each rank."""
     chosen = {}
+    if not run.traces and run.unread and options.window is not None:
+        raise _no_window(run, options.window, run.unread[0][0])
     for number in run.ranks:
         have = sorted(w for r, w in run.traces if r == number)
         if options.window is not None and options.window not in have:
-            raise AdvisorError(
-                f"{run.path or 'run'}: no window {options.window} of rank {number} "
-                f"(windows present: {have[0]} to {have[-1]})"
-            )
+            raise _no_window(run, options.window, number)
         chosen[number] = have[0] if options.window is None else options.window
     return chosen
+
+
+def _no_window(run: Run, window: int, rank: int) -> AdvisorError:
+    have = sorted(w for r, w in (*run.traces, *run.unread) if r == rank)
+    return AdvisorError(
+        f"{run.path or 'run'}: no window {window} of rank {rank} "
+        f"(windows present: {have[0]} to {have[-1]})"
+    )
 
 
 def _per_rank(

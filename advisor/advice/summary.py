@@ -53,7 +53,7 @@ def inputs(run: Run, analyses: dict[int, Analysis]) -> list[Input]:
                 path=meta.path,
                 rank=None if number < 0 else number,
                 window=meta.window,
-                windows=sum(1 for r, _ in run.traces if r == number),
+                windows=sum(1 for r, _ in (*run.traces, *run.unread) if r == number),
                 events_read=meta.events_read,
                 events_dropped=meta.events_dropped,
                 bytes_read=meta.bytes_read,

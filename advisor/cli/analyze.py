@@ -114,7 +114,7 @@ def examine_paths(paths: list[str], options: Options, shown: Progress) -> Examin
     from advisor.ingest import open_run
 
     _let_interrupts_through()
-    run = open_run(paths, options.read, rank=options.rank)
+    run = open_run(paths, options.read, rank=options.rank, window=options.which)
     shown.say("measuring")
     return examine(run, options)
 

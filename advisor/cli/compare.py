@@ -83,7 +83,7 @@ def _compare(
         options = Options(rank=rank, window=window, read=ReadOptions(progress=shown.reading))
         found = []
         for path in (before, after):
-            run = open_run(path, options.read, rank=rank)
+            run = open_run(path, options.read, rank=rank, window=options.which)
             shown.say("measuring")
             found.append(examine(run, options))
         shown.say("comparing")

@@ -43,7 +43,7 @@ def command(
     edits = [parse_edit(line) for line in edit]
     from advisor.ingest import open_run
 
-    result = open_run(path, rank=rank).whatif(edits)
+    result = open_run(path, rank=rank, window="first").whatif(edits)
     if form == "json":
         print(json.dumps(_plain(result, edit), indent=2))
     else:

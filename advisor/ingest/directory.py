@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Literal
 
 from advisor.errors import AdvisorError
 from advisor.ingest.kineto import ReadOptions, read_trace, with_window
@@ -28,6 +29,7 @@ def open_run(
     options: ReadOptions | None = None,
     *,
     rank: int | None = None,
+    window: int | Literal["first", "all"] = "all",
     executor: Executor | None = None,
 ) -> Run:
     """Open a trace file, a directory of traces, or several of either, as one Run.
@@ -36,7 +38,9 @@ def open_run(
     name or the nearest folder that has one, else -1. Files of one rank are its windows, in order
     of time; ones that overlap in time are an error, because two recordings of one rank cannot.
     A run directory of the recorder is opened with all that was recorded, with or without traces.
-    ``rank`` keeps one rank only. ``executor`` reads files in parallel.
+    ``rank`` keeps one rank only. ``window``: of a run directory, read only this window of each
+    rank, or its first that can be read; the others are told in ``Run.unread``. ``executor`` reads
+    files in parallel.
 
     One file must be a trace. Of several, those that are none are left out and told in
     ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, a directory
@@ -44,7 +48,7 @@ def open_run(
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
-        return _open_recording(Path(given[0]), options, rank, executor)
+        return _open_recording(Path(given[0]), options, rank, window, executor)
     files = _distinct([file for path in given for file in _files(str(path), len(given) > 1)])
     if not files:
         raise AdvisorError("no trace given")
@@ -79,7 +83,11 @@ def open_run(
 
 
 def _open_recording(
-    folder: Path, options: ReadOptions | None, rank: int | None, executor: Executor | None
+    folder: Path,
+    options: ReadOptions | None,
+    rank: int | None,
+    window: int | Literal["first", "all"],
+    executor: Executor | None,
 ) -> Run:
     """A run directory: what the recorder wrote, and the traces of its windows, by the numbers in
     their names. A window that cannot be read is told and left out; a run without any is a Run
@@ -92,26 +100,48 @@ def _open_recording(
             have = ", ".join(map(str, recording.ranks))
             raise AdvisorError(f"{folder}: nothing of rank {rank} (ranks present: {have})")
         recording.ranks = {rank: recording.ranks[rank]}
-    places = [
-        (number, int(found[1]), file)
+    waiting = {
+        (number, int(found[1])): file
         for number, record in recording.ranks.items()
         for file in _listed(Path(record.folder))
         if (found := _WINDOW_NAME.match(file.name)) is not None and file.is_file()
-    ]
+    }
+    waiting = dict(sorted(waiting.items()))
     problems = list(recording.problems)
     keyed: dict[tuple[int, int], Trace] = {}
-    read = _read_all([str(file) for _, _, file in places], options, executor)
-    for (number, window, _), trace in zip(places, read, strict=True):
-        if isinstance(trace, str):
-            problems.append(trace)
-        else:
-            keyed[number, window] = with_window(trace, number, window)
+    while now := _next_windows(waiting, keyed, window):
+        read = _read_all([str(waiting.pop(place)) for place in now], options, executor)
+        for place, trace in zip(now, read, strict=True):
+            if isinstance(trace, str):
+                problems.append(trace)
+            else:
+                keyed[place] = with_window(trace, *place)
     return Run(
         traces=dict(sorted(keyed.items())),
         path=folder,
         problems=tuple(problems),
         recording=recording,
+        unread=tuple(waiting),
     )
+
+
+def _next_windows(
+    waiting: Iterable[tuple[int, int]],
+    have: Iterable[tuple[int, int]],
+    window: int | Literal["first", "all"],
+) -> list[tuple[int, int]]:
+    """Which of the (rank, window) pairs to read next: a rank's second only when its first could
+    not be read."""
+    if window == "all":
+        return list(waiting)
+    if window != "first":
+        return [place for place in waiting if place[1] == window]
+    served = {rank for rank, _ in have}
+    first: dict[int, tuple[int, int]] = {}
+    for place in waiting:
+        if place[0] not in served:
+            first.setdefault(place[0], place)
+    return list(first.values())
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -108,6 +108,22 @@ def test_windows_keep_the_numbers_of_their_names(tmp_path: Path) -> None:
     assert run.traces[1, 2].meta.rank == 1
 
 
+def test_only_the_window_that_is_analysed_is_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {0: training(), 1: training()})
+    for rank, number in ((0, 0), (0, 1), (0, 2), (1, 1)):
+        (folder / f"rank{rank}" / f"trace_w{number}.json.gz").write_bytes(gzip.compress(window()))
+    first = open_run(folder, window="first")
+    assert list(first.traces) == [(0, 0), (1, 1)] and first.unread == ((0, 1), (0, 2))
+    assert list(open_run(folder, window=2).traces) == [(0, 2)]
+    report = report_of(folder)
+    assert (report.inputs[0].window, report.inputs[0].windows) == (0, 3)
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(b"not a trace")
+    assert list(open_run(folder, window="first").traces) == [(0, 1), (1, 1)]
+    assert analyze(folder, Options(config={}, window=2)).inputs[0].window == 2
+    with pytest.raises(AdvisorError, match=r"no window 7 of rank 0 \(windows present: 0 to 2\)"):
+        analyze(folder, Options(config={}, window=7))
+
+
 def test_one_profiled_rank_of_several_is_the_one_reported(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {number: training() for number in range(3)})
     (folder / "rank1" / "trace_w0.json.gz").write_bytes(gzip.compress(window()))

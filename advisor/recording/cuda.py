@@ -1,7 +1,9 @@
 """What CUDA is asked in the training thread: events at phase boundaries, and the allocator.
 
-Events are recorded and never waited for: the writer's thread reads them once they have passed.
-Neither happens before the process itself has initialised CUDA, nor while a graph is captured.
+Events are recorded and never waited for; a few steps later, when they have passed, their times are
+read. Both happen in the training thread and not while it captures a graph: a query in any other
+thread would end a capture with an error. Nothing of this before the process itself has initialised
+CUDA.
 Their cost on a GPU is a figure of docs/overhead.md, measured or said not to be.
 """
 
@@ -20,6 +22,19 @@ MAX_POOL = 1024
 """Events kept for use again."""
 
 
+class Reading:
+    """Device times that somebody wants to know: the events of a step, and what they say."""
+
+    __slots__ = ("done", "marks", "phases", "times")
+
+    def __init__(self, marks: list[tuple[int, Any]], phases: int) -> None:
+        self.marks = marks
+        self.phases = phases
+        self.times: list[int] | None = None
+        """By phase number, ns; ``None``: not known."""
+        self.done = False
+
+
 class Marks:
     """CUDA events where phases begin and end, for one step in ``every``.
 
@@ -32,10 +47,36 @@ class Marks:
         self._torch = torch
         self._every = max(every, 3)
         self._pool: deque[Any] = deque(maxlen=MAX_POOL)
+        self._asked: deque[Reading] = deque()
         self._steps = 0
+
+    def ask(self, marks: list[tuple[int, Any]], phases: int) -> Reading:
+        """Have the events of a step read. In any thread."""
+        reading = Reading(marks, phases)
+        self._asked.append(reading)
+        return reading
+
+    def answer(self) -> None:
+        """Read what has passed. In the training thread."""
+        asked = self._asked
+        if not asked or self._torch._C._cuda_isCurrentStreamCapturing():
+            return
+        while asked:
+            reading = asked[0]
+            try:
+                if not reading.marks[-1][1].query():
+                    return
+            except RuntimeError:  # the device failed: the training thread will hear of it
+                return
+            reading.times = times(reading.marks, reading.phases)
+            reading.done = True
+            asked.popleft()
+            # the last one is also the next step's first
+            self._pool.extend(event for _, event in reading.marks[:-1])
 
     def stepped(self) -> None:
         """An optimizer has stepped."""
+        self.answer()
         self._steps += 1
         place = self._steps % self._every
         if place == 0 and usable(self._torch):
@@ -59,19 +100,6 @@ class Marks:
         self._tape.log.extend((MARK, (phase, event)))
 
     left = entered  # the phase around the one that ended goes on
-
-    def give_back(self, marks: list[tuple[int, Any]]) -> None:
-        """Events that were read can be used again; the last one is also the next step's first.
-        Called in the writer's thread."""
-        self._pool.extend(event for _, event in marks[:-1])
-
-
-def passed(marks: list[tuple[int, Any]]) -> bool:
-    """Whether the device has come past the last event."""
-    try:
-        return not marks or bool(marks[-1][1].query())
-    except RuntimeError:  # the device failed: the training thread will hear of it
-        return False
 
 
 def times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:

@@ -32,7 +32,7 @@ from advisor.recording.clock import (
     THREAD,
     Tape,
 )
-from advisor.recording.cuda import Allocator, Marks, usable
+from advisor.recording.cuda import Allocator, Marks, Reading, usable
 from advisor.recording.hooks import Hooks
 from advisor.recording.loaders import Loaders
 from advisor.recording.oom import OutOfMemory
@@ -113,7 +113,6 @@ class Session:
         self.writer.opened = self._opened
         self.writer.wanted = self.want
         self.writer.read = self._read_in_writer
-        self.writer.give_back = self.marks.give_back if self.marks is not None else None
         self.writer.trouble = Trouble() if options.on_trouble and self.windows.enabled else None
         self._sampler: Any = None
         self._old_signal: Any = None
@@ -170,6 +169,8 @@ class Session:
             else:
                 self.windows.stop("recording was paused")
         self.windows.unguard()
+        if self.marks is not None:
+            self.marks.answer()
         self._end(error)
 
     def failed(self, error: BaseException) -> None:
@@ -379,7 +380,7 @@ class Session:
                 paused,
                 batch,
                 memory,
-                segment.marks,
+                self._reading_of(segment.marks),
             )
         )
         if number == 0:
@@ -390,6 +391,11 @@ class Session:
         else:
             windows.step(number + 1, window, duration)
             self._settle()
+
+    def _reading_of(self, marks: Any) -> Reading | None:
+        if self.marks is None or not marks:
+            return None
+        return self.marks.ask(marks, len(self.tape.names))
 
     def _first(self, micro: int) -> None:
         """The first step has ended: this process does train."""

@@ -41,6 +41,7 @@ class Found(NamedTuple):
     batch: Any
     memory: Any
     marks: Any
+    """A ``cuda.Reading``; ``None``: no events."""
 
 
 class Segment(NamedTuple):

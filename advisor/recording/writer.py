@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from advisor import rundir
-from advisor.recording import cuda
 from advisor.recording.batch import Batch
 from advisor.recording.folder import manifest_of, rank_folder, write_once
 from advisor.recording.lines import Lines
@@ -30,7 +29,7 @@ log = logging.getLogger("advisor")
 EVERY_SECONDS = 1.0
 MAX_QUEUE = 200_000
 """Records that wait when the disk is slow; older ones are dropped."""
-MAX_WAITING = 256
+MAX_WAITING = 4096
 """Steps that wait for their CUDA events; the oldest is then written without."""
 STOP_SECONDS = 10.0
 REQUEST = "window.request"
@@ -73,8 +72,6 @@ class Writer:
         self.trouble: Trouble | None = None
         self.wanted: Callable[[str, bool], None] | None = None
         """Called with the reason to open a window, and whether somebody asked for it."""
-        self.give_back: Callable[[Any], None] | None = None
-        """Takes CUDA events that were read."""
 
     def start(self) -> None:
         """Begin. Raises RuntimeError where no thread can be started."""
@@ -182,11 +179,11 @@ class Writer:
         resident = _resident()
         while self._waiting:
             found = self._waiting[0]
-            ready = found.marks is None or cuda.passed(found.marks)
+            ready = found.marks is None or found.marks.done
             if not ready and not all_of_them and len(self._waiting) < MAX_WAITING:
                 break
             self._waiting.popleft()
-            step = self._record(found, ready)
+            step = self._record(found)
             if not self._waiting:
                 step.rss = resident
             self._files[Found].add(step)
@@ -195,7 +192,7 @@ class Writer:
                 if reason:
                     self.wanted(reason, False)
 
-    def _record(self, found: Found, ready: bool) -> rundir.Step:
+    def _record(self, found: Found) -> rundir.Step:
         names = self._names
         phases = {names[i]: ns for i, ns in enumerate(found.phases) if ns}
         step = rundir.Step(
@@ -208,12 +205,8 @@ class Writer:
             gc=found.gc,
             evaluation=found.gap,
         )
-        if found.marks and ready:
-            spent = cuda.times(found.marks, len(names))
-            if spent is not None:
-                step.gpu = {names[i]: ns for i, ns in enumerate(spent) if ns}
-            if self.give_back is not None:
-                self.give_back(found.marks)
+        if found.marks is not None and found.marks.times is not None:
+            step.gpu = {names[i]: ns for i, ns in enumerate(found.marks.times) if ns}
         if found.batch is not None and self.resolve is not None:
             batch = self.resolve(found.batch)
             step.samples = None if batch.samples is None else batch.samples * found.micro

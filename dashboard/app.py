@@ -11,6 +11,7 @@ import dash
 from advisor.dashboard import ranks, shell, timeline
 from advisor.dashboard.access import Access, protect
 from advisor.dashboard.current import KEY
+from advisor.dashboard.document import Application
 from advisor.dashboard.routes import routes
 from advisor.dashboard.session import Session
 
@@ -44,12 +45,12 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
 
     ``app.server`` is the WSGI application to serve.
     """
-    app = dash.Dash(
+    app = Application(
         "advisor.dashboard",
         title="advisor",
         update_title="",
         assets_folder=str(ASSETS),
-        assets_ignore=r"^early\.js$",  # loaded by the frame itself, before the first paint
+        assets_ignore=r"^early\.js$",  # document.py puts it first
         use_pages=True,
         pages_folder="",
         suppress_callback_exceptions=True,
@@ -61,7 +62,6 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
         on_error=shell.on_error,
     )
     app.server.config[KEY] = session
-    app.index_string = shell.INDEX
     for order, page in enumerate(PAGES):
         _add(app, session, page, order)
     app.layout = shell.layout

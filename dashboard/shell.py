@@ -18,22 +18,6 @@ from advisor.report import text as t
 if TYPE_CHECKING:
     from advisor.dashboard.app import Page
 
-INDEX = """<!DOCTYPE html>
-<html lang="en">
-<head>
-{%metas%}
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{%title%}</title>
-<link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
-{%css%}
-<script src="/assets/early.js"></script>
-</head>
-<body>
-{%app_entry%}
-<footer>{%config%}{%scripts%}{%renderer%}</footer>
-</body>
-</html>"""
-
 Layout = Callable[..., Any]
 
 

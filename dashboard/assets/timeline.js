@@ -4,7 +4,7 @@
 // Input (pointer, wheel, keys), Panel (text beside the picture) and Timeline, which ties them.
 (function () {
   "use strict";
-  if (window.advisorTimeline) { return; }  // early.js has loaded these files already
+  if (window.advisorTimeline) { return; }  // Dash loads these files once more
 
   var T = window.advisorTimeline = { current: null };
 

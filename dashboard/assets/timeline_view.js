@@ -55,6 +55,7 @@
     this.root.remove();
     this.root = place;
     this.early = false;
+    performance.mark("advisor-frame-there");
     this.body.scrollTop = top;
     if (focus && place.contains(focus)) { focus.focus({ preventScroll: true }); }
     this.resize();
@@ -99,6 +100,7 @@
   Timeline.prototype.fail = function (why) {
     this.message.hidden = false;
     this.message.textContent = why;
+    this.there();
     this.settle();
   };
 
@@ -555,6 +557,7 @@
       self.flying = null;
       self.problem = error;
       self.panel.status.textContent = "The server does not answer: " + error.message;
+      self.there();
       self.settle();
     });
   };
@@ -572,7 +575,7 @@
       self.steps = [];
       for (var i = 0; first && i < s.n; i++) { if (s.lane[i] === first.first) { self.steps.push(base.x0 + s.start[i]); } }
       self.draw();
-    }, function () { /* the overview stays empty */ });
+    }, function () { self.there(); /* the overview stays empty */ });
   };
 
   // -- drawing -------------------------------------------------------------------------------------
@@ -593,8 +596,16 @@
         self.painted = performance.now();
         performance.mark("advisor-timeline-painted");
       }
+      if (self.answer && self.base) { self.there(); }
       self.settle();
     });
+  };
+
+  // Said once there is a picture, or never will be: the frame's scripts wait for it.
+  Timeline.prototype.there = function () {
+    if (this.said) { return; }
+    this.said = true;
+    setTimeout(function () { window.dispatchEvent(new Event("advisor-timeline-there")); });
   };
 
   Timeline.prototype.drawOver = function () {

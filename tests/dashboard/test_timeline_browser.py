@@ -422,6 +422,36 @@ def test_the_picture_begins_before_the_frame_and_moves_into_it(a100: Any) -> Non
     assert len(colours(page)) > 50
 
 
+def test_the_picture_does_not_wait_for_the_scripts_of_the_frame(a100: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    painted, begun = page.evaluate(
+        "() => ['advisor-timeline-painted', 'advisor-frame-there'].map("
+        "  name => performance.getEntriesByName(name)[0].startTime)"
+    )
+    asked = page.evaluate(
+        "() => performance.getEntriesByType('resource').map(one => [one.name, one.startTime])"
+    )
+    suites = [at for name, at in asked if "/_dash-component-suites/" in name]
+    own = [name for name, _ in asked if "/assets/timeline_" in name and ".js" in name]
+    assert len(suites) > 8
+    assert min(suites) > painted
+    assert begun > max(suites)
+    assert len(own) == len(set(own)) == 6
+    assert a100.wrong == []
+
+
+def test_a_trace_that_cannot_be_drawn_still_gets_its_frame(a100: Any) -> None:
+    page = a100.page
+    page.route("**/_advisor/timeline/*", lambda route: route.abort())
+    page.goto(a100.address + "/timeline")
+    page.locator("main h1").first.wait_for(state="attached")
+    page.get_by_role("link", name="Overview").click()
+    page.locator(".page-overview main h1").wait_for(state="attached")
+    assert all("ERR_FAILED" in what for what in a100.wrong)  # what was refused here, and no more
+    a100.wrong.clear()
+
+
 def test_leaving_the_page_takes_the_timeline_along(a100: Any) -> None:
     page = a100.open("/timeline")
     settle(page)

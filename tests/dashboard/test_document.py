@@ -1,0 +1,48 @@
+"""The document that a page begins as: which scripts run, and in which order."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from advisor.dashboard.app import create_app
+from advisor.dashboard.session import Session
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    return create_app(Session([])).server.test_client()
+
+
+def sources(html: str) -> list[str]:
+    return [found.partition("?")[0] for found in re.findall(r'<script[^>]*src="([^"]*)"', html)]
+
+
+def test_every_page_gets_the_same_scripts(client: Any) -> None:
+    plain = client.get("/").get_data(as_text=True)
+    timeline = client.get("/timeline").get_data(as_text=True)
+    assert sorted(sources(plain)) == sorted(sources(timeline))
+    assert len(set(sources(plain))) == len(sources(plain))
+
+
+def test_on_the_timeline_only_its_own_scripts_run_by_themselves(client: Any) -> None:
+    html = client.get("/timeline").get_data(as_text=True)
+    before, _, rest = html.partition('<template id="dash-scripts">')
+    inside, _, after = rest.partition("</template>")
+    assert all("/assets/timeline" in one or one == "/assets/early.js" for one in sources(before))
+    assert sources(after) == []
+    assert "new DashRenderer" in inside
+    assert "_dash-config" in before
+    assert not any("/assets/timeline" in one for one in sources(inside))
+
+
+def test_elsewhere_nothing_waits(client: Any) -> None:
+    assert "<template" not in client.get("/findings").get_data(as_text=True)
+
+
+def test_the_theme_is_set_before_anything_is_painted(client: Any) -> None:
+    for path in ("/", "/timeline"):
+        html = client.get(path).get_data(as_text=True)
+        assert html.index("/assets/early.js") < html.index('rel="stylesheet"')

@@ -37,6 +37,7 @@ Operation = Literal[
     "drop_launch",
     "spread",
     "resize",
+    "punctual",
 ]
 
 
@@ -84,7 +85,8 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``remove`` the events; ``scale`` their durations by ``factor``; bring kernels to ``factor``
     of their ``roofline``; ``overlap`` them with other work (move to another stream); make a
     blocking host call ``asynchronous``; ``merge`` kernels into one; ``drop_launch`` cost (CUDA
-    graph, compile); ``spread`` host work over ``workers``; ``resize`` the batch by ``factor``."""
+    graph, compile); ``spread`` host work over ``workers``; ``resize`` the batch by ``factor``; make
+    a rank ``punctual``: its collectives keep no other rank waiting."""
     select: Select
     """Which events."""
     factor: float | None = None
@@ -98,6 +100,9 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``spread``: number of workers that share the host work."""
     host_ns: int | None = None
     """``drop_launch``: host time that remains for each launch."""
+    rank: int | None = None
+    """Where several ranks are replayed together: the only one that is changed; ``None``: each in
+    the same way, because a change to a program is a change on all ranks. ``punctual`` needs it."""
 
 
 class Worth(Struct, frozen=True, kw_only=True):

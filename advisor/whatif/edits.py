@@ -177,19 +177,26 @@ class Selected:
 class Patch:
     """Mutable copies of a graph's numbers; each edit changes them in place, so edits compose."""
 
-    def __init__(self, selected: Selected) -> None:
+    def __init__(self, selected: Selected, dur: Array | None = None) -> None:
+        """``dur``: what its work takes instead, where collectives are replayed with other ranks
+        (``together``): without the wait for these."""
         graph = selected.graph
         self.selected = selected
         self.a = selected.a
         self.graph = graph
         self.weight = graph.weight.copy()
-        self.dur = graph.dur.copy()
+        self.together = dur is not None
+        self.dur = graph.dur.copy() if dur is None else dur.copy()
         self.src = graph.src.copy()
         self.gone: dict[int, Intervals] = {}
         """Host time that edits removed, by thread."""
         self.lane = graph.lane
         self.added: list[tuple[Array, Array]] = []
         """(source, target) of waits of one stream for another that edits brought."""
+        self.dropped = np.zeros(len(graph), dtype=bool)
+        """Device work that is not done any more."""
+        self.punctual = np.zeros(len(graph), dtype=bool)
+        """Collectives that keep no other rank waiting."""
 
     def apply(self, edits: Sequence[Edit], assumption: str = "") -> Patch:
         """Apply edits one after the other. ``assumption``: ``low`` or ``high`` takes the factors
@@ -283,6 +290,15 @@ class Patch:
             self.graph.edge, [Edge.PROGRAM, Edge.LOADER]
         )
         self.weight[into & (self.weight > 0)] *= factor
+
+    def _punctual(self, edit: Edit, factor: float | None) -> None:
+        """A rank that keeps nobody waiting. Without the other ranks' replay: ``factor`` of the
+        collectives' time remains, if that is told."""
+        nodes = self.selected.work(edit.select)
+        if self.together:
+            self.punctual[nodes] = True
+        elif factor is not None:
+            self.dur[nodes] *= factor
 
     def _asynchronous(self, edit: Edit, factor: float | None) -> None:
         self._let_go(self.selected.waits(edit.select))
@@ -403,6 +419,7 @@ class Patch:
         graph = self.graph
         gone = np.zeros(len(graph), dtype=bool)
         gone[nodes] = True
+        self.dropped |= gone
         self.dur[nodes] = 0.0
         into = gone[graph.dst]
         stream = graph.edge == Edge.STREAM

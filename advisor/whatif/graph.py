@@ -48,6 +48,7 @@ class Edge(IntEnum):
     HANDOVER = 6  # one host thread wakes another
     LOADER = 7  # the loader's workers produce at their own rate
     CONTENTION = 8  # a kernel that fills the device -> work that waits for room
+    MEETING = 9  # ranks that come to a collective -> all of them go on
 
 
 @dataclass

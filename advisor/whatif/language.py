@@ -1,6 +1,6 @@
 """The edit language: one line an edit, compiled to the same objects that rules yield.
 
-    VERB TARGET[:PATTERN] [under:PATTERN] [NUMBER]
+    VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]
 
 =========  ==========================================================  =====================
 verb       what it does                                                NUMBER
@@ -20,6 +20,7 @@ merge      neighbouring kernels of a stream become one                 factor on
 graph      launches become part of a CUDA graph                        host ns left a launch
                                                                        (default 1000)
 spread     loader work moves to worker processes                       workers, 1 and up
+punctual   collectives of rank N keep no other rank waiting            none
 =========  ==========================================================  =====================
 
 ==========  ===========================================================================
@@ -41,7 +42,8 @@ gap         idle gaps of the device; PATTERN is a cause: dispatch, python, sync 
 ==========  ===========================================================================
 
 ``under:PATTERN`` keeps what an operator, range or Python frame of that name encloses. Patterns
-with spaces are quoted: ``remove "python:train.py.* loss"``.
+with spaces are quoted: ``remove "python:train.py.* loss"``. ``rank:N`` changes that rank only, in
+a run with the traces of several; without it a change is made on all ranks.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from advisor.errors import AdvisorError
 from advisor.model import Edit, Operation, Select
@@ -64,6 +68,7 @@ VERBS: dict[str, Operation] = {
     "merge": "merge",
     "graph": "drop_launch",
     "spread": "spread",
+    "punctual": "punctual",
 }
 BLOCKING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 LOADER = r"^enumerate\(Data(Loader|Pipe)\)#"
@@ -95,6 +100,7 @@ TARGETS: dict[str, Callable[[str], Select]] = {
 }
 HOST_ONLY = {"async": ("sync", "loader", "host", "op"), "spread": ("loader",)}
 DEVICE_ONLY = ("overlap", "merge", "roofline", "resize")
+PUNCTUAL = ("comm",)
 NEEDS_PATTERN = ("family", "op", "python", "range", "host")
 
 
@@ -109,7 +115,7 @@ def parse_edit(line: str) -> Edit:
     except ValueError as error:
         raise wrong(f"{error}".lower()) from None
     if len(words) < 2:
-        raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [NUMBER]")
+        raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]")
     verb, rest = words[0].lower(), words[1:]
     if verb not in VERBS:
         raise wrong(f"no verb {words[0]!r}; there are {', '.join(VERBS)}")
@@ -117,9 +123,14 @@ def parse_edit(line: str) -> Edit:
     if len(rest) > 1 and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", rest[-1]):
         number = float(rest.pop())
     under = [w[len("under:") :] for w in rest if w.startswith("under:")]
-    named = [w for w in rest if not w.startswith("under:")]
-    if len(named) != 1 or len(under) > 1:
-        raise wrong("give one target, at most one under:PATTERN, and a number last")
+    ranks = [w[len("rank:") :] for w in rest if w.startswith("rank:")]
+    named = [w for w in rest if not w.startswith(("under:", "rank:"))]
+    if len(named) != 1 or len(under) > 1 or len(ranks) > 1:
+        raise wrong("give one target, at most one under:PATTERN and rank:N, and a number last")
+    if ranks and not re.fullmatch(r"\d{1,9}", ranks[0]):
+        raise wrong(f"rank:{ranks[0]}: a rank is a whole number")
+    if verb == "punctual" and not ranks:
+        raise wrong("punctual needs the late rank, rank:N")
     target, _, pattern = named[0].partition(":")
     if target not in TARGETS:
         raise wrong(f"no target {target!r}; there are {', '.join(TARGETS)}")
@@ -131,6 +142,8 @@ def parse_edit(line: str) -> Edit:
         raise wrong(str(error)) from None
     if verb in HOST_ONLY and target not in HOST_ONLY[verb]:
         raise wrong(f"{verb} takes {' or '.join(HOST_ONLY[verb])}, not {target}")
+    if verb == "punctual" and target not in PUNCTUAL:
+        raise wrong(f"{verb} takes comm, not {target}")
     if verb in DEVICE_ONLY and select.on != "gpu":
         raise wrong(f"{verb} is for device work, not {target}")
     for text in (select.name, select.under, *under):
@@ -142,13 +155,12 @@ def parse_edit(line: str) -> Edit:
         if target == "sync" and pattern:
             raise wrong("sync:PATTERN already says what the call is under")
         select = _under(select, under[0])
-    return _edit(verb, select, number, wrong)
+    edit = _edit(verb, select, number, wrong)
+    return replace(edit, rank=int(ranks[0])) if ranks else edit
 
 
 def _under(select: Select, pattern: str) -> Select:
-    import msgspec
-
-    return msgspec.structs.replace(select, under=pattern)
+    return replace(select, under=pattern)
 
 
 def _edit(

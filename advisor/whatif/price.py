@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
 
+from advisor.errors import AdvisorError
 from advisor.whatif.build import build
+from advisor.whatif.company import Company, find_company
 from advisor.whatif.critical import composition
 from advisor.whatif.edits import Patch, Selected
 from advisor.whatif.graph import Array, Edge, Graph
 from advisor.whatif.replay import Outcome, Plan, completions
+from advisor.whatif.together import Patched, Together
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -28,6 +31,8 @@ VISIBLE = 0.8
 """Busy share of the device from which host time is hidden behind it."""
 MOST_COST = 3.0
 """Times the usual cost of an event that a measured one may be."""
+MAX_WORSE = 0.01
+"""How much more of the measured steps a replay with other ranks may miss than one alone."""
 MIN_LEFT = 0.3
 """No stretch of host time is taken to be more than this much profiler."""
 
@@ -88,6 +93,8 @@ class WhatIfResult(NamedTuple):
     critical_path: dict[str, float]
     """What the critical path consists of with all edits, ns a step."""
     replay: Quality
+    ranks: tuple[int, ...]
+    """Ranks that were replayed together, the one of these figures first; it alone: empty."""
     families: tuple[str, ...]
     """Kernel families of the replayed window, the most time first: what ``kernel:`` can name."""
 
@@ -122,13 +129,39 @@ def event_cost(a: Analysis) -> float:
     return min(longer * a.step_count / float(events), MOST_COST * usual)
 
 
-def run_edits(trace: Trace, edits: Sequence[Edit | str]) -> WhatIfResult:
-    """Replay a trace with edits: Edit objects, or lines of the edit language."""
+def _patched(patch: Patch) -> Patched:
+    graph, weight, src = patch.widened()
+    gone, punctual = np.flatnonzero(patch.dropped), np.flatnonzero(patch.punctual)
+    return Patched(graph, weight, patch.dur, src, gone, punctual)
+
+
+def counted_ranks(ranks: Sequence[int]) -> str:
+    """``rank 0 is``, ``ranks 0, 1 are``."""
+    names = ", ".join(str(n) for n in sorted(ranks))
+    return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
+
+
+def run_edits(
+    trace: Trace,
+    edits: Sequence[Edit | str],
+    rank: int = 0,
+    others: Mapping[int, Trace] | None = None,
+) -> WhatIfResult:
+    """Replay a trace with edits: Edit objects, or lines of the edit language. ``others``: the
+    same window of other ranks, by rank."""
     from advisor.analysis import Analysis
     from advisor.whatif.language import parse_edit
 
     parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
-    whatif = WhatIf(Analysis(trace))
+    ranks = {number: Analysis(other) for number, other in (others or {}).items()}
+    whatif = WhatIf(Analysis(trace), rank, ranks)
+    here = whatif.ranks or (rank,)
+    for edit in parsed:
+        if edit.rank is not None and edit.rank not in here:
+            raise AdvisorError(
+                f"rank:{edit.rank}: only {counted_ranks(here)} replayed here; give a folder with "
+                "the traces of all ranks"
+            )
     rows = []
     for number, edit in enumerate(parsed):
         given = parsed[:number]
@@ -151,6 +184,7 @@ def run_edits(trace: Trace, edits: Sequence[Edit | str]) -> WhatIfResult:
         edits=tuple(rows),
         critical_path=whatif.critical(parsed),
         replay=whatif.quality,
+        ranks=whatif.ranks,
         families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
         if whatif.a.device_id is not None
         else (),
@@ -158,15 +192,27 @@ def run_edits(trace: Trace, edits: Sequence[Edit | str]) -> WhatIfResult:
 
 
 class WhatIf:
-    """Replays of one window. All times in ns."""
+    """Replays of one window. All times in ns.
 
-    def __init__(self, a: Analysis) -> None:
+    ``others``: the same window of the other ranks, by rank. Where these can be put on one clock
+    with this one, they are replayed with it, edits included, and a collective waits for the last
+    of them; where not, a collective takes as long as it was measured to.
+    """
+
+    def __init__(
+        self, a: Analysis, rank: int = 0, others: Mapping[int, Analysis] | None = None
+    ) -> None:
         self.a = a
+        self.rank = rank
+        self.others = {number: other for number, other in (others or {}).items() if number != rank}
+        self._steps: tuple[int, int] | None = None
 
     @cached_property
     def graph(self) -> Graph:
         """The dependency graph of the representative steps."""
-        return build(self.a)
+        if self._steps is None and self._company is not None:
+            self._steps = self._company.steps[0]
+        return build(self.a, self._steps)
 
     @cached_property
     def plan(self) -> Plan:
@@ -174,7 +220,42 @@ class WhatIf:
         return Plan(self.graph)
 
     @cached_property
-    def _periods(self) -> dict[tuple[tuple[Edit, ...], str], float]:
+    def _company(self) -> Company | None:
+        return find_company(self.rank, {self.rank: self.a} | self.others) if self.others else None
+
+    @cached_property
+    def _joined(self) -> tuple[Together, tuple[WhatIf, ...]] | None:
+        """The replay with other ranks and one of these for each of them; ``None``: alone, also
+        where the measured steps come out worse than alone."""
+        company = self._company
+        if company is None:
+            return None
+        members = [self]
+        for number, a, steps in list(
+            zip(company.ranks, company.analyses, company.steps, strict=True)
+        )[1:]:
+            member = WhatIf(a, number)
+            member._steps = steps
+            members.append(member)
+        together = Together(company, [m.graph for m in members])
+        if not len(together.node):
+            return None
+        patched = [
+            _patched(Patch(m._selected, dur))
+            for m, dur in zip(members, together.transfer, strict=True)
+        ]
+        alone = Outcome(self.plan.run(), np.zeros(0)).time
+        with_others = together.run(patched)[0].time
+        worse = self._step_error(with_others) - self._step_error(alone)
+        return (together, tuple(members)) if worse <= MAX_WORSE else None
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that are replayed together, this one first; alone: empty."""
+        return () if self._joined is None else tuple(m.rank for m in self._joined[1])
+
+    @cached_property
+    def _periods(self) -> dict[tuple[tuple[Edit, ...], str, int], float]:
         return {}
 
     @cached_property
@@ -184,42 +265,94 @@ class WhatIf:
     @cached_property
     def base(self) -> Outcome:
         """The replay without edits."""
-        return self.plan.outcome()
+        return self.outcome([])
 
     @cached_property
     def measured(self) -> Outcome:
         """The same moments, as measured."""
         return Outcome(self.graph.time, completions(self.graph, self.graph.time), self.graph.turn)
 
+    def _step_error(self, time: Array) -> float:
+        measured = np.diff(completions(self.graph, self.graph.time))
+        replayed = np.diff(completions(self.graph, time))
+        return float(np.abs(replayed - measured).sum()) / max(float(measured.sum()), 1.0)
+
     def outcome(self, edits: Sequence[Edit], assumption: str = "") -> Outcome:
         """Replay with edits applied."""
-        patch = Patch(self._selected).apply(edits, assumption)
-        graph, weight, src = patch.widened()
-        return self._plan(graph).outcome(weight, patch.dur, src)
+        time = self._replay(edits, assumption)[0]
+        return Outcome(time, completions(self.graph, time), self.graph.turn)
+
+    def _replay(self, edits: Sequence[Edit], assumption: str = "") -> tuple[Array, Array, Patched]:
+        """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
+        if self._joined is not None:
+            together = self._joined[0]
+            patched = self._patches(edits, assumption)
+            found = together.run(patched)[0]
+            dur, mine = patched[0].dur.copy(), together.members[0]
+            dur[mine] = found.dur[mine]
+            return found.time, dur, patched[0]
+        own = _patched(Patch(self._selected).apply(self._own(edits), assumption))
+        return self._plan(own.graph).run(own.weight, own.dur, own.src), own.dur, own
+
+    def _patches(
+        self, edits: Sequence[Edit], assumption: str = "", *, plain: bool = False
+    ) -> list[Patched]:
+        """Each rank's graph with the edits that apply to it. Correlation ids select events of one
+        trace."""
+        assert self._joined is not None
+        together, members = self._joined
+        found = []
+        for member, dur in zip(members, together.transfer, strict=True):
+            mine = [
+                e
+                for e in edits
+                if e.rank in (None, member.rank) and (member is self or not e.select.correlation)
+            ]
+            patch = Patch(member._selected, dur).apply(mine, assumption)
+            if plain:
+                patch.weight *= member._real_share
+            found.append(_patched(patch))
+        return found
+
+    def _own(self, edits: Sequence[Edit]) -> list[Edit]:
+        """The edits that concern this rank when it is replayed alone."""
+        return [e for e in edits if e.rank in (None, self.rank) or e.op == "punctual"]
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Steady-state time of a step with edits applied."""
-        if all(e.factor_low is None and e.factor_high is None for e in edits):
+        return self._period(edits, assumption, 0)
+
+    def _period(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
+        """The same; ``plain``: without the host time that the profiler itself takes. ``of``: of
+        which of the ranks that are replayed together."""
+        if assumption != "plain" and all(
+            e.factor_low is None and e.factor_high is None for e in edits
+        ):
             assumption = ""
-        key = (tuple(edits), assumption)
+        key = (tuple(edits), assumption, of)
         if key not in self._periods:
-            patch = Patch(self._selected).apply(edits, assumption)
-            graph, weight, src = patch.widened()
-            self._periods[key] = self._plan(graph).steady(weight, patch.dur, src)
+            self._periods[key] = self._steady(edits, assumption, of)
         return self._periods[key]
+
+    def _steady(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
+        plain = assumption == "plain"
+        assumption = "" if plain else assumption
+        if self._joined is not None:
+            return self._joined[0].steady(self._patches(edits, assumption, plain=plain), of)
+        patch = Patch(self._selected).apply(self._own(edits), assumption)
+        if plain:
+            patch.weight *= self._real_share
+        own = _patched(patch)
+        return self._plan(own.graph).steady(own.weight, own.dur, own.src)
+
+    def _of(self, edits: Sequence[Edit]) -> int:
+        """The rank whose step tells what edits save: this one; another one where this one is
+        the late rank that keeps the others waiting."""
+        late = any(e.op == "punctual" and e.rank == self.rank for e in edits)
+        return 1 if late and self._joined is not None else 0
 
     def _plan(self, graph: Graph) -> Plan:
         return self.plan if graph is self.graph else Plan(graph)
-
-    def _plain_period(self, edits: Sequence[Edit]) -> float:
-        """The same without the host time that the profiler itself takes."""
-        key = (tuple(edits), "plain")
-        if key not in self._periods:
-            patch = Patch(self._selected).apply(edits)
-            patch.weight *= self._real_share
-            graph, weight, src = patch.widened()
-            self._periods[key] = self._plan(graph).steady(weight, patch.dur, src)
-        return self._periods[key]
 
     def step_after(self, edits: Sequence[Edit]) -> float:
         """The measured step with edits applied: less what they save between two replays."""
@@ -227,16 +360,18 @@ class WhatIf:
 
     def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
         """What edits save a step, on top of others that are given."""
-        return self.period(given) - self.period([*given, *edits])
+        both = [*given, *edits]
+        of = self._of(both)
+        return self._period(given, "", of) - self._period(both, "", of)
 
     def band(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> tuple[float, float]:
         """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
         and the error of the replay itself."""
-        gains = [
-            self.period(given) - self.period([*given, *edits], assumption)
-            for assumption in ("low", "", "high")
-        ]
-        gains.append(self._plain_period(given) - self._plain_period([*given, *edits]))
+        both = [*given, *edits]
+        of = self._of(both)
+        before = self._period(given, "", of)
+        gains = [before - self._period(both, assumption, of) for assumption in ("low", "", "high")]
+        gains.append(self._period(given, "plain", of) - self._period(both, "plain", of))
         error = abs(self.base.period - self.measured.period)
         return min(gains) - error, max(gains) + error
 
@@ -266,10 +401,10 @@ class WhatIf:
 
     def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """What the critical path consists of with edits applied, ns a step, largest first."""
-        patch = Patch(self._selected).apply(edits)
-        graph, weight, src = patch.widened()
-        time = self._plan(graph).run(weight, patch.dur, src)
-        parts = composition(graph, time, weight, patch.dur, src, self.a.kernels["communication"])
+        time, dur, own = self._replay(edits)
+        parts = composition(
+            own.graph, time, own.weight, dur, own.src, self.a.kernels["communication"]
+        )
         steps = max(1, len(self.graph.starts) - 1)
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 
@@ -293,7 +428,7 @@ class WhatIf:
             if len(nodes)
         )
         return Quality(
-            step_error=float(np.abs(replayed - measured).sum()) / whole,
+            step_error=self._step_error(self.base.time),
             total_error=float(replayed.sum() - measured.sum()) / whole,
             explained=float((np.abs(error[device]) <= EXPLAINED_NS).mean())
             if len(device)

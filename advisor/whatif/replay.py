@@ -6,7 +6,9 @@ lists it costs about 0.2 µs a node.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -52,13 +54,16 @@ class Plan:
         self._slot[order] = np.arange(len(order)) - first[dst]
         self._slot[crowded] += 2  # aside, and after the others
         self._more = order[self._slot[order] >= 2]
-        self._carry = _Carry(graph)
+
+    @cached_property
+    def _carry(self) -> Carry:
+        return Carry(self.graph)
 
     def run(
         self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
     ) -> Array:
         """Replayed time of each node, with other weights, durations or sources if given."""
-        return _replay(self._lay_out(weight, dur, src))
+        return replay(self.lay_out(weight, dur, src))
 
     def outcome(
         self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
@@ -77,8 +82,8 @@ class Plan:
         it takes no longer changes. Windows of fewer than three steps are too short for that.
         """
         steps = len(self.graph.starts) - 1
-        layout = self._lay_out(weight, dur, src)
-        time = _replay(layout)
+        layout = self.lay_out(weight, dur, src)
+        time = replay(layout)
         complete = completions(self.graph, time)
         if steps < MIN_STEADY or self.graph.starts[-1] == 0:
             return Outcome(time, complete, self.graph.turn).period
@@ -89,7 +94,8 @@ class Plan:
         for number in range(MAX_PASSES):
             # falling behind for long: begin with an idle device and see how far ahead it gets
             idle = number == MAX_PASSES // 2
-            time = _replay(layout, *self._carry.over(time, host, weights, sources, idle=idle))
+            state = self._carry.over(time, host, weights, sources, idle=idle)
+            time = replay(layout.begun([state]))
             last_end, last_period, last_ahead = end, period, ahead
             end = float(completions(self.graph, time)[-1])
             period = (host + end - last_end) / steps
@@ -100,7 +106,8 @@ class Plan:
                 break
         return period
 
-    def _lay_out(self, weight: Array | None, dur: Array | None, src: Array | None) -> _Layout:
+    def lay_out(self, weight: Array | None, dur: Array | None, src: Array | None) -> Layout:
+        """In the lists that :func:`replay` goes through, with other numbers if given."""
         g = self.graph
         weight = g.weight if weight is None else weight
         dur = g.dur if dur is None else dur
@@ -125,10 +132,21 @@ class Plan:
             strict=True,
         ):
             more.setdefault(node, []).append((source_, value_, crowded))
-        return _Layout(sources[0], values[0], sources[1], values[1], dur.tolist(), more)
+        return Layout(sources[0], values[0], sources[1], values[1], dur.tolist(), more)
 
 
-class _Layout(NamedTuple):
+class State(NamedTuple):
+    """How a window begins."""
+
+    given: dict[int, float]
+    """Nodes whose time is known, ns from the window's start."""
+    floor: dict[int, float]
+    """Nodes that start no earlier than this; in place of what was measured from the start."""
+    source: int = 0
+    """The node that stands for the window's start."""
+
+
+class Layout(NamedTuple):
     """Two edges a node (source, weight) in columns, durations, and the further edges: source,
     weight, and whether it holds only while the source runs (contention; last of all)."""
 
@@ -139,24 +157,30 @@ class _Layout(NamedTuple):
     dur: list[float]
     more: dict[int, list[tuple[int, float, bool]]]
 
+    def begun(self, states: Iterable[State]) -> Layout:
+        """The same with windows that begin in another state."""
+        first, first_weight, second_weight = (
+            list(self.first),
+            list(self.first_weight),
+            list(self.second_weight),
+        )
+        second, dur, more = self.second, list(self.dur), dict(self.more)
+        for given, floor, source in states:
+            for node, at in given.items():
+                first[node], first_weight[node] = source, at
+                second_weight[node], dur[node] = NEVER, 0.0
+                more.pop(node, None)
+            for node, at in floor.items():
+                first_weight[node] = NEVER if first[node] == source else first_weight[node]
+                second_weight[node] = NEVER if second[node] == source else second_weight[node]
+                others = [edge for edge in more.get(node, []) if edge[0] != source]
+                more[node] = [(source, at, False), *others]
+        return Layout(first, first_weight, second, second_weight, dur, more)
 
-def _replay(
-    layout: _Layout, given: dict[int, float] | None = None, floor: dict[int, float] | None = None
-) -> Array:
-    """One pass. ``given``: nodes whose time is known; ``floor``: starts no earlier than this."""
+
+def replay(layout: Layout) -> Array:
+    """One pass: the time of each node."""
     first, first_weight, second, second_weight, dur, more = layout
-    if given or floor:
-        first, first_weight, second_weight = list(first), list(first_weight), list(second_weight)
-        dur, more = list(dur), dict(more)
-        for node, at in (given or {}).items():
-            first[node], first_weight[node] = 0, at
-            second_weight[node], dur[node] = NEVER, 0.0
-            more.pop(node, None)
-        for node, at in (floor or {}).items():
-            # in place of what was measured from the window's start
-            first_weight[node] = NEVER if first[node] == 0 else first_weight[node]
-            second_weight[node] = NEVER if second[node] == 0 else second_weight[node]
-            more[node] = [(0, at, False), *(edge for edge in more.get(node, []) if edge[0])]
     time = [0.0] * len(first)
     for node, (a, wa, b, wb, d) in enumerate(
         zip(first, first_weight, second, second_weight, dur, strict=True)
@@ -175,7 +199,7 @@ def _replay(
     return np.array(time)
 
 
-class _Carry:
+class Carry:
     """How the state at the end of a window becomes the state at its start: what was launched
     last stands for what was launched before."""
 
@@ -245,9 +269,7 @@ class _Carry:
             return float(rate[-1])
         return self.apart * float(rate.sum()) / max(float(before.sum()), 1.0)
 
-    def over(
-        self, time: Array, host: float, weight: Array, src: Array, *, idle: bool
-    ) -> tuple[dict[int, float], dict[int, float]]:
+    def over(self, time: Array, host: float, weight: Array, src: Array, *, idle: bool) -> State:
         """Times of early nodes, and earliest starts, after a replay in which the host was done
         with the last step at ``host``. ``idle``: as if the device had nothing left to do."""
         given = dict.fromkeys(self.early, 0.0)
@@ -267,7 +289,7 @@ class _Carry:
             after = self._batch_after(weight)
             if after > NEVER:
                 floor[first] = float(time[last]) - host + after
-        return given, floor
+        return State(given, floor)
 
 
 def completions(graph: Graph, time: Array) -> Array:

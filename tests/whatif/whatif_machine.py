@@ -67,6 +67,8 @@ class Kernel:
     launch_us: float | None = None
     blocks: int = 1024
     """Of 256 threads."""
+    meets: bool = False
+    """A collective: its ``us`` begin when it runs on all ranks (``whatif_cluster``)."""
     id: int = field(default_factory=_id)
 
 
@@ -226,6 +228,9 @@ class Work:
     gap: float = 0.0
     start: float = 0.0
     slot: bool = True
+    meets: bool = False
+    held: bool = False
+    """Waits for other ranks."""
     done: Signal = field(default_factory=Signal)
 
 
@@ -271,12 +276,29 @@ class Machine:
 
     def run(self) -> Machine:
         """Run it to the end."""
+        self.begin()
+        while self._heap:
+            self.advance()
+        return self.end()
+
+    def begin(self) -> None:
+        """Start the host's threads."""
         self._go(self._main())
         if self.program.background:
             self._go(self._background())
-        while self._heap:
-            self.now, _, act = heapq.heappop(self._heap)
-            act()
+
+    @property
+    def next(self) -> float | None:
+        """When something happens next."""
+        return self._heap[0][0] if self._heap else None
+
+    def advance(self) -> None:
+        """Go on to what happens next."""
+        self.now, _, act = heapq.heappop(self._heap)
+        act()
+
+    def end(self) -> Machine:
+        """Work out when the steps were complete."""
         begin = self.program.warmup
         self.origin = self.host_end[begin - 1] if begin else 0.0
         self.complete = []
@@ -373,13 +395,30 @@ class Machine:
                 self._fire(s.space.popleft())
         if work.engine:
             self._engines[work.engine] = work
+        work.held = work.meets and self.meet(work)
         self._elapse()
         self._running[id(work)] = (work, s)
         self._reckon()
 
+    def meet(self, work: Work) -> bool:
+        """Whether a collective has to wait for other ranks; alone: no."""
+        return False
+
+    def let_go(self, work: Work, us: float, when: float) -> None:
+        """All ranks are there now: the collective takes this long."""
+
+        def act() -> None:
+            self._elapse()
+            work.held, work.left = False, us
+            self._reckon()
+
+        self._at(when, act)
+
     def _elapse(self) -> None:
         passed = (self.now - self._advanced) * self._rate()
         for work, _ in self._running.values():
+            if work.held:
+                continue
             work.left -= passed if work.cat == "kernel" else self.now - self._advanced
         self._advanced = self.now
 
@@ -391,15 +430,16 @@ class Machine:
         """The next piece of work to end, at the present rate."""
         self._version += 1
         version, rate = self._version, self._rate()
-        if not self._running:
+        running = [w for w, _ in self._running.values() if not w.held]
+        if not running:
             return
-        rest = min(w.left / (rate if w.cat == "kernel" else 1.0) for w, _ in self._running.values())
+        rest = min(w.left / (rate if w.cat == "kernel" else 1.0) for w in running)
 
         def check() -> None:
             if version != self._version:
                 return
             self._elapse()
-            ended = [(w, s) for w, s in self._running.values() if w.left <= 1e-6]
+            ended = [(w, s) for w, s in self._running.values() if not w.held and w.left <= 1e-6]
             for work, s in ended:
                 self._finish(work, s)
             self._reckon()
@@ -491,6 +531,7 @@ class Machine:
 
     def _kernel(self, thread: int, s: Kernel) -> Steps:
         work = self._kernel_work(s.name, s.us, s.id, next(self._correlations), s.blocks)
+        work.meets = s.meets
         us = self.set.launch_us if s.launch_us is None else s.launch_us
         yield from self._launch(thread, "cudaLaunchKernel", us, [work], s.id, s.stream)
 

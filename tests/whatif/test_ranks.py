@@ -1,0 +1,197 @@
+"""Gains of ranks that wait for each other, against two and three small machines whose collectives
+wait for the last rank; the bar is that of test_gains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_gains import EXAMPLES, FLOOR, MS, STEPS, WITHIN, examples
+from whatif_cluster import Cluster, meeting
+from whatif_machine import QUIET, Program
+from whatif_programs import (
+    Fix,
+    Shape,
+    asynchronous,
+    overlap_collectives,
+    remove_host,
+    scale_kernels,
+    training,
+)
+
+from advisor.analysis import Analysis
+from advisor.ingest import read_trace
+from advisor.model import Edit, Select
+from advisor.whatif.price import WhatIf
+
+COMM = Select(on="gpu", family=("communication",))
+CLOCKS = (0.0, 1234.5, -777.25)
+"""What each rank's clock shows more, µs."""
+BASE = Shape(
+    layers=6, host=900, device=1500, python=150, backward=False, comm=600, optimizer=10, sync="item"
+)
+
+
+def loop(shape: Shape) -> Program:
+    return meeting(training(shape, steps=STEPS))
+
+
+def opened(cluster: Cluster, folder: Path) -> dict[int, Analysis]:
+    found = {}
+    for rank in cluster.ranks:
+        path = folder / f"rank{rank.number}.json"
+        path.write_bytes(rank.trace(CLOCKS[rank.number]))
+        found[rank.number] = Analysis(read_trace(str(path)))
+    return found
+
+
+class Case:
+    """Programs of all ranks with and without a fix; times in µs."""
+
+    def __init__(self, slow: Sequence[Program], fast: Sequence[Program], machine: dict[str, Any],
+                 folder: Path) -> None:  # fmt: skip
+        self.slow, self.fast = Cluster(slow, **machine), Cluster(fast, **machine)
+        self.period = self.slow.ranks[0].period
+        self.true = self.period - self.fast.ranks[0].period
+        self.ranks = opened(self.slow, folder)
+        self.whatif = WhatIf(self.ranks[0], 0, self.ranks)
+
+    def check(self, *edits: Edit) -> None:
+        predicted = self.whatif.gain(edits) / 1e3
+        assert self.whatif.ranks[0] == 0
+        assert sorted(self.whatif.ranks) == sorted(self.ranks)
+        allowed = max(WITHIN * abs(self.true), FLOOR * self.period)
+        assert abs(predicted - self.true) <= allowed, (
+            f"true {self.true:.1f} µs, predicted {predicted:.1f} µs of {self.period:.1f}"
+        )
+
+
+def slowed(fix: Fix, only: int) -> Edit:
+    """The one edit of a fix, for one rank only."""
+    from msgspec.structs import replace as changed
+
+    return changed(fix.edits[0], rank=only)
+
+
+SHAPES = st.builds(
+    Shape,
+    seed=st.integers(0, 10**6),
+    layers=st.sampled_from([3, 6, 9]),
+    host=MS,
+    device=MS,
+    python=st.sampled_from([50.0, 400.0]),
+    backward=st.booleans(),
+    sync=st.sampled_from(["none", "item", "stream", "device", "event"]),
+    comm=st.sampled_from([300.0, 900.0, 2500.0]),
+    optimizer=st.sampled_from([0, 10, 40]),
+)
+SETTINGS = st.fixed_dictionaries(
+    {"seed": st.integers(0, 10**6), "depth": st.sampled_from([1024, 200])}
+)
+LATE = st.sampled_from([("device", 1.4), ("device", 2.0), ("host", 1.5), ("python", 6.0)])
+
+
+def late(shape: Shape, why: tuple[str, float]) -> Shape:
+    what, factor = why
+    return replace(shape, **{what: getattr(shape, what) * factor})
+
+
+@settings(examples, max_examples=EXAMPLES or 5)
+@given(SHAPES, SETTINGS, LATE)
+def test_a_late_rank_brought_up_to_the_others(
+    tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float]
+) -> None:
+    even, behind = loop(shape), loop(late(shape, why))
+    case = Case([even, behind], [even, even], machine, tmp_path)
+    case.check(Edit(op="punctual", select=COMM, rank=1))
+
+
+@settings(examples, max_examples=EXAMPLES or 5)
+@given(SHAPES, SETTINGS, LATE, st.sampled_from([0.0, 0.5]))
+def test_kernels_of_the_late_rank_alone_made_faster(
+    tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float], factor: float
+) -> None:
+    even, behind = loop(shape), loop(late(shape, why))
+    fix = scale_kernels("gemm", factor)
+    case = Case([even, behind], [even, fix.change(behind)], machine, tmp_path)
+    case.check(slowed(fix, 1))
+
+
+@settings(examples, max_examples=EXAMPLES or 5)
+@given(
+    SHAPES,
+    SETTINGS,
+    LATE,
+    st.sampled_from([scale_kernels("gemm", 0.3), remove_host(), overlap_collectives()]),
+)
+def test_a_fix_on_all_ranks(
+    tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float], fix: Fix
+) -> None:
+    slow = [loop(shape), loop(late(shape, why))]
+    case = Case(slow, [fix.change(p) for p in slow], machine, tmp_path)
+    case.check(*fix.edits)
+
+
+@settings(examples, max_examples=EXAMPLES or 5)
+@given(SHAPES.filter(lambda s: s.sync != "none"), SETTINGS, LATE)
+def test_no_rank_waits_for_its_device(
+    tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float]
+) -> None:
+    slow = [loop(shape), loop(late(shape, why))]
+    fix = asynchronous(shape.sync)
+    case = Case(slow, [fix.change(p) for p in slow], machine, tmp_path)
+    case.check(*fix.edits)
+
+
+@settings(examples, max_examples=EXAMPLES or 5)
+@given(SHAPES, SETTINGS, LATE)
+def test_unchanged_steps_of_every_rank_are_replayed(
+    tmp_path: Path, shape: Shape, machine: dict[str, Any], why: tuple[str, float]
+) -> None:
+    cluster = Cluster([loop(shape), loop(late(shape, why))], **machine)
+    ranks = opened(cluster, tmp_path)
+    for number, a in ranks.items():
+        whatif = WhatIf(a, number, ranks)
+        assert len(whatif.ranks) == 2
+        assert whatif.quality.step_error <= 0.02
+
+
+def test_of_three_ranks_the_second_slowest_is_waited_for_once_the_slowest_is_on_time(
+    tmp_path: Path,
+) -> None:
+    """Compute of 1500, 1900 and 2500 µs: 600 µs can be saved, not 1000."""
+    programs = [loop(replace(BASE, device=us)) for us in (1500, 1900, 2500)]
+    case = Case(programs, [programs[0], programs[1], programs[1]], QUIET, tmp_path)
+    assert case.true == pytest.approx(600, rel=0.05)
+    case.check(Edit(op="punctual", select=COMM, rank=2))
+
+
+def test_one_rank_alone_cannot_tell_waiting_from_transfer(tmp_path: Path) -> None:
+    """Faster kernels on the rank that waits save nothing: the other one is as late as before. Its
+    own trace alone says otherwise."""
+    programs = [loop(BASE), loop(replace(BASE, device=2500))]
+    fix = scale_kernels("gemm", 0.5)
+    case = Case(programs, [fix.change(programs[0]), programs[1]], QUIET, tmp_path)
+    edit = slowed(fix, 0)
+    assert abs(case.true) < FLOOR * case.period
+    case.check(edit)
+    assert WhatIf(case.ranks[0]).gain([edit]) / 1e3 > 0.1 * case.period
+
+
+def test_the_late_rank_itself_being_on_time_is_worth_what_the_others_gain(tmp_path: Path) -> None:
+    programs = [loop(replace(BASE, device=2500)), loop(BASE)]
+    case = Case(programs, [programs[1], programs[1]], QUIET, tmp_path)
+    case.check(Edit(op="punctual", select=COMM, rank=0))
+
+
+def test_ranks_that_share_no_collective_are_replayed_alone(tmp_path: Path) -> None:
+    programs = [loop(replace(BASE, comm=0)), loop(replace(BASE, comm=0, device=2500))]
+    ranks = opened(Cluster(programs), tmp_path)
+    whatif = WhatIf(ranks[0], 0, ranks)
+    assert whatif.ranks == ()
+    assert whatif.gain([Edit(op="punctual", select=COMM, rank=1)]) == 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import polars as pl
 
 from advisor.advice.pricing import REPLAY, Pricer, ReplayPricer
+from advisor.analysis.optree import op_table
 from advisor.model import Finding
 from advisor.report import text as t
 from advisor.report.data import (
@@ -16,6 +17,7 @@ from advisor.report.data import (
     HostShare,
     IdleCause,
     Input,
+    OperatorTime,
     Phase,
     RankLine,
     Ranks,
@@ -39,6 +41,7 @@ UNEVEN = 1.5
 """Longest over shortest step from which the mean stands for neither."""
 WIDE = 0.70
 """A gain whose lower end is below this part of it is told as a range."""
+MOST_OPERATORS = 10
 BUSY = 0.80
 """Device-busy share from which a step without findings may be called healthy (gpu-idle: 80 %)."""
 
@@ -83,6 +86,8 @@ def measure(a: Analysis) -> dict[str, Any]:
             "mfu": a.mfu,
             **_idle(a, totals["idle"]),
         }
+    else:
+        fields["operators"] = _operators(a)
     memory = a.memory
     if not memory.is_empty():
         peak, capacity = memory["peak_reserved"].max(), memory["capacity"].max()
@@ -200,6 +205,16 @@ def _host(a: Analysis) -> list[HostShare]:
         HostShare(name, ns / a.step_count, ns / max(a.span_ns, 1))
         for name, ns in zip(table["class"].to_list(), table["ns"].to_list(), strict=True)
         if ns
+    ]
+
+
+def _operators(a: Analysis) -> list[OperatorTime]:
+    table = op_table(a).filter(pl.col("host") > 0).sort("host", descending=True)
+    whole = max(int(table["host"].sum()), 1)
+    rows = table.select("name", "host", "count").head(MOST_OPERATORS).iter_rows()
+    return [
+        OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)
+        for name, ns, count in rows
     ]
 
 

@@ -119,6 +119,18 @@ class HostShare(Struct, frozen=True):
     """Of the step."""
 
 
+class OperatorTime(Struct, frozen=True):
+    """Host time of one operator, on all threads, without what it calls."""
+
+    name: str
+    ns: float
+    """A step, ns."""
+    share: float
+    """Of all operators' time."""
+    count: float
+    """Calls a step."""
+
+
 class HardPart(Struct, frozen=True):
     """How well one of the hard parts of the replay is reproduced."""
 
@@ -262,6 +274,8 @@ class Report(Struct, kw_only=True):
     """Share of the idle time that could not be blamed."""
     host: list[HostShare] = field(default_factory=list)
     """The main thread's time, largest first."""
+    operators: list[OperatorTime] = field(default_factory=list)
+    """Without device work in the trace: the operators that take most host time, at most ten."""
     families: list[Family] = field(default_factory=list)
     """Kernel time by kind, largest first."""
     mfu: float | None = None

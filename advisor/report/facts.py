@@ -37,7 +37,7 @@ def _trace(report: Report) -> list[str]:
     if shown.truncated:
         parts.append("truncated")
     if shown.windows > 1:
-        parts.append(f"window {shown.window} of {shown.windows} (--window)")
+        parts.append(f"window {shown.window} (there are {shown.windows}: --window)")
     if len(report.inputs) > 1:
         which = "no rank known" if shown.rank is None else f"rank {shown.rank}"
         parts.append(f"{which}, beside {len(report.inputs) - 1} more")
@@ -112,6 +112,9 @@ def figures(report: Report) -> list[Line]:
             busy.append(f"communication {t.time(report.communication_ns)}, {hidden} hidden")
         busy += [f"MFU {t.percent(report.mfu)}", f"memory peak {_memory(report)}"]
         lines.append(("GPU", busy))
+    if report.operators:
+        ops = [f"{t.shorten(t.clean(o.name), 40)} {t.percent(o.share)}" for o in report.operators]
+        lines.append(("ops", ops[:MOST_NAMES]))
     if report.families:
         lines.append(("work", _families(report)))
     if report.replay is not None:

@@ -11,6 +11,7 @@ from advisor.advice.engine import FAILED, Options, analyze, run_rules
 from advisor.advice.registry import load_rules, read_config
 from advisor.errors import AdvisorError
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.report import terminal
 from advisor.testing import TraceBuilder
 from advisor.trace import Run
 
@@ -153,3 +154,17 @@ def test_rules_of_a_folder_are_loaded_and_bad_ones_named(tmp_path: Path) -> None
     (tmp_path / "bad.py").write_text("1 / 0\n")
     with pytest.raises(AdvisorError, match=r"bad\.py: ZeroDivisionError"):
         load_rules(tmp_path, {})
+
+
+def test_without_a_device_the_operators_that_take_the_time_are_told() -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.op("aten::linear", host_us=9.5), b.op("aten::mm", host_us=29.5):
+            pass
+        with b.step(), b.op("aten::mm", host_us=9.5):
+            pass
+    report = analyze(Run(traces={(-1, 0): b.trace()}), Options(config={}))
+    # own time: linear 9.5 + 0.5 after what is inside; a step is on average half of both
+    found = [(o.name, o.ns / 1e3, o.share, o.count) for o in report.operators]
+    assert found == [("aten::mm", 20.0, 0.8, 1.0), ("aten::linear", 5.0, 0.2, 0.5)]
+    assert "ops     aten::mm 80% · aten::linear 20%" in terminal.render(report)

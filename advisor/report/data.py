@@ -123,6 +123,7 @@ class OperatorTime(Struct, frozen=True):
     """Host time of one operator, on all threads, without what it calls."""
 
     name: str
+    """As the profiler wrote it."""
     ns: float
     """A step, ns."""
     share: float

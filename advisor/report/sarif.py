@@ -1,15 +1,20 @@
 """The SARIF renderer: findings as static-analysis results, for code scanning and editors.
 
-SARIF 2.1.0 (OASIS standard, 27 March 2020). Times and confidences are in property bags.
+SARIF 2.1.0 (OASIS standard, 27 March 2020). Times and confidences are in property bags. GitHub's
+code scanning refuses a whole file for one result without a file, and shows only a result's first
+place: so lines of code come first, and what has none lies at the trace.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
+
+import msgspec
 
 from advisor.model import Finding, Location
 from advisor.report import facts
@@ -17,6 +22,7 @@ from advisor.report import text as t
 from advisor.report.data import Report
 from advisor.report.json import harmless
 from advisor.report.places import code_place, relative
+from advisor.report.rule_page import RulePage, describe
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -24,13 +30,17 @@ SCHEMA = (
 HOME = "https://pypi.org/project/gpu-advisor/"
 LEVELS = {"critical": "error", "warning": "warning", "info": "note"}
 MOST_PLACES = 10
+MOST_RESULTS = 5000
+"""GitHub keeps the first 5,000 of a run."""
 
 
 def render(report: Report) -> str:
     """The report as one SARIF run: a result for every finding, risk and note."""
-    found = [*report.findings, *report.risks, *report.notes]
+    found = [*report.findings, *report.risks, *report.notes][:MOST_RESULTS]
     rules = {finding.rule: finding for finding in reversed(found)}
     order = sorted(rules)
+    known = _described(order)
+    marks = _fingerprints(found)
     log = {
         "$schema": SCHEMA,
         "version": "2.1.0",
@@ -41,7 +51,7 @@ def render(report: Report) -> str:
                         "name": "advisor",
                         "version": report.version or "0",
                         "informationUri": HOME,
-                        "rules": [_rule(rules[name]) for name in order],
+                        "rules": [_rule(rules[name], known.get(name)) for name in order],
                     }
                 },
                 "columnKind": "unicodeCodePoints",
@@ -58,7 +68,8 @@ def render(report: Report) -> str:
                     }
                 ],
                 "results": [
-                    _result(finding, order.index(finding.rule), report) for finding in found
+                    _result(finding, order.index(finding.rule), mark, report)
+                    for finding, mark in zip(found, marks, strict=True)
                 ],
                 "properties": {
                     "status": report.status,
@@ -80,19 +91,34 @@ def _notifications(report: Report) -> Iterable[str]:
         yield _plain(limit)
 
 
-def _rule(finding: Finding) -> dict[str, Any]:
+def _described(names: Iterable[str]) -> dict[str, RulePage]:
+    """What the rules of this installation say of themselves, as far as it has them."""
+    from advisor.advice.registry import load_rules
+
+    rules = {rule.id: rule for rule in load_rules()}
+    return {name: describe(rules[name]) for name in names if name in rules}
+
+
+def _rule(finding: Finding, page: RulePage | None) -> dict[str, Any]:
+    """A rule: what it says of itself; where it is not installed, what its finding says."""
+    title = page.title if page is not None else finding.title
+    paragraphs = page.paragraphs if page is not None else []
+    about = " ".join(paragraphs) or title
+    links = [item for item in finding.references if item.startswith("https://")]
+    uris = [quote(link, safe=":/?#[]@!$&'()*+,;=%~") for link in links]
     rule: dict[str, Any] = {
         "id": t.clean(finding.rule) or "unknown",
-        "shortDescription": {"text": _plain(finding.title) or "unknown"},
+        "shortDescription": {"text": _plain(title) or "unknown"},
+        "fullDescription": {"text": _plain(about) or "unknown"},
+        "help": {"text": _plain("\n\n".join([about, *uris]), lines=True) or "unknown"},
         "properties": {"category": finding.category, "tags": ["performance", finding.category]},
     }
-    links = [item for item in finding.references if item.startswith("https://")]
-    if links:
-        rule["helpUri"] = quote(links[0], safe=":/?#[]@!$&'()*+,;=%~")
+    if uris:
+        rule["helpUri"] = uris[0]
     return rule
 
 
-def _result(finding: Finding, index: int, report: Report) -> dict[str, Any]:
+def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
     unit = t.loop_unit(report.scope.step_source)
     text = f"{finding.summary} {t.gain(finding, step=unit).capitalize()}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
@@ -101,16 +127,28 @@ def _result(finding: Finding, index: int, report: Report) -> dict[str, Any]:
         "ruleIndex": index,
         "level": "note" if folded or finding.informational else LEVELS[finding.severity],
         "message": {"text": _plain(f"{finding.title}: {text}")},
-        "partialFingerprints": {"advisor/v1": _fingerprint(finding)},
+        # the second is the only one that GitHub's code scanning looks at
+        "partialFingerprints": {
+            "advisor/v1": mark.partition(":")[0],
+            "primaryLocationLineHash": mark,
+        },
         "properties": _properties(finding),
+        "locations": _locations(finding, report),
     }
     if finding.rank is not None:
         result["rank"] = round(max(0.0, min(100.0, _share(finding) * 100)), 3)
-    places = [_location(place) for place in finding.where[:MOST_PLACES]]
-    places = [place for place in places if place]
-    if places:
-        result["locations"] = places
     return result
+
+
+def _locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
+    """Where it is: lines of code first; what has none lies at the trace's first line."""
+    read = report.inputs[0].path if report.inputs else "-"
+    trace = read if read != "-" else "trace"
+    places = sorted(finding.where, key=lambda place: not place.file)[:MOST_PLACES] or [Location()]
+    return [
+        _location(place if place.file else msgspec.structs.replace(place, file=trace, line=1))
+        for place in places
+    ]
 
 
 def _share(finding: Finding) -> float:
@@ -138,14 +176,13 @@ def _properties(finding: Finding) -> dict[str, Any]:
 
 
 def _location(place: Location) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if place.file:
-        path, inside = relative(place.file)
-        uri = quote(path, safe="/") if inside else f"file:///{quote(path.lstrip('/'), safe='/')}"
-        artifact = {"uri": uri, "uriBaseId": "SRCROOT"} if inside else {"uri": uri}
-        found["physicalLocation"] = {"artifactLocation": artifact}
-        if place.line is not None and place.line > 0:
-            found["physicalLocation"]["region"] = {"startLine": place.line}
+    path, inside = relative(place.file or "")
+    uri = quote(path, safe="/") if inside else f"file:///{quote(path.lstrip('/'), safe='/')}"
+    artifact = {"uri": uri, "uriBaseId": "SRCROOT"} if inside else {"uri": uri}
+    line = place.line if place.line is not None and place.line > 0 else 1
+    found: dict[str, Any] = {
+        "physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}
+    }
     logical = [
         {"fullyQualifiedName": t.shorten(t.clean(name), 1000), "kind": kind}
         for name, kind in (
@@ -155,9 +192,20 @@ def _location(place: Location) -> dict[str, Any]:
         )
         if name
     ]
-    if logical:
-        found["logicalLocations"] = logical
+    if logical:  # unique, says the schema: an operator may be called as its kernel is
+        found["logicalLocations"] = [x for i, x in enumerate(logical) if x not in logical[:i]]
     return found
+
+
+def _fingerprints(found: Iterable[Finding]) -> list[str]:
+    """One for each finding, with a number for those that are otherwise alike: ``3f…:1``."""
+    seen: Counter[str] = Counter()
+    marks = []
+    for finding in found:
+        mark = _fingerprint(finding)
+        seen[mark] += 1
+        marks.append(f"{mark}:{seen[mark]}")
+    return marks
 
 
 def _fingerprint(finding: Finding) -> str:
@@ -173,7 +221,7 @@ def _fingerprint(finding: Finding) -> str:
     ]
 
 
-def _plain(text: object) -> str:
+def _plain(text: object, *, lines: bool = False) -> str:
     """Plain text: SARIF reads brackets in messages as links and braces as placeholders."""
-    safe = t.shorten(t.clean(text), 4000)
+    safe = t.shorten(t.clean(text, lines=lines), 4000)
     return safe.replace("[", "\\[").replace("]", "\\]").replace("{", "{{").replace("}", "}}")

@@ -223,7 +223,7 @@ def test_the_finding_appears_and_the_cured_twin_has_it_no_more(name: str, tmp_pa
 @pytest.mark.parametrize("name", [*ON_GPU, *CONTROLS])
 def test_nothing_is_made_up_where_a_cpu_cannot_show_it(name: str, tmp_path: Path) -> None:
     for variant in ("slow", "cured"):
-        run, out = setup(name, variant, tmp_path), tmp_path / variant
+        run, out = setup(name, variant, tmp_path, 0.25), tmp_path / variant
         running.record(name, run, out)
         report = analyze(open_run(str(out)))
         assert report.scope.steps_found == ALL[name].steps

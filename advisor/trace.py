@@ -294,13 +294,16 @@ class Run:
     def whatif(self, edits: Sequence[Edit | str], rank: int | None = None) -> WhatIfResult:
         """Replay one rank's steps with edits (Edit objects, or lines of the edit language).
 
-        ``rank`` defaults to the first. Raises AdvisorError for an edit that cannot be read.
+        ``rank`` defaults to the first; the other ranks of the run are replayed with it. Raises
+        AdvisorError for an edit that cannot be read.
         """
         from advisor.whatif.price import run_edits
 
         if not self.traces:
             raise AdvisorError(f"{self.path or 'run'}: no profiled window, so nothing to replay")
-        return run_edits(self.window(self.ranks[0] if rank is None else rank), edits)
+        rank = self.ranks[0] if rank is None else rank
+        ranks = {number: self.window(number) for number in self.ranks}
+        return run_edits(self.window(rank), edits, rank, ranks)
 
     def window(self, rank: int, window: int | None = None) -> Trace:
         """The trace of one rank: the given window, else its first."""

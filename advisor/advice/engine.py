@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import advisor
 from advisor.advice.arbitration import rank
 from advisor.advice.lines import explain, hot_lines
-from advisor.advice.pricing import BoundPricer, Price, Pricer, pricer
+from advisor.advice.pricing import BoundPricer, Price, Pricer, ReplayPricer, pricer
 from advisor.advice.registry import load_rules, read_config
 from advisor.advice.summary import (
     inputs,
@@ -124,10 +124,16 @@ def examine(
                 f"{a.trace.meta.path}: --steps selects none of the {a.steps.table.height} steps "
                 f"of rank {number}"
             )
-    results = _per_rank(analyses, rules, options.executor)
     main = next(iter(analyses))
-    pricing = results[main].pricing or pricer(analyses[main])
-    results[main].pricing = pricing
+    traced = {number: a for number, a in analyses.items() if not a.record_only}
+    together = len(traced) > 1 and main in traced
+    results = _per_rank(analyses, rules, options.executor, later=main if together else None)
+    pricing = results[main].pricing
+    if pricing is None:
+        pricing = pricer(analyses[main], main, traced)
+        results[main].pricing = pricing
+        for finding in results[main].findings:
+            price(finding, analyses[main], pricing)
     report = _report(run, analyses, results, rules, pricing)
     return Examined(run, report, analyses, pricing)
 
@@ -173,8 +179,14 @@ def _no_window(run: Run, window: int, rank: int) -> AdvisorError:
 
 
 def _per_rank(
-    analyses: dict[int, Analysis], rules: list[Rule], executor: Executor | None
+    analyses: dict[int, Analysis],
+    rules: list[Rule],
+    executor: Executor | None,
+    later: int | None = None,
 ) -> dict[int, RankResult]:
+    """Run the rules of each rank. ``later``: the rank whose findings wait for their price, because
+    it takes the other ranks too."""
+    prices = [number != later for number in analyses]
     if len(analyses) == 1:
         return {number: run_rules(number, a, rules) for number, a in analyses.items()}
     if executor is not None:
@@ -185,10 +197,13 @@ def _per_rank(
             [a.selection for a in analyses.values()],
             [a.record for a in analyses.values()],
             [rules] * len(analyses),
+            prices,
         )
         return {result.rank: result for result in done}
     with ThreadPoolExecutor() as threads:
-        done = threads.map(run_rules, list(analyses), analyses.values(), [rules] * len(analyses))
+        done = threads.map(
+            run_rules, list(analyses), analyses.values(), [rules] * len(analyses), prices
+        )
         return {result.rank: result for result in done}
 
 
@@ -198,15 +213,16 @@ def _remote(
     select: tuple[int | None, int | None] | None,
     record: RankRecord | None,
     rules: list[Rule],
+    prices: bool,
 ) -> RankResult:
-    result = run_rules(number, Analysis(trace, select, record), rules)
+    result = run_rules(number, Analysis(trace, select, record), rules, prices)
     result.pricing = None
     return result
 
 
-def run_rules(number: int, a: Analysis, rules: list[Rule]) -> RankResult:
-    """Run the per-rank rules on one window and price what they find."""
-    pricing = pricer(a)
+def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> RankResult:
+    """Run the per-rank rules on one window and, unless told otherwise, price what they find."""
+    pricing = pricer(a) if prices else None
     result = RankResult(number, [], [], [], pricing)
     for rule in rules:
         if rule.across_ranks or not _applies(rule, a):
@@ -283,13 +299,14 @@ def _sort_out(
     a: Analysis,
     number: int,
     result: RankResult,
-    pricing: Pricer,
+    pricing: Pricer | None,
 ) -> None:
     for outcome in outcomes:
         if a.steps.source == "whole trace" and not a.record_only:
             _without_steps(outcome)
         if isinstance(outcome, Finding):
-            result.findings.append(price(_complete(outcome, rule, a, number), a, pricing))
+            finding = _complete(outcome, rule, a, number)
+            result.findings.append(finding if pricing is None else price(finding, a, pricing))
         elif isinstance(outcome, Good):
             outcome.rule = rule.id
             result.good.append(outcome)
@@ -425,6 +442,9 @@ def _report(
         hot_lines=lines,
         **measure(a),
     )
+    if report.ranks is not None and isinstance(pricing, ReplayPricer) and pricing.whatif.ranks:
+        names = ", ".join(map(str, sorted(pricing.whatif.ranks)))
+        report.ranks.note += f" Gains are of ranks {names} replayed together."
     report.status, report.verdict = verdict(report, a)
     return report
 

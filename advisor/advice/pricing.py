@@ -7,7 +7,7 @@ that nothing else covers, or host time during which the device is idle.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -59,9 +59,10 @@ class Pricer(Protocol):
         """What it is worth once others are done."""
 
 
-def pricer(a: Analysis) -> Pricer:
-    """The replay where it reproduces the measured steps, else the bound."""
-    replay = ReplayPricer(a)
+def pricer(a: Analysis, rank: int = 0, ranks: Mapping[int, Analysis] | None = None) -> Pricer:
+    """The replay where it reproduces the measured steps, else the bound. ``ranks``: the same
+    window of all ranks of the run, to replay ``rank`` with those it waits for."""
+    replay = ReplayPricer(a, rank, ranks)
     why = replay.unusable
     return BoundPricer(a, why) if why else replay
 
@@ -71,8 +72,10 @@ class ReplayPricer:
 
     method = REPLAY
 
-    def __init__(self, a: Analysis) -> None:
-        self.whatif = WhatIf(a)
+    def __init__(
+        self, a: Analysis, rank: int = 0, ranks: Mapping[int, Analysis] | None = None
+    ) -> None:
+        self.whatif = WhatIf(a, rank, ranks)
 
     @property
     def unusable(self) -> str:
@@ -148,7 +151,7 @@ class Claim(NamedTuple):
 
 def _claim(a: Analysis, edit: Edit) -> Claim:
     time = exposed(a, edit)
-    if edit.op in ("scale", "merge") and edit.factor is not None:
+    if edit.op in ("scale", "merge", "punctual") and edit.factor is not None:
         middle = 1 - edit.factor
         low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)
         high = 1 - (edit.factor_low if edit.factor_low is not None else edit.factor)

@@ -23,12 +23,12 @@ def command(
             "--edit",
             "-e",
             metavar="EDIT",
-            help="VERB TARGET[:PATTERN] [under:PATTERN] [NUMBER], for example "
+            help="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], for example "
             "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
         ),
     ] = [],  # noqa: B006
     rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")
+        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank, alone.")
     ] = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
@@ -78,6 +78,10 @@ def _show(result: dict[str, Any], file: Any) -> None:
     )
     print(f"                {'':>10}      explained, {replay['steps']} of {replay['of_steps']} "
           "steps replayed", file=file)  # fmt: skip
+    if result["ranks"]:
+        names = ", ".join(map(str, sorted(result["ranks"])))
+        print(f"                {'':>10}      with others: ranks {names} replayed together",
+              file=file)  # fmt: skip
     for part in replay["hard"]:
         print(f"                {'':>10}      {part['name']}: {part['cases']}, "
               f"{part['explained']:.0%} explained", file=file)  # fmt: skip

@@ -120,13 +120,15 @@ def parse_edit(line: str) -> Edit:
     if verb not in VERBS:
         raise wrong(f"no verb {words[0]!r}; there are {', '.join(VERBS)}")
     number: float | None = None
-    if len(rest) > 1 and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", rest[-1]):
-        number = float(rest.pop())
+    numbers = [w for w in rest[1:] if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", w)]
+    if len(numbers) == 1:
+        number = float(numbers[0])
+        rest.remove(numbers[0])
     under = [w[len("under:") :] for w in rest if w.startswith("under:")]
     ranks = [w[len("rank:") :] for w in rest if w.startswith("rank:")]
     named = [w for w in rest if not w.startswith(("under:", "rank:"))]
     if len(named) != 1 or len(under) > 1 or len(ranks) > 1:
-        raise wrong("give one target, at most one under:PATTERN and rank:N, and a number last")
+        raise wrong("give one target, at most one under:PATTERN, rank:N and number")
     if ranks and not re.fullmatch(r"\d{1,9}", ranks[0]):
         raise wrong(f"rank:{ranks[0]}: a rank is a whole number")
     if verb == "punctual" and not ranks:

@@ -153,7 +153,7 @@ def run_edits(
     from advisor.whatif.language import parse_edit
 
     parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
-    ranks = {number: Analysis(other) for number, other in (others or {}).items()}
+    ranks = {n: Analysis(other) for n, other in (others or {}).items() if n != rank}
     whatif = WhatIf(Analysis(trace), rank, ranks)
     here = whatif.ranks or (rank,)
     for edit in parsed:

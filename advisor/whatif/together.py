@@ -79,7 +79,8 @@ class Together:
             node[graph.row[graph.early]] = -1
             node[-1] = -1
             found[:, column] = node[company.row[:, column]]
-        return found[(found >= 0).sum(axis=1) > 1]
+        kept: Array = found[(found >= 0).sum(axis=1) > 1]
+        return kept
 
     @property
     def members(self) -> list[Array]:

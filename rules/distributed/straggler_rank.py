@@ -146,12 +146,13 @@ class StragglerRank(Rule):
         waiting = total(found.arrivals.filter(pl.col("rank") == main)["exposed_wait_ns"])
         exposed = ranks[main].breakdown.communication.total
         if main != late and exposed:
-            factor = max(0.0, 1 - waiting / exposed)
+            # the factor is for a replay without the other ranks
             finding.edits = [
                 Edit(
-                    op="scale",
+                    op="punctual",
                     select=Select(on="gpu", family=("communication",)),
-                    factor=factor,
+                    factor=max(0.0, 1 - waiting / exposed),
+                    rank=late,
                 )
             ]
         else:

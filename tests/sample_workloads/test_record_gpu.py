@@ -125,21 +125,21 @@ def test_one_command_records_times_and_tabulates_and_goes_on_where_it_stopped(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
-    arguments = ["--device", "cpu", "--only", "healthy_cnn", "--seconds", "0.2"]
+    arguments = ["--device", "cpu", "--only", "leak", "--seconds", "0.2"]
     arguments += ["--output", str(tmp_path)]
     assert script.main(arguments) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     for variant in ("slow", "cured"):
-        one = results["workloads"]["healthy_cnn"][variant]
+        one = results["workloads"]["leak"][variant]
         assert one["median_ms"] > 0
         assert len(one["block_ms"]) >= 3
-        (trace,) = (tmp_path / "healthy_cnn" / variant).rglob("*.json.gz")
+        (trace,) = (tmp_path / "leak" / variant).rglob("*.json.gz")
         assert trace.stat().st_size <= 300_000
-    assert "| healthy_cnn |" in (tmp_path / "README.md").read_text()
+    assert "| leak |" in (tmp_path / "README.md").read_text()
     capsys.readouterr()
 
     assert script.main(arguments) == 0
-    assert "healthy_cnn, slow" not in capsys.readouterr().out  # there already
+    assert "leak, slow" not in capsys.readouterr().out  # there already
 
 
 def test_without_a_gpu_it_says_so(script: ModuleType, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ wait for the last rank; the bar is that of test_gains."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from whatif_programs import (
 )
 
 from advisor.analysis import Analysis
-from advisor.ingest import read_trace
+from advisor.errors import AdvisorError
+from advisor.ingest import open_run, read_trace
 from advisor.model import Edit, Select
+from advisor.whatif.language import parse_edit
 from advisor.whatif.price import WhatIf
 
 COMM = Select(on="gpu", family=("communication",))
@@ -195,3 +198,36 @@ def test_ranks_that_share_no_collective_are_replayed_alone(tmp_path: Path) -> No
     whatif = WhatIf(ranks[0], 0, ranks)
     assert whatif.ranks == ()
     assert whatif.gain([Edit(op="punctual", select=COMM, rank=1)]) == 0
+
+
+# -- real traces, and the way in ---------------------------------------------------------------
+
+
+def test_two_ranks_of_a_public_run_come_out_as_measured_together(
+    shared_trace: Callable[[str], str], tmp_path: Path
+) -> None:
+    for name in ("two_ranks_rank0", "two_ranks_rank1"):
+        shutil.copy(shared_trace(name), tmp_path)
+    run = open_run(str(tmp_path))
+    ranks = {number: Analysis(run.window(number)) for number in run.ranks}
+    for number, a in ranks.items():
+        whatif = WhatIf(a, number, ranks)
+        assert sorted(whatif.ranks) == [0, 1]
+        assert whatif.quality.step_error <= 0.005
+
+
+def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path) -> None:
+    opened(Cluster([loop(BASE), loop(replace(BASE, device=2500))], **QUIET), tmp_path)
+    found = open_run(str(tmp_path)).whatif(["punctual comm rank:1"])
+    assert found.ranks == (0, 1)
+    assert found.edits[0].gain_ns / 1e3 == pytest.approx(1000, rel=0.05)
+    with pytest.raises(AdvisorError, match="only rank 0 is replayed here"):
+        open_run(str(tmp_path / "rank0.json")).whatif(["punctual comm rank:1"])
+
+
+def test_an_edit_may_name_one_rank() -> None:
+    assert parse_edit("punctual comm rank:3") == Edit(op="punctual", select=COMM, rank=3)
+    assert parse_edit("scale comm rank:0 0.5") == parse_edit("scale comm 0.5 rank:0")
+    for line in ("punctual comm", "punctual kernel rank:1", "scale comm rank:x 1"):
+        with pytest.raises(AdvisorError):
+            parse_edit(line)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -90,6 +90,14 @@ _PATH = re.compile(
 _LIBRARY = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3\.\d+)[/\\]")
 _HOME = re.compile(r"(?:/home/|/Users/|[\\/]Users[\\/]|~)([A-Za-z0-9._-]{2,40})")
 _HOMES = re.compile(rb"(?:/home/|/Users/|Users\\+|~|torchinductor_)([A-Za-z0-9._-]{2,40})")
+_HOME_MARKS = (b"/home/", b"/Users/", b"Users\\", b"~", b"torchinductor_")
+_TOLD_MARKS = {
+    b"host": (b'hostname"', b'host_name"', b'"host"', b"hostname=", b"host="),
+    b"node": (b'nodename"', b'node_name"'),
+    b"user": (b'username"', b'user_name"', b'"user"', b"user="),
+    b"log": (b'"login"', b'"logname"', b"logname="),
+}
+"""What there is of it in small letters, to be found quickly: what follows is far slower."""
 _TOLD = re.compile(
     rb'(?i)"(?:host_?name|node_?name|host|user_?name|user|login|logname)"\s*:\s*"([^"\\]{2,80})"'
     rb"|\b(?:USER|LOGNAME|HOSTNAME|HOST)=([\w.-]{2,80})"
@@ -123,18 +131,10 @@ HEAD_KEYS = frozenset(
 else that somebody put there."""
 
 
-_STRING = re.compile(rb'("[^"\\]*(?:\\.[^"\\]*)*")(\s*:(\s*[\[{])?)?', re.DOTALL)
-"""A string of JSON text; for a key with its colon, and the bracket after that."""
-
-
-class _Key(NamedTuple):
-    """What is known of a key."""
-
-    literal: bytes
-    """As it is to be written."""
-    private: bool
-    everything: bool
-    """All that is below it goes."""
+_STRINGS = re.compile(rb'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+"""The strings of JSON text that has escapes."""
+_COLON = re.compile(rb"\s*:\s*")
+_CONTAINER = re.compile(rb"\s*:\s*[\[{]")
 
 
 class _Everything(Exception):
@@ -156,8 +156,9 @@ class Redactor:
             else None
         )
         self._texts: dict[str, str] = {}
-        self._tokens: dict[bytes, bytes] = {}
-        self._keys: dict[bytes, _Key] = {}
+        self._clean: set[bytes] = set()
+        self._private: set[bytes] = set()
+        self._replaced: dict[bytes, bytes] = {}
 
     def text(self, text: str) -> str:
         """A text without what is private."""
@@ -205,42 +206,40 @@ class Redactor:
 
         Raises msgspec.DecodeError for a string that is not valid.
         """
-        private = False
-        tokens, keys = self._tokens, self._keys
-
-        def replaced(found: re.Match[bytes]) -> bytes:
-            nonlocal private
-            literal, colon, container = found.groups()
-            if colon is not None:
-                key = keys.get(literal) or self._key(literal)
-                if container is not None and key.everything:
-                    raise _Everything
-                private = key.private and container is None
-                return key.literal + colon
-            if private:
-                private = False
-                return _GONE_LITERAL
-            return tokens.get(literal) or self._token(literal)
-
+        # Traces hold some eight strings in a hundred bytes, most of them over and over: so the text
+        # is cut at its quotes, each distinct string is looked at once, and the rest is lookups.
+        parts = text.split(b'"') if b"\\" not in text else _STRINGS.split(text)
+        strings = parts[1::2]
+        distinct = set(strings)
+        if len(self._clean) + len(self._replaced) > MOST_REMEMBERED:
+            for known in (self._clean, self._replaced, self._private):
+                known.clear()
+        self._learn(distinct - self._clean)
+        private = distinct & self._private
+        if not private and self._replaced.keys().isdisjoint(distinct):
+            return text
         try:
-            return _STRING.sub(replaced, text)
+            gone = _private_values(parts, private) if private else []
         except _Everything:
             return bytes(self.raw(text))
+        parts[1::2] = map(self._replaced.get, strings, strings)
+        for at in gone:
+            parts[at] = _GONE_INNER
+        return b'"'.join(parts)
 
-    def _key(self, literal: bytes) -> _Key:
-        key = _string.decode(literal)
-        known = _Key(msgspec.json.encode(self.text(key)), is_private(key), is_secret_list(key))
-        if len(self._keys) < MOST_REMEMBERED:
-            self._keys[literal] = known
-        return known
-
-    def _token(self, literal: bytes) -> bytes:
-        text = _string.decode(literal)
-        clean = self._redact(text)
-        known = literal if clean == text else msgspec.json.encode(clean)
-        if len(self._tokens) < MOST_REMEMBERED:
-            self._tokens[literal] = known
-        return known
+    def _learn(self, strings: set[bytes]) -> None:
+        """Decide on strings, as they are between their quotes."""
+        for inner in strings:
+            if inner in self._replaced:
+                continue
+            text = _string.decode(b'"%b"' % inner)
+            if is_private(text):
+                self._private.add(inner)
+            clean = self._redact(text)
+            if clean == text:
+                self._clean.add(inner)
+            else:
+                self._replaced[inner] = msgspec.json.encode(clean)[1:-1]
 
     def raw(self, raw: Raw | bytes) -> Raw:
         """The same by way of the values: also empties what :func:`is_secret_list` names."""
@@ -262,11 +261,26 @@ class Redactor:
         return Raw(msgspec.json.encode(found))
 
 
-_GONE_LITERAL = msgspec.json.encode(GONE)
-_GONE = Raw(_GONE_LITERAL)
+_GONE = Raw(msgspec.json.encode(GONE))
+_GONE_INNER = bytes(_GONE)[1:-1]
 _string = msgspec.json.Decoder(str)
 _items = msgspec.json.Decoder(list[Raw])
 _fields = msgspec.json.Decoder(dict[str, Raw])
+
+
+def _private_values(parts: list[bytes], private: set[bytes]) -> list[int]:
+    """Where the texts of private keys are in JSON text that was cut at its quotes: odd places are
+    strings. Raises _Everything for a key of which all goes."""
+    found = []
+    for at in range(1, len(parts), 2):
+        if parts[at] not in private:
+            continue
+        after = parts[at + 1]
+        if _COLON.fullmatch(after):
+            found.append(at + 2)
+        elif _CONTAINER.match(after) and is_secret_list(_string.decode(b'"%b"' % parts[at])):
+            raise _Everything
+    return found
 
 
 def is_secret_list(key: Any) -> bool:
@@ -295,13 +309,18 @@ def names_in(text: bytes) -> set[str]:
     """Names of users and hosts that a piece of JSON text tells: in paths of homes, and beside keys
     such as ``hostname``."""
     found: set[bytes] = set()
-    if any(mark in text for mark in (b"/home/", b"Users", b"~", b"torchinductor_")):
-        found = {match[1] for match in _HOMES.finditer(text)}
+    for mark in _HOME_MARKS:
+        at = text.find(mark)
+        while at >= 0:
+            match = _HOMES.match(text, at)
+            if match is not None:
+                found.add(match[1])
+            at = text.find(mark, at + len(mark))
     lower = text.lower()
-    told = any(mark in lower for mark in (b"host", b"user", b"node", b"log"))
-    for match in _TOLD.finditer(text) if told else ():
-        value = match[1] or match[2]
-        found |= {value, value.split(b".")[0]}
+    if any(part in lower and any(m in lower for m in marks) for part, marks in _TOLD_MARKS.items()):
+        for match in _TOLD.finditer(text):
+            value = match[1] or match[2]
+            found |= {value, value.split(b".")[0]}
     return {name.decode("utf-8", "replace") for name in found}
 
 

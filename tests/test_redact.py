@@ -8,11 +8,13 @@ import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import advisor.redact
 from advisor.advice.engine import analyze
 from advisor.export import rewrite
 from advisor.redact import GONE, Redactor, is_random, names_in, redact
@@ -293,3 +295,26 @@ def test_a_redacted_report_says_the_same_without_what_is_private(tmp_path: Path)
     ):
         for private in (*SECRETS[:3], "jdoe"):
             assert private not in text
+
+
+KEYS = st.sampled_from(
+    ["host", "env", "argv", "name", "user_name", "api_key", 'od"d', "Ev Idx", "é"]
+)
+TEXTS = st.sampled_from(
+    ["plain", "", "hf_abcdefgh12345678", "/home/zoe/a.py", 'q"\\', "alice", "[{", ":"]
+)
+VALUES = st.recursive(
+    TEXTS | st.integers() | st.booleans() | st.none() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rounds=st.lists(VALUES, min_size=1, max_size=4), remembered=st.sampled_from([0, 3, 1000]))
+def test_text_is_redacted_as_its_values_are(rounds: list[Any], remembered: int) -> None:
+    quick, twin = Redactor(["alice"]), Redactor(["alice"])
+    with mock.patch.object(advisor.redact, "MOST_REMEMBERED", remembered):
+        for value in rounds:
+            for spaced in (json.dumps(value, indent=1), json.dumps(value, separators=(",", ":"))):
+                assert json.loads(quick.json(spaced.encode())) == twin.value(value)

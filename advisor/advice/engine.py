@@ -275,6 +275,8 @@ def rank_rules(
     return result
 
 
+UNSEEN_SHARE = 0.05
+"""Gains from this share of the step up may meet the pace of loader workers that keep up."""
 FAILED = "the rule failed"
 Subject = TypeVar("Subject", Analysis, dict[int, Analysis])
 
@@ -371,6 +373,13 @@ def price(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
         return finding
     finding.worth = step_worth(pricing.price(finding), pricing.method, a)
     finding.severity = severity(finding.worth.share)
+    unseen = isinstance(pricing, ReplayPricer) and pricing.whatif.unseen_loader
+    if unseen and (finding.worth.share or 0.0) >= UNSEEN_SHARE:
+        finding.confidence *= 0.85
+        finding.confidence_notes.append(
+            "the loader's workers keep up with these steps; whether they do with shorter ones is "
+            "not in the trace"
+        )
     return finding
 
 

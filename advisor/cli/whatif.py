@@ -101,6 +101,12 @@ def _show(result: dict[str, Any], file: Any) -> None:
     if any(row["selected"] == 0 for row in result["edits"]) and result["families"]:
         here = f"kernel families here: {', '.join(map(clean, result['families']))}"
         print("\n" + textwrap.fill(here, 80), file=file)
+    if result["unseen_loader"]:
+        note = (
+            "The loader's workers keep up with these steps, so how fast they could be is not in "
+            "the trace: a step cannot become shorter than their time a batch."
+        )
+        print("\n" + textwrap.fill(note, 80), file=file)
     path = result["critical_path"]
     total = sum(path.values()) or 1.0
     parts = ", ".join(f"{name} {ns / total:.0%}" for name, ns in path.items() if ns > 0.005 * total)

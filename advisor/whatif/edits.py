@@ -186,6 +186,7 @@ class Patch:
         self.graph = graph
         self.weight = graph.weight.copy()
         self.together = dur is not None
+        self.assumption = ""
         self.dur = graph.dur.copy() if dur is None else dur.copy()
         self.src = graph.src.copy()
         self.gone: dict[int, Intervals] = {}
@@ -207,6 +208,7 @@ class Patch:
                 factor = edit.factor_high
             if assumption == "high" and edit.factor_low is not None:
                 factor = edit.factor_low
+            self.assumption = assumption
             getattr(self, f"_{edit.op}")(edit, factor)
         return self
 
@@ -305,7 +307,8 @@ class Patch:
 
     def _spread(self, edit: Edit, factor: float | None) -> None:
         """Loader work moves to ``workers`` processes (where there are some: to that many times as
-        many): batches come at their rate instead, uneven ones evened out by the queue."""
+        many): batches come at their rate instead, uneven ones evened out by the queue. Their mean
+        is known from those of the window, to twice its standard error."""
         workers = max(1, edit.workers or 1)
         graph = self.graph
         chosen = self.selected.rows(edit.select)
@@ -324,11 +327,15 @@ class Patch:
             self.weight[multi] = np.append(self.weight[multi[:1]], later) / workers
         single = rate[self.weight[rate] <= NEVER]
         if len(single):
-            self.weight[single] = cost[graph.dst[single]].mean() / workers
+            batches = cost[graph.dst[single]]
+            off = 2 * float(batches.std()) / max(1, len(batches)) ** 0.5
+            mean = float(batches.mean()) + off * {"low": 1, "high": -1}.get(self.assumption, 0)
+            self.weight[single] = max(mean, 0.0) / workers
 
     def _overlap(self, edit: Edit, factor: float | None) -> None:
         """The work moves to a stream of its own: what comes after it, on the device or the host,
-        no longer waits for it, except for the same work of the step before."""
+        no longer waits for it, except for the same work of the step before. Only a wait of the
+        host for the whole device still does."""
         graph = self.graph
         moved = np.zeros(len(graph), dtype=bool)
         moved[self.selected.work(edit.select)] = True
@@ -357,8 +364,11 @@ class Patch:
         self._redirect(np.flatnonzero(leaves), last_stay[self.src[leaves]])
         self._redirect(np.flatnonzero(enters), last_move[graph.dst[enters]])
         crossing = np.isin(graph.edge, [Edge.CROSS, Edge.CONTENTION, Edge.RELEASE])
-        freed = np.flatnonzero(crossing & moved[self.src] & ~moved[graph.dst])
+        whole = np.zeros(len(graph), dtype=bool)
+        whole[self._device_syncs()] = True
+        freed = np.flatnonzero(crossing & moved[self.src] & ~moved[graph.dst] & ~whole[graph.dst])
         self._redirect(freed, earlier[self.src[freed]])
+        self._still_awaited(np.flatnonzero(moved), np.flatnonzero(whole))
         crowded = (graph.edge == Edge.CONTENTION) & ~moved[self.src] & moved[graph.dst]
         self.weight[crowded] = NEVER
 
@@ -401,6 +411,28 @@ class Patch:
         good = (sources >= 0) & (sources < self.graph.dst[edges])
         self.src[edges[good]] = sources[good]
         self.weight[edges[~good]] = NEVER
+
+    def _device_syncs(self) -> Array:
+        """Ends of the calls that wait for the whole device."""
+        done = np.flatnonzero(self.graph.kind == Node.RELEASED)
+        call = self.a.trace.cpu["call"].gather(pl.Series(self.graph.row[done]))
+        found: Array = done[(call == "sync_device").fill_null(False).to_numpy()]
+        return found
+
+    def _still_awaited(self, moved: Array, syncs: Array) -> None:
+        """Calls that wait for the whole device wait for the last moved work launched before."""
+        graph = self.graph
+        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & np.isin(graph.dst, moved))
+        if not len(syncs) or not len(launch):
+            return
+        launch = launch[np.argsort(graph.src[launch], kind="stable")]
+        begin = {int(r): int(n) for n, r in enumerate(graph.row) if graph.kind[n] == Node.WAIT}
+        called = np.array([begin.get(int(r), 0) for r in graph.row[syncs]])
+        place = np.searchsorted(graph.src[launch], called) - 1
+        known = place >= 0
+        source, target = graph.dst[launch[place[known]]], syncs[known]
+        forward = source < target
+        self.added.append((source[forward], target[forward]))
 
     def _a_step_earlier(self, nodes: Array) -> Array:
         """For each graph node among ``nodes``: the one at the same place one step before, -1."""

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
+from advisor.analysis.names import matches
 from advisor.errors import AdvisorError
 from advisor.whatif.build import build
 from advisor.whatif.company import Company, find_company
 from advisor.whatif.critical import composition
 from advisor.whatif.edits import Patch, Selected
-from advisor.whatif.graph import Array, Edge, Graph
+from advisor.whatif.graph import NEVER, Array, Edge, Graph
+from advisor.whatif.points import WORKERS
 from advisor.whatif.replay import Outcome, Plan, completions
 from advisor.whatif.together import Patched, Together
 
@@ -95,6 +97,9 @@ class WhatIfResult(NamedTuple):
     replay: Quality
     ranks: tuple[int, ...]
     """Ranks that were replayed together, the one of these figures first; it alone: empty."""
+    unseen_loader: bool
+    """Loader workers keep up, so how fast they could be is not in the trace: what is saved beyond
+    that is not saved."""
     families: tuple[str, ...]
     """Kernel families of the replayed window, the most time first: what ``kernel:`` can name."""
 
@@ -185,6 +190,7 @@ def run_edits(
         critical_path=whatif.critical(parsed),
         replay=whatif.quality,
         ranks=whatif.ranks,
+        unseen_loader=whatif.unseen_loader,
         families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
         if whatif.a.device_id is not None
         else (),
@@ -319,14 +325,14 @@ class WhatIf:
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "punctual"]
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
-        """Steady-state time of a step with edits applied."""
+        """Steady-state time of a step with edits applied. ``assumption``: ``low`` or ``high`` (small
+        or large gain), or ``plain``: without the host time that the profiler itself takes."""
         return self._period(edits, assumption, 0)
 
     def _period(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
-        """The same; ``plain``: without the host time that the profiler itself takes. ``of``: of
-        which of the ranks that are replayed together."""
+        """The same, of any of the ranks that are replayed together."""
         if assumption != "plain" and all(
-            e.factor_low is None and e.factor_high is None for e in edits
+            e.factor_low is None and e.factor_high is None and e.op != "spread" for e in edits
         ):
             assumption = ""
         key = (tuple(edits), assumption, of)
@@ -394,6 +400,18 @@ class WhatIf:
             length = graph.weight[mine]
             share[mine] = np.maximum(1.0 - events * cost / length, MIN_LEFT)
         return share
+
+    @cached_property
+    def unseen_loader(self) -> bool:
+        """Batches come from worker processes that always had one ready: how fast these could be
+        is not in the trace, and a faster step may have to wait for them."""
+        graph, cpu = self.graph, self.a.trace.cpu
+        rate = graph.weight[graph.edge == Edge.LOADER]
+        if (rate > NEVER).any() or cpu.is_empty():
+            return False
+        begin, end = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
+        inside = cpu["ts"].is_between(begin, end)
+        return bool((matches(cpu["name"], WORKERS) & inside).any())
 
     def selected(self, edit: Edit) -> int:
         """How many events an edit selects in the replayed steps."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from advisor.analysis.names import matches
 from advisor.whatif.device import SLACK_NS, DeviceWork, device_nodes
 from advisor.whatif.graph import Array, Edge, Graph, Node
 from advisor.whatif.points import SLOW_LAUNCH_NS
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from advisor.whatif.build import _Edges
 
 RELEASE_NS = 8_000.0
+COLLECTIVE = r"^(nccl|rccl|msccl)"
 MAX_RELEASE_NS = 100_000
 """A call that returns later than this after some work ended did not wait for it."""
 
@@ -72,7 +74,7 @@ def _awaited(
     launch_ts = [work.launch_ts[lane] for lane in by_lane]
     own_copy = {int(r): i for i, r in enumerate(work.launch) if r >= 0}
     thread = trace.cpu["thread"].to_numpy()
-    launched = np.flatnonzero(work.launch >= 0)
+    launched = np.flatnonzero((work.launch >= 0) & ~_collectives(trace, work))
     launched = launched[np.argsort(work.launch_ts[launched], kind="stable")]
     ends = work.ts + work.dur
     owner = np.where(work.launch >= 0, thread[work.launch], -1)
@@ -106,7 +108,8 @@ def _awaited(
         if which in told:
             mine = possible[np.isin(work.lane[possible], told[which])]
         else:
-            # most likely the stream that the thread used last
+            # most likely the stream that the thread used last, collectives apart: these run on
+            # streams of the library's own, which programs do not wait for
             place = int(np.searchsorted(work.launch_ts[launched], begin)) - 1
             recent = launched[max(0, place - 32) : place + 1]
             recent = recent[thread[work.launch[recent]] == thread[which]]
@@ -117,6 +120,16 @@ def _awaited(
             # it waited longer: the stream was waiting for another one, or it was another stream
             mine = np.append(mine, near[np.argmax(ends[near])])
         found.append(mine)
+    return found
+
+
+def _collectives(trace: Trace, work: DeviceWork) -> Array:
+    """Which work runs on a stream that only has collectives."""
+    names = trace.gpu["name"].gather(pl.Series(work.row))
+    talks = matches(names, COLLECTIVE).to_numpy()
+    size = len(work.lanes)
+    rest = np.bincount(work.lane[~talks], minlength=size)
+    found: Array = (rest == 0)[work.lane]
     return found
 
 

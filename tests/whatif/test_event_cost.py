@@ -40,7 +40,7 @@ def test_a_profiler_that_costs_nothing_adds_nothing() -> None:
     a = host_bound(median_us=310).analysis()
     assert event_cost(a) == 0.0
     whatif = WhatIf(a)
-    assert whatif._plain_period(()) == pytest.approx(whatif.base.period, rel=1e-6)
+    assert whatif.period((), "plain") == pytest.approx(whatif.base.period, rel=1e-6)
 
 
 def test_a_measured_cost_is_bounded() -> None:

@@ -245,15 +245,12 @@ def asynchronous(sync: str) -> Fix:
 
 
 def overlap_collectives() -> Fix:
-    """Nothing waits for collectives, not even a sync of the device, but the optimizer one step
-    later."""
+    """Nothing waits for collectives but the optimizer one step later, and a sync of the device."""
     edit = Edit(op="overlap", select=Select(on="gpu", family=("communication",)))
 
     def act(s: Any) -> Sequence[Any]:
         if isinstance(s, Wait) and s.event == "reduced":
             return (replace(s, event="reduced before"),)
-        if isinstance(s, Sync) and s.what == "device":
-            return (replace(s, what="stream"),)
         return (s,)
 
     def change(p: Program) -> Program:

@@ -193,7 +193,9 @@ class Patch:
         """Host time that edits removed, by thread."""
         self.lane = graph.lane
         self.added: list[tuple[Array, Array]] = []
-        """(source, target) of waits of one stream for another that edits brought."""
+        """(source, target) of waits that edits brought: of one stream, or the host, for another."""
+        self.free = np.zeros(len(graph), dtype=bool)
+        """Ends of blocking calls that no longer wait."""
         self.dropped = np.zeros(len(graph), dtype=bool)
         """Device work that is not done any more."""
         self.punctual = np.zeros(len(graph), dtype=bool)
@@ -217,8 +219,9 @@ class Patch:
         patched, unless edits changed streams or what these wait for."""
         if self.lane is self.graph.lane:
             return self.graph, self.weight, self.src
-        src = np.concatenate([self.src, *(s for s, _ in self.added)])
-        dst = np.concatenate([self.graph.dst, *(d for _, d in self.added)])
+        added = [(s[~self.free[d]], d[~self.free[d]]) for s, d in self.added]
+        src = np.concatenate([self.src, *(s for s, _ in added)])
+        dst = np.concatenate([self.graph.dst, *(d for _, d in added)])
         more = len(src) - len(self.src)
         wait = np.full(more, self.graph.facts.get("cross-stream latency", CROSS_NS))
         weight = np.concatenate([self.weight, wait])
@@ -524,6 +527,7 @@ class Patch:
     def _let_go(self, ends: Array) -> None:
         """Blocking calls that no longer wait: they cost what a call costs."""
         graph = self.graph
+        self.free[ends] = True
         into = np.isin(graph.dst, ends)
         self.weight[into & np.isin(graph.edge, [Edge.RELEASE, Edge.LOADER])] = NEVER
         program = into & (graph.edge == Edge.PROGRAM)

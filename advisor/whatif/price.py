@@ -325,8 +325,8 @@ class WhatIf:
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "punctual"]
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
-        """Steady-state time of a step with edits applied. ``assumption``: ``low`` or ``high`` (small
-        or large gain), or ``plain``: without the host time that the profiler itself takes."""
+        """Steady-state time of a step with edits applied. ``assumption``: ``low`` or ``high`` (a
+        small or large gain), or ``plain``: without the host time that the profiler itself takes."""
         return self._period(edits, assumption, 0)
 
     def _period(self, edits: Sequence[Edit], assumption: str, of: int) -> float:

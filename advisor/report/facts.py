@@ -83,8 +83,8 @@ def recorded(report: Report) -> list[str]:
     if view.median_ns is not None:
         parts.append(f"median {t.time(view.median_ns)} without the profiler")
     if view.observer_effect is not None and view.profiled_median_ns is not None:
-        change = f"{view.observer_effect:+.0%}"
-        parts.append(f"{t.time(view.profiled_median_ns)} with it ({change} there)")
+        change = f" ({view.observer_effect:+.0%} there)" if view.observer_effect > 0 else ""
+        parts.append(f"{t.time(view.profiled_median_ns)} with it{change}")
     if view.p99_ns is not None:
         parts.append(f"99th percentile {t.time(view.p99_ns)}")
     if view.samples_per_second is not None:

@@ -9,8 +9,8 @@ from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link, out
 from advisor.dashboard.pages.overview import anchor
-from advisor.dashboard.parts import card, choices, code, empty, head, page, table
-from advisor.model import Finding, Location
+from advisor.dashboard.parts import card, choices, code, empty, head, page
+from advisor.model import Evidence, Finding, Location
 from advisor.report import facts
 from advisor.report import text as t
 from advisor.report.data import Report
@@ -193,15 +193,33 @@ def _evidence(finding: Finding) -> Any:
     if not finding.evidence:
         return None
     limits = any(item.threshold is not None for item in finding.evidence)
-    rows = []
+    lines = []
     for item in finding.evidence:
-        row = [t.clean(item.label), t.value(item.value, item.unit)]
-        if limits:
-            limit = "" if item.threshold is None else t.value(item.threshold, item.unit)
-            row += [limit, t.clean(item.source)]
-        rows.append(row)
-    header = ["Fact", "Value", *(["Limit", "Limit from"] if limits else [])]
-    return table(header, rows, numbers=(1, 2), names=(0, 3))
+        shown = t.value(item.value, item.unit)
+        cells = [el("Th", t.clean(item.label), scope="row", cls="name")]
+        if isinstance(item.value, str):  # words, which need the room of the limit as well
+            cells.append(el("Td", shown, colSpan=2 if limits else 1, cls="words"))
+        else:
+            cells.append(el("Td", shown, cls="num"))
+            cells += [el("Td", *_limit(item), cls="limit")] if limits else []
+        lines.append(el("Tr", *cells))
+    heads = [el("Th", "Fact", scope="col"), el("Th", "Value", scope="col", cls="num")]
+    heads += [el("Th", "Limit", scope="col", cls="limit")] if limits else []
+    made = el("Table", el("Thead", el("Tr", *heads)), el("Tbody", *lines), cls="data evidence")
+    return el(
+        "Div", made, cls="scroll", tabIndex="0", role="region", aria_label="What was measured"
+    )
+
+
+def _limit(item: Evidence) -> list[Any]:
+    """The limit, and who says so."""
+    if item.threshold is None:
+        return []
+    source = t.clean(item.source)
+    return [
+        t.value(item.threshold, item.unit),
+        el("Span", source, cls="dim") if source else None,
+    ]
 
 
 def _folded(report: Report, finding: Finding) -> Any:

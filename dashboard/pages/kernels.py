@@ -78,15 +78,15 @@ def _families(a: Analysis) -> Any:
 
 KERNELS = (
     Column("name", "Kernel", flex=2, mono=True),
-    Column("family", "Family", width=132),
-    Column("count", "Count", width=80, number=True),
-    Column("time", "Time a step", width=112, number=True),
-    Column("share", "Share", width=76, number=True),
-    Column("occupancy", "Occupancy", width=110, number=True),
-    Column("flops", "TFLOP/s", width=90, number=True),
-    Column("bytes", "GB/s", width=78, number=True),
-    Column("roofline", "Of roof", width=84, number=True),
-    Column("tensor", "Tensor", width=80),
+    Column("family", "Family", width=118),
+    Column("count", "Count", width=74, number=True),
+    Column("time", "Time a step", width=104, number=True),
+    Column("share", "Share", width=72, number=True),
+    Column("occupancy", "Occupancy", width=100, number=True),
+    Column("flops", "TFLOP/s", width=84, number=True),
+    Column("bytes", "GB/s", width=72, number=True),
+    Column("roofline", "Of roof", width=78, number=True),
+    Column("tensor", "Tensor", width=76),
     Column("op", "Launched by", flex=1, mono=True),
 )
 
@@ -220,13 +220,19 @@ def _ops(view: View) -> Any:
     rows = view.loaded.view(("op_rows", view.rank), lambda: op_rows(a))
     if not rows:
         return None
+    device = bool(
+        a.trace.gpu.height
+    )  # without any, a column of zeros would say that it was measured
+    columns = OPS if device else tuple(column for column in OPS if column.field != "device")
+    words = "Host time leaves out what the operator called."
+    if device:
+        words = f"Device time is of kernels that the operator launched itself. {words}"
     return card(
         "Operators",
-        grid("op-grid", OPS, rows, height=380, label="Operators"),
+        grid("op-grid", columns, rows, height=380, label="Operators"),
         el(
             "P",
-            "Device time is of kernels that the operator launched itself; host time leaves out "
-            "what it called.",
+            words,
             cls="note-line",
             style={"marginTop": "10px"},
         ),

@@ -37,9 +37,13 @@ def layout(**query: object) -> Any:
         *telemetry.cards(record),
         _events(record),
         _lines(view) if view.rank is None else None,
-        el("Div", _environment(manifest, record), _flags(record), cls="pair"),
         _loaders(a),
-        _trace(a),
+        el(
+            "Div",
+            el("Div", _environment(manifest, record), _trace(a), cls="stack"),
+            _flags(record),
+            cls="pair uneven",
+        ),
     )
 
 
@@ -64,17 +68,21 @@ def _figures(view: View) -> Any:
             (
                 "Steps",
                 t.count(recorded.steps),
-                f"{t.count(recorded.used)} count · {t.clean(ended)}",
+                f"{t.count(recorded.used)} in the figures · {t.clean(ended)}",
             ),
             ("Median step", t.time(recorded.median_ns), "without the profiler"),
             (
                 "99th percentile",
                 t.time(recorded.p99_ns),
-                "" if recorded.p99_ns is not None else "fewer than 100 steps count",
+                "" if recorded.p99_ns is not None else "needs 100 steps outside the profiler",
             ),
             (
                 "Profiler's cost",
-                t.NOT_MEASURED if effect is None else f"{effect:+.0%}",
+                t.NOT_MEASURED
+                if effect is None
+                else "none seen"
+                if effect <= 0
+                else f"{effect:+.0%}",
                 f"{t.time(recorded.profiled_median_ns)} a step with it"
                 if recorded.profiled_median_ns is not None
                 else "",
@@ -177,6 +185,8 @@ def _shown(value: object) -> str:
     return t.shorten(t.clean(value), 200)
 
 
+STATES = {"done": "recorded", "never": "never opened"}
+
 LOADER = (
     "workers", "batch_size", "pin_memory", "persistent_workers", "prefetch_factor", "drop_last",
     "multiprocessing_context", "length", "dataset",
@@ -203,7 +213,8 @@ def _events(record: RankRecord) -> Any:
         state, why = t.clean(data.get("state", "")), t.clean(data.get("why", "") or "")
         if state != "open":
             number = t.clean(data.get("window", "?"))
-            lines.append(f"window {number}: {state}{f', {why}' if why else ''}")
+            said = STATES.get(state, state)
+            lines.append(f"profiled window {number}: {said}{f', {why}' if why else ''}")
     for kind in ("warning", "error"):
         lines += [f"{kind}: {t.clean(data.get('text', ''))}" for data in record.of_kind(kind)]
     if not lines:

@@ -12,6 +12,9 @@ import typer
 if TYPE_CHECKING:
     from advisor.whatif.price import WhatIfResult
 
+ROOM = 26
+"""Characters of an edit that stand beside its figures; longer ones stand below."""
+
 
 def command(
     path: Annotated[
@@ -69,15 +72,20 @@ def _show(result: dict[str, Any], file: Any) -> None:
         return f"{ns / 1e6:,.3f}" if abs(ns) < 1e7 else f"{ns / 1e6:,.1f}"
 
     replay = result["replay"]
-    print(f"measured step   {ms(result['measured_step_ns']):>10} ms", file=file)
-    explained = "not measured" if replay["explained"] is None else f"{replay['explained']:.1%}"
+    what, steps = "step", f"{replay['steps']} of {replay['of_steps']} steps replayed"
+    if not result["marked"]:
+        what, steps = "time", "no steps marked: the whole recording"
+    print(f"measured {what}   {ms(result['measured_step_ns']):>10} ms", file=file)
+    explained, after = "no device work", ""
+    if replay["explained"] is not None:
+        explained = f"{replay['explained']:.1%} of {replay['starts']:,} device starts"
+        after = "explained, "
     print(
         f"replayed        {ms(result['replayed_step_ns']):>10} ms   "
-        f"error {replay['step_error']:.2%}, {explained} of {replay['starts']:,} device starts",
+        f"error {replay['step_error']:.2%}, {explained}",
         file=file,
     )
-    print(f"                {'':>10}      explained, {replay['steps']} of {replay['of_steps']} "
-          "steps replayed", file=file)  # fmt: skip
+    print(f"                {'':>10}      {after}{steps}", file=file)
     if result["ranks"]:
         names = ", ".join(map(str, sorted(result["ranks"])))
         print(f"                {'':>10}      with others: ranks {names} replayed together",
@@ -87,21 +95,25 @@ def _show(result: dict[str, Any], file: Any) -> None:
               f"{part['explained']:.0%} explained", file=file)  # fmt: skip
     if result["edits"]:
         print(file=file)
-        print(f"{'saves':>10} {'band':>19} {'alone':>9} {'step then':>10}   edit  (ms)", file=file)
+        then = f"{what} then"
+        print(f"{'saves':>10} {'band':>19} {'alone':>9} {then:>10}   edit  (ms)", file=file)
     for row in result["edits"]:
         band = f"{ms(row['low_ns'])} to {ms(row['high_ns'])}"
         shown = clean(row["edit"])
         print(
             f"{ms(row['gain_ns']):>10} {band:>19} {ms(row['alone_ns']):>9} "
-            f"{ms(row['step_then_ns']):>10}   {shown}",
+            f"{ms(row['step_then_ns']):>10}   {shown if len(shown) <= ROOM else ''}".rstrip(),
             file=file,
         )
+        if len(shown) > ROOM:
+            print(textwrap.fill(shown, 80, initial_indent=" " * 6, subsequent_indent=" " * 8),
+                  file=file)  # fmt: skip
         if row["selected"] == 0:
-            print(f"{'':>53}   selects nothing in these steps", file=file)
+            print(f"{'selects nothing in these steps':>80}", file=file)
     if any(row["selected"] == 0 for row in result["edits"]) and result["families"]:
         here = f"kernel families here: {', '.join(map(clean, result['families']))}"
         print("\n" + textwrap.fill(here, 80), file=file)
-    if result["unseen_loader"]:
+    if result["unseen_loader"] and result["edited_step_ns"] < 0.95 * result["measured_step_ns"]:
         note = (
             "The loader's workers keep up with these steps, so how fast they could be is not in "
             "the trace: a step cannot become shorter than their time a batch."

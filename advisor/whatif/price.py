@@ -97,6 +97,8 @@ class WhatIfResult(NamedTuple):
     replay: Quality
     ranks: tuple[int, ...]
     """Ranks that were replayed together, the one of these figures first; it alone: empty."""
+    marked: bool
+    """Steps are marked in the trace; else all figures are of the whole recording."""
     unseen_loader: bool
     """Loader workers keep up, so how fast they could be is not in the trace: what is saved beyond
     that is not saved."""
@@ -190,6 +192,7 @@ def run_edits(
         critical_path=whatif.critical(parsed),
         replay=whatif.quality,
         ranks=whatif.ranks,
+        marked=whatif.a.steps.source != "whole trace",
         unseen_loader=whatif.unseen_loader,
         families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
         if whatif.a.device_id is not None

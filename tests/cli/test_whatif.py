@@ -58,3 +58,37 @@ def test_an_edit_that_cannot_be_read_is_one_line_and_exit_code_2(advisor: Run, t
     done = advisor("whatif", str(trace), "--edit", "frobnicate kernel:gemm")
     assert done.code == 2
     assert "frobnicate" in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    "name", ["h100_bert_small_inference", "no_gpu_rank", "alexnet", "a100_train_6steps"]
+)
+def test_the_table_fits_80_columns(
+    advisor: Run, shared_trace: Callable[[str], str], name: str
+) -> None:
+    edits = (
+        "remove op:aten::an_operator_with_a_long_name under:the_forward_of_the_model",
+        "scale comm 0",
+        "scale family:gemm 0.123456",
+    )
+    done = advisor("whatif", shared_trace(name), *(word for e in edits for word in ("--edit", e)))
+    assert done.code == 0
+    assert max(map(len, done.out.splitlines())) <= 80
+    for edit in edits:
+        assert edit in done.out
+
+
+def test_without_marked_steps_it_is_the_recording(
+    advisor: Run, shared_trace: Callable[[str], str]
+) -> None:
+    out = advisor("whatif", shared_trace("alexnet"), "--edit", "async sync").out
+    assert out.startswith("measured time") and "the whole recording" in out
+
+
+def test_a_loader_that_keeps_up_is_named_where_steps_become_shorter(
+    advisor: Run, shared_trace: Callable[[str], str]
+) -> None:
+    a100 = shared_trace("a100_train_6steps")
+    note = "how fast they could be is not in"
+    assert note in advisor("whatif", a100, "--edit", "overlap comm").out
+    assert note not in advisor("whatif", a100, "--edit", "scale family:gemm 0.9").out

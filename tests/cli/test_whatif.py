@@ -74,8 +74,9 @@ def test_the_table_fits_80_columns(
     done = advisor("whatif", shared_trace(name), *(word for e in edits for word in ("--edit", e)))
     assert done.code == 0
     assert max(map(len, done.out.splitlines())) <= 80
+    words = " ".join(done.out.split())  # a long edit takes two lines
     for edit in edits:
-        assert edit in done.out
+        assert edit in words
 
 
 def test_without_marked_steps_it_is_the_recording(
@@ -89,6 +90,6 @@ def test_a_loader_that_keeps_up_is_named_where_steps_become_shorter(
     advisor: Run, shared_trace: Callable[[str], str]
 ) -> None:
     a100 = shared_trace("a100_train_6steps")
-    note = "how fast they could be is not in"
+    note = "how fast they could be"
     assert note in advisor("whatif", a100, "--edit", "overlap comm").out
     assert note not in advisor("whatif", a100, "--edit", "scale family:gemm 0.9").out

@@ -362,7 +362,15 @@ def _doubts(a: Analysis) -> list[tuple[float, str]]:
 
 
 def price(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
-    """Give a finding its worth: the rule's own (memory, risk), else what its edits save."""
+    """Give a finding its worth: the rule's own (memory, risk), else what its edits save. A rule
+    that names a change of one rank may give a worth that stands in where that rank cannot be
+    replayed with the others."""
+    if finding.worth is not None and finding.worth.currency == "step_time" and finding.edits:
+        here = pricing.whatif.ranks if isinstance(pricing, ReplayPricer) else ()
+        if all(edit.rank in here for edit in finding.edits):
+            finding.worth = None
+        else:
+            finding.edits = []
     if finding.worth is not None or not finding.edits:
         if finding.worth is None:
             finding.worth = Worth(

@@ -160,12 +160,12 @@ class SlowDevice(Rule):
             assumptions=["the ranks wait for each other at collectives in each step"],
             falsified_by="inputs that differ between ranks in a way the launch size does not show",
         )  # fmt: skip
+        families = tuple(f for f in FAMILIES if f != "communication")
+        finding.edits = [
+            Edit(op="scale", factor=1 / ratio, rank=rank,
+                 select=Select(on="gpu", kind=("kernel",), family=families))
+        ]  # fmt: skip
         if rank == main:
-            families = tuple(f for f in FAMILIES if f != "communication")
-            finding.edits = [
-                Edit(op="scale", factor=1 / ratio,
-                     select=Select(on="gpu", kind=("kernel",), family=families))
-            ]  # fmt: skip
             return finding
         compute = a.breakdown.compute.total / a.step_count
         gain = compute * (1 - 1 / ratio)

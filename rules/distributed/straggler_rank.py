@@ -145,17 +145,11 @@ class StragglerRank(Rule):
         )
         waiting = total(found.arrivals.filter(pl.col("rank") == main)["exposed_wait_ns"])
         exposed = ranks[main].breakdown.communication.total
-        if main != late and exposed:
-            # the factor is for a replay without the other ranks
-            finding.edits = [
-                Edit(
-                    op="punctual",
-                    select=Select(on="gpu", family=("communication",)),
-                    factor=max(0.0, 1 - waiting / exposed),
-                    rank=late,
-                )
-            ]
-        else:
+        # the factor is for a replay without the other ranks
+        left = max(0.0, 1 - waiting / exposed) if exposed else None
+        comm = Select(on="gpu", family=("communication",))
+        finding.edits = [Edit(op="punctual", select=comm, factor=left, rank=late)]
+        if main == late or not exposed:
             finding.worth = Worth(
                 currency="step_time",
                 gain_ns=round(gain),

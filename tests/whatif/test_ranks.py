@@ -25,6 +25,7 @@ from whatif_programs import (
     training,
 )
 
+from advisor.advice.engine import analyze
 from advisor.analysis import Analysis
 from advisor.errors import AdvisorError
 from advisor.ingest import open_run, read_trace
@@ -223,6 +224,21 @@ def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path)
     assert found.edits[0].gain_ns / 1e3 == pytest.approx(1000, rel=0.05)
     with pytest.raises(AdvisorError, match="only rank 0 is replayed here"):
         open_run(str(tmp_path / "rank0.json")).whatif(["punctual comm rank:1"])
+
+
+@pytest.mark.parametrize("devices", [(1500, 2500), (2500, 1500), (1500, 1900, 2500)])
+def test_a_report_prices_the_late_rank_by_replaying_all(
+    tmp_path: Path, devices: tuple[int, ...]
+) -> None:
+    """Up to where the next one is waited for: 1000, 1000 and 600 µs."""
+    opened(Cluster([loop(replace(BASE, device=us)) for us in devices], **QUIET), tmp_path)
+    report = analyze(tmp_path)
+    found = next(f for f in report.notes + report.findings if f.rule == "straggler-rank")
+    assert found.worth is not None and found.worth.gain_ns is not None
+    first, second = sorted(devices)[-1:-3:-1]
+    assert found.worth.gain_ns / 1e3 == pytest.approx(first - second, rel=0.05)
+    assert found.worth.method == "replay"
+    assert report.ranks is not None and "replayed together" in report.ranks.note
 
 
 def test_an_edit_may_name_one_rank() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -245,5 +247,64 @@ def cpu_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
                 optimizer.step()
                 profiler.step()
         return target
+
+    return make
+
+
+PROGRAM = """
+import sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self): return int(sys.argv[1])
+    def __getitem__(self, i):
+        time.sleep(float(sys.argv[2]))
+        return torch.full((64,), float(i % 7)), i % 8
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+train = DataLoader(Numbers(), batch_size=8, shuffle=True)
+valid = DataLoader(Numbers(), batch_size=32)
+for epoch in range(2):
+    for x, y in train:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        sum(model(x).sum().item() for x, _ in valid)
+"""
+"""Two epochs with validation: arguments are the samples of an epoch and the seconds for one."""
+
+
+@pytest.fixture(scope="session")
+def recording_process(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., tuple[Path, subprocess.Popen[bytes]]]:
+    """``recording_process(samples, seconds)``: a training that ``advisor record`` records."""
+    pytest.importorskip("torch", reason="torch is not installed")
+
+    def start(samples: int, seconds: float) -> tuple[Path, subprocess.Popen[bytes]]:
+        folder = tmp_path_factory.mktemp("recorded")
+        (folder / "train.py").write_text(PROGRAM)
+        command = [
+            sys.executable, "-m", "advisor", "record", "--out", "run",
+            "--skip", "15", "--active", "4", "--no-report", "train.py", str(samples), str(seconds),
+        ]  # fmt: skip
+        made = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        return folder / "run", made
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def recorded_run(recording_process: Any) -> Callable[[], Path]:
+    """Sixty-four steps in two epochs, recorded here and now by our own recorder."""
+
+    def make() -> Path:
+        run, process = recording_process(256, 0.001)
+        assert process.wait(120) == 0
+        return Path(run)
 
     return make

@@ -429,7 +429,8 @@ class Patch:
         if not len(syncs) or not len(launch):
             return
         launch = launch[np.argsort(graph.src[launch], kind="stable")]
-        begin = {int(r): int(n) for n, r in enumerate(graph.row) if graph.kind[n] == Node.WAIT}
+        waits = np.flatnonzero(graph.kind == Node.WAIT)
+        begin = dict(zip(graph.row[waits].tolist(), waits.tolist(), strict=True))
         called = np.array([begin.get(int(r), 0) for r in graph.row[syncs]])
         place = np.searchsorted(graph.src[launch], called) - 1
         known = place >= 0

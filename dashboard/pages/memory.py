@@ -25,22 +25,23 @@ def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
     a = view.analysis
-    title = head(
-        "Memory", "Device memory as PyTorch's allocator counts it.", rank_choice(view, "/memory")
-    )
-    ooms = _out_of_memory(a)
     devices = memory_devices(a)
+    noted = a.recorded is not None and any(s.allocated is not None for s in a.recorded.steps)
+    known = bool(devices) or noted
+    lead = "Device memory as PyTorch's allocator counts it." if known else ""
+    title = head("Memory", lead, rank_choice(view, "/memory"))
+    ooms = _out_of_memory(a)
     parts: list[Any] = []
     for device in devices:
         parts += _device(view, device, named=len(devices) > 1)
     recorded = _recorded(a)
-    if not devices and recorded is None:
+    if not known:
         parts.append(
             empty(
-                "Not recorded",
+                "No device memory",
                 "The trace has no allocator events, so what was allocated when is not measured.",
-                "Record with profile_memory=True, or with advisor record, which notes memory at "
-                "the end of each step.",
+                "Record on a GPU with profile_memory=True, or with advisor record, which notes "
+                "memory at the end of each step.",
             )
         )
     return page(title, ooms, *parts, recorded, _calls(a))
@@ -204,7 +205,8 @@ def _recorded(a: Analysis) -> Any:
                 description="Resident memory of the process over the recorded steps.",
             )
         )
-    return card("Over the run", *made, aside="recorded at the end of each step") if made else None
+    name = "Over the run" if series else "The host's memory over the run"
+    return card(name, *made, aside="recorded at the end of each step") if made else None
 
 
 def _out_of_memory(a: Analysis) -> Any:

@@ -13,7 +13,8 @@ roofline   kernels come up to a share of what the device can do, by    share, 0 
 resize     the batch grows: kernels that fill the device grow with     batch new / old
            it, others once they do; judge the step by time a sample
 overlap    device work moves to a stream of its own; nothing waits     none
-           for it but the same work one step later
+           for it but the same work one step later, and waits
+           for the whole device
 async      a blocking call no longer holds the host                    none
 merge      neighbouring kernels of a stream become one                 factor on their summed
                                                                        time (default 1)

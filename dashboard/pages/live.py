@@ -176,10 +176,13 @@ def _findings(view: View) -> Any:
     found = facts.ranked(report)[:5]
     if not found:
         return card("Findings", el("P", t.clean(report.verdict)))
-    window = next((item.window for item in report.inputs), 0)
+    if report.scope.step_source == "record":
+        basis = "from the recorded steps alone, until a profiled window lands"
+    else:
+        basis = f"of window {next((item.window for item in report.inputs), 0)}"
     return card(
         "Findings",
         el("Ol", *(finding_line(view, report, finding) for finding in found), cls="lines"),
         tools=link("All", href=view.href("/findings")),
-        aside=f"of window {window}; {t.clean(entry.why)}" if entry.why else f"of window {window}",
+        aside=f"{basis}; {t.clean(entry.why)}" if entry.why else basis,
     )

@@ -270,7 +270,7 @@ def limits(a: Analysis, run: Run) -> list[str]:
             "means over them; what makes one longer than another is not explained by them."
         )
     for reason, count in meta.events_dropped.items():
-        found.append(f"{count:,} events: {reason}.")
+        found.append(f"{count:,} event{'' if count == 1 else 's'}: {reason}.")
     if a.steps.source == "whole trace":
         found.append(
             "No steps in the trace: the figures are for the whole recording. Call "

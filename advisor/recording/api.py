@@ -261,13 +261,12 @@ class Phase:
     """The time inside is of the named phase: ``data``, ``h2d``, ``forward``, ``backward``,
     ``optimizer``, or a name of your own."""
 
-    __slots__ = ("_before", "_name", "_range", "_session")
+    __slots__ = ("_before", "_name", "_session")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._session: Session | None = None
         self._before = 0
-        self._range: Any = None
 
     def __enter__(self) -> None:
         from advisor.recording.session import current
@@ -278,8 +277,6 @@ class Phase:
         try:
             self._before = session.enter(session.tape.phase(self._name))
             self._session = session
-            if session.windows.recording:
-                self._range = session.windows.range(self._name)
         except Exception as error:
             session.broken(error)
 
@@ -288,9 +285,6 @@ class Phase:
         if session is None:
             return
         try:
-            if self._range is not None:
-                self._range.__exit__(None, None, None)
-                self._range = None
             session.leave(self._before)
         except Exception as error:
             session.broken(error)

@@ -400,6 +400,8 @@ def _around_step(on: Listener) -> tuple[Callable[..., None], Callable[..., None]
         if opened and (phase != OPTIMIZER or opened[-1][0] == id(optimizer)):
             opened.clear()  # one that raised
             put((RESET, now()))
+            if here[2]:
+                on.left(OTHER)
             phase = OTHER
         opened.append((id(optimizer), phase))
         if here[2]:

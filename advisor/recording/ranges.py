@@ -1,8 +1,8 @@
-"""Phases as NVTX ranges in a domain of our own, visible in Nsight Systems.
+"""Phases as ranges that others see: in the trace of a window, and in Nsight Systems.
 
-The ``nvtx`` package, because ``torch.cuda.nvtx`` raises in builds without CUDA. A domain with
-cached attributes costs some 0.1 µs a range; without a tool attached the package hands out a
-dummy, and then no range is made at all.
+For Nsight they are NVTX ranges in a domain of our own. The ``nvtx`` package, because
+``torch.cuda.nvtx`` raises in builds without CUDA. A domain with cached attributes costs some 0.1 µs
+a range; without a tool attached the package hands out a dummy, and then no range is made at all.
 """
 
 from __future__ import annotations
@@ -33,6 +33,37 @@ class Ranges:
     def left(self, phase: int) -> None:
         """A phase has ended."""
         self._domain.pop_range()
+
+
+class TraceRanges:
+    """While a window is open: phases as ranges of its trace, ``advisor::forward`` …"""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._open: list[Any] = []
+
+    def begin(self) -> None:
+        """A profiler has started."""
+        self._tape.watch(self)
+
+    def end(self) -> None:
+        """It is about to stop."""
+        self._tape.unwatch(self)
+        while self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def entered(self, phase: int) -> None:
+        """A phase begins."""
+        from torch.profiler import record_function
+
+        opened = record_function(f"{DOMAIN}::{self._tape.names[phase]}")
+        opened.__enter__()
+        self._open.append(opened)
+
+    def left(self, phase: int) -> None:
+        """A phase has ended; none is open if it began before the window."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
 
 
 def ranges(tape: Tape) -> Ranges | None:

@@ -38,7 +38,7 @@ from advisor.recording.loaders import Loaders
 from advisor.recording.oom import OutOfMemory
 from advisor.recording.options import Options
 from advisor.recording.pauses import Pauses
-from advisor.recording.ranges import ranges
+from advisor.recording.ranges import TraceRanges, ranges
 from advisor.recording.reader import Reader
 from advisor.recording.steps import Found, Segment
 from advisor.recording.trouble import Trouble
@@ -99,7 +99,11 @@ class Session:
         self.allocator = Allocator(torch)
         self.marks = Marks(self.tape, torch, options.cuda_events) if options.cuda_events else None
         self.windows = Windows(
-            options, self.rank, lambda data: self.tell("window", data), self.hooks
+            options,
+            self.rank,
+            lambda data: self.tell("window", data),
+            self.hooks,
+            TraceRanges(self.tape),
         )
         self.oom = OutOfMemory(lambda data: self.tell("oom", data))
         self.writer = Writer(

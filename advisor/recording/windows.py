@@ -21,6 +21,7 @@ from typing import Any
 
 from advisor.recording.hooks import Hooks
 from advisor.recording.options import Options
+from advisor.recording.ranges import TraceRanges
 from advisor.rundir import trace_name
 
 log = logging.getLogger("advisor")
@@ -43,9 +44,15 @@ class Windows:
     """The windows of one rank. ``tell(data)`` writes a ``window`` event."""
 
     def __init__(
-        self, options: Options, rank: int, tell: Callable[[dict[str, Any]], None], hooks: Hooks
+        self,
+        options: Options,
+        rank: int,
+        tell: Callable[[dict[str, Any]], None],
+        hooks: Hooks,
+        ranges: TraceRanges,
     ) -> None:
         self._options = options
+        self._ranges = ranges
         self._stacks = options.stacks or options.deep
         self._hooks = hooks
         self._tell = tell
@@ -126,19 +133,6 @@ class Windows:
         if export is not None:
             export.join(EXPORT_SECONDS)
 
-    @property
-    def recording(self) -> bool:
-        """Whether a profiler is at work."""
-        return self._profiler is not None
-
-    def range(self, name: str) -> Any:
-        """Begin a range of the trace; it has ``__exit__``."""
-        from torch.profiler import record_function
-
-        entered = record_function(name)
-        entered.__enter__()
-        return entered
-
     def forget(self) -> None:
         """In a forked child: nothing here belongs to it."""
         self._profiler = None
@@ -195,6 +189,7 @@ class Windows:
         self._spans.append((self._number, perf_counter_ns(), None))
         self._profiler = profiler
         profiler.start()
+        self._ranges.begin()
         self._tell({"window": self._number, "reason": reason, "state": "open", "steps": [number]})
 
     # -- while it is open -----------------------------------------------------------------------
@@ -263,6 +258,7 @@ class Windows:
     def _end(self) -> Any:
         """Stop the profiler; it holds what it recorded."""
         profiler, self._profiler = self._profiler, None
+        self._ranges.end()
         profiler.stop()
         if self._stacks:
             self._hooks.lower()

@@ -148,7 +148,8 @@ def _phases(b: Lanes, a: Analysis) -> None:
     for key, pattern in _PHASE:
         slot[matches(table["name"], pattern).to_numpy()] = _slot(PHASES, key)
     start = table["ts"].to_numpy()
-    columns = (start, start + table["dur"].to_numpy(), b.names.column(table["name"]), slot, rows)
+    labels = table["name"].cast(pl.String).str.strip_prefix("advisor::")
+    columns = (start, start + table["dur"].to_numpy(), b.names.column(labels), slot, rows)
     b.tracks("phases", "Phases", "phases", "cpu", PHASES, columns)
 
 

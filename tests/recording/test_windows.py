@@ -66,6 +66,34 @@ def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: An
     assert not list((tmp_path / "run" / "rank0").glob(".*"))
 
 
+def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -> None:
+    with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=5, report=False) as rec:
+        wait_for(rec, ready)
+        for batch in training.loader(16):
+            with rec.phase("mine"):
+                time.sleep(0.002)
+            training.learn(batch)
+    record = only_rank(tmp_path / "run")
+    first, last = record.of_kind("window")[-1]["steps"]
+    kept = [step for step in record.steps if first <= step.n <= last]
+    with gzip.open(tmp_path / "run" / "rank0" / "trace_w0.json.gz") as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    for name, count in (
+        ("data", 5),
+        ("mine", 5),
+        ("forward", 5),
+        ("backward", 5),
+        ("optimizer", 5),
+    ):
+        ranges = [e for e in events if e["name"] == f"advisor::{name}"]
+        # the window opens inside the fetch of its first batch, and closes inside one
+        assert 4 <= len(ranges) <= 6
+        if name != "data":
+            told = sum(step.phases[name] for step in kept) / 1e3
+            assert sum(e["dur"] for e in ranges) == pytest.approx(told, rel=0.25, abs=300)
+    assert next(e for e in events if e["name"] == "advisor::mine")["dur"] >= 2000
+
+
 def test_python_stacks_know_the_modules(tmp_path: Path, training: Any) -> None:
     """torch's tracer reads the frame of ``Module.__call__``: in its place it would crash."""
     run(tmp_path, training, 12, skip=2, warmup=1, active=3, deep=True)

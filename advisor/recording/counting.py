@@ -46,6 +46,9 @@ class _Counter:
         except Exception as error:
             self.broken(error)
 
+    def look_again(self) -> None:
+        """Forwards are of no interest."""
+
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: let the program run to its end."""
         self.tape.here[THREAD] = -1

@@ -46,6 +46,7 @@ from advisor.recording.clock import (
     Tape,
 )
 from advisor.recording.loaders import Loaders
+from advisor.recording.outermost import PLACE, Direct, Outermost
 
 
 class Listener(Protocol):
@@ -71,6 +72,9 @@ class Listener(Protocol):
     def drain(self) -> None:
         """Read the tape, if it is to be read in this thread."""
 
+    def look_again(self) -> None:
+        """A loader is iterated for the first time: another model may be used with it."""
+
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: stop."""
 
@@ -82,6 +86,9 @@ class Hooks:
         self._on = listener
         self._patches: list[tuple[Any, str, Any, Any, bool]] = []
         self._handles: list[Any] = []
+        self._bare = False
+        """``Module.__call__`` is to be left alone for good."""
+        self.outermost: Outermost | None = None
 
     def install(self) -> None:
         """Listen. Raises AttributeError: this torch has another shape than those that are known."""
@@ -92,7 +99,11 @@ class Hooks:
         wrap = self._patch
         wrap(dataloader._BaseDataLoaderIter, "__next__", _next(self._on))
         wrap(dataloader.DataLoader, "__iter__", _iter(self._on))
-        wrap(torch.nn.Module, "__call__", _call(self._on))
+        outermost = Outermost(_forward(self._on), self.lower, self.lift)
+        self.outermost = outermost
+        wrap(torch.nn.Module, "__call__", _call(self._on, outermost))
+        wrap(torch, "compile", _compile(outermost))
+        wrap(torch.nn.Module, "_replicate_for_data_parallel", _replicate)
         wrap(torch.Tensor, "to", _to(self._on))
         wrap(torch.Tensor, "cuda", _cuda(self._on))
         wrap(torch.autograd, "backward", _backward(self._on))
@@ -108,6 +119,8 @@ class Hooks:
     def remove(self) -> None:
         """Put everything back. A wrapper that somebody has wrapped since stays, and passes
         through."""
+        if self.outermost is not None:
+            self.outermost.undo()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -119,16 +132,19 @@ class Hooks:
                     delattr(owner, name)
         self._patches.clear()
 
-    def lift(self) -> None:
+    def lift(self, *, for_good: bool = False) -> None:
         """Take the wrapper off ``Module.__call__``, before a profiler with Python stacks starts:
         torch's tracer recognises modules by that function's code, the one it has when the first
         tracer of the process starts."""
+        self._bare = self._bare or for_good
         for owner, name, ours, original, _ in self._patches:
             if name == "__call__" and vars(owner).get(name) is ours:
                 setattr(owner, name, original)
 
     def lower(self) -> None:
-        """Put it back."""
+        """Put it back, unless outermost modules are called directly."""
+        if self._bare or (self.outermost is not None and self.outermost.direct):
+            return
         for owner, name, ours, original, _ in self._patches:
             if name == "__call__" and vars(owner).get(name) is original:
                 setattr(owner, name, ours)
@@ -221,9 +237,11 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
             put((ITERATE, begin))
             iterator = original(self)
             try:
-                data = on.loaders.iterated(self, iterator, now() - begin)
+                data, new = on.loaders.iterated(self, iterator, now() - begin)
                 if data is not None:
                     put((ITERATED, data))
+                if new:
+                    on.look_again()
             except Exception as error:
                 on.broken(error)
             return iterator
@@ -284,8 +302,38 @@ def _timed(
     return make
 
 
-def _call(on: Listener) -> Callable[[Any], Any]:
+def _call(on: Listener, outermost: Outermost) -> Callable[[Any], Any]:
     """``Module.__call__``: of the outermost module; those inside pass through."""
+    return _forward(on, outermost.met)
+
+
+def _compile(outermost: Outermost) -> Callable[[Any], Any]:
+    """``torch.compile``, and ``Module.compile`` which calls it."""
+
+    def make(original: Any) -> Any:
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            outermost.stay()
+            return original(*args, **kwargs)
+
+        return compiled
+
+    return make
+
+
+def _replicate(original: Any) -> Any:
+    """``nn.DataParallel`` copies a module's attributes as they are: its call must be the copy's."""
+
+    def replicate(self: Any) -> Any:
+        copy = original(self)
+        if type(vars(copy).get(PLACE)) is Direct:
+            del vars(copy)[PLACE]
+        return copy
+
+    return replicate
+
+
+def _forward(on: Listener, met: Callable[[Any], None] | None = None) -> Callable[[Any], Any]:
+    """A call that is a forward unless it is inside of one. ``met`` is told of the module."""
     from torch import is_grad_enabled
 
     compiling = _compiling()
@@ -294,16 +342,18 @@ def _call(on: Listener) -> Callable[[Any], Any]:
     inside = frozenset((DATA, FORWARD, BACKWARD))
 
     def make(original: Any) -> Any:
-        def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def __call__(*args: Any, **kwargs: Any) -> Any:
             if compiling() or here[1] in inside or get_ident() != here[0]:
-                return original(self, *args, **kwargs)
+                return original(*args, **kwargs)
             before = here[1]
+            if met is not None:
+                met(args[0])
             if here[2]:
                 on.entered(FORWARD)
             here[1] = FORWARD
             put((FORWARD, now()))
             try:
-                return original(self, *args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 here[1] = before
                 put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))

@@ -19,24 +19,28 @@ class Loaders:
         self.last: int | None = None
         """The loader whose batch is being worked on."""
 
-    def iterated(self, loader: Any, iterator: Any, took_ns: int) -> dict[str, Any] | None:
+    def iterated(
+        self, loader: Any, iterator: Any, took_ns: int
+    ) -> tuple[dict[str, Any] | None, bool]:
         """A loader handed out an iterator. Called in the training thread; what it returns is for
-        ``began``. ``None``: there are too many loaders."""
+        ``began`` (``None``: there are too many loaders), and whether it is a new one."""
         number = self._ids.get(id(loader))
+        new = number is None
         if number is None:
             if len(self._ids) >= MAX_LOADERS:
-                return None
+                return None, True
             number = self._ids[id(loader)] = len(self._ids)
             told = configuration(loader)
             self._lengths[number] = told["length"]
             self._tell("loader", {"id": number, **told})
         if hasattr(iterator, "__dict__"):
             iterator._advisor_loader = number
-        return {
+        data = {
             "id": number,
             "workers_started_ns": took_ns if getattr(loader, "num_workers", 0) else None,
             "evaluation": True,
         }
+        return data, new
 
     def began(self, data: dict[str, Any]) -> None:
         """An epoch of a loader began."""

@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 
 from advisor.recording.batch import Batches
 from advisor.recording.clock import (
+    BACKWARD,
     BATCH,
     BEGIN,
     BOUNDARY,
     BREAK_OFF,
     DATA,
     FETCHED_INSIDE,
+    FORWARD,
     LEAVE,
     MAX_TAPE,
     MEMORY,
@@ -236,11 +238,20 @@ class Session:
                 self.tape.log.extend((MEMORY, counters))
             if self.marks is not None:
                 self.marks.stepped()
+            if self.hooks.outermost is not None and self.hooks.outermost.waits:
+                self.hooks.outermost.stepped()
+                self._settle()
             if len(self.tape.log) > MAX_TAPE:
                 self.tape.log.clear()
                 raise RuntimeError("the recorder's thread does not keep up")
         except Exception as error:
             self.broken(error)
+
+    def look_again(self) -> None:
+        """Another model may be used from here on."""
+        if self.hooks.outermost is not None:
+            self.hooks.outermost.look_again()
+            self._settle()
 
     def drain(self) -> None:
         """Read the tape in the training thread, while a window is open or due."""
@@ -352,7 +363,8 @@ class Session:
         changes the answer calls this afterwards."""
         here = self.tape.here
         here[ONLINE] = 0
-        if self.windows.waits or usable(self._torch):
+        outermost = self.hooks.outermost
+        if self.windows.waits or usable(self._torch) or (outermost is not None and outermost.waits):
             here[ONLINE] = 1
 
     def _read_in_writer(self) -> None:
@@ -389,6 +401,8 @@ class Session:
         )
         if number == 0:
             self._first(micro)
+        if segment.phases[BACKWARD] and not segment.phases[FORWARD]:
+            self.look_again()
         duration = segment.end - segment.t
         if not self.here():
             windows.note(window, duration)

@@ -249,7 +249,7 @@ class Windows:
         try:
             self.stop("another profiler was started")
             if getattr(other, "with_stack", True) or getattr(other, "with_modules", True):
-                self._hooks.lift()  # for good: when it ends, we are not told
+                self._hooks.lift(for_good=True)  # when it ends, we are not told
         except Exception as error:  # called inside torch, on the user's behalf
             log.warning("advisor: the window was not ended: %s", error)
 

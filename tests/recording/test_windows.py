@@ -78,13 +78,7 @@ def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -
     kept = [step for step in record.steps if first <= step.n <= last]
     with gzip.open(tmp_path / "run" / "rank0" / "trace_w0.json.gz") as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
-    for name, count in (
-        ("data", 5),
-        ("mine", 5),
-        ("forward", 5),
-        ("backward", 5),
-        ("optimizer", 5),
-    ):
+    for name in ("data", "mine", "forward", "backward", "optimizer"):
         ranges = [e for e in events if e["name"] == f"advisor::{name}"]
         # the window opens inside the fetch of its first batch, and closes inside one
         assert 4 <= len(ranges) <= 6

@@ -100,6 +100,9 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``spread``: number of workers that share the host work."""
     host_ns: int | None = None
     """``drop_launch``: host time that remains for each launch."""
+    ahead: bool = False
+    """``overlap``: it is also issued earlier, so that it is done when the host waits for the whole
+    device, as far as the work beside it lasts. Not under the pessimistic assumption."""
     rank: int | None = None
     """Where several ranks are replayed together: the only one that is changed; ``None``: each in
     the same way, because a change to a program is a change on all ranks. ``punctual`` needs it."""

@@ -338,7 +338,7 @@ class Patch:
     def _overlap(self, edit: Edit, factor: float | None) -> None:
         """The work moves to a stream of its own: what comes after it, on the device or the host,
         no longer waits for it, except for the same work of the step before. Only a wait of the
-        host for the whole device still does."""
+        host for the whole device still does, unless the work is issued earlier too."""
         graph = self.graph
         moved = np.zeros(len(graph), dtype=bool)
         moved[self.selected.work(edit.select)] = True
@@ -368,7 +368,8 @@ class Patch:
         self._redirect(np.flatnonzero(enters), last_move[graph.dst[enters]])
         crossing = np.isin(graph.edge, [Edge.CROSS, Edge.CONTENTION, Edge.RELEASE])
         whole = np.zeros(len(graph), dtype=bool)
-        whole[self._device_syncs()] = True
+        if not edit.ahead or self.assumption == "low":
+            whole[self._device_syncs()] = True
         freed = np.flatnonzero(crossing & moved[self.src] & ~moved[graph.dst] & ~whole[graph.dst])
         self._redirect(freed, earlier[self.src[freed]])
         self._still_awaited(np.flatnonzero(moved), np.flatnonzero(whole))

@@ -335,7 +335,8 @@ class WhatIf:
     def _period(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
         """The same, of any of the ranks that are replayed together."""
         if assumption != "plain" and all(
-            e.factor_low is None and e.factor_high is None and e.op != "spread" for e in edits
+            e.factor_low is None and e.factor_high is None and e.op != "spread" and not e.ahead
+            for e in edits
         ):
             assumption = ""
         key = (tuple(edits), assumption, of)

@@ -87,7 +87,9 @@ class ExposedCommunication(Rule):
                 "#   ... independent compute ...; work.wait()"
             ),
             check="Profile again: exposed communication a step falls, hidden share rises.",
-            edits=[Edit(op="overlap", select=Select(on="gpu", family=("communication",)))],
+            edits=[
+                Edit(op="overlap", select=Select(on="gpu", family=("communication",)), ahead=True)
+            ],
             confidence=0.85,
             assumptions=["there is independent compute left to hide the communication under"],
             falsified_by=(

@@ -127,6 +127,7 @@ class PoorOverlap(Rule):
         return [
             Edit(
                 op="overlap",
+                ahead=True,
                 select=Select(on="gpu", family=("communication",), stream=tuple(streams.tolist())),
             )
         ]

@@ -120,10 +120,13 @@ def table(
         el("Tbody", *lines),
         cls="data",
     )
-    # a region that scrolls must be reachable with the keyboard, and then have a name
-    return el(
-        "Div", made, cls="scroll", tabIndex="0", role="region", aria_label=caption or header[0]
-    )
+    return scrolling(made, caption or header[0])
+
+
+def scrolling(made: Any, label: str) -> Any:
+    """Around a table that may be wider than its place. A region that scrolls must be reachable with
+    the keyboard, and then have a name."""
+    return el("Div", made, cls="scroll", tabIndex="0", role="region", aria_label=label)
 
 
 def facts(rows: Iterable[tuple[str, Any]]) -> Any:

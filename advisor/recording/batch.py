@@ -56,17 +56,7 @@ class Batches:
     def glance(self, batch: Any) -> Glance | None:
         """Look at a batch; ``None``: it holds no tensor."""
         found: list[tuple[Any, Any]] = []
-        kind = type(batch)
-        if kind is list or kind is tuple:
-            if len(batch) > MAX_TENSORS:
-                batch = batch[:MAX_TENSORS]
-            for part in batch:
-                if type(part) in _TENSORS:
-                    found.append((part.shape, part.dtype))
-                else:
-                    _collect(part, found, 1)
-        else:
-            _collect(batch, found, 0)
+        _collect(batch, found, 0)
         if not found:
             return None
         self._seen += 1

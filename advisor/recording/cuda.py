@@ -3,8 +3,7 @@
 Events are recorded and never waited for; a few steps later, when they have passed, their times are
 read. Both happen in the training thread and not while it captures a graph: a query in any other
 thread would end a capture with an error. Nothing of this before the process itself has initialised
-CUDA.
-Their cost on a GPU is a figure of docs/overhead.md, measured or said not to be.
+CUDA. Their cost on a GPU is a figure of docs/overhead.md, measured or said not to be.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._bare = False
         """``Module.__call__`` is to be left alone for good."""
-        self.outermost: Outermost | None = None
+        self.outermost = self._fresh()
 
     def install(self) -> None:
         """Listen. Raises AttributeError: this torch has another shape than those that are known."""
@@ -99,9 +99,8 @@ class Hooks:
         wrap = self._patch
         wrap(dataloader._BaseDataLoaderIter, "__next__", _next(self._on))
         wrap(dataloader.DataLoader, "__iter__", _iter(self._on))
-        outermost = Outermost(_forward(self._on), self.lower, self.lift)
-        self.outermost = outermost
-        wrap(torch.nn.Module, "__call__", _call(self._on, outermost))
+        outermost = self.outermost
+        wrap(torch.nn.Module, "__call__", _forward(self._on, outermost.met))
         wrap(torch, "compile", _compile(outermost))
         wrap(torch.nn.Module, "_replicate_for_data_parallel", _replicate)
         wrap(torch.Tensor, "to", _to(self._on))
@@ -119,8 +118,8 @@ class Hooks:
     def remove(self) -> None:
         """Put everything back. A wrapper that somebody has wrapped since stays, and passes
         through."""
-        if self.outermost is not None:
-            self.outermost.undo()
+        self.outermost.undo()
+        self.outermost = self._fresh()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -143,11 +142,14 @@ class Hooks:
 
     def lower(self) -> None:
         """Put it back, unless outermost modules are called directly."""
-        if self._bare or (self.outermost is not None and self.outermost.direct):
+        if self._bare or self.outermost.direct:
             return
         for owner, name, ours, original, _ in self._patches:
             if name == "__call__" and vars(owner).get(name) is original:
                 setattr(owner, name, ours)
+
+    def _fresh(self) -> Outermost:
+        return Outermost(_forward(self._on), self.lower, self.lift)
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         own = name in vars(owner)
@@ -281,18 +283,15 @@ def _timed(
                 on.entered(phase)
             here[1] = phase
             put((phase, now()))
+            code = LEAVE
             try:
                 result = original(*args, **kwargs)
-            except BaseException:
+                code = end
+            finally:
                 here[1] = before
-                put((LEAVE, now()))
+                put((code, now()))
                 if here[2]:
                     on.left(before)
-                raise
-            here[1] = before
-            if here[2]:
-                on.left(before)
-            put((end, now()))
             if end == OPTIMIZER_END and here[3]:
                 on.drain()
             return result
@@ -300,11 +299,6 @@ def _timed(
         return timed
 
     return make
-
-
-def _call(on: Listener, outermost: Outermost) -> Callable[[Any], Any]:
-    """``Module.__call__``: of the outermost module; those inside pass through."""
-    return _forward(on, outermost.met)
 
 
 def _compile(outermost: Outermost) -> Callable[[Any], Any]:
@@ -333,7 +327,7 @@ def _replicate(original: Any) -> Any:
 
 
 def _forward(on: Listener, met: Callable[[Any], None] | None = None) -> Callable[[Any], Any]:
-    """A call that is a forward unless it is inside of one. ``met`` is told of the module."""
+    """A module's call: a forward, unless it is inside of one. ``met`` is told of the module."""
     from torch import is_grad_enabled
 
     compiling = _compiling()
@@ -372,39 +366,16 @@ def _to(on: Listener) -> Callable[[Any], Any]:
     """``Tensor.to`` from the host to a device."""
     from torch import device
 
-    compiling = _compiling()
-    tape = on.tape
-    put, here = tape.log.extend, tape.here
-    inside = _UPLOADS_INSIDE
+    def applies(args: Any, kwargs: Any) -> bool:
+        if not args[0].is_cpu:
+            return False
+        target: Any = args[1] if len(args) > 1 else kwargs.get("device")
+        kind = type(target)
+        if kind is device:
+            return bool(target.type != "cpu")
+        return kind is int or (kind is str and not target.startswith("cpu"))
 
-    def make(original: Any) -> Any:
-        def to(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if compiling() or here[1] in inside or get_ident() != here[0] or not self.is_cpu:
-                return original(self, *args, **kwargs)
-            target: Any = args[0] if args else kwargs.get("device")
-            kind = type(target)
-            if not (
-                (kind is device and target.type != "cpu")
-                or (kind is str and not target.startswith("cpu"))
-                or kind is int
-            ):
-                return original(self, *args, **kwargs)
-            before = here[1]
-            if here[2]:
-                on.entered(H2D)
-            here[1] = H2D
-            put((H2D, now()))
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                here[1] = before
-                put((LEAVE, now()))
-                if here[2]:
-                    on.left(before)
-
-        return to
-
-    return make
+    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
 
 
 def _cuda(on: Listener) -> Callable[[Any], Any]:

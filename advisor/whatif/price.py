@@ -253,9 +253,8 @@ class WhatIf:
             _patched(Patch(m._selected, dur))
             for m, dur in zip(members, together.transfer, strict=True)
         ]
-        alone = Outcome(self.plan.run(), np.zeros(0)).time
         with_others = together.run(patched)[0].time
-        worse = self._step_error(with_others) - self._step_error(alone)
+        worse = self._step_error(with_others) - self._step_error(self.plan.run())
         return (together, tuple(members)) if worse <= MAX_WORSE else None
 
     @cached_property

@@ -6,7 +6,7 @@ lists it costs about 0.2 µs a node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -65,13 +65,6 @@ class Plan:
         """Replayed time of each node, with other weights, durations or sources if given."""
         return replay(self.lay_out(weight, dur, src))
 
-    def outcome(
-        self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
-    ) -> Outcome:
-        """Replay and say when the steps were complete."""
-        time = self.run(weight, dur, src)
-        return Outcome(time, completions(self.graph, time), self.graph.turn)
-
     def steady(
         self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
     ) -> float:
@@ -87,24 +80,20 @@ class Plan:
         complete = completions(self.graph, time)
         if steps < MIN_STEADY or self.graph.starts[-1] == 0:
             return Outcome(time, complete, self.graph.turn).period
-        end, host = float(complete[-1]), float(time[self.graph.starts[-1]])
-        period, ahead = np.inf, end - host
         weights = self.graph.weight if weight is None else weight
         sources = self.graph.src if src is None else src
-        for number in range(MAX_PASSES):
-            # falling behind for long: begin with an idle device and see how far ahead it gets
-            idle = number == MAX_PASSES // 2
+
+        def ended() -> tuple[float, float]:
+            return float(completions(self.graph, time)[-1]), float(time[self.graph.starts[-1]])
+
+        def again(idle: bool) -> tuple[float, float]:
+            nonlocal time
+            host = float(time[self.graph.starts[-1]])
             state = self._carry.over(time, host, weights, sources, idle=idle)
             time = replay(layout.begun([state]))
-            last_end, last_period, last_ahead = end, period, ahead
-            end = float(completions(self.graph, time)[-1])
-            period = (host + end - last_end) / steps
-            host = float(time[self.graph.starts[-1]])
-            ahead = end - host
-            falling = last_ahead - ahead > STEADY * steps * period and ahead > 0
-            if not falling and not idle and abs(period - last_period) <= STEADY * period:
-                break
-        return period
+            return ended()
+
+        return settled(steps, ended(), again)
 
     def lay_out(self, weight: Array | None, dur: Array | None, src: Array | None) -> Layout:
         """In the lists that :func:`replay` goes through, with other numbers if given."""
@@ -176,6 +165,30 @@ class Layout(NamedTuple):
                 others = [edge for edge in more.get(node, []) if edge[0] != source]
                 more[node] = [(source, at, False), *others]
         return Layout(first, first_weight, second, second_weight, dur, more)
+
+
+def settled(
+    steps: int, ended: tuple[float, float], again: Callable[[bool], tuple[float, float]]
+) -> float:
+    """Time of one step once a window that is replayed over and over takes no other time, ns.
+
+    ``ended``: when all was complete and when the host was done with the last step, ns from the
+    window's start. ``again(idle)`` replays from the state of that moment, as if the device had
+    nothing left to do if ``idle``, and says the same of its end.
+    """
+    end, host = ended
+    period, ahead = np.inf, end - host
+    for number in range(MAX_PASSES):
+        # falling behind for long: begin with an idle device and see how far ahead it gets
+        idle = number == MAX_PASSES // 2
+        last_end, last_host, last_period, last_ahead = end, host, period, ahead
+        end, host = again(idle)
+        period = (last_host + end - last_end) / steps
+        ahead = end - host
+        falling = last_ahead - ahead > STEADY * steps * period and ahead > 0
+        if not falling and not idle and abs(period - last_period) <= STEADY * period:
+            break
+    return period
 
 
 def replay(layout: Layout) -> Array:

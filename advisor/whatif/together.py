@@ -17,9 +17,7 @@ import numpy as np
 from advisor.whatif.device import SLACK_NS
 from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 from advisor.whatif.replay import (
-    MAX_PASSES,
     MIN_STEADY,
-    STEADY,
     Carry,
     Layout,
     Outcome,
@@ -27,6 +25,7 @@ from advisor.whatif.replay import (
     State,
     completions,
     replay,
+    settled,
 )
 
 if TYPE_CHECKING:
@@ -191,15 +190,20 @@ class Together:
         complete = completions(graph, done[of].time)
         if steps < MIN_STEADY or graph.starts[-1] == 0:
             return Outcome(done[of].time, complete, graph.turn).period
-        end = float(complete[-1])
         carries = [
             known if p.graph is g else Carry(p.graph)
             for p, g, known in zip(ranks, self.graphs, self.carries, strict=True)
         ]
-        host = np.array([d.time[g.starts[-1]] for d, g in zip(done, self.graphs, strict=True)])
-        period, ahead = np.inf, end - float(host[of])
-        for number in range(MAX_PASSES):
-            idle = number == MAX_PASSES // 2
+
+        def hosts() -> Array:
+            return np.array([d.time[g.starts[-1]] for d, g in zip(done, self.graphs, strict=True)])
+
+        def ended() -> tuple[float, float]:
+            return float(completions(graph, done[of].time)[-1]), float(hosts()[of])
+
+        def again(idle: bool) -> tuple[float, float]:
+            nonlocal done, offset
+            host = hosts()
             states = []
             for rank, (patched, carry) in enumerate(zip(ranks, carries, strict=True)):
                 state = carry.over(
@@ -207,20 +211,13 @@ class Together:
                 )
                 states.append(self._placed(rank, state))
             offset = offset + host - (offset + host).min()
-            again = layout.begun(states)
+            begun = layout.begun(states)
             for rank, at in enumerate(offset.tolist()):
-                again.dur[int(self.slot[rank][0])] = at
-            done = self._split(replay(again), offset)
-            last_end, last_period, last_ahead = end, period, ahead
-            last_host = float(host[of])
-            end = float(completions(graph, done[of].time)[-1])
-            period = (last_host + end - last_end) / steps
-            host = np.array([d.time[g.starts[-1]] for d, g in zip(done, self.graphs, strict=True)])
-            ahead = end - float(host[of])
-            falling = last_ahead - ahead > STEADY * steps * period and ahead > 0
-            if not falling and not idle and abs(period - last_period) <= STEADY * period:
-                break
-        return period
+                begun.dur[int(self.slot[rank][0])] = at
+            done = self._split(replay(begun), offset)
+            return ended()
+
+        return settled(steps, ended(), again)
 
     @cached_property
     def carries(self) -> list[Carry]:

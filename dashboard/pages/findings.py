@@ -9,7 +9,7 @@ from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link, out
 from advisor.dashboard.pages.overview import anchor
-from advisor.dashboard.parts import card, choices, code, empty, head, page
+from advisor.dashboard.parts import card, choices, code, empty, head, page, scrolling
 from advisor.model import Evidence, Finding, Location
 from advisor.report import facts
 from advisor.report import text as t
@@ -206,9 +206,7 @@ def _evidence(finding: Finding) -> Any:
     heads = [el("Th", "Fact", scope="col"), el("Th", "Value", scope="col", cls="num")]
     heads += [el("Th", "Limit", scope="col", cls="limit")] if limits else []
     made = el("Table", el("Thead", el("Tr", *heads)), el("Tbody", *lines), cls="data evidence")
-    return el(
-        "Div", made, cls="scroll", tabIndex="0", role="region", aria_label="What was measured"
-    )
+    return scrolling(made, "What was measured")
 
 
 def _limit(item: Evidence) -> list[Any]:

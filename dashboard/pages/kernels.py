@@ -220,9 +220,8 @@ def _ops(view: View) -> Any:
     rows = view.loaded.view(("op_rows", view.rank), lambda: op_rows(a))
     if not rows:
         return None
-    device = bool(
-        a.trace.gpu.height
-    )  # without any, a column of zeros would say that it was measured
+    # without any, a column of zeros would say that it was measured
+    device = a.trace.gpu.height > 0
     columns = OPS if device else tuple(column for column in OPS if column.field != "device")
     words = "Host time leaves out what the operator called."
     if device:

@@ -221,9 +221,6 @@ def _record_run(name: str, run: Setup, folder: str, options: dict[str, Any], aro
             prepared(name, run) as program,
             advisor.record(skip=skip, warmup=warmup, **options) as recorder,
         ):
-            deadline = time.monotonic() + 10
-            while recorder.path is None and time.monotonic() < deadline:
-                time.sleep(0.01)  # short steps could be over before there is a place for the trace
             for _ in range(around + warmup + options["active"]):
                 next(program)
                 recorder.step()

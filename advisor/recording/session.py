@@ -238,7 +238,7 @@ class Session:
                 self.tape.log.extend((MEMORY, counters))
             if self.marks is not None:
                 self.marks.stepped()
-            if self.hooks.outermost is not None and self.hooks.outermost.waits:
+            if self.hooks.outermost.waits:
                 self.hooks.outermost.stepped()
                 self._settle()
             if len(self.tape.log) > MAX_TAPE:
@@ -249,9 +249,8 @@ class Session:
 
     def look_again(self) -> None:
         """Another model may be used from here on."""
-        if self.hooks.outermost is not None:
-            self.hooks.outermost.look_again()
-            self._settle()
+        self.hooks.outermost.look_again()
+        self._settle()
 
     def drain(self) -> None:
         """Read the tape in the training thread, while a window is open or due."""
@@ -363,8 +362,7 @@ class Session:
         changes the answer calls this afterwards."""
         here = self.tape.here
         here[ONLINE] = 0
-        outermost = self.hooks.outermost
-        if self.windows.waits or usable(self._torch) or (outermost is not None and outermost.waits):
+        if self.windows.waits or usable(self._torch) or self.hooks.outermost.waits:
             here[ONLINE] = 1
 
     def _read_in_writer(self) -> None:
@@ -419,6 +417,7 @@ class Session:
         """The first step has ended: this process does train."""
         if self.loaders.length is not None:
             self.windows.fit(self.loaders.length // micro)
+        self._where()
         self.writer.open()
         self.oom.install()
 
@@ -441,7 +440,7 @@ class Session:
         return manifest, rank
 
     def _opened(self, folder: Path) -> None:
-        self.windows.folder = folder
+        self.windows.place(folder)
         self.oom.folder = folder
         if self.options.telemetry > 0 and not self.over:
             from advisor.recording.telemetry import Sampler
@@ -466,6 +465,8 @@ class Session:
         """Hooks pass through from now on; what was recorded stays."""
         self.tape.here[THREAD] = -1
         self.windows.enabled = False
+        if self.writer.folder is None:
+            self.windows.place(None)
         if self._sampler is not None and threading.current_thread().name != "advisor telemetry":
             self._sampler.stop()
 

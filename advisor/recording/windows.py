@@ -38,6 +38,8 @@ RETRY = 20
 MAX_RETRIES = 5
 EXPORT_SECONDS = 120.0
 """How long the end of a run waits for a trace that is being written."""
+PLACE_SECONDS = 60.0
+"""How long a trace waits for its folder: a short run can be over before it is made."""
 
 
 class Windows:
@@ -57,8 +59,8 @@ class Windows:
         self._hooks = hooks
         self._tell = tell
         self.enabled = options.traces(rank)
-        self.folder: Path | None = None
-        """Where traces go; until it is known, no window opens."""
+        self._folder: Path | None = None
+        self._settled = threading.Event()
         self.wanted: str | None = None
         """Why a window should open at the next boundary; set by any thread."""
         self.asked: str | None = None
@@ -79,6 +81,11 @@ class Windows:
         self._written = 0
         self._export: threading.Thread | None = None
         self._guards: list[tuple[str, Any]] = []
+
+    def place(self, folder: Path | None) -> None:
+        """Where traces go, from any thread; ``None``: there will be no such place."""
+        self._folder = folder
+        self._settled.set()
 
     def fit(self, length: int | None) -> None:
         """A loader of so many batches is begun: a short loop gets an earlier window."""
@@ -151,7 +158,7 @@ class Windows:
 
     def _consider(self, number: int) -> None:
         options = self._options
-        if self.folder is None or self._export is not None:
+        if self._export is not None:
             return
         asked = self.asked is not None
         reason = self.asked or self.wanted or "schedule"
@@ -286,18 +293,18 @@ class Windows:
         if why:
             event["why"] = why
         profiler = self._end()
-        folder = self.folder
-        if folder is None:
-            return
         # not a daemon: a trace that is being written when the interpreter ends is finished
         self._export = threading.Thread(
-            target=self._write, args=(profiler, folder, event), name="advisor trace"
+            target=self._write, args=(profiler, event), name="advisor trace"
         )
         self._export.start()
 
-    def _write(self, profiler: Any, folder: Path, event: dict[str, Any]) -> None:
+    def _write(self, profiler: Any, event: dict[str, Any]) -> None:
         try:
-            size = write_trace(profiler, folder, self._number)
+            self._settled.wait(PLACE_SECONDS)
+            if self._folder is None:
+                raise RuntimeError("there is no folder for it")
+            size = write_trace(profiler, self._folder, self._number)
             self._written += size
             event["file"] = trace_name(self._number)
         except (OSError, RuntimeError, AssertionError, ValueError) as error:

@@ -64,7 +64,8 @@ def test_losses_and_weights_are_bit_identical(training: Any, tmp_path: Path) -> 
         return [losses, [p.detach().clone() for p in fresh.net.parameters()], torch.rand(3)]
 
     plain = run()
-    with Recorder(str(tmp_path / "run"), skip=3, warmup=1, active=4, deep=True, report=False):
+    options = {"skip": 3, "warmup": 1, "active": 4, "deep": True, "guard": 1e9, "report": False}
+    with Recorder(str(tmp_path / "run"), **options):
         recorded = run()
     assert (tmp_path / "run" / "rank0" / "trace_w0.json.gz").is_file()
     assert recorded[0] == plain[0]
@@ -229,7 +230,9 @@ def test_switched_off_it_is_not_there(
 
 
 def test_a_child_forked_in_a_window_is_not_recorded(training: Any, tmp_path: Path) -> None:
-    with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=6, report=False) as rec:
+    with Recorder(
+        str(tmp_path / "run"), skip=2, warmup=1, active=6, report=False, guard=1e9
+    ) as rec:
         recorder = rec
         for number, batch in enumerate(training.loader(20)):
             training.learn(batch)

@@ -16,8 +16,13 @@ from recording_checks import check_sums, only_rank
 from advisor.recording.api import Recorder
 from advisor.recording.options import Options
 from advisor.recording.trouble import Trouble
+from advisor.recording.windows import PLACE_SECONDS
+from advisor.recording.writer import Writer
 
 torch = pytest.importorskip("torch")
+
+CALM = {"report": False, "guard": 1e9}
+"""No guard: steps of a millisecond may take any time on a machine that runs other tests."""
 
 
 def wait_for(recorder: Recorder, condition: Callable[[Any], bool]) -> None:
@@ -31,10 +36,6 @@ def wait_for(recorder: Recorder, condition: Callable[[Any], bool]) -> None:
         time.sleep(0.005)
 
 
-def ready(session: Any) -> bool:
-    return session.windows.folder is not None
-
-
 def steps_of(trace: Path) -> list[int]:
     """Numbers of the profiler's steps in a trace."""
     with gzip.open(trace) as file:
@@ -44,8 +45,8 @@ def steps_of(trace: Path) -> list[int]:
 
 
 def run(tmp_path: Path, training: Any, steps: int, **options: Any) -> Any:
-    with Recorder(str(tmp_path / "run"), telemetry=0.0, report=False, **options) as rec:
-        wait_for(rec, ready)
+    calm = {"telemetry": 0.0, **CALM, **options}
+    with Recorder(str(tmp_path / "run"), **calm):
         for _ in range(steps):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
     record = only_rank(tmp_path / "run")
@@ -66,9 +67,40 @@ def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: An
     assert not list((tmp_path / "run" / "rank0").glob(".*"))
 
 
+def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(
+    tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Writer._make
+
+    def slow(writer: Writer) -> None:
+        time.sleep(1.0)
+        make(writer)
+
+    monkeypatch.setattr(Writer, "_make", slow)
+    record = run(tmp_path, training, 20, skip=10, warmup=1, active=4)
+    assert record.of_kind("window")[-1]["state"] == "done"
+    assert steps_of(tmp_path / "run" / "rank0" / "trace_w0.json.gz") == [11, 12, 13, 14]
+
+
+def test_a_trace_that_has_no_folder_is_given_up_at_once(
+    tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def full(writer: Writer) -> None:
+        time.sleep(0.5)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Writer, "_make", full)
+    begun = time.monotonic()
+    with Recorder(str(tmp_path / "run"), skip=10, warmup=1, active=4, **CALM):
+        for _ in range(20):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+    assert time.monotonic() - begun < PLACE_SECONDS / 2
+    assert "No space left on device" in caplog.text and "no folder" in caplog.text
+    assert not torch.autograd._profiler_enabled()
+
+
 def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -> None:
-    with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=5, report=False) as rec:
-        wait_for(rec, ready)
+    with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=5, **CALM) as rec:
         for batch in training.loader(16):
             with rec.phase("mine"):
                 time.sleep(0.002)
@@ -99,8 +131,7 @@ def test_python_stacks_know_the_modules(tmp_path: Path, training: Any) -> None:
 
 def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, training: Any) -> None:
     seen = []
-    with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=2, report=False) as rec:
-        wait_for(rec, ready)
+    with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=2, report=False):
         for _ in range(12):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             seen.append(torch.autograd._profiler_enabled())
@@ -111,8 +142,7 @@ def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, trainin
 def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
     tmp_path: Path, training: Any
 ) -> None:
-    with Recorder(str(tmp_path / "run"), telemetry=0.0, report=False) as rec:
-        wait_for(rec, ready)
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM):
         for batch in training.loader(12):
             training.learn(batch)
     done = only_rank(tmp_path / "run").of_kind("window")[-1]
@@ -137,9 +167,8 @@ def test_a_run_that_ends_in_a_window_keeps_what_there_is(tmp_path: Path, trainin
 
 
 def test_an_exception_in_a_window_keeps_what_there_is(tmp_path: Path, training: Any) -> None:
-    recorder = Recorder(str(tmp_path / "run"), skip=3, warmup=1, active=50, report=False)
-    with pytest.raises(ZeroDivisionError), recorder as rec:
-        wait_for(rec, ready)
+    recorder = Recorder(str(tmp_path / "run"), skip=3, warmup=1, active=50, **CALM)
+    with pytest.raises(ZeroDivisionError), recorder:
         for number in range(9):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             if number == 7:
@@ -152,11 +181,12 @@ def test_an_exception_in_a_window_keeps_what_there_is(tmp_path: Path, training: 
 def test_a_profiler_of_the_users_is_left_alone(tmp_path: Path, training: Any) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=2, report=False) as rec:
-        wait_for(rec, ready)
-        with profile(activities=[ProfilerActivity.CPU]) as theirs:
-            for _ in range(8):
-                training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+    with (
+        Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=2, report=False),
+        profile(activities=[ProfilerActivity.CPU]) as theirs,
+    ):
+        for _ in range(8):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
     theirs.export_chrome_trace(str(tmp_path / "theirs.json"))
     assert sum(e.count for e in theirs.key_averages() if e.key == "aten::addmm") == 16
     windows = only_rank(tmp_path / "run").of_kind("window")
@@ -168,8 +198,7 @@ def test_a_profiler_that_starts_in_a_window_ends_it(tmp_path: Path, training: An
     """Without this, exporting ours would crash the process."""
     from torch.profiler import ProfilerActivity, profile
 
-    with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=20, report=False) as rec:
-        wait_for(rec, ready)
+    with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=20, **CALM):
         for _ in range(6):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
         assert torch.autograd._profiler_enabled()
@@ -190,8 +219,7 @@ def test_the_guard_stops_a_window_that_slows_training(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slow while profiled, by the test's own sleep."""
-    with Recorder(str(tmp_path / "run"), skip=6, warmup=1, active=20, report=False) as rec:
-        wait_for(rec, ready)
+    with Recorder(str(tmp_path / "run"), skip=6, warmup=1, active=20, report=False):
         for _ in range(20):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             time.sleep(0.05 if torch.autograd._profiler_enabled() else 0.01)
@@ -209,8 +237,8 @@ def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, trainin
     with Recorder(
         str(tmp_path / "run"), skip=9999, warmup=0, active=2, signal="SIGUSR2", report=False
     ) as rec:
-        wait_for(rec, ready)
         training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+        wait_for(rec, lambda session: session.writer.folder is not None)
         time.sleep(0.05)
         (tmp_path / "run" / REQUEST).touch()
         wait_for(rec, lambda session: session.windows.asked is not None)
@@ -227,7 +255,6 @@ def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, trainin
 
 def test_a_slowdown_opens_a_window(tmp_path: Path, training: Any) -> None:
     with Recorder(str(tmp_path / "run"), skip=9999, warmup=0, active=2, report=False) as rec:
-        wait_for(rec, ready)
         for number in range(75):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             time.sleep(0.004 if number < 45 else 0.03)
@@ -258,7 +285,6 @@ def test_windows_of_a_rank_are_bounded(tmp_path: Path, training: Any) -> None:
     with Recorder(
         str(tmp_path / "run"), skip=2, warmup=0, active=1, windows=2, report=False
     ) as rec:
-        wait_for(rec, ready)
         session = rec._session
         assert session is not None
         for number in range(40):
@@ -273,7 +299,6 @@ def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any
     with Recorder(
         str(tmp_path / "run"), skip=2, warmup=0, active=1, max_bytes=100, report=False
     ) as rec:
-        wait_for(rec, ready)
         session = rec._session
         assert session is not None
         for number in range(20):

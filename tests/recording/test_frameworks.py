@@ -86,21 +86,22 @@ ACCELERATE = (
     + """
 from accelerate import Accelerator
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=int(sys.argv[1]))
-net = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data, batch_size=2))
-val = accelerator.prepare(DataLoader(data, batch_size=8))
-for epoch in range(2):
-    for x, y in loader:
-        with accelerator.accumulate(net):
-            loss = torch.nn.functional.mse_loss(net(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        for x, y in val:
-            net(x)
+for every in map(int, sys.argv[1:]):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=every)
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data, batch_size=2))
+    val = accelerator.prepare(DataLoader(data, batch_size=8))
+    for epoch in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(net):
+                loss = torch.nn.functional.mse_loss(net(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            for x, y in val:
+                net(x)
 """
 )
 
@@ -121,15 +122,18 @@ class Model(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
-callbacks = []
-if "callback" in sys.argv:
-    from advisor.recording.callbacks.lightning import AdvisorCallback
-    callbacks = [AdvisorCallback("run", report=False)]
-trainer = pl.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, callbacks=callbacks,
-                     enable_checkpointing=False, enable_progress_bar=False,
-                     accumulate_grad_batches=int(sys.argv[1]), enable_model_summary=False)
-trainer.fit(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=8))
-print("global_step", trainer.global_step)
+how, *numbers = sys.argv[1:]
+for every in map(int, numbers):
+    callbacks = []
+    if how == "callback":
+        from advisor.recording.callbacks.lightning import AdvisorCallback
+        callbacks = [AdvisorCallback(f"run{every}", report=False)]
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", devices=1, logger=False, callbacks=callbacks,
+        enable_checkpointing=False, enable_progress_bar=False,
+        accumulate_grad_batches=every, enable_model_summary=False)
+    trainer.fit(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=8))
+    print("global_step", trainer.global_step)
 """
 )
 
@@ -138,23 +142,25 @@ TRANSFORMERS = (
     + """
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-model = BertForSequenceClassification(BertConfig(
-    vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-    max_position_embeddings=16))
 mask = [1] * 6 + [0] * 2
 rows = [{"input_ids": torch.randint(0, 50, (8,)), "attention_mask": torch.tensor(mask),
          "labels": torch.tensor(i % 2)} for i in range(40)]
-callbacks = []
-if "callback" in sys.argv:
-    from advisor.recording.callbacks.transformers import AdvisorCallback
-    callbacks = [AdvisorCallback("run", report=False)]
-trainer = Trainer(model, TrainingArguments(
-    output_dir="out", per_device_train_batch_size=2, num_train_epochs=2, report_to=[],
-    gradient_accumulation_steps=int(sys.argv[1]), eval_strategy="epoch", save_strategy="no",
-    use_cpu=True, disable_tqdm=True), train_dataset=rows, eval_dataset=rows[:8],
-    callbacks=callbacks)
-trainer.train()
-print("global_step", trainer.state.global_step)
+how, *numbers = sys.argv[1:]
+for every in map(int, numbers):
+    model = BertForSequenceClassification(BertConfig(
+        vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=16))
+    callbacks = []
+    if how == "callback":
+        from advisor.recording.callbacks.transformers import AdvisorCallback
+        callbacks = [AdvisorCallback(f"run{every}", report=False)]
+    trainer = Trainer(model, TrainingArguments(
+        output_dir="out", per_device_train_batch_size=2, num_train_epochs=2, report_to=[],
+        gradient_accumulation_steps=every, eval_strategy="epoch", save_strategy="no",
+        use_cpu=True, disable_tqdm=True), train_dataset=rows, eval_dataset=rows[:8],
+        callbacks=callbacks)
+    trainer.train()
+    print("global_step", trainer.state.global_step)
 """
 )
 
@@ -219,38 +225,61 @@ def test_torchrun_with_two_processes(program: Program, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "train.py"]
 
 
+EVERY = {1: 40, 4: 10}
+"""Micro-batches a step, and the optimizer steps that two epochs of twenty batches then have."""
+
+
+def micros(every: int, steps: int) -> list[int]:
+    """Micro-steps of each step of two epochs of twenty batches: the last of an epoch has what is
+    left."""
+    full, rest = divmod(20, every)
+    epoch = [every] * full + [rest] * (rest > 0)
+    assert len(epoch) * 2 == steps
+    return epoch * 2
+
+
+def check_command(program: Program, tmp_path: Path, source: str, every: dict[int, int]) -> None:
+    """Several trainings one after another, recorded by the command as one run."""
+    done = program(source, "command", *map(str, every), before=RECORD)
+    assert done.returncode == 0, done.stderr
+    assert [f"global_step {n}" in done.stdout for n in every.values()] == [True] * len(every)
+    record = recorded(tmp_path)
+    assert [s.micro for s in record.steps] == [m for e, n in every.items() for m in micros(e, n)]
+    assert read_recording(tmp_path / "run").manifest.entry == "command"
+
+
+def check_callback(program: Program, tmp_path: Path, source: str, every: dict[int, int]) -> None:
+    """The same, each recorded by the framework's callback as a run of its own."""
+    done = program(source, "callback", *map(str, every))
+    assert done.returncode == 0, done.stderr
+    for number, steps in every.items():
+        record = only_rank(tmp_path / f"run{number}")
+        check_sums(record)
+        assert record.ended
+        assert len(record.steps) == steps
+        assert read_recording(tmp_path / f"run{number}").manifest.entry == "callback"
+
+
 @pytest.mark.slow
 @needs("accelerate")
-@pytest.mark.parametrize(("every", "steps"), [(1, 40), (4, 10)])
-def test_accelerate(program: Program, tmp_path: Path, every: int, steps: int) -> None:
-    done = program(ACCELERATE, str(every), before=RECORD)
+def test_accelerate(program: Program, tmp_path: Path) -> None:
+    done = program(ACCELERATE, *map(str, EVERY), before=RECORD)
     assert done.returncode == 0, done.stderr
     record = recorded(tmp_path)
-    assert len(record.steps) == steps
-    assert [step.micro for step in record.steps] == [every] * steps
+    assert [s.micro for s in record.steps] == [m for e, n in EVERY.items() for m in micros(e, n)]
 
 
 @pytest.mark.slow
 @needs("lightning")
-@pytest.mark.parametrize(("every", "steps"), [(1, 40), (4, 10)])
-@pytest.mark.parametrize("how", ["command", "callback"])
-def test_lightning(program: Program, tmp_path: Path, every: int, steps: int, how: str) -> None:
-    done = program(LIGHTNING, str(every), how, before=RECORD if how == "command" else ())
-    assert done.returncode == 0, done.stderr
-    assert f"global_step {steps}\n" in done.stdout
-    record = recorded(tmp_path)
-    assert len(record.steps) == steps
-    assert read_recording(tmp_path / "run").manifest.entry == how
+@pytest.mark.parametrize("check", [check_command, check_callback])
+def test_lightning(program: Program, tmp_path: Path, check: Callable[..., None]) -> None:
+    check(program, tmp_path, LIGHTNING, EVERY)
 
 
 @pytest.mark.slow
 @needs("transformers")
-@pytest.mark.parametrize(("every", "steps"), [(1, 40), (4, 10), (3, 14)])
-@pytest.mark.parametrize("how", ["command", "callback"])
-def test_transformers(program: Program, tmp_path: Path, every: int, steps: int, how: str) -> None:
-    done = program(TRANSFORMERS, str(every), how, before=RECORD if how == "command" else ())
-    assert done.returncode == 0, done.stderr
-    assert f"global_step {steps}\n" in done.stdout
-    record = recorded(tmp_path)
-    assert len(record.steps) == steps
-    assert {step.padding for step in record.steps} - {None} == {0.25}
+@pytest.mark.parametrize("check", [check_command, check_callback])
+def test_transformers(program: Program, tmp_path: Path, check: Callable[..., None]) -> None:
+    check(program, tmp_path, TRANSFORMERS, {**EVERY, 3: 14})
+    for run in tmp_path.glob("run*"):
+        assert {step.padding for step in only_rank(run).steps} - {None} == {0.25}

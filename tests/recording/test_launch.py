@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,69 @@ def step():
 """
 
 
-def test_the_exit_code_is_the_programs(program: Program, tmp_path: Path) -> None:
-    done = program(LOOP + "step(); step()\nraise SystemExit(7)", before=RECORD)
-    assert done.returncode == 7
-    assert len(only_rank(tmp_path / "run").steps) == 2
+MODULE = f"""
+import sys
+from .part import NAME
+import sitecustomize
+import advisor
+{LOOP}
+@advisor.profile
+def train():
+    for _ in range(4):
+        step()
+if __name__ == "__main__":
+    train()
+    train()
+    print(NAME, sys.argv[1:])
+    print(mine, sitecustomize.__file__)
+    raise SystemExit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    """A package's module run with arguments and a sitecustomize of the user's, decorated though it
+    is recorded already, which ends with exit code 7: the folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.mine = 42")
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "__init__.py").write_text("")
+    (folder / "pkg" / "part.py").write_text("NAME = 'relative'")
+    (folder / "pkg" / "train.py").write_text(MODULE)
+    done = subprocess.run(
+        [sys.executable, *RECORD, "-m", "pkg.train", "--lr", "1"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(folder / "site"), "PYTHONWARNINGS": "ignore"},
+    )
+    yield folder, done
+
+
+def test_the_exit_code_is_the_programs(trained: tuple[Path, Any]) -> None:
+    folder, done = trained
+    assert done.returncode == 7, done.stderr
+    assert len(only_rank(folder / "run").steps) == 8
+
+
+def test_a_module_is_run_as_one(trained: tuple[Path, Any]) -> None:
+    _, done = trained
+    assert done.stdout.splitlines()[0] == "relative ['--lr', '1']"
+
+
+def test_the_users_own_sitecustomize_still_runs(trained: tuple[Path, Any]) -> None:
+    folder, done = trained
+    assert done.stdout.splitlines()[1] == f"42 {folder / 'site' / 'sitecustomize.py'}"
+
+
+def test_the_decorator_inside_is_left_out(trained: tuple[Path, Any]) -> None:
+    folder, done = trained
+    assert done.stderr.count("already recording") == 1
+    assert len(only_rank(folder / "run").steps) == 8
+    assert not (folder / "runs").exists()
 
 
 def test_an_uncaught_exception_is_the_programs(program: Program, tmp_path: Path) -> None:
@@ -102,41 +161,18 @@ def test_a_signal_ends_both(tmp_path: Path, number: signal.Signals) -> None:
     assert record.ended == (number == signal.SIGINT)
 
 
-def test_a_module_is_run_as_one(program: Program, tmp_path: Path) -> None:
-    package = tmp_path / "pkg"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "part.py").write_text("NAME = 'relative'")
-    (package / "train.py").write_text(
-        "from .part import NAME\nimport sys\n"
-        + LOOP
-        + "step()\nprint(NAME, __name__, sys.argv[1:])"
-    )
-    done = program("", "--lr", "1", before=RECORD, after=("-m", "pkg.train"))
-    assert done.stdout == "relative __main__ ['--lr', '1']\n"
-    assert len(only_rank(tmp_path / "run").steps) == 1
-
-
-def test_the_users_own_sitecustomize_still_runs(program: Program, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text("import builtins\nbuiltins.mine = 42")
-    done = program(
-        LOOP + "step()\nimport sitecustomize; print(mine, sitecustomize.__file__)",
-        before=RECORD,
-        env={"PYTHONPATH": str(tmp_path / "site")},
-    )
-    assert done.stdout == f"42 {tmp_path / 'site' / 'sitecustomize.py'}\n"
-    assert len(only_rank(tmp_path / "run").steps) == 1
-
-
 def test_processes_that_do_not_train_leave_nothing(program: Program, tmp_path: Path) -> None:
     """Loader workers, forked and spawned, and helpers."""
     done = program(
-        "import multiprocessing, subprocess, sys\n"
-        "from torch.utils.data import DataLoader, TensorDataset\n" + LOOP + "def main():\n"
+        "import subprocess, sys\n"
+        "import torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "def main():\n"
+        f"    exec({LOOP!r}, globals())\n"  # not when a spawned worker imports this
         "    data = TensorDataset(torch.ones(8, 4))\n"
-        "    for method in ('fork', 'spawn'):\n"
-        "        for _ in DataLoader(data, 2, num_workers=2, multiprocessing_context=method):\n"
+        "    for method, workers in (('fork', 2), ('spawn', 1)):\n"
+        "        for _ in DataLoader(data, 2, num_workers=workers,\n"
+        "                            multiprocessing_context=method):\n"
         "            step()\n"
         "    subprocess.run([sys.executable, '-c', 'import torch; torch.nn.Linear(1, 1)'])\n"
         "if __name__ == '__main__':\n    main()\n",
@@ -145,17 +181,6 @@ def test_processes_that_do_not_train_leave_nothing(program: Program, tmp_path: P
     assert done.returncode == 0, done.stderr
     assert len(only_rank(tmp_path / "run").steps) == 8
     assert not list(tmp_path.glob("run_*"))
-
-
-def test_the_decorator_inside_is_left_out(program: Program, tmp_path: Path) -> None:
-    done = program(
-        LOOP + "import advisor\n@advisor.profile\ndef train():\n    for _ in range(4): step()\n"
-        "train()\ntrain()",
-        before=RECORD,
-    )
-    assert done.stderr.count("already recording") == 1
-    assert len(only_rank(tmp_path / "run").steps) == 8
-    assert not (tmp_path / "runs").exists()
 
 
 def test_switched_off_the_program_just_runs(program: Program, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def loop(run: Setup) -> Iterator[Any]:
     )
     mean = torch.tensor(MEAN, device=run.device)[:, None, None]
     std = torch.tensor(STD, device=run.device)[:, None, None]
-    width = run.size(256, 16)
+    width = run.size(128, 8)
     model = nn.Sequential(
         nn.Conv2d(3, width, 5, stride=2),
         nn.ReLU(),

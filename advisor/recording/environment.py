@@ -11,8 +11,10 @@ import gc
 import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,21 +139,38 @@ def environment() -> dict[str, str]:
 def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
     """(commit, uncommitted changes in tracked files) of the repository around a folder."""
     folder = folder or Path.cwd()
-    try:
-        done = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch",
-             "--untracked-files=no", "--ignore-submodules"],
-            cwd=folder, check=False, capture_output=True, timeout=GIT_SECONDS,
-            stdin=subprocess.DEVNULL, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
+    told = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no",
+                "--ignore-submodules")  # fmt: skip
+    if told is None:
         return _head(folder), None
-    if done.returncode != 0:
-        return _head(folder), None
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    lines = told.decode("utf-8", "replace").splitlines()
     oid = next((x.split()[-1] for x in lines if x.startswith("# branch.oid ")), None)
     commit = oid if oid is not None and _is_commit(oid) else None
     return commit, any(not line.startswith("#") for line in lines)
+
+
+def _git(folder: Path, *words: str) -> bytes | None:
+    """What git prints; ``None``: it failed, or is not here.
+
+    Without a pipe: loader workers that are forked just now would inherit its other end, and
+    whoever reads from it wait until they end, which may be when training does. Popen makes none,
+    not even its own, with a full path, an open file and ``close_fds=False``.
+    """
+    program = shutil.which("git")
+    if program is None:
+        return None
+    command = [program, "-C", str(folder), "-c", "core.fsmonitor=false", *words]
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        with tempfile.TemporaryFile() as out:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL,
+                close_fds=False, timeout=GIT_SECONDS, env=env, check=False,
+            )  # fmt: skip
+            out.seek(0)
+            return out.read() if done.returncode == 0 else None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _head(folder: Path) -> str | None:

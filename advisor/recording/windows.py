@@ -38,7 +38,7 @@ RETRY = 20
 MAX_RETRIES = 5
 EXPORT_SECONDS = 120.0
 """How long the end of a run waits for a trace that is being written."""
-PLACE_SECONDS = 60.0
+PLACE_SECONDS = 20.0
 """How long a trace waits for its folder: a short run can be over before it is made."""
 
 

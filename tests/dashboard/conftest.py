@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ ARGUMENTS = [
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 PATIENCE_MS = 30_000
+IDLE = """() => new Promise(done => {
+  const again = () => requestIdleCallback(done, {timeout: 2000});
+  requestIdleCallback(() => setTimeout(again), {timeout: 5000}); })"""
+"""Done once the page has nothing to do, twice: what an answer sets off has been asked for then."""
 PATHS = {page.module: page.path for page in PAGES}
 MODULES = tuple(PATHS)
 
@@ -71,34 +76,75 @@ class Shown:
 def serving(session: Session) -> Iterator[Shown]:
     """Serve a session on a free port, as ``advisor dashboard`` does."""
     access = Access()
-    server = bind(create_app(session, access).server, access, 0)
+    with _answering(create_app(session, access).server, access) as address:
+        try:
+            yield Shown(session, address)
+        finally:
+            session.close()
+
+
+@contextmanager
+def _answering(application: Callable[..., Any], access: Access) -> Iterator[str]:
+    server = bind(application, access, 0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        yield Shown(session, server.address.rstrip("/"))
+        yield server.address.rstrip("/")
     finally:
         server.close()
-        session.close()
 
 
-@pytest.fixture(scope="module")
-def show() -> Iterator[Callable[..., Shown]]:
-    """``show(path, …)``: a dashboard of these paths, one server for the module."""
-    made: dict[tuple[str, ...], Any] = {}
-    opened = []
+@dataclass
+class Stage:
+    """Dashboards that take turns at one address.
 
-    def get(*paths: object) -> Shown:
+    A browser keeps the scripts of an address, compiled: some seconds that are spent once then,
+    and not for each recording.
+    """
+
+    access: Access = field(default_factory=Access)
+    address: str = ""
+    now: Callable[..., Any] | None = None
+    """The application that answers."""
+    made: dict[tuple[str, ...], tuple[Shown, Callable[..., Any]]] = field(default_factory=dict)
+
+    def answer(self, environ: Any, start: Any) -> Any:
+        """WSGI: what the application whose turn it is answers."""
+        assert self.now is not None
+        return self.now(environ, start)
+
+    def show(self, *paths: object) -> Shown:
+        """A dashboard of these paths; read and analysed once."""
         key = tuple(map(str, paths))
-        if key not in made:
-            server = serving(Session(key).load())
-            made[key] = server.__enter__()
-            opened.append(server)
-        found: Shown = made[key]
-        return found
+        if key not in self.made:
+            session = Session(key).load()
+            application = create_app(session, self.access).server
+            self.made[key] = Shown(session, self.address), application
+        return self.made[key][0]
 
-    yield get
-    for server in opened:
-        server.__exit__(None, None, None)
+    def turn(self, shown: Shown) -> bool:
+        """From now on this one answers; false: it has an address of its own."""
+        for made, application in self.made.values():
+            if made is shown:
+                self.now = application
+                return True
+        return False
+
+
+@pytest.fixture(scope="session")
+def stage() -> Iterator[Stage]:
+    """Where the dashboards of all tests of this process are shown."""
+    made = Stage()
+    with _answering(made.answer, made.access) as made.address:
+        yield made
+    for shown, _ in made.made.values():
+        shown.session.close()
+
+
+@pytest.fixture(scope="session")
+def show(stage: Stage) -> Callable[..., Shown]:
+    """``show(path, …)``: a dashboard of these paths."""
+    return stage.show
 
 
 @pytest.fixture
@@ -114,8 +160,17 @@ class Tab:
     page: Any
     address: str
     wrong: list[str] = field(default_factory=list)
-    pending: int = 0
+    pending: set[Any] = field(default_factory=set)
     """Requests that are not answered yet."""
+
+    def __post_init__(self) -> None:
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.wrong.append(f"script: {error}"))
+        self.page.on("request", self._request)
+        self.page.on("requestfinished", self._answered)
+        self.page.on("requestfailed", self._answered)
+        self.page.on("response", self._response)
 
     def open(self, path: str) -> Any:
         """Go to a page of the dashboard and wait until it is there."""
@@ -134,10 +189,12 @@ class Tab:
             yield module
 
     def settle(self) -> None:
-        """Wait until nothing has been asked of the server for a moment."""
+        """Wait until all that was asked of the server is answered and shown."""
         quiet, deadline = 0, time.monotonic() + PATIENCE_MS / 1e3
-        while quiet < 4 and time.monotonic() < deadline:
-            self.page.wait_for_timeout(40)
+        while quiet < 2 and time.monotonic() < deadline:
+            self.page.wait_for_timeout(20)
+            if not self.pending:
+                self.page.evaluate(IDLE)
             quiet = 0 if self.pending else quiet + 1
 
     def text(self, selector: str = "main") -> str:
@@ -145,50 +202,81 @@ class Tab:
         found: str = self.page.locator(selector).first.inner_text()
         return found
 
+    def leave(self) -> None:
+        """As new, but for the scripts that the browser has compiled: kept are no view, theme,
+        permission or route of the one who used it. An image of the same address is looked at: an
+        empty page would get another process, and lose the scripts."""
+        context = self.page.context
+        assert context.pages == [self.page]
+        self.page.unroute_all()
+        context.unroute_all()
+        context.clear_permissions()
+        context.clear_cookies()
+        self.page.goto(f"{self.address}/assets/favicon.svg")
+        self.page.evaluate("localStorage.clear(), sessionStorage.clear()")
+        self.page.mouse.move(0, 0)
+        self.pending.clear()
+        self.wrong.clear()
+
+    def _console(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.wrong.append(f"console {message.type}: {message.text[:300]}")
+
+    def _request(self, request: Any) -> None:
+        self.pending.add(request)
+        if not request.url.startswith((self.address, "data:", "blob:")):
+            self.wrong.append(f"request to elsewhere: {request.url}")
+
+    def _answered(self, request: Any) -> None:
+        self.pending.discard(request)
+
+    def _response(self, answer: Any) -> None:
+        if answer.status >= 400:
+            self.wrong.append(f"{answer.status} for {answer.url}")
+
+
+@pytest.fixture(scope="session")
+def used_tabs() -> list[Tab]:
+    """Tabs that may be used again."""
+    return []
+
 
 @pytest.fixture
-def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
-    """``tab(shown)``: a tab of its own on a dashboard."""
-    contexts = []
+def tab(browser: Any, stage: Stage, used_tabs: list[Tab]) -> Iterator[Callable[..., Tab]]:
+    """``tab(shown)``: a tab on a dashboard. ``fresh``: of a browser that was never here, with
+    nothing kept and no script loaded."""
+    out, fresh_ones = [], []
 
-    def get(shown: Shown, *, dark: bool = False, width: int = 1440) -> Tab:
-        context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
-        )
-        contexts.append(context)
-        made = Tab(context.new_page(), shown.address)
-        made.page.set_default_timeout(PATIENCE_MS)
-        made.page.on("console", lambda message: _console(made, message))
-        made.page.on("pageerror", lambda error: made.wrong.append(f"script: {error}"))
-        made.page.on("request", lambda request: _request(made, request))
-        made.page.on("requestfinished", lambda request: _answered(made))
-        made.page.on("requestfailed", lambda request: _answered(made))
-        made.page.on("response", lambda answer: _response(made, answer))
+    def get(shown: Shown, *, dark: bool = False, width: int = 1440, fresh: bool = False) -> Tab:
+        size, scheme = {"width": width, "height": 900}, "dark" if dark else "light"
+        again = stage.turn(shown) and not fresh
+        if again and used_tabs:
+            made = used_tabs.pop()
+            made.page.set_viewport_size(size)
+            made.page.emulate_media(media="null", color_scheme=scheme, reduced_motion="null")
+        else:
+            context = browser.new_context(viewport=size, color_scheme=scheme)
+            made = Tab(context.new_page(), shown.address)
+        (out if again else fresh_ones).append(made)
         return made
 
     yield get
-    for context in contexts:
-        context.close()
+    for made in fresh_ones:
+        made.page.context.close()
+    for made in out:
+        try:
+            made.leave()
+        except (AssertionError, playwright_error()):
+            made.page.context.close()
+        else:
+            used_tabs.append(made)
 
 
-def _console(tab: Tab, message: Any) -> None:
-    if message.type in ("error", "warning"):
-        tab.wrong.append(f"console {message.type}: {message.text[:300]}")
+def playwright_error() -> type[Exception]:
+    """What Playwright raises; imported late, as it may be absent."""
+    from playwright.sync_api import Error
 
-
-def _answered(tab: Tab) -> None:
-    tab.pending -= 1
-
-
-def _request(tab: Tab, request: Any) -> None:
-    tab.pending += 1
-    if not request.url.startswith((tab.address, "data:", "blob:")):
-        tab.wrong.append(f"request to elsewhere: {request.url}")
-
-
-def _response(tab: Tab, answer: Any) -> None:
-    if answer.status >= 400:
-        tab.wrong.append(f"{answer.status} for {answer.url}")
+    return Error
 
 
 @pytest.fixture(scope="session")
@@ -197,6 +285,7 @@ def truncated(
 ) -> Callable[[], Path]:
     """The first 60 % of a real trace, cut in the middle of an event."""
 
+    @cache
     def make() -> Path:
         whole = gzip.decompress(Path(shared_trace("h100_bert_small_inference")).read_bytes())
         target = tmp_path_factory.mktemp("truncated") / "cut.json"
@@ -212,6 +301,7 @@ def two_ranks(
 ) -> Callable[[], Path]:
     """A folder with the traces of two ranks."""
 
+    @cache
     def make() -> Path:
         folder = tmp_path_factory.mktemp("two_ranks")
         for number in (0, 1):
@@ -226,6 +316,7 @@ def two_ranks(
 def cpu_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     """Four steps of a small model, recorded here and now by torch's own profiler."""
 
+    @cache
     def make() -> Path:
         torch = pytest.importorskip("torch", reason="torch is not installed")
         target = tmp_path_factory.mktemp("cpu") / "cpu.json"
@@ -256,15 +347,17 @@ import sys, time, torch
 from torch.utils.data import DataLoader, Dataset
 
 class Numbers(Dataset):
-    def __len__(self): return int(sys.argv[1])
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
     def __getitem__(self, i):
         time.sleep(float(sys.argv[2]))
         return torch.full((64,), float(i % 7)), i % 8
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8))
 optimizer = torch.optim.AdamW(model.parameters())
-train = DataLoader(Numbers(), batch_size=8, shuffle=True)
-valid = DataLoader(Numbers(), batch_size=32)
+samples = int(sys.argv[1])
+train = DataLoader(Numbers(samples), batch_size=8, shuffle=True)
+valid = DataLoader(Numbers(samples // 4), batch_size=32)
 for epoch in range(2):
     for x, y in train:
         optimizer.zero_grad()
@@ -302,6 +395,7 @@ def recording_process(
 def recorded_run(recording_process: Any) -> Callable[[], Path]:
     """Sixty-four steps in two epochs, recorded here and now by our own recorder."""
 
+    @cache
     def make() -> Path:
         run, process = recording_process(256, 0.001)
         assert process.wait(120) == 0

@@ -38,7 +38,7 @@ def background(page: Any) -> str:
 def test_the_theme_is_the_systems_until_one_is_chosen_and_then_stays(
     h100: str, show: Any, tab: Any
 ) -> None:
-    t = tab(show(h100), dark=True)
+    t = tab(show(h100), dark=True, fresh=True)
     page = t.open("/")
     assert theme(page) == "dark"
     dark = background(page)
@@ -114,7 +114,7 @@ def test_show_me_leads_to_the_worst_instance(h100: str, show: Any, tab: Any) -> 
 
 def test_a_link_reproduces_the_view(ranks: str, show: Any, tab: Any) -> None:
     shown = show(ranks)
-    one, other = tab(shown), tab(shown)
+    one, other = tab(shown), tab(shown, fresh=True)
     page = one.open("/kernels")
     page.locator(".choices a", has_text="1").click()
     page.wait_for_url("**/kernels?rank=1")

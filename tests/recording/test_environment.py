@@ -161,6 +161,18 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are not forked here")
+def test_git_is_asked_without_a_pipe_that_a_forked_worker_would_keep_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pipe() -> None:
+        raise AssertionError("a pipe")
+
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(os, "pipe", pipe)
+    assert environment.git_state(tmp_path) == (None, False)
+
+
 def test_commit_and_changes_are_told(repository: Path) -> None:
     commit = git(repository, "rev-parse", "HEAD")
     (repository / "new.txt").write_text("not tracked")

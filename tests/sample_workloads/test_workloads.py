@@ -131,8 +131,8 @@ def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
 def test_both_variants_run_and_compute_the_same_where_the_cure_is_neutral(
     name: str, tmp_path: Path
 ) -> None:
-    slow = running.drive(name, setup(name, "slow", tmp_path, 0.5), 4)
-    cured = running.drive(name, setup(name, "cured", tmp_path, 0.5), 4)
+    slow = running.drive(name, setup(name, "slow", tmp_path, 0.25), 3)
+    cured = running.drive(name, setup(name, "cured", tmp_path, 0.25), 3)
     assert all(math.isfinite(value) for value in (*slow, *cured))
     if not ALL[name].differs:
         assert cured == pytest.approx(slow, rel=1e-4)
@@ -222,9 +222,10 @@ def test_the_finding_appears_and_the_cured_twin_has_it_no_more(name: str, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ON_GPU, *CONTROLS])
 def test_nothing_is_made_up_where_a_cpu_cannot_show_it(name: str, tmp_path: Path) -> None:
-    for variant in ("slow", "cured"):
+    variants: tuple[Variant, ...] = ("slow",) if name in CONTROLS else ("slow", "cured")
+    for variant in variants:
         run, out = setup(name, variant, tmp_path, 0.25), tmp_path / variant
-        running.record(name, run, out)
+        running.record(name, run, out, steps=4)
         report = analyze(open_run(str(out)))
-        assert report.scope.steps_found == ALL[name].steps
+        assert report.scope.steps_found == 4
         assert [*report.findings, *report.risks] == []

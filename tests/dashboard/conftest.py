@@ -31,10 +31,9 @@ ARGUMENTS = [
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 PATIENCE_MS = 30_000
-IDLE = """() => new Promise(done => {
-  const again = () => requestIdleCallback(done, {timeout: 2000});
-  requestIdleCallback(() => setTimeout(again), {timeout: 5000}); })"""
-"""Done once the page has nothing to do, twice: what an answer sets off has been asked for then."""
+FRAMES = """() => new Promise(done =>
+  requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"""
+"""Done once two frames are drawn: however slow the machine, what came before has been shown."""
 PATHS = {page.module: page.path for page in PAGES}
 MODULES = tuple(PATHS)
 
@@ -191,10 +190,10 @@ class Tab:
     def settle(self) -> None:
         """Wait until all that was asked of the server is answered and shown."""
         quiet, deadline = 0, time.monotonic() + PATIENCE_MS / 1e3
-        while quiet < 2 and time.monotonic() < deadline:
+        while quiet < 3 and time.monotonic() < deadline:
             self.page.wait_for_timeout(20)
             if not self.pending:
-                self.page.evaluate(IDLE)
+                self.page.evaluate(FRAMES)
             quiet = 0 if self.pending else quiet + 1
 
     def text(self, selector: str = "main") -> str:

@@ -16,6 +16,13 @@ REPO = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", REPO.parent / "shared" / "traces"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores: a third of the tests' time they wait for a browser,
+    for a program that they started, or for a timer."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session")
 def shared_trace() -> Callable[[str], str]:
     """``shared_trace("alexnet")``: path of a public real trace; skips where they are absent."""

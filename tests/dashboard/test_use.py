@@ -200,7 +200,7 @@ def test_a_figure_is_saved_as_png(h100: str, show: Any, tab: Any) -> None:
 @pytest.mark.parametrize("dark", [False, True], ids=["light, two ranks", "dark, one with stacks"])
 def test_axe_finds_nothing_serious(dark: bool, ranks: str, h100: str, show: Any, tab: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    t = tab(show(h100 if dark else ranks), dark=dark)
+    t = tab(show(h100 if dark else ranks), dark=dark, fresh=True)
     bad = []
     for module in t.walk():
         if module == "kernels":
@@ -209,7 +209,8 @@ def test_axe_finds_nothing_serious(dark: bool, ranks: str, h100: str, show: Any,
         t.page.wait_for_function(
             "() => [...document.querySelectorAll('.ag-root-wrapper')].every(grid => {"
             "  const rows = [...grid.querySelectorAll('.ag-header-row-column')];"
-            "  return rows.length && rows.every(row => row.children.length); })"
+            "  return !grid.querySelector('.ag-delay-render')"
+            "    && rows.length && rows.every(row => row.children.length); })"
         )
         found = axe.run(t.page).response
         if "color-contrast" not in {item["id"] for item in found["passes"]}:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -110,6 +111,7 @@ class Workload:
         return 1.0 if device.startswith("cuda") else self.cpu_scale
 
 
+@cache
 def catalogue() -> dict[str, Workload]:
     """All workloads by name, without importing them."""
     found = {}

@@ -45,7 +45,7 @@ def loop(run: Setup) -> Iterator[Any]:
     torch.manual_seed(run.seed)
     torch._dynamo.reset()
     width, batch = run.size(512, 32), run.size(1024, 16)
-    model = nn.Sequential(*(Block(width, watched=not run.cured) for _ in range(6)))
+    model = nn.Sequential(*(Block(width, watched=not run.cured) for _ in range(run.size(6, 3))))
     model = model.to(run.device)
     compiled = torch.compile(
         model, fullgraph=run.cured, backend="inductor" if run.on_gpu else "aot_eager"

@@ -47,7 +47,7 @@ def loop(run: Setup) -> Iterator[Any]:
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
     model = nn.Sequential(
         nn.Embedding(VOCABULARY, width),
-        *(Block(width) for _ in range(LAYERS)),
+        *(Block(width) for _ in range(run.size(LAYERS, 2))),
         nn.LayerNorm(width),
         nn.Linear(width, VOCABULARY, bias=False),
     ).to(run.device, dtype)

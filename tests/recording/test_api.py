@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,8 @@ def test_coroutines_and_asynchronous_generators(
         assert await anext(made) == 1
         await made.aclose()
 
-    asyncio.run(main())
+    with ThreadPoolExecutor(1) as pool:  # Playwright's loop may still be open in this thread
+        pool.submit(asyncio.run, main()).result()
     assert steps(tmp_path, recorder) == 8
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def test_forwards_are_timed_with_the_wrapper_and_without(tmp_path: Path) -> None
     check_sums(record)
     assert len(record.steps) == 30
     shares = [step.phases["forward"] / step.dur for step in record.steps[5:]]
-    assert min(shares) > 0.05
+    assert min(shares) > 0 and median(shares) > 0.05
     assert sorted(shares)[12] == pytest.approx(
         record.steps[2].phases["forward"] / record.steps[2].dur, rel=0.6
     )

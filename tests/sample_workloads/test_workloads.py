@@ -3,6 +3,7 @@ its finding appears in the slow variant and not in the cured one."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ CONTROLS = [name for name, workload in ALL.items() if not workload.finds]
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Sums in one order, and no contention with loader workers and tests beside this one."""
+    gc.freeze()  # most workloads end with a collection, and torch has imported much since
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -149,8 +151,6 @@ def test_a_seed_means_the_same_numbers_in_every_run(name: str, tmp_path: Path) -
 
 
 def test_the_caller_keeps_random_state_precision_and_garbage_collection(tmp_path: Path) -> None:
-    import gc
-
     torch.manual_seed(7)
     before = torch.get_rng_state(), torch.get_float32_matmul_precision(), gc.isenabled()
     for name in ("fp32_matmul", "gc_pauses"):

@@ -9,6 +9,7 @@ import pickle
 import weakref
 from pathlib import Path
 from statistics import median
+from time import perf_counter_ns
 from typing import Any
 
 import pytest
@@ -39,11 +40,17 @@ class Job:
         torch.manual_seed(0)
         self.net = Deep()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        self.forward: list[int] = []
+        """How long each call of the net took, ns."""
 
     def learn(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            loss = self.net(torch.ones(2, 4)).pow(2).mean()
+            x = torch.ones(2, 4)
+            begin = perf_counter_ns()
+            y = self.net(x)
+            self.forward.append(perf_counter_ns() - begin)
+            loss = y.pow(2).mean()
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -73,11 +80,9 @@ def test_forwards_are_timed_with_the_wrapper_and_without(tmp_path: Path) -> None
     record = only_rank(tmp_path / "run")
     check_sums(record)
     assert len(record.steps) == 30
-    shares = [step.phases["forward"] / step.dur for step in record.steps[5:]]
-    assert min(shares) > 0 and median(shares) > 0.05
-    assert sorted(shares)[12] == pytest.approx(
-        record.steps[2].phases["forward"] / record.steps[2].dur, rel=0.6
-    )
+    shares = [s.phases["forward"] / ns for s, ns in zip(record.steps, job.forward, strict=True)]
+    assert 0 < min(shares) and max(shares) <= 1
+    assert median(shares[:3]) > 0.7 and median(shares[3:]) > 0.7
 
 
 def test_copies_and_pickles_are_as_if_nothing_were_there(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_forwards_are_timed_with_the_wrapper_and_without(tmp_path: Path) -> None
     check_sums(record)
     assert len(record.steps) == 30
     shares = [s.phases["forward"] / ns for s, ns in zip(record.steps, job.forward, strict=True)]
-    assert 0 < min(shares) and max(shares) <= 1
+    assert min(shares) > 0 and max(shares) <= 1
     assert median(shares[:3]) > 0.7 and median(shares[3:]) > 0.7
 
 

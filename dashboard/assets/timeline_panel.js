@@ -293,18 +293,30 @@
       for (var i = 0; i < (t.folded[g.key] ? 1 : g.count) && all.length < 900; i++) { all.push(g.first + i); }
       return all;
     }, []);
-    t.data.json("table", { x0: Math.floor(t.x0), x1: Math.ceil(t.x1), lanes: T.ranges(lanes) }).then(function (answer) {
+    var wanted = { x0: Math.floor(t.x0), x1: Math.ceil(t.x1), lanes: T.ranges(lanes) };
+    var key = JSON.stringify(wanted);
+    if (key === this.filled) { return; }  // new rows would take the focus from the old ones
+    this.filled = key;
+    t.data.json("table", wanted).then(function (answer) {
+      if (self.filled !== key) { return; }
       self.caption.textContent = answer.total > answer.rows.length
         ? "The " + answer.rows.length + " longest of " + T.count(answer.total) + " slices in view, in order of time"
         : T.count(answer.total) + " slices in view, in order of time";
+      var focused = self.body.contains(document.activeElement) ? document.activeElement.dataset.slice : null;
       self.body.replaceChildren.apply(self.body, answer.rows.map(function (row) {
+        var button = el("button", { type: "button", cls: "tl-link", title: row.name, onclick: function () { t.go(row); } }, [el("span", { text: T.short(row.name) })]);
+        button.dataset.slice = row.id;
         return el("tr", {}, [
-          el("th", { scope: "row" }, [el("button", { type: "button", cls: "tl-link", title: row.name, onclick: function () { t.go(row); } }, [el("span", { text: T.short(row.name) })])]),
+          el("th", { scope: "row" }, [button]),
           el("td", { text: row.group }), el("td", { text: row.category }),
           el("td", { cls: "num", text: T.instant(row.ts, Math.max(row.dur / 100, 1)) }), el("td", { cls: "num", text: T.time(row.dur) })
         ]);
       }));
-    }, function (error) { self.caption.textContent = error.message; });
+      if (focused !== null) {
+        var again = Array.from(self.body.querySelectorAll("button")).find(function (b) { return b.dataset.slice === focused; });
+        if (again) { again.focus({ preventScroll: true }); }
+      }
+    }, function (error) { self.filled = null; self.caption.textContent = error.message; });
   };
 
   T.Panel = Panel;

@@ -341,9 +341,13 @@ def test_the_table_lists_what_is_in_view_and_is_reached_by_keyboard(a100: Any) -
     page.keyboard.press("Enter")
     state = settle(page)
     assert state["chosen"]["name"].startswith(name.split("…")[0][:20])
-    page.get_by_role("button", name="Zoom in (W)").click()
-    settle(page)
-    page.wait_for_timeout(500)
+    page.evaluate("place => advisorTimeline.current.showPlace(place)", state["chosen"])
+    # the view moves there, the table with it, and the focus stays on that slice
+    page.wait_for_function(
+        """([id, all]) => document.activeElement.dataset.slice === String(id)
+             && !document.querySelector(".tl-table caption").innerText.includes(all)""",
+        arg=[state["chosen"]["id"], f"{125_036 - hidden:,}"],
+    )
     assert 0 < counted() < 125_036 - hidden
 
 

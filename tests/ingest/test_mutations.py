@@ -1,7 +1,7 @@
 """Damaged and hostile traces by the thousand: no exception but our own, no hang, no memory gone.
 
-All are read; ``ADVISOR_MUTATIONS=2000`` runs so many through the whole analysis too (few
-otherwise: ``tests/test_mutated_traces.py`` does that with other mutations).
+All are read; ``ADVISOR_MUTATIONS=2000`` runs so many through the whole analysis too (a hundred
+otherwise).
 """
 
 from __future__ import annotations

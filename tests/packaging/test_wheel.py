@@ -101,11 +101,13 @@ def build_and_install(folder: Path) -> None:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leftovers)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "build", "--outdir", folder / "built", source, cwd=folder)
-    (path,) = (folder / "built").glob("*.whl")
-    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
-    pip = (folder / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile")
-    run(*pip, "-c", ROOT / "constraints.txt", path, cwd=folder)
+    built = folder / "built"
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", built, source, cwd=folder)
+    (path,) = built.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "venv" / "bin" / "python", "install")
+    options = ("--quiet", "--no-compile", "--disable-pip-version-check")
+    run(*pip, *options, "-c", ROOT / "constraints.txt", path, cwd=folder)
 
 
 def test_the_wheel_claims_no_top_level_name_but_advisor(wheel: Wheel) -> None:

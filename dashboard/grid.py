@@ -65,6 +65,9 @@ def grid(
         },
         style={"height": f"{min(height, 44 + 37 * max(len(rows), 1))}px", "width": "100%"},
         className="grid",
+        # not by the columns' own "flex": a grid below the fold that is opened again waits with it,
+        # without its cells, until somebody scrolls there
+        columnSize="responsiveSizeToFit",
     )
     return el(
         "Div",
@@ -97,10 +100,11 @@ def register_search(app: dash.Dash, id: str) -> None:  # noqa: A002
 
 def _definition(column: Column) -> dict[str, Any]:
     made: dict[str, Any] = {"field": column.field, "headerName": column.title}
-    if column.width is not None:
-        made["width"] = column.width
-    if column.flex is not None:
-        made |= {"flex": column.flex, "minWidth": 130 * column.flex}
+    if column.flex is not None:  # shares what the others leave
+        made |= {"width": 130 * column.flex, "minWidth": 130 * column.flex}
+    else:
+        width = column.width or 130
+        made |= {"width": width, "minWidth": width, "maxWidth": width, "resizable": False}
     if column.number:
         made |= {
             "type": "rightAligned",

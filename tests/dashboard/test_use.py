@@ -97,6 +97,21 @@ def test_the_field_above_a_grid_filters_it(h100: str, show: Any, tab: Any) -> No
     assert all("flash" in text.lower() for text in rows.all_inner_texts())
 
 
+def test_a_grid_below_the_fold_is_filled_when_it_is_opened_again(
+    h100: str, show: Any, tab: Any
+) -> None:
+    t = tab(show(h100))
+    for _ in t.walk("kernels", "overview", "kernels"):
+        pass
+    t.page.wait_for_function(
+        """() => { const grid = document.querySelector("#op-grid");
+          const cell = grid.querySelector(".ag-center-cols-container .ag-cell");
+          const widths = [...grid.querySelectorAll(".ag-header-cell")].map(c => c.offsetWidth);
+          return cell && getComputedStyle(cell).visibility === "visible" && grid.offsetWidth > 300
+            && Math.abs(widths.reduce((a, b) => a + b) - grid.offsetWidth) < 25; }"""
+    )
+
+
 def test_show_me_leads_to_the_worst_instance(h100: str, show: Any, tab: Any) -> None:
     shown = show(h100)
     finding = shown.session.entries[0].loaded.report.findings[0]

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -115,8 +116,9 @@ def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -
         # the window opens inside the fetch of its first batch, and closes inside one
         assert 4 <= len(ranges) <= 6
         if name != "data":
-            told = sum(step.phases[name] for step in kept) / 1e3
-            assert sum(e["dur"] for e in ranges) == pytest.approx(told, rel=0.25, abs=300)
+            # in the middle: any one of them may be interrupted between the two clock readings
+            told = median(step.phases[name] for step in kept) / 1e3
+            assert median(e["dur"] for e in ranges) == pytest.approx(told, rel=0.25, abs=100)
     assert next(e for e in events if e["name"] == "advisor::mine")["dur"] >= 2000
 
 

@@ -16,6 +16,8 @@ help: ## Show this list
 demo: $(STAMP) ## Record a short training run and analyse it
 	@$(BIN)/advisor demo
 
+# The tests start programs by the dozen: with compiled files kept, each starts a second sooner.
+test: export PYTHONDONTWRITEBYTECODE =
 # worksteal: a worker that is done takes over tests from one that got the long ones.
 test: $(STAMP) ## Run the tests on all cores (ARGS="-k name" is passed to pytest)
 	$(BIN)/pytest -n auto --dist worksteal $(ARGS)

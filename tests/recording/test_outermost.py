@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import weakref
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,14 @@ from advisor.recording.outermost import PLACE, Direct
 torch = pytest.importorskip("torch")
 
 QUIET: dict[str, Any] = {"active": 0, "telemetry": 0.0, "report": False}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled_yet() -> None:
+    """Whatever other tests compiled in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is not None:
+        utils.counters.clear()
 
 
 class Deep(torch.nn.Module):

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -116,9 +115,9 @@ def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -
         # the window opens inside the fetch of its first batch, and closes inside one
         assert 4 <= len(ranges) <= 6
         if name != "data":
-            # in the middle: any one of them may be interrupted between the two clock readings
-            told = median(step.phases[name] for step in kept) / 1e3
-            assert median(e["dur"] for e in ranges) == pytest.approx(told, rel=0.25, abs=100)
+            # the shortest: any of them may be interrupted between the two clock readings
+            told = min(step.phases[name] for step in kept) / 1e3
+            assert min(e["dur"] for e in ranges) == pytest.approx(told, rel=0.25, abs=200)
     assert next(e for e in events if e["name"] == "advisor::mine")["dur"] >= 2000
 
 

@@ -294,11 +294,11 @@
       return all;
     }, []);
     var wanted = { x0: Math.floor(t.x0), x1: Math.ceil(t.x1), lanes: T.ranges(lanes) };
-    var key = JSON.stringify(wanted);
-    if (key === this.filled) { return; }  // new rows would take the focus from the old ones
-    this.filled = key;
-    t.data.json("table", wanted).then(function (answer) {
-      if (self.filled !== key) { return; }
+    var data = t.data, key = JSON.stringify(wanted);
+    if (data.tabled === key) { return; }  // new rows would take the focus from the old ones
+    data.tabled = key;
+    data.json("table", wanted).then(function (answer) {
+      if (t.data !== data || data.tabled !== key) { return; }
       self.caption.textContent = answer.total > answer.rows.length
         ? "The " + answer.rows.length + " longest of " + T.count(answer.total) + " slices in view, in order of time"
         : T.count(answer.total) + " slices in view, in order of time";
@@ -316,7 +316,11 @@
         var again = Array.from(self.body.querySelectorAll("button")).find(function (b) { return b.dataset.slice === focused; });
         if (again) { again.focus({ preventScroll: true }); }
       }
-    }, function (error) { self.filled = null; self.caption.textContent = error.message; });
+    }, function (error) {
+      if (t.data !== data || data.tabled !== key) { return; }
+      data.tabled = "";
+      self.caption.textContent = error.message;
+    });
   };
 
   T.Panel = Panel;

@@ -387,6 +387,21 @@ def test_ranks_can_be_chosen(show: Any, tab: Any, two_ranks: Any) -> None:
     assert made.wrong == []
 
 
+def test_the_table_is_that_of_the_rank_that_is_chosen(show: Any, tab: Any, two_ranks: Any) -> None:
+    """The view stays where it was, so what is asked for is the same but for the rank."""
+    made = tab(show(two_ranks()))
+    page = made.open("/timeline?rank=1")
+    settle(page)
+    page.get_by_text("Table of what is in view").click()
+    page.locator(".tl-table tbody tr").first.wait_for()
+    settle(page)
+    texts = "() => document.querySelector('.tl-table tbody').innerText"
+    before = page.evaluate(texts)
+    page.get_by_label("Rank").select_option("0")
+    page.wait_for_function(f"before => ({texts})() !== before", arg=before)
+    assert made.wrong == []
+
+
 def test_a_hostile_name_is_text(show: Any, tab: Any, tmp_path_factory: Any) -> None:
     b = TraceBuilder(gpu="A100", rank=0)
     for _ in range(3):

@@ -417,7 +417,7 @@ class Session:
         """The first step has ended: this process does train."""
         if self.loaders.length is not None:
             self.windows.fit(self.loaders.length // micro)
-        self._where()
+        self._where()  # a window may open before the writer's thread has asked
         self.writer.open()
         self.oom.install()
 

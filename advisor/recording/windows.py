@@ -60,7 +60,7 @@ class Windows:
         self._tell = tell
         self.enabled = options.traces(rank)
         self._folder: Path | None = None
-        self._settled = threading.Event()
+        self._placed = threading.Event()
         self.wanted: str | None = None
         """Why a window should open at the next boundary; set by any thread."""
         self.asked: str | None = None
@@ -85,7 +85,7 @@ class Windows:
     def place(self, folder: Path | None) -> None:
         """Where traces go, from any thread; ``None``: there will be no such place."""
         self._folder = folder
-        self._settled.set()
+        self._placed.set()
 
     def fit(self, length: int | None) -> None:
         """A loader of so many batches is begun: a short loop gets an earlier window."""
@@ -301,7 +301,7 @@ class Windows:
 
     def _write(self, profiler: Any, event: dict[str, Any]) -> None:
         try:
-            self._settled.wait(PLACE_SECONDS)
+            self._placed.wait(PLACE_SECONDS)
             if self._folder is None:
                 raise RuntimeError("there is no folder for it")
             size = write_trace(profiler, self._folder, self._number)

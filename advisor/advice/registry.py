@@ -9,6 +9,7 @@ import pkgutil
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -52,12 +53,16 @@ def load_rules(
     ]
 
 
-def _modules(folder: Path | None) -> Iterator[ModuleType]:
+@cache
+def _own() -> tuple[ModuleType, ...]:
     import advisor.rules
 
-    for found in pkgutil.walk_packages(advisor.rules.__path__, "advisor.rules."):
-        if not found.ispkg:
-            yield importlib.import_module(found.name)
+    found = pkgutil.walk_packages(advisor.rules.__path__, "advisor.rules.")
+    return tuple(importlib.import_module(one.name) for one in found if not one.ispkg)
+
+
+def _modules(folder: Path | None) -> Iterator[ModuleType]:
+    yield from _own()
     for point in entry_points(group=ENTRY_POINTS):
         try:
             loaded = point.load()

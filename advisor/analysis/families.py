@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from advisor.analysis.names import remembered
+
 FAMILIES = (
     "gemm",  # matrix multiplications, with their split-K reductions and epilogues
     "convolution",
@@ -176,6 +178,11 @@ SDPA = r"^aten::_?scaled_dot_product_"
 def op_families(names: pl.Series) -> pl.Series:
     """Family of the work that each operator does itself; null: it only calls others, or nothing
     is known of it. Both names and result are one row an operator name (strings)."""
+    return _op_families(names)["family"]
+
+
+@remembered
+def _op_families(names: pl.Series) -> pl.DataFrame:
     known = names.str.strip_prefix("aten::")
     aten = names.str.starts_with("aten::")
     found = [_lookup(op) if is_aten else None for op, is_aten in zip(known, aten, strict=True)]
@@ -187,7 +194,7 @@ def op_families(names: pl.Series) -> pl.Series:
         for family, text in _PATTERNS
     )
     family = pl.coalesce("table", pl.when(~engine).then(pattern))
-    return frame.select(family.cast(Family).alias("family"))["family"]
+    return frame.select(family.cast(Family).alias("family"))
 
 
 def op_family(name: str) -> str | None:

@@ -10,6 +10,7 @@ import polars as pl
 
 from advisor.analysis.dtypes import Format
 from advisor.analysis.families import MATRIX, Family
+from advisor.analysis.names import remembered
 
 _COMMUNICATION = (
     r"(?i)nccl|rccl|mscclpp|multimem_|nvshmem|deep_ep::|userbuffers_|cross_device_reduce"
@@ -198,6 +199,7 @@ def head(name: pl.Expr) -> pl.Expr:
     )
 
 
+@remembered
 def describe(names: pl.Series) -> pl.DataFrame:
     """One row a name (strings): what it tells.
 

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+FEW = 5_000
+"""With fewer names, to find the distinct ones takes longer than to look at all."""
+MOST_REMEMBERED = 4_096
+
+
+def remembered(
+    describe: Callable[[pl.Series], pl.DataFrame],
+) -> Callable[[pl.Series], pl.DataFrame]:
+    """What a function tells of names, one row a name, is kept for when they come again: in another
+    rank, window or run. Patterns by the dozen take longer to compile than to apply to some
+    hundred names. The function must look at each name by itself."""
+    lock = threading.Lock()
+    place: dict[str, int] = {}
+    kept: list[pl.DataFrame] = []
+
+    @wraps(describe)
+    def look_up(names: pl.Series) -> pl.DataFrame:
+        wanted = names.to_list()
+        with lock:
+            new = [name for name in dict.fromkeys(wanted) if name not in place]
+            if len(new) > MOST_REMEMBERED:
+                return describe(names)
+            if len(place) + len(new) > MOST_REMEMBERED:
+                place.clear()
+                kept.clear()
+                new = list(dict.fromkeys(wanted))
+            if new or not kept:
+                told = describe(pl.Series(new, dtype=pl.String))
+                kept[:] = [pl.concat([*kept, told])]
+                place.update(zip(new, range(len(place), len(place) + len(new)), strict=True))
+            return kept[0][[place[name] for name in wanted]]
+
+    return look_up
+
 
 def matches(names: pl.Series, pattern: str) -> pl.Series:
     """Boolean column: the name contains the regular expression (null names: false)."""
+    if len(names) < FEW:
+        return names.cast(pl.String).str.contains(pattern).fill_null(False).alias("matches")
     unique = names.unique().drop_nulls().cast(pl.String)
     wanted = unique.filter(unique.str.contains(pattern))
     return names.is_in(wanted.cast(pl.Categorical).implode()).fill_null(False).alias("matches")

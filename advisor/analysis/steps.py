@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import polars as pl
@@ -36,19 +37,20 @@ STEPS_SCHEMA = {
 }
 
 
-class Steps(NamedTuple):
+@dataclass(frozen=True)
+class Steps:
     """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
     ``ProfilerStep``, ``recorder``, ``optimizer`` or ``whole trace``."""
 
     table: pl.DataFrame
     source: str
 
-    @property
+    @cached_property
     def used(self) -> pl.DataFrame:
         """The steps that count."""
         return self.table.filter("used")
 
-    @property
+    @cached_property
     def spans(self) -> Intervals:
         """The instants that count, ns."""
         return union(self.used["ts"].to_numpy(), self.used["end"].to_numpy())

@@ -111,6 +111,7 @@ def segments(inside: bytes) -> tuple[Iterator[bytes], int]:
     return texts, others
 
 
+_LOOK_BACK = 256
 _CONTROL = bytes(b if b >= 0x20 else 0x20 for b in range(256))
 _STRING = rb'"(?:[^"\\]|\\.)*"?'
 _NOT_A_NUMBER = re.compile(_STRING + rb"|(-?\b(?:nan|inf(?:inity)?)\b)", re.IGNORECASE)
@@ -124,10 +125,23 @@ def sanitise(text: bytes) -> bytes:
     """Repair what makes a decoder refuse: control characters, bad UTF-8, lone surrogates, NaN and
     Infinity, and backslashes that escape nothing (Windows paths)."""
     text = text.translate(_CONTROL)
-    lower = text.lower()
-    if b"nan" in lower or b"inf" in lower:
+    if _perhaps_not_a_number(text):
         text = _NOT_A_NUMBER.sub(lambda m: b"null" if m.group(1) else m.group(0), text)
     if b"\\" in text:
         text = _BAD_ESCAPE.sub(lambda m: m.group(0) if m.group(1) else b"\\\\", text)
         text = _SURROGATE.sub(lambda m: b"\\ufffd" if m.group(2) else m.group(0), text)
     return text.decode("utf-8", "replace").encode()
+
+
+def _perhaps_not_a_number(text: bytes) -> bool:
+    """Whether NaN or Infinity stands where a value begins; most texts have them in names alone.
+    Python's pattern search is slow where no literal leads it."""
+    lower = text.lower()
+    for word in (b"nan", b"inf"):
+        at = lower.find(word)
+        while at >= 0:
+            before = lower[max(0, at - _LOOK_BACK) : at].rstrip(b" -")
+            if not before or before[-1:] in b":,[":
+                return True
+            at = lower.find(word, at + 1)
+    return False

@@ -6,6 +6,7 @@ Runs in the decoding processes: needs only msgspec and numpy.
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -70,13 +71,17 @@ def _events(piece: bytes) -> tuple[list[Event], int, int]:
     return events, unsound, lenient
 
 
+_fields = cache(msgspec.structs.fields)
+"""Of a struct: to work them out takes longer than to decode an event."""
+
+
 def _coerce(value: Any) -> Event | None:
     """An event whose fields have unexpected types, with what can be used of it."""
     if not isinstance(value, dict):
         return None
     fields: dict[str, Any] = {
         spec.name: _fitting(value[spec.encode_name], spec.name)
-        for spec in msgspec.structs.fields(Event)
+        for spec in _fields(Event)
         if spec.encode_name in value and spec.name != "args"
     }
     fields = {name: item for name, item in fields.items() if item is not None}
@@ -87,7 +92,7 @@ def _coerce(value: Any) -> Event | None:
 
 def _coerce_args(value: dict[str, Any]) -> Args:
     given: dict[str, Any] = {}
-    for spec in msgspec.structs.fields(Args):
+    for spec in _fields(Args):
         if spec.encode_name not in value:
             continue
         item = value[spec.encode_name]

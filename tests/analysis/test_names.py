@@ -1,0 +1,55 @@
+"""Name columns: each distinct name is looked at once."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from advisor.analysis import names as under_test
+from advisor.analysis.names import matches, remembered
+
+
+@pytest.mark.parametrize("dtype", [pl.Categorical, pl.String])
+def test_few_names_and_many_are_matched_alike(
+    dtype: type[pl.DataType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = pl.Series("name", ["aten::mm", None, "mm", "aten::bmm", "aten::mm", ""], dtype=dtype)
+    for pattern, expected in (
+        ("^aten::b?mm$", [True, False, False, True, True, False]),
+        ("nothing", [False] * 6),
+        ("^$", [False] * 5 + [True]),
+    ):
+        monkeypatch.setattr(under_test, "FEW", len(column) + 1)
+        few = matches(column, pattern)
+        monkeypatch.setattr(under_test, "FEW", 0)
+        if dtype == pl.Categorical:  # as name columns are
+            assert matches(column, pattern).to_list() == expected
+        assert few.to_list() == expected
+        assert few.name == "matches"
+    assert matches(column.clear(), "x").to_list() == []
+
+
+def test_what_was_told_of_a_name_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "MOST_REMEMBERED", 4)
+    asked: list[list[str | None]] = []
+
+    @remembered
+    def lengths(names: pl.Series) -> pl.DataFrame:
+        asked.append(names.to_list())
+        return pl.DataFrame({"length": names.str.len_chars()})
+
+    def told(*names: str | None) -> list[int | None]:
+        return lengths(pl.Series(names, dtype=pl.String))["length"].to_list()
+
+    assert told() == []
+    assert told("a", "bbb", "a") == [1, 3, 1]
+    assert told("cc", "bbb", None) == [2, 3, None]
+    assert told("bbb", "cc", "a", None) == [3, 2, 1, None]
+    assert asked[-2:] == [["a", "bbb"], ["cc", None]]
+    assert told("a", "dddd") == [1, 4]  # no room for a fifth: all over again
+    assert asked[-1] == ["a", "dddd"]
+    assert told("bbb", "a") == [3, 1]
+    many = [n * "x" for n in range(9)]
+    assert told(*many) == list(range(9))  # never kept
+    assert told("a") == [1]
+    assert asked[-2:] == [["bbb"], many]

@@ -1,17 +1,22 @@
 """What recording costs the training thread: interleaved A/B inside one process, and hook by hook.
 
-    python benchmarks/bench_overhead.py [--pairs 100] [--steps 40] [--hooks] [--write]
+    python benchmarks/bench_overhead.py [--steps 4000] [--seconds 60] [--hooks] [--write]
 
-Blocks of steps with the recorder's hooks in place and blocks without take turns (which is first
-changes each time), so that what the machine does besides falls on both. Measured is the CPU time of
-the training thread (``CLOCK_THREAD_CPUTIME_ID``): the recorder's own threads and the wait for a
-core are not in it. A block is told by the median of its steps; given are the median of the
-differences between neighbouring blocks and its 95 % interval (bootstrap).
+Steps with the recorder's hooks and steps without take turns, in pairs whose order is drawn, so that
+what the machine does besides falls on both. Both call the same functions in the same way; one is
+given those that the recorder has wrapped, the other what they wrap (nothing is patched in between:
+CPython would drop what it has specialised for the classes). Measured is the CPU time of the
+training thread (``CLOCK_THREAD_CPUTIME_ID``): the recorder's own threads and the wait for a core
+are not in it. Given are the median of the differences within pairs and its 95 % interval
+(bootstrap). In each pair the hooks run half as often as in training, so they find the caches
+colder than there.
 
-Two figures of a millisecond say little about their difference of some µs, so the second table times
-each hook itself, in place, in the running loop: from its call to its return without the call it is
-around. What the timing adds is measured in steps where the hooks are left out, in turns, and taken
-off. It leaves out what a hook costs others by taking room in the caches.
+Two rows tell what the method and the language cost: a control without anything on either side, and
+functions that do nothing but call what they wrap.
+
+The second table times each hook itself, in place, in the running loop: from its call to its return
+without the call it is around. What the timing adds is measured in steps where the hooks are left
+out, in turns, and taken off. It leaves out what a hook costs others by taking room in the caches.
 
 ``--write`` puts the tables into docs/overhead.md.
 """
@@ -30,25 +35,52 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns as now
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from advisor.recording.hooks import Hooks
 from advisor.recording.options import Options
+from advisor.recording.outermost import PLACE
 from advisor.recording.session import Session
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
-SETTLE = 80
-"""Steps after each switch that are not measured. Putting a wrapper on a class makes CPython drop
-what it had specialised for its methods, and it takes some fifty calls of each place to do so anew:
-that is a cost of switching, which a recording does once."""
+WARM = 300
+"""Steps before any is measured: caches, allocators, CPython's specialised code, and the first
+steps in which the recorder learns which modules are outermost."""
 BEGIN, END = "<!-- bench_overhead: begin -->", "<!-- bench_overhead: end -->"
+
+
+class Calls(NamedTuple):
+    """What a training step calls, and what an optimizer's hooks are."""
+
+    next: Callable[..., Any]
+    to: Callable[..., Any]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    before: dict[int, Any]
+    after: dict[int, Any]
+    direct: Any = None
+    """The call that the model is given for itself; ``None``: it has none."""
+
+    @classmethod
+    def now(cls, model: nn.Module) -> Calls:
+        """As they are at this moment."""
+        return cls(
+            dataloader._BaseDataLoaderIter.__next__,
+            torch.Tensor.to,
+            nn.Module.__call__,
+            torch.autograd.backward,
+            dict(optimizer._global_optimizer_pre_hooks),
+            dict(optimizer._global_optimizer_post_hooks),
+            vars(model).get(PLACE),
+        )
 
 
 class Loop:
@@ -60,31 +92,48 @@ class Loop:
         count = batch * 64
         data = TensorDataset(torch.randn(count, *shape), torch.randint(0, 10, (count,)))
         self.loader = DataLoader(data, batch_size=batch, num_workers=0)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model.to(self.device)
+        # on a CPU nothing is copied, and "meta" stands for the copy's host side
+        self.cuda = torch.cuda.is_available()
+        self.target = "cuda" if self.cuda else "meta"
+        if self.cuda:
+            self.model.to(self.target)
         self.batches = iter(self.loader)
 
-    def next(self) -> Any:
-        """A batch; the loader begins again when it is done."""
+    def use(self, calls: Calls) -> None:
+        """Have these called in the next step. Not part of it."""
+        for hooks, wanted in (
+            (optimizer._global_optimizer_pre_hooks, calls.before),
+            (optimizer._global_optimizer_post_hooks, calls.after),
+        ):
+            hooks.clear()
+            hooks.update(wanted)
+        vars(self.model).pop(PLACE, None)
+        if calls.direct is not None:
+            vars(self.model)[PLACE] = calls.direct
+
+    def batch(self, calls: Calls) -> Any:
+        """The next one; the loader begins again when it is done."""
         try:
-            return next(self.batches)
+            return calls.next(self.batches)
         except StopIteration:
             self.batches = iter(self.loader)
-            return next(self.batches)
+            return calls.next(self.batches)
 
-    def step(self) -> None:
+    def step(self, calls: Calls) -> None:
         """One training step."""
-        x, y = self.next()
-        # on a CPU nothing is copied, and "meta" stands for the copy's host side
-        if self.device.type == "cpu":
-            x.to("meta")
-            y.to("meta")
-        else:
-            x, y = x.to(self.device), y.to(self.device)
+        x, y = self.batch(calls)
+        moved = calls.to(x, self.target), calls.to(y, self.target)
+        if self.cuda:
+            x, y = moved
         self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(x), y)
-        loss.backward()
+        loss = nn.functional.cross_entropy(calls.forward(self.model, x), y)
+        backward(loss, calls)
         self.optimizer.step()
+
+
+def backward(loss: Any, calls: Calls) -> None:
+    """As ``Tensor.backward`` does it."""
+    calls.backward(loss, None, None, False, inputs=None)
 
 
 def mlp() -> Loop:
@@ -101,61 +150,101 @@ def deep() -> Loop:
     return Loop(nn.Sequential(*layers, nn.Linear(32, 10)), (32,), 16)
 
 
-def block(loop: Loop, steps: int) -> float:
-    """CPU time of this thread for a step, µs: the median of the block's steps."""
-    taken = []
-    for _ in range(steps):
-        begin = time.thread_time_ns()
-        loop.step()
-        taken.append(time.thread_time_ns() - begin)
-    return statistics.median(taken) / 1e3
+class Compared(NamedTuple):
+    """Times of a step, µs."""
+
+    plain: float
+    added: float
+    low: float
+    high: float
+    pairs: int
 
 
-def compare(
-    loop: Loop, on: Callable[[], None], off: Callable[[], None], pairs: int, steps: int
-) -> tuple[float, list[float]]:
-    """Median cost without, and the differences of neighbouring blocks."""
-    off()
-    block(loop, steps * 2)
-    on()
-    block(loop, steps)
-    plain: list[float] = []
-    differences: list[float] = []
-    for pair in range(pairs):
-        taken = {}
-        for recorded in (True, False) if pair % 2 else (False, True):
-            (on if recorded else off)()
-            block(loop, SETTLE)
-            taken[recorded] = block(loop, steps)
-        plain.append(taken[False])
-        differences.append(taken[True] - taken[False])
-    off()
-    return statistics.median(plain), differences
+def compare(loop: Loop, plain: Calls, other: Calls, steps: int, seconds: float) -> Compared:
+    """Steps of both kinds in turns, until there are enough or the time is up."""
+    rng = random.Random(0)
+    clock = time.thread_time_ns
+    taken: dict[bool, list[int]] = {True: [], False: []}
+    end = time.monotonic() + seconds
+    for number in range(-WARM, steps):
+        if number > 100 and time.monotonic() > end:
+            break
+        for is_other in rng.choice(((True, False), (False, True))):
+            calls = other if is_other else plain
+            loop.use(calls)
+            begin = clock()
+            loop.step(calls)
+            if number >= 0:
+                taken[is_other].append(clock() - begin)
+            else:
+                clock()
+    differences = [(b - a) / 1e3 for a, b in zip(taken[False], taken[True], strict=True)]
+    low, high = interval(differences)
+    loop.use(plain)
+    return Compared(
+        statistics.median(taken[False]) / 1e3,
+        statistics.median(differences),
+        low,
+        high,
+        len(differences),
+    )
 
 
 def interval(values: list[float]) -> tuple[float, float]:
     """95 % bootstrap interval of the median."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[1949]
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(np.array(values), (1000, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return float(low), float(high)
 
 
-def measure(make: Callable[[], Loop], pairs: int, steps: int, **options: Any) -> list[Any]:
-    """One row: plain step, added time, interval."""
+def recorded(make: Callable[[], Loop], steps: int, seconds: float, **options: Any) -> Compared:
+    """With all that a recording does outside of windows."""
     loop = make()
+    plain = Calls.now(loop.model)
     with tempfile.TemporaryDirectory() as folder:
         chosen = Options(out=f"{folder}/run", active=0, report=False).with_changes(**options)
         session = Session(chosen, "context")
         session.start()
-        plain, differences = compare(loop, session.listen, session.pause, pairs, steps)
+        ours = Calls.now(loop.model)
+        for _ in range(WARM):
+            loop.step(ours)
+        ours = Calls.now(loop.model)
+        found = compare(loop, plain, ours, steps, seconds)
+        loop.use(ours)
         if session.problem:
             sys.exit(f"recording stopped: {session.problem}")
-        recorded = session.steps.count
+        count = session.count()
         session.finish()
-    if recorded < pairs * steps:
-        sys.exit(f"only {recorded} steps were recorded")
-    low, high = interval(differences)
-    return [plain, statistics.median(differences), low, high]
+    if count < found.pairs + 2 * WARM:
+        sys.exit(f"only {count} steps were recorded")
+    return found
+
+
+def control(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
+    """With nothing on either side."""
+    loop = make()
+    plain = Calls.now(loop.model)
+    return compare(loop, plain, plain, steps, seconds)
+
+
+def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
+    """With functions in the same places that only call what they wrap."""
+
+    def bare(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs)
+
+        return call
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    loop = make()
+    plain = Calls.now(loop.model)
+    functions = [bare(function) for function in plain[:4]]
+    other = Calls(*functions, {0: nothing}, {0: lambda *_: None})
+    return compare(loop, plain, other, steps, seconds)
 
 
 def call() -> float:
@@ -171,13 +260,6 @@ def call() -> float:
             empty()
         taken.append((time.thread_time_ns() - begin) / 10_000)
     return statistics.median(taken)
-
-
-def control(make: Callable[[], Loop], pairs: int, steps: int) -> list[Any]:
-    """The same with nothing recorded on either side: what the method itself shows."""
-    plain, differences = compare(make(), lambda: None, lambda: None, pairs, steps)
-    low, high = interval(differences)
-    return [plain, statistics.median(differences), low, high]
 
 
 class InPlace:
@@ -243,6 +325,13 @@ class InPlace:
         return timed
 
 
+def train(loop: Loop, steps: int) -> None:
+    """As a user's loop does it."""
+    for _ in range(steps):
+        calls = Calls.now(loop.model)
+        loop.step(calls)
+
+
 def hook_by_hook(make: Callable[[], Loop], rounds: int = 60) -> list[tuple[str, float, float]]:
     """For each hook: its name, calls a step, and µs a step."""
     loop = make()
@@ -259,11 +348,11 @@ def hook_by_hook(make: Callable[[], Loop], rounds: int = 60) -> list[tuple[str, 
         gc.callbacks.remove(session.pauses._call)
         timed_pauses = place.callback("garbage collection", session.pauses._call)
         gc.callbacks.append(timed_pauses)
-        block(loop, 300)
+        train(loop, WARM)
         place.taken.clear()
         for _ in range(rounds):
             for place.real, steps in ((True, 40), (False, 20)):
-                block(loop, steps)
+                train(loop, steps)
         gc.callbacks.remove(timed_pauses)
         session.finish()
     rows = []
@@ -280,8 +369,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=4000, help="pairs of steps a row")
+    parser.add_argument("--seconds", type=float, default=60, help="at most so long a row")
     parser.add_argument("--hooks", action="store_true", help="only hook by hook: ten seconds")
     parser.add_argument("--write", action="store_true", help="put the table into docs/overhead.md")
     given = parser.parse_args()
@@ -296,26 +385,28 @@ def main() -> None:
     if given.hooks:
         print("\n".join(hooks))
         return
-    rows = []
-    for name, make in (("MLP, 5 modules", mlp), ("120 small modules", deep)):
-        steps = given.steps if make is mlp else max(10, given.steps // 4)
-        rows.append((name, "nothing (control)", *control(make, given.pairs, steps)))
-        rows.append((name, "recorded, 5 phases", *measure(make, given.pairs, steps, telemetry=0.0)))
-        rows.append((name, "… and telemetry at 2 Hz", *measure(make, given.pairs, steps)))
     table = [
-        "| loop | what | plain step, µs | added, µs | 95 % interval, µs | share |",
-        "|---|---|---:|---:|---:|---:|",
+        "| loop | what | plain step, µs | added, µs | 95 % interval, µs | share | pairs |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for name, what, plain, added, low, high in rows:
-        table.append(
-            f"| {name} | {what} | {plain:.0f} | {added:+.1f} | {low:+.1f} to {high:+.1f} |"
-            f" {100 * added / plain:+.1f} % |"
-        )
+    kinds: list[tuple[str, Callable[..., Compared], dict[str, Any]]] = [
+        ("nothing (control)", control, {}),
+        ("functions that only call", wrapped, {}),
+        ("recorded, 5 phases", recorded, {"telemetry": 0.0}),
+        ("… and telemetry at 2 Hz", recorded, {}),
+    ]
+    for name, make in (("MLP, 5 modules", mlp), ("160 small modules", deep)):
+        for what, measure, options in kinds:
+            print(f"{name}: {what} …", file=sys.stderr, flush=True)
+            row = measure(make, given.steps, given.seconds, **options)
+            table.append(
+                f"| {name} | {what} | {row.plain:.0f} | {row.added:+.1f} | {row.low:+.1f} to"
+                f" {row.high:+.1f} | {100 * row.added / row.plain:+.1f} % | {row.pairs} |"
+            )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     where = (
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores,"
-        f" {device}; {given.pairs} pairs of blocks of {given.steps} steps. One call of an empty"
-        f" Python function took {call():.0f} ns."
+        f" {device}. One call of an empty Python function took {call():.0f} ns."
     )
     head = "The MLP's hooks, timed in place:"
     lines = [*table, "", where, "", head, "", *hooks]

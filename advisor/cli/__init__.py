@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, cast
+from functools import cache
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -88,9 +89,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line; the exit code."""
     try:
-        code = typer.main.get_command(app).main(
-            args=arguments, prog_name="advisor", standalone_mode=False
-        )
+        code = _command().main(args=arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()
     except AdvisorError as error:
         return _complain(str(error), error.exit_code)
@@ -104,6 +103,11 @@ def run(arguments: list[str]) -> int:
     except MemoryError:
         return _complain("out of memory; analyse one rank or fewer steps at a time", BAD_INPUT)
     return code if isinstance(code, int) else 0
+
+
+@cache
+def _command() -> Any:
+    return typer.main.get_command(app)
 
 
 def _usage(error: Exception) -> str:

@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from advisor.recording.hooks import Hooks
 from advisor.recording.options import Options
-from advisor.recording.outermost import PLACE
+from advisor.recording.outermost import PLACE, Outermost
 from advisor.recording.session import Session
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
@@ -119,8 +119,24 @@ class Loop:
             self.batches = iter(self.loader)
             return calls.next(self.batches)
 
+    def train(self, steps: int) -> None:
+        """Training steps as a user writes them."""
+        for _ in range(steps):
+            try:
+                x, y = next(self.batches)
+            except StopIteration:
+                self.batches = iter(self.loader)
+                x, y = next(self.batches)
+            moved = x.to(self.target), y.to(self.target)
+            if self.cuda:
+                x, y = moved
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+
     def step(self, calls: Calls) -> None:
-        """One training step."""
+        """One training step that calls these."""
         x, y = self.batch(calls)
         moved = calls.to(x, self.target), calls.to(y, self.target)
         if self.cuda:
@@ -206,9 +222,7 @@ def recorded(make: Callable[[], Loop], steps: int, seconds: float, **options: An
         chosen = Options(out=f"{folder}/run", active=0, report=False).with_changes(**options)
         session = Session(chosen, "context")
         session.start()
-        ours = Calls.now(loop.model)
-        for _ in range(WARM):
-            loop.step(ours)
+        loop.train(WARM)
         ours = Calls.now(loop.model)
         found = compare(loop, plain, ours, steps, seconds)
         loop.use(ours)
@@ -277,11 +291,17 @@ class InPlace:
         def patch(hooks: Hooks, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             plain(hooks, owner, name, lambda original: place.around(name, make, original))
 
+        def direct(outermost: Outermost, wrap: Callable[..., Any], *others: Any) -> None:
+            init(outermost, lambda original: place.around("__call__", wrap, original), *others)
+
+        self._init = init = Outermost.__init__
         Hooks._patch = patch  # type: ignore[method-assign]
+        Outermost.__init__ = direct  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         Hooks._patch = self._patch  # type: ignore[method-assign]
+        Outermost.__init__ = self._init  # type: ignore[method-assign]
 
     def around(self, name: str, make: Callable[[Any], Any], original: Any) -> Any:
         """A wrapper around the hook's wrapper."""
@@ -325,13 +345,6 @@ class InPlace:
         return timed
 
 
-def train(loop: Loop, steps: int) -> None:
-    """As a user's loop does it."""
-    for _ in range(steps):
-        calls = Calls.now(loop.model)
-        loop.step(calls)
-
-
 def hook_by_hook(make: Callable[[], Loop], rounds: int = 60) -> list[tuple[str, float, float]]:
     """For each hook: its name, calls a step, and µs a step."""
     loop = make()
@@ -348,11 +361,11 @@ def hook_by_hook(make: Callable[[], Loop], rounds: int = 60) -> list[tuple[str, 
         gc.callbacks.remove(session.pauses._call)
         timed_pauses = place.callback("garbage collection", session.pauses._call)
         gc.callbacks.append(timed_pauses)
-        train(loop, WARM)
+        loop.train(WARM)
         place.taken.clear()
         for _ in range(rounds):
             for place.real, steps in ((True, 40), (False, 20)):
-                train(loop, steps)
+                loop.train(steps)
         gc.callbacks.remove(timed_pauses)
         session.finish()
     rows = []

@@ -4,8 +4,9 @@ Each wrapper does the user's call exactly once, with the user's arguments, resul
 What is ours around it writes on the tape, and what can fail besides is contained. All begin with
 the same questions: does dynamo trace this (then they are as if they were not there: no graph
 break, no guard on our state), are we inside something that is timed already, and is this the
-watched thread? They spell out what a shared helper would do: each call of Python is a
-microsecond where the caches are cold.
+watched thread with nothing else open (``FREE``)? Then they take the short way (``clock``), else
+the long one. They spell out what a shared helper would do: each call of Python is a microsecond
+where the caches are cold.
 
 No module hooks: global ones put every submodule on torch's slow path and make compiled modules
 warn, and hooks on an instance are pickled with the user's model.
@@ -23,7 +24,9 @@ from advisor.recording.clock import (
     BACKWARD,
     BACKWARD_END,
     BATCH,
+    BEGUN,
     DATA,
+    DUE,
     EXHAUSTED,
     FETCH,
     FETCHED,
@@ -31,18 +34,27 @@ from advisor.recording.clock import (
     FORWARD,
     FORWARD_END,
     FORWARD_END_NO_GRAD,
+    FREE,
     H2D,
+    HOME,
     ITERATE,
     ITERATED,
     LEAVE,
     LOADER,
     MAX_TAPE,
+    NOBODY,
+    ONLINE,
     OPTIMIZED_BY,
     OPTIMIZER,
     OPTIMIZER_END,
     OTHER,
+    OUTSIDE,
+    PHASE,
     RESET,
     SAVE,
+    THREAD,
+    WATCHED,
+    WHO,
     Tape,
 )
 from advisor.recording.loaders import Loaders
@@ -87,7 +99,9 @@ class Hooks:
         self._patches: list[tuple[Any, str, Any, Any, bool]] = []
         self._handles: list[Any] = []
         self._bare = False
-        """``Module.__call__`` is to be left alone for good."""
+        """``Module.__call__`` is to be left alone for good …"""
+        self.lifted = False
+        """… or for now: forwards are seen only where modules are called directly."""
         self.outermost = self._fresh()
 
     def install(self) -> None:
@@ -132,24 +146,33 @@ class Hooks:
         self._patches.clear()
 
     def lift(self, *, for_good: bool = False) -> None:
-        """Take the wrapper off ``Module.__call__``, before a profiler with Python stacks starts:
-        torch's tracer recognises modules by that function's code, the one it has when the first
-        tracer of the process starts."""
+        """Take the wrapper off ``Module.__call__`` until ``lower``, before a profiler with Python
+        stacks starts: torch's tracer recognises modules by that function's code, the one it has
+        when the first tracer of the process starts."""
+        self.lifted = True
         self._bare = self._bare or for_good
+        self._take_off()
+
+    def lower(self) -> None:
+        """That profiler has ended."""
+        self.lifted = False
+        self._put_back()
+
+    def _take_off(self) -> None:
         for owner, name, ours, original, _ in self._patches:
             if name == "__call__" and vars(owner).get(name) is ours:
                 setattr(owner, name, original)
 
-    def lower(self) -> None:
-        """Put it back, unless outermost modules are called directly."""
-        if self._bare or self.outermost.direct:
+    def _put_back(self) -> None:
+        """Unless outermost modules are called directly, or it is to stay off."""
+        if self._bare or self.lifted or self.outermost.direct:
             return
         for owner, name, ours, original, _ in self._patches:
             if name == "__call__" and vars(owner).get(name) is original:
                 setattr(owner, name, ours)
 
     def _fresh(self) -> Outermost:
-        return Outermost(_forward(self._on), self.lower, self.lift)
+        return Outermost(_forward(self._on), self._put_back, self._take_off)
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         own = name in vars(owner)
@@ -167,11 +190,11 @@ def _next(on: Listener) -> Callable[[Any], Any]:
     loader = -1
 
     def make(original: Any) -> Any:
-        def __next__(self: Any) -> Any:
-            nonlocal loader
-            if get_ident() != here[0]:
+        def longer(self: Any) -> Any:
+            if get_ident() != here[THREAD]:
                 return original(self)
-            before = here[1]
+            tape.flush()
+            before = here[PHASE]
             if before == DATA:  # inside Recorder.steps, or a dataset's own loader
                 batch = original(self)
                 if looping:
@@ -183,23 +206,37 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 return batch
             if before == OPTIMIZER:  # one that raised: its hook for the end was not called
                 before = OTHER
-            if here[2]:
+                tape.opened.clear()
+            if here[WATCHED]:
                 on.entered(DATA)
             put((FETCH, now()))
-            here[1] = DATA
-            if here[3]:
+            here[PHASE], here[OUTSIDE] = DATA, 0
+            if here[DUE]:
                 on.drain()
             try:
                 batch = original(self)
             except BaseException as raised:
-                here[1] = before
-                put((EXHAUSTED if isinstance(raised, StopIteration) else LEAVE, now()))
-                if here[2]:
+                ended(raised, before)
+                if here[WATCHED]:
                     on.left(before)
                 raise
-            here[1] = before
+            tape.flush()
+            tape.back(before)
+            fetched(self, batch, 0, now())
+            if here[WATCHED]:
+                on.left(before)
+            return batch
+
+        def ended(raised: BaseException, before: int) -> None:
+            tape.flush()
+            tape.back(before)
+            exhausted = isinstance(raised, StopIteration)
+            here[OUTSIDE] = 1
+            put((EXHAUSTED if exhausted else LEAVE, now()))
+
+        def fetched(self: Any, batch: Any, begun: int, end: int) -> None:
+            nonlocal loader
             try:
-                end = now()
                 kind = type(batch)
                 # two tensors, the usual batch: what ``glance`` would find
                 if (
@@ -209,17 +246,40 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                     and type(batch[1]) is Tensor
                 ):
                     x, y = batch
-                    put((FETCHED, end, BATCH, (((x.shape, x.dtype), (y.shape, y.dtype)), None)))
+                    seen: Any = (((x.shape, x.dtype), (y.shape, y.dtype)), None)
                 else:
-                    put((FETCHED, end, BATCH, glance(batch)))
+                    seen = glance(batch)
+                if begun:
+                    put((FETCH, begun, FETCHED, end, BATCH, seen))
+                else:
+                    put((FETCHED, end, BATCH, seen))
                 number = getattr(self, "_advisor_loader", -1)
                 if number != loader:
                     loader = number
                     put((LOADER, number))
-                if here[2]:
-                    on.left(before)
             except Exception as error:
                 on.broken(error)
+
+        def __next__(self: Any) -> Any:
+            if get_ident() != here[FREE]:
+                return longer(self)
+            here[FREE] = NOBODY
+            here[PHASE] = DATA
+            here[OUTSIDE] = 0
+            here[BEGUN] = now()
+            try:
+                batch = original(self)
+            except BaseException as raised:
+                ended(raised, OTHER)
+                raise
+            end = now()
+            if here[WHO]:  # an optimizer inside that raised
+                tape.flush()
+            begun = here[BEGUN]
+            here[BEGUN] = 0
+            here[PHASE] = OTHER
+            here[FREE] = here[HOME]
+            fetched(self, batch, begun, end)
             return batch
 
         return __next__
@@ -233,8 +293,10 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
 
     def make(original: Any) -> Any:
         def __iter__(self: Any) -> Any:
-            if get_ident() != here[0] or here[1] == DATA:
+            if get_ident() != here[THREAD] or here[PHASE] == DATA:
                 return original(self)
+            tape.flush()
+            here[OUTSIDE] = 1
             begin = now()
             put((ITERATE, begin))
             iterator = original(self)
@@ -270,29 +332,53 @@ def _timed(
     put, here = tape.log.extend, tape.here
 
     def make(original: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if (
-                compiling()
-                or here[1] in inside
-                or get_ident() != here[0]
-                or (applies is not None and not applies(args, kwargs))
-            ):
+        def longer(args: Any, kwargs: Any) -> Any:
+            if get_ident() != here[THREAD] or (applies is not None and not applies(args, kwargs)):
                 return original(*args, **kwargs)
-            before = here[1]
-            if here[2]:
+            tape.flush()
+            before = here[PHASE]
+            if here[WATCHED]:
                 on.entered(phase)
-            here[1] = phase
+            here[PHASE] = phase
             put((phase, now()))
             code = LEAVE
             try:
                 result = original(*args, **kwargs)
                 code = end
             finally:
-                here[1] = before
+                tape.flush()  # an optimizer inside that raised
+                tape.back(before)
                 put((code, now()))
-                if here[2]:
+                if here[WATCHED]:
                     on.left(before)
-            if end == OPTIMIZER_END and here[3]:
+            if end == OPTIMIZER_END and here[ONLINE]:
+                on.drain()
+            return result
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or here[PHASE] in inside:
+                return original(*args, **kwargs)
+            if get_ident() != here[FREE]:
+                return longer(args, kwargs)
+            if applies is not None and not applies(args, kwargs):
+                return original(*args, **kwargs)
+            here[FREE] = NOBODY
+            here[PHASE] = phase
+            here[BEGUN] = now()
+            code = LEAVE
+            try:
+                result = original(*args, **kwargs)
+                code = end
+            finally:
+                ended = now()
+                if here[WHO]:
+                    tape.flush()
+                begun = here[BEGUN]
+                here[BEGUN] = 0
+                here[PHASE] = OTHER
+                here[FREE] = here[HOME]
+                put((phase, begun, code, ended) if begun else (code, ended))
+            if end == OPTIMIZER_END and here[ONLINE]:
                 on.drain()
             return result
 
@@ -336,23 +422,50 @@ def _forward(on: Listener, met: Callable[[Any], None] | None = None) -> Callable
     inside = frozenset((DATA, FORWARD, BACKWARD))
 
     def make(original: Any) -> Any:
-        def __call__(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or here[1] in inside or get_ident() != here[0]:
+        def longer(args: Any, kwargs: Any) -> Any:
+            if get_ident() != here[THREAD]:
                 return original(*args, **kwargs)
-            before = here[1]
+            tape.flush()
+            before = here[PHASE]
             if met is not None:
                 met(args[0])
-            if here[2]:
+            if here[WATCHED]:
                 on.entered(FORWARD)
-            here[1] = FORWARD
+            here[PHASE] = FORWARD
             put((FORWARD, now()))
             try:
                 return original(*args, **kwargs)
             finally:
-                here[1] = before
+                tape.flush()
+                tape.back(before)
                 put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))
-                if here[2]:
+                if here[WATCHED]:
                     on.left(before)
+
+        def __call__(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or here[PHASE] in inside:
+                return original(*args, **kwargs)
+            if get_ident() != here[FREE]:
+                return longer(args, kwargs)
+            if met is not None:
+                met(args[0])
+            here[FREE] = NOBODY
+            here[PHASE] = FORWARD
+            here[BEGUN] = now()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                ended = now()
+                if here[WHO]:
+                    tape.flush()
+                begun = here[BEGUN]
+                here[BEGUN] = 0
+                here[PHASE] = OTHER
+                here[FREE] = here[HOME]
+                # with a loader's batch it makes no difference
+                learns = not here[OUTSIDE] or is_grad_enabled()
+                code = FORWARD_END if learns else FORWARD_END_NO_GRAD
+                put((FORWARD, begun, code, ended) if begun else (code, ended))
 
         return __call__
 
@@ -411,33 +524,61 @@ def _around_step(on: Listener) -> tuple[Callable[..., None], Callable[..., None]
     """Hooks of all optimizers. The second is not called when the optimizer raises."""
     compiling = _compiling()
     tape = on.tape
-    log, put, here = tape.log, tape.log.extend, tape.here
-    opened: list[tuple[int, int]] = []
+    log, put, here, opened = tape.log, tape.log.extend, tape.here, tape.opened
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling() or get_ident() != here[0]:
+    def longer_before(number: int) -> None:
+        if get_ident() != here[THREAD]:
             return
-        phase = here[1]
-        if opened and (phase != OPTIMIZER or opened[-1][0] == id(optimizer)):
+        tape.flush()
+        phase = here[PHASE]
+        if opened and (phase != OPTIMIZER or opened[-1][0] == number):
             opened.clear()  # one that raised
             put((RESET, now()))
-            if here[2]:
+            if here[WATCHED]:
                 on.left(OTHER)
             phase = OTHER
-        opened.append((id(optimizer), phase))
-        if here[2]:
+        opened.append((number, phase))
+        if here[WATCHED]:
             on.entered(OPTIMIZER)
-        here[1] = OPTIMIZER
+        here[FREE] = NOBODY
+        here[PHASE] = OPTIMIZER
         put((OPTIMIZER, now()))
 
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling() or get_ident() != here[0] or not opened:
-            return
-        number, here[1] = opened.pop()
-        if here[2]:
-            on.left(here[1])
+    def longer_after() -> bool:
+        if get_ident() != here[THREAD] or not opened:
+            return False
+        tape.flush()
+        number, phase = opened.pop()
+        tape.back(phase)
+        if here[WATCHED]:
+            on.left(phase)
         put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
-        if here[3] or len(log) > MAX_TAPE:
+        return True
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if compiling():
+            return
+        if opened or get_ident() != here[FREE]:
+            longer_before(id(optimizer))
+            return
+        here[FREE] = NOBODY
+        here[PHASE] = OPTIMIZER
+        here[WHO] = id(optimizer)
+        here[BEGUN] = now()
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if compiling():
+            return
+        number = here[WHO]
+        if number != id(optimizer) or get_ident() != here[THREAD]:
+            if not longer_after():
+                return
+        else:
+            put((OPTIMIZER, here[BEGUN], OPTIMIZED_BY, number, OPTIMIZER_END, now()))
+            here[WHO] = here[BEGUN] = 0
+            here[PHASE] = OTHER
+            here[FREE] = here[HOME]
+        if here[ONLINE] or len(log) > MAX_TAPE:
             on.stepped()
             on.drain()
 
@@ -449,7 +590,9 @@ def _save(on: Listener) -> Callable[[Any], Any]:
 
     def make(original: Any) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == tape.here[0]:
+            if get_ident() == tape.here[THREAD]:
+                tape.flush()
+                tape.here[OUTSIDE] = 1
                 tape.log.extend((SAVE, now()))
             return original(*args, **kwargs)
 

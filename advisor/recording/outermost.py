@@ -1,10 +1,10 @@
 """Times the forward of outermost modules without a wrapper around every module's call.
 
 A wrapper around ``Module.__call__`` sees every forward, and is on the way of every submodule too:
-a microsecond or two each where the caches are cold, which a model of hundreds of small modules
-feels. So it stays for a few steps only, until it is known which modules are called from outside.
-Those then get what ``Module.compile`` gives a module, its own ``_compiled_call_impl``: torch calls
-it in the place of ``_call_impl`` and leaves it out of copies and pickles.
+a microsecond or two each where the caches are cold. So it stays for a few steps only, until it is
+known which modules are called from outside. Those then get what ``Module.compile`` gives a module,
+its own ``_compiled_call_impl``: torch calls it in the place of ``_call_impl`` and leaves it out of
+copies and pickles.
 
 The wrapper comes back for a few steps when a loader is seen for the first time (validation may use
 another model), and when a step had no forward. It stays for good when something is compiled:
@@ -16,30 +16,26 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
 AFTER_STEPS = 3
 """Steps that the wrapper stays."""
 MOST_MODULES = 16
-FEWEST_INSIDE = 24
-"""Modules in all of them together; with fewer the wrapper does not matter."""
+FEWEST_INSIDE = 3
+"""Modules inside of them, that the wrapper is a burden for."""
 MOST_TIMES = 8
 """So often it goes away; a program that brings it back more often keeps it."""
 PLACE = "_compiled_call_impl"
 
 
-class Direct:
+class Direct(partial[Any]):
     """A module's own call. Stored in the module, so it must neither keep the module alive nor
-    stop it from being copied or pickled: there it turns into ``None``, the attribute's default."""
+    stop it from being copied or pickled: there it turns into ``None``, the attribute's default.
+    (``partial``: an object that calls a function without one more call of Python.)"""
 
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -133,7 +129,7 @@ def _inner(module: Any) -> Callable[..., Any]:
 def _worth(modules: list[Any]) -> bool:
     if len(modules) > MOST_MODULES or any(vars(m).get(PLACE) is not None for m in modules):
         return False
-    return sum(1 for m in modules for _ in m.modules()) >= FEWEST_INSIDE
+    return sum(1 for m in modules for _ in m.modules()) >= FEWEST_INSIDE + len(modules)
 
 
 def _supported() -> bool:

@@ -1,4 +1,4 @@
-"""Large models are called directly after a few steps, and nobody can tell."""
+"""Models are called directly after a few steps, and nobody can tell."""
 
 from __future__ import annotations
 
@@ -169,13 +169,26 @@ def test_another_model_without_a_loader_is_found_by_the_missing_forward(tmp_path
     assert all(step.phases.get("forward") for step in (*steps[:10], *steps[14:]))
 
 
-def test_small_models_and_compiled_ones_are_left_alone(tmp_path: Path, training: Any) -> None:
+class Bare(torch.nn.Module):
+    """Nothing inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.weight
+
+
+def test_single_modules_and_compiled_ones_are_left_alone(tmp_path: Path) -> None:
     call = torch.nn.Module.__call__
     job = Job()
     with Recorder(str(tmp_path / "run"), **QUIET):
-        for batch in training.loader(10):
-            training.learn(batch)
-        assert wrapped(call) and not is_direct(training.net)
+        single = Job()
+        single.net = Bare()
+        single.optimizer = torch.optim.SGD(single.net.parameters(), lr=0.01)
+        single.learn(10)
+        assert wrapped(call) and not is_direct(single.net)
     with Recorder(str(tmp_path / "run2"), **QUIET):
         job.learn(10)
         assert is_direct(job.net)

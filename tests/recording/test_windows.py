@@ -122,7 +122,8 @@ def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -
 
 
 def test_python_stacks_know_the_modules(tmp_path: Path, training: Any) -> None:
-    """torch's tracer reads the frame of ``Module.__call__``: in its place it would crash."""
+    """torch's tracer reads the frame of ``Module.__call__``: in its place it would crash. The
+    window opens before outermost modules are called directly, and closes after."""
     run(tmp_path, training, 12, skip=2, warmup=1, active=3, deep=True)
     with gzip.open(tmp_path / "run" / "rank0" / "trace_w0.json.gz") as file:
         names = [str(e.get("name")) for e in json.load(file)["traceEvents"]]

@@ -11,8 +11,8 @@ are not in it. Given are the median of the differences within pairs and its 95 %
 (bootstrap). In each pair the hooks run half as often as in training, so they find the caches
 colder than there.
 
-Two rows tell what the method and the language cost: a control without anything on either side, and
-functions that do nothing but call what they wrap.
+Three rows are for comparison: a control without anything on either side, functions that do nothing
+but call what they wrap, and a ``torch.profiler`` that waits for its window.
 
 The second table times each hook itself, in place, in the running loop: from its call to its return
 without the call it is around. What the timing adds is measured in steps where the hooks are left
@@ -41,7 +41,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from torch import nn
+from torch import nn, profiler
 from torch.optim import optimizer
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
@@ -68,6 +68,8 @@ class Calls(NamedTuple):
     after: dict[int, Any]
     direct: Any = None
     """The call that the model is given for itself; ``None``: it has none."""
+    then: Callable[[], Any] | None = None
+    """What the loop calls when a step is over."""
 
     @classmethod
     def now(cls, model: nn.Module) -> Calls:
@@ -145,6 +147,8 @@ class Loop:
         loss = nn.functional.cross_entropy(calls.forward(self.model, x), y)
         backward(loss, calls)
         self.optimizer.step()
+        if calls.then is not None:
+            calls.then()
 
 
 def backward(loss: Any, calls: Calls) -> None:
@@ -259,6 +263,15 @@ def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
     functions = [bare(function) for function in plain[:4]]
     other = Calls(*functions, {0: nothing}, {0: lambda *_: None})
     return compare(loop, plain, other, steps, seconds)
+
+
+def idle_profiler(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
+    """With ``torch.profiler`` waiting for a window that never comes, told of each step."""
+    loop = make()
+    plain = Calls.now(loop.model)
+    never = profiler.schedule(wait=1 << 40, warmup=1, active=1)
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU], schedule=never) as waiting:
+        return compare(loop, plain, plain._replace(then=waiting.step), steps, seconds)
 
 
 def call() -> float:
@@ -405,6 +418,7 @@ def main() -> None:
     kinds: list[tuple[str, Callable[..., Compared], dict[str, Any]]] = [
         ("nothing (control)", control, {}),
         ("functions that only call", wrapped, {}),
+        ("idle torch.profiler", idle_profiler, {}),
         ("recorded, 5 phases", recorded, {"telemetry": 0.0}),
         ("… and telemetry at 2 Hz", recorded, {}),
     ]

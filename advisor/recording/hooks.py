@@ -222,7 +222,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 raise
             tape.flush()
             tape.back(before)
-            fetched(self, batch, 0, now())
+            fetched(self, batch, FETCHED, now())
             if here[WATCHED]:
                 on.left(before)
             return batch
@@ -234,25 +234,10 @@ def _next(on: Listener) -> Callable[[Any], Any]:
             here[OUTSIDE] = 1
             put((EXHAUSTED if exhausted else LEAVE, now()))
 
-        def fetched(self: Any, batch: Any, begun: int, end: int) -> None:
+        def fetched(self: Any, batch: Any, *fetch: int) -> None:
             nonlocal loader
             try:
-                kind = type(batch)
-                # two tensors, the usual batch: what ``glance`` would find
-                if (
-                    (kind is list or kind is tuple)
-                    and len(batch) == 2
-                    and type(batch[0]) is Tensor
-                    and type(batch[1]) is Tensor
-                ):
-                    x, y = batch
-                    seen: Any = (((x.shape, x.dtype), (y.shape, y.dtype)), None)
-                else:
-                    seen = glance(batch)
-                if begun:
-                    put((FETCH, begun, FETCHED, end, BATCH, seen))
-                else:
-                    put((FETCHED, end, BATCH, seen))
+                put((*fetch, BATCH, glance(batch)))
                 number = getattr(self, "_advisor_loader", -1)
                 if number != loader:
                     loader = number
@@ -279,7 +264,28 @@ def _next(on: Listener) -> Callable[[Any], Any]:
             here[BEGUN] = 0
             here[PHASE] = OTHER
             here[FREE] = here[HOME]
-            fetched(self, batch, begun, end)
+            try:
+                kind = type(batch)
+                number = getattr(self, "_advisor_loader", -1)
+                # two tensors, the usual batch: what ``glance`` would find
+                if (
+                    begun
+                    and number == loader
+                    and (kind is list or kind is tuple)
+                    and len(batch) == 2
+                    and type(batch[0]) is Tensor
+                    and type(batch[1]) is Tensor
+                ):
+                    x, y = batch
+                    seen = (((x.shape, x.dtype), (y.shape, y.dtype)), None)
+                    put((FETCH, begun, FETCHED, end, BATCH, seen))
+                    return batch
+            except Exception as error:
+                on.broken(error)
+            if begun:
+                fetched(self, batch, FETCH, begun, FETCHED, end)
+            else:
+                fetched(self, batch, FETCHED, end)
             return batch
 
         return __next__

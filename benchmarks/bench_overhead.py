@@ -405,7 +405,7 @@ def main() -> None:
     hooks = [
         "| hook | calls a step | µs a step |",
         "|---|---:|---:|",
-        *(f"| {name} | {calls:.2f} | {us:.1f} |" for name, calls, us in found),
+        *(f"| `{name}` | {calls:.2f} | {us:.1f} |" for name, calls, us in found),
         f"| **all** | | **{sum(us for _, _, us in found):.1f}** |",
     ]
     if given.hooks:

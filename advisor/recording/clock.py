@@ -1,15 +1,10 @@
 """Time by phase: a tape that the training thread writes on, and the clock that reads it.
 
-The tape is the hot path. A hook puts codes and times on it in turn, by one ``list.extend``
+The tape is the hot path. A hook puts two things on it, a code and a time, by one ``list.extend``
 (nothing can come between them), and that is all: no lock, no object that the garbage collector
 would follow, no arithmetic. What it means is worked out when the tape is read: in the writer's
 thread, or, while a profiled window is due, in the training thread at the boundaries of steps.
 Times are ns of ``time.perf_counter_ns``.
-
-Where a phase begins, the caches are cold: each object that is looked at costs more than what is
-done with it. So hooks have a *short way* for the usual case, that the watched thread begins a
-phase with none open and nobody to be told: one look at ``here`` says so, the begin stays there,
-and both begin and end are put on the tape at the end. Whoever writes in between ``flush``es first.
 """
 
 from __future__ import annotations
@@ -23,21 +18,10 @@ MAX_PHASES = 64
 MAX_TAPE = 20_000_000
 """Entries that wait to be read: minutes of a disk that does not answer."""
 
-THREAD, PHASE, WATCHED, ONLINE, DUE, FREE, HOME, BEGUN, WHO, OUTSIDE = range(10)
-"""``Tape.here``:
-
-- ``THREAD``: the thread that is watched (``NOBODY``: recording is off; hooks do nothing in others);
-- ``PHASE``: the phase that is open in it;
-- ``WATCHED``: somebody is told of phases;
-- ``ONLINE``: something is to be done when an optimizer has stepped;
-- ``DUE``: the tape is read in the training thread, a window may open or close there;
-- ``FREE``: the thread that may take the short way now; written by that thread alone, but for
-  ``NOBODY``;
-- ``HOME``: what ``FREE`` is to be when no phase is open any more;
-- ``BEGUN``: when the phase of the short way began, 0: none, or it is on the tape already;
-- ``WHO``: id of the optimizer whose phase that is, 0: no optimizer's;
-- ``OUTSIDE``: perhaps no loader's batch is being worked on."""
-NOBODY = -1
+THREAD, PHASE, WATCHED, ONLINE = range(4)
+"""``Tape.here``: the thread that is watched (-1: recording is off; hooks do nothing in others), the
+phase that is open in it, whether somebody is told of phases, and whether something is to be done
+when an optimizer has stepped."""
 
 (
     LEAVE,  # time: the innermost phase ends
@@ -73,60 +57,18 @@ class Tape:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.here = [NOBODY, OTHER, 0, 0, 0, NOBODY, NOBODY, 0, 0, 1]
-        """One list for all that hooks look at."""
-        self.opened: list[tuple[int, int]] = []
-        """Optimizers that step, and the phase around each."""
+        self.here = [-1, OTHER, 0, 0]
+        """One list for all that hooks look at, by ``THREAD``, ``PHASE``, ``WATCHED`` and
+        ``ONLINE``: the caches are cold when they run."""
         self.watched: list[Any] = []
         """Those that want to be told of phases at once (NVTX, CUDA events)."""
         self.names = list(PHASES)
 
-    def start(self, thread: int) -> None:
-        """Listen to a thread in which no phase is open. Called in it."""
-        here = self.here
-        here[PHASE], here[BEGUN], here[WHO], here[OUTSIDE] = OTHER, 0, 0, 1
-        self.opened.clear()
-        here[THREAD] = thread
-        self.settle()
-        here[FREE] = here[HOME]
-
-    def stop(self) -> None:
-        """Listen no more. In any thread."""
-        self.here[THREAD] = self.here[HOME] = self.here[FREE] = NOBODY
-
-    def settle(self) -> None:
-        """Work out who may take the short way. In any thread: it is open, or closed, for good once
-        the phase that is open has ended."""
-        here = self.here
-        here[HOME] = here[THREAD]
-        if here[WATCHED] or here[DUE] or here[THREAD] == NOBODY:
-            here[HOME] = NOBODY
-
-    def flush(self) -> None:
-        """Put the begin of the short way's phase on the tape: something inside it is to follow.
-        In the watched thread."""
-        here = self.here
-        if here[BEGUN]:
-            phase = here[PHASE]
-            self.log.extend((FETCH if phase == DATA else phase, here[BEGUN]))
-            here[BEGUN] = 0
-            if here[WHO]:
-                self.opened.append((here[WHO], OTHER))
-                here[WHO] = 0
-
-    def back(self, phase: int) -> None:
-        """A phase has ended, and this one goes on."""
-        here = self.here
-        here[PHASE] = phase
-        if phase == OTHER:
-            here[FREE] = here[HOME]
-
     def watch(self, watcher: Any) -> None:
-        """Tell ``watcher`` of phases from now on. In the watched thread."""
+        """Tell ``watcher`` of phases from now on."""
         if watcher not in self.watched:
             self.watched.append(watcher)
         self.here[WATCHED] = 1
-        self.here[HOME] = self.here[FREE] = NOBODY
 
     def unwatch(self, watcher: Any) -> bool:
         """No more; whether it was told until now."""
@@ -134,7 +76,6 @@ class Tape:
         if was:
             self.watched.remove(watcher)
         self.here[WATCHED] = int(bool(self.watched))
-        self.settle()
         return was
 
     def phase(self, name: str) -> int:

@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import Any
 
-from advisor.recording.clock import DUE, ONLINE, Tape
+from advisor.recording.clock import ONLINE, THREAD, Tape
 from advisor.recording.hooks import Hooks
 from advisor.recording.loaders import Loaders
 from advisor.recording.reader import Reader
@@ -21,7 +21,7 @@ class _Counter:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.tape = Tape()
-        self.tape.here[ONLINE] = self.tape.here[DUE] = 1
+        self.tape.here[ONLINE] = 1
         self.looping: list[Any] = []
         self.loaders = Loaders(lambda kind, data: None)
         self.reader = Reader(self.loaders, self._emit)
@@ -51,12 +51,12 @@ class _Counter:
 
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: let the program run to its end."""
-        self.tape.stop()
+        self.tape.here[THREAD] = -1
         log.warning("advisor: steps are not counted: %s", error)
 
     def _emit(self, segment: Segment, micro: int, gap: int) -> None:
         if self.reader.steps.count + 1 >= self.limit:
-            self.tape.stop()
+            self.tape.here[THREAD] = -1
             raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
 
 
@@ -64,4 +64,4 @@ def count_steps(limit: int) -> None:
     """Raise SystemExit in the calling thread after so many training steps."""
     counter = _Counter(limit)
     counter.hooks.install()
-    counter.tape.start(threading.get_ident())
+    counter.tape.here[THREAD] = threading.get_ident()

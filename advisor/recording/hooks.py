@@ -4,9 +4,8 @@ Each wrapper does the user's call exactly once, with the user's arguments, resul
 What is ours around it writes on the tape, and what can fail besides is contained. All begin with
 the same questions: does dynamo trace this (then they are as if they were not there: no graph
 break, no guard on our state), are we inside something that is timed already, and is this the
-watched thread with nothing else open (``FREE``)? Then they take the short way (``clock``), else
-the long one. They spell out what a shared helper would do: each call of Python is a microsecond
-where the caches are cold.
+watched thread? They spell out what a shared helper would do: each call of Python is a
+microsecond where the caches are cold.
 
 No module hooks: global ones put every submodule on torch's slow path and make compiled modules
 warn, and hooks on an instance are pickled with the user's model.
@@ -24,9 +23,7 @@ from advisor.recording.clock import (
     BACKWARD,
     BACKWARD_END,
     BATCH,
-    BEGUN,
     DATA,
-    DUE,
     EXHAUSTED,
     FETCH,
     FETCHED,
@@ -34,27 +31,18 @@ from advisor.recording.clock import (
     FORWARD,
     FORWARD_END,
     FORWARD_END_NO_GRAD,
-    FREE,
     H2D,
-    HOME,
     ITERATE,
     ITERATED,
     LEAVE,
     LOADER,
     MAX_TAPE,
-    NOBODY,
-    ONLINE,
     OPTIMIZED_BY,
     OPTIMIZER,
     OPTIMIZER_END,
     OTHER,
-    OUTSIDE,
-    PHASE,
     RESET,
     SAVE,
-    THREAD,
-    WATCHED,
-    WHO,
     Tape,
 )
 from advisor.recording.loaders import Loaders
@@ -190,11 +178,11 @@ def _next(on: Listener) -> Callable[[Any], Any]:
     loader = -1
 
     def make(original: Any) -> Any:
-        def longer(self: Any) -> Any:
-            if get_ident() != here[THREAD]:
+        def __next__(self: Any) -> Any:
+            nonlocal loader
+            if get_ident() != here[0]:
                 return original(self)
-            tape.flush()
-            before = here[PHASE]
+            before = here[1]
             if before == DATA:  # inside Recorder.steps, or a dataset's own loader
                 batch = original(self)
                 if looping:
@@ -206,86 +194,43 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 return batch
             if before == OPTIMIZER:  # one that raised: its hook for the end was not called
                 before = OTHER
-                tape.opened.clear()
-            if here[WATCHED]:
+            if here[2]:
                 on.entered(DATA)
             put((FETCH, now()))
-            here[PHASE], here[OUTSIDE] = DATA, 0
-            if here[DUE]:
+            here[1] = DATA
+            if here[3]:
                 on.drain()
             try:
                 batch = original(self)
             except BaseException as raised:
-                ended(raised, before)
-                if here[WATCHED]:
+                here[1] = before
+                put((EXHAUSTED if isinstance(raised, StopIteration) else LEAVE, now()))
+                if here[2]:
                     on.left(before)
                 raise
-            tape.flush()
-            tape.back(before)
-            fetched(self, batch, FETCHED, now())
-            if here[WATCHED]:
-                on.left(before)
-            return batch
-
-        def ended(raised: BaseException, before: int) -> None:
-            tape.flush()
-            tape.back(before)
-            exhausted = isinstance(raised, StopIteration)
-            here[OUTSIDE] = 1
-            put((EXHAUSTED if exhausted else LEAVE, now()))
-
-        def fetched(self: Any, batch: Any, *fetch: int) -> None:
-            nonlocal loader
+            here[1] = before
             try:
-                put((*fetch, BATCH, glance(batch)))
-                number = getattr(self, "_advisor_loader", -1)
-                if number != loader:
-                    loader = number
-                    put((LOADER, number))
-            except Exception as error:
-                on.broken(error)
-
-        def __next__(self: Any) -> Any:
-            if get_ident() != here[FREE]:
-                return longer(self)
-            here[FREE] = NOBODY
-            here[PHASE] = DATA
-            here[OUTSIDE] = 0
-            here[BEGUN] = now()
-            try:
-                batch = original(self)
-            except BaseException as raised:
-                ended(raised, OTHER)
-                raise
-            end = now()
-            if here[WHO]:  # an optimizer inside that raised
-                tape.flush()
-            begun = here[BEGUN]
-            here[BEGUN] = 0
-            here[PHASE] = OTHER
-            here[FREE] = here[HOME]
-            try:
+                end = now()
                 kind = type(batch)
-                number = getattr(self, "_advisor_loader", -1)
                 # two tensors, the usual batch: what ``glance`` would find
                 if (
-                    begun
-                    and number == loader
-                    and (kind is list or kind is tuple)
+                    (kind is list or kind is tuple)
                     and len(batch) == 2
                     and type(batch[0]) is Tensor
                     and type(batch[1]) is Tensor
                 ):
                     x, y = batch
-                    seen = (((x.shape, x.dtype), (y.shape, y.dtype)), None)
-                    put((FETCH, begun, FETCHED, end, BATCH, seen))
-                    return batch
+                    put((FETCHED, end, BATCH, (((x.shape, x.dtype), (y.shape, y.dtype)), None)))
+                else:
+                    put((FETCHED, end, BATCH, glance(batch)))
+                number = getattr(self, "_advisor_loader", -1)
+                if number != loader:
+                    loader = number
+                    put((LOADER, number))
+                if here[2]:
+                    on.left(before)
             except Exception as error:
                 on.broken(error)
-            if begun:
-                fetched(self, batch, FETCH, begun, FETCHED, end)
-            else:
-                fetched(self, batch, FETCHED, end)
             return batch
 
         return __next__
@@ -299,10 +244,8 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
 
     def make(original: Any) -> Any:
         def __iter__(self: Any) -> Any:
-            if get_ident() != here[THREAD] or here[PHASE] == DATA:
+            if get_ident() != here[0] or here[1] == DATA:
                 return original(self)
-            tape.flush()
-            here[OUTSIDE] = 1
             begin = now()
             put((ITERATE, begin))
             iterator = original(self)
@@ -338,53 +281,29 @@ def _timed(
     put, here = tape.log.extend, tape.here
 
     def make(original: Any) -> Any:
-        def longer(args: Any, kwargs: Any) -> Any:
-            if get_ident() != here[THREAD] or (applies is not None and not applies(args, kwargs)):
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if (
+                compiling()
+                or here[1] in inside
+                or get_ident() != here[0]
+                or (applies is not None and not applies(args, kwargs))
+            ):
                 return original(*args, **kwargs)
-            tape.flush()
-            before = here[PHASE]
-            if here[WATCHED]:
+            before = here[1]
+            if here[2]:
                 on.entered(phase)
-            here[PHASE] = phase
+            here[1] = phase
             put((phase, now()))
             code = LEAVE
             try:
                 result = original(*args, **kwargs)
                 code = end
             finally:
-                tape.flush()  # an optimizer inside that raised
-                tape.back(before)
+                here[1] = before
                 put((code, now()))
-                if here[WATCHED]:
+                if here[2]:
                     on.left(before)
-            if end == OPTIMIZER_END and here[ONLINE]:
-                on.drain()
-            return result
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or here[PHASE] in inside:
-                return original(*args, **kwargs)
-            if get_ident() != here[FREE]:
-                return longer(args, kwargs)
-            if applies is not None and not applies(args, kwargs):
-                return original(*args, **kwargs)
-            here[FREE] = NOBODY
-            here[PHASE] = phase
-            here[BEGUN] = now()
-            code = LEAVE
-            try:
-                result = original(*args, **kwargs)
-                code = end
-            finally:
-                ended = now()
-                if here[WHO]:
-                    tape.flush()
-                begun = here[BEGUN]
-                here[BEGUN] = 0
-                here[PHASE] = OTHER
-                here[FREE] = here[HOME]
-                put((phase, begun, code, ended) if begun else (code, ended))
-            if end == OPTIMIZER_END and here[ONLINE]:
+            if end == OPTIMIZER_END and here[3]:
                 on.drain()
             return result
 
@@ -428,50 +347,23 @@ def _forward(on: Listener, met: Callable[[Any], None] | None = None) -> Callable
     inside = frozenset((DATA, FORWARD, BACKWARD))
 
     def make(original: Any) -> Any:
-        def longer(args: Any, kwargs: Any) -> Any:
-            if get_ident() != here[THREAD]:
+        def __call__(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or here[1] in inside or get_ident() != here[0]:
                 return original(*args, **kwargs)
-            tape.flush()
-            before = here[PHASE]
+            before = here[1]
             if met is not None:
                 met(args[0])
-            if here[WATCHED]:
+            if here[2]:
                 on.entered(FORWARD)
-            here[PHASE] = FORWARD
+            here[1] = FORWARD
             put((FORWARD, now()))
             try:
                 return original(*args, **kwargs)
             finally:
-                tape.flush()
-                tape.back(before)
+                here[1] = before
                 put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))
-                if here[WATCHED]:
+                if here[2]:
                     on.left(before)
-
-        def __call__(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or here[PHASE] in inside:
-                return original(*args, **kwargs)
-            if get_ident() != here[FREE]:
-                return longer(args, kwargs)
-            if met is not None:
-                met(args[0])
-            here[FREE] = NOBODY
-            here[PHASE] = FORWARD
-            here[BEGUN] = now()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                ended = now()
-                if here[WHO]:
-                    tape.flush()
-                begun = here[BEGUN]
-                here[BEGUN] = 0
-                here[PHASE] = OTHER
-                here[FREE] = here[HOME]
-                # with a loader's batch it makes no difference
-                learns = not here[OUTSIDE] or is_grad_enabled()
-                code = FORWARD_END if learns else FORWARD_END_NO_GRAD
-                put((FORWARD, begun, code, ended) if begun else (code, ended))
 
         return __call__
 
@@ -530,61 +422,33 @@ def _around_step(on: Listener) -> tuple[Callable[..., None], Callable[..., None]
     """Hooks of all optimizers. The second is not called when the optimizer raises."""
     compiling = _compiling()
     tape = on.tape
-    log, put, here, opened = tape.log, tape.log.extend, tape.here, tape.opened
-
-    def longer_before(number: int) -> None:
-        if get_ident() != here[THREAD]:
-            return
-        tape.flush()
-        phase = here[PHASE]
-        if opened and (phase != OPTIMIZER or opened[-1][0] == number):
-            opened.clear()  # one that raised
-            put((RESET, now()))
-            if here[WATCHED]:
-                on.left(OTHER)
-            phase = OTHER
-        opened.append((number, phase))
-        if here[WATCHED]:
-            on.entered(OPTIMIZER)
-        here[FREE] = NOBODY
-        here[PHASE] = OPTIMIZER
-        put((OPTIMIZER, now()))
-
-    def longer_after() -> bool:
-        if get_ident() != here[THREAD] or not opened:
-            return False
-        tape.flush()
-        number, phase = opened.pop()
-        tape.back(phase)
-        if here[WATCHED]:
-            on.left(phase)
-        put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
-        return True
+    log, put, here = tape.log, tape.log.extend, tape.here
+    opened: list[tuple[int, int]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling():
+        if compiling() or get_ident() != here[0]:
             return
-        if opened or get_ident() != here[FREE]:
-            longer_before(id(optimizer))
-            return
-        here[FREE] = NOBODY
-        here[PHASE] = OPTIMIZER
-        here[WHO] = id(optimizer)
-        here[BEGUN] = now()
+        phase = here[1]
+        if opened and (phase != OPTIMIZER or opened[-1][0] == id(optimizer)):
+            opened.clear()  # one that raised
+            put((RESET, now()))
+            if here[2]:
+                on.left(OTHER)
+            phase = OTHER
+        opened.append((id(optimizer), phase))
+        if here[2]:
+            on.entered(OPTIMIZER)
+        here[1] = OPTIMIZER
+        put((OPTIMIZER, now()))
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling():
+        if compiling() or get_ident() != here[0] or not opened:
             return
-        number = here[WHO]
-        if number != id(optimizer) or get_ident() != here[THREAD]:
-            if not longer_after():
-                return
-        else:
-            put((OPTIMIZER, here[BEGUN], OPTIMIZED_BY, number, OPTIMIZER_END, now()))
-            here[WHO] = here[BEGUN] = 0
-            here[PHASE] = OTHER
-            here[FREE] = here[HOME]
-        if here[ONLINE] or len(log) > MAX_TAPE:
+        number, here[1] = opened.pop()
+        if here[2]:
+            on.left(here[1])
+        put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
+        if here[3] or len(log) > MAX_TAPE:
             on.stepped()
             on.drain()
 
@@ -596,9 +460,7 @@ def _save(on: Listener) -> Callable[[Any], Any]:
 
     def make(original: Any) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == tape.here[THREAD]:
-                tape.flush()
-                tape.here[OUTSIDE] = 1
+            if get_ident() == tape.here[0]:
                 tape.log.extend((SAVE, now()))
             return original(*args, **kwargs)
 

@@ -24,14 +24,11 @@ from advisor.recording.clock import (
     BOUNDARY,
     BREAK_OFF,
     DATA,
-    DUE,
     FETCHED_INSIDE,
     FORWARD,
-    FREE,
     LEAVE,
     MAX_TAPE,
     MEMORY,
-    NOBODY,
     ONLINE,
     PHASE,
     THREAD,
@@ -151,18 +148,19 @@ class Session:
         now = time.perf_counter_ns()
         self.reader.clock.start(now)
         self.steps.begun = now
+        self.tape.here[PHASE] = 0
         self.hooks.install()
         self.windows.guard()
         self.pauses.install()
         self._settle()
-        self.tape.start(threading.get_ident())
+        self.tape.here[THREAD] = threading.get_ident()
 
     def pause(self, error: BaseException | None = None) -> None:
         """Take the hooks out; ``listen`` goes on from here."""
         if not self.listening:
             return
         self.listening = False
-        self.tape.stop()
+        self.tape.here[THREAD] = -1
         self.hooks.remove()
         self.pauses.remove()
         if self.marks is not None:
@@ -290,11 +288,9 @@ class Session:
     def enter(self, phase: int) -> int:
         """A phase of the user's begins; what was open before, for ``leave``."""
         tape = self.tape
-        tape.flush()
         before = tape.here[PHASE]
         if tape.watched:
             self.entered(phase)
-        tape.here[FREE] = NOBODY
         tape.here[PHASE] = phase
         tape.log.extend((phase, time.perf_counter_ns()))
         return before
@@ -302,8 +298,7 @@ class Session:
     def leave(self, before: int) -> None:
         """It ends."""
         tape = self.tape
-        tape.flush()
-        tape.back(before)
+        tape.here[PHASE] = before
         tape.log.extend((LEAVE, time.perf_counter_ns()))
         if tape.watched:
             self.left(before)
@@ -358,22 +353,17 @@ class Session:
     def _say(self, code: int) -> None:
         if self.marks is not None and self.marks in self.tape.watched:
             self.marks.entered(self.tape.here[PHASE])
-        self.tape.flush()
         self.tape.log.extend((code, time.perf_counter_ns()))
         if self.tape.here[ONLINE]:
             self.drain()
 
     def _settle(self) -> None:
-        """Work out whether hooks must call when an optimizer has stepped, and whether the tape is
-        read in the training thread. In any thread: whatever changes the answer calls this
-        afterwards."""
+        """Work out whether hooks must call when an optimizer has stepped. In any thread: whatever
+        changes the answer calls this afterwards."""
         here = self.tape.here
-        here[ONLINE] = here[DUE] = 0
-        if self.windows.waits:
-            here[ONLINE] = here[DUE] = 1
-        elif usable(self._torch) or self.hooks.outermost.waits:
+        here[ONLINE] = 0
+        if self.windows.waits or usable(self._torch) or self.hooks.outermost.waits:
             here[ONLINE] = 1
-        self.tape.settle()
 
     def _read_in_writer(self) -> None:
         """Read the tape in the writer's thread, unless the training thread is at it."""
@@ -473,7 +463,7 @@ class Session:
 
     def _stop_early(self) -> None:
         """Hooks pass through from now on; what was recorded stays."""
-        self.tape.stop()
+        self.tape.here[THREAD] = -1
         self.windows.enabled = False
         if self.writer.folder is None:
             self.windows.place(None)
@@ -527,6 +517,6 @@ def _forked() -> None:
     """In a forked child: the recording is the parent's."""
     session, _Here.session = _Here.session, None
     if session is not None:
-        session.tape.stop()
+        session.tape.here[THREAD] = -1
         session.windows.forget()
         session.over = True

@@ -8,8 +8,7 @@ given those that the recorder has wrapped, the other what they wrap (nothing is 
 CPython would drop what it has specialised for the classes). Measured is the CPU time of the
 training thread (``CLOCK_THREAD_CPUTIME_ID``): the recorder's own threads and the wait for a core
 are not in it. Given are the median of the differences within pairs and its 95 % interval
-(bootstrap). In each pair the hooks run half as often as in training, so they find the caches
-colder than there.
+(bootstrap).
 
 Three rows are for comparison: a control without anything on either side, functions that do nothing
 but call what they wrap, and a ``torch.profiler`` that waits for its window.
@@ -85,6 +84,17 @@ class Calls(NamedTuple):
         )
 
 
+LIVE = Calls(
+    next,
+    lambda tensor, target: tensor.to(target),
+    lambda model, x: model(x),
+    lambda loss, *_, **__: loss.backward(),
+    {},
+    {},
+)
+"""Whatever is there at the moment of the call."""
+
+
 class Loop:
     """A training loop with five phases: data, copy, forward, backward, optimizer."""
 
@@ -122,20 +132,9 @@ class Loop:
             return calls.next(self.batches)
 
     def train(self, steps: int) -> None:
-        """Training steps as a user writes them."""
+        """Training steps that call what is in place when they do."""
         for _ in range(steps):
-            try:
-                x, y = next(self.batches)
-            except StopIteration:
-                self.batches = iter(self.loader)
-                x, y = next(self.batches)
-            moved = x.to(self.target), y.to(self.target)
-            if self.cuda:
-                x, y = moved
-            self.optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.model(x), y)
-            loss.backward()
-            self.optimizer.step()
+            self.step(LIVE)
 
     def step(self, calls: Calls) -> None:
         """One training step that calls these."""
@@ -145,15 +144,10 @@ class Loop:
             x, y = moved
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(calls.forward(self.model, x), y)
-        backward(loss, calls)
+        calls.backward(loss, None, None, False, inputs=None)  # as Tensor.backward does it
         self.optimizer.step()
         if calls.then is not None:
             calls.then()
-
-
-def backward(loss: Any, calls: Calls) -> None:
-    """As ``Tensor.backward`` does it."""
-    calls.backward(loss, None, None, False, inputs=None)
 
 
 def mlp() -> Loop:
@@ -194,15 +188,13 @@ def compare(loop: Loop, plain: Calls, other: Calls, steps: int, seconds: float) 
             loop.use(calls)
             begin = clock()
             loop.step(calls)
-            if number >= 0:
-                taken[is_other].append(clock() - begin)
-            else:
-                clock()
-    differences = [(b - a) / 1e3 for a, b in zip(taken[False], taken[True], strict=True)]
+            taken[is_other].append(clock() - begin)
+    alone, with_it = taken[False][WARM:], taken[True][WARM:]
+    differences = [(b - a) / 1e3 for a, b in zip(alone, with_it, strict=True)]
     low, high = interval(differences)
     loop.use(plain)
     return Compared(
-        statistics.median(taken[False]) / 1e3,
+        statistics.median(alone) / 1e3,
         statistics.median(differences),
         low,
         high,
@@ -261,7 +253,7 @@ def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
     loop = make()
     plain = Calls.now(loop.model)
     functions = [bare(function) for function in plain[:4]]
-    other = Calls(*functions, {0: nothing}, {0: lambda *_: None})
+    other = Calls(*functions, {0: nothing}, {0: nothing})
     return compare(loop, plain, other, steps, seconds)
 
 

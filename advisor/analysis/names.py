@@ -23,24 +23,24 @@ def remembered(
     hundred names. The function must look at each name by itself."""
     lock = threading.Lock()
     place: dict[str, int] = {}
-    kept: list[pl.DataFrame] = []
+    kept: pl.DataFrame | None = None
 
     @wraps(describe)
     def look_up(names: pl.Series) -> pl.DataFrame:
+        nonlocal kept
         wanted = names.to_list()
+        distinct = list(dict.fromkeys(wanted))
+        if len(distinct) > MOST_REMEMBERED:
+            return describe(names)
         with lock:
-            new = [name for name in dict.fromkeys(wanted) if name not in place]
-            if len(new) > MOST_REMEMBERED:
-                return describe(names)
-            if len(place) + len(new) > MOST_REMEMBERED:
+            new = [name for name in distinct if name not in place]
+            if kept is None or len(place) + len(new) > MOST_REMEMBERED:
+                kept, new = describe(pl.Series(distinct, dtype=pl.String)), distinct
                 place.clear()
-                kept.clear()
-                new = list(dict.fromkeys(wanted))
-            if new or not kept:
-                told = describe(pl.Series(new, dtype=pl.String))
-                kept[:] = [pl.concat([*kept, told])]
-                place.update(zip(new, range(len(place), len(place) + len(new)), strict=True))
-            return kept[0][[place[name] for name in wanted]]
+            elif new:
+                kept = pl.concat([kept, describe(pl.Series(new, dtype=pl.String))])
+            place.update(zip(new, range(len(place), kept.height), strict=True))
+            return kept[[place[name] for name in wanted]]
 
     return look_up
 

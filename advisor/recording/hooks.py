@@ -86,10 +86,11 @@ class Hooks:
         self._on = listener
         self._patches: list[tuple[Any, str, Any, Any, bool]] = []
         self._handles: list[Any] = []
-        self._bare = False
-        """``Module.__call__`` is to be left alone for good …"""
         self.lifted = False
-        """… or for now: forwards are seen only where modules are called directly."""
+        """``Module.__call__`` is left alone: forwards are seen only where modules are called
+        directly …"""
+        self._bare = False
+        """… and that is for good."""
         self.outermost = self._fresh()
 
     def install(self) -> None:
@@ -143,7 +144,7 @@ class Hooks:
 
     def lower(self) -> None:
         """That profiler has ended."""
-        self.lifted = False
+        self.lifted = self._bare
         self._put_back()
 
     def _take_off(self) -> None:
@@ -153,7 +154,7 @@ class Hooks:
 
     def _put_back(self) -> None:
         """Unless outermost modules are called directly, or it is to stay off."""
-        if self._bare or self.lifted or self.outermost.direct:
+        if self.lifted or self.outermost.direct:
             return
         for owner, name, ours, original, _ in self._patches:
             if name == "__call__" and vars(owner).get(name) is original:

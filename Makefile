@@ -46,8 +46,9 @@ record-h200: $(STAMP) ## Record the sample workloads on this machine's CUDA GPU 
 clean: ## Remove what make, builds and tests left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f advisor/recording/*.so advisor/recording/*.pyd
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt advisor/recording/_quick.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "advisor needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing); choose one with 'make PYTHON=python3.12 ...'" >&2; \
 	  exit 1; }

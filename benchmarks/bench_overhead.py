@@ -47,6 +47,7 @@ from torch.utils.data import DataLoader, TensorDataset, dataloader
 from advisor.recording.hooks import Hooks
 from advisor.recording.options import Options
 from advisor.recording.outermost import PLACE, Outermost
+from advisor.recording.quick import available
 from advisor.recording.session import Session
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
@@ -294,7 +295,14 @@ class InPlace:
         place, plain = self, Hooks._patch
 
         def patch(hooks: Hooks, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            plain(hooks, owner, name, lambda original: place.around(name, make, original))
+            quick = None if name == "__call__" else hooks._quick
+
+            def final(call: Any) -> Any:
+                """What is there after the first steps."""
+                slow = make(call)
+                return slow if quick is None else quick.wrapper(name, call, slow)
+
+            plain(hooks, owner, name, lambda original: place.around(name, final, original))
 
         def direct(outermost: Outermost, wrap: Callable[..., Any], *others: Any) -> None:
             init(outermost, lambda original: place.around("__call__", wrap, original), *others)
@@ -350,19 +358,23 @@ class InPlace:
         return timed
 
 
-def hook_by_hook(make: Callable[[], Loop], rounds: int = 60) -> list[tuple[str, float, float]]:
-    """For each hook: its name, calls a step, and µs a step."""
+def hook_by_hook(
+    make: Callable[[], Loop], native: bool, rounds: int = 60
+) -> dict[str, tuple[float, float]]:
+    """For each hook, in C or of Python: calls a step, and µs a step."""
     loop = make()
     with tempfile.TemporaryDirectory() as folder, InPlace() as place:
-        options = Options(out=f"{folder}/run", active=0, report=False, telemetry=0.0)
+        options = Options(out=f"{folder}/run", active=0, report=False, telemetry=0.0, native=native)
         session = Session(options, "context")
         session.start()
-        for name, hooks in (
-            ("optimizer, before", optimizer._global_optimizer_pre_hooks),
-            ("optimizer, after", optimizer._global_optimizer_post_hooks),
+        session.hooks._compiles = True  # nothing is replaced: it is there already
+        for name, hooks, callback in zip(
+            ("optimizer, before", "optimizer, after"),
+            (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks),
+            session.hooks._callbacks,
+            strict=True,
         ):
-            for key, hook in hooks.items():
-                hooks[key] = place.callback(name, hook)
+            hooks[callback.handle.id] = place.callback(name, callback.quick)
         gc.callbacks.remove(session.pauses._call)
         timed_pauses = place.callback("garbage collection", session.pauses._call)
         gc.callbacks.append(timed_pauses)
@@ -373,13 +385,13 @@ def hook_by_hook(make: Callable[[], Loop], rounds: int = 60) -> list[tuple[str, 
                 loop.train(steps)
         gc.callbacks.remove(timed_pauses)
         session.finish()
-    rows = []
+    rows = {}
     for (name, real), taken in place.taken.items():
         if real:
             calls = len(taken) / (rounds * 40)
             timing = statistics.median(place.taken.get((name, False), [0]))
-            rows.append((name, calls, calls * (statistics.median(taken) - timing) / 1e3))
-    return sorted(rows, key=lambda row: -row[2])
+            rows[name] = calls, calls * (statistics.median(taken) - timing) / 1e3
+    return rows
 
 
 def main() -> None:
@@ -393,13 +405,17 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/overhead.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found = hook_by_hook(mlp)
+    if not available():
+        sys.exit("the hooks in C were not built: is there a C compiler, and Python's headers?")
+    found, python = hook_by_hook(mlp, True), hook_by_hook(mlp, False)
     hooks = [
-        "| hook | calls a step | µs a step |",
-        "|---|---:|---:|",
-        *(f"| `{name}` | {calls:.2f} | {us:.1f} |" for name, calls, us in found),
-        f"| **all** | | **{sum(us for _, _, us in found):.1f}** |",
+        "| hook | calls a step | in C, µs a step | of Python, µs a step |",
+        "|---|---:|---:|---:|",
     ]
+    for name, (calls, us) in sorted(python.items(), key=lambda row: -row[1][1]):
+        hooks.append(f"| `{name}` | {calls:.2f} | {found[name][1]:.1f} | {us:.1f} |")
+    sums = [sum(us for _, us in rows.values()) for rows in (found, python)]
+    hooks.append(f"| **all** | | **{sums[0]:.1f}** | **{sums[1]:.1f}** |")
     if given.hooks:
         print("\n".join(hooks))
         return
@@ -413,6 +429,7 @@ def main() -> None:
         ("idle torch.profiler", idle_profiler, {}),
         ("recorded, 5 phases", recorded, {"telemetry": 0.0}),
         ("… and telemetry at 2 Hz", recorded, {}),
+        ("recorded, hooks of Python", recorded, {"telemetry": 0.0, "native": False}),
     ]
     for name, make in (("MLP, 5 modules", mlp), ("160 small modules", deep)):
         for what, measure, options in kinds:

@@ -18,10 +18,10 @@ MAX_PHASES = 64
 MAX_TAPE = 20_000_000
 """Entries that wait to be read: minutes of a disk that does not answer."""
 
-THREAD, PHASE, WATCHED, ONLINE = range(4)
+THREAD, PHASE, WATCHED, ONLINE, TOLD = range(5)
 """``Tape.here``: the thread that is watched (-1: recording is off; hooks do nothing in others), the
-phase that is open in it, whether somebody is told of phases, and whether something is to be done
-when an optimizer has stepped."""
+phase that is open in it, whether somebody is told of phases, whether something is to be done
+when an optimizer has stepped, and the loader that was last told."""
 
 (
     LEAVE,  # time: the innermost phase ends
@@ -48,7 +48,8 @@ when an optimizer has stepped."""
     MEMORY,  # the allocator's counters
     MARK,  # (phase, CUDA event)
     MARKS_END,  # nothing: no more of them for a while
-) = range(MAX_PHASES, MAX_PHASES + 24)
+    CLEARED,  # time: gradients are cleared, in a process that compiles
+) = range(MAX_PHASES, MAX_PHASES + 25)
 
 
 class Tape:
@@ -57,9 +58,9 @@ class Tape:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.here = [-1, OTHER, 0, 0]
-        """One list for all that hooks look at, by ``THREAD``, ``PHASE``, ``WATCHED`` and
-        ``ONLINE``: the caches are cold when they run."""
+        self.here = [-1, OTHER, 0, 0, -1]
+        """One list for all that hooks look at, by ``THREAD``, ``PHASE``, ``WATCHED``, ``ONLINE``
+        and ``TOLD``: the caches are cold when they run."""
         self.watched: list[Any] = []
         """Those that want to be told of phases at once (NVTX, CUDA events)."""
         self.names = list(PHASES)

@@ -5,7 +5,7 @@ What is ours around it writes on the tape, and what can fail besides is containe
 the same questions: does dynamo trace this (then they are as if they were not there: no graph
 break, no guard on our state), are we inside something that is timed already, and is this the
 watched thread? They spell out what a shared helper would do: each call of Python is a
-microsecond where the caches are cold.
+microsecond where the caches are cold. ``quick`` has the same in C, for the usual case.
 
 No module hooks: global ones put every submodule on torch's slow path and make compiled modules
 warn, and hooks on an instance are pickled with the user's model.
@@ -17,12 +17,13 @@ import functools
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns as now
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from advisor.recording.clock import (
     BACKWARD,
     BACKWARD_END,
     BATCH,
+    CLEARED,
     DATA,
     EXHAUSTED,
     FETCH,
@@ -43,10 +44,12 @@ from advisor.recording.clock import (
     OTHER,
     RESET,
     SAVE,
+    TOLD,
     Tape,
 )
 from advisor.recording.loaders import Loaders
-from advisor.recording.outermost import PLACE, Direct, Outermost
+from advisor.recording.outermost import PLACE, Direct, Outermost, compiled
+from advisor.recording.quick import Quick, available
 
 
 class Listener(Protocol):
@@ -79,13 +82,38 @@ class Listener(Protocol):
         """Something of ours failed: stop."""
 
 
-class Hooks:
-    """The wrappers, put in place by ``install`` and taken out by ``remove``."""
+class _Patch(NamedTuple):
+    """One of torch's functions, replaced."""
 
-    def __init__(self, listener: Listener) -> None:
+    owner: Any
+    name: str
+    original: Any
+    own: bool
+    """It was the owner's; else inherited."""
+    hook: Any
+    quick: Any
+    """What takes the hook's place after the first steps, or that itself."""
+
+
+class _Callback(NamedTuple):
+    """One of the hooks that optimizers have."""
+
+    handle: Any
+    hook: Any
+    quick: Any
+
+
+class Hooks:
+    """The wrappers, put in place by ``install`` and taken out by ``remove``. ``native``: use those
+    in C, where they were built."""
+
+    def __init__(self, listener: Listener, *, native: bool = False) -> None:
         self._on = listener
-        self._patches: list[tuple[Any, str, Any, Any, bool]] = []
-        self._handles: list[Any] = []
+        self._patches: list[_Patch] = []
+        self._callbacks: list[_Callback] = []
+        self._quick = Quick(listener) if native and available() else None
+        self._compiles = False
+        """``torch.compile`` was called."""
         self.lifted = False
         """``Module.__call__`` is left alone: forwards are seen only where modules are called
         directly …"""
@@ -102,9 +130,8 @@ class Hooks:
         wrap = self._patch
         wrap(dataloader._BaseDataLoaderIter, "__next__", _next(self._on))
         wrap(dataloader.DataLoader, "__iter__", _iter(self._on))
-        outermost = self.outermost
-        wrap(torch.nn.Module, "__call__", _forward(self._on, outermost.met))
-        wrap(torch, "compile", _compile(outermost))
+        wrap(torch.nn.Module, "__call__", _forward(self._on, self.outermost.met))
+        wrap(torch, "compile", _compile(self._compiling))
         wrap(torch.nn.Module, "_replicate_for_data_parallel", _replicate)
         wrap(torch.Tensor, "to", _to(self._on))
         wrap(torch.Tensor, "cuda", _cuda(self._on))
@@ -112,27 +139,40 @@ class Hooks:
         wrap(torch.autograd, "grad", _backward(self._on))
         wrap(torch.amp.GradScaler, "step", _scaler_step(self._on))
         wrap(torch, "save", _save(self._on))
-        before, after = _around_step(self._on)
-        self._handles = [
-            optim.register_optimizer_step_pre_hook(before),
-            optim.register_optimizer_step_post_hook(after),
-        ]
+        wrap(optim.Optimizer, "zero_grad", _zero_grad(self._on))
+        wrap(torch.nn.Module, "zero_grad", _zero_grad(self._on))
+        opened: list[tuple[int, int]] = []
+        hooks = _around_step(self._on, opened)
+        quick = hooks if self._quick is None else self._quick.around_step(hooks, opened)
+        handles = (
+            optim.register_optimizer_step_pre_hook(hooks[0]),
+            optim.register_optimizer_step_post_hook(hooks[1]),
+        )
+        self._callbacks = list(map(_Callback, handles, hooks, quick))
 
     def remove(self) -> None:
         """Put everything back. A wrapper that somebody has wrapped since stays, and passes
         through."""
         self.outermost.undo()
         self.outermost = self._fresh()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for owner, name, ours, original, own in reversed(self._patches):
-            if vars(owner).get(name) is ours:
+        for callback in self._callbacks:
+            callback.handle.remove()
+        self._callbacks.clear()
+        for owner, name, original, own, *ours in reversed(self._patches):
+            if any(vars(owner).get(name) is one for one in ours):
                 if own:
                     setattr(owner, name, original)
                 else:
                     delattr(owner, name)
         self._patches.clear()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: after the first few times, the hooks are replaced by those that
+        cost less."""
+        self._give_back("zero_grad")  # optimizers are seen
+        self.outermost.stepped()
+        if not (self.outermost.waits or self._compiles or compiled()):
+            self._replace(lambda one: (one.hook, one.quick))
 
     def lift(self, *, for_good: bool = False) -> None:
         """Take the wrapper off ``Module.__call__`` until ``lower``, before a profiler with Python
@@ -147,28 +187,59 @@ class Hooks:
         self.lifted = self._bare
         self._put_back()
 
+    def _compiling(self) -> None:
+        """Something is about to be compiled: dynamo must see functions of Python."""
+        self._compiles = True
+        self.outermost.stay()
+        self._replace(lambda one: (one.quick, one.hook))
+
+    def _replace(self, change: Callable[[_Patch | _Callback], tuple[Any, Any]]) -> None:
+        """``change`` gives what is there now, unless somebody else has replaced it, and what is to
+        be there. May be called while torch goes through the optimizers' hooks."""
+        for patch in self._patches:
+            there, then = change(patch)
+            if there is not then and vars(patch.owner).get(patch.name) is there:
+                setattr(patch.owner, patch.name, then)
+        for callback in self._callbacks:
+            there, then = change(callback)
+            hooks, key = callback.handle.hooks_dict_ref(), callback.handle.id
+            if there is not then and hooks is not None and hooks.get(key) is there:
+                hooks[key] = then
+
     def _take_off(self) -> None:
-        for owner, name, ours, original, _ in self._patches:
-            if name == "__call__" and vars(owner).get(name) is ours:
+        self._give_back("__call__")
+
+    def _give_back(self, function: str) -> None:
+        for owner, name, original, _, hook, _ in self._patches:
+            if name == function and vars(owner).get(name) is hook:
                 setattr(owner, name, original)
 
     def _put_back(self) -> None:
         """Unless outermost modules are called directly, or it is to stay off."""
         if self.lifted or self.outermost.direct:
             return
-        for owner, name, ours, original, _ in self._patches:
+        for owner, name, original, _, hook, _ in self._patches:
             if name == "__call__" and vars(owner).get(name) is original:
-                setattr(owner, name, ours)
+                setattr(owner, name, hook)
 
     def _fresh(self) -> Outermost:
-        return Outermost(_forward(self._on), self._put_back, self._take_off)
+        return Outermost(self._direct, self._put_back, self._take_off)
+
+    def _direct(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        hook: Callable[..., Any] = _forward(self._on)(call)
+        if self._quick is not None:
+            hook = self._quick.wrapper("__call__", call, hook)
+        return hook
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         own = name in vars(owner)
         original = getattr(owner, name)
-        ours = functools.wraps(original)(make(original))
-        setattr(owner, name, ours)
-        self._patches.append((owner, name, ours, original, own))
+        hook = quick = functools.wraps(original)(make(original))
+        # the call of all modules is what dynamo meets first: if need be, before it is known
+        if self._quick is not None and name != "__call__":
+            quick = self._quick.wrapper(name, original, hook)
+        setattr(owner, name, hook)
+        self._patches.append(_Patch(owner, name, original, own, hook, quick))
 
 
 def _next(on: Listener) -> Callable[[Any], Any]:
@@ -176,11 +247,9 @@ def _next(on: Listener) -> Callable[[Any], Any]:
 
     tape, looping, glance = on.tape, on.looping, on.glance
     put, here = tape.log.extend, tape.here
-    loader = -1
 
     def make(original: Any) -> Any:
         def __next__(self: Any) -> Any:
-            nonlocal loader
             if get_ident() != here[0]:
                 return original(self)
             before = here[1]
@@ -225,8 +294,8 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 else:
                     put((FETCHED, end, BATCH, glance(batch)))
                 number = getattr(self, "_advisor_loader", -1)
-                if number != loader:
-                    loader = number
+                if number != here[TOLD]:
+                    here[TOLD] = number
                     put((LOADER, number))
                 if here[2]:
                     on.left(before)
@@ -313,12 +382,12 @@ def _timed(
     return make
 
 
-def _compile(outermost: Outermost) -> Callable[[Any], Any]:
+def _compile(about_to: Callable[[], None]) -> Callable[[Any], Any]:
     """``torch.compile``, and ``Module.compile`` which calls it."""
 
     def make(original: Any) -> Any:
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            outermost.stay()
+            about_to()
             return original(*args, **kwargs)
 
         return compiled
@@ -419,12 +488,14 @@ def _scaler_step(on: Listener) -> Callable[[Any], Any]:
     )
 
 
-def _around_step(on: Listener) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Hooks of all optimizers. The second is not called when the optimizer raises."""
+def _around_step(
+    on: Listener, opened: list[tuple[int, int]]
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks of all optimizers, and the steps that have begun. The second is not called when the
+    optimizer raises."""
     compiling = _compiling()
     tape = on.tape
     log, put, here = tape.log, tape.log.extend, tape.here
-    opened: list[tuple[int, int]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if compiling() or get_ident() != here[0]:
@@ -466,6 +537,24 @@ def _save(on: Listener) -> Callable[[Any], Any]:
             return original(*args, **kwargs)
 
         return save
+
+    return make
+
+
+def _zero_grad(on: Listener) -> Callable[[Any], Any]:
+    """Gradients are cleared. Where a compiled function holds the optimizer's step, its hooks are
+    not called, and this is what is seen of it."""
+    compiling = _compiling()
+    put, here = on.tape.log.extend, on.tape.here
+    inside = frozenset((DATA, FORWARD, BACKWARD, OPTIMIZER))
+
+    def make(original: Any) -> Any:
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            if not (compiling() or here[1] in inside or get_ident() != here[0]) and compiled():
+                put((CLEARED, now()))
+            return original(*args, **kwargs)
+
+        return zero_grad
 
     return make
 

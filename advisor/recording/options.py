@@ -66,6 +66,8 @@ class Options:
     0: none."""
     telemetry: float = 2.0
     """Samples a second of GPU and host. 0: none."""
+    native: bool = True
+    """Hooks in C after the first steps, where they were built. Off: those of Python throughout."""
     signal: str = ""
     """Signal that opens a window, as ``SIGUSR2``. Default: none is taken."""
     report: bool = True

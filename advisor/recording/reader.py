@@ -44,6 +44,7 @@ class Reader:
             tape.OPTIMIZED_BY: self._optimized_by,
             tape.OPTIMIZER_END: self._optimizer_end,
             tape.SAVE: self.steps.saving,
+            tape.CLEARED: self.steps.cleared,
             tape.BOUNDARY: self.steps.boundary,
             tape.BEGIN: self.steps.begin,
             tape.BREAK_OFF: self.steps.break_off,

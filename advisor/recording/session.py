@@ -96,7 +96,7 @@ class Session:
         self._lock = threading.Lock()
         self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
-        self.hooks = Hooks(self)
+        self.hooks = Hooks(self, native=options.native)
         self.pauses = Pauses(self.tape)
         self.allocator = Allocator(torch)
         self.marks = Marks(self.tape, torch, options.cuda_events) if options.cuda_events else None
@@ -239,7 +239,7 @@ class Session:
             if self.marks is not None:
                 self.marks.stepped()
             if self.hooks.outermost.waits:
-                self.hooks.outermost.stepped()
+                self.hooks.stepped()
                 self._settle()
             if len(self.tape.log) > MAX_TAPE:
                 self.tape.log.clear()

@@ -13,7 +13,9 @@ over from all this once they are used: then the user says where a step ends.
 
 Several optimizers (GAN): in a loader's loop any of them makes the step; without a loader the one
 that stepped first ends it. Without any optimizer (weights updated by hand) each batch is a step,
-which can only be known at the end: such steps are kept until then, up to ``MAX_HELD``.
+which can only be known at the end: such steps are kept until then, up to ``MAX_HELD``. In a
+process that compiles, the optimizer's step may be inside a compiled function, where it cannot be
+seen: then clearing the gradients ends a step, from the second time on.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Segment(NamedTuple):
     t: int
     end: int
     phases: list[int]
-    trained: bool
+    backwards: int
     marks: Any
 
 
@@ -84,6 +86,11 @@ class Steps:
         self._held: list[Segment] = []
         self._optimizers: dict[int, int] = {}
         self._primary: int | None = None
+        self._cleared = False
+        """Gradients of this segment were cleared: it ends a step of an optimizer unseen."""
+        self._first: int | None = None
+        """So many parts that are kept are the first of those steps, which waits for a second.
+        ``None``: there was none; 0: there were two."""
 
     # -- what hooks report ----------------------------------------------------------------------
 
@@ -167,6 +174,18 @@ class Steps:
         if self.outside and not self.explicit and not self.clock.stack:
             self._end_outside(now)
 
+    def cleared(self, now: int) -> None:
+        """Gradients are cleared."""
+        if self.explicit or self._primary is not None or self.clock.stack:
+            return
+        if self._backwards:
+            self._cleared = True
+            if self.outside:
+                self._close(now)
+                self.open = True
+        else:
+            self._applied()
+
     # -- what the user says ---------------------------------------------------------------------
 
     def boundary(self, now: int) -> None:
@@ -178,7 +197,7 @@ class Steps:
                 self._cut(now)
                 self.open = True
                 return
-            self._held = [part for part in self._held if part.trained]
+            self._held = [part for part in self._held if part.backwards]
         self._complete(now)
         self.open = True
 
@@ -198,7 +217,8 @@ class Steps:
 
     def complete(self) -> int:
         """1 if what is open would be a step if it ended now."""
-        return int(self._stepped)
+        unseen = self._first is not None and (self._backwards or self._learnt())
+        return int(bool(self._stepped or unseen))
 
     def abandon(self, now: int) -> None:
         """What was begun is no step."""
@@ -210,11 +230,13 @@ class Steps:
         """Recording ends: a step that is complete is kept, one that is not is dropped."""
         if self.explicit:
             return
-        if self.open and self._stepped:
+        if self.open and (self._stepped or (self._first is not None and self._backwards)):
             self._close(now)
+        if self._first is not None:
+            self._applied()
         if self._primary is None and self._held:
             for part in self._held:
-                if part.trained:
+                if part.backwards:
                     self._hand_on([part], 1)
             if self._backwards:
                 self._hand_on([self._cut(now)], 1)
@@ -244,10 +266,10 @@ class Steps:
         marks = self.marks if self._marks_whole and len(self.marks) > 1 else None
         self.marks = self.marks[-1:]  # where this segment ends, the next one begins
         self._marks_whole = bool(self.marks)
-        segment = Segment(self.begun, now, self.clock.cut(now), self._backwards > 0, marks)
+        segment = Segment(self.begun, now, self.clock.cut(now), self._backwards, marks)
         self.begun = now
         self._batches = self._forwards = self._backwards = 0
-        self._stepped = False
+        self._stepped = self._cleared = False
         return segment
 
     def _close(self, now: int) -> None:
@@ -258,7 +280,10 @@ class Steps:
         elif self._backwards:
             self._trained_here = True
             self._micro += self._backwards
+            cleared = self._cleared
             self._hold(self._cut(now))
+            if cleared:
+                self._applied()
         elif self._forwards or not self._batches:
             self.gap += sum(self._cut(now).phases)
             self._drop_ahead()
@@ -269,10 +294,32 @@ class Steps:
         self._held.append(segment)
         if len(self._held) > MAX_HELD:
             self.gap += sum(self._held.pop(0).phases)
+            if self._first:
+                self._first -= 1
+
+    def _learnt(self) -> int:
+        """So many parts that are kept end with one that has gradients."""
+        return max((n for n, part in enumerate(self._held, 1) if part.backwards), default=0)
+
+    def _applied(self) -> None:
+        """An optimizer that is not seen has stepped since the last part with gradients."""
+        end = self._learnt()
+        if not end or end == self._first:
+            return
+        if self._first is None:  # once may be gradients that nobody wanted
+            self._first = end
+            return
+        for parts in (self._held[: self._first], self._held[self._first : end]):
+            if parts:
+                backwards = sum(part.backwards for part in parts)
+                self._micro -= backwards
+                self._hand_on(parts, self._micro_steps(backwards))
+        self._held = self._held[end:]
+        self._first = 0
 
     def _drop_ahead(self) -> None:
         """Batches fetched ahead that were not trained with."""
-        if self._held and not any(part.trained for part in self._held):
+        if self._held and not self._learnt():
             self.gap += sum(sum(part.phases) for part in self._held)
             self._held.clear()
 
@@ -281,9 +328,13 @@ class Steps:
         self._micro = 0
         parts = [*self._held, self._cut(now)]
         self._held = []
+        self._hand_on(parts, self._micro_steps(backwards))
+
+    def _micro_steps(self, backwards: int) -> int:
+        """Batches that went into a step, taken out of those that were fetched."""
         micro = max(1, min(backwards, self._stock) if self._stock else backwards)
         self._stock = max(0, self._stock - micro)
-        self._hand_on(parts, micro)
+        return micro
 
     def _hand_on(self, parts: list[Segment], micro: int) -> None:
         whole = parts[-1]
@@ -296,7 +347,7 @@ class Steps:
             marks = None
             if marked:  # the last event of a part is the first of the next
                 marks = [*parts[0].marks, *(m for part in parts[1:] for m in part.marks[1:])]
-            whole = Segment(parts[0].t, whole.end, phases, True, marks)
+            whole = Segment(parts[0].t, whole.end, phases, whole.backwards, marks)
         gap, self.gap = self.gap, 0
         self._emit(whole, micro, gap)
         self.count += 1

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ("advisor", "rules", "dashboard", "sample_workloads")
-SUFFIXES = (".py", ".json", ".typed", ".css", ".js", ".svg", ".html")
+SUFFIXES = (".py", ".pyi", ".json", ".typed", ".css", ".js", ".svg", ".html")
 
 # Importing these takes an extra (torch, dash); all others must import in a base installation.
 NEEDS_EXTRA = ("advisor.recording", "advisor.dashboard")
@@ -96,7 +97,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
 def build_and_install(folder: Path) -> None:
     """Make ``source`` (a copy of what is packaged), ``built`` and ``venv`` in the folder."""
     source = folder / "source"
-    leftovers = shutil.ignore_patterns("__pycache__", ".*")
+    leftovers = shutil.ignore_patterns("__pycache__", ".*", "*.so", "*.pyd")
     for name in PACKAGED:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leftovers)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -122,7 +123,21 @@ def test_the_wheel_holds_every_file_of_the_tree_and_no_other(wheel: Wheel) -> No
     assert any(name.startswith("advisor/sample_workloads/") for name in wheel.source)
     packaged = {name for name in wheel.content if name.startswith("advisor/")}
     assert sorted(wheel.source - packaged) == []
-    assert sorted(packaged - wheel.source) == []
+    assert {module_name(name) for name in packaged - wheel.source} == compiled_modules()
+
+
+def compiled_modules() -> set[str]:
+    """What a wheel holds that is built where there is a compiler."""
+    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return {f"advisor.recording._quick{suffix}"} if compiler and header.exists() else set()
+
+
+def test_what_was_compiled_is_found(wheel: Wheel) -> None:
+    code = "from advisor.recording.quick import available; print(available())"
+    found = run(wheel.bin / "python", "-I", "-c", code, cwd=wheel.bin).strip()
+    assert found == str(bool(compiled_modules()))
 
 
 def test_every_module_imports_without_the_extras(wheel: Wheel) -> None:

@@ -105,3 +105,61 @@ def test_hooks_that_come_and_go_cause_no_recompilation(counted: Any, tmp_path: P
             steps()
         steps()
     assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("how", ["zero first", "zero last", "no loader", "accumulation"])
+def test_steps_of_an_optimizer_that_is_compiled(
+    how: str, counted: Any, recorded: Any, training: Any
+) -> None:
+    step = torch.compile(training.optimizer.step, backend="eager")
+
+    def run() -> None:
+        batches = training.loader(12)
+        for number, batch in enumerate(list(batches) if how == "no loader" else batches):
+            if how == "zero first":
+                training.optimizer.zero_grad()
+            training.loss(batch).backward()
+            if how != "accumulation" or number % 4 == 3:
+                step()
+                if how != "zero first":
+                    training.optimizer.zero_grad()
+
+    record = recorded(run)
+    expected = [4, 4, 4] if how == "accumulation" else [1] * 12
+    assert [step.micro for step in record.steps] == expected
+    assert all(step.phases.keys() >= {"forward", "backward"} for step in record.steps)
+    if how != "no loader":
+        assert [step.samples for step in record.steps] == [2 * n for n in expected]
+
+
+def test_a_window_opens_though_the_optimizer_is_compiled(
+    counted: Any, tmp_path: Path, training: Any
+) -> None:
+    step = torch.compile(training.optimizer.step, backend="eager")
+    options: dict[str, Any] = {"skip": 4, "warmup": 1, "active": 2, "report": False}
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **options):
+        for _ in range(2):
+            for batch in training.loader(12):
+                training.optimizer.zero_grad()
+                training.loss(batch).backward()
+                step()
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 24
+    assert sum(step.window is not None for step in record.steps) >= 2
+    assert list(tmp_path.glob("run/**/*.json*"))
+
+
+def test_gradients_cleared_before_the_first_step_are_none(
+    counted: Any, recorded: Any, training: Any
+) -> None:
+    """A model that is compiled, and the gradients of each batch taken twice."""
+    net = torch.compile(training.net, backend="eager")
+
+    def run() -> None:
+        for x, y in training.loader(6):
+            for _ in range(3):
+                training.optimizer.zero_grad()
+                ((net(x) - y) ** 2).mean().backward()
+            training.optimizer.step()
+
+    assert len(recorded(run).steps) == 6

@@ -20,7 +20,8 @@ from advisor.sample_workloads import Setup, Workload
 WORKLOAD = Workload(
     finds=("straggler-rank",),
     processes=2,
-    cpu_scale=1 / 32,
+    shown_on="cpu",
+    cpu_scale=1 / 16,
     differs="each process sees other samples",
 )
 

@@ -11,6 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.comms import describe
+from advisor.analysis.host_comms import describe_on_host, has_host_collectives
 from advisor.analysis.names import map_names
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class Alignment:
     spread_ns: dict[int, float] = field(default_factory=dict)
     """Rank -> its own ``error_ns``."""
     unaligned: tuple[int, ...] = ()
-    """Ranks left out: they share no collective with the others, or used no device."""
+    """Ranks left out: they share no collective with the others, or used no device where others
+    did."""
     matches: Matches | None = field(default=None, repr=False, compare=False)
 
 
@@ -98,8 +100,12 @@ def align(ranks: Mapping[int, Analysis]) -> Alignment:
     by more than the error of ends are not one collective: they are dropped and the offsets taken
     again. When most are, nothing is known about the others either: not aligned. Nor is a rank
     that shares fewer than three.
+
+    Where no rank has device work, the collectives are those of gloo, in threads of the hosts.
     """
     known = {number: a for number, a in ranks.items() if a.device_id is not None}
+    if not known:
+        known = {number: a for number, a in ranks.items() if has_host_collectives(a)}
     if len(ranks) < 2:
         return Alignment(0, None, "only one rank is here")
     if len(known) < 2:
@@ -229,7 +235,8 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
 
 def _keyed(a: Analysis, rank: int, *, stepped: bool) -> pl.DataFrame:
     """Synchronising collectives of one rank, with the key that they are matched by."""
-    table = describe(a).filter(pl.col("collective").is_in(SYNCHRONISING))
+    described = describe_on_host(a) if a.device_id is None else describe(a)
+    table = described.filter(pl.col("collective").is_in(SYNCHRONISING))
     marks = a.steps.table
     name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
     if stepped and marks.height:

@@ -9,14 +9,15 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.clocks import Alignment, Times, align
-from advisor.intervals import covered, subtract
+from advisor.analysis.host_comms import host_work
+from advisor.intervals import Intervals, covered, subtract
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from advisor.analysis import Analysis
 
-__all__ = ["Alignment", "Skew", "align", "exposed_by_rank", "skew"]
+__all__ = ["Alignment", "Skew", "align", "exposed_by_rank", "skew", "working"]
 
 STRAGGLERS_SCHEMA: dict[str, Any] = {
     "rank": pl.Int64,
@@ -44,7 +45,8 @@ class Skew(NamedTuple):
 
     ``arrivals``: a row a collective and rank: ``row`` (of ``collectives``), ``rank``,
     ``arrival_ns`` (start of its kernel on the reference rank's trace), ``wait_ns`` (until the
-    last rank arrives), ``exposed_wait_ns`` (the part with no compute kernel on that rank).
+    last rank arrives), ``exposed_wait_ns`` (the part with no compute kernel on that rank; where
+    there is no device, with no operator).
 
     ``stragglers``: a row a rank: ``rank``, ``collectives`` (it takes part in), ``last`` (at which
     it arrives last), ``last_share`` (their share), and, ns a step: ``caused_wait_ns`` (summed over
@@ -92,7 +94,7 @@ def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
         a, rows = ranks[number], there[:, c]
         begin = start[rows, c].astype(np.int64)
         until = begin + wait[rows, c].astype(np.int64)
-        exposed[rows, c] = covered(begin, until, subtract(a.spans, a.breakdown.compute))
+        exposed[rows, c] = covered(begin, until, subtract(a.spans, working(a)))
 
     others = there.copy()
     others[np.arange(len(last))[last >= 0], last[last >= 0]] = False
@@ -134,6 +136,11 @@ def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
         ))  # fmt: skip
     stragglers = pl.DataFrame(lines, schema=STRAGGLERS_SCHEMA, orient="row")
     return Skew(collectives, arrivals, stragglers, steps)
+
+
+def working(a: Analysis) -> Intervals:
+    """When a rank computes: kernels on its device, operators on a host without one."""
+    return host_work(a) if a.device_id is None else a.breakdown.compute
 
 
 def _touches(a: Analysis, start: Times, end: Times) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""The hooks in C (``_quick.c``), where they were built: less than half of what those of Python cost.
+"""The hooks in C (``_quick.c``), where they were built: at less than half the cost of Python's.
 
 They know the usual case only and leave every other to the Python hook that they stand for. They
 come after the first steps, once nothing has been compiled: dynamo looks into functions of Python

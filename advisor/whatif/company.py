@@ -38,7 +38,7 @@ class Company(NamedTuple):
 def find_company(rank: int, ranks: Mapping[int, Analysis]) -> Company | None:
     """Who is replayed with ``rank``; ``None``: nobody, because there are no other ranks, they
     cannot be put on one clock, or they do not have the same steps."""
-    if len(ranks) < 2 or ranks[rank].steps.used.is_empty():
+    if len(ranks) < 2 or ranks[rank].steps.used.is_empty() or ranks[rank].device_id is None:
         return None
     alignment = align(ranks)
     matches = alignment.matches

@@ -13,7 +13,7 @@ from advisor.analysis.dtypes import FORMATS, Format
 from advisor.analysis.families import CODE, MATRIX, Family
 from advisor.analysis.kernel_names import describe
 from advisor.analysis.launches import NONE, Launches, Rows, find_launches, nearest
-from advisor.analysis.names import matches
+from advisor.analysis.names import distinct_names, matches
 from advisor.analysis.occupancy import residency
 from advisor.analysis.roofline import model_flop_utilisation, sum_families, sum_kernels
 
@@ -115,21 +115,14 @@ def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
     gpu = trace.gpu
     at = np.flatnonzero(kernel)
     column = gpu["name"].gather(at)
-    distinct = column.unique().drop_nulls()
-    texts = distinct.cast(pl.String)
+    texts, which = distinct_names(column)
     told = describe(texts)
-    place = np.zeros(len(at), dtype=np.int64)
-    if len(texts):
-        codes = distinct.to_physical().to_numpy()
-        table = np.zeros(int(codes.max()) + 1, dtype=np.int64)
-        table[codes] = np.arange(len(codes))
-        place = table[column.to_physical().fill_null(int(codes[0])).to_numpy()]
 
     def spread(values: pl.Series, missing: int | bool) -> Any:
         """The value of each row's name; ``missing`` for rows that are no kernels."""
         found = values.fill_null(missing).to_numpy()
         rows = np.full(gpu.height, missing, dtype=found.dtype)
-        rows[at] = found[place] if len(found) else missing
+        rows[at] = np.append(found, found.dtype.type(missing))[which]
         return rows
 
     return _Names(

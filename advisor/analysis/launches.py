@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.families import CODE, SDPA, op_families
-from advisor.analysis.names import matches
+from advisor.analysis.names import distinct_names, matches
 from advisor.trace import Trace
 
 Rows = NDArray[np.int64]
@@ -123,13 +123,9 @@ def _family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
     """Aligned with ``trace.cpu``: family code of an operator, -1: not an operator, or none."""
     codes = np.full(cpu.height, NONE, dtype=np.int8)
     where = np.flatnonzero((cpu["kind"] == "op").to_numpy())
-    names = cpu["name"].gather(where)
-    distinct = names.unique().drop_nulls()
-    if distinct.is_empty():
+    texts, which = distinct_names(cpu["name"].gather(where))
+    if texts.is_empty():
         return codes
-    families = op_families(distinct.cast(pl.String))
-    of_name = families.replace_strict(CODE, default=NONE, return_dtype=pl.Int8)
-    table = np.full(int(distinct.to_physical().max()) + 1, NONE, dtype=np.int8)  # type: ignore[arg-type]
-    table[distinct.to_physical().to_numpy()] = of_name.fill_null(NONE).to_numpy()
-    codes[where] = table[names.to_physical().to_numpy()]
+    of_name = op_families(texts).replace_strict(CODE, default=NONE, return_dtype=pl.Int8)
+    codes[where] = np.append(of_name.fill_null(NONE).to_numpy(), np.int8(NONE))[which]
     return codes

@@ -9,6 +9,7 @@ import polars as pl
 from numpy.typing import ArrayLike, NDArray
 
 from advisor.analysis.copies import held_by_copy
+from advisor.analysis.names import distinct_names
 from advisor.analysis.stacks import nearest, operators, outermost, parents
 from advisor.analysis.syncs import profiler_syncs
 from advisor.intervals import Ints
@@ -275,15 +276,5 @@ def _nested_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
 
 def _match_names(names: pl.Series, *patterns: str) -> list[NDArray[np.bool_]]:
     """One mask a pattern; the distinct names are collected once for all of them."""
-    unique = names.unique().drop_nulls()
-    if unique.is_empty():
-        return [np.zeros(len(names), dtype=bool) for _ in patterns]
-    texts = unique.cast(pl.String)
-    codes = unique.to_physical().to_numpy()
-    at = names.to_physical().fill_null(int(codes.max()) + 1).to_numpy()
-    masks = []
-    for pattern in patterns:
-        table = np.zeros(int(codes.max()) + 2, dtype=bool)
-        table[codes] = texts.str.contains(pattern).to_numpy()
-        masks.append(table[at])
-    return masks
+    texts, which = distinct_names(names)
+    return [np.append(texts.str.contains(p).to_numpy(), False)[which] for p in patterns]

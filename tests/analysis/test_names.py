@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from advisor.analysis import names as under_test
-from advisor.analysis.names import matches, remembered
+from advisor.analysis.names import distinct_names, map_names, matches, remembered
 
 
 @pytest.mark.parametrize("dtype", [pl.Categorical, pl.String])
@@ -53,3 +55,19 @@ def test_what_was_told_of_a_name_is_not_asked_again(monkeypatch: pytest.MonkeyPa
     assert told(*many) == list(range(9))  # never kept
     assert told("a") == [1]
     assert asked[-2:] == [["bbb"], many]
+
+
+@given(st.lists(st.one_of(st.none(), st.sampled_from(["aten::mm", "mm", "", "b"])), max_size=30))
+def test_each_row_gets_what_its_name_gets(given_names: list[str | None]) -> None:
+    others = pl.Series([f"{n} other" for n in range(40)], dtype=pl.Categorical)
+    column = pl.Series("name", given_names, dtype=pl.Categorical)
+    for names in (column, others.append(column)[len(others) :]):  # codes that do not begin at 0
+        texts, which = distinct_names(names)
+        assert len(set(texts)) == len(texts)
+        assert [None if at < 0 else texts[int(at)] for at in which] == given_names
+        lengths = [None if name is None else len(name) for name in given_names]
+        assert map_names(names, len, pl.Int64).to_list() == lengths
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(under_test, "FEW", 0)
+            found = matches(names, "m$").to_list()
+        assert found == [name is not None and name.endswith("m") for name in given_names]

@@ -78,7 +78,7 @@ class Calls(NamedTuple):
             dataloader._BaseDataLoaderIter.__next__,
             torch.Tensor.to,
             nn.Module.__call__,
-            torch.autograd.backward,
+            torch.autograd._engine_run_backward,
             dict(optimizer._global_optimizer_pre_hooks),
             dict(optimizer._global_optimizer_post_hooks),
             vars(model).get(PLACE),
@@ -89,7 +89,7 @@ LIVE = Calls(
     next,
     lambda tensor, target: tensor.to(target),
     lambda model, x: model(x),
-    lambda loss, *_, **__: loss.backward(),
+    torch.autograd._engine_run_backward,
     {},
     {},
 )
@@ -114,6 +114,7 @@ class Loop:
 
     def use(self, calls: Calls) -> None:
         """Have these called in the next step. Not part of it."""
+        torch.autograd._engine_run_backward = calls.backward
         for hooks, wanted in (
             (optimizer._global_optimizer_pre_hooks, calls.before),
             (optimizer._global_optimizer_post_hooks, calls.after),
@@ -145,7 +146,7 @@ class Loop:
             x, y = moved
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(calls.forward(self.model, x), y)
-        calls.backward(loss, None, None, False, inputs=None)  # as Tensor.backward does it
+        loss.backward()
         self.optimizer.step()
         if calls.then is not None:
             calls.then()

@@ -36,7 +36,7 @@ def device_bound(a: Analysis) -> bool:
 def local_ranks(a: Analysis) -> int:
     """Training processes that share this machine's CPUs, as the launcher told them; 1 without."""
     text = record(a).record.rank.env.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdigit() and 0 < int(text) < 1024 else 1
+    return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
 def a_step(

@@ -254,7 +254,8 @@ class Recorded:
 
 def _sane(step: Step) -> bool:
     """Times that a run can have: others are damage, and would not fit the columns."""
-    return 0 <= step.dur < LARGEST and -LARGEST < step.t < LARGEST and 0 <= step.n < LARGEST
+    lengths = step.dur, step.n, step.gc, *step.phases.values()
+    return -LARGEST < step.t < LARGEST and all(0 <= length < LARGEST for length in lengths)
 
 
 def _finite(value: float | None) -> float:

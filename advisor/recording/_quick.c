@@ -28,7 +28,7 @@ typedef struct {
     PyObject *left, *drain, *stepped; /* of the listener */
     PyObject *aid;      /* FORWARD: is_grad_enabled; NEXT: notes any batch; BEFORE, AFTER: opened */
     PyObject *code[CODES];
-    PyObject *dict;
+    PyObject *dict, *weak;
     unsigned long long inside; /* phases, as bits, that a call belongs to; AFTER: MAX_TAPE */
 } Hook;
 
@@ -36,6 +36,20 @@ static PyObject *now; /* time.perf_counter_ns */
 static PyObject *tensor; /* torch.Tensor */
 static PyObject *device; /* torch.device */
 static PyObject *s_is_cpu, *s_is_cuda, *s_type, *s_shape, *s_dtype, *s_loader;
+
+/* -- errors ------------------------------------------------------------------------------------ */
+
+/* What is ours may fail, and nobody hears of it. Not what is no Exception: somebody interrupts.
+   0: no error is set any more; -1: that one is. */
+static int
+contained(void)
+{
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
 
 /* -- the tape ---------------------------------------------------------------------------------- */
 
@@ -102,7 +116,7 @@ enter(Hook *hook)
 
 /* -- what a call is ----------------------------------------------------------------------------- */
 
-enum { PASS, USUAL, UNUSUAL };
+enum { PASS, USUAL, UNUSUAL, INTERRUPTED };
 
 static int
 usual(Hook *hook)
@@ -120,16 +134,19 @@ usual(Hook *hook)
     return look(hook, WATCHED) ? UNUSUAL : USUAL;
 }
 
-/* Whether an attribute of the tensor that is moved is true: 1, 0, or -1 where there is none. */
+/* What a call is, by an attribute of the tensor that is moved: true or false. Of a subclass the
+   Python hook asks: it does so behind the back of overrides. */
 static int
-is(PyObject *object, PyObject *name)
+by(PyObject *object, PyObject *name, int if_true, int if_false)
 {
+    if ((PyObject *)Py_TYPE(object) != tensor) {
+        return UNUSUAL;
+    }
     PyObject *value = PyObject_GetAttr(object, name);
     if (value == NULL) {
-        PyErr_Clear();
-        return -1;
+        return contained() < 0 ? INTERRUPTED : UNUSUAL;
     }
-    int found = value == Py_True ? 1 : value == Py_False ? 0 : -1;
+    int found = value == Py_True ? if_true : value == Py_False ? if_false : UNUSUAL;
     Py_DECREF(value);
     return found;
 }
@@ -156,9 +173,11 @@ uploads(PyObject *const *args, Py_ssize_t count)
     }
     else if ((PyObject *)Py_TYPE(target) == device) {
         PyObject *type = PyObject_GetAttr(target, s_type);
-        if (type == NULL || !PyUnicode_Check(type)) {
-            PyErr_Clear();
-            Py_XDECREF(type);
+        if (type == NULL) {
+            return contained() < 0 ? INTERRUPTED : UNUSUAL;
+        }
+        if (!PyUnicode_Check(type)) {
+            Py_DECREF(type);
             return UNUSUAL;
         }
         int host = PyUnicode_CompareWithASCIIString(type, "cpu") == 0;
@@ -170,8 +189,7 @@ uploads(PyObject *const *args, Py_ssize_t count)
     else {
         return UNUSUAL;
     }
-    int host = is(args[0], s_is_cpu);
-    return host < 0 ? UNUSUAL : host ? USUAL : PASS;
+    return by(args[0], s_is_cpu, USUAL, PASS);
 }
 
 /* -- wrappers ----------------------------------------------------------------------------------- */
@@ -179,20 +197,23 @@ uploads(PyObject *const *args, Py_ssize_t count)
 #if PY_VERSION_HEX >= 0x030C0000
 #define KEEP_ERROR PyObject *error = PyErr_GetRaisedException()
 #define GIVE_ERROR_BACK PyErr_SetRaisedException(error)
+#define DROP_ERROR Py_XDECREF(error)
 #else
 #define KEEP_ERROR PyObject *error, *value, *trace; PyErr_Fetch(&error, &value, &trace)
 #define GIVE_ERROR_BACK PyErr_Restore(error, value, trace)
+#define DROP_ERROR (Py_XDECREF(error), Py_XDECREF(value), Py_XDECREF(trace))
 #endif
 
-/* Somebody may have begun to watch during the call. No error may be set; none is afterwards. */
-static void
+/* Somebody may have begun to watch during the call. No error may be set. -1: one is now. */
+static int
 tell_left(Hook *hook, PyObject *phase)
 {
     if (look(hook, WATCHED)) {
         PyObject *done = PyObject_CallOneArg(hook->left, phase);
-        PyErr_Clear();
         Py_XDECREF(done);
+        return done == NULL ? contained() : 0;
     }
+    return 0;
 }
 
 static PyObject *
@@ -217,8 +238,10 @@ timed(Hook *hook, int kind, PyObject *const *args, size_t nargs, PyObject *names
         way = uploads(args, count);
     }
     else if (way == USUAL && kind == CUDA) {
-        int there = count < 1 ? -1 : is(args[0], s_is_cuda);
-        way = there < 0 ? UNUSUAL : there ? PASS : USUAL;
+        way = count < 1 ? UNUSUAL : by(args[0], s_is_cuda, PASS, USUAL);
+    }
+    if (way == INTERRUPTED) {
+        return NULL;
     }
     if (way != USUAL) {
         return PyObject_Vectorcall(way == PASS ? hook->original : hook->slow, args, nargs, names);
@@ -230,8 +253,13 @@ timed(Hook *hook, int kind, PyObject *const *args, size_t nargs, PyObject *names
     KEEP_ERROR;
     turn(hook, Py_NewRef(before));
     note(hook, end_code(hook, kind, result));
-    tell_left(hook, before);
-    GIVE_ERROR_BACK;
+    if (tell_left(hook, before) < 0) {
+        Py_CLEAR(result);
+        DROP_ERROR;
+    }
+    else {
+        GIVE_ERROR_BACK;
+    }
     Py_DECREF(before);
     Py_DECREF(hook);
     return result;
@@ -260,7 +288,7 @@ shape_and_dtype(PyObject *of)
     return pair;
 }
 
-/* What is noted of a batch of two tensors; NULL, without an error: it is none. */
+/* What is noted of a batch of two tensors; NULL: it is none, or an error is set. */
 static PyObject *
 glance(PyObject *batch)
 {
@@ -282,7 +310,6 @@ glance(PyObject *batch)
     PyObject *y = x == NULL ? NULL : shape_and_dtype(second);
     PyObject *both = y == NULL ? NULL : PyTuple_Pack(2, x, y);
     PyObject *found = both == NULL ? NULL : PyTuple_Pack(2, both, Py_None);
-    PyErr_Clear();
     Py_DECREF(first);
     Py_DECREF(second);
     Py_XDECREF(x);
@@ -291,13 +318,15 @@ glance(PyObject *batch)
     return found;
 }
 
-/* Which loader the batch is from, if it is another than before. */
-static void
+/* Which loader the batch is from, if it is another than before. -1: an error is set. */
+static int
 tell_loader(Hook *hook, PyObject *iterator)
 {
     PyObject *number = PyObject_GetAttr(iterator, s_loader);
     if (number == NULL) {
-        PyErr_Clear();
+        if (contained() < 0) {
+            return -1;
+        }
         number = PyLong_FromLong(-1);
     }
     PyObject *told = PyList_GET_ITEM(hook->here, TOLD);
@@ -309,8 +338,8 @@ tell_loader(Hook *hook, PyObject *iterator)
             PyList_SetItem(hook->here, TOLD, number);
         }
     }
-    PyErr_Clear();
     Py_XDECREF(number);
+    return contained();
 }
 
 static int
@@ -337,19 +366,21 @@ call_next(PyObject *self, PyObject *const *args, size_t nargs, PyObject *names)
     PyObject *before = Py_NewRef(PyList_GET_ITEM(hook->here, PHASE));
     note(hook, hook->code[BEGIN]);
     turn(hook, Py_NewRef(hook->code[OPENS]));
-    if (look(hook, ONLINE) && call(hook->drain) < 0) {
-        Py_DECREF(before);
-        Py_DECREF(hook);
-        return NULL;
+    PyObject *batch = NULL;
+    if (!look(hook, ONLINE) || call(hook->drain) == 0) {
+        batch = PyObject_Vectorcall(hook->original, args, nargs, names);
     }
-    PyObject *batch = PyObject_Vectorcall(hook->original, args, nargs, names);
     if (batch == NULL) {
         int stopped = PyErr_ExceptionMatches(PyExc_StopIteration);
         KEEP_ERROR;
         turn(hook, Py_NewRef(before));
         note(hook, hook->code[stopped ? STOPPED : ELSE]);
-        tell_left(hook, before);
-        GIVE_ERROR_BACK;
+        if (tell_left(hook, before) < 0) {
+            DROP_ERROR;
+        }
+        else {
+            GIVE_ERROR_BACK;
+        }
         Py_DECREF(before);
         Py_DECREF(hook);
         return NULL;
@@ -357,29 +388,24 @@ call_next(PyObject *self, PyObject *const *args, size_t nargs, PyObject *names)
     turn(hook, Py_NewRef(before));
     PyObject *time = PyObject_CallNoArgs(now);
     PyObject *found = time == NULL ? NULL : glance(batch);
-    int noted = time != NULL;
+    int failed = contained() < 0, noted = time != NULL && !failed;
     if (found != NULL) {
         append(hook->log, hook->code[END], time);
         append(hook->log, hook->code[BATCH], found);
         Py_DECREF(found);
     }
-    else if (time != NULL) { /* it notes the end too */
+    else if (noted) { /* it notes the end too, and contains what is ours */
         PyObject *done = PyObject_CallFunctionObjArgs(hook->aid, time, batch, NULL);
-        if (done == NULL) { /* it contains what is ours: somebody interrupts */
-            Py_DECREF(time);
-            Py_DECREF(batch);
-            Py_DECREF(before);
-            Py_DECREF(hook);
-            return NULL;
-        }
+        failed = done == NULL;
         noted = done == Py_True;
-        Py_DECREF(done);
+        Py_XDECREF(done);
     }
-    PyErr_Clear();
     Py_XDECREF(time);
     if (noted) {
-        tell_loader(hook, args[0]);
-        tell_left(hook, before);
+        failed = tell_loader(hook, args[0]) < 0 || tell_left(hook, before) < 0;
+    }
+    if (failed) {
+        Py_CLEAR(batch);
     }
     Py_DECREF(before);
     Py_DECREF(hook);
@@ -474,10 +500,18 @@ traverse(PyObject *self, visitproc visit, void *arg)
     return 0;
 }
 
+static PyObject *
+call_cleared(PyObject *self, PyObject *const *args, size_t nargs, PyObject *names)
+{
+    PyErr_SetString(PyExc_RuntimeError, "this hook was collected");
+    return NULL;
+}
+
 static int
 clear(PyObject *self)
 {
     Hook *hook = (Hook *)self;
+    hook->vectorcall = call_cleared;
     Py_CLEAR(hook->original);
     Py_CLEAR(hook->slow);
     Py_CLEAR(hook->log);
@@ -495,6 +529,9 @@ dealloc(PyObject *self)
 {
     Hook *hook = (Hook *)self;
     PyObject_GC_UnTrack(self);
+    if (hook->weak != NULL) {
+        PyObject_ClearWeakRefs(self);
+    }
     clear(self);
     for (int i = 0; i < CODES; i++) {
         Py_CLEAR(hook->code[i]);
@@ -565,6 +602,60 @@ bind(PyObject *self, PyObject *object, PyObject *type)
     return PyMethod_New(self, object);
 }
 
+/* A hook is equal to what it stands for: torch tells overrides of Tensor.to (__torch_function__)
+   which function was called, finds the hook in its place, and they look it up in tables. */
+
+static PyTypeObject HookType;
+
+static PyObject *
+stands_for(PyObject *object)
+{
+    while (Py_TYPE(object) == &HookType && ((Hook *)object)->original != NULL
+           && ((Hook *)object)->original != Py_None) {
+        object = ((Hook *)object)->original;
+    }
+    return object;
+}
+
+static Py_hash_t
+hash(PyObject *self)
+{
+    PyObject *other = stands_for(self);
+    return other == self ? (Py_hash_t)((size_t)self >> 4) : PyObject_Hash(other);
+}
+
+static PyObject *
+compare(PyObject *self, PyObject *other, int operation)
+{
+    if (operation != Py_EQ && operation != Py_NE) {
+        Py_RETURN_NOTIMPLEMENTED;
+    }
+    PyObject *one = stands_for(self), *two = stands_for(other);
+    if (one == self && two == other) { /* no further to go: the same, or another's question */
+        if (one == two) {
+            return PyBool_FromLong(operation == Py_EQ);
+        }
+        Py_RETURN_NOTIMPLEMENTED;
+    }
+    return PyObject_RichCompare(one, two, operation);
+}
+
+/* By name, as functions; methods of C tell themselves how. */
+static PyObject *
+reduce(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    PyObject *original = stands_for(self);
+    if (original == self || PyFunction_Check(original)) {
+        return PyObject_GetAttrString(self, "__qualname__");
+    }
+    return PyObject_CallMethod(original, "__reduce__", NULL);
+}
+
+static PyMethodDef methods[] = {
+    {"__reduce__", reduce, METH_NOARGS, NULL},
+    {NULL},
+};
+
 static PyGetSetDef attributes[] = {
     {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
     {NULL},
@@ -583,6 +674,10 @@ static PyTypeObject HookType = {
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Hook, vectorcall),
     .tp_dictoffset = offsetof(Hook, dict),
+    .tp_weaklistoffset = offsetof(Hook, weak),
+    .tp_hash = hash,
+    .tp_richcompare = compare,
+    .tp_methods = methods,
     .tp_getset = attributes,
     .tp_descr_get = bind,
 };
@@ -602,7 +697,14 @@ set_up(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+thread(PyObject *module, PyObject *Py_UNUSED(ignored))
+{
+    return PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+}
+
 static PyMethodDef functions[] = {
+    {"thread", thread, METH_NOARGS, "The thread that calls, as hooks tell it."},
     {"set_up", set_up, METH_VARARGS, "set_up(perf_counter_ns, Tensor, device): before all else."},
     {NULL},
 };

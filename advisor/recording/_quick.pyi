@@ -2,6 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 def set_up(now: Callable[[], int], tensor: type, device: type, /) -> None: ...
+def thread() -> int: ...
 
 class Hook:
     def __new__(

@@ -49,7 +49,7 @@ class Cgroup:
         for folder in self._folders("memory"):
             for name in ("memory.max", "memory.limit_in_bytes"):
                 value = _read(folder / name)
-                if value.isdigit() and int(value) < UNLIMITED:
+                if value.isdecimal() and int(value) < UNLIMITED:
                     found.append(int(value))
         return min(found, default=None)
 
@@ -58,7 +58,7 @@ class Cgroup:
         for folder in self._folders("memory"):
             for name in ("memory.current", "memory.usage_in_bytes"):
                 value = _read(folder / name)
-                if value.isdigit():
+                if value.isdecimal():
                     stat = _pairs(_read(folder / "memory.stat"))
                     cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
                     return max(0, int(value) - cache)
@@ -120,6 +120,6 @@ def _pairs(text: str) -> dict[str, int]:
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
-        if value.isdigit():
+        if value.isdecimal():
             found[name] = int(value)
     return found

@@ -253,7 +253,7 @@ def _rank() -> int | None:
 
 
 def _int(text: str | None) -> int | None:
-    return int(text) if text is not None and text.strip().isdigit() else None
+    return int(text) if text is not None and text.strip().isdecimal() else None
 
 
 # -- limits -------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def cpu_list(text: str) -> set[int]:
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        if first.isdigit() and (not last or last.isdigit()):
+        if first.isdecimal() and (not last or last.isdecimal()):
             found.update(range(int(first), int(last or first) + 1))
     return found
 

@@ -14,9 +14,11 @@ warn, and hooks on an instance are pickled with the user's model.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns as now
+from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 from advisor.recording.clock import (
@@ -95,6 +97,36 @@ class _Patch(NamedTuple):
     """What takes the hook's place after the first steps, or that itself."""
 
 
+OVERRIDABLE = frozenset(("to", "cuda"))
+"""Methods of tensors of which ``__torch_function__`` is told. torch takes the one that it tells of
+from ``torch.Tensor``, so that it is our hook, and overrides look it up in tables: our hook has to
+be equal to the original."""
+
+
+class Equal:
+    """A hook that is equal to what it is around, as those in C are."""
+
+    def __init__(self, original: Any, hook: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._original = original
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hook(*args, **kwargs)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else MethodType(self._hook, owner)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._original == (other._original if type(other) is Equal else other))
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def __reduce__(self) -> Any:
+        return self._original.__reduce__()
+
+
 class _Callback(NamedTuple):
     """One of the hooks that optimizers have."""
 
@@ -135,8 +167,11 @@ class Hooks:
         wrap(torch.nn.Module, "_replicate_for_data_parallel", _replicate)
         wrap(torch.Tensor, "to", _to(self._on))
         wrap(torch.Tensor, "cuda", _cuda(self._on))
-        wrap(torch.autograd, "backward", _backward(self._on))
-        wrap(torch.autograd, "grad", _backward(self._on))
+        if hasattr(torch.autograd, "_engine_run_backward"):  # what both of them call
+            wrap(torch.autograd, "_engine_run_backward", _backward(self._on))
+        else:
+            wrap(torch.autograd, "backward", _backward(self._on))
+            wrap(torch.autograd, "grad", _backward(self._on))
         wrap(torch.amp.GradScaler, "step", _scaler_step(self._on))
         wrap(torch, "save", _save(self._on))
         wrap(optim.Optimizer, "zero_grad", _zero_grad(self._on))
@@ -234,10 +269,13 @@ class Hooks:
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         own = name in vars(owner)
         original = getattr(owner, name)
-        hook = quick = functools.wraps(original)(make(original))
+        hook: Any = functools.wraps(original)(make(original))
+        quick = hook
         # the call of all modules is what dynamo meets first: if need be, before it is known
         if self._quick is not None and name != "__call__":
             quick = self._quick.wrapper(name, original, hook)
+        if name in OVERRIDABLE:
+            hook = quick = Equal(original, hook) if quick is hook else quick
         setattr(owner, name, hook)
         self._patches.append(_Patch(owner, name, original, own, hook, quick))
 
@@ -268,9 +306,9 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 on.entered(DATA)
             put((FETCH, now()))
             here[1] = DATA
-            if here[3]:
-                on.drain()
             try:
+                if here[3]:
+                    on.drain()
                 batch = original(self)
             except BaseException as raised:
                 here[1] = before
@@ -447,24 +485,40 @@ def _to(on: Listener) -> Callable[[Any], Any]:
     """``Tensor.to`` from the host to a device."""
     from torch import device
 
+    is_cpu = _told("is_cpu")
+
     def applies(args: Any, kwargs: Any) -> bool:
-        if not args[0].is_cpu:
-            return False
         target: Any = args[1] if len(args) > 1 else kwargs.get("device")
         kind = type(target)
         if kind is device:
-            return bool(target.type != "cpu")
-        return kind is int or (kind is str and not target.startswith("cpu"))
+            there = target.type != "cpu"
+        else:
+            there = kind is int or (kind is str and not target.startswith("cpu"))
+        return bool(there and is_cpu(args[0]))
 
     return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
 
 
 def _cuda(on: Listener) -> Callable[[Any], Any]:
-    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=_to_cuda)
+    is_cuda = _told("is_cuda")
+    applies = lambda args, kwargs: not is_cuda(args[0])  # noqa: E731
+    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
 
 
-def _to_cuda(args: Any, kwargs: Any) -> bool:
-    return not args[0].is_cuda
+def _told(name: str) -> Callable[[Any], Any]:
+    """An attribute of a tensor. Overrides (``__torch_function__``) do not hear that we ask."""
+    from torch import Tensor
+    from torch._C import DisableTorchFunctionSubclass as silently
+
+    of = operator.attrgetter(name)
+
+    def told(tensor: Any) -> Any:
+        if type(tensor) is Tensor:
+            return of(tensor)
+        with silently():
+            return of(tensor)
+
+    return told
 
 
 def _backward(on: Listener) -> Callable[[Any], Any]:

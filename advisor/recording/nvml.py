@@ -126,7 +126,7 @@ def visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]
         return whole
     found: list[_T] = []
     for entry in (part.strip() for part in variable.split(",")):
-        if entry.isdigit():
+        if entry.isdecimal():
             match = [whole[int(entry)]] if int(entry) < len(whole) else []
         elif entry.startswith(("GPU-", "MIG-")):
             wanted = entry.lower()

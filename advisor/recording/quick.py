@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,7 @@ _GRADIENTS = _bits(DATA, FORWARD, BACKWARD)
 _UPLOADS = _bits(DATA, H2D, FORWARD, BACKWARD, OPTIMIZER)
 _WRAPPERS: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "__call__": (_FORWARD, _GRADIENTS, (FORWARD, FORWARD, FORWARD_END, FORWARD_END_NO_GRAD)),
-    "backward": (_TIMED, _GRADIENTS, (BACKWARD, BACKWARD, BACKWARD_END, LEAVE)),
-    "grad": (_TIMED, _GRADIENTS, (BACKWARD, BACKWARD, BACKWARD_END, LEAVE)),
+    "_engine_run_backward": (_TIMED, _GRADIENTS, (BACKWARD, BACKWARD, BACKWARD_END, LEAVE)),
     "to": (_UPLOAD, _UPLOADS, (H2D, H2D, LEAVE, LEAVE)),
     "cuda": (_CUDA, _UPLOADS, (H2D, H2D, LEAVE, LEAVE)),
     "__next__": (
@@ -67,8 +67,10 @@ _WRAPPERS: dict[str, tuple[int, int, tuple[int, ...]]] = {
 
 
 def available() -> bool:
-    """Whether they were built."""
-    return _quick is not None
+    """Whether they were built, and take this thread for the one that Python takes it for (gevent
+    has threads of its own)."""
+    built: Any = _quick
+    return built is not None and built.thread() == get_ident()
 
 
 class Quick:

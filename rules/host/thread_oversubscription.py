@@ -37,7 +37,7 @@ class ThreadOversubscription(Rule):
         """Count threads and workers against cores."""
         recorded = record(a)
         threads, cpus = recorded.flag("num_threads"), recorded.record.rank.cpus
-        if not isinstance(threads, int) or threads < 2 or cpus is None:
+        if not isinstance(threads, int) or threads < 2 or not cpus:
             return
         used = loader(a)
         workers = (workers_of(used) or 0) if used is not None else 0

@@ -61,7 +61,7 @@ def test_what_was_told_of_a_name_is_not_asked_again(monkeypatch: pytest.MonkeyPa
 def test_each_row_gets_what_its_name_gets(given_names: list[str | None]) -> None:
     others = pl.Series([f"{n} other" for n in range(40)], dtype=pl.Categorical)
     column = pl.Series("name", given_names, dtype=pl.Categorical)
-    for names in (column, others.append(column)[len(others) :]):  # codes that do not begin at 0
+    for names in (column, pl.concat([others, column])[len(others) :]):  # codes not from 0 on
         texts, which = distinct_names(names)
         assert len(set(texts)) == len(texts)
         assert [None if at < 0 else texts[int(at)] for at in which] == given_names

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import functools
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,7 @@ def entry_points() -> dict[str, Any]:
         "call": torch.nn.Module.__call__,
         "to": torch.Tensor.to,
         "cuda": torch.Tensor.cuda,
-        "backward": torch.autograd.backward,
-        "grad": torch.autograd.grad,
+        "backward": torch.autograd._engine_run_backward,
         "scaler": torch.amp.GradScaler.step,
         "save": torch.save,
         "own to": "to" in vars(torch.Tensor),
@@ -46,6 +48,69 @@ def test_everything_is_put_back(training: Any, tmp_path: Path) -> None:
         assert entry_points() != before
         training.learn((torch.randn(2, 4), torch.randn(2, 1)))
     assert entry_points() == before
+
+
+class Marked(torch.Tensor):
+    """Stays what it is when it is moved, and only then: as torchvision's boxes and masks."""
+
+    kept = frozenset((torch.Tensor.to, torch.Tensor.cuda))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        stays = func in cls.kept
+        assert stays == (func is torch.Tensor.to or func is torch.Tensor.cuda)
+        return found.as_subclass(cls if stays else torch.Tensor)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_overrides_are_told_of_the_method_that_they_know(
+    native: bool, training: Any, tmp_path: Path
+) -> None:
+    with Recorder(str(tmp_path / "run"), native=native, **QUIET):
+        for _ in range(6):  # with the first hooks, and those that come after some steps
+            marked = torch.zeros(2).as_subclass(Marked)
+            assert type(marked.to("meta")) is type(marked.to(torch.float64)) is Marked
+            assert type(marked + 1) is torch.Tensor
+            torch.nn.LazyLinear(3).to("cpu").to("meta").to(torch.float64)
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_model_that_holds_what_is_replaced_is_copied_and_saved(
+    native: bool, training: Any, tmp_path: Path
+) -> None:
+    def holding() -> Any:
+        model = torch.nn.Linear(1, 1)
+        model.held = [  # type: ignore[assignment]
+            functools.partial(torch.autograd.grad, create_graph=True),
+            torch.autograd.backward,
+            torch.Tensor.to,
+            torch.Tensor.cuda,
+        ]
+        return model
+
+    def check(model: Any, name: str) -> None:
+        x = torch.ones(1, requires_grad=True)
+        torch.save(model, tmp_path / name)
+        loaded = torch.load(tmp_path / name, weights_only=False)
+        for twin in (model, copy.deepcopy(model), loaded):
+            assert twin.held[0]((x * 3).sum(), x)[0].item() == 3
+            assert twin.held[2](x, torch.float64).dtype == torch.float64
+            assert twin.held[2] == torch.Tensor.to
+
+    before = holding()
+    with Recorder(str(tmp_path / "run"), native=native, **QUIET):
+        early = holding()
+        for _ in range(6):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+        late = holding()
+        for number, model in enumerate((before, early, late)):
+            check(model, f"inside{number}")
+        assert weakref.ref(torch.Tensor.to)() is torch.Tensor.to
+    for number, model in enumerate((before, early, late)):
+        check(model, f"after{number}")
 
 
 def test_losses_and_weights_are_bit_identical(training: Any, tmp_path: Path) -> None:

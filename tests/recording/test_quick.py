@@ -52,7 +52,7 @@ class Told:
         self.loaders: Any = None
         self.told: list[Any] = []
         self.interrupts = False
-        """Somebody presses ctrl-c when the tape is read."""
+        """Somebody presses ctrl-c when the tape is read, or when it is told that a phase ended."""
 
     def glance(self, batch: Any) -> Any:
         if batch == "bad":
@@ -66,6 +66,8 @@ class Told:
 
     def left(self, phase: int) -> None:
         self.told.append(("left", phase))
+        if self.interrupts:
+            raise KeyboardInterrupt
 
     def stepped(self) -> None:
         self.told.append("stepped")
@@ -87,8 +89,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "__call__": hooks._forward,
     "to": hooks._to,
     "cuda": hooks._cuda,
-    "backward": hooks._backward,
-    "grad": hooks._backward,
+    "_engine_run_backward": hooks._backward,
 }
 
 
@@ -97,6 +98,15 @@ class Moved:
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
+
+
+class Interrupted:
+    """Somebody presses ctrl-c when a hook asks it for something."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("is_cpu", "is_cuda", "_advisor_loader"):
+            raise KeyboardInterrupt
+        raise AttributeError(name)
 
 
 class Iterating:
@@ -126,11 +136,15 @@ TARGETS: list[Any] = [
     torch.float32,
     *(0, 1, True, None, 1.5),
 ]
-MOVED = [
+MOVED: list[Any] = [
+    torch.zeros(1),
+    torch.zeros(1, device="meta"),
+    torch.nn.Parameter(torch.zeros(1)),
     Moved(is_cpu=True, is_cuda=False),
     Moved(is_cpu=False, is_cuda=True),
     Moved(is_cpu=1, is_cuda=0),
     Moved(is_cpu=None, is_cuda=None),
+    Interrupted(),
 ]
 ERRORS = [None, StopIteration, ValueError, KeyboardInterrupt]
 
@@ -240,7 +254,10 @@ def ops(depth: int) -> Any:
         st.tuples(
             st.just("call"),
             st.just("__next__"),
-            st.tuples(st.builds(Iterating, st.sampled_from([None, 0, 1, -1, 1000]))),
+            st.tuples(
+                st.builds(Iterating, st.sampled_from([None, 0, 1, -1, 1000]))
+                | st.builds(Interrupted)
+            ),
             no_keywords,
             st.tuples(inside, st.sampled_from(BATCHES), error),
         ),
@@ -265,7 +282,7 @@ def ops(depth: int) -> Any:
         ),
         st.tuples(
             st.just("call"),
-            st.sampled_from(["__call__", "backward", "grad"]),
+            st.sampled_from(["__call__", "_engine_run_backward"]),
             st.sampled_from([(), (1,), (1, 2)]),
             st.sampled_from([{}, {"inputs": None}]),
             nothing,
@@ -316,7 +333,7 @@ USUAL: list[Any] = [
     ("call", "to", (MOVED[3], "cuda"), {}, ([], None, None)),
     ("call", "cuda", (MOVED[0],), {}, ([], None, ValueError)),
     ("call", "__call__", (1,), {}, ([], None, None)),
-    ("call", "backward", (), {}, ([], None, ValueError)),
+    ("call", "_engine_run_backward", (), {}, ([], None, ValueError)),
     ("optimize", 0, [], False),
     ("here", ONLINE, 1),
     ("call", "__next__", (Iterating(0),), {}, ([], BATCHES[0], None)),
@@ -408,14 +425,11 @@ class Patched:
 
         places = [
             vars(dataloader._BaseDataLoaderIter)["__next__"],
-            torch.Tensor.to,
-            torch.Tensor.cuda,
-            torch.autograd.backward,
-            torch.autograd.grad,
+            torch.autograd._engine_run_backward,
             *optimizer._global_optimizer_pre_hooks.values(),
             *optimizer._global_optimizer_post_hooks.values(),
         ]
-        assert len(places) == 7
+        assert len(places) == 4
         return {type(place).__name__ for place in places}
 
 
@@ -435,7 +449,7 @@ def learn(training: Any, steps: int) -> None:
 def test_they_come_after_the_first_steps_and_go_when_something_is_compiled(
     tmp_path: Path, training: Any
 ) -> None:
-    before = torch.Tensor.to, torch.autograd.backward
+    before = torch.Tensor.to, torch.autograd._engine_run_backward
     with Recorder(str(tmp_path / "run"), active=0, telemetry=0.0, report=False):
         learn(training, 2)
         assert Patched.kinds() == {"function"}
@@ -445,7 +459,7 @@ def test_they_come_after_the_first_steps_and_go_when_something_is_compiled(
         assert Patched.kinds() == {"function"}
         learn(training, 6)
         assert Patched.kinds() == {"function"}
-    assert (torch.Tensor.to, torch.autograd.backward) == before
+    assert (torch.Tensor.to, torch.autograd._engine_run_backward) == before
     record = only_rank(tmp_path / "run")
     check_sums(record)
     assert len(record.steps) == 12

@@ -303,7 +303,9 @@ class InPlace:
                 slow = make(call)
                 return slow if quick is None else quick.wrapper(name, call, slow)
 
+            hooks._quick, kept = None, hooks._quick  # what is final replaces nothing of ours
             plain(hooks, owner, name, lambda original: place.around(name, final, original))
+            hooks._quick = kept
 
         def direct(outermost: Outermost, wrap: Callable[..., Any], *others: Any) -> None:
             init(outermost, lambda original: place.around("__call__", wrap, original), *others)

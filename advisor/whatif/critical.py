@@ -25,6 +25,9 @@ class Path(NamedTuple):
 
 def critical_path(graph: Graph, time: Array, weight: Array, dur: Array, src: Array) -> Path:
     """Follow from each node the edge that arrived last, from the last completion to the source."""
+    if not len(graph.dst):  # nothing happened in these steps
+        nothing = np.zeros(0, dtype=np.int64)
+        return Path(edge=nothing, node=nothing, ns=np.zeros(0))
     finals = [int(graph.starts[-1]), *graph.last[-1].tolist()] if graph.last else [0]
     binding = _binding(graph, time, weight, dur, src)
     before = np.where(binding >= 0, src[binding], 0).tolist()

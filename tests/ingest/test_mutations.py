@@ -28,7 +28,7 @@ from advisor.ingest import ReadOptions, read_trace
 from advisor.testing import TraceBuilder
 
 READINGS = 2000
-ANALYSES = int(os.environ.get("ADVISOR_MUTATIONS", "100"))
+ANALYSES = int(os.environ.get("ADVISOR_MUTATIONS", "300"))
 CHUNK = 100
 SECONDS = 5.0
 """CPU time that one trace of some ten kilobytes may take."""
@@ -419,3 +419,21 @@ def test_every_mutator_changes_something(seeds: list[bytes]) -> None:
     for mutate in MUTATORS:
         changed = sum(mutate(seeds[0], random.Random(n)) != seeds[0] for n in range(10))
         assert changed >= 3, mutate.__name__
+
+
+@pytest.mark.skipif(util.find_spec("advisor.advice.engine") is None, reason="no engine yet")
+def test_a_trace_of_nothing_but_allocations_is_analysed(tmp_path: Path) -> None:
+    """As when everything else of a damaged file is left out: a graph without an edge."""
+    args = {"Device Type": 0, "Device Id": -1, "Addr": 1, "Bytes": 64, "Total Allocated": 64}
+    event = {
+        "ph": "i",
+        "cat": "cpu_instant_event",
+        "name": "[memory]",
+        "s": "t",
+        "pid": 1,
+        "tid": 1,
+    }
+    events = [{**event, "ts": 10 * n, "args": args} for n in range(5)]
+    assert (
+        check(analysing, "memory", dump({"traceEvents": events}), tmp_path / "trace.json") == "read"
+    )

@@ -312,7 +312,7 @@ def test_an_optimizer_that_raises_does_not_upset_the_rest(
 def test_a_checkpoint_is_in_no_step(recorded: Recorded, training: Any, tmp_path: Any) -> None:
     class Slow:
         def __reduce__(self) -> Any:
-            time.sleep(0.1)
+            time.sleep(0.3)  # a busy machine may stop a step for 0.1
             return (int, ())
 
     def run() -> None:
@@ -322,8 +322,8 @@ def test_a_checkpoint_is_in_no_step(recorded: Recorded, training: Any, tmp_path:
 
     record = recorded(run)
     assert len(record.steps) == 4
-    assert all(step.dur < 100e6 for step in record.steps[1:])
-    assert all(step.evaluation >= 100e6 for step in record.steps[1:])
+    assert all(step.dur < 300e6 for step in record.steps[1:])
+    assert all(step.evaluation >= 300e6 for step in record.steps[1:])
 
 
 def test_a_copy_to_a_device_is_a_phase(recorded: Recorded, training: Any) -> None:

@@ -19,11 +19,13 @@ import atexit
 import functools
 import inspect
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from multiprocessing import parent_process
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from advisor.recording.options import Options, chosen, switched_off
+from advisor.recording.options import RecordOptions, chosen, switched_off
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from advisor.recording.session import Session
 
 log = logging.getLogger("advisor")
+_PROCESS = os.getpid()
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -49,7 +52,7 @@ class Recorder:
     ) -> None:
         if out is not None:
             options["out"] = str(out)
-        Options().with_changes(**options)  # a wrong keyword is told at the line that has it
+        RecordOptions().with_changes(**options)  # a wrong keyword is told at the line that has it
         self._keywords = options
         self._step = step
         self._session: Session | None = None
@@ -255,6 +258,8 @@ class _Call:
         if session.count() - self._before > 1:
             # the loop is inside: until the next call there is nothing to record
             session.pause()
+            if os.getpid() != _PROCESS or parent_process() is not None:
+                session.writer.flush()  # a child may leave without a word
 
 
 class Phase:
@@ -309,6 +314,7 @@ def open_session(
 ) -> Session | None:
     """Begin to record; ``None``: not possible, or somebody records already (told once)."""
     try:
+        from advisor.recording.quiet import hush
         from advisor.recording.session import Session, current
 
         if current() is not None:
@@ -316,6 +322,9 @@ def open_session(
                 recorder._refuse()
             return None
         session = Session(chosen(**keywords), entry, lazy=lazy)
+        if entry == "command":
+            session.anew = lambda: open_session("command", {}, lazy=True)
+        hush()
         try:
             session.start()
         except BaseException:
@@ -329,7 +338,10 @@ def open_session(
 
 def conclude(session: Session, error: BaseException | None = None) -> None:
     """End a recording and say where it is."""
+    from advisor.recording.quiet import unhush
+
     session.finish(error)
+    unhush()
     if session.writer.folder is not None and session.rank == 0 and session.problem is None:
         from advisor.recording.finish import say
 

@@ -11,17 +11,24 @@ from __future__ import annotations
 
 from typing import Any
 
-OTHER, DATA, H2D, FORWARD, BACKWARD, OPTIMIZER = range(6)
-PHASES = ("other", "data", "h2d", "forward", "backward", "optimizer")
+OTHER, DATA, H2D, FORWARD, BACKWARD, OPTIMIZER, BETWEEN = range(7)
+PHASES = ("other", "data", "h2d", "forward", "backward", "optimizer", "between steps")
+"""``BETWEEN`` is no phase that a hook begins: it is what lies between the end of a step and the
+first phase of the next, where no loader that is known is drawn from."""
+PART_OF_GRADIENTS = frozenset((DATA, FORWARD, BACKWARD))
+"""Phases in which a forward or a backward is part of something else …"""
+PART_OF_UPLOADS = PART_OF_GRADIENTS | {H2D, OPTIMIZER}
+"""… and a copy to a device."""
 MAX_PHASES = 64
 """Names beyond these share ``other``: a name made up for each step must not grow a list."""
 MAX_TAPE = 20_000_000
 """Entries that wait to be read: minutes of a disk that does not answer."""
 
-THREAD, PHASE, WATCHED, ONLINE, TOLD = range(5)
+THREAD, PHASE, WATCHED, ONLINE, TOLD, OPTIMIZED, LEARNT = range(7)
 """``Tape.here``: the thread that is watched (-1: recording is off; hooks do nothing in others), the
 phase that is open in it, whether somebody is told of phases, whether something is to be done
-when an optimizer has stepped, and the loader that was last told."""
+when an optimizer has stepped, the loader that was last told, whether an optimizer's step was
+ever seen, and whether what follows is of no use for telling a loop that does not train."""
 
 (
     LEAVE,  # time: the innermost phase ends
@@ -48,8 +55,11 @@ when an optimizer has stepped, and the loader that was last told."""
     MEMORY,  # the allocator's counters
     MARK,  # (phase, CUDA event)
     MARKS_END,  # nothing: no more of them for a while
-    CLEARED,  # time: gradients are cleared, in a process that compiles
-) = range(MAX_PHASES, MAX_PHASES + 25)
+    APPLIED,  # time: weights or gradients were changed since the last backward
+    FORWARD_OF,  # id of the module whose forward ended just before; 0: it is no model
+    GENERATE,  # time: a call of ``generate`` begins; its forwards are seen as well
+    GENERATED,  # time: it has ended
+) = range(MAX_PHASES, MAX_PHASES + 28)
 
 
 class Tape:
@@ -58,9 +68,9 @@ class Tape:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.here = [-1, OTHER, 0, 0, -1]
-        """One list for all that hooks look at, by ``THREAD``, ``PHASE``, ``WATCHED``, ``ONLINE``
-        and ``TOLD``: the caches are cold when they run."""
+        self.here = [-1, OTHER, 0, 0, -1, 0, 1]
+        """One list for all that hooks look at, by ``THREAD``, ``PHASE``, ``WATCHED``, ``ONLINE``,
+        ``TOLD``, ``OPTIMIZED`` and ``LEARNT``: the caches are cold when they run."""
         self.watched: list[Any] = []
         """Those that want to be told of phases at once (NVTX, CUDA events)."""
         self.names = list(PHASES)
@@ -121,8 +131,13 @@ class Clock:
         """A phase begins, inside the one that is open."""
         self.acc[self.cur] += now - self.last
         self.last = now
-        self.stack.append(self.cur)
+        self.stack.append(OTHER if self.cur == BETWEEN else self.cur)
         self.cur = phase
+
+    def rest(self) -> None:
+        """A step has ended, and what follows is between steps until a phase begins."""
+        if not self.stack:
+            self.cur = BETWEEN
 
     def leave(self, now: int) -> None:
         """The innermost phase ends."""

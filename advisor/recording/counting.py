@@ -1,9 +1,11 @@
-"""Counts training steps and leaves the process after enough of them: the pass under Scalene."""
+"""Counts training steps and leaves the process after enough of them: the pass under Scalene, and
+programs that are only tried."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from advisor.recording.clock import ONLINE, THREAD, Tape
@@ -15,11 +17,12 @@ from advisor.recording.steps import Segment
 log = logging.getLogger("advisor")
 
 
-class _Counter:
-    """Listens, keeps nothing."""
+class Counter:
+    """Listens, keeps nothing. ``ended`` is called with the number of each step as it ends, in the
+    training thread; what it raises that is no Exception goes through to the program."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self.ended = ended
         self.tape = Tape()
         self.tape.here[ONLINE] = 1
         self.looping: list[Any] = []
@@ -39,6 +42,17 @@ class _Counter:
     def stepped(self) -> None:
         """An optimizer has stepped."""
 
+    def forwarded(self, module: Any) -> None:
+        """Loops that do not train are left alone."""
+
+    def generating(self) -> None:
+        """The same."""
+
+    generated = learning = generating
+
+    def elsewhere(self) -> None:
+        """Other threads are left alone."""
+
     def drain(self) -> None:
         """Read the tape."""
         try:
@@ -46,22 +60,31 @@ class _Counter:
         except Exception as error:
             self.broken(error)
 
-    def look_again(self) -> None:
-        """Forwards are of no interest."""
-
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: let the program run to its end."""
-        self.tape.here[THREAD] = -1
+        self.stop()
         log.warning("advisor: steps are not counted: %s", error)
 
+    def start(self) -> None:
+        """Count the steps of the calling thread."""
+        self.hooks.install()
+        self.tape.here[THREAD] = threading.get_ident()
+
+    def stop(self) -> None:
+        """No more."""
+        self.tape.here[THREAD] = -1
+
     def _emit(self, segment: Segment, micro: int, gap: int) -> None:
-        if self.reader.steps.count + 1 >= self.limit:
-            self.tape.here[THREAD] = -1
-            raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
+        self.ended(self.reader.steps.count + 1)
 
 
 def count_steps(limit: int) -> None:
     """Raise SystemExit in the calling thread after so many training steps."""
-    counter = _Counter(limit)
-    counter.hooks.install()
-    counter.tape.here[THREAD] = threading.get_ident()
+
+    def ended(count: int) -> None:
+        if count >= limit:
+            counter.stop()
+            raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
+
+    counter = Counter(ended)
+    counter.start()

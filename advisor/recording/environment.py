@@ -24,44 +24,49 @@ from advisor import __version__
 from advisor.recording.cgroup import Cgroup
 from advisor.recording.redact import clean_command, clean_value
 from advisor.rundir import Device, Manifest, Rank
+from advisor.words import words
 
 _T = TypeVar("_T")
 
 GIT_SECONDS = 2.0
 """A repository that takes longer to look at is not described."""
 
-PACKAGES = (
-    "torch", "torchvision", "torchaudio", "triton", "numpy", "transformers", "accelerate",
-    "datasets", "tokenizers", "peft", "trl", "lightning", "pytorch_lightning", "deepspeed",
-    "megatron", "torchtitan", "torchao", "torchdata", "flash_attn", "xformers", "bitsandbytes",
-    "apex", "transformer_engine", "timm", "nvidia.dali", "webdataset", "kornia", "nvtx", "pynvml",
-    "psutil",
-)  # fmt: skip
+PACKAGES = words(
+    """
+    torch torchvision torchaudio triton numpy transformers accelerate datasets tokenizers peft
+    trl lightning pytorch_lightning deepspeed megatron torchtitan torchao torchdata flash_attn
+    xformers bitsandbytes apex transformer_engine timm nvidia.dali webdataset kornia nvtx
+    pynvml psutil
+    """
+)
 """Described when the process has loaded them."""
 
-ENV = {
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING",
-    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_CACHE_DISABLE", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_AUTO_BOOST", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TEARDOWN_CUPTI",
-    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_JIT", "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "TORCH_SHOW_CPP_STACKTRACES", "TORCH_SHOW_DISPATCH_TRACE", "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_CPP_LOG_LEVEL", "TORCH_LOGS", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE",
-    "TORCHDYNAMO_VERBOSE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_COMPILE_THREADS",
-    "TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCH_USE_CUDA_DSA", "TORCH_USE_RTLD_GLOBAL",
-    "OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "OMP_DYNAMIC",
-    "MKL_NUM_THREADS", "MKL_DYNAMIC", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS",
-    "NUMEXPR_MAX_THREADS", "VECLIB_MAXIMUM_THREADS", "KMP_AFFINITY", "KMP_BLOCKTIME",
-    "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM",
-    "MALLOC_ARENA_MAX", "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHONTRACEMALLOC",
-    "PYTHONASYNCIODEBUG", "PYTHONHASHSEED", "PYTHON_GIL", "UCX_TLS", "UCX_NET_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
-    "TORCHELASTIC_RESTART_COUNT", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE",
-    "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE", "SLURM_PROCID",
-    "SLURM_LOCALID",
-}  # fmt: skip
+ENV = set(
+    words(
+        """
+        CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
+        CUDA_DEVICE_MAX_CONNECTIONS CUDA_CACHE_DISABLE CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
+        CUDA_AUTO_BOOST CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE
+        NVIDIA_VISIBLE_DEVICES TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TEARDOWN_CUPTI
+        PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF
+        PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_JIT PYTORCH_NVML_BASED_CUDA_CHECK
+        TORCH_SHOW_CPP_STACKTRACES TORCH_SHOW_DISPATCH_TRACE TORCH_DISTRIBUTED_DEBUG
+        TORCH_CPP_LOG_LEVEL TORCH_LOGS TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
+        TORCHDYNAMO_VERBOSE TORCHINDUCTOR_MAX_AUTOTUNE TORCHINDUCTOR_COMPILE_THREADS
+        TORCHINDUCTOR_FX_GRAPH_CACHE TORCH_USE_CUDA_DSA TORCH_USE_RTLD_GLOBAL
+        OMP_NUM_THREADS OMP_PROC_BIND OMP_PLACES OMP_WAIT_POLICY OMP_DYNAMIC
+        MKL_NUM_THREADS MKL_DYNAMIC OPENBLAS_NUM_THREADS NUMEXPR_NUM_THREADS
+        NUMEXPR_MAX_THREADS VECLIB_MAXIMUM_THREADS KMP_AFFINITY KMP_BLOCKTIME
+        GOMP_CPU_AFFINITY GOMP_SPINCOUNT RAYON_NUM_THREADS TOKENIZERS_PARALLELISM
+        MALLOC_ARENA_MAX PYTHONDEVMODE PYTHONMALLOC PYTHONTRACEMALLOC PYTHONASYNCIODEBUG
+        PYTHONHASHSEED PYTHON_GIL UCX_TLS UCX_NET_DEVICES GLOO_SOCKET_IFNAME RANK
+        LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK
+        TORCHELASTIC_RESTART_COUNT SLURM_NNODES SLURM_NTASKS SLURM_NTASKS_PER_NODE
+        SLURM_CPUS_PER_TASK SLURM_CPUS_ON_NODE SLURM_GPUS_ON_NODE SLURM_PROCID
+        SLURM_LOCALID
+        """
+    )
+)
 """Environment variables that are kept. Nothing else is, and of these no credentials."""
 ENV_PREFIXES = ("NCCL_", "TORCH_NCCL_", "RCCL_")
 
@@ -139,8 +144,14 @@ def environment() -> dict[str, str]:
 def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
     """(commit, uncommitted changes in tracked files) of the repository around a folder."""
     folder = folder or Path.cwd()
-    told = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no",
-                "--ignore-submodules")  # fmt: skip
+    told = _git(
+        folder,
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+        "--ignore-submodules",
+    )
     if told is None:
         return _head(folder), None
     lines = told.decode("utf-8", "replace").splitlines()
@@ -164,9 +175,15 @@ def _git(folder: Path, *words: str) -> bytes | None:
     try:
         with tempfile.TemporaryFile() as out:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL,
-                close_fds=False, timeout=GIT_SECONDS, env=env, check=False,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.DEVNULL,
+                close_fds=False,
+                timeout=GIT_SECONDS,
+                env=env,
+                check=False,
+            )
             out.seek(0)
             return out.read() if done.returncode == 0 else None
     except (OSError, subprocess.SubprocessError):

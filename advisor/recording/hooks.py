@@ -5,7 +5,7 @@ What is ours around it writes on the tape, and what can fail besides is containe
 the same questions: does dynamo trace this (then they are as if they were not there: no graph
 break, no guard on our state), are we inside something that is timed already, and is this the
 watched thread? They spell out what a shared helper would do: each call of Python is a
-microsecond where the caches are cold. ``quick`` has the same in C, for the usual case.
+microsecond where the caches are cold.
 
 No module hooks: global ones put every submodule on torch's slow path and make compiled modules
 warn, and hooks on an instance are pickled with the user's model.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter_ns as now
@@ -22,10 +23,10 @@ from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 from advisor.recording.clock import (
+    APPLIED,
     BACKWARD,
     BACKWARD_END,
     BATCH,
-    CLEARED,
     DATA,
     EXHAUSTED,
     FETCH,
@@ -34,6 +35,8 @@ from advisor.recording.clock import (
     FORWARD,
     FORWARD_END,
     FORWARD_END_NO_GRAD,
+    GENERATE,
+    GENERATED,
     H2D,
     ITERATE,
     ITERATED,
@@ -44,14 +47,16 @@ from advisor.recording.clock import (
     OPTIMIZER,
     OPTIMIZER_END,
     OTHER,
+    PART_OF_GRADIENTS,
+    PART_OF_UPLOADS,
     RESET,
     SAVE,
     TOLD,
     Tape,
 )
 from advisor.recording.loaders import Loaders
-from advisor.recording.outermost import PLACE, Direct, Outermost, compiled
-from advisor.recording.quick import Quick, available
+from advisor.recording.modules import ModuleCalls, leave_to_dynamo
+from advisor.recording.witness import Witness
 
 
 class Listener(Protocol):
@@ -74,11 +79,24 @@ class Listener(Protocol):
     def stepped(self) -> None:
         """An optimizer has stepped."""
 
+    def forwarded(self, module: Any) -> None:
+        """The forward of an outermost module has ended, where nothing was learnt so far."""
+
+    def generating(self) -> None:
+        """A call of ``generate`` is about to begin, where nothing was learnt so far …"""
+
+    def generated(self) -> None:
+        """… and has ended."""
+
+    def learning(self) -> None:
+        """The first backward begins."""
+
+    def elsewhere(self) -> None:
+        """A backward or an optimizer's step begins in a thread that is not watched; it may become
+        the one that is."""
+
     def drain(self) -> None:
         """Read the tape, if it is to be read in this thread."""
-
-    def look_again(self) -> None:
-        """A loader is iterated for the first time: another model may be used with it."""
 
     def broken(self, error: BaseException) -> None:
         """Something of ours failed: stop."""
@@ -93,8 +111,6 @@ class _Patch(NamedTuple):
     own: bool
     """It was the owner's; else inherited."""
     hook: Any
-    quick: Any
-    """What takes the hook's place after the first steps, or that itself."""
 
 
 OVERRIDABLE = frozenset(("to", "cuda"))
@@ -103,8 +119,21 @@ from ``torch.Tensor``, so that it is our hook, and overrides look it up in table
 be equal to the original."""
 
 
+FOREIGN = (
+    ("nvidia.dali.plugin.pytorch", "DALIGenericIterator"),
+    ("nvidia.dali.plugin.pytorch", "DALIRaggedIterator"),
+    ("ffcv.loader.epoch_iterator", "EpochIterator"),
+)
+"""Iterators of loaders that are not torch's and have none of torch's inside, by module and class.
+Where the module is imported, waits for them are told as those for torch's are."""
+
+
+GENERATION = "transformers.generation.utils"
+"""Where the ``generate`` of Transformers' models is."""
+
+
 class Equal:
-    """A hook that is equal to what it is around, as those in C are."""
+    """A hook that is equal to what it is around."""
 
     def __init__(self, original: Any, hook: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
@@ -127,31 +156,17 @@ class Equal:
         return self._original.__reduce__()
 
 
-class _Callback(NamedTuple):
-    """One of the hooks that optimizers have."""
-
-    handle: Any
-    hook: Any
-    quick: Any
-
-
 class Hooks:
-    """The wrappers, put in place by ``install`` and taken out by ``remove``. ``native``: use those
-    in C, where they were built."""
+    """The wrappers, put in place by ``install`` and taken out by ``remove``."""
 
-    def __init__(self, listener: Listener, *, native: bool = False) -> None:
+    def __init__(self, listener: Listener) -> None:
         self._on = listener
         self._patches: list[_Patch] = []
-        self._callbacks: list[_Callback] = []
-        self._quick = Quick(listener) if native and available() else None
-        self._compiles = False
-        """``torch.compile`` was called."""
+        self._handles: list[Any] = []
+        self._calls: ModuleCalls | None = None
+        self._foreign: set[Any] = set()
         self.lifted = False
-        """``Module.__call__`` is left alone: forwards are seen only where modules are called
-        directly …"""
-        self._bare = False
-        """… and that is for good."""
-        self.outermost = self._fresh()
+        """Forwards are not seen at present."""
 
     def install(self) -> None:
         """Listen. Raises AttributeError: this torch has another shape than those that are known."""
@@ -162,9 +177,11 @@ class Hooks:
         wrap = self._patch
         wrap(dataloader._BaseDataLoaderIter, "__next__", _next(self._on))
         wrap(dataloader.DataLoader, "__iter__", _iter(self._on))
-        wrap(torch.nn.Module, "__call__", _forward(self._on, self.outermost.met))
-        wrap(torch, "compile", _compile(self._compiling))
-        wrap(torch.nn.Module, "_replicate_for_data_parallel", _replicate)
+        self._foreign.clear()
+        self.look()
+        leave_to_dynamo()
+        self._calls = ModuleCalls(self._on.tape.here, lambda calls: _forward(self._on, calls))
+        self._calls.install()
         wrap(torch.Tensor, "to", _to(self._on))
         wrap(torch.Tensor, "cuda", _cuda(self._on))
         if hasattr(torch.autograd, "_engine_run_backward"):  # what both of them call
@@ -172,119 +189,81 @@ class Hooks:
         else:
             wrap(torch.autograd, "backward", _backward(self._on))
             wrap(torch.autograd, "grad", _backward(self._on))
-        wrap(torch.amp.GradScaler, "step", _scaler_step(self._on))
+        opened: Opened = []
+        wrap(torch.amp.GradScaler, "step", _scaler_step(self._on, opened))
         wrap(torch, "save", _save(self._on))
-        wrap(optim.Optimizer, "zero_grad", _zero_grad(self._on))
-        wrap(torch.nn.Module, "zero_grad", _zero_grad(self._on))
-        opened: list[tuple[int, int]] = []
-        hooks = _around_step(self._on, opened)
-        quick = hooks if self._quick is None else self._quick.around_step(hooks, opened)
-        handles = (
-            optim.register_optimizer_step_pre_hook(hooks[0]),
-            optim.register_optimizer_step_post_hook(hooks[1]),
-        )
-        self._callbacks = list(map(_Callback, handles, hooks, quick))
+        wrap(torch.serialization, "save", lambda original: torch.save)  # the same: it is pickled so
+        before, after = _around_step(self._on, opened)
+        self._handles = [
+            optim.register_optimizer_step_pre_hook(before),
+            optim.register_optimizer_step_post_hook(after),
+        ]
+
+    def look(self) -> bool:
+        """Listen to what was imported since: other loaders, ``generate``. Nothing is imported here.
+        Whether it was ``generate``."""
+        for name, kind in FOREIGN:
+            module = sys.modules.get(name)
+            owner = None if module is None else vars(module).get(kind)
+            if isinstance(owner, type) and owner not in self._foreign:
+                self._foreign.add(owner)
+                if "__next__" in vars(owner):
+                    self._patch(owner, "__next__", _next(self._on))
+        module = sys.modules.get(GENERATION)
+        owner = None if module is None else vars(module).get("GenerationMixin")
+        if isinstance(owner, type) and owner not in self._foreign:
+            self._foreign.add(owner)
+            if "generate" in vars(owner):
+                self._patch(owner, "generate", _generate(self._on))
+                return True
+        return False
 
     def remove(self) -> None:
         """Put everything back. A wrapper that somebody has wrapped since stays, and passes
         through."""
-        self.outermost.undo()
-        self.outermost = self._fresh()
-        for callback in self._callbacks:
-            callback.handle.remove()
-        self._callbacks.clear()
-        for owner, name, original, own, *ours in reversed(self._patches):
-            if any(vars(owner).get(name) is one for one in ours):
+        if self._calls is not None:
+            self._calls.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for owner, name, original, own, hook in reversed(self._patches):
+            if vars(owner).get(name) is hook:
                 if own:
                     setattr(owner, name, original)
                 else:
                     delattr(owner, name)
         self._patches.clear()
 
-    def stepped(self) -> None:
-        """An optimizer has stepped: after the first few times, the hooks are replaced by those that
-        cost less."""
-        self._give_back("zero_grad")  # optimizers are seen
-        self.outermost.stepped()
-        if not (self.outermost.waits or self._compiles or compiled()):
-            self._replace(lambda one: (one.hook, one.quick))
-
-    def lift(self, *, for_good: bool = False) -> None:
-        """Take the wrapper off ``Module.__call__`` until ``lower``, before a profiler with Python
-        stacks starts: torch's tracer recognises modules by that function's code, the one it has
-        when the first tracer of the process starts."""
+    def lift(self) -> None:
+        """Give ``Module.__call__`` its own code until ``lower``, before a profiler with Python
+        stacks starts: torch's tracer recognises modules by it, as it is when the first tracer of
+        the process starts."""
         self.lifted = True
-        self._bare = self._bare or for_good
-        self._take_off()
+        if self._calls is not None:
+            self._calls.remove()
 
     def lower(self) -> None:
         """That profiler has ended."""
-        self.lifted = self._bare
-        self._put_back()
-
-    def _compiling(self) -> None:
-        """Something is about to be compiled: dynamo must see functions of Python."""
-        self._compiles = True
-        self.outermost.stay()
-        self._replace(lambda one: (one.quick, one.hook))
-
-    def _replace(self, change: Callable[[_Patch | _Callback], tuple[Any, Any]]) -> None:
-        """``change`` gives what is there now, unless somebody else has replaced it, and what is to
-        be there. May be called while torch goes through the optimizers' hooks."""
-        for patch in self._patches:
-            there, then = change(patch)
-            if there is not then and vars(patch.owner).get(patch.name) is there:
-                setattr(patch.owner, patch.name, then)
-        for callback in self._callbacks:
-            there, then = change(callback)
-            hooks, key = callback.handle.hooks_dict_ref(), callback.handle.id
-            if there is not then and hooks is not None and hooks.get(key) is there:
-                hooks[key] = then
-
-    def _take_off(self) -> None:
-        self._give_back("__call__")
-
-    def _give_back(self, function: str) -> None:
-        for owner, name, original, _, hook, _ in self._patches:
-            if name == function and vars(owner).get(name) is hook:
-                setattr(owner, name, original)
-
-    def _put_back(self) -> None:
-        """Unless outermost modules are called directly, or it is to stay off."""
-        if self.lifted or self.outermost.direct:
-            return
-        for owner, name, original, _, hook, _ in self._patches:
-            if name == "__call__" and vars(owner).get(name) is original:
-                setattr(owner, name, hook)
-
-    def _fresh(self) -> Outermost:
-        return Outermost(self._direct, self._put_back, self._take_off)
-
-    def _direct(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        hook: Callable[..., Any] = _forward(self._on)(call)
-        if self._quick is not None:
-            hook = self._quick.wrapper("__call__", call, hook)
-        return hook
+        self.lifted = False
+        if self._calls is not None and self._patches:
+            self._calls.install()
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         own = name in vars(owner)
         original = getattr(owner, name)
-        hook: Any = functools.wraps(original)(make(original))
-        quick = hook
-        # the call of all modules is what dynamo meets first: if need be, before it is known
-        if self._quick is not None and name != "__call__":
-            quick = self._quick.wrapper(name, original, hook)
+        made = make(original)
+        hook: Any = made if hasattr(made, "__wrapped__") else functools.wraps(original)(made)
         if name in OVERRIDABLE:
-            hook = quick = Equal(original, hook) if quick is hook else quick
+            hook = Equal(original, hook)
         setattr(owner, name, hook)
-        self._patches.append(_Patch(owner, name, original, own, hook, quick))
+        self._patches.append(_Patch(owner, name, original, own, hook))
 
 
 def _next(on: Listener) -> Callable[[Any], Any]:
     from torch import Tensor
 
     tape, looping, glance = on.tape, on.looping, on.glance
-    put, here = tape.log.extend, tape.here
+    put, here, numbers = tape.log.extend, tape.here, on.loaders.numbers
 
     def make(original: Any) -> Any:
         def __next__(self: Any) -> Any:
@@ -331,7 +310,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                     put((FETCHED, end, BATCH, (((x.shape, x.dtype), (y.shape, y.dtype)), None)))
                 else:
                     put((FETCHED, end, BATCH, glance(batch)))
-                number = getattr(self, "_advisor_loader", -1)
+                number = numbers.get(id(self), -1)
                 if number != here[TOLD]:
                     here[TOLD] = number
                     put((LOADER, number))
@@ -358,11 +337,9 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
             put((ITERATE, begin))
             iterator = original(self)
             try:
-                data, new = on.loaders.iterated(self, iterator, now() - begin)
+                data = on.loaders.iterated(self, iterator, now() - begin)
                 if data is not None:
                     put((ITERATED, data))
-                if new:
-                    on.look_again()
             except Exception as error:
                 on.broken(error)
             return iterator
@@ -420,65 +397,62 @@ def _timed(
     return make
 
 
-def _compile(about_to: Callable[[], None]) -> Callable[[Any], Any]:
-    """``torch.compile``, and ``Module.compile`` which calls it."""
-
-    def make(original: Any) -> Any:
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            about_to()
-            return original(*args, **kwargs)
-
-        return compiled
-
-    return make
-
-
-def _replicate(original: Any) -> Any:
-    """``nn.DataParallel`` copies a module's attributes as they are: its call must be the copy's."""
-
-    def replicate(self: Any) -> Any:
-        copy = original(self)
-        if type(vars(copy).get(PLACE)) is Direct:
-            del vars(copy)[PLACE]
-        return copy
-
-    return replicate
-
-
-def _forward(on: Listener, met: Callable[[Any], None] | None = None) -> Callable[[Any], Any]:
-    """A module's call: a forward, unless it is inside of one. ``met`` is told of the module."""
+def _forward(
+    on: Listener, calls: ModuleCalls
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """Makes the call of an outermost module: a forward. Those inside are not looked at."""
     from torch import is_grad_enabled
 
+    function, original, code = calls.function, calls.original, calls.code
+    tape = on.tape
+    put, here = tape.log.extend, tape.here
+
+    def forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = here[1]
+        if here[2]:
+            on.entered(FORWARD)
+        here[1] = FORWARD
+        put((FORWARD, now()))
+        try:
+            if calls.reported:
+                function.__code__ = original
+            if module._compiled_call_impl is not None:
+                return module._compiled_call_impl(*args, **kwargs)
+            return module._call_impl(*args, **kwargs)
+        finally:
+            if calls.reported and function.__code__ is original:
+                function.__code__ = code
+            here[1] = before
+            put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))
+            if here[2]:
+                on.left(before)
+            if not here[6]:
+                on.forwarded(module)
+
+    return forward
+
+
+def _generate(on: Listener) -> Callable[[Any], Any]:
+    """Marks calls of ``generate``. Its forwards are timed as they are."""
     compiling = _compiling()
     tape = on.tape
     put, here = tape.log.extend, tape.here
-    inside = frozenset((DATA, FORWARD, BACKWARD))
 
     def make(original: Any) -> Any:
-        def __call__(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or here[1] in inside or get_ident() != here[0]:
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or here[6] or get_ident() != here[0] or here[1] in PART_OF_GRADIENTS:
                 return original(*args, **kwargs)
-            before = here[1]
-            if met is not None:
-                met(args[0])
-            if here[2]:
-                on.entered(FORWARD)
-            here[1] = FORWARD
-            put((FORWARD, now()))
+            on.generating()
+            put((GENERATE, now()))
             try:
                 return original(*args, **kwargs)
             finally:
-                here[1] = before
-                put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))
-                if here[2]:
-                    on.left(before)
+                put((GENERATED, now()))
+                on.generated()
 
-        return __call__
+        return generate
 
     return make
-
-
-_UPLOADS_INSIDE = frozenset((DATA, H2D, FORWARD, BACKWARD, OPTIMIZER))
 
 
 def _to(on: Listener) -> Callable[[Any], Any]:
@@ -489,6 +463,8 @@ def _to(on: Listener) -> Callable[[Any], Any]:
 
     def applies(args: Any, kwargs: Any) -> bool:
         target: Any = args[1] if len(args) > 1 else kwargs.get("device")
+        if not args:
+            return False
         kind = type(target)
         if kind is device:
             there = target.type != "cpu"
@@ -496,72 +472,120 @@ def _to(on: Listener) -> Callable[[Any], Any]:
             there = kind is int or (kind is str and not target.startswith("cpu"))
         return bool(there and is_cpu(args[0]))
 
-    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
+    return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
 
 
 def _cuda(on: Listener) -> Callable[[Any], Any]:
-    is_cuda = _told("is_cuda")
-    applies = lambda args, kwargs: not is_cuda(args[0])  # noqa: E731
-    return _timed(on, H2D, inside=_UPLOADS_INSIDE, applies=applies)
+    is_cpu = _told("is_cpu")
+    applies = lambda args, kwargs: bool(args) and is_cpu(args[0])  # noqa: E731
+    return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
 
 
 def _told(name: str) -> Callable[[Any], Any]:
-    """An attribute of a tensor. Overrides (``__torch_function__``) do not hear that we ask."""
+    """An attribute of a tensor, false for what is none. Overrides and modes (``TorchFunctionMode``)
+    do not hear that we ask."""
     from torch import Tensor
-    from torch._C import DisableTorchFunctionSubclass as silently
+    from torch._C import DisableTorchFunction as silently
 
     of = operator.attrgetter(name)
 
     def told(tensor: Any) -> Any:
-        if type(tensor) is Tensor:
-            return of(tensor)
         with silently():
-            return of(tensor)
+            return isinstance(tensor, Tensor) and of(tensor)
 
     return told
 
 
 def _backward(on: Listener) -> Callable[[Any], Any]:
-    return _timed(on, BACKWARD, inside=frozenset((DATA, FORWARD, BACKWARD)), end=BACKWARD_END)
+    """Until an optimizer is seen, it is also noted whether weights or gradients were changed since
+    the last backward: then that one ended a step."""
+    compiling = _compiling()
+    tape, witness = on.tape, Witness()
+    put, here = tape.log.extend, tape.here
+    inside = PART_OF_GRADIENTS
+
+    def make(original: Any) -> Any:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return original(*args, **kwargs)
+            if get_ident() != here[0]:
+                on.elsewhere()
+                if get_ident() != here[0]:
+                    return original(*args, **kwargs)
+            before = here[1]
+            if before in inside:
+                return original(*args, **kwargs)
+            if not here[5]:
+                if not here[6]:
+                    on.learning()
+                if witness.touched(args):
+                    put((APPLIED, now()))
+            if here[2]:
+                on.entered(BACKWARD)
+            here[1] = BACKWARD
+            put((BACKWARD, now()))
+            code = LEAVE
+            try:
+                result = original(*args, **kwargs)
+                code = BACKWARD_END
+            finally:
+                here[1] = before
+                put((code, now()))
+                if here[2]:
+                    on.left(before)
+            if not here[5]:
+                witness.look()
+            return result
+
+        return run_backward
+
+    return make
 
 
-def _scaler_step(on: Listener) -> Callable[[Any], Any]:
+def _scaler_step(on: Listener, opened: Opened) -> Callable[[Any], Any]:
     """A scaler may leave the optimizer out (infinite gradients): it was a step all the same."""
     put = on.tape.log.extend
 
     def applies(args: Any, kwargs: Any) -> bool:
+        if _left_open(on, opened):
+            on.tape.here[1] = OTHER
+        if on.tape.here[1] == OPTIMIZER:
+            return False
         put((OPTIMIZED_BY, id(args[1]) if len(args) > 1 else 0))
         return True
 
     return _timed(
         on,
         OPTIMIZER,
-        inside=frozenset((DATA, OPTIMIZER)),
+        inside=frozenset((DATA,)),
         end=OPTIMIZER_END,
         applies=applies,
     )
 
 
-def _around_step(
-    on: Listener, opened: list[tuple[int, int]]
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Hooks of all optimizers, and the steps that have begun. The second is not called when the
-    optimizer raises."""
+Opened = list[tuple[int, int, tuple[int, Any]]]
+"""Steps of optimizers that have begun: the optimizer by id, the phase around it, and the frame, by
+id and code."""
+
+
+def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks of all optimizers. The second is not called when the optimizer raises."""
     compiling = _compiling()
     tape = on.tape
     log, put, here = tape.log, tape.log.extend, tape.here
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling() or get_ident() != here[0]:
+        if compiling():
             return
+        if get_ident() != here[0]:
+            on.elsewhere()
+            if get_ident() != here[0]:
+                return
         phase = here[1]
-        if opened and (phase != OPTIMIZER or opened[-1][0] == id(optimizer)):
-            opened.clear()  # one that raised
-            put((RESET, now()))
-            if here[2]:
-                on.left(OTHER)
+        if opened and _left_open(on, opened):
             phase = OTHER
-        opened.append((id(optimizer), phase))
+        caller = sys._getframe(1)
+        opened.append((id(optimizer), phase, (id(caller), caller.f_code)))
         if here[2]:
             on.entered(OPTIMIZER)
         here[1] = OPTIMIZER
@@ -570,15 +594,41 @@ def _around_step(
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if compiling() or get_ident() != here[0] or not opened:
             return
-        number, here[1] = opened.pop()
+        number, here[1], _ = opened.pop()
         if here[2]:
             on.left(here[1])
         put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
+        here[5] = 1
         if here[3] or len(log) > MAX_TAPE:
             on.stepped()
             on.drain()
 
     return before, after
+
+
+def _left_open(on: Listener, opened: Opened) -> bool:
+    """Whether the last step that began has raised; then nothing is open any more."""
+    if not opened:
+        return False
+    here = on.tape.here
+    if here[1] == OPTIMIZER and _on_the_stack(opened[-1][2]):
+        return False
+    opened.clear()
+    on.tape.log.extend((RESET, now()))
+    if here[2]:
+        on.left(OTHER)
+    return True
+
+
+def _on_the_stack(call: tuple[int, Any]) -> bool:
+    """Whether a call has not ended: its frame, by id, is one of those that led here."""
+    # not the optimizer's that asks: a dead frame's memory is used again
+    frame: Any = sys._getframe(4)
+    while frame is not None:
+        if (id(frame), frame.f_code) == call:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _save(on: Listener) -> Callable[[Any], Any]:
@@ -591,24 +641,6 @@ def _save(on: Listener) -> Callable[[Any], Any]:
             return original(*args, **kwargs)
 
         return save
-
-    return make
-
-
-def _zero_grad(on: Listener) -> Callable[[Any], Any]:
-    """Gradients are cleared. Where a compiled function holds the optimizer's step, its hooks are
-    not called, and this is what is seen of it."""
-    compiling = _compiling()
-    put, here = on.tape.log.extend, on.tape.here
-    inside = frozenset((DATA, FORWARD, BACKWARD, OPTIMIZER))
-
-    def make(original: Any) -> Any:
-        def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            if not (compiling() or here[1] in inside or get_ident() != here[0]) and compiled():
-                put((CLEARED, now()))
-            return original(*args, **kwargs)
-
-        return zero_grad
 
     return make
 

@@ -1,86 +1,42 @@
-"""Recording without a change to the user's code: begins when the process imports torch.
+"""Recording without a change to the user's code: begins when the process has imported torch.
 
-``advisor record`` sets ``PYTHONPATH`` to a folder with a sitecustomize that calls ``watch``; so
-the processes that torchrun or a script starts are watched too. A directory is only made by one
-that trains: helpers and DataLoader workers leave nothing.
+``advisor record`` sets ``PYTHONPATH`` to a folder with a sitecustomize that notices it and calls
+``begin``; so the processes that torchrun or a script starts are watched too. A directory is only
+made by one that trains: helpers and DataLoader workers leave nothing but a note of what was seen.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib.abc
-import importlib.machinery
+import json
 import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
-from advisor.recording.options import switched_off
+from advisor.recording.quiet import unhush
 
 log = logging.getLogger("advisor")
 
 STOP_AFTER = "ADVISOR_STOP_AFTER"
 """Leave the process after so many steps: for the pass under Scalene, which is too slow for all."""
+Note = Callable[[str], None]
+"""Writes a line for ``advisor record``."""
 
 
-def watch() -> None:
-    """Record this process once it has imported torch."""
-    if switched_off():
-        return
-    if "torch" in sys.modules:
-        begin()
-    else:
-        sys.meta_path.insert(0, _Finder())
+def begin(note: Note) -> None:
+    """Begin to record; the directory is made when training is seen. Never raises: the user's
+    import of torch is around it."""
+    try:
+        _begin(note)
+    except Exception as error:
+        note(f"problem {type(error).__name__}: {error}")
+        log.warning("advisor: not recording: %s: %s", type(error).__name__, error)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the import of torch happen as it would, and begins after it."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if fullname != "torch":
-            return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        loader = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = loader
-        module.__loader__ = loader
-        loader.exec_module(module)
-        try:
-            begin()
-        except Exception as error:  # the user's import of torch must not fail by us
-            log.warning("advisor: not recording: %s: %s", type(error).__name__, error)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-def begin() -> None:
-    """Begin to record; the directory is made when training is seen."""
+def _begin(note: Note) -> None:
     from advisor.recording import api
 
     limit = os.environ.get(STOP_AFTER, "")
@@ -92,13 +48,24 @@ def begin() -> None:
         return
     if multiprocessing.parent_process() is not None:
         _leave_workers_alone(session)
-    atexit.register(_end, session)
+        # a forked one ends without the handlers of atexit
+        from multiprocessing.util import Finalize
+
+        Finalize(None, _end, (session, note, os.getpid()), exitpriority=0)
+    atexit.register(_end, session, note, os.getpid())
 
 
-def _end(session: Any) -> None:
+def _end(session: Any, note: Note, process: int) -> None:
     """The interpreter ends; an exception that nobody caught is its last one."""
+    if os.getpid() != process:
+        return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     session.finish(error if isinstance(error, BaseException) else None)
+    unhush()
+    if session.problem is not None:
+        note(f"problem {session.problem}")
+    elif session.writer.folder is None:
+        note(f"seen {json.dumps(session.steps.seen)}")
 
 
 def _leave_workers_alone(session: Any) -> None:

@@ -21,7 +21,9 @@ from typing import Any, NoReturn
 
 from advisor import rundir
 from advisor.errors import AdvisorError
-from advisor.recording.finish import injected, say
+from advisor.install import install
+from advisor.recording import reach
+from advisor.recording.finish import injected, say, tell
 from advisor.recording.folder import RUN_DIR, new_run, remove_if_empty
 from advisor.recording.injection import STOP_AFTER
 from advisor.recording.options import chosen
@@ -62,16 +64,16 @@ def record(words: list[str], options: Mapping[str, Any]) -> int:
         raise AdvisorError(
             f"{decided.out or 'runs'}: no run directory can be made ({error.strerror or error})"
         ) from None
-    code = run(words, environment(run_dir, options))
-    parts = _recorded(run_dir)
-    if not parts:
-        remove_if_empty(run_dir)
-        print(
-            "advisor: nothing was recorded: no training step (a backward, then an optimizer's"
-            " step) was seen in a Python that has advisor and torch",
-            file=sys.stderr,
-        )
-        return code
+    told = reach.unreachable(words)
+    if told:
+        tell(f"this will not be recorded: {told}")
+    with reach.notes() as folder:
+        code = run(words, {**environment(run_dir, options), reach.NOTES: str(folder)})
+        parts = _recorded(run_dir)
+        if not parts:
+            remove_if_empty(run_dir)
+            tell(f"nothing was recorded: {told or reach.why_nothing(folder)}")
+            return code
     for part in parts:
         say(part, analyse=decided.report)
     return code
@@ -162,7 +164,7 @@ def under_scalene(program: list[str], steps: int, out: str = "") -> None:
     if not program[0].endswith(".py"):
         raise AdvisorError(f"{program[0]}: Scalene runs scripts (*.py) only")
     if importlib.util.find_spec("scalene") is None:
-        raise AdvisorError("Scalene is not installed: pip install 'gpu-advisor[record]'")
+        raise AdvisorError(f"Scalene is not installed: {install('record')}")
     run_dir = _newest(out)
     hidden = run_dir / "rank0" / f".{rundir.SCALENE}"
     # cpu-only, no stacks, no async: anything more would start a profiler or cost memory

@@ -23,6 +23,10 @@ class Lines:
         self._kept += self._encoder.encode(record)
         self._kept += b"\n"
 
+    def add_lines(self, lines: bytes) -> None:
+        """The same of records that are encoded, each with its end of line."""
+        self._kept += lines
+
     def flush(self) -> None:
         """Write what was kept. Raises OSError; what was kept is then forgotten."""
         if not self._kept:
@@ -34,6 +38,12 @@ class Lines:
         view = memoryview(kept)
         while view:
             view = view[os.write(self._descriptor, view) :]
+
+    def remove(self) -> None:
+        """Take the file away, and what was kept."""
+        self.close()
+        self._kept = bytearray()
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file; what was kept is not written."""

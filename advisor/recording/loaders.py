@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_LOADERS = 64
+MAX_ITERATORS = 4096
 
 
 class Loaders:
@@ -16,31 +17,30 @@ class Loaders:
         self._ids: dict[int, int] = {}
         self._open: dict[int, dict[str, Any]] = {}
         self._lengths: dict[int, int | None] = {}
+        self.numbers: dict[int, int] = {}
+        """Number of the loader, by id of the iterator that it handed out last."""
         self.last: int | None = None
         """The loader whose batch is being worked on."""
 
-    def iterated(
-        self, loader: Any, iterator: Any, took_ns: int
-    ) -> tuple[dict[str, Any] | None, bool]:
+    def iterated(self, loader: Any, iterator: Any, took_ns: int) -> dict[str, Any] | None:
         """A loader handed out an iterator. Called in the training thread; what it returns is for
-        ``began`` (``None``: there are too many loaders), and whether it is a new one."""
+        ``began`` (``None``: there are too many loaders)."""
         number = self._ids.get(id(loader))
-        new = number is None
         if number is None:
             if len(self._ids) >= MAX_LOADERS:
-                return None, True
+                return None
             number = self._ids[id(loader)] = len(self._ids)
             told = configuration(loader)
             self._lengths[number] = told["length"]
             self._tell("loader", {"id": number, **told})
-        if hasattr(iterator, "__dict__"):
-            iterator._advisor_loader = number
-        data = {
+        if len(self.numbers) >= MAX_ITERATORS:
+            self.numbers.clear()
+        self.numbers[id(iterator)] = number
+        return {
             "id": number,
             "workers_started_ns": took_ns if getattr(loader, "num_workers", 0) else None,
             "evaluation": True,
         }
-        return data, new
 
     def began(self, data: dict[str, Any]) -> None:
         """An epoch of a loader began."""
@@ -55,6 +55,11 @@ class Loaders:
     def length(self) -> int | None:
         """Batches of the loader that is being worked on; ``None``: unknown."""
         return None if self.last is None else self._lengths.get(self.last)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether it is unknown what the batch that is being worked on is for."""
+        return self.last is not None and self.last in self._open
 
     def trained(self) -> None:
         """Something was learnt from the batch."""

@@ -12,14 +12,19 @@ from advisor import rundir
 
 log = logging.getLogger("advisor")
 MAX_MESSAGE = 2000
+MOST_ENTRIES = 1_000_000
+"""Of the allocator's history: some GB of host memory."""
 
 
 class OutOfMemory:
     """Watches for CUDA's out of memory. ``tell(data)`` writes an ``oom`` event, once a run for
-    each error that ends it and once for the first that was met."""
+    each error that ends it and once for the first that was met. ``history``: events of the
+    allocator to keep for the snapshot; 0: none."""
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, tell: Callable[[dict[str, Any]], None], history: int = 0) -> None:
         self._tell = tell
+        self._history = min(history, MOST_ENTRIES)
+        self._switched_on = False
         self.folder: Path | None = None
         self._observing = False
         self._snapshot: str | None = None
@@ -31,7 +36,33 @@ class OutOfMemory:
         if attach is None or self._observing or torch is None or not torch.cuda.is_initialized():
             return
         self._observing = True
+        self._keep_history(torch)
         attach(self._observed)  # there is no way to detach: it does nothing the second time
+
+    def _keep_history(self, torch: Any) -> None:
+        """Switch the allocator's history on, if that is wanted and nobody else has."""
+        if not self._history:
+            return
+        try:
+            if torch._C._cuda_isHistoryEnabled():
+                return  # the program's own, with its own bounds
+            torch.cuda.memory._record_memory_history(
+                "all", context="all", stacks="python", max_entries=self._history
+            )
+            self._switched_on = True
+        except (RuntimeError, AttributeError, TypeError) as error:  # another PyTorch
+            log.warning("advisor: no memory history: %s", error)
+
+    def close(self) -> None:
+        """Switch off what was switched on."""
+        torch = sys.modules.get("torch")
+        if not self._switched_on or torch is None:
+            return
+        self._switched_on = False
+        try:
+            torch.cuda.memory._record_memory_history(None)
+        except (RuntimeError, AttributeError, TypeError) as error:
+            log.warning("advisor: memory history stays on: %s", error)
 
     def raised(self, error: BaseException) -> None:
         """An exception is on its way out of training."""

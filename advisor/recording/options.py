@@ -23,7 +23,7 @@ SWITCH = "ADVISOR"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class RecordOptions:
     """How a run is recorded.
 
     Each field can also be given as an environment variable (``skip``: ``ADVISOR_SKIP=20``) and
@@ -50,6 +50,11 @@ class Options:
     """Python stacks in windows: the line of code behind a kernel, at twice the cost."""
     memory: bool = False
     """Every allocation in windows."""
+    memory_history: int = 0
+    """Last events of PyTorch's allocator, with stacks, that are kept for the snapshot that is
+    written when memory runs out: 100000 is some steps of most programs, some hundred MB of host
+    memory, and 2 µs an allocation. 0: none, but a history that the program switched on itself is
+    in the snapshot all the same."""
     deep: bool = False
     """``stacks`` and ``memory``."""
     ranks: str = "0-7"
@@ -66,14 +71,12 @@ class Options:
     0: none."""
     telemetry: float = 2.0
     """Samples a second of GPU and host. 0: none."""
-    native: bool = True
-    """Hooks in C after the first steps, where they were built. Off: those of Python throughout."""
     signal: str = ""
     """Signal that opens a window, as ``SIGUSR2``. Default: none is taken."""
     report: bool = True
     """At the end, analyse in another process and print the first finding."""
 
-    def with_changes(self, **changes: Any) -> Options:
+    def with_changes(self, **changes: Any) -> RecordOptions:
         """A copy. Raises TypeError: an option that does not exist."""
         unknown = changes.keys() - {field.name for field in fields(self)}
         if unknown:
@@ -99,9 +102,9 @@ def switched_off() -> bool:
     return os.environ.get(SWITCH, "").strip().lower() in _OFF
 
 
-def chosen(**keywords: Any) -> Options:
+def chosen(**keywords: Any) -> RecordOptions:
     """The options that apply here. Raises TypeError: a keyword that is no option."""
-    options = Options()
+    options = RecordOptions()
     for name, value in (*_from_pyproject().items(), *_from_environment().items()):
         options = _with(options, name, value)
     return options.with_changes(**{k: v for k, v in keywords.items() if v is not None})
@@ -109,7 +112,7 @@ def chosen(**keywords: Any) -> Options:
 
 def _from_environment() -> dict[str, str]:
     found = {}
-    for field in fields(Options):
+    for field in fields(RecordOptions):
         value = os.environ.get(f"ADVISOR_{field.name.upper()}")
         if value is not None:
             found[field.name] = value
@@ -130,8 +133,8 @@ def _from_pyproject() -> dict[str, Any]:
     return {}
 
 
-def _with(options: Options, name: str, value: Any) -> Options:
-    default = getattr(Options(), name, None)
+def _with(options: RecordOptions, name: str, value: Any) -> RecordOptions:
+    default = getattr(RecordOptions(), name, None)
     if default is None:
         log.warning("advisor: %r is no option of a recording and was left out", name)
         return options

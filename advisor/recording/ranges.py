@@ -50,12 +50,16 @@ class TraceRanges:
         """It is about to stop."""
         self._tape.unwatch(self)
         while self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._close()
 
     def entered(self, phase: int) -> None:
-        """A phase begins."""
+        """A phase begins. A mode or a trace would take the range for one of the program's calls."""
+        import torch
         from torch.profiler import record_function
 
+        if _overheard(torch):
+            self._open.append(None)
+            return
         opened = record_function(f"{DOMAIN}::{self._tape.names[phase]}")
         opened.__enter__()
         self._open.append(opened)
@@ -63,7 +67,19 @@ class TraceRanges:
     def left(self, phase: int) -> None:
         """A phase has ended; none is open if it began before the window."""
         if self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._close()
+
+    def _close(self) -> None:
+        opened = self._open.pop()
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+
+def _overheard(torch: Any) -> bool:
+    """Whether calls of operators are being traced, or told to somebody's mode."""
+    lowlevel = torch._C
+    modes = lowlevel._len_torch_dispatch_stack() or lowlevel._len_torch_function_stack()
+    return bool(modes) or lowlevel._get_tracing_state() is not None
 
 
 def ranges(tape: Tape) -> Ranges | None:

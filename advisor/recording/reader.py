@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from advisor.recording import clock as tape
 from advisor.recording.clock import DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
+from advisor.recording.inference import Inference
 from advisor.recording.loaders import Loaders
-from advisor.recording.steps import Segment, Steps
+from advisor.recording.repeats import Block, Repeats
+from advisor.recording.steps import Segment, StepFinder
 
 OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
 """Phases that a step may begin with, besides those of the user's own."""
+BITE = 512
+"""Entries that are read at a stretch in a thread of our own, a few tenths of a millisecond …"""
+BREATH_SECONDS = 1e-4
+"""… until it sleeps so long: else the training thread could wait for the interpreter up to its
+switch interval, 5 ms."""
 
 
 class Reader:
-    """Handlers by code. Not to be used in two threads at once."""
+    """Handlers by code. Not to be used in two threads at once. ``emit`` is called with each step,
+    ``emit_block`` with those that were read together (``None``: none are)."""
 
-    def __init__(self, loaders: Loaders, emit: Callable[[Segment, int, int], None]) -> None:
+    def __init__(
+        self,
+        loaders: Loaders,
+        emit: Callable[[Segment, int, int], None],
+        emit_block: Callable[[Block], None] | None = None,
+    ) -> None:
         self.clock = Clock()
-        self.steps = Steps(self.clock, emit)
+        self._emit = emit
+        self._emit_block = emit_block
+        self.steps = StepFinder(self.clock, self._ended)
+        self._repeats = Repeats(self.clock, self.steps)
+        self._found: tuple[Segment, int] | None = None
+        """The step that ended last, if it is one that may be a pattern."""
         self.loaders = loaders
-        self.batch: Any = None
-        """The last one that was noted."""
+        self.inference: Inference | None = None
+        """Looks for the steps of a loop that does not train, until something is learnt."""
+        self.learnt: Callable[[], None] | None = None
+        """Called when that happens."""
         self.memory: Any = None
         """The allocator's counters since the last step."""
         self.paused = 0
@@ -37,14 +58,14 @@ class Reader:
             tape.ITERATE: self.steps.iterating,
             tape.ITERATED: self.loaders.began,
             tape.LOADER: self.loaders.fetching_from,
-            tape.BATCH: self._batch,
+            tape.BATCH: self.steps.batch,
             tape.FORWARD_END: self._forward_end,
             tape.FORWARD_END_NO_GRAD: self._forward_end_no_grad,
             tape.BACKWARD_END: self._backward_end,
             tape.OPTIMIZED_BY: self._optimized_by,
             tape.OPTIMIZER_END: self._optimizer_end,
             tape.SAVE: self.steps.saving,
-            tape.CLEARED: self.steps.cleared,
+            tape.APPLIED: self.steps.applied,
             tape.BOUNDARY: self.steps.boundary,
             tape.BEGIN: self.steps.begin,
             tape.BREAK_OFF: self.steps.break_off,
@@ -54,19 +75,73 @@ class Reader:
             tape.MEMORY: self._memory,
             tape.MARK: self.steps.mark,
             tape.MARKS_END: lambda _: self.steps.unmarked(),
+            tape.FORWARD_OF: _pass,
+            tape.GENERATE: _pass,
+            tape.GENERATED: _pass,
         }
 
-    def read(self, taken: list[Any]) -> None:
-        """Go through what was cut off the tape."""
+    def read(self, taken: list[Any], *, aside: bool = False) -> None:
+        """Go through what was cut off the tape. ``aside``: in a thread of our own, which reads
+        steps that repeat together, and lets the others run now and then."""
         clock, steps, handlers = self.clock, self.steps, self._handlers
-        entries = iter(taken)
-        for code, value in zip(entries, entries, strict=True):
+        codes, values = taken[::2], taken[1::2]
+        if self.inference is not None and not self.inference.read(codes, values):
+            self.inference = None
+            if self.learnt is not None:
+                self.learnt()
+        self._repeats.forget()
+        together = aside and self._emit_block is not None
+        count, entry, size = steps.count, 0, len(values)
+        breath = BITE if aside else size
+        while entry < size:
+            code, value = codes[entry], values[entry]
+            entry += 1
             if code < MAX_PHASES:
+                if code == FORWARD and steps.undecided:
+                    steps.parted(value)
                 if not steps.open and (code in OPENING or code > OPTIMIZER):
                     steps.active(value)
                 clock.enter(code, value)
             else:
                 handlers[code](value)
+                if together and steps.count != count:
+                    entry = self._follow(codes, values, entry, steps.count - count)
+                    count = steps.count
+            if entry >= breath:
+                time.sleep(BREATH_SECONDS)
+                breath = entry + BITE
+
+    def _follow(self, codes: list[int], values: list[Any], entry: int, ended: int) -> int:
+        """Read on as far as steps repeat; the entry that comes next."""
+        repeats, steps, clock = self._repeats, self.steps, self.clock
+        state = self._state(values[entry - 1])
+        repeats.ended(state, codes, values, entry, self._found if ended == 1 else None)
+        while state is not None:
+            found = repeats.follow(state, codes, values, entry)
+            if found is None:
+                break
+            block, seen, entry = found
+            assert self._emit_block is not None
+            self._emit_block(block)
+            clock.last = block.ends[-1]
+            steps.repeated(len(block.ends), block.ends[-1], seen)
+            repeats.resume(entry)
+            time.sleep(BREATH_SECONDS)
+        return entry
+
+    def _state(self, now: int) -> Hashable:
+        """What decides how the next entries are read, when a step has ended just now; ``None``:
+        more than what can be told so."""
+        clock, loaders = self.clock, self.loaders
+        of_steps = self.steps.state(now)
+        if of_steps is None or clock.last != now or self.memory is not None or self.paused:
+            return None
+        return of_steps, clock.cur, *clock.stack, loaders.last, loaders.unsettled
+
+    def _ended(self, segment: Segment, micro: int, gap: int) -> None:
+        plain = not (gap or self.paused or segment.marks or self.memory is not None)
+        self._found = (segment, micro) if plain else None
+        self._emit(segment, micro, gap)
 
     def _fetch(self, now: int) -> None:
         self.steps.fetching(now)
@@ -80,12 +155,6 @@ class Reader:
         self.clock.leave(now)
         self.steps.exhausted(now)
         self.loaders.exhausted()
-
-    def _batch(self, glance: Any) -> None:
-        before = self.batch
-        if glance is not None and before is not None and before[1] is not None:
-            glance = glance[0], before[1]  # of one that was fetched ahead
-        self.batch = glance
 
     def _forward_end(self, now: int) -> None:
         self.clock.leave(now)
@@ -113,3 +182,7 @@ class Reader:
 
     def _memory(self, counters: Any) -> None:
         self.memory = counters
+
+
+def _pass(_: Any) -> None:
+    """An entry that only ``Inference`` reads."""

@@ -5,46 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from advisor.credentials import hide_known, hide_values, is_secret_name
+
+__all__ = ["HIDDEN", "clean_command", "clean_value", "is_secret_name"]
+
 HIDDEN = "***"
 MAX_ARGUMENTS, MAX_LENGTH = 512, 2000
 
-_LAST = {
-    "token", "secret", "secrets", "password", "passwd", "passphrase", "pwd", "pass", "apikey",
-    "credential", "credentials", "auth", "authorization", "bearer", "cookie", "dsn",
-}  # fmt: skip
-_BEFORE_KEY = {"api", "access", "secret", "private", "auth", "ssh", "account", "wandb", "hf"}
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_URL = re.compile(r"(?<=://)[^/\s@]+@")
-_QUERY = re.compile(
-    r"(?i)([?&;](?:[\w.-]*(?:token|secret|passw(?:or)?d|signature|credential|key|sig|auth)))"
-    r"=[^&#;\s]+"
-)
-_HEADER = re.compile(r"(?i)\b(bearer|basic|token)\s+[\w.~+/=-]{8,}")
-_KNOWN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|A(?:KIA|SIA)[A-Z0-9]{16}"
-    r"|AIza[\w-]{30,}|ya29\.[\w-]{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
-)
+_QUERY = re.compile(r"(?i)([?&;][\w.-]{0,80}?(?:key|auth))=[^&#;\s]++")
+"""In an address a key is one whatever its name."""
+_HEADER = re.compile(r"(?i)\b(bearer|basic|token)\s++[\w.~+/=-]{8,}")
 _PAIR = re.compile(r"^(?P<name>[^=\s]{1,200})=(?P<value>.*)$", re.DOTALL)
 
 
-def is_secret_name(name: str) -> bool:
-    """Whether an option or variable of this name holds a credential: its last word says so
-    (``--hf-token``, ``wandb.api_key``; not ``--max-tokens`` or ``--tokenizer``)."""
-    words = [word.lower() for word in _WORDS.findall(name)]
-    if not words:
-        return False
-    if words[-1] in _LAST:
-        return True
-    return words[-1] in {"key", "keys"} and len(words) > 1 and words[-2] in _BEFORE_KEY
-
-
 def clean_value(value: str) -> str:
-    """A value without credentials in URLs, headers, or of a known look; cut to a length."""
-    value = _URL.sub(f"{HIDDEN}@", value)
+    """A value without credentials in URLs, headers, JSON or of a known look; cut to a length."""
+    if len(value) > 4 * MAX_LENGTH:  # what is cut off need not be looked at
+        value = value[: 4 * MAX_LENGTH]
+    value = hide_known(value, HIDDEN)
     value = _QUERY.sub(rf"\1={HIDDEN}", value)
+    value = hide_values(value, HIDDEN)
     value = _HEADER.sub(rf"\1 {HIDDEN}", value)
-    value = _KNOWN.sub(HIDDEN, value)
     return value if len(value) <= MAX_LENGTH else f"{value[:MAX_LENGTH]}…"
 
 

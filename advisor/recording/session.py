@@ -6,51 +6,73 @@ warning; training goes on as if it had never been there.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from operator import sub
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from advisor.recording.batch import Batches
 from advisor.recording.clock import (
-    BACKWARD,
+    ABANDON,
     BATCH,
     BEGIN,
     BOUNDARY,
     BREAK_OFF,
     DATA,
     FETCHED_INSIDE,
-    FORWARD,
+    FORWARD_OF,
+    GENERATE,
+    GENERATED,
+    LEARNT,
     LEAVE,
     MAX_TAPE,
     MEMORY,
     ONLINE,
     PHASE,
+    RESET,
     THREAD,
     Tape,
 )
 from advisor.recording.cuda import Allocator, Marks, Reading, usable
-from advisor.recording.hooks import Hooks
+from advisor.recording.hooks import GENERATION, Hooks
+from advisor.recording.inference import Inference, Inferred
+from advisor.recording.level import in_backward
 from advisor.recording.loaders import Loaders
 from advisor.recording.oom import OutOfMemory
-from advisor.recording.options import Options
+from advisor.recording.options import RecordOptions
 from advisor.recording.pauses import Pauses
 from advisor.recording.ranges import TraceRanges, ranges
 from advisor.recording.reader import Reader
+from advisor.recording.redact import clean_value
+from advisor.recording.repeats import Block
+from advisor.recording.slowdown import SlowdownWatch
 from advisor.recording.steps import Found, Segment
-from advisor.recording.trouble import Trouble
 from advisor.recording.windows import Windows
-from advisor.recording.writer import Writer
+from advisor.recording.writer import NO_INFERENCE, Writer
 from advisor.rundir import Event, Manifest, Rank
 
 log = logging.getLogger("advisor")
 
 _T = TypeVar("_T")
+
+
+MAX_MESSAGE = 500
+WAITING = frozenset(("threading", "concurrent", "queue", "selectors", "asyncio", "multiprocessing"))
+"""Modules in which a thread that waits for others is."""
+UNMARKED = (
+    "advisor: no step was seen, but %d forwards were, which are no loop. To record it, say where"
+    " its steps end: advisor.step(), or: for batch in advisor.record.steps(loader)"
+)
 
 
 class _Here:
@@ -69,11 +91,13 @@ class Session:
     """A recording. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``. With
     ``lazy`` the run directory is made when training is seen, not at the start."""
 
-    def __init__(self, options: Options, entry: str, *, lazy: bool = False) -> None:
+    def __init__(self, options: RecordOptions, entry: str, *, lazy: bool = False) -> None:
         import torch
 
         self.options = options
         self.entry = entry
+        self.anew: Callable[[], Session | None] | None = None
+        """How a forked child that trains gets a recording of its own; ``None``: it gets none."""
         self.problem: str | None = None
         """Why recording stopped before its time."""
         self.tape = Tape()
@@ -81,8 +105,14 @@ class Session:
         self.in_loop = False
         """Inside a loop that says itself where steps end."""
         self.loaders = Loaders(self.tell)
-        self.reader = Reader(self.loaders, self._emit)
+        self.reader = Reader(self.loaders, self._emit, self._emit_block)
         self.steps = self.reader.steps
+        self.inference = Inference(self._emit_inferred, lambda: self.hooks.lifted)
+        self.reader.inference = self.inference
+        self.reader.learnt = self._learnt
+        self.tape.here[LEARNT] = 0
+        self._generate: tuple[int, Any] | None = None
+        """The call of ``generate`` that was going on when it was met first: its frame."""
         self.batches = Batches(self._shapes)
         self.glance = self.batches.glance
         self._pid = os.getpid()
@@ -96,7 +126,7 @@ class Session:
         self._lock = threading.Lock()
         self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
-        self.hooks = Hooks(self, native=options.native)
+        self.hooks = Hooks(self)
         self.pauses = Pauses(self.tape)
         self.allocator = Allocator(torch)
         self.marks = Marks(self.tape, torch, options.cuda_events) if options.cuda_events else None
@@ -107,7 +137,7 @@ class Session:
             self.hooks,
             TraceRanges(self.tape),
         )
-        self.oom = OutOfMemory(lambda data: self.tell("oom", data))
+        self.oom = OutOfMemory(lambda data: self.tell("oom", data), options.memory_history)
         self.writer = Writer(
             out=options.out,
             rank=self._where,
@@ -119,7 +149,9 @@ class Session:
         self.writer.opened = self._opened
         self.writer.wanted = self.want
         self.writer.read = self._read_in_writer
-        self.writer.trouble = Trouble() if options.on_trouble and self.windows.enabled else None
+        self.writer.slowdown = (
+            SlowdownWatch() if options.on_trouble and self.windows.enabled else None
+        )
         self._sampler: Any = None
         self._old_signal: Any = None
 
@@ -138,6 +170,10 @@ class Session:
         if not self._lazy:
             self.writer.open()
         self._take_signal()
+        if multiprocessing.parent_process() is not None:  # ends without atexit
+            from multiprocessing import util
+
+            util.Finalize(None, self.finish, exitpriority=100)
         self.listen()
 
     def listen(self) -> None:
@@ -148,10 +184,13 @@ class Session:
         now = time.perf_counter_ns()
         self.reader.clock.start(now)
         self.steps.begun = now
+        if self.reader.inference is not None:
+            self.inference.start(now)
         self.tape.here[PHASE] = 0
         self.hooks.install()
         self.windows.guard()
         self.pauses.install()
+        self.oom.install()  # a first step may be the one that does not fit
         self._settle()
         self.tape.here[THREAD] = threading.get_ident()
 
@@ -170,8 +209,10 @@ class Session:
             self.reader.read(self.tape.take())
             self.steps.finish(now)
             self.steps.abandon(now)
+            if self.reader.inference is not None:
+                self.inference.finish()
             if self.over:
-                self.windows.finish(self.steps.count)
+                self.windows.finish(self.recorded)
             else:
                 self.windows.stop("recording was paused")
         self.windows.unguard()
@@ -204,13 +245,22 @@ class Session:
             if error is not None:
                 self.oom.raised(error)
             self.pause(error)
+            self.oom.close()
             self.loaders.finish()
             if self._sampler is not None:
                 self._sampler.stop()
             self._end(error)
+            seen = not self.recorded and self.steps.forwards and self.problem is None
+            if seen and self.entry != "command":  # the command says more, and once
+                log.warning(UNMARKED, self.steps.forwards)
         except Exception as problem:
             self._warn(problem)
         self.writer.stop()
+
+    @property
+    def recorded(self) -> int:
+        """Steps so far: of the training, or else of a loop that does not train."""
+        return self.steps.count or self.inference.count
 
     # -- what hooks call ------------------------------------------------------------------------
 
@@ -238,19 +288,59 @@ class Session:
                 self.tape.log.extend((MEMORY, counters))
             if self.marks is not None:
                 self.marks.stepped()
-            if self.hooks.outermost.waits:
-                self.hooks.stepped()
-                self._settle()
             if len(self.tape.log) > MAX_TAPE:
                 self.tape.log.clear()
                 raise RuntimeError("the recorder's thread does not keep up")
         except Exception as error:
             self.broken(error)
 
-    def look_again(self) -> None:
-        """Another model may be used from here on."""
-        self.hooks.outermost.look_again()
-        self._settle()
+    def forwarded(self, module: Any) -> None:
+        """The forward of an outermost module has ended, where nothing was learnt so far."""
+        try:
+            put = self.tape.log.extend
+            if self._generate is not None:
+                self._leave_generate(sys._getframe(2))
+            elif GENERATION in sys.modules:
+                self._meet_generate(sys._getframe(2))
+            model = getattr(module, "_parameters", None) or getattr(module, "_modules", None)
+            put((FORWARD_OF, id(module) if model else 0))
+            self._inferred()
+        except Exception as error:
+            self.broken(error)
+
+    def generating(self) -> None:
+        """A call of ``generate`` is about to begin, where nothing was learnt so far."""
+        if self._generate is not None:
+            self._generate = None
+            self.tape.log.extend((GENERATED, time.perf_counter_ns()))
+
+    def generated(self) -> None:
+        """It has ended."""
+        try:
+            self._inferred()
+        except Exception as error:
+            self.broken(error)
+
+    def learning(self) -> None:
+        """The first backward begins: what was found before it may have to go, at once."""
+        self.tape.here[LEARNT] = 1
+        if self.inference.count and self.windows.enabled:
+            self.windows.restarts = True
+            self.tape.here[ONLINE] = 1
+
+    def elsewhere(self) -> None:
+        """A backward begins in another thread than the one that is watched."""
+        try:
+            if os.getpid() != self._pid:
+                self._begin_anew()
+            elif self._may_move():
+                now = time.perf_counter_ns()
+                self.tape.here[THREAD] = -1
+                self.tape.log.extend((RESET, now, ABANDON, now))
+                self.tape.here[PHASE] = 0
+                self.tape.here[THREAD] = threading.get_ident()
+        except Exception as error:
+            self.broken(error)
 
     def drain(self) -> None:
         """Read the tape in the training thread, while a window is open or due."""
@@ -321,7 +411,7 @@ class Session:
         """Steps so far, the one that is complete and has not ended included."""
         with self._reading:
             self.reader.read(self.tape.take())
-            return self.steps.count + self.steps.complete()
+            return self.steps.count + self.steps.complete() or self.inference.count
 
     def want(self, reason: str, asked: bool) -> None:
         """Open a window at the next boundary."""
@@ -337,9 +427,79 @@ class Session:
 
     # -- inside ---------------------------------------------------------------------------------
 
+    def _may_move(self) -> bool:
+        """Whether this thread may be the one that trains: the one that is watched has ended, or
+        waits for others; under ``advisor record`` it is enough that it has not trained yet."""
+        watched = self.tape.here[THREAD]
+        if watched == -1 or self.in_loop or self.over or in_backward(self._torch):
+            return False
+        frame = sys._current_frames().get(watched)
+        if frame is None:
+            return True
+        names: list[tuple[Any, str]] = []
+        while frame is not None and len(names) < 4:
+            names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
+            frame = frame.f_back
+        if any(name == "start" for _, name in names):  # only until the other one runs
+            return self.entry == "command" and not self.steps.count
+        waits = any(str(module).partition(".")[0] in WAITING for module, _ in names[:2])
+        if not (self.steps.open or self.steps.count or self.tape.log):
+            return waits or self.entry == "command"
+        # it has trained: a helper does not take over from it, another worker of a pool does
+        return waits and watched != threading.main_thread().ident
+
+    def _inferred(self) -> None:
+        """A step of a loop that does not train may have ended."""
+        tape = self.tape
+        if len(tape.log) > MAX_TAPE:
+            tape.log.clear()
+            raise RuntimeError("the recorder's thread does not keep up")
+        if tape.here[ONLINE]:
+            counters = self.allocator.sample()
+            if counters is not None:
+                tape.log.extend((MEMORY, counters))
+            self.drain()
+
+    def _meet_generate(self, frame: FrameType | None) -> None:
+        """Listen to ``generate``, if it came since the last look; the first call of it may be going
+        on already, in a frame around this one."""
+        if not self.hooks.look():
+            return
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "generate" and frame.f_globals.get("__name__") == GENERATION:
+                self._generate = id(frame), code
+                self.tape.log.extend((GENERATE, time.perf_counter_ns()))
+                return
+            frame = frame.f_back
+
+    def _leave_generate(self, frame: FrameType | None) -> None:
+        """Whether the first call of ``generate`` has ended meanwhile."""
+        while frame is not None:
+            if (id(frame), frame.f_code) == self._generate:
+                return
+            frame = frame.f_back
+        self.generating()
+
+    def _learnt(self) -> None:
+        """A backward or the like: from now on no steps of another loop are looked for."""
+        self.tape.here[LEARNT] = 1
+        self.windows.unaided = False
+
+    def _begin_anew(self) -> None:
+        """In a forked child that trains: it gets a recording of its own, under the command."""
+        self.tape.here[THREAD] = -1
+        self.hooks.remove()
+        self.windows.unguard()
+        self.pauses.remove()
+        if self.anew is not None:
+            session = self.anew()
+            if session is not None:
+                atexit.register(session.finish)
+
     def _end(self, error: BaseException | None) -> None:
         """Tell that recording has ended here; it may go on after a pause."""
-        steps = self.steps.count
+        steps = self.recorded
         if (steps, error) == self._told or (error is None and self._told[0] == steps):
             return
         self._told = steps, error
@@ -348,6 +508,7 @@ class Session:
             interrupted = isinstance(error, KeyboardInterrupt)
             end["reason"] = "interrupted" if interrupted else "exception"
             end["exception"] = type(error).__name__
+            end["message"] = clean_value(str(error))[:MAX_MESSAGE]
         self.tell("end", end)
 
     def _say(self, code: int) -> None:
@@ -362,25 +523,30 @@ class Session:
         changes the answer calls this afterwards."""
         here = self.tape.here
         here[ONLINE] = 0
-        if self.windows.waits or usable(self._torch) or self.hooks.outermost.waits:
+        if self.windows.waits or usable(self._torch):
             here[ONLINE] = 1
 
     def _read_in_writer(self) -> None:
         """Read the tape in the writer's thread, unless the training thread is at it."""
         self._settle()
+        if self.listening:
+            self.hooks.look()
         if self._reading.acquire(blocking=False):
             try:
-                self.reader.read(self.tape.take())
+                self.reader.read(self.tape.take(), aside=True)
             finally:
                 self._reading.release()
 
     def _emit(self, segment: Segment, micro: int, gap: int) -> None:
         windows, reader = self.windows, self.reader
         number = self.steps.count
-        batch, memory, paused = reader.batch, reader.memory, reader.paused
+        if number == 0 and self.inference.count:  # what came before was a validation
+            self.inference.count = 0
+            self.writer.put(NO_INFERENCE)
+            self.windows.restart("it lies before the training")
+        memory, paused = reader.memory, reader.paused
         reader.memory, reader.paused = None, 0
-        if batch is not None and batch[1] is not None:
-            reader.batch = batch[0], None
+        batch, self.steps.used = self.steps.used, []
         window = windows.during(segment.t, segment.end)
         self.writer.put(
             Found(
@@ -399,14 +565,42 @@ class Session:
         )
         if number == 0:
             self._first(micro)
-        if segment.phases[BACKWARD] and not segment.phases[FORWARD] and not self.hooks.lifted:
-            self.look_again()
         duration = segment.end - segment.t
         if not self.here():
             windows.note(window, duration)
         else:
             windows.step(number + 1, window, duration)
             self._settle()
+
+    def _emit_inferred(self, step: Inferred) -> None:
+        windows = self.windows
+        window = windows.during(step.t, step.end)
+        self.writer.put(
+            Found(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0, window,
+                  step.gc, step.batches, step.memory, None, trains=False)
+        )  # fmt: skip
+        if step.n == 0:
+            self._first(1)
+            windows.fit_forwards(step.forwards)
+        windows.unaided = step.unaided
+        duration = step.end - step.t
+        if step.late or not self.here():
+            windows.note(window, duration)
+        else:
+            windows.step(step.n + 1, window, duration)
+            self._settle()
+
+    def _emit_block(self, block: Block) -> None:
+        """Steps that were read together, in the writer's thread."""
+        windows = self.windows
+        if windows.during(block.begins[0], block.ends[-1]) is None:
+            self.writer.put(block)
+            windows.note_all(list(map(sub, block.ends, block.begins)))
+            return
+        for found in block.steps():
+            window = windows.during(found.t, found.end)
+            self.writer.put(found._replace(window=window))
+            windows.note(window, found.end - found.t)
 
     def _reading_of(self, marks: Any) -> Reading | None:
         if self.marks is None or not marks:
@@ -520,3 +714,4 @@ def _forked() -> None:
         session.tape.here[THREAD] = -1
         session.windows.forget()
         session.over = True
+        session.tape.log.clear()

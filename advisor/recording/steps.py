@@ -12,15 +12,14 @@ batch ahead), a step ends when the optimizer has stepped. ``Recorder.step`` and 
 over from all this once they are used: then the user says where a step ends.
 
 Several optimizers (GAN): in a loader's loop any of them makes the step; without a loader the one
-that stepped first ends it. Without any optimizer (weights updated by hand) each batch is a step,
-which can only be known at the end: such steps are kept until then, up to ``MAX_HELD``. In a
-process that compiles, the optimizer's step may be inside a compiled function, where it cannot be
-seen: then clearing the gradients ends a step, from the second time on.
+that stepped first ends it. Where no optimizer is seen (weights updated by hand, an optimizer that
+is compiled or in another thread) a step is what lies between two changes of weights or gradients
+outside of backwards (``witness``), from the second change on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from advisor.recording.clock import OPTIMIZER, Clock
@@ -44,6 +43,8 @@ class Found(NamedTuple):
     memory: Any
     marks: Any
     """A ``cuda.Reading``; ``None``: no events."""
+    trains: bool = True
+    """False: of a loop that does not (``inference``)."""
 
 
 class Segment(NamedTuple):
@@ -54,12 +55,14 @@ class Segment(NamedTuple):
     marks: Any
 
 
-class Steps:
+class StepFinder:
     """Segments to steps, in the order of the tape. ``now`` is when something happened, ns."""
 
     def __init__(self, clock: Clock, emit: Callable[[Segment, int, int], None]) -> None:
         self.clock = clock
         self._emit = emit
+        self.seen = {"fetched": 0, "forwards": 0, "backwards": 0, "optimized": 0}
+        """What happened, whether or not it made steps: to say why there are none."""
         self.explicit = False
         """The user says where steps end."""
         self.count = 0
@@ -76,7 +79,12 @@ class Steps:
         self.outside = True
         """No loader's batch is being worked on."""
         self._batches = 0
-        self._stock = 0
+        self._stock: list[Any] = []
+        """What was noted of each batch that is in no step yet."""
+        self.used: list[Any] = []
+        """The same of those in the step that is handed on."""
+        self.forwards = 0
+        """How many there were in all."""
         self._forwards = 0
         self._backwards = 0
         self._micro = 0
@@ -86,8 +94,6 @@ class Steps:
         self._held: list[Segment] = []
         self._optimizers: dict[int, int] = {}
         self._primary: int | None = None
-        self._cleared = False
-        """Gradients of this segment were cleared: it ends a step of an optimizer unseen."""
         self._first: int | None = None
         """So many parts that are kept are the first of those steps, which waits for a second.
         ``None``: there was none; 0: there were two."""
@@ -106,13 +112,20 @@ class Steps:
 
     def fetched(self) -> None:
         """The loader gave a batch."""
+        self.seen["fetched"] += 1
         self._batches += 1
-        self._stock += 1
+        self._stock.append(None)
+
+    def batch(self, glance: Any) -> None:
+        """What was noted of it."""
+        if self._stock:
+            self._stock[-1] = glance
 
     def exhausted(self, now: int) -> None:
         """The loader has no more: what comes is no longer work on its batches."""
         if self.explicit:
             return
+        self._forget_batches()
         self.gap += sum(self._cut(now).phases)
         if not self._trained_here:
             self._drop_ahead()
@@ -125,7 +138,7 @@ class Steps:
         if self.open:
             self._close(now)
         self._drop_ahead()
-        self._stock = 0
+        self._stock.clear()
         self._trained_here = False
         self._outside()
 
@@ -145,7 +158,9 @@ class Steps:
 
     def forwarded(self, grad: bool, now: int) -> None:
         """The outermost module returned."""
+        self.seen["forwards"] += 1
         self._forwards += 1
+        self.forwards += 1
         if grad or self.explicit or not self.outside or self._backwards or self._stepped:
             return
         # without a loader, a forward that nothing is learnt from is validation; training begins
@@ -155,12 +170,14 @@ class Steps:
 
     def backwarded(self, now: int) -> None:
         """A backward ended."""
+        self.seen["backwards"] += 1
         self._backwards += 1
         if self.outside and self._stepped and not self.clock.stack:
             self._end_outside(now)
 
     def optimized(self, optimizer: int, now: int) -> None:
         """An optimizer stepped, or its scaler skipped it."""
+        self.seen["optimized"] += 1
         known = self._optimizers
         known[optimizer] = known.get(optimizer, 0) + 1
         if self._primary is None or (optimizer != self._primary and known[optimizer] > 1):
@@ -174,17 +191,18 @@ class Steps:
         if self.outside and not self.explicit and not self.clock.stack:
             self._end_outside(now)
 
-    def cleared(self, now: int) -> None:
-        """Gradients are cleared."""
-        if self.explicit or self._primary is not None or self.clock.stack:
+    def applied(self, now: int) -> None:
+        """A backward begins, and weights or gradients were changed since the last one."""
+        if not self.undecided or self.clock.stack:
             return
-        if self._backwards:
-            self._cleared = True
-            if self.outside:
-                self._close(now)
-                self.open = True
-        else:
-            self._applied()
+        self.parted(now)
+        self._applied()
+
+    def parted(self, now: int) -> None:
+        """A forward begins: without a loader, what was learnt before is a part of its own."""
+        if self.outside and self._backwards and not self._stepped and not self.clock.stack:
+            self._close(now)
+            self.open = True
 
     # -- what the user says ---------------------------------------------------------------------
 
@@ -198,8 +216,11 @@ class Steps:
                 self.open = True
                 return
             self._held = [part for part in self._held if part.backwards]
+        drawn = self._batches
         self._complete(now)
         self.open = True
+        if not drawn:
+            self.clock.rest()
 
     def begin(self, now: int) -> None:
         """A loop whose every iteration is a step begins here."""
@@ -220,6 +241,11 @@ class Steps:
         unseen = self._first is not None and (self._backwards or self._learnt())
         return int(bool(self._stepped or unseen))
 
+    @property
+    def undecided(self) -> bool:
+        """No optimizer was seen, and the user did not say where steps end."""
+        return self._primary is None and not self.explicit
+
     def abandon(self, now: int) -> None:
         """What was begun is no step."""
         self._held.clear()
@@ -237,9 +263,9 @@ class Steps:
         if self._primary is None and self._held:
             for part in self._held:
                 if part.backwards:
-                    self._hand_on([part], 1)
+                    self._hand_on([part], self._micro_steps(1))
             if self._backwards:
-                self._hand_on([self._cut(now)], 1)
+                self._hand_on([self._cut(now)], self._micro_steps(1))
         self._held.clear()
 
     def mark(self, mark: Any) -> None:
@@ -251,6 +277,33 @@ class Steps:
         self.marks = []
         self._marks_whole = False
 
+    # -- for steps that repeat ------------------------------------------------------------------
+
+    def state(self, now: int) -> Hashable:
+        """All that decides what the next entries do, just after a step has ended; ``None``: more
+        than what can be told so."""
+        if self.begun != now or self.gap or self._held or self.marks or self._marks_whole:
+            return None
+        return (
+            (self.explicit, self.open, self.outside, self._stepped, self._trained_here),
+            (self._batches, len(self._stock), self._forwards, self._backwards, self._micro),
+            (self._primary, self._first, *self._optimizers.items()),
+        )
+
+    def turn(self, batches: list[Any]) -> list[Any]:
+        """Batches come in, and as many that came before them go out: those of the next steps."""
+        stock = [*self._stock, *batches]
+        self._stock = stock[len(batches) :]
+        return stock[: len(batches)]
+
+    def repeated(self, count: int, end: int, seen: dict[str, int]) -> None:
+        """So many steps followed, up to ``end``; each did what ``seen`` says."""
+        self.count += count
+        self.begun = end
+        for key, each in seen.items():
+            self.seen[key] += count * each
+        self.forwards += count * seen["forwards"]
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _outside(self) -> None:
@@ -260,6 +313,7 @@ class Steps:
     def _end_outside(self, now: int) -> None:
         self._complete(now)
         self.open = True
+        self.clock.rest()
 
     def _cut(self, now: int) -> Segment:
         """End the segment, whatever it was."""
@@ -269,7 +323,7 @@ class Steps:
         segment = Segment(self.begun, now, self.clock.cut(now), self._backwards, marks)
         self.begun = now
         self._batches = self._forwards = self._backwards = 0
-        self._stepped = self._cleared = False
+        self._stepped = False
         return segment
 
     def _close(self, now: int) -> None:
@@ -280,15 +334,18 @@ class Steps:
         elif self._backwards:
             self._trained_here = True
             self._micro += self._backwards
-            cleared = self._cleared
             self._hold(self._cut(now))
-            if cleared:
-                self._applied()
         elif self._forwards or not self._batches:
+            self._forget_batches()
             self.gap += sum(self._cut(now).phases)
             self._drop_ahead()
         else:
             self._hold(self._cut(now))
+
+    def _forget_batches(self) -> None:
+        """Those of this segment are in no step."""
+        if self._batches:
+            del self._stock[-self._batches :]
 
     def _hold(self, segment: Segment) -> None:
         self._held.append(segment)
@@ -332,8 +389,9 @@ class Steps:
 
     def _micro_steps(self, backwards: int) -> int:
         """Batches that went into a step, taken out of those that were fetched."""
-        micro = max(1, min(backwards, self._stock) if self._stock else backwards)
-        self._stock = max(0, self._stock - micro)
+        micro = max(1, min(backwards, len(self._stock)) if self._stock else backwards)
+        self.used = self._stock[:micro]
+        del self._stock[:micro]
         return micro
 
     def _hand_on(self, parts: list[Segment], micro: int) -> None:

@@ -73,7 +73,7 @@ class Sampler:
 
     def _run(self) -> None:
         try:
-            with Source(self.uuids) as source:
+            with SampleSource(self.uuids) as source:
                 self.without_gpu = source.without_gpu
                 self._loop(source)
         except Exception as error:
@@ -81,7 +81,7 @@ class Sampler:
             # somebody's training process.
             self.problem = f"{type(error).__name__}: {error}"[:300]
 
-    def _loop(self, source: Source) -> None:
+    def _loop(self, source: SampleSource) -> None:
         begun = time.monotonic()
         slow_at = begun
         ticks = 0
@@ -97,7 +97,7 @@ class Sampler:
                 return
 
 
-class Source:
+class SampleSource:
     """Where samples come from: the GPUs through NVML, and the host. A context manager.
 
     ``uuids``: as for :meth:`advisor.recording.nvml.Nvml.devices`.
@@ -137,7 +137,7 @@ class Source:
         if self.nvml is not None:
             self.nvml.close()
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> SampleSource:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,12 +1,13 @@
 """The recorder's own thread: makes the run directory and writes what the training thread hands on.
 
-About once a second it drains the queue, encodes, and appends whole lines. Everything slow is done
-here: git and versions for the manifest, the directory, CUDA events that have passed, looking for
-trouble and for requests. The first error of the disk ends the recording, with one warning.
+It reads the tape and encodes five times a second, and appends whole lines once. Everything slow is
+done here: git and versions for the manifest, the directory, CUDA events that have passed, looking
+for trouble and for requests. The first error of the disk ends the recording, with one warning.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -14,24 +15,36 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
+from operator import sub
 from pathlib import Path
 from typing import Any
 
 from advisor import rundir
 from advisor.recording.batch import Batch
 from advisor.recording.folder import manifest_of, rank_folder, write_once
+from advisor.recording.inference import Inferred
 from advisor.recording.lines import Lines
+from advisor.recording.repeats import Block
+from advisor.recording.slowdown import SlowdownWatch
 from advisor.recording.steps import Found
-from advisor.recording.trouble import Trouble
 
 log = logging.getLogger("advisor")
 
+READ_SECONDS = 0.2
+"""The tape is read so often: what waits on it fits the caches. The training thread was measured to
+wait for the interpreter 3 to 4 µs a step where it is read once a second, and not at all so."""
 EVERY_SECONDS = 1.0
+"""What was read is written so often."""
 MAX_QUEUE = 200_000
 """Records that wait when the disk is slow; older ones are dropped."""
+BREATH_SECONDS = 1e-4
+"""Sleep between pieces of work: the training thread is not to wait for the interpreter."""
 MAX_WAITING = 4096
 """Steps that wait for their CUDA events; the oldest is then written without."""
 STOP_SECONDS = 10.0
+NO_INFERENCE = threading.Event()
+"""Put to say that a training has begun: what was recorded before it is none of it."""
 REQUEST = "window.request"
 """``advisor window RUN`` touches this file in the run directory."""
 
@@ -54,13 +67,14 @@ class Writer:
         self._describe = describe
         self._failed = failed
         self._queue: deque[Any] = deque(maxlen=MAX_QUEUE)
-        self._waiting: deque[Found] = deque()
+        self._waiting: deque[Found | Block] = deque()
         self._open_wanted = threading.Event()
         self._wake = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None
         self._files: dict[type, Lines] = {}
         self._asked_at = 0.0
+        self._written_at = 0.0
         self.folder: Path | None = None
         """This rank's folder, once it exists."""
         self.read: Callable[[], None] | None = None
@@ -69,7 +83,7 @@ class Writer:
         """Works out what the training thread noted of a batch."""
         self.opened: Callable[[Path], None] | None = None
         """Called in the thread once the folder exists."""
-        self.trouble: Trouble | None = None
+        self.slowdown: SlowdownWatch | None = None
         self.wanted: Callable[[str, bool], None] | None = None
         """Called with the reason to open a window, and whether somebody asked for it."""
 
@@ -84,7 +98,7 @@ class Writer:
             self._open_wanted.set()
             self._wake.set()
 
-    def put(self, record: Found | rundir.Sample | rundir.Event) -> None:
+    def put(self, record: Found | Block | rundir.Sample | rundir.Event | threading.Event) -> None:
         """Hand a record on."""
         self._queue.append(record)
 
@@ -109,7 +123,7 @@ class Writer:
     def _run(self) -> None:
         try:
             while not self._over:
-                self._wake.wait(EVERY_SECONDS)
+                self._wake.wait(READ_SECONDS)
                 self._wake.clear()
                 self._round()
             self._round(last=True)
@@ -136,18 +150,25 @@ class Writer:
         waiters: list[threading.Event] = []
         for _ in range(len(self._queue)):
             record = self._queue.popleft()
-            if isinstance(record, Found):
+            if isinstance(record, Found | Block):
                 self._waiting.append(record)
+            elif record is NO_INFERENCE:
+                self._waiting = deque(f for f in self._waiting if isinstance(f, Block) or f.trains)
+                self._files[Inferred].remove()
+                self.slowdown = None if self.slowdown is None else SlowdownWatch()
             elif isinstance(record, threading.Event):
                 waiters.append(record)
             else:
                 self._files[type(record)].add(record)
         self._steps(last or bool(waiters))
-        for lines in self._files.values():
-            lines.flush()
+        at = time.monotonic()
+        if last or waiters or at - self._written_at >= EVERY_SECONDS:
+            self._written_at = at
+            for lines in self._files.values():
+                lines.flush()
+            self._requests()
         for waiter in waiters:
             waiter.set()
-        self._requests()
 
     def _release(self) -> None:
         """Let nobody wait for a thread that has ended."""
@@ -164,6 +185,7 @@ class Writer:
         write_once(folder / rundir.RANK, rank)
         self._files = {
             Found: Lines(folder / rundir.STEPS),
+            Inferred: Lines(folder / rundir.INFERENCE),
             rundir.Sample: Lines(folder / rundir.TELEMETRY),
             rundir.Event: Lines(folder / rundir.EVENTS),
         }
@@ -179,6 +201,11 @@ class Writer:
         resident = _resident()
         while self._waiting:
             found = self._waiting[0]
+            if isinstance(found, Block):
+                self._waiting.popleft()
+                self._block(found, None if self._waiting else resident)
+                time.sleep(BREATH_SECONDS)
+                continue
             ready = found.marks is None or found.marks.done
             if not ready and not all_of_them and len(self._waiting) < MAX_WAITING:
                 break
@@ -186,11 +213,50 @@ class Writer:
             step = self._record(found)
             if not self._waiting:
                 step.rss = resident
-            self._files[Found].add(step)
-            if self.trouble is not None and found.window is None and self.wanted is not None:
-                reason = self.trouble.step(step.dur)
-                if reason:
-                    self.wanted(reason, False)
+            self._files[Found if found.trains else Inferred].add(step)
+            if found.window is None:
+                self._watch([step.dur])
+
+    def _watch(self, lengths: list[int]) -> None:
+        """Look for trouble in steps outside of windows."""
+        if self.slowdown is not None and self.wanted is not None:
+            reason = self.slowdown.steps(lengths)
+            if reason:
+                self.wanted(reason, False)
+
+    def _block(self, block: Block, resident: int | None) -> None:
+        """Write steps that were read together: the lines of ``_record``, by one format."""
+        if any(0 in column for _, column in block.phases if any(column)):
+            for found in block.steps():
+                self._files[Found].add(self._record(found))
+            self._watch([end - begin for begin, end in zip(block.begins, block.ends, strict=True)])
+            return
+        phases = [(phase, column) for phase, column in block.phases if column[0]]
+        names = (json.dumps(self._names[phase]).replace("%", "%%") for phase, _ in phases)
+        told = ",".join(f"{name}:%d" for name in names)
+        line = f'{{"n":%d,"t":%d,"dur":%d,"phases":{{{told}}}%s}}\n'
+        count = len(block.ends)
+        lengths = list(map(sub, block.ends, block.begins))
+        first = f',"micro":{block.micro}' if block.micro != 1 else ""
+        ends = [first] * count
+        if block.batches and block.batches.count(block.batches[0]) == count:
+            ends = [first + self._described(block.batches[0])] * count
+        elif block.batches:
+            ends = [first + self._described(batches) for batches in block.batches]
+        if resident is not None:
+            ends[-1] += f',"rss":{resident}'
+        numbers = range(block.n, block.n + count)
+        columns = (numbers, block.begins, lengths, *(column for _, column in phases), ends)
+        text = line * count % tuple(chain.from_iterable(zip(*columns, strict=True)))
+        self._files[Found].add_lines(text.encode())
+        self._watch(lengths)
+
+    def _described(self, glances: list[Any]) -> str:
+        """Batches in JSON, from a comma on."""
+        step = rundir.Step(n=0, t=0, dur=0)
+        self._describe_batches(step, glances)
+        told = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
+        return "".join(f',"{name}":{value}' for name, value in told if value is not None)
 
     def _record(self, found: Found) -> rundir.Step:
         names = self._names
@@ -207,15 +273,22 @@ class Writer:
         )
         if found.marks is not None and found.marks.times is not None:
             step.gpu = {names[i]: ns for i, ns in enumerate(found.marks.times) if ns}
-        if found.batch is not None and self.resolve is not None:
-            batch = self.resolve(found.batch)
-            step.samples = None if batch.samples is None else batch.samples * found.micro
-            step.bytes = batch.bytes * found.micro
-            step.shapes = batch.kind
-            step.padding = batch.padding
+        self._describe_batches(step, found.batch)
         if found.memory is not None:
             step.allocated, step.reserved, step.peak, step.retries = found.memory
         return step
+
+    def _describe_batches(self, step: rundir.Step, glances: list[Any]) -> None:
+        batches = [glance for glance in glances if glance is not None]
+        if batches and self.resolve is not None:
+            # those that were not seen (a loader that is not asked through us) are not counted
+            for batch in map(self.resolve, batches):
+                if batch.samples is not None:
+                    step.samples = (step.samples or 0) + batch.samples
+                step.bytes = (step.bytes or 0) + batch.bytes
+                step.shapes = batch.kind
+                if batch.padding is not None:
+                    step.padding = batch.padding
 
     def _requests(self) -> None:
         """Whether somebody asked for a window since the last look."""

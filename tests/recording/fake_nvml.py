@@ -236,8 +236,18 @@ def ordinary(uuid: str = "GPU-aaaa-1111", **more: Any) -> FakeGpu:
     answers: dict[str, Any] = {
         "utilisation": SimpleNamespace(gpu=97, memory=40),
         "memory": SimpleNamespace(used=30 << 30, total=80 << 30, free=50 << 30),
-        "clock1": 1700, "clock2": 2600, "clock_max1": 1980, "clock_max2": 2619,
-        "throttle": 0x4, "power": 690_000, "temperature": 61, "ecc0": 1, "ecc1": 0,
-        "rows": (1, 0, 0, 0), "processes": [], "pcie0": 1000, "pcie1": 2000,
-    }  # fmt: skip
+        "clock1": 1700,
+        "clock2": 2600,
+        "clock_max1": 1980,
+        "clock_max2": 2619,
+        "throttle": 0x4,
+        "power": 690_000,
+        "temperature": 61,
+        "ecc0": 1,
+        "ecc1": 0,
+        "rows": (1, 0, 0, 0),
+        "processes": [],
+        "pcie0": 1000,
+        "pcie1": 2000,
+    }
     return FakeGpu(uuid, **{**answers, **more})

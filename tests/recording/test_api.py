@@ -19,7 +19,7 @@ from recording_checks import check_sums, only_rank
 import advisor
 from advisor.recording import session as sessions
 from advisor.recording.api import Recorder
-from advisor.recording.options import Options, chosen
+from advisor.recording.options import RecordOptions, chosen
 
 torch = pytest.importorskip("torch")
 
@@ -266,7 +266,7 @@ def test_options_come_from_keywords_environment_and_pyproject(
     monkeypatch.setenv("ADVISOR_DEEP", "yes")
     monkeypatch.setenv("ADVISOR_WINDOWS", "-1")
     options = chosen(ranks="all", skip=None)
-    default = Options()
+    default = RecordOptions()
     assert (options.skip, options.active, options.shapes) == (20, 8, False)
     assert (options.deep, options.ranks) == (True, "all")
     assert (options.warmup, options.windows) == (default.warmup, default.windows)
@@ -274,8 +274,8 @@ def test_options_come_from_keywords_environment_and_pyproject(
 
 
 def test_every_option_is_documented() -> None:
-    source = Path(sys.modules[Options.__module__].__file__ or "").read_text("utf-8")
-    for name in Options.__dataclass_fields__:
+    source = Path(sys.modules[RecordOptions.__module__].__file__ or "").read_text("utf-8")
+    for name in RecordOptions.__dataclass_fields__:
         after = source.split(f"\n    {name}: ", 1)[1].split("\n", 1)[1]
         assert after.startswith('    """'), name
 

@@ -57,11 +57,25 @@ def test_only_listed_variables_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
         (["python", "t.py", f"hf_{SECRET}abc"], [HIDDEN]),
         (["python", "-c", f"key = '{SECRET}'"], ["-c", "…"]),
         (["python", "train.py", "--use-token", "--epochs", "3"], ["--use-token", "--epochs", "3"]),
+        (["python", "train.py", f"--openai-key={SECRET}"], ["--openai-key=***"]),
+        (["python", "train.py", "--s3.key", SECRET, "-v"], ["--s3.key", "-v"]),
+        (["python", "train.py", f"+secrets.x={SECRET}"], ["+secrets.x=***"]),
+        (["python", "train.py", f"++trainer.logger.wandb_key={SECRET}"], []),
+        (["python", "train.py", f'{{"password": "{SECRET}"}}'], ['{"password": "***"}']),
+        (["python", "train.py", f"--c={{'db': {{'api_key': '{SECRET}'}}}}"], []),
+        (["python", "train.py", f"db={{password:{SECRET},user:a}}"], ["db={password:***,user:a}"]),
+        (["python", "train.py", "--cfg", f"a: 1\npassword: {SECRET}\n"], ["--cfg"]),
+        (["python", "train.py", f"hvs.CAESIJ{SECRET}"], []),
+        (["python", "train.py", f"--dsn=postgres://u:{SECRET}@h/x"], []),
+        (
+            ["python", "train.py", "--image-key=jpg", "model.token_dim=5"],
+            ["--image-key=jpg", "model.token_dim=5"],
+        ),
         (["python", "train.py", "--max-tokens", "512"], ["--max-tokens", "512"]),
         (["python", "train.py", "--tokenizer", "gpt2"], ["--tokenizer", "gpt2"]),
         (["python", "train.py", "--keyframes", "3"], ["--keyframes", "3"]),
     ],
-)  # fmt: skip
+)
 def test_credentials_in_a_command_line_are_replaced(command: list[str], kept: list[str]) -> None:
     cleaned = clean_command(command)
     assert SECRET not in " ".join(cleaned)
@@ -147,8 +161,11 @@ def test_mixed_tf32_settings_are_read_by_the_newer_one() -> None:
 def git(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
         ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", *arguments],
-        cwd=folder, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return done.stdout.strip()
 
 

@@ -193,13 +193,20 @@ def test_a_plain_loop(program: Program, tmp_path: Path) -> None:
 
 
 def test_the_line_at_the_end_names_the_run_and_a_finding(program: Program, tmp_path: Path) -> None:
-    slow = PLAIN.replace("data = TensorDataset", "import time\nclass Slow(TensorDataset):\n"
-                         "    def __getitem__(self, i):\n        time.sleep(0.004)\n"
-                         "        return super().__getitem__(i)\ndata = Slow")  # fmt: skip
+    slow = PLAIN.replace(
+        "data = TensorDataset",
+        "import time\nclass Slow(TensorDataset):\n"
+        "    def __getitem__(self, i):\n        time.sleep(0.004)\n"
+        "        return super().__getitem__(i)\ndata = Slow",
+    )
     done = program(slow, before=("-m", "advisor", "record", "-o", "run"))
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("advisor: ")]
-    assert line.startswith("advisor: recorded in run; first finding: ")
-    assert "DataLoader" in line
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("advisor: ", " "))]
+    assert lines[0] == "advisor: recorded in run"
+    assert max(map(len, lines)) <= 80
+    told = " ".join(" ".join(lines).split())
+    assert "40 steps, " in told
+    assert "DataLoader" in told.partition("First finding: ")[2]
+    assert told.endswith("More: advisor analyze run")
     assert done.stdout.startswith("[] __main__")
 
 
@@ -224,6 +231,17 @@ def test_torchrun_with_two_processes(program: Program, tmp_path: Path) -> None:
         assert record.rank.rank == number
         assert [p.name for p in Path(record.folder).glob("*.gz")] == ["trace_w0.json.gz"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "train.py"]
+
+
+@pytest.mark.slow
+@needs("accelerate")
+def test_accelerate_launch(program: Program, tmp_path: Path) -> None:
+    """A launcher that imports its framework and starts the script in a process of its own."""
+    launcher = ("--", "accelerate", "launch", "--cpu", "--num_processes", "1", "train.py")
+    done = program(PLAIN, "--lr", "3", before=RECORD, after=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "['--lr', '3'] __main__" in done.stdout
+    assert len(recorded(tmp_path).steps) == 40
 
 
 EVERY = {1: 40, 4: 10}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from advisor.recording.host import HostSampler
-from advisor.recording.telemetry import MAX_HZ, Sampler, Source
+from advisor.recording.telemetry import MAX_HZ, Sampler, SampleSource
 from advisor.rundir import Sample
 
 _spec = importlib.util.spec_from_file_location(
@@ -84,7 +84,7 @@ def test_a_gpu_lost_in_mid_run_leaves_the_others(monkeypatch: pytest.MonkeyPatch
     one, two = fake.ordinary("GPU-one"), fake.ordinary("GPU-two")
     monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(one, two))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with Source() as source:
+    with SampleSource() as source:
         assert [gpu.uuid for gpu in source.sample(slow=True).gpus] == ["GPU-one", "GPU-two"]
         one.errors["utilisation"] = 15
         for _ in range(2):
@@ -96,7 +96,7 @@ def test_nothing_the_driver_lent_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     module = fake.FakeNvml(fake.ordinary(gpm=True))
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with Source() as source:
+    with SampleSource() as source:
         source.sample(slow=True)
     assert module.users == 0 and sorted(module.freed) == ["events", "gpm", "gpm"]
 

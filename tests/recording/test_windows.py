@@ -14,8 +14,8 @@ import pytest
 from recording_checks import check_sums, only_rank
 
 from advisor.recording.api import Recorder
-from advisor.recording.options import Options
-from advisor.recording.trouble import Trouble
+from advisor.recording.options import RecordOptions
+from advisor.recording.slowdown import SlowdownWatch
 from advisor.recording.windows import PLACE_SECONDS
 from advisor.recording.writer import Writer
 
@@ -269,7 +269,7 @@ def test_a_slowdown_opens_a_window(tmp_path: Path, training: Any) -> None:
 
 def test_trouble_is_a_slower_median_or_a_spike_and_nothing_else() -> None:
     def alarms(durations: list[int]) -> list[int]:
-        trouble = Trouble()
+        trouble = SlowdownWatch()
         return [n for n, ms in enumerate(durations) if trouble.step(ms * 1_000_000)]
 
     steady = [100] * 200
@@ -303,11 +303,15 @@ def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any
     ) as rec:
         session = rec._session
         assert session is not None
-        for number in range(20):
+        deadline = time.monotonic() + 20
+        while not session.windows._written:  # until the first window is in its file
+            assert time.monotonic() < deadline
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-            if number == 8:
-                wait_for(rec, lambda session: session.windows._export is None)
-                session.want("please", True)
+            session.writer._wake.set()
+        wait_for(rec, lambda session: session.windows._export is None)
+        session.want("please", True)
+        for _ in range(12):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
     windows = only_rank(tmp_path / "run").of_kind("window")
     assert [w["state"] for w in windows] == ["open", "done", "never"]
 
@@ -327,5 +331,5 @@ def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any
     ],
 )
 def test_which_ranks_trace(ranks: str, rank: int, traces: bool) -> None:
-    assert Options(ranks=ranks).traces(rank) is traces
-    assert Options(ranks=ranks, active=0).traces(rank) is False
+    assert RecordOptions(ranks=ranks).traces(rank) is traces
+    assert RecordOptions(ranks=ranks, active=0).traces(rank) is False

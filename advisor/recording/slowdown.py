@@ -19,7 +19,7 @@ FLOOR_NS = 2_000_000
 """Differences below this are the machine's own."""
 
 
-class Trouble:
+class SlowdownWatch:
     """Feed it the steps that were not profiled; it answers with a reason to open a window."""
 
     def __init__(self) -> None:
@@ -56,6 +56,21 @@ class Trouble:
         if dur > self._median * SPIKE and dur - self._median > FLOOR_NS:
             return self._alarm(f"a step took {dur / self._median:.1f} times the median")
         return None
+
+    def steps(self, lengths: list[int]) -> str | None:
+        """Several steps; the last reason, if there was one."""
+        usual = self._median
+        if usual is not None:
+            # an alarm needs a step above both of these, this one or one of the recent ones
+            limit = max(usual * min(SLOWER, SPIKE), usual + FLOOR_NS)
+            if max(lengths) <= limit and max(self._recent, default=0) <= limit:
+                self._seen += len(lengths)
+                self._recent.extend(lengths[-RECENT:])
+                return None
+        reason = None
+        for length in lengths:
+            reason = self.step(length) or reason
+        return reason
 
     def _alarm(self, reason: str) -> str:
         self._quiet_until = self._seen + APART

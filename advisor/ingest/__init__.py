@@ -1,4 +1,4 @@
-"""Readers: one file format each, all to the same tables."""
+"""Trace files to tables: readers, one file format each, and what they share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from advisor.ingest.directory import open_run
-    from advisor.ingest.kineto import ReadOptions, read_trace
+    from advisor.ingest.read import read_trace
+    from advisor.ingest.reader import ReadOptions
 
 __all__ = ["ReadOptions", "open_run", "read_trace"]
 
 _HOME = {
-    "ReadOptions": "advisor.ingest.kineto",
+    "ReadOptions": "advisor.ingest.reader",
     "open_run": "advisor.ingest.directory",
-    "read_trace": "advisor.ingest.kineto",
+    "read_trace": "advisor.ingest.read",
 }
 
 

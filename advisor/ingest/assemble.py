@@ -26,6 +26,24 @@ _MEDIAN_SAMPLE = 10_000
 
 
 @dataclass
+class Tables:
+    """Rows of any format, ready to be joined: times in whole ns from the trace's start, names,
+    threads, inputs and collectives as codes into lists. A table without rows is empty."""
+
+    host: Columns
+    """``ts`` ``dur`` ``kind`` (index in HOST_KINDS) ``name`` ``thread`` ``correlation``
+    ``external`` ``sequence`` (below 0: none) ``inputs`` ``comm`` (-1: none); perhaps ``call``
+    (index in CALLS, -1: no call), else it is told by the name of a runtime call."""
+    device: Columns
+    """``ts`` ``dur`` ``kind`` (index in DEVICE_KINDS) ``name`` ``correlation`` ``external``
+    ``limits`` ``comm``, and as floats, NaN for none, the other columns of GPU_SCHEMA."""
+    names: list[str]
+    threads: list[tuple[str, str]]
+    """Process and thread, as they are shown."""
+    thread_names: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+@dataclass
 class Facts:
     """What was learnt about a trace while its frames were built."""
 
@@ -75,10 +93,14 @@ class Assembler:
     def add(self, piece: Piece) -> None:
         """Merge one piece's dictionaries and keep its columns."""
         names = self._names.table(piece.names)
-        codes = {"name": names, "limits": names, "range": names,
-                 "thread": self._threads.table(piece.threads),
-                 "inputs": self._inputs.table(piece.inputs),
-                 "comm": self._comms.table(piece.comms)}  # fmt: skip
+        codes = {
+            "name": names,
+            "limits": names,
+            "range": names,
+            "thread": self._threads.table(piece.threads),
+            "inputs": self._inputs.table(piece.inputs),
+            "comm": self._comms.table(piece.comms),
+        }
         if self._epoch is None:
             self._epoch = piece.epoch
         shift = piece.epoch - self._epoch
@@ -109,21 +131,15 @@ class Assembler:
         ]
         facts.end_ns = max(ends)
         texts = self._names.values()
-        names = pl.Series("name", texts, dtype=pl.String).cast(pl.Categorical)
-
-        thread_table = self._order_threads(host)
-        launches = self._nest(host, device, texts, facts)
-        frames = {
-            "cpu": tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA),
-            "gpu": tables.gpu_frame(device, names, texts, *launches)
-            if device
-            else pl.DataFrame(schema=GPU_SCHEMA),
+        names = as_names(texts)
+        given = Tables(host, device, texts, self._threads.values(), self.thread_names)
+        frames, thread_table = joined(given, names, facts)
+        frames |= {
             "sync": tables.sync_frame(sync, texts),
-            "memory": tables.memory_frame(memory, thread_table),
+            "memory": tables.on_devices(tables.memory_frame(memory, thread_table), frames["gpu"]),
             "counters": tables.counters_frame(counters, names),
             "inputs": tables.inputs_frame(self._inputs.values()),
             "comms": tables.comms_frame(self._comms.values()),
-            "threads": tables.threads_frame(self._threads.values(), self.thread_names),
         }
         return frames, facts
 
@@ -184,16 +200,16 @@ class Assembler:
 
     # -- joins ------------------------------------------------------------------------------
 
-    def _order_threads(self, host: Columns) -> Array:
+    @staticmethod
+    def _order_threads(host: Columns, threads: list[tuple[str, str]]) -> Array:
         """Number the threads by their host rows, the busiest first; returns old -> new."""
-        threads = self._threads.values()
         counts = np.zeros(len(threads), dtype=np.int64)
         if host:
             counts = np.bincount(host["thread"], minlength=len(threads))
         order = np.argsort(-counts, kind="stable")
         table = np.empty(len(threads), dtype=np.int32)
         table[order] = np.arange(len(order), dtype=np.int32)
-        self._threads.index = {threads[old]: new for new, old in enumerate(order.tolist())}
+        threads[:] = [threads[old] for old in order.tolist()]
         if host:
             host["thread"] = table[host["thread"]]
         return table
@@ -223,15 +239,37 @@ class Assembler:
         facts.nesting_repaired = nesting.repaired
         facts.python_frames = bool((host["kind"] == _PYTHON).any())
         facts.runtime_calls = [texts[code] for code in codes.tolist()]
-        call = np.full(len(host["kind"]), -1, dtype=np.int8)
-        call[runtime] = classify_calls(host["name"][runtime], codes, facts.runtime_calls)
-        host["call"] = call
+        if "call" not in host:
+            call = np.full(len(host["kind"]), -1, dtype=np.int8)
+            call[runtime] = classify_calls(host["name"][runtime], codes, facts.runtime_calls)
+            host["call"] = call
         if not device:
             return none, none
         launches = Launches(host)
-        launch = launches.find(device["correlation"])
+        launch = launches.find(device)
         launches.name_unknown(launch, device["kind"])
-        return launch, launches.op_around(launch, device["external"])
+        return launch, launches.op_around(launch, device)
+
+
+def as_names(texts: list[str]) -> pl.Series:
+    """The names that codes stand for."""
+    return pl.Series("name", texts, dtype=pl.String).cast(pl.Categorical)
+
+
+def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.DataFrame], Array]:
+    """The frames ``cpu``, ``gpu`` and ``threads`` with all their joins: stacks, launches, the ops
+    around them. Orders the rows in place; every other column that they have goes along. Also the
+    row of ``threads`` for the code of each thread."""
+    host, device = given.host, given.device
+    table = Assembler._order_threads(host, given.threads)
+    launches = Assembler._nest(host, device, given.names, facts)
+    return {
+        "cpu": tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA),
+        "gpu": tables.gpu_frame(device, names, given.names, *launches)
+        if device
+        else pl.DataFrame(schema=GPU_SCHEMA),
+        "threads": tables.threads_frame(given.threads, given.thread_names),
+    }, table
 
 
 def _reorder(columns: Columns, order: Array) -> None:

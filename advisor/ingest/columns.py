@@ -23,6 +23,7 @@ from advisor.ingest.spelling import (
     HOST_KINDS,
     IGNORED_CATEGORIES,
     SYNC_CATEGORY,
+    is_range,
 )
 
 Columns = dict[str, NDArray[Any]]
@@ -140,13 +141,16 @@ def build_columns(
     if unsound:
         dropped["not decodable"] = unsound
     result = Piece(
-        host=_join([
-            _host(kind, found, names, threads, inputs, comms)
-            for kind, found in routes.host.items() if found
-        ]),
-        device=_join([
-            _device(kind, found, names, comms) for kind, found in routes.device.items() if found
-        ]),
+        host=_join(
+            [
+                _host(kind, found, names, threads, inputs, comms)
+                for kind, found in routes.host.items()
+                if found
+            ]
+        ),
+        device=_join(
+            [_device(kind, found, names, comms) for kind, found in routes.device.items() if found]
+        ),
         sync=_sync(routes.sync, names) if routes.sync else {},
         memory=_memory(instants, threads) if instants else {},
         counters=_counters(piece, names) if routes.counters else {},
@@ -160,7 +164,7 @@ def build_columns(
         ignored=ignored,
         unsound=unsound,
         epoch=epoch,
-    )  # fmt: skip
+    )
     if epoch:
         for group in (result.host, result.device, result.sync, result.memory, result.counters):
             if "ts" in group:  # those that were not cut are still as long as they were
@@ -271,10 +275,15 @@ def _host(
     count = len(events)
     none = np.full(count, -1, dtype=np.int32)
     missing = np.full(count, MISSING, dtype=np.int64)
+    coded = names.of([e.name for e in events])
+    kinds = np.full(count, HOST_KINDS.index(kind), dtype=np.uint8)
+    if kind == "op":
+        ranges = [code for name, code in names.items() if is_range(str(name)[:100])]
+        kinds[np.isin(coded, ranges)] = HOST_KINDS.index("annotation")
     columns: Columns = {
         **_times(events),
-        "kind": np.full(count, HOST_KINDS.index(kind), dtype=np.uint8),
-        "name": names.of([e.name for e in events]),
+        "kind": kinds,
+        "name": coded,
         "thread": _threads(events, threads),
         "correlation": missing,
         "external": missing,
@@ -332,10 +341,21 @@ def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
     found = np.full(len(args), -1, dtype=np.int32)
     for row in [row for row, a in enumerate(args) if a.collective is not ABSENT]:
         a = args[row]
-        key = _joined((
-            a.collective, a.comm_in, a.comm_out, a.comm_size, a.comm_dtype, a.comm_group,
-            a.comm_description, a.comm_ranks, a.comm_in_split, a.comm_out_split, a.comm_sequence,
-        ))  # fmt: skip
+        key = _joined(
+            (
+                a.collective,
+                a.comm_in,
+                a.comm_out,
+                a.comm_size,
+                a.comm_dtype,
+                a.comm_group,
+                a.comm_description,
+                a.comm_ranks,
+                a.comm_in_split,
+                a.comm_out_split,
+                a.comm_sequence,
+            )
+        )
         if len(key) <= RAW_LIMIT:
             found[row] = codes[key]
     return found
@@ -343,8 +363,18 @@ def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
 
 # -- device work --------------------------------------------------------------------------------
 
-_FLOATS = ("bytes", "gbps", "blocks", "threads", "registers", "shared", "blocks_per_sm",
-           "warps_per_sm", "occupancy", "active_blocks")  # fmt: skip
+_FLOATS = (
+    "bytes",
+    "gbps",
+    "blocks",
+    "threads",
+    "registers",
+    "shared",
+    "blocks_per_sm",
+    "warps_per_sm",
+    "occupancy",
+    "active_blocks",
+)
 
 
 def _device(kind: str, events: list[Event], names: _Codes, comms: _Codes) -> Columns:
@@ -479,8 +509,15 @@ def _counters(piece: bytes, names: _Codes) -> Columns:
         for metric, value in args.items() if isinstance(args, dict) else ():
             number = math.nan if isinstance(value, bool) else _float(value)
             if math.isfinite(number):
-                rows.append((event.get("ts"), event.get("dur"), str(metric)[:NAME_LIMIT],
-                             _text(event.get("name")), number))  # fmt: skip
+                rows.append(
+                    (
+                        event.get("ts"),
+                        event.get("dur"),
+                        str(metric)[:NAME_LIMIT],
+                        _text(event.get("name")),
+                        number,
+                    )
+                )
     if not rows:
         return {}
     return {

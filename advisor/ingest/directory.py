@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 from advisor.errors import AdvisorError
-from advisor.ingest.kineto import ReadOptions, read_trace, with_window
+from advisor.ingest.hosts import as_ranks, without_copies
+from advisor.ingest.memory import joined, with_memory
+from advisor.ingest.merged import ranks_in
+from advisor.ingest.read import read_trace, with_window
+from advisor.ingest.reader import ReadOptions
+from advisor.ingest.registry import is_trace_name, trace_names
+from advisor.ingest.runs import SeveralRuns, runs_in
 from advisor.rundir import is_run, read_recording
 from advisor.trace import Run, Trace
 
-_TRACE_NAME = re.compile(r"\.json(\.gz|\.zst|\.zstd)?$", re.IGNORECASE)
 _RANK = re.compile(r"(?:(?<![A-Za-z])rank|Rank|RANK)[-_. =]?(\d{1,6})(?!\d)")
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 MAX_FILES = 4096
@@ -35,7 +40,8 @@ def open_run(
     """Open a trace file, a directory of traces, or several of either, as one Run.
 
     A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its
-    name or the nearest folder that has one, else -1. Files of one rank are its windows, in order
+    name or the nearest folder that has one, else -1; one file may hold several ranks that were
+    merged into it (``merged.py``). Files of one rank are its windows, in order
     of time; ones that overlap in time are an error, because two recordings of one rank cannot.
     A run directory of the recorder is opened with all that was recorded, with or without traces.
     ``rank`` keeps one rank only. ``window``: of a run directory, read only this window of each
@@ -44,11 +50,13 @@ def open_run(
 
     One file must be a trace. Of several, those that are none are left out and told in
     ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, a directory
-    without traces, no readable trace at all, a rank that is not there, overlapping windows.
+    without traces, or one of several runs (SeveralRuns), no readable trace at all, a rank that is
+    not there, overlapping windows.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
-        return _open_recording(Path(given[0]), options, rank, window, executor)
+        run = _open_recording(Path(given[0]), options, rank, window, executor)
+        return with_memory(run, options)
     files = _distinct([file for path in given for file in _files(str(path), len(given) > 1)])
     if not files:
         raise AdvisorError("no trace given")
@@ -66,6 +74,8 @@ def open_run(
         raise AdvisorError(
             f"{given[0]}: none of the {len(files)} files is a readable trace; first: {problems[0]}"
         )
+    traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
+    traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
     by_rank = _group(traces)
     if rank is not None:
         if rank not in by_rank:
@@ -79,7 +89,13 @@ def open_run(
             shown = None if number < 0 else number
             keyed[number, window] = with_window(trace, shown, window)
     path = Path(given[0]) if len(given) == 1 else None
-    return Run(traces=keyed, path=path, problems=tuple(problems))
+    snapshots = {
+        number: trace.meta.snapshot
+        for number, trace in memory.items()
+        if trace.meta.snapshot is not None and number in by_rank
+    }
+    run = Run(traces=keyed, path=path, problems=tuple(problems), snapshots=snapshots)
+    return with_memory(run, options)
 
 
 def _open_recording(
@@ -156,7 +172,7 @@ def _read_all(
 ) -> list[Trace | str]:
     if executor is None:
         return [_try_read(file, options) for file in files]
-    plain = replace(options or ReadOptions(), progress=None, processes=1)
+    plain = replace(options or ReadOptions(), progress=None, peek=None, processes=1)
     return list(executor.map(_try_read, files, [plain] * len(files)))
 
 
@@ -180,14 +196,27 @@ def _files(path: str, one_of_several: bool) -> list[str]:
             if one_of_several and not Path(path).exists():
                 raise AdvisorError(f"{path}: no such file or directory")
             return [path]
-        found = sorted(islice(_traces_under(Path(path)), MAX_FILES + 1))
+        if not one_of_several:
+            refuse_several(path)
+        found = without_copies(sorted(islice(_traces_under(Path(path)), MAX_FILES + 1)))
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
     if not found:
-        raise AdvisorError(f"{path}: a directory without traces (*.json, *.json.gz, *.json.zst)")
+        raise AdvisorError(f"{path}: a directory without traces ({trace_names()})")
     if len(found) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
     return found
+
+
+def refuse_several(path: str) -> None:
+    """Raise SeveralRuns for a folder that holds runs of the recorder and no trace of its own: read
+    together they would pass for windows of one run."""
+    folder = Path(path)
+    if path == "-" or "\0" in path or not folder.is_dir() or not (runs := runs_in(folder)):
+        return
+    with os.scandir(folder) as entries:
+        if not any(is_trace_name(entry.name) and entry.is_file() for entry in entries):
+            raise SeveralRuns(path, runs)
 
 
 def _traces_under(folder: Path) -> Iterator[str]:
@@ -195,8 +224,11 @@ def _traces_under(folder: Path) -> Iterator[str]:
     os.scandir(folder).close()  # os.walk is silent about a folder that may not be read
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        exported = {name.removesuffix(".sqlite") for name in names if name.endswith(".sqlite")}
         for name in names:
-            if _TRACE_NAME.search(name) and not name.startswith("."):
+            if name.endswith((".nsys-rep", ".qdrep")) and name.rpartition(".")[0] in exported:
+                continue  # nsys leaves a report beside its export
+            if is_trace_name(name) and not name.startswith("."):
                 file = Path(where, name)
                 if file.is_file():
                     yield str(file)

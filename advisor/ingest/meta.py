@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.ingest.assemble import Assembler, Facts
 from advisor.ingest.split import Splitter
-from advisor.trace import Device, TraceMeta
+from advisor.trace import PYTORCH, Device, TraceMeta
 
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
 _MOST = 1 << 53  # of anything that a device has: beyond that floats are not exact
@@ -38,6 +38,7 @@ def describe(
         dropped[f"not used: {label}"] = count
     return TraceMeta(
         path=splitter.source.path,
+        framework=PYTORCH,
         rank=whole(distributed.get("rank")),
         world_size=whole(distributed.get("world_size")),
         backend=_text(distributed.get("backend")),

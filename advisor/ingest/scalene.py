@@ -13,10 +13,12 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.errors import AdvisorError
+from advisor.files import open_regular
 from advisor.model import HotLine
 
-MAX_BYTES = 64 << 20
-"""A pass without stacks writes about 60 KB; with stacks some MB."""
+MAX_BYTES = 16 << 20
+"""A pass without stacks writes about 60 KB; with stacks some MB. Decoded, a file that is written to
+do harm takes thirty times its size."""
 MAX_LINES = 20
 MIN_SHARE = 0.01
 """Lines below 1 % of the samples are left out: a few samples each."""
@@ -61,15 +63,16 @@ def read_scalene(path: str | Path) -> list[HotLine]:
     """
     file = Path(path)
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             data = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
+    except (OSError, ValueError) as error:
+        strerror = getattr(error, "strerror", None)
+        raise AdvisorError(f"{file}: cannot be read ({strerror or error})") from None
     if len(data) > MAX_BYTES:
         raise AdvisorError(f"{file}: larger than {MAX_BYTES >> 20} MiB, so not a Scalene profile")
     try:
         profile = msgspec.json.decode(data, type=_Profile)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise AdvisorError(f"{file}: not a Scalene profile ({error})") from None
     found = [line for name, each in profile.files.items() for line in _of_file(name, each)]
     return sorted(found, key=lambda line: -line.share)[:MAX_LINES]

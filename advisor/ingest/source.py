@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
-from pathlib import Path
+from itertools import chain
 from typing import BinaryIO, cast
 
 from advisor.errors import AdvisorError
+from advisor.files import open_regular
 
 BLOCK = 1 << 20
 """Uncompressed bytes handed over at once, at most."""
@@ -22,6 +23,9 @@ REMEMBER = 64 << 20
 """Packed bytes of standard input that are kept for a second reading."""
 MAX_MEMBERS = 1_000_000
 """Members of one gzip file. bgzip writes one for each 64 KiB; more than this is an attack."""
+
+PACKINGS = (".gz", ".zst", ".zstd")
+"""Suffixes of what is unpacked here."""
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -49,12 +53,31 @@ class Source:
     truncated: bool = False
     damage: str | None = None
     bytes_read: int = 0
+    packed_read: int = 0
+    """The same before they were unpacked."""
     given: bytes | None = field(default=None, repr=False)
     """The packed bytes themselves, instead of a file of that name."""
+    peek: Callable[[bytes], None] | None = field(default=None, repr=False)
+    """Called with each block before it is handed over."""
     _seen: list[bytes] | None = field(default=None, repr=False)
+    _begun: tuple[bytes, Iterator[bytes]] | None = field(default=None, repr=False)
+
+    def head(self) -> bytes:
+        """The first block, which :meth:`blocks` begins with all the same; empty: nothing could be
+        unpacked. Raises AdvisorError as that does."""
+        if self._begun is None:
+            blocks = self._blocks()
+            self._begun = next(blocks, b""), blocks
+        return self._begun[0]
 
     def blocks(self) -> Iterator[bytes]:
         """Yield uncompressed blocks. Raises AdvisorError: unreadable file, or over the limit."""
+        if self._begun is None:
+            return self._blocks()
+        (first, rest), self._begun = self._begun, None
+        return chain([first] if first else [], rest)
+
+    def _blocks(self) -> Iterator[bytes]:
         file = self._open()
         try:
             head = self._read(file, PACKED_BLOCK)
@@ -69,13 +92,15 @@ class Source:
                 stream = self._unzstd(head, file)
             else:
                 stream = self._plain(head, file)
-            for block in stream:
+            for block in _joined(stream):
                 self.bytes_read += len(block)
                 if self.bytes_read > self.limit:
                     raise AdvisorError(
                         f"{self.path}: unpacks to more than {_size(self.limit)}; "
                         "if that is expected, raise the limit with --max-size"
                     )
+                if self.peek is not None:
+                    self.peek(block)
                 yield block
         except OSError as error:
             raise AdvisorError(
@@ -99,7 +124,7 @@ class Source:
         if self.given is not None:
             return len(self.given)
         try:
-            with Path(self.path).open("rb") as file:
+            with open_regular(self.path) as file:
                 packed = os.fstat(file.fileno()).st_size
                 head = file.read(18)
                 if head.startswith(_GZIP) and packed > 18:
@@ -119,7 +144,7 @@ class Source:
             self._seen = []
             return stdin
         try:
-            return Path(self.path).open("rb")
+            return open_regular(self.path)
         except FileNotFoundError:
             raise AdvisorError(f"{self.path}: no such file; check the path") from None
         except IsADirectoryError:
@@ -130,14 +155,16 @@ class Source:
             raise AdvisorError(f"{self.path}: you may not read it; check its permissions") from None
         except OSError as error:
             reason = error.strerror or error
-            raise AdvisorError(
-                f"{self.path}: cannot be opened ({reason}); check the path"
-            ) from None
+            advice = "check the path"
+            if reason == "a pipe, not a file":
+                advice = "pipe it into the command and give - as the path"
+            raise AdvisorError(f"{self.path}: cannot be opened ({reason}); {advice}") from None
         except ValueError as error:
             raise AdvisorError(f"{self.path!r}: not a file name ({error})") from None
 
     def _read(self, file: BinaryIO, size: int) -> bytes:
         data = file.read(size)
+        self.packed_read += len(data)
         if self._seen is not None:
             self._seen.append(data)
             if len(self._seen) * PACKED_BLOCK > REMEMBER:
@@ -196,9 +223,31 @@ class Source:
         except zstandard.ZstdError as error:
             self._damaged(f"damaged zstd ({error})")
 
+    def stop(self, why: str) -> None:
+        """Told by who reads: the rest is left out."""
+        self._damaged(why)
+
     def _damaged(self, how: str) -> None:
         self.truncated = True
         self.damage = how
+
+
+def _joined(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks of about a megabyte: a packed file may come byte by byte, and what
+    follows looks at each block."""
+    held: list[bytes] = []
+    size = 0
+    for block in blocks:
+        if not held and len(block) >= PACKED_BLOCK:
+            yield block
+            continue
+        held.append(block)
+        size += len(block)
+        if size >= BLOCK:
+            yield b"".join(held)
+            held, size = [], 0
+    if held:
+        yield b"".join(held)
 
 
 class _Joined:

@@ -42,6 +42,18 @@ DEVICE_CATEGORIES: dict[str, str] = {
     "gpu_memset": "memset",
     "memset": "memset",
 }
+_RANGE = re.compile(
+    r"^(?:ProfilerStep|Optimizer\.|##|DistributedDataParallel\.|\[|advisor::|enumerate\()"
+)
+
+
+def is_range(name: str) -> bool:
+    """Whether an event of an operator's category is a range around operators instead:
+    ``ProfilerStep#5``, ``Optimizer.step#Adam.step``, ``enumerate(DataLoader)#…``. Profilers before
+    2022, and ``_RecordFunctionFast`` to this day, write both in one category."""
+    return _RANGE.match(name) is not None
+
+
 SYNC_CATEGORY = "cuda_sync"
 COUNTER_CATEGORY = "cuda_profiler_range"
 IGNORED_CATEGORIES = frozenset(
@@ -71,18 +83,30 @@ _CALLS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (_API + r"EventRecord", "event_record"),
         (_API + r"(Event|Stream)Query", "event_query"),
         (_API + r"StreamWaitEvent", "stream_wait"),
-        (r"^cuda(HostAlloc|MallocHost|HostRegister)|^hip(HostMalloc|MallocHost|HostAlloc|HostRegister)"
-         r"|^cuMem(HostAlloc|AllocHost|HostRegister)", "host_alloc"),
-        (r"^cuda(FreeHost|HostUnregister)|^hip(HostFree|FreeHost|HostUnregister)"
-         r"|^cuMem(FreeHost|HostUnregister)", "host_free"),
-        (r"^(cuda|hip|hipExt)Malloc|^cuMem(Alloc|Create|Map|AddressReserve)"
-         r"|^hipMem(Create|Map|AddressReserve)", "malloc"),
-        (r"^(cuda|hip)Free|^cuMem(Free|Unmap|Release|AddressFree)"
-         r"|^hipMem(Unmap|Release|AddressFree)", "free"),
+        (
+            r"^cuda(HostAlloc|MallocHost|HostRegister)|^hip(HostMalloc|MallocHost|HostAlloc|HostRegister)"
+            r"|^cuMem(HostAlloc|AllocHost|HostRegister)",
+            "host_alloc",
+        ),
+        (
+            r"^cuda(FreeHost|HostUnregister)|^hip(HostFree|FreeHost|HostUnregister)"
+            r"|^cuMem(FreeHost|HostUnregister)",
+            "host_free",
+        ),
+        (
+            r"^(cuda|hip|hipExt)Malloc|^cuMem(Alloc|Create|Map|AddressReserve)"
+            r"|^hipMem(Create|Map|AddressReserve)",
+            "malloc",
+        ),
+        (
+            r"^(cuda|hip)Free|^cuMem(Free|Unmap|Release|AddressFree)"
+            r"|^hipMem(Unmap|Release|AddressFree)",
+            "free",
+        ),
         (_API + r"(Stream(Begin|End)Capture|GraphInstantiate)", "graph_capture"),
         (_API + r"(ModuleLoad|LibraryLoad|LinkComplete)", "module_load"),
     )
-)  # fmt: skip
+)
 
 
 def call_class(name: str) -> str:

@@ -17,10 +17,10 @@ from msgspec import Raw
 
 from advisor.errors import AdvisorError
 from advisor.ingest.damage import EVENT_BOUNDARY, SPACE, object_end, sanitise, scan
+from advisor.ingest.reader import PIECE
 from advisor.ingest.source import Source
+from advisor.ingest.unknown import kind_of
 
-PIECE = 4 << 20
-"""Bytes of JSON decoded at once. Larger pieces save nothing and cost memory."""
 HEAD_LIMIT = 64 << 20
 """Bytes before ``traceEvents`` that are searched for it."""
 TAIL_LIMIT = 16 << 20
@@ -36,7 +36,7 @@ _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _OWN = "advisor::events"  # our name for the list while the rest of the object is decoded
 _OPEN_LIST = b'{"advisor::events":['
 _EMPTY_LIST = _OPEN_LIST + b"]"
-_UTF16 = (b"{\0", b"[\0", b"\0{", b"\0[")
+_GIVE = "give a PyTorch profiler trace"
 _BOM = b"\xef\xbb\xbf"
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError, ValueError)
@@ -118,7 +118,7 @@ class Splitter:
             buffer = buffer + block if buffer else block
             if not searched:
                 blank += len(block)
-                buffer = _strip(buffer)
+                buffer = without_mark(buffer)
                 if _BOM.startswith(buffer):  # nothing yet, or perhaps the beginning of a mark
                     if blank < HEAD_LIMIT:
                         continue
@@ -315,7 +315,8 @@ def _listed(parts: list[bytes | memoryview]) -> bytes:
     return b"".join([b"[", *parts, b"]"])
 
 
-def _strip(text: bytes) -> bytes:
+def without_mark(text: bytes) -> bytes:
+    """Without the byte order mark and the white space that it may begin with."""
     text = text.removeprefix(_BOM)
     return text.lstrip(SPACE) if text[:1] in (b" ", b"\t", b"\r", b"\n") else text
 
@@ -330,15 +331,8 @@ def _shown(key: str) -> str:
 
 def _what_else(start: bytes) -> str:
     """What a text is that begins like no JSON trace does, and what to do."""
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or start[:2] in _UTF16:
-        return "not UTF-8 text (UTF-16?); convert it to UTF-8"
-    if start.startswith(b"SQLite format 3"):
-        return "an SQLite file (an Nsight Systems export?); give a PyTorch profiler trace"
-    if start.startswith(b"\x80") and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-        return "a pickle (a memory snapshot?); give a PyTorch profiler trace"
-    if start[257:262] == b"ustar":
-        return "a tar archive; unpack it and give the JSON in it"
-    return "not JSON; give a PyTorch profiler trace (.json, .json.gz or .json.zst)"
+    what, cure = kind_of(start) or ("not JSON", f"{_GIVE} (.json, .json.gz or .json.zst)")
+    return f"{what}; {cure or _GIVE}"
 
 
 def _scanned_end(rest: bytes, *, bare: bool) -> int | None:

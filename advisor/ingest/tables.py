@@ -148,6 +148,21 @@ def memory_frame(memory: Columns, threads: Array) -> pl.DataFrame:
     return frame.sort("ts", maintain_order=True)
 
 
+def on_devices(memory: pl.DataFrame, gpu: pl.DataFrame) -> pl.DataFrame:
+    """``Trace.memory`` with the device numbers of ``Trace.gpu``.
+
+    The allocator counts the devices that the program sees, the driver all there are: with
+    ``HIP_VISIBLE_DEVICES=2`` the kernels are on 2 and the memory on 0. Where all kernels are on one
+    device and all memory on one other, it is the same device; else nothing tells which is which.
+    """
+    seen = memory["device"].drop_nulls().unique()
+    own = seen.filter(seen >= 0)
+    used = gpu["device"].drop_nulls().unique()
+    if len(own) != 1 or len(used) != 1 or own[0] == used[0]:
+        return memory
+    return memory.with_columns(device=pl.col("device").replace(own[0], used[0]))
+
+
 def counters_frame(counters: Columns, names: pl.Series) -> pl.DataFrame:
     """``Trace.counters``."""
     if not counters:

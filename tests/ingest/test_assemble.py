@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from advisor import trace as schema
-from advisor.ingest.kineto import read_bytes
+from advisor.ingest.read import read_bytes
 from advisor.trace import Trace
 
 KERNEL_ARGS = {"device": 0, "stream": 7}
@@ -20,8 +20,16 @@ def read(*events: Any, **head: Any) -> Trace:
 
 
 def event(cat: str, name: str, ts: Any, dur: Any, tid: Any = 1, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur,
-            "args": args}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 1,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+        "args": args,
+    }
 
 
 def op(name: str, ts: Any, dur: Any, external: Any = None, **fields: Any) -> dict[str, Any]:
@@ -51,20 +59,35 @@ def launches(trace: Trace) -> list[tuple[str | None, str | None]]:
     ]
 
 
-SCHEMAS = {"cpu": schema.CPU_SCHEMA, "gpu": schema.GPU_SCHEMA, "sync": schema.SYNC_SCHEMA,
-           "memory": schema.MEMORY_SCHEMA, "counters": schema.COUNTER_SCHEMA,
-           "inputs": schema.INPUTS_SCHEMA, "comms": schema.COMMS_SCHEMA,
-           "threads": schema.THREADS_SCHEMA}  # fmt: skip
+SCHEMAS = {
+    "cpu": schema.CPU_SCHEMA,
+    "gpu": schema.GPU_SCHEMA,
+    "sync": schema.SYNC_SCHEMA,
+    "memory": schema.MEMORY_SCHEMA,
+    "counters": schema.COUNTER_SCHEMA,
+    "inputs": schema.INPUTS_SCHEMA,
+    "comms": schema.COMMS_SCHEMA,
+    "threads": schema.THREADS_SCHEMA,
+}
 
 
 def test_every_frame_has_its_schema_whatever_is_in_it() -> None:
     full = read(
-        op("aten::mm", 0, 9, 1), call(1, 5), kernel(3, 5),
+        op("aten::mm", 0, 9, 1),
+        call(1, 5),
+        kernel(3, 5),
         event("cuda_sync", "Stream Sync", 4, 2, stream=7, correlation=9, device=0),
         event("cuda_profiler_range", "gemm", 4, 2, cycles=5),
-        {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 1, "tid": 1, "ts": 2,
-         "args": {"Total Allocated": 5, "Bytes": 5, "Device Type": 1, "Device Id": 0}},
-    )  # fmt: skip
+        {
+            "ph": "i",
+            "cat": "cpu_instant_event",
+            "name": "[memory]",
+            "pid": 1,
+            "tid": 1,
+            "ts": 2,
+            "args": {"Total Allocated": 5, "Bytes": 5, "Device Type": 1, "Device Id": 0},
+        },
+    )
     for trace in (full, read(op("a", 0, 1)), read(kernel(0, 1))):
         for name, expected in SCHEMAS.items():
             assert dict(getattr(trace, name).schema) == expected, name
@@ -77,9 +100,14 @@ def test_every_frame_has_its_schema_whatever_is_in_it() -> None:
 
 def test_a_kernel_finds_its_launch_by_correlation_and_the_op_around_that() -> None:
     trace = read(
-        op("aten::linear", 0, 100, 1), op("aten::addmm", 10, 50, 2), call(20, 77),
-        op("aten::add", 70, 20, 3), call(75, 78), kernel(200, 78), kernel(100, 77),
-    )  # fmt: skip
+        op("aten::linear", 0, 100, 1),
+        op("aten::addmm", 10, 50, 2),
+        call(20, 77),
+        op("aten::add", 70, 20, 3),
+        call(75, 78),
+        kernel(200, 78),
+        kernel(100, 77),
+    )
     assert launches(trace) == [
         ("cudaLaunchKernel", "aten::addmm"),
         ("cudaLaunchKernel", "aten::add"),
@@ -89,11 +117,15 @@ def test_a_kernel_finds_its_launch_by_correlation_and_the_op_around_that() -> No
 
 def test_the_external_id_is_a_fallback_only() -> None:
     trace = read(
-        op("aten::right", 0, 100, 1), call(20, 77), kernel(100, 77, **{"External id": 2}),
-        op("aten::other", 200, 5, 2), kernel(300, 99, **{"External id": 2}),
-        kernel(400, 98, **{"External id": 55}), kernel(500, 97),
+        op("aten::right", 0, 100, 1),
+        call(20, 77),
+        kernel(100, 77, **{"External id": 2}),
+        op("aten::other", 200, 5, 2),
+        kernel(300, 99, **{"External id": 2}),
+        kernel(400, 98, **{"External id": 55}),
+        kernel(500, 97),
         kernel(600, 96, **{"external id": 1}),
-    )  # fmt: skip
+    )
     assert launches(trace) == [
         ("cudaLaunchKernel", "aten::right"),
         (None, "aten::other"),  # launched outside the window: kept, and marked
@@ -105,9 +137,13 @@ def test_the_external_id_is_a_fallback_only() -> None:
 
 def test_a_launch_without_an_op_around_it_falls_back_too() -> None:
     trace = read(
-        event("python_function", "main.py(1): run", 0, 500), call(20, 7), kernel(30, 7),
-        call(40, 8), kernel(50, 8, **{"External id": 3}), op("aten::mm", 600, 5, 3),
-    )  # fmt: skip
+        event("python_function", "main.py(1): run", 0, 500),
+        call(20, 7),
+        kernel(30, 7),
+        call(40, 8),
+        kernel(50, 8, **{"External id": 3}),
+        op("aten::mm", 600, 5, 3),
+    )
     assert launches(trace) == [("cudaLaunchKernel", None), ("cudaLaunchKernel", "aten::mm")]
 
 
@@ -121,9 +157,10 @@ def test_ids_may_be_strings() -> None:
 
 def test_one_graph_launch_has_many_kernels() -> None:
     trace = read(
-        op("aten::graph", 0, 50, 1), call(10, 5, "cudaGraphLaunch"),
+        op("aten::graph", 0, 50, 1),
+        call(10, 5, "cudaGraphLaunch"),
         *[kernel(20 + 10 * i, 5, **{"graph id": 3}) for i in range(4)],
-    )  # fmt: skip
+    )
     assert launches(trace) == [("cudaGraphLaunch", "aten::graph")] * 4
     assert trace.cpu["call"].to_list() == [None, "graph_launch"]
     assert trace.gpu["graph"].to_list() == [3] * 4
@@ -146,10 +183,15 @@ def test_a_wait_or_an_event_record_launches_nothing() -> None:
 
 def test_a_call_of_unknown_name_is_what_it_caused() -> None:
     trace = read(
-        call(0, 1, "INVALID"), kernel(10, 1), call(20, 2, "INVALID"),
-        call(30, 3, "INVALID"), event("gpu_memcpy", "Memcpy DtoD", 40, 1, 7, correlation=3),
-        call(50, 4, "cudaNewGraphThing"), kernel(60, 4), kernel(70, 4),
-    )  # fmt: skip
+        call(0, 1, "INVALID"),
+        kernel(10, 1),
+        call(20, 2, "INVALID"),
+        call(30, 3, "INVALID"),
+        event("gpu_memcpy", "Memcpy DtoD", 40, 1, 7, correlation=3),
+        call(50, 4, "cudaNewGraphThing"),
+        kernel(60, 4),
+        kernel(70, 4),
+    )
     assert trace.cpu["call"].to_list() == ["launch", "other", "memcpy", "graph_launch"]
 
 
@@ -269,9 +311,11 @@ def test_what_outlasts_the_event_around_it_is_cut_and_counted() -> None:
 
 def test_equal_spans_nest_by_kind() -> None:
     same = [
-        call(0, 1, dur=10), op("op", 0, 10),
-        event("python_function", "frame", 0, 10), event("user_annotation", "range", 0, 10),
-    ]  # fmt: skip
+        call(0, 1, dur=10),
+        op("op", 0, 10),
+        event("python_function", "frame", 0, 10),
+        event("user_annotation", "range", 0, 10),
+    ]
     for events in (same, same[::-1]):
         assert column(read(*events).cpu, "name") == ["range", "frame", "op", "cudaLaunchKernel"]
 
@@ -281,11 +325,20 @@ def test_equal_spans_nest_by_kind() -> None:
 
 def test_threads_are_the_busiest_first_and_have_their_names() -> None:
     trace = read(
-        op("a", 0, 1, tid=5), op("b", 0, 1, tid="6"), op("c", 2, 1, tid=6), op("d", 3, 1, tid=6.0),
+        op("a", 0, 1, tid=5),
+        op("b", 0, 1, tid="6"),
+        op("c", 2, 1, tid=6),
+        op("d", 3, 1, tid=6.0),
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 6, "args": {"name": "thread 6 (main)"}},
-        {"ph": "i", "name": "[memory]", "pid": 1, "tid": 9, "ts": 1,
-         "args": {"Total Allocated": 1, "Bytes": 1}},
-    )  # fmt: skip
+        {
+            "ph": "i",
+            "name": "[memory]",
+            "pid": 1,
+            "tid": 9,
+            "ts": 1,
+            "args": {"Total Allocated": 1, "Bytes": 1},
+        },
+    )
     assert trace.threads.rows() == [
         ("1", "6", "thread 6 (main)"),
         ("1", "5", None),
@@ -297,16 +350,27 @@ def test_threads_are_the_busiest_first_and_have_their_names() -> None:
 
 def test_memory_events() -> None:
     def memory(ts: float, **args: Any) -> dict[str, Any]:
-        return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 1, "tid": 1,
-                "ts": ts, "args": args}  # fmt: skip
+        return {
+            "ph": "i",
+            "cat": "cpu_instant_event",
+            "name": "[memory]",
+            "pid": 1,
+            "tid": 1,
+            "ts": ts,
+            "args": args,
+        }
 
     trace = read(
         op("a", 0, 100),
-        memory(30, Bytes=-512, Addr=140_000_000_000_000,
-               **{"Total Allocated": 0, "Total Reserved": 2048, "Device Type": 1, "Device Id": 3}),
+        memory(
+            30,
+            Bytes=-512,
+            Addr=140_000_000_000_000,
+            **{"Total Allocated": 0, "Total Reserved": 2048, "Device Type": 1, "Device Id": 3},
+        ),
         memory(20, Bytes=64, **{"Total Allocated": 64, "Device Type": 0, "Device Id": -1}),
         memory(10, other=5),
-    )  # fmt: skip
+    )
     assert trace.memory.select(
         "ts", "bytes", "address", "allocated", "reserved", "device"
     ).rows() == [
@@ -319,11 +383,21 @@ def test_memory_events() -> None:
 def test_sync_rows() -> None:
     trace = read(
         op("a", 0, 100),
-        event("cuda_sync", "Stream Wait Event", 9, 0, 7, stream=20, device=1, correlation=5,
-              wait_on_stream=7, wait_on_cuda_event_record_corr_id=3),
+        event(
+            "cuda_sync",
+            "Stream Wait Event",
+            9,
+            0,
+            7,
+            stream=20,
+            device=1,
+            correlation=5,
+            wait_on_stream=7,
+            wait_on_cuda_event_record_corr_id=3,
+        ),
         event("cuda_sync", "Context Sync", 5, 2, 7, stream=-1, device=0, correlation=4),
         event("cuda_sync", "Something New", 6, 2, 7, stream=-1, device=0, correlation=4),
-    )  # fmt: skip
+    )
     assert trace.sync.rows() == [
         (5000, 2000, "context", 0, None, 4, None, None),
         (9000, 0, "stream_wait", 1, 20, 5, 7, 3),
@@ -338,10 +412,12 @@ def test_copies_have_a_direction_and_memories() -> None:
     trace = read(
         copy("Memcpy HtoD (Pageable -> Device)", bytes=100, **{"memory bandwidth (GB/s)": 0.02}),
         copy("Memcpy DtoH (Device -> Pinned)", bytes="8", **{"Memory bandwidth (GB/s)": 0.5}),
-        copy("CopyHostToDevice"), copy("Memcpy HtoD (Host -> Device)"),
-        copy("Memcpy P2P"), copy("?"),
+        copy("CopyHostToDevice"),
+        copy("Memcpy HtoD (Host -> Device)"),
+        copy("Memcpy P2P"),
+        copy("?"),
         kernel(1, 1),
-    )  # fmt: skip
+    )
     copies = trace.gpu.filter(pl.col("kind") == "memcpy")
     assert copies["copy"].to_list() == ["HtoD", "DtoH", "HtoD", "HtoD", "PtoP", "other"]
     assert column(copies, "src") == ["Pageable", "Device", None, None, None, None]
@@ -352,9 +428,25 @@ def test_copies_have_a_direction_and_memories() -> None:
 
 
 def test_what_a_kernel_does_not_tell_is_null_not_zero() -> None:
-    untold = ("bytes", "gbps", "blocks", "threads", "registers", "shared", "blocks_per_sm",
-              "warps_per_sm", "occupancy", "active_blocks", "limits", "graph", "comm", "external",
-              "copy", "src", "dst")  # fmt: skip
+    untold = (
+        "bytes",
+        "gbps",
+        "blocks",
+        "threads",
+        "registers",
+        "shared",
+        "blocks_per_sm",
+        "warps_per_sm",
+        "occupancy",
+        "active_blocks",
+        "limits",
+        "graph",
+        "comm",
+        "external",
+        "copy",
+        "src",
+        "dst",
+    )
     row = read(kernel(0, 1)).gpu.row(0, named=True)
     assert {key: row[key] for key in untold} == dict.fromkeys(untold)
     told = read(kernel(0, 1, **{"est. achieved occupancy %": 0, "shared memory": 0})).gpu.row(
@@ -365,29 +457,52 @@ def test_what_a_kernel_does_not_tell_is_null_not_zero() -> None:
 
 def test_numbers_too_large_for_their_column_are_null() -> None:
     row = read(
-        {**kernel(0, 1, block=[1 << 31, 1, 1], grid=[1 << 31] * 3, device=1 << 40, stream=1e300,
-                  **{"registers per thread": 1e30, "blocks per SM": 1e999, "graph id": -(1 << 70)})}
-    ).gpu.row(0, named=True)  # fmt: skip
+        {
+            **kernel(
+                0,
+                1,
+                block=[1 << 31, 1, 1],
+                grid=[1 << 31] * 3,
+                device=1 << 40,
+                stream=1e300,
+                **{"registers per thread": 1e30, "blocks per SM": 1e999, "graph id": -(1 << 70)},
+            )
+        }
+    ).gpu.row(0, named=True)
     assert (row["threads"], row["registers"], row["blocks_per_sm"]) == (None, None, None)
     assert (row["device"], row["stream"]) == (0, 0)
 
 
 def test_collectives_are_described_once() -> None:
     args = {
-        "Collective name": "allreduce", "In msg nelems": 1024, "Out msg nelems": "1024",
-        "Group size": 8, "dtype": "Float", "Process Group Name": "0",
-        "Process Group Ranks": [0, 1], "Seq": 5, "In split size": [],
+        "Collective name": "allreduce",
+        "In msg nelems": 1024,
+        "Out msg nelems": "1024",
+        "Group size": 8,
+        "dtype": "Float",
+        "Process Group Name": "0",
+        "Process Group Ranks": [0, 1],
+        "Seq": 5,
+        "In split size": [],
         "Process Group Description": "default_pg",
-    }  # fmt: skip
+    }
     hostile = {**args, "Seq": 1 << 80, "Group size": {"a": [1 << 80]}, "Collective name": None}
     trace = read(kernel(0, 1, **args), kernel(5, 2, **args), kernel(9, 3, **hostile), kernel(12, 4))
     assert trace.gpu["comm"].to_list() == [0, 0, 1, None]
     first, second = trace.comms.rows(named=True)
     assert first == {
-        "collective": "allreduce", "in_elements": 1024, "out_elements": 1024, "group_size": 8,
-        "dtype": "Float", "group": "0", "group_description": "default_pg", "ranks": "[0, 1]",
-        "in_split": "[]", "out_split": None, "sequence": 5,
-    }  # fmt: skip
+        "collective": "allreduce",
+        "in_elements": 1024,
+        "out_elements": 1024,
+        "group_size": 8,
+        "dtype": "Float",
+        "group": "0",
+        "group_description": "default_pg",
+        "ranks": "[0, 1]",
+        "in_split": "[]",
+        "out_split": None,
+        "sequence": 5,
+    }
     assert (second["collective"], second["group_size"], second["sequence"]) == (None, None, None)
 
 
@@ -395,9 +510,11 @@ def test_inputs_are_rows_of_texts() -> None:
     dims = {"Input Dims": [[2, 3]], "Input type": ["float"]}
     full = {**dims, "Input Strides": [[3, 1]], "Concrete Inputs": ["\u00e9"]}
     trace = read(
-        event("cpu_op", "a", 0, 1, **dims), event("cpu_op", "b", 2, 1, **full),
-        event("cpu_op", "c", 4, 1, **dims), event("cpu_op", "d", 6, 1),
-    )  # fmt: skip
+        event("cpu_op", "a", 0, 1, **dims),
+        event("cpu_op", "b", 2, 1, **full),
+        event("cpu_op", "c", 4, 1, **dims),
+        event("cpu_op", "d", 6, 1),
+    )
     assert trace.cpu["inputs"].to_list() == [0, 1, 0, None]
     assert trace.inputs.rows() == [
         ("[[2, 3]]", '["float"]', "", ""),

@@ -19,13 +19,30 @@ from advisor.ingest.events import Args, Event
 
 
 def op(name: str = "aten::mm", **fields: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 2, "ts": 5, "dur": 3,
-            "args": {"External id": 9}, **fields}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": name,
+        "pid": 1,
+        "tid": 2,
+        "ts": 5,
+        "dur": 3,
+        "args": {"External id": 9},
+        **fields,
+    }
 
 
 def kernel(name: str = "gemm", **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": 6, "dur": 2,
-            "args": {"device": 0, "stream": 7, "correlation": 3, **args}}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": 0,
+        "tid": 7,
+        "ts": 6,
+        "dur": 2,
+        "args": {"device": 0, "stream": 7, "correlation": 3, **args},
+    }
 
 
 def decode(*events: Any) -> Piece:
@@ -126,9 +143,22 @@ json_values = st.recursive(
 arg_names = st.sampled_from([spec.encode_name for spec in msgspec.structs.fields(Args)])
 field_names = st.sampled_from([spec.encode_name for spec in msgspec.structs.fields(Event)])
 categories = st.sampled_from(
-    ["cpu_op", "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "user_annotation", "Trace",
-     "python_function", "cuda_sync", "cuda_profiler_range", "cpu_instant_event", "ac2g", "odd"]
-)  # fmt: skip
+    [
+        "cpu_op",
+        "kernel",
+        "gpu_memcpy",
+        "gpu_memset",
+        "cuda_runtime",
+        "user_annotation",
+        "Trace",
+        "python_function",
+        "cuda_sync",
+        "cuda_profiler_range",
+        "cpu_instant_event",
+        "ac2g",
+        "odd",
+    ]
+)
 
 
 @settings(max_examples=120, deadline=None)
@@ -157,8 +187,14 @@ def test_any_values_anywhere_are_no_exception_and_lose_no_event(rows: list[Any])
 
 def check_shape(piece: Piece) -> None:
     """Columns of a group are equally long, and codes are within their lists."""
-    lists = {"name": piece.names, "range": piece.names, "limits": piece.names,
-             "thread": piece.threads, "inputs": piece.inputs, "comm": piece.comms}  # fmt: skip
+    lists = {
+        "name": piece.names,
+        "range": piece.names,
+        "limits": piece.names,
+        "thread": piece.threads,
+        "inputs": piece.inputs,
+        "comm": piece.comms,
+    }
     for group in (piece.host, piece.device, piece.sync, piece.memory, piece.counters):
         assert len({len(column) for column in group.values()}) <= 1
         for key, values in lists.items():
@@ -256,10 +292,14 @@ def test_a_grid_that_is_none_is_not_measured(grid: Any) -> None:
 def test_inputs_that_repeat_are_kept_once() -> None:
     dims = {"Input Dims": [[2, 3], []], "Input type": ["float", ""]}
     piece = decode(
-        op(args=dims), op(args=dims), op(args={**dims, "Input Strides": [[3, 1], []]}), op(args={}),
+        op(args=dims),
+        op(args=dims),
+        op(args={**dims, "Input Strides": [[3, 1], []]}),
+        op(args={}),
         op(args={"Input dims": [[2, 3], []], "Input type": ["float", ""]}),
-        op(args={"Input Dims": None}), op(args={"Input Dims": [[1]] * RAW_LIMIT}),
-    )  # fmt: skip
+        op(args={"Input Dims": None}),
+        op(args={"Input Dims": [[1]] * RAW_LIMIT}),
+    )
     codes = piece.host["inputs"].tolist()
     assert codes[0] == codes[1] >= 0
     assert codes[2] not in (codes[0], -1)
@@ -303,9 +343,21 @@ def test_newer_occupancy_details() -> None:
 def test_counters_are_read_by_their_own_names() -> None:
     piece = decode(
         op(),
-        {"ph": "X", "cat": "cuda_profiler_range", "name": "gemm", "ts": 4, "dur": 2,
-         "args": {"sm__cycles": 12.5, "dram__bytes": "7", "text": "no", "flag": True, "list": [1]}},
-    )  # fmt: skip
+        {
+            "ph": "X",
+            "cat": "cuda_profiler_range",
+            "name": "gemm",
+            "ts": 4,
+            "dur": 2,
+            "args": {
+                "sm__cycles": 12.5,
+                "dram__bytes": "7",
+                "text": "no",
+                "flag": True,
+                "list": [1],
+            },
+        },
+    )
     assert [piece.names[c] for c in piece.counters["name"].tolist()] == [
         "sm__cycles",
         "dram__bytes",
@@ -325,8 +377,12 @@ def test_threads_are_pairs_of_process_and_thread() -> None:
 
 def test_unix_microseconds_with_decimals_keep_their_nanoseconds() -> None:
     """A float holds 1713800000000000.123 only to a quarter of a microsecond."""
-    times = ("1713800000000000.123", "1713800000000000.124", "1713800000000002.001",
-             "1714000000000000.5")  # fmt: skip
+    times = (
+        "1713800000000000.123",
+        "1713800000000000.124",
+        "1713800000000002.001",
+        "1714000000000000.5",
+    )
     text = ",".join(
         f'{{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":{ts},"dur":1.5}}'
         for ts in times

@@ -25,6 +25,7 @@ import pytest
 
 from advisor.errors import AdvisorError
 from advisor.ingest import ReadOptions, read_trace
+from advisor.report.formats import REPORTS
 from advisor.testing import TraceBuilder
 
 READINGS = 2000
@@ -325,15 +326,14 @@ def reading(path: Path) -> None:
 
 def analysing(path: Path) -> None:
     """From the file to every form of report."""
-    from advisor.advice.engine import FAILED, Options, analyze
-    from advisor.report import json as as_json
-    from advisor.report import markdown, terminal
+    from advisor.advice.engine import Options, analyze
+    from advisor.advice.execution import FAILED
 
     report = analyze(str(path), Options(config={}))
     assert not [note.why for note in report.not_checked if note.why.startswith(FAILED)]
-    terminal.render(report)
-    markdown.render(report)
-    json.loads(as_json.render(report))
+    REPORTS.render("terminal", report)
+    REPORTS.render("markdown", report)
+    json.loads(REPORTS.render("json", report))
 
 
 class Hang(Exception):

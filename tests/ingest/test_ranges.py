@@ -7,13 +7,11 @@ from typing import Any
 
 import polars as pl
 
-from advisor.ingest.kineto import read_bytes
+from advisor.ingest.read import read_bytes
 
 
 def event(cat: str, name: str, ts: float, end: float) -> dict[str, Any]:
-    return {
-        "ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": end - ts,
-    }  # fmt: skip
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": end - ts}
 
 
 def parents(*events: dict[str, Any]) -> dict[str, str | None]:

@@ -15,20 +15,46 @@ from polars.testing import assert_frame_equal
 
 from advisor.errors import AdvisorError
 from advisor.ingest import ReadOptions, read_trace
-from advisor.ingest.kineto import read_bytes
+from advisor.ingest.read import read_bytes
 from advisor.trace import Trace
 
 NAMES = (
-    "a100_train_6steps", "alexnet", "b200_eager", "cupti_counters", "event_sync",
-    "event_sync_multi_stream", "h100_bert_small_inference", "mi210_gpu_only", "mi250_train",
-    "mi300_torch_compile", "nccl_collectives", "no_gpu_rank", "old_capitalised_categories",
-    "simple_add", "triton_example", "two_ranks_rank0", "two_ranks_rank1", "v100_train_copy_heavy",
-)  # fmt: skip
-HOST = {"cpu_op": "op", "operator": "op", "user_annotation": "annotation", "cuda_driver": "runtime",
-        "python_function": "python", "cuda_runtime": "runtime", "runtime": "runtime",
-        "overhead": "overhead"}  # fmt: skip
-DEVICE = {"kernel": "kernel", "gpu_memcpy": "memcpy", "memcpy": "memcpy", "gpu_memset": "memset",
-          "memset": "memset"}  # fmt: skip
+    "a100_train_6steps",
+    "alexnet",
+    "b200_eager",
+    "cupti_counters",
+    "event_sync",
+    "event_sync_multi_stream",
+    "h100_bert_small_inference",
+    "mi210_gpu_only",
+    "mi250_train",
+    "mi300_torch_compile",
+    "nccl_collectives",
+    "no_gpu_rank",
+    "old_capitalised_categories",
+    "simple_add",
+    "triton_example",
+    "two_ranks_rank0",
+    "two_ranks_rank1",
+    "v100_train_copy_heavy",
+)
+HOST = {
+    "cpu_op": "op",
+    "operator": "op",
+    "user_annotation": "annotation",
+    "cuda_driver": "runtime",
+    "python_function": "python",
+    "cuda_runtime": "runtime",
+    "runtime": "runtime",
+    "overhead": "overhead",
+}
+DEVICE = {
+    "kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "memset": "memset",
+}
 NO_LAUNCH = ("synchronize", "eventrecord", "eventquery", "streamwaitevent", "streamquery")
 Find = Callable[[str], str]
 

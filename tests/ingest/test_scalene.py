@@ -16,7 +16,7 @@ from advisor.advice.engine import Options, analyze
 from advisor.errors import AdvisorError
 from advisor.ingest import scalene
 from advisor.ingest.scalene import read_scalene
-from advisor.report import markdown, terminal
+from advisor.report.formats import REPORTS
 from advisor.testing.record import RecordBuilder, write_run
 
 REAL = Path(__file__).with_name("scalene_loader.json")
@@ -32,10 +32,15 @@ def profile(tmp_path: Path, lines: list[dict[str, Any]], name: str = "train.py")
 
 def line(number: int, percent: float, **more: Any) -> dict[str, Any]:
     return {
-        "lineno": number, "line": f"line {number}", "n_cpu_percent_python": percent,
-        "n_cpu_percent_c": 0, "n_sys_percent": 0, "start_region_line": 2,
-        "start_function_line": 1, **more,
-    }  # fmt: skip
+        "lineno": number,
+        "line": f"line {number}",
+        "n_cpu_percent_python": percent,
+        "n_cpu_percent_c": 0,
+        "n_sys_percent": 0,
+        "start_region_line": 2,
+        "start_function_line": 1,
+        **more,
+    }
 
 
 def test_the_line_that_computes_in_the_dataset_comes_first() -> None:
@@ -61,9 +66,17 @@ def test_lines_are_sorted_and_small_ones_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[]", "null", '{"files": 3}', '{"files": {"a": {"lines": [{"lineno": "x"}]}}}',
-     "[" * 100_000, '{"files": {"a": {"lines": [{"n_cpu_percent_python": "\\ud800"}]}}}'],
-)  # fmt: skip
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        '{"files": 3}',
+        '{"files": {"a": {"lines": [{"lineno": "x"}]}}}',
+        "[" * 100_000,
+        '{"files": {"a": {"lines": [{"n_cpu_percent_python": "\\ud800"}]}}}',
+    ],
+)
 def test_what_is_no_profile_is_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "scalene.json"
     file.write_text(text)
@@ -115,7 +128,7 @@ def test_the_loaders_finding_names_the_line_in_the_dataset(tmp_path: Path) -> No
     (finding,) = [f for f in [*report.findings, *report.notes] if f.rule == "loader-workers"]
     assert (finding.where[0].file, finding.where[0].line) == ("/home/me/project/train.py", 11)
     assert report.hot_lines[0].line == 11
-    for text in (terminal.render(report), markdown.render(report)):
+    for text in (REPORTS.render("terminal", report), REPORTS.render("markdown", report)):
         assert "train.py:11" in text and "values.append" in text
 
 
@@ -129,5 +142,5 @@ def test_hostile_lines_do_not_reach_the_terminal(tmp_path: Path) -> None:
     bad = line(5, 30, line="x = '\x1b[31m\x1b]0;owned\x07' | `tick` <script>")
     file = profile(tmp_path, [bad], name="a\x1b[2Jb.py")
     report = analyze(recorded(tmp_path, file.read_text()), Options(config={}))
-    assert "\x1b" not in terminal.render(report)
+    assert "\x1b" not in REPORTS.render("terminal", report)
     assert msgspec.json.decode(report.to_json())["hot_lines"][0]["line"] == 5

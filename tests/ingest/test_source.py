@@ -48,9 +48,12 @@ PACKINGS = {
     ),
     "gzip with an empty member": b"".join(map(gzip.compress, (TEXT[:99], b"", TEXT[99:]))),
     "gzip with a name and a comment in its header": (
-        b"\x1f\x8b\x08\x18" + bytes(6) + b"t.json\0hello\0"
+        b"\x1f\x8b\x08\x18"
+        + bytes(6)
+        + b"t.json\0hello\0"
         + zlib.compress(TEXT, wbits=-15)
-        + zlib.crc32(TEXT).to_bytes(4, "little") + len(TEXT).to_bytes(4, "little")
+        + zlib.crc32(TEXT).to_bytes(4, "little")
+        + len(TEXT).to_bytes(4, "little")
     ),
     "gzip padded with zeros": gzip.compress(TEXT) + bytes(5000),
     "gzip with garbage behind it": gzip.compress(TEXT) + b"garbage" * 1000,
@@ -59,7 +62,7 @@ PACKINGS = {
     "zstd after a skippable frame": (
         b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + zstandard.compress(TEXT)
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -260,7 +263,7 @@ def test_a_file_that_may_not_be_read_is_told(
         def refuse(*_: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(Path, "open", refuse)
+        monkeypatch.setattr(source_module, "open_regular", refuse)
     with pytest.raises(AdvisorError, match=r"you may not read it; check its permissions$"):
         list(Source(str(path)).blocks())
 
@@ -282,7 +285,7 @@ def test_a_read_error_half_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise OSError(5, "Input/output error")
             return super().read(size)
 
-    monkeypatch.setattr(Path, "open", lambda *_: Broken(TEXT))
+    monkeypatch.setattr(source_module, "open_regular", lambda *_: Broken(TEXT))
     with pytest.raises(AdvisorError, match=r"cannot be read \(Input/output error\); copy it"):
         list(Source("x").blocks())
 

@@ -28,8 +28,16 @@ TAIL = {"traceName": "t.json", "more": [{"name": 1}], "displayTimeUnit": "ms"}
 
 
 def event(number: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": "cpu_op", "name": f"op {number}", "pid": 1, "tid": 1,
-            "ts": number, "dur": 1, "args": {"External id": number, **args}}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": f"op {number}",
+        "pid": 1,
+        "tid": 1,
+        "ts": number,
+        "dur": 1,
+        "args": {"External id": number, **args},
+    }
 
 
 EVENTS = [
@@ -253,7 +261,10 @@ GIVE = "give a PyTorch profiler trace"
         ("[{}]".encode("utf-16"), "not UTF-8 text (UTF-16?); convert it to UTF-8"),
         ("{}".encode("utf-16-le"), "not UTF-8 text (UTF-16?); convert it to UTF-8"),
         ("{}".encode("utf-16-be"), "not UTF-8 text (UTF-16?); convert it to UTF-8"),
-        (b"SQLite format 3\0", f"an SQLite file (an Nsight Systems export?); {GIVE}"),
+        (
+            b"SQLite format 3\0",
+            f"an SQLite file without the tables of a profiler that is known; {GIVE}",
+        ),
         (b"\x80\x04\x95", f"a pickle (a memory snapshot?); {GIVE}"),
         (b"\0" * 257 + b"ustar", "a tar archive; unpack it and give the JSON in it"),
         (b'{"traceEvents": {}}', f"traceEvents is not a list but an object; {GIVE}"),
@@ -262,16 +273,28 @@ GIVE = "give a PyTorch profiler trace"
         (b'{"traceEvents": 3}', f"traceEvents is not a list but a number; {GIVE}"),
         (b'{"a": 1, "b": ', "cut off before its first event; copy or record it again"),
         (b'{"a": 1, "b"}}', "not valid JSON; copy or record it again"),
-        (b"{}", "JSON without traceEvents (it has no keys); give a trace written by "
-                "export_chrome_trace or tensorboard_trace_handler"),
-        (b'{"b": 1, "a\\u001b[2J": 2}', "JSON without traceEvents (it has a\\x1b[2J, b); give a "
-                "trace written by export_chrome_trace or tensorboard_trace_handler"),
-        (b"[[1, 2]]", "a JSON list, but not of trace events (written by export_memory_timeline?); "
-                      "give a trace written by export_chrome_trace or tensorboard_trace_handler"),
-        (b"[1, 2]", "a JSON list, but not of trace events; "
-                    "give a trace written by export_chrome_trace or tensorboard_trace_handler"),
+        (
+            b"{}",
+            "JSON without traceEvents (it has no keys); give a trace written by "
+            "export_chrome_trace or tensorboard_trace_handler",
+        ),
+        (
+            b'{"b": 1, "a\\u001b[2J": 2}',
+            "JSON without traceEvents (it has a\\x1b[2J, b); give a "
+            "trace written by export_chrome_trace or tensorboard_trace_handler",
+        ),
+        (
+            b"[[1, 2]]",
+            "a JSON list, but not of trace events (written by export_memory_timeline?); "
+            "give a trace written by export_chrome_trace or tensorboard_trace_handler",
+        ),
+        (
+            b"[1, 2]",
+            "a JSON list, but not of trace events; "
+            "give a trace written by export_chrome_trace or tensorboard_trace_handler",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_trace_gets_a_line_of_its_own(text: bytes, said: str) -> None:
     assert message(text) == said
 

@@ -1,72 +1,63 @@
-"""The reader of PyTorch profiler (Kineto) traces: a file or stdin to a :class:`Trace`."""
+"""PyTorch profiler (Kineto) traces."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import re
+import time
+from collections.abc import Iterator
 
 from advisor.errors import AdvisorError
 from advisor.ingest.assemble import Assembler
 from advisor.ingest.columns import Piece
 from advisor.ingest.decode import decode_piece
 from advisor.ingest.meta import describe
-from advisor.ingest.source import DEFAULT_LIMIT, Source
-from advisor.ingest.split import PIECE, Splitter
-from advisor.trace import Trace
+from advisor.ingest.reader import Claim, Reader, ReadOptions
+from advisor.ingest.source import Source
+from advisor.ingest.split import Splitter, without_mark
+from advisor.trace import KINETO, Trace
 
-PARALLEL_FROM = 96 << 20
-"""From this many uncompressed bytes on, decoding is worth several processes."""
 GIVE_UP = 256 << 20
 """Uncompressed bytes without a single event after which a file is no trace."""
+USELESS = 3_000_000
+"""Events without one that can be used after which a file is no trace."""
+WORK_SECONDS, WORK_SECONDS_PER_MB = 10.0, 4.0
+"""CPU time that the reading thread may take, at least and for each megabyte as it is on disk: fifty
+times what traces take. A file that asks for more was made for that (or packed a thousandfold)."""
 MAX_PROCESSES = 8
 """More decoding processes wait for the one that unpacks the file."""
 
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How to read a trace."""
-
-    max_bytes: int = DEFAULT_LIMIT
-    """Uncompressed size at which reading stops with an error."""
-    processes: int | None = None
-    """Decoding processes; ``None``: as many as cores that may be used, 1 for small traces."""
-    progress: Callable[[str, int], None] | None = None
-    """Called with (path, uncompressed bytes so far) now and then."""
-    piece_bytes: int = PIECE
-    """Bytes of JSON that are decoded at once."""
-    parallel_from: int = PARALLEL_FROM
-    """Uncompressed bytes from which on several processes are used."""
+_XLA = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
+_EVENTS = re.compile(rb'"(?:traceEvents|ph)"\s*:')
 
 
-def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
-    """Read one trace file (``-``: standard input).
+class Kineto(Reader):
+    """Traces of PyTorch's profiler, of any age: ``{"traceEvents": […], …}``, or the bare list."""
 
-    Raises AdvisorError when the file holds no trace at all. Damage short of that (a truncated
-    file, unreadable events) is repaired or left out, counted, and told in ``Trace.meta``.
-    """
-    return _read(Source(path, limit=_limit(options)), options or ReadOptions())
+    name = KINETO
+    reads = "a PyTorch profiler trace (.json, .json.gz or .json.zst)"
+    suffixes = (".json",)
 
+    def sniff(self, head: bytes, path: str) -> Claim:
+        """JSON; for sure, if events are in sight."""
+        text = without_mark(head)
+        if text[:1] not in (b"{", b"[", b"") or b"\0" in text[:4]:
+            return Claim.NO
+        if _XLA.search(head):  # another profiler's, of the same form
+            return Claim.PERHAPS
+        return Claim.SURE if _EVENTS.search(head) else Claim.PERHAPS
 
-def read_bytes(text: bytes, name: str = "<memory>", options: ReadOptions | None = None) -> Trace:
-    """Read a trace that is already in memory (packed or not)."""
-    return _read(Source(name, limit=_limit(options), given=text), options or ReadOptions())
-
-
-def _limit(options: ReadOptions | None) -> int:
-    return DEFAULT_LIMIT if options is None else options.max_bytes
-
-
-def _read(source: Source, options: ReadOptions) -> Trace:
-    """Read with quick cuts; if they went wrong, once more with exact ones."""
-    splitter, assembler = _collect(source, options, exact=False)
-    if assembler.unsound or splitter.skipped:
-        again = source.again()
-        if again is not None:
-            other_splitter, other = _collect(again, options, exact=True)
-            if _worth(other_splitter, other) > _worth(splitter, assembler):
-                splitter, assembler = other_splitter, other
-    return _finish(splitter, assembler)
+    def read(self, source: Source, options: ReadOptions) -> Trace:
+        """Read with quick cuts; if they went wrong, once more with exact ones."""
+        began = time.thread_time()
+        splitter, assembler = _collect(source, options, began, exact=False)
+        if assembler.unsound or splitter.skipped:
+            again = source.again()
+            if again is not None:
+                other_splitter, other = _collect(again, options, began, exact=True)
+                if _worth(other_splitter, other) > _worth(splitter, assembler):
+                    splitter, assembler = other_splitter, other
+        return _finish(splitter, assembler)
 
 
 def _worth(splitter: Splitter, assembler: Assembler) -> tuple[int, int]:
@@ -74,7 +65,9 @@ def _worth(splitter: Splitter, assembler: Assembler) -> tuple[int, int]:
     return assembler.rows, -assembler.unsound - splitter.skipped
 
 
-def _collect(source: Source, options: ReadOptions, *, exact: bool) -> tuple[Splitter, Assembler]:
+def _collect(
+    source: Source, options: ReadOptions, began: float, *, exact: bool
+) -> tuple[Splitter, Assembler]:
     splitter = Splitter(source, exact=exact, piece_bytes=options.piece_bytes)
     assembler = Assembler()
     for piece in _decoded(splitter, options):
@@ -84,6 +77,19 @@ def _collect(source: Source, options: ReadOptions, *, exact: bool) -> tuple[Spli
                 f"{source.path}: no trace event in its first {GIVE_UP >> 20} MB; "
                 "give a PyTorch profiler trace"
             )
+        if assembler.rows == 0 and assembler.events > USELESS:
+            raise AdvisorError(
+                f"{source.path}: none of its first {assembler.events:,} events can be used; "
+                "give a PyTorch profiler trace"
+            )
+        if (
+            time.thread_time() - began
+            > WORK_SECONDS + WORK_SECONDS_PER_MB * source.packed_read / 1e6
+        ):
+            source.stop(
+                f"too much work for its size: read up to {source.bytes_read / 1e6:,.0f} MB of text"
+            )
+            break
         if options.progress is not None:
             options.progress(source.path, source.bytes_read)
     return splitter, assembler
@@ -140,8 +146,3 @@ def _nothing(splitter: Splitter, assembler: Assembler) -> str:
         f"none of the trace's {assembler.events} events can be used; "
         "record it with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
     )
-
-
-def with_window(trace: Trace, rank: int | None, window: int) -> Trace:
-    """The same trace, told which rank and window of a run it is."""
-    return replace(trace, meta=replace(trace.meta, rank=rank, window=window))

@@ -1,0 +1,234 @@
+"""Protocol Buffers' wire format, decoded a column at a time.
+
+A message is a run of fields, each a key (number and wire type) and a value, and its fields may come
+in any order. Messages that enclose others are walked field by field; of very many small messages
+the first fields are decoded together, then the second ones, and so on, so that the work is done by
+a few operations on whole columns (https://protobuf.dev/programming-guides/encoding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+MOST_FIELDS = 512
+"""Of one small message; what profilers write has a tenth of that."""
+PADDING = 16
+"""Zero bytes that must follow the messages in their buffer."""
+
+_WORD = np.dtype("<u8")
+Ints = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+
+class Damaged(Exception):
+    """The bytes are no message."""
+
+
+class Field(NamedTuple):
+    """One field. ``value`` of a number; ``start`` and ``end`` of bytes."""
+
+    number: int
+    wire: int
+    value: int
+    start: int
+    end: int
+
+
+class Fields(NamedTuple):
+    """The fields of many messages: aligned columns, those of one message in order."""
+
+    row: Ints
+    """Which message."""
+    number: NDArray[np.int32]
+    wire: NDArray[np.uint8]
+    value: Words
+    """Of a number, its bits; of bytes, their length."""
+    start: Ints
+    """Where bytes begin."""
+
+    def take(self, chosen: NDArray[Any]) -> Fields:
+        """Some of them."""
+        return Fields(*(column[chosen] for column in self))
+
+    def of(self, number: int, wire: int) -> Fields:
+        """Those of one number and wire type."""
+        return self.take(np.flatnonzero((self.number == number) & (self.wire == wire)))
+
+
+def varint(data: bytes | bytearray, at: int, end: int) -> tuple[int, int]:
+    """A number and where it ends. Raises Damaged."""
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, at
+        shift += 7
+    raise Damaged
+
+
+def fields(data: bytes | bytearray, at: int, end: int) -> Iterator[Field]:
+    """The fields of one message, in order. Raises Damaged where they stop making sense."""
+    while at < end:
+        key, at = varint(data, at, end)
+        wire = key & 7
+        value, start = 0, at
+        if wire == VARINT:
+            value, at = varint(data, at, end)
+        elif wire == BYTES:
+            value, start = varint(data, at, end)
+            at = start + value
+        elif wire in (FIXED64, FIXED32):
+            at += 8 if wire == FIXED64 else 4
+            value = int.from_bytes(data[start:at], "little")
+        else:
+            raise Damaged
+        if at > end or key < 8:
+            raise Damaged
+        yield Field(key >> 3, wire, value, start, at)
+
+
+def split(
+    data: bytes | bytearray, at: int, end: int, number: int
+) -> tuple[list[int], list[int], list[Field], bool]:
+    """Starts and ends of the messages in one repeated field, the other fields, and whether all was
+    sound. A loop: where one ends tells where the next begins."""
+    starts: list[int] = []
+    ends: list[int] = []
+    others: list[Field] = []
+    key = number << 3 | BYTES
+    last = end - 1
+    try:
+        while at < end:
+            if data[at] == key and at < last:
+                size = data[at + 1]
+                start = at + 2
+                if size >= 0x80 and start < end and data[start] < 0x80:
+                    size = size & 0x7F | data[start] << 7
+                    start += 1
+                if size < 0x80 or start == at + 3:
+                    at = start + size
+                    if at > end:
+                        return starts, ends, others, False
+                    starts.append(start)
+                    ends.append(at)
+                    continue
+            one = next(fields(data, at, end))
+            at = one.end
+            if one.number == number and one.wire == BYTES:
+                starts.append(one.start)
+                ends.append(one.end)
+            else:
+                others.append(one)
+    except Damaged:
+        return starts, ends, others, False
+    return starts, ends, others, True
+
+
+class Buffer:
+    """Bytes with their columns. ``data`` must end with PADDING zero bytes."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.data = data
+        self.bytes: NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+        count = max(len(data) - 7, 0)
+        # each position as the eight bytes from there on
+        self.words: Words = np.ndarray((count,), _WORD, data, 0, (1,))
+
+    def numbers(self, at: Ints) -> tuple[Words, Ints, NDArray[np.bool_]]:
+        """Varints at the positions: value, length, and whether it ends within ten bytes."""
+        word = self.words[at]
+        stops = ~word & np.uint64(0x8080808080808080)
+        low = stops & (np.uint64(0) - stops)
+        below = low - np.uint64(1)
+        length = (np.bitwise_count(below).astype(np.int64) + 1) >> 3
+        word &= (low | below) & np.uint64(0x7F7F7F7F7F7F7F7F)
+        value = _packed(word)
+        sound = np.ones(len(at), dtype=bool)
+        long = np.flatnonzero(stops == 0)
+        if len(long):
+            ninth = self.bytes[at[long] + 8].astype(np.uint64)
+            tenth = self.bytes[at[long] + 9].astype(np.uint64)
+            more = ninth >= 0x80
+            value[long] |= (ninth & np.uint64(0x7F)) << np.uint64(56)
+            value[long[more]] |= (tenth[more] & np.uint64(1)) << np.uint64(63)
+            length[long] = np.where(more, 10, 9)
+            sound[long] = ~more | (tenth < 0x80)
+        return value, length, sound
+
+    def fields(self, start: Ints, end: Ints) -> tuple[Fields, int]:
+        """All fields of the messages in [start, end), and how many messages broke off."""
+        parts: list[Fields] = []
+        row = np.flatnonzero(end > start)
+        at, stop = start[row], end[row]
+        broken = 0
+        for _ in range(MOST_FIELDS):
+            if not len(row):
+                break
+            key = self.bytes[at].astype(np.uint64)
+            step = np.ones(len(at), dtype=np.int64)
+            sound = np.ones(len(at), dtype=bool)
+            wide = np.flatnonzero(key >= 0x80)
+            if len(wide):
+                key[wide], step[wide], sound[wide] = self.numbers(at[wide])
+            at = at + step
+            wire = (key & np.uint64(7)).astype(np.uint8)
+            sound &= (key >= 8) & (key < 1 << 32) & (at < stop)
+            value, begin, after, fine = self._values(np.minimum(at, stop), wire)
+            sound &= fine & (after <= stop)
+            if not sound.all():
+                broken += int((~sound).sum())
+                row, stop, key, wire = row[sound], stop[sound], key[sound], wire[sound]
+                value, begin, after = value[sound], begin[sound], after[sound]
+            parts.append(Fields(row, (key >> np.uint64(3)).astype(np.int32), wire, value, begin))
+            going = after < stop
+            row, at, stop = row[going], after[going], stop[going]
+        broken += len(row)
+        if not parts:
+            none = np.zeros(0, dtype=np.int64)
+            return Fields(none, none.astype(np.int32), none.astype(np.uint8),
+                          none.astype(np.uint64), none), broken  # fmt: skip
+        return Fields(*(np.concatenate(columns) for columns in zip(*parts, strict=True))), broken
+
+    def _values(
+        self, at: Ints, wire: NDArray[np.uint8]
+    ) -> tuple[Words, Ints, Ints, NDArray[np.bool_]]:
+        """Value, first byte, end, and whether it is one, of the values at the positions."""
+        value, length, fine = self.numbers(at)
+        begin = at + length
+        after = begin
+        if wire.any():
+            fixed = (wire == FIXED64) | (wire == FIXED32)
+            if fixed.any():
+                word = self.words[at]
+                word = np.where(wire == FIXED32, word & np.uint64(0xFFFFFFFF), word)
+                value = np.where(fixed, word, value)
+                begin = np.where(fixed, at, begin)
+                after = np.where(fixed, at + np.where(wire == FIXED64, 8, 4), after)
+                fine = fine | fixed
+            packed = wire == BYTES
+            small = value < len(self.data)
+            after = np.where(packed & small, begin + value.astype(np.int64), after)
+            fine = fine & (small | ~packed) & (fixed | packed | (wire == VARINT))
+        return value, begin, after, fine
+
+    def text(self, start: int, end: int) -> str:
+        """Bytes as text."""
+        return self.data[start:end].decode("utf-8", "replace")
+
+
+def _packed(word: Words) -> Words:
+    """Eight groups of seven bits, a byte each, without the eighth bits between them."""
+    for low, high, shift in (
+        (0x007F007F007F007F, 0x7F007F007F007F00, 1),
+        (0x00003FFF00003FFF, 0x3FFF00003FFF0000, 2),
+        (0x000000000FFFFFFF, 0x0FFFFFFF00000000, 4),
+    ):
+        word = (word & np.uint64(low)) | ((word & np.uint64(high)) >> np.uint64(shift))
+    return word

@@ -1,0 +1,10 @@
+"""Files of other profilers, written by ``profiler_files``, for the tests of this folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)

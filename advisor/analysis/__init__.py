@@ -7,23 +7,53 @@ here holds an opinion or a threshold.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import polars as pl
 
 from advisor.intervals import Intervals, intersect, union
+from advisor.model import Per, unit_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
     from advisor.analysis.breakdown import Breakdown
+    from advisor.analysis.lost import Lost
+    from advisor.analysis.post_mortem import PostMortem
     from advisor.analysis.record import Recorded
     from advisor.analysis.steps import Steps
     from advisor.analysis.timeline import Timeline
-    from advisor.hardware import Gpu
+    from advisor.analysis.uneven import Halves
+    from advisor.hardware import GpuSpec
     from advisor.rundir import RankRecord
+    from advisor.snapshot import MemorySnapshot
     from advisor.trace import Device, Trace
+
+
+Measured = TypeVar("Measured")
+
+
+class _OfIdle(Generic[Measured]):
+    """A cached measurement that takes the device for idle where no work is recorded. That it was
+    asked for is counted: where records are lost, nothing may be concluded from it."""
+
+    def __init__(self, measure: Callable[[Analysis], Measured]) -> None:
+        self._measure = measure
+        self._key = f"_{measure.__name__}"
+        self.__doc__ = measure.__doc__
+
+    def __get__(self, a: Analysis | None, owner: type | None = None) -> Measured:
+        if a is None:
+            return self  # type: ignore[return-value]  # as a property does, for its docstring
+        a.idle_reads += 1
+        kept = a.__dict__
+        if self._key not in kept:
+            kept[self._key] = self._measure(a)
+        found: Measured = kept[self._key]
+        return found
 
 
 class Analysis:
@@ -39,12 +69,17 @@ class Analysis:
         trace: Trace,
         select: tuple[int | None, int | None] | None = None,
         record: RankRecord | None = None,
+        snapshot: MemorySnapshot | None = None,
     ) -> None:
         self.trace = trace
         self.selection = select
         """Half-open range of step indices, or None."""
         self.record = record
         """What the recorder wrote of this rank; None: a trace alone."""
+        self.snapshot = trace.meta.snapshot if snapshot is None else snapshot
+        """The allocator's snapshot of this rank; None: none was given."""
+        self.idle_reads = 0
+        """How often a measurement was asked for that rests on when the device was idle."""
 
     # -- what the analysis is about ---------------------------------------------------------
 
@@ -57,9 +92,23 @@ class Analysis:
         return None if self.record is None else Recorded(self.record)
 
     @cached_property
+    def forward_only(self) -> bool:
+        """The loop does not train, as far as is recorded (``passes.py``)."""
+        from advisor.analysis.passes import forward_only
+
+        return forward_only(self)
+
+    @cached_property
     def record_only(self) -> bool:
-        """There is a record but nothing in the trace: no window was profiled."""
-        return self.record is not None and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
+        """There is a record, or a memory snapshot, but nothing in the trace: no window was
+        profiled."""
+        told = self.record is not None or self.snapshot is not None
+        return told and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
+
+    @property
+    def snapshot_only(self) -> bool:
+        """There is a memory snapshot and nothing else."""
+        return self.record_only and self.record is None
 
     @cached_property
     def steps(self) -> Steps:
@@ -83,6 +132,11 @@ class Analysis:
         """Number of used steps (1 for ``whole trace``)."""
         return max(1, self.steps.used.height)
 
+    @property
+    def per(self) -> Per:
+        """What figures are of: a step, or the recording when none is marked."""
+        return "step" if self.record_only else unit_of(self.steps.source)
+
     @cached_property
     def step_ns(self) -> float:
         """Mean duration of the used steps, ns; without a trace, of the recorded ones."""
@@ -93,19 +147,17 @@ class Analysis:
     @cached_property
     def device_id(self) -> int | None:
         """The device that is analysed: the one with most device time; ``None``: no device work."""
-        gpu = self.trace.gpu
-        if gpu.is_empty():
-            return None
-        totals = gpu.group_by("device").agg(pl.col("dur").sum()).sort("dur", "device")
-        return int(totals["device"][-1])
+        from advisor.analysis.backlog import analysed_device
+
+        return analysed_device(self.trace)
 
     @cached_property
     def device(self) -> Device | None:
         """Properties of that device, if the file has them."""
-        return None if self.device_id is None else self.trace.device(self.device_id)
+        return None if self.device_id is None else self.trace.working_device(self.device_id)
 
     @cached_property
-    def hardware(self) -> Gpu | None:
+    def hardware(self) -> GpuSpec | None:
         """What that device can do; ``None``: unknown GPU, so rooflines are not measured."""
         from advisor.hardware import lookup
 
@@ -120,6 +172,35 @@ class Analysis:
 
     @cached_property
     def in_window(self) -> NDArray[np.bool_]:
+        """Aligned with ``trace.gpu``: on the analysed device, touching ``spans``, and not launched
+        before the recording began."""
+        return self.on_device & ~self.earlier
+
+    @cached_property
+    def lost(self) -> Lost:
+        """Launches whose device work the profiler lost (``lost.py``)."""
+        from advisor.analysis.lost import lost_records
+
+        return lost_records(self.trace)
+
+    @cached_property
+    def one_off(self) -> pl.DataFrame:
+        """First calls that later ones do in a fraction of the time (``oneoff.py``): ``host`` (row
+        of cpu), ``name``, ``ts``, ``dur``, ``usual`` (ns, median of the later ones), ``count``."""
+        from advisor.analysis.oneoff import one_off
+
+        return one_off(self)
+
+    @cached_property
+    def earlier(self) -> NDArray[np.bool_]:
+        """Aligned with ``trace.gpu``: launched before the recording began (``backlog.py``). The
+        device is busy with it, but it is not the steps' work."""
+        from advisor.analysis.backlog import earlier
+
+        return earlier(self.trace)
+
+    @cached_property
+    def on_device(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``."""
         from advisor.intervals import covered
 
@@ -139,14 +220,14 @@ class Analysis:
 
     # -- time -------------------------------------------------------------------------------
 
-    @cached_property
+    @_OfIdle
     def breakdown(self) -> Breakdown:
         """The step's device time in exclusive classes, and host time (``breakdown.py``)."""
         from advisor.analysis.breakdown import break_down
 
         return break_down(self)
 
-    @cached_property
+    @_OfIdle
     def gaps(self) -> pl.DataFrame:
         """Idle gaps of the device with blame (``gaps.py``): they add up to the idle time.
 
@@ -162,6 +243,14 @@ class Analysis:
         return idle_gaps(self)
 
     @cached_property
+    def uneven(self) -> Halves | None:
+        """What the longer half of the used steps has more of than the shorter one
+        (``uneven.py``); ``None``: they are alike, or too few."""
+        from advisor.analysis.uneven import uneven
+
+        return uneven(self)
+
+    @_OfIdle
     def syncs(self) -> pl.DataFrame:
         """Host waits for the device (``syncs.py``), one row a synchronising runtime call inside
         ``spans``: ``host`` (row of cpu), ``ts``, ``dur``, ``call``, ``kind`` (``device``,
@@ -178,7 +267,7 @@ class Analysis:
 
         return find_syncs(self)
 
-    @cached_property
+    @_OfIdle
     def copies(self) -> pl.DataFrame:
         """Copies inside ``spans`` (``copies.py``): ``gpu`` (row), ``ts``, ``dur``, ``copy``,
         ``memory`` (``pageable``, ``pinned``, null: not told or no host side), ``bytes``,
@@ -211,12 +300,13 @@ class Analysis:
         """Aligned with ``trace.gpu`` (``kernels.py``): ``family`` (one of ``families.FAMILIES``),
         ``communication`` (bool), ``tensor_core`` (bool; null: not told), ``eligible`` (bool: an
         op whose kernels could use tensor cores with 16-bit or TF32 inputs; null: unknown),
-        ``dtype`` (input type as in hardware.Gpu.peak; null: not known), ``flops`` (float of this
+        ``dtype`` (input type as in GpuSpec.peak; null: not known), ``flops`` (float of this
         kernel; null: not known), ``moved`` (bytes read and written at least once; null),
         ``waves`` (float; null), ``op_name`` (categorical: the op judged responsible; null),
         ``occupancy`` (percent, computed where the device is known, else as the profiler wrote it;
         null), ``sdpa`` (row of ``trace.cpu``: the ``scaled_dot_product_attention`` op around the
-        launch, whose name says its backend; null)."""
+        launch, whose name says its backend; null), ``op_row`` (row of ``trace.cpu``: the op whose
+        inputs tell the work, which is ``op_name`` or around it; null)."""
         from advisor.analysis.kernels import measure_kernels
 
         return measure_kernels(self)
@@ -240,6 +330,21 @@ class Analysis:
         return sum_kernels(self)
 
     @cached_property
+    def rooflines(self) -> pl.DataFrame:
+        """Operators by shape against what the device attains (``operators.py``), one row an
+        operator and inputs, inside ``spans``, without communication: ``op`` (null: of a graph, or
+        not linked), ``inputs`` (row of ``trace.inputs``; null: not recorded), ``family``,
+        ``dtype``, ``tensor_core`` and ``kernel`` (of its longest kernel), ``calls``, ``kernels``,
+        ``dur`` (ns), ``share`` (of kernel time without communication), ``flops``, ``moved``
+        (bytes; null: not known), ``flops_per_s``, ``bytes_per_s``, ``attainable_flops_per_s``,
+        ``attainable_bytes_per_s``, ``bound`` (``compute``, ``memory``, ``launch``, ``unknown``),
+        ``efficiency`` (0 to 1 and above; null: not judged), ``saved`` (ns that it would take less
+        at the attainable rate; null), ``longest`` (row of ``trace.gpu``); largest ``dur`` first."""
+        from advisor.analysis.operators import measure_operators
+
+        return measure_operators(self)
+
+    @cached_property
     def mfu(self) -> float | None:
         """Model FLOP utilisation: FLOPs of all kernels with known shapes over the step time times
         the peak of their dtype (0 to 1). ``None``: shapes or peak not known, or shapes cover
@@ -248,7 +353,7 @@ class Analysis:
 
         return model_flop_utilisation(self)
 
-    @cached_property
+    @_OfIdle
     def collectives(self) -> pl.DataFrame:
         """Collectives inside ``spans`` (``comms.py``): ``gpu`` (row), ``ts``, ``dur``,
         ``collective`` (``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
@@ -278,6 +383,14 @@ class Analysis:
         from advisor.analysis.memory import find_allocations
 
         return find_allocations(self)
+
+    @cached_property
+    def post_mortems(self) -> list[PostMortem]:
+        """What held the memory, one a device of the snapshot (``post_mortem.py``), the fullest
+        first. Empty: no snapshot."""
+        from advisor.analysis.post_mortem import post_mortems
+
+        return [] if self.snapshot is None else post_mortems(self.snapshot)
 
     # -- stacks -----------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ class Breakdown(NamedTuple):
 
     An instant with several activities counts for the first of compute, communication, copies,
     memset: so ``communication`` is communication not hidden under compute, and ``copies`` are
-    copies hidden under neither. ``per_step`` has a row a used step: ``step`` and one column a
+    copies hidden under neither. Work launched before the recording began is no step's work, but the
+    device is busy with it. ``per_step`` has a row a used step: ``step`` and one column a
     class, ns, clipped to the step's own span.
 
     Without device work in the trace nothing is measured: all sets are empty, ``idle`` too, and
@@ -55,12 +56,13 @@ def break_down(a: Analysis) -> Breakdown:
     if a.device_id is None:
         return _not_measured(a)
     kind = a.trace.gpu["kind"]
-    communication = a.kernels["communication"].to_numpy() & a.in_window
-    kernel = (kind == "kernel").to_numpy() & a.in_window & ~communication
+    inside = a.on_device
+    communication = a.kernels["communication"].to_numpy() & inside
+    kernel = (kind == "kernel").to_numpy() & inside & ~communication
     compute = a.device_busy(kernel)
     comm = a.device_busy(communication)
-    copies = a.device_busy((kind == "memcpy").to_numpy() & a.in_window & ~communication)
-    memset = a.device_busy((kind == "memset").to_numpy() & a.in_window)
+    copies = a.device_busy((kind == "memcpy").to_numpy() & inside & ~communication)
+    memset = a.device_busy((kind == "memset").to_numpy() & inside)
     busy = join(compute, comm, copies, memset)
     parts = {
         "compute": compute,

@@ -237,7 +237,7 @@ def _keyed(a: Analysis, rank: int, *, stepped: bool) -> pl.DataFrame:
     """Synchronising collectives of one rank, with the key that they are matched by."""
     described = describe_on_host(a) if a.device_id is None else describe(a)
     table = described.filter(pl.col("collective").is_in(SYNCHRONISING))
-    marks = a.steps.table
+    marks = a.steps.marks
     name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
     if stepped and marks.height:
         # by launch: which step it runs in depends on how far the device is behind

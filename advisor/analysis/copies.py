@@ -106,7 +106,7 @@ def find_copies(a: Analysis) -> pl.DataFrame:
     trace = a.trace
     gpu = trace.gpu
     rows = np.flatnonzero(
-        (gpu["kind"] == "memcpy").to_numpy() & a.in_window & ~a.kernels["communication"].to_numpy()
+        (gpu["kind"] == "memcpy").to_numpy() & a.on_device & ~a.kernels["communication"].to_numpy()
     )
     work = gpu[rows]
     ts, dur = work["ts"].to_numpy(), work["dur"].to_numpy()

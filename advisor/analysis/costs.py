@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis.dtypes import FORMATS, main_dtype
+from advisor.analysis.dtypes import FORMATS
 from advisor.analysis.flops import flops
 from advisor.analysis.launches import NONE, Rows
 from advisor.analysis.matmuls import convolution, product
-from advisor.analysis.shapes import OpInputs
+from advisor.analysis.shapes import OpInputs, main_dtype
 from advisor.analysis.traffic import moved
 from advisor.trace import Trace
 
@@ -47,10 +47,13 @@ def costs(trace: Trace, ops: Rows) -> Costs:
     known = np.flatnonzero(inputs >= 0)
     keys, where = np.unique(names[known] << 32 | inputs[known], return_inverse=True)
     result = Costs(
-        np.full(count, np.nan), np.full(count, np.nan), np.full(count, NONE, dtype=np.int8),
-        np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_),
+        np.full(count, np.nan),
+        np.full(count, np.nan),
+        np.full(count, NONE, dtype=np.int8),
+        np.zeros(count, dtype=np.bool_),
+        np.zeros(count, dtype=np.bool_),
         np.zeros(count, dtype=np.int8),
-    )  # fmt: skip
+    )
     if not len(keys):
         return result
     first = np.zeros(len(keys), dtype=np.int64)

@@ -1,16 +1,10 @@
-"""Number formats: how wide each one is, and which one an operation computes in."""
+"""Number formats: how wide each one is, and in what order types are promoted."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import polars as pl
-
-from advisor.hardware import canonical_dtype
-
-if TYPE_CHECKING:
-    from advisor.analysis.shapes import OpInputs
 
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 """Number formats as ``hardware.Peaks`` names them."""
@@ -34,14 +28,6 @@ _SCALAR_TYPES = {
     26: "float8_e4m3fnuz",
 }  # fmt: skip
 """``c10::ScalarType`` numbers, as ``Concrete Inputs`` write a dtype argument."""
-
-_MAIN_INPUT = {
-    "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1, "aten::baddbmm_": 1,
-    "aten::addbmm": 1, "aten::addmv": 1, "aten::_addmm_activation": 1, "aten::copy_": 1,
-    "_C::static_scaled_fp8_quant": 1, "_C::dynamic_scaled_fp8_quant": 1,
-    "_C::dynamic_per_token_scaled_fp8_quant": 1,
-}  # fmt: skip
-"""Where the first floating-point tensor is not what the arithmetic is done on."""
 
 
 def bare(dtype: str) -> str:
@@ -68,18 +54,3 @@ def kind(dtype: str) -> int:
     if name.startswith("complex"):
         return 3
     return 2 if name.startswith(("double", "float", "half", "bfloat")) else 1
-
-
-def main_dtype(op: str, inputs: OpInputs) -> str | None:
-    """The format an operator computes in, by its recorded input types (one of FORMATS): that of
-    its first tensor in such a format, or of the operand named in a table; ``None``: not told."""
-    at = _MAIN_INPUT.get(op)
-    if at is not None:
-        tensor = inputs.tensor(at)
-        return None if tensor is None else canonical_dtype(tensor.dtype)
-    # A list comprehension would ask for all of the types; the first match is nearly always first.
-    for tensor in inputs.tensors:
-        found = canonical_dtype(tensor.dtype)
-        if found is not None:
-            return found
-    return None

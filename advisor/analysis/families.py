@@ -13,7 +13,7 @@ from advisor.analysis.names import remembered
 FAMILIES = (
     "gemm",  # matrix multiplications, with their split-K reductions and epilogues
     "convolution",
-    "attention",  # fused: flash, memory-efficient, cuDNN, paged …
+    "attention",  # fused: flash, memory-efficient, cuDNN, paged …; linear, state-space models
     "softmax",
     "normalisation",
     "elementwise",
@@ -22,10 +22,11 @@ FAMILIES = (
     "copy",  # memcpy rows, and kernels that copy or cast
     "memset",
     "embedding",  # lookups: embedding, gather, scatter, indexing
-    "sort",  # sort, top-k, unique, scans, selection
+    "sort",  # sort, top-k, unique, scans, selection; offsets and counts, routing of experts
     "random",  # dropout and random numbers
     "pooling",  # pooling and resampling
     "loss",
+    "transform",  # Fourier and Hadamard
     "optimizer",
     "communication",
     "other",
@@ -154,17 +155,27 @@ _OPS: dict[str, str] = {
 _BY_NAME = {op: family for family, ops in _OPS.items() for op in ops.split()}
 
 _PATTERNS: tuple[tuple[str, str], ...] = (
-    ("pooling", r"^aten::_?(max_pool|avg_pool|adaptive_(avg|max)_pool|_adaptive_(avg|max)_pool"
-                r"|fractional_max_pool|lp_pool|max_unpool|upsample_|_upsample_)"),
+    (
+        "pooling",
+        r"^aten::_?(max_pool|avg_pool|adaptive_(avg|max)_pool|_adaptive_(avg|max)_pool"
+        r"|fractional_max_pool|lp_pool|max_unpool|upsample_|_upsample_)",
+    ),
     ("elementwise", r"^aten::_foreach_"),
+    ("gemm", r"^(?:vllm|sglang|sgl_kernel)::.*fused_(?:experts|moe)(?:_impl)?_?$"),
     ("elementwise", r"(?i)^[^a].*(rotary|(^|[:_])rope|silu|gelu|swiglu|act_and_mul|quant(ize)?)"),
-    ("layout", r"(?i)permute_(pooled|sparse|[12]D|indices|lengths|embed)|PermutePooled"
-               r"|recat_embedding|reshape_and_cache|concat_and_cache"),
-    ("embedding", r"(?i)split_embedding|SplitLookup|embedding_?(bag|lookup|inplace)"
-                  r"|bounds_check_indices|^fb(gemm)?::.*embedding"),
+    (
+        "layout",
+        r"(?i)permute_(pooled|sparse|[12]D|indices|lengths|embed)|PermutePooled"
+        r"|recat_embedding|reshape_and_cache|concat_and_cache",
+    ),
+    (
+        "embedding",
+        r"(?i)split_embedding|SplitLookup|embedding_?(bag|lookup|inplace)"
+        r"|bounds_check_indices|^fb(gemm)?::.*embedding",
+    ),
     ("sort", r"(?i)complete_cumsum|moe_align|topk_softmax"),
     ("normalisation", r"(?i)^([^a]|a[^t]).*(layer_?norm|rms_?norm|group_?norm|batch_?norm)"),
-)  # fmt: skip
+)
 """Family -> pattern of whole operator names that the table does not list."""
 
 _ENGINE = r"^autograd::engine|Backward\d+$"

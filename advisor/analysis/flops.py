@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import prod
 
-from advisor.analysis.matmuls import attention, broadcast, convolution, product
+from advisor.analysis.matmuls import attention, broadcast, convolution, experts, product
 from advisor.analysis.shapes import OpInputs
 
 SOFTMAX, SOFTMAX_BACKWARD = 5, 4
@@ -24,21 +24,43 @@ BATCH_NORM_INFERENCE = 2
 """One scale and one shift a channel, folded."""
 
 _PER_ELEMENT: dict[str, float] = {
-    "_softmax": SOFTMAX, "_log_softmax": SOFTMAX,
-    "_softmax_backward_data": SOFTMAX_BACKWARD, "_log_softmax_backward_data": SOFTMAX_BACKWARD,
-    "native_layer_norm": LAYER_NORM, "native_layer_norm_backward": LAYER_NORM_BACKWARD,
-    "native_group_norm": LAYER_NORM, "native_group_norm_backward": LAYER_NORM_BACKWARD,
+    "_softmax": SOFTMAX,
+    "_log_softmax": SOFTMAX,
+    "_softmax_backward_data": SOFTMAX_BACKWARD,
+    "_log_softmax_backward_data": SOFTMAX_BACKWARD,
+    "native_layer_norm": LAYER_NORM,
+    "native_layer_norm_backward": LAYER_NORM_BACKWARD,
+    "native_group_norm": LAYER_NORM,
+    "native_group_norm_backward": LAYER_NORM_BACKWARD,
     "cudnn_batch_norm_backward": LAYER_NORM_BACKWARD,
     "miopen_batch_norm_backward": LAYER_NORM_BACKWARD,
     "native_batch_norm_backward": LAYER_NORM_BACKWARD,
-    "_fused_rms_norm": RMS_NORM, "rms_norm": RMS_NORM,
+    "_fused_rms_norm": RMS_NORM,
+    "rms_norm": RMS_NORM,
     "_fused_rms_norm_backward": RMS_NORM_BACKWARD,
-    "_C::rms_norm": RMS_NORM, "_C::fused_add_rms_norm": RMS_NORM + 1,
-    "sum": 1, "nansum": 1, "mean": 1, "prod": 1, "max": 1, "min": 1, "amax": 1, "amin": 1,
-    "argmax": 1, "argmin": 1, "all": 1, "any": 1, "cumsum": 1, "cumprod": 1,
-    "linalg_vector_norm": 2, "norm": 2, "var": 4, "std": 4, "var_mean": 4,
+    "_C::rms_norm": RMS_NORM,
+    "_C::fused_add_rms_norm": RMS_NORM + 1,
+    "sum": 1,
+    "nansum": 1,
+    "mean": 1,
+    "prod": 1,
+    "max": 1,
+    "min": 1,
+    "amax": 1,
+    "amin": 1,
+    "argmax": 1,
+    "argmin": 1,
+    "all": 1,
+    "any": 1,
+    "cumsum": 1,
+    "cumprod": 1,
+    "linalg_vector_norm": 2,
+    "norm": 2,
+    "var": 4,
+    "std": 4,
+    "var_mean": 4,
     "embedding_dense_backward": 1,
-}  # fmt: skip
+}
 """Operations an element of the first tensor."""
 
 _BATCH_NORM = {"cudnn_batch_norm": 5, "miopen_batch_norm": 5, "native_batch_norm": 5}
@@ -57,22 +79,26 @@ _MOVES = frozenset(
 )
 """Nothing is computed."""
 
-ELEMENTWISE: dict[str, int] = dict.fromkeys(
-    words("""
+ELEMENTWISE: dict[str, int] = (
+    dict.fromkeys(
+        words("""
     neg abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sign sin cos tan
     tanh sigmoid relu silu gelu hardswish hardsigmoid hardtanh elu leaky_relu softplus floor ceil
     round trunc erf logit clamp clamp_min clamp_max logical_not bitwise_not isnan isinf isfinite
     nan_to_num mish selu"""),
-    1,
-) | dict.fromkeys(
-    words("""
+        1,
+    )
+    | dict.fromkeys(
+        words("""
     add sub rsub mul div true_divide pow remainder fmod floor_divide eq ne lt le gt ge maximum
     minimum fmax fmin logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2
     masked_fill threshold_backward sigmoid_backward tanh_backward gelu_backward silu_backward
     hardswish_backward hardsigmoid_backward hardtanh_backward elu_backward leaky_relu_backward
     softplus_backward mish_backward logit_backward native_dropout_backward"""),
-    2,
-) | dict.fromkeys(words("where addcmul addcdiv lerp"), 3)  # fmt: skip
+        2,
+    )
+    | dict.fromkeys(words("where addcmul addcdiv lerp"), 3)
+)
 """Elementwise operators -> the most tensors they read (fewer when the others are numbers)."""
 
 
@@ -95,6 +121,9 @@ def flops(op: str, x: OpInputs) -> float | None:
             else sdpa.width + sdpa.value_width
         )
         return 2.0 * sdpa.batch * sdpa.heads * sdpa.pairs * widths
+    moe = experts(op, x)
+    if moe is not None:
+        return 2.0 * moe.rows * (prod(moe.up.shape[1:]) + prod(moe.down.shape[1:]))
     return _per_element(op, x)
 
 

@@ -22,7 +22,7 @@ CAUSES = (
     "dispatch",  # in operators, on the way to the launch
     "python",  # in Python frames
     "launch",  # in launch calls, and in the latency between them and the start of the work
-    "compile",  # compiling, loading CUDA code, capturing a graph
+    "compile",  # compiling, loading CUDA code, capturing a graph, whatever else a first call does
     "allocation",  # cudaMalloc, cudaFree, pinned memory
     "profiler",  # the profiler itself
     "stream",  # launched, but waiting for an event of another stream or device
@@ -163,7 +163,7 @@ def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
     # until the launch call returned: what the thread was doing (the call itself included)
     upto = np.minimum(np.maximum(returned, part.start), part.end)
     host_side = _follow(a, a.timeline.look(thread, part.start, upto), thread)
-    host_side = _overhead(a, host_side)
+    host_side = _one_off(a, _overhead(a, host_side))
     # after it: the work is queued and the device does not run it yet
     queued = np.flatnonzero(upto < part.end)
     late = part.end[queued] - upto[queued] > LATENCY_NS
@@ -245,25 +245,40 @@ def _overhead(a: Analysis, blame: _Blame) -> _Blame:
         (loads, "compile", (*calls, "python", "unknown")),
         (~loads, "profiler", calls),
     ):
-        spans = union(ts[chosen], end[chosen])
-        if not len(spans):
-            continue
-        # cut at both ends of each overhead: the parts after an even point lie inside one
-        low = min(int(blame.start.min()), int(spans.start[0])) - 1
-        key = np.concatenate([[low], np.stack([spans.start, spans.end], axis=1).ravel()])
-        which, at, begin, finish = spread(key, blame.start, blame.end)
-        blame = blame.take(which)
-        hit = (at % 2 == 1) & np.isin(blame.cause, [_CAUSE[name] for name in over])
-        order = np.argsort(ts[chosen], kind="stable")
-        owner = np.flatnonzero(chosen)[order]
-        by = rows[owner[np.maximum(np.searchsorted(ts[owner], begin, side="right") - 1, 0)]]
-        blame = blame._replace(
-            start=begin,
-            end=finish,
-            cause=np.where(hit, _CAUSE[cause], blame.cause).astype(np.int8),
-            host=np.where(hit, by, blame.host).astype(np.int32),
-        )
+        blame = _under(blame, rows[chosen], ts[chosen], end[chosen], cause, over)
     return blame
+
+
+def _one_off(a: Analysis, blame: _Blame) -> _Blame:
+    """What the host did in a first call that later ones do in a fraction of the time was done
+    once: loading, searching, compiling (``oneoff.py``)."""
+    rows = a.one_off["host"].to_numpy()
+    ts = a.one_off["ts"].to_numpy()
+    over = ("launch", "dispatch", "python", "unknown")
+    return _under(blame, rows, ts, ts + a.one_off["dur"].to_numpy(), "compile", over)
+
+
+def _under(
+    blame: _Blame, rows: Ints, ts: Ints, end: Ints, cause: str, over: tuple[str, ...]
+) -> _Blame:
+    """Give what lies under host rows [ts, end) their cause, where it has one of ``over``."""
+    spans = union(ts, end)
+    if not len(spans) or not len(blame.which):
+        return blame
+    # cut at both ends of each: the parts after an even point lie inside one
+    low = min(int(blame.start.min()), int(spans.start[0])) - 1
+    key = np.concatenate([[low], np.stack([spans.start, spans.end], axis=1).ravel()])
+    which, at, begin, finish = spread(key, blame.start, blame.end)
+    blame = blame.take(which)
+    hit = (at % 2 == 1) & np.isin(blame.cause, [_CAUSE[name] for name in over])
+    order = np.argsort(ts, kind="stable")
+    by = rows[order[np.maximum(np.searchsorted(ts[order], begin, side="right") - 1, 0)]]
+    return blame._replace(
+        start=begin,
+        end=finish,
+        cause=np.where(hit, _CAUSE[cause], blame.cause).astype(np.int8),
+        host=np.where(hit, by, blame.host).astype(np.int32),
+    )
 
 
 def _stream_waits(

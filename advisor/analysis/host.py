@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from advisor.analysis.stacks import parse_frame
+from advisor.analysis.names import matches
+from advisor.analysis.stacks import BACKWARD, parse_frame
 from advisor.analysis.timeline import CLASSES, CODE
-from advisor.intervals import covered
+from advisor.intervals import covered, union
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
 
+HOST_CLASSES = (*CLASSES, "autograd")
+"""``autograd``: nothing on this thread explains the time, and another one is in the backward pass:
+``Tensor.backward`` returns when that is through."""
+
 HOST_SCHEMA: dict[str, Any] = {
     "thread": pl.Int32,  # row of trace.threads
-    "class": pl.Enum(CLASSES),
+    "class": pl.Enum(HOST_CLASSES),
     "ns": pl.Int64,  # exclusive, inside the used steps
 }
 HOT_SCHEMA: dict[str, Any] = {
@@ -39,19 +44,54 @@ def host_breakdown(a: Analysis) -> pl.DataFrame:
     """
     line = a.timeline
     ns = covered(line.start, line.end, a.spans)
-    size = len(CLASSES)
+    size = len(HOST_CLASSES)
     totals = np.bincount(line.thread * size + line.code, weights=ns, minlength=1)
+    totals = np.append(totals, np.zeros(size * line.threads + 1 - len(totals)))
+    for thread, code, waited in _in_backward(a):
+        totals[thread * size + code] -= waited
+        totals[thread * size + HOST_CLASSES.index("autograd")] += waited
     # bincount adds floats: exact up to 2**53 ns, 104 days
     cell = np.flatnonzero(totals)
     return pl.DataFrame(
         {
             "thread": cell // size,
-            "class": pl.Series(CLASSES, dtype=pl.Enum(CLASSES)).gather(cell % size),
+            "class": pl.Series(HOST_CLASSES, dtype=pl.Enum(HOST_CLASSES)).gather(cell % size),
             "ns": np.rint(totals[cell]).astype(np.int64),
         },
         schema=HOST_SCHEMA,
         strict=False,
     )
+
+
+def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
+    """Time of the main thread that nothing on it explains while another thread runs the engine of
+    autograd: (thread, class it has in the timeline, ns inside the used steps)."""
+    main = a.trace.main_thread
+    cpu = a.trace.cpu
+    if main is None or not cpu.height:
+        return []
+    thread = cpu["thread"].to_numpy()
+    engine = matches(cpu["name"], BACKWARD).to_numpy() & (thread != main)
+    if not engine.any():
+        return []
+    rows = np.flatnonzero(engine)
+    ts = cpu["ts"].to_numpy()[rows]
+    runs = union(ts, ts + cpu["dur"].to_numpy()[rows])
+    line = a.timeline
+    found = []
+    for name in ("unknown", "unrecorded"):
+        dark = np.flatnonzero((line.thread == main) & (line.code == CODE[name]))
+        begin, end = line.start[dark], line.end[dark]
+        # from the first node to the last one inside the dark time: between two nodes the engine
+        # looks for the next
+        low = np.searchsorted(runs.end, begin, side="right")
+        high = np.searchsorted(runs.start, end, side="left") - 1
+        some = high >= low
+        begin, end, low, high = begin[some], end[some], low[some], high[some]
+        begin = np.maximum(begin, runs.start[low])
+        end = np.minimum(end, runs.end[high])
+        found.append((main, CODE[name], int(covered(begin, end, a.spans).sum())))
+    return found
 
 
 def python_hot_spots(a: Analysis) -> pl.DataFrame:

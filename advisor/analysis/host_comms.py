@@ -9,13 +9,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.messages import COLLECTIVES, kind_of
-from advisor.analysis.names import map_names
+from advisor.analysis.names import map_names, matches
 from advisor.intervals import Intervals, intersect, union
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
 
-PREFIX = "gloo:"
+WORK = r"^gloo:"
 """How PyTorch begins the names of the ranges around gloo's work (ProcessGroupGloo.cpp)."""
 WAITS = r"^(_?c10d|gloo:)"
 """Operators that start a collective or wait for one: a thread in them does not work."""
@@ -61,13 +61,11 @@ def host_work(a: Analysis) -> Intervals:
     """When operators run on any thread of the host, inside ``spans``; not those that start a
     collective or wait for one, and what runs inside of those."""
     cpu = a.trace.cpu
-    waits = cpu["name"].cast(pl.String).str.contains(WAITS)
-    rows = ((cpu["kind"] == "op") & ~waits).to_numpy()
+    rows = ((cpu["kind"] == "op") & ~matches(cpu["name"], WAITS)).to_numpy()
     ts = cpu["ts"].to_numpy()[rows]
     return intersect(union(ts, ts + cpu["dur"].to_numpy()[rows]), a.spans)
 
 
 def _rows(a: Analysis) -> NDArray[np.int64]:
     cpu = a.trace.cpu
-    named = cpu["name"].cast(pl.String).str.starts_with(PREFIX)
-    return np.flatnonzero(((cpu["kind"] == "annotation") & named).to_numpy())
+    return np.flatnonzero(((cpu["kind"] == "annotation") & matches(cpu["name"], WORK)).to_numpy())

@@ -12,10 +12,11 @@ from advisor.analysis.costs import Costs, costs
 from advisor.analysis.dtypes import FORMATS, Format
 from advisor.analysis.families import CODE, MATRIX, Family
 from advisor.analysis.kernel_names import describe
-from advisor.analysis.launches import NONE, Launches, Rows, find_launches, nearest
+from advisor.analysis.launches import NONE, Launches, Rows, find_launches
 from advisor.analysis.names import distinct_names, matches
 from advisor.analysis.occupancy import residency
 from advisor.analysis.roofline import model_flop_utilisation, sum_families, sum_kernels
+from advisor.analysis.stacks import climb
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -105,6 +106,7 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
             "waves": resident.waves,
             "occupancy": resident.occupancy,
             "op_name": _op_names(trace, launches),
+            "op_row": _rows(np.where(cost_op >= 0, cost_op, _responsible(launches))),
             "sdpa": pl.Series(launches.sdpa, dtype=pl.Int32).replace(NONE, None),
         }
     )
@@ -162,7 +164,7 @@ def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
         wanted = np.zeros(trace.cpu.height, dtype=np.bool_)
         wanted[distinct[counted]] = True
         parent = trace.cpu["parent"].fill_null(NONE).cast(pl.Int64).to_numpy()
-        around = nearest(parent, parent[distinct[counted]], wanted)
+        around = climb(parent, wanted, parent[distinct[counted]])
         twice = np.isin(distinct, around[around >= 0])
         found.flops[twice] = np.nan
         found.moved[twice] = np.nan
@@ -273,10 +275,17 @@ def _memory_operations(gpu: pl.DataFrame) -> NDArray[np.float64]:
     return moved
 
 
+def _responsible(launches: Launches) -> Rows:
+    """Row of the operator judged responsible, -1: none."""
+    return np.where(launches.op >= 0, launches.op, launches.inner)
+
+
+def _rows(rows: Rows) -> pl.Series:
+    return pl.Series(rows, dtype=pl.Int64).set(pl.Series(rows < 0), None)
+
+
 def _op_names(trace: Trace, launches: Launches) -> pl.Series:
-    row = np.where(launches.op >= 0, launches.op, launches.inner)
-    rows = pl.Series(row, dtype=pl.Int64).replace(NONE, None)
-    return trace.cpu["name"].gather(rows).alias("op_name")
+    return trace.cpu["name"].gather(_rows(_responsible(launches))).alias("op_name")
 
 
 def _enum(codes: Codes, dtype: pl.Enum) -> pl.Series:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from advisor.analysis.families import CODE, SDPA, op_families
 from advisor.analysis.names import distinct_names, matches
+from advisor.analysis.stacks import around, climb
 from advisor.trace import Trace
 
 Rows = NDArray[np.int64]
 NONE = -1
-_MERGE_LEVELS = 8
 
 _OPTIMIZER = r"^Optimizer\.step"
 
@@ -39,28 +39,6 @@ class Launches(NamedTuple):
     """Innermost ``scaled_dot_product_attention`` operator around it."""
 
 
-def nearest(parent: Rows, rows: Rows, wanted: NDArray[np.bool_]) -> Rows:
-    """For each host row (-1: none), the nearest wanted row at or around it; -1: none."""
-    found = np.full(len(rows), NONE, dtype=np.int64)
-    at = np.flatnonzero(rows >= 0)
-    row = rows[at]
-    levels = 0
-    while len(at):
-        hit = wanted[row]
-        found[at[hit]] = row[hit]
-        at, row = at[~hit], parent[row[~hit]]
-        going = row >= 0
-        at, row = at[going], row[going]
-        levels += 1
-        if levels % _MERGE_LEVELS == 0 and len(row) > 1000:
-            # Ways up through Python frames meet early: go on once for each distinct row.
-            distinct, back = np.unique(row, return_inverse=True)
-            if 2 * len(distinct) < len(row):
-                found[at] = nearest(parent, distinct, wanted)[back]
-                break
-    return found
-
-
 def find_launches(trace: Trace) -> Launches:
     """Walk from each launch to the operators that it serves.
 
@@ -79,8 +57,8 @@ def find_launches(trace: Trace) -> Launches:
     start, back = np.unique(np.where(inner >= 0, inner, launch), return_inverse=True)
     ops, op_back = np.unique(inner, return_inverse=True)
     has_family = codes >= 0
-    op = nearest(parent, ops, has_family)
-    outer = nearest(parent, _step(parent, op), has_family)
+    op = climb(parent, has_family, ops)
+    outer = climb(parent, has_family, around(parent, op))
     op, outer = op[op_back], outer[op_back]
     return Launches(
         inner=inner,
@@ -98,10 +76,6 @@ def _rows(column: pl.Series) -> Rows:
     return rows
 
 
-def _step(parent: Rows, rows: Rows) -> Rows:
-    return np.where(rows >= 0, parent[np.maximum(rows, 0)] if len(parent) else NONE, NONE)
-
-
 def _at(codes: NDArray[np.int8], rows: Rows) -> NDArray[np.int8]:
     if not len(codes):
         return np.full(len(rows), NONE, dtype=np.int8)
@@ -116,7 +90,7 @@ def _around(cpu: pl.DataFrame, parent: Rows, rows: Rows, kind: str, pattern: str
         return np.full(len(rows), NONE, dtype=np.int64)
     wanted = np.zeros(cpu.height, dtype=np.bool_)
     wanted[where[named]] = True
-    return nearest(parent, rows, wanted)
+    return climb(parent, wanted, rows)
 
 
 def _family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:

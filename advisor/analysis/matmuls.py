@@ -6,10 +6,11 @@ operator schemas (``torch._C._jit_get_schemas_for_operator``).
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import NamedTuple
 
-from advisor.analysis.shapes import OpInputs, Tensor
+from advisor.analysis.shapes import MAX_ELEMENTS, OpInputs, Tensor
 
 
 class Product(NamedTuple):
@@ -38,7 +39,7 @@ class Convolution(NamedTuple):
     """Spatial positions at which the filter is applied: of the output, or of the input when
     transposed."""
     out_spatial: tuple[int, ...] | None
-    """Of the output; ``None``: not worked out (transposed)."""
+    """Of the output; ``None``: not told (transposed, and without all of its arguments)."""
     channels_out: int
     input: Tensor
     weight: Tensor
@@ -82,13 +83,25 @@ def product(op: str, x: OpInputs) -> Product | None:
 
 
 _PRODUCTS: dict[str, tuple[int, int, int | None]] = {
-    "mm": (0, 1, None), "bmm": (0, 1, None), "matmul": (0, 1, None), "mv": (0, 1, None),
-    "dot": (0, 1, None), "vdot": (0, 1, None), "_int_mm": (0, 1, None),
-    "_scaled_mm": (0, 1, None), "_scaled_mm_v2": (0, 1, None), "addmm": (1, 2, 0),
-    "addmv": (1, 2, 0), "baddbmm": (1, 2, 0), "addbmm": (1, 2, 0), "_addmm_activation": (1, 2, 0),
-    "linear": (0, 1, 2), "_grouped_mm": (0, 1, None), "_scaled_grouped_mm": (0, 1, None),
+    "mm": (0, 1, None),
+    "bmm": (0, 1, None),
+    "matmul": (0, 1, None),
+    "mv": (0, 1, None),
+    "dot": (0, 1, None),
+    "vdot": (0, 1, None),
+    "_int_mm": (0, 1, None),
+    "_scaled_mm": (0, 1, None),
+    "_scaled_mm_v2": (0, 1, None),
+    "addmm": (1, 2, 0),
+    "addmv": (1, 2, 0),
+    "baddbmm": (1, 2, 0),
+    "addbmm": (1, 2, 0),
+    "_addmm_activation": (1, 2, 0),
+    "linear": (0, 1, 2),
+    "_grouped_mm": (0, 1, None),
+    "_scaled_grouped_mm": (0, 1, None),
     "_scaled_grouped_mm_v2": (0, 1, None),
-}  # fmt: skip
+}
 
 
 def _linear(a: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
@@ -125,6 +138,46 @@ def _grouped(a: Tensor, b: Tensor) -> Product | None:
     return _matmul(a, b, None) if ranks == (3, 3) else None
 
 
+class Experts(NamedTuple):
+    """A layer of experts in one call: each of ``rows`` goes through the two products of one of
+    ``experts``, [width] x [width, inner] (gate and up together) and [hidden] x [hidden, width]."""
+
+    tokens: Tensor
+    up: Tensor
+    """[experts, inner, width]."""
+    down: Tensor
+    """[experts, width, hidden]; hidden is half of inner where a gate is applied."""
+    rows: int
+    """Tokens times the experts that each is sent to."""
+    routing: tuple[Tensor, ...]
+    """Weights and numbers of the chosen experts."""
+
+
+_EXPERTS = re.compile(r"(?:^|::)(?:inplace_|outplace_|grouped_)?fused_(?:experts|moe)(?:_impl)?_?$")
+"""vLLM's ``vllm::inplace_fused_experts`` and ``outplace_…``, and SGLang's of the same names."""
+
+
+def experts(op: str, x: OpInputs) -> Experts | None:
+    """The experts of an operator; ``None``: not one, or its inputs are not the ones known: tokens,
+    the two weights, the routing weights and numbers, in this order (``fused_experts``), or routing
+    scores instead (``fused_moe``), which do not tell how many experts a token is sent to."""
+    if op.startswith("aten::") or not _EXPERTS.search(op):
+        return None
+    tokens, up, down, weights, numbers = (x.tensor(at) for at in range(5))
+    if tokens is None or up is None or down is None or weights is None or numbers is None:
+        return None
+    if len(tokens.shape) != 2 or len(up.shape) != 3 or len(down.shape) != 3:
+        return None
+    if numbers.shape != weights.shape or len(numbers.shape) != 2:
+        return None
+    width, count = tokens.shape[1], up.shape[0]
+    if up.shape[2] != width or down.shape[:2] != (count, width):
+        return None
+    if down.shape[2] not in (up.shape[1], up.shape[1] // 2) or numbers.shape[0] != tokens.shape[0]:
+        return None
+    return Experts(tokens, up, down, numbers.elements, (weights, numbers))
+
+
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that all broadcast to; ``None``: they do not."""
     rank = max((len(shape) for shape in shapes), default=0)
@@ -146,26 +199,29 @@ class _Layout(NamedTuple):
     transposed: int | bool = False
     """Position of the flag, or its value."""
     bias: int | None = None
+    output_padding: int | None = None
+    """Of the operators that can be transposed, as is ``groups``."""
+    groups: int | None = None
 
 
 _CONVOLUTIONS: dict[str, _Layout] = {
-    "convolution": _Layout(3, 4, 5, 6, bias=2),
-    "_convolution": _Layout(3, 4, 5, 6, bias=2),
-    "convolution_overrideable": _Layout(3, 4, 5, 6, bias=2),
+    "convolution": _Layout(3, 4, 5, 6, bias=2, output_padding=7, groups=8),
+    "_convolution": _Layout(3, 4, 5, 6, bias=2, output_padding=7, groups=8),
+    "convolution_overrideable": _Layout(3, 4, 5, 6, bias=2, output_padding=7, groups=8),
     "conv1d": _Layout(3, 4, 5, bias=2),
     "conv2d": _Layout(3, 4, 5, bias=2),
     "conv3d": _Layout(3, 4, 5, bias=2),
-    "conv_transpose1d": _Layout(3, 4, 7, True, bias=2),
-    "conv_transpose2d": _Layout(3, 4, 7, True, bias=2),
-    "conv_transpose3d": _Layout(3, 4, 7, True, bias=2),
+    "conv_transpose1d": _Layout(3, 4, 7, True, bias=2, output_padding=5, groups=6),
+    "conv_transpose2d": _Layout(3, 4, 7, True, bias=2, output_padding=5, groups=6),
+    "conv_transpose3d": _Layout(3, 4, 7, True, bias=2, output_padding=5, groups=6),
     "cudnn_convolution": _Layout(3, 2, 4),
-    "cudnn_convolution_transpose": _Layout(4, 2, 5, True),
+    "cudnn_convolution_transpose": _Layout(4, 2, 5, True, output_padding=3, groups=6),
     "cudnn_convolution_relu": _Layout(3, 4, 5, bias=2),
     "cudnn_convolution_add_relu": _Layout(5, 6, 7, bias=4),
     "miopen_convolution": _Layout(4, 3, 5, bias=2),
     "miopen_convolution_relu": _Layout(3, 4, 5, bias=2),
     "miopen_depthwise_convolution": _Layout(4, 3, 5, bias=2),
-    "miopen_convolution_transpose": _Layout(5, 3, 6, True, bias=2),
+    "miopen_convolution_transpose": _Layout(5, 3, 6, True, bias=2, output_padding=4, groups=7),
     "_conv_depthwise2d": _Layout(4, 5, 6, bias=3),
     "conv_depthwise3d": _Layout(4, 5, 6, bias=3),
     "slow_conv_dilated2d": _Layout(4, 5, 6, bias=3),
@@ -198,27 +254,60 @@ def convolution(op: str, x: OpInputs) -> Convolution | None:
     if transposed:
         if shape[1] != weight.shape[0]:
             return None
-        # Each input point is spread through the filter; what comes out is not needed here.
-        return Convolution(shape[0], prod(shape[2:]), None, 0, data, weight)
+        # Each input point is spread through the filter: the work needs no output size.
+        spatial = _transposed_size(x, layout, shape[2:], weight.shape[2:])
+        groups = x.argument(layout.groups) if layout.groups is not None else None
+        if spatial is None or not isinstance(groups, int) or groups < 1:
+            return Convolution(shape[0], prod(shape[2:]), None, 0, data, weight)
+        out = weight.shape[1] * groups
+        return Convolution(shape[0], prod(shape[2:]), spatial, out, data, weight)
     spatial = _output_size(x, layout, shape[2:], weight.shape[2:])
     if spatial is None:
         return None
     return Convolution(shape[0], prod(spatial), spatial, weight.shape[0], data, weight)
 
 
+def _transposed_size(
+    x: OpInputs, layout: _Layout, size: tuple[int, ...], kernel: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """(size - 1) stride - 2 padding + dilation (kernel - 1) + output padding + 1, a dimension."""
+    if layout.output_padding is None:
+        return None
+    at = (layout.stride, layout.padding, layout.dilation, layout.output_padding)
+    told = _a_dimension(x, at, len(size))
+    if told is None:
+        return None
+    result = []
+    for extent, taps, (stride, padding, dilation, more) in zip(size, kernel, told, strict=True):
+        if stride < 1 or dilation < 1 or padding < 0 or more < 0:
+            return None
+        out = (extent - 1) * stride - 2 * padding + dilation * (taps - 1) + more + 1
+        if not 0 <= out < MAX_ELEMENTS:
+            return None
+        result.append(out)
+    return tuple(result)
+
+
+def _a_dimension(x: OpInputs, at: tuple[int, ...], rank: int) -> list[tuple[int, ...]] | None:
+    """Arguments that are given once or for each dimension; ``None``: not recorded."""
+    lists = [x.integers(place) for place in at]
+    full = []
+    for numbers in lists:
+        if not numbers or len(numbers) not in (1, rank):
+            return None
+        full.append(numbers if len(numbers) > 1 else numbers * rank)
+    return list(zip(*full, strict=True))
+
+
 def _output_size(
     x: OpInputs, layout: _Layout, size: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1, a dimension."""
-    lists = [x.integers(at) for at in (layout.stride, layout.padding, layout.dilation)]
+    told = _a_dimension(x, (layout.stride, layout.padding, layout.dilation), len(size))
+    if told is None:
+        return None
     result = []
-    for place, (extent, taps) in enumerate(zip(size, kernel, strict=True)):
-        values = []
-        for numbers in lists:
-            if not numbers or len(numbers) not in (1, len(size)):
-                return None
-            values.append(numbers[place] if len(numbers) > 1 else numbers[0])
-        stride, padding, dilation = values
+    for extent, taps, (stride, padding, dilation) in zip(size, kernel, told, strict=True):
         if stride < 1 or dilation < 1 or padding < 0:
             return None
         out = (extent + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
@@ -242,9 +331,15 @@ def _convolution_backward(x: OpInputs) -> Convolution | None:
         return None
     spatial = data.shape[2:] if transposed else grad.shape[2:]
     return Convolution(
-        data.shape[0], prod(spatial), grad.shape[2:], grad.shape[1], data, weight, True,
+        data.shape[0],
+        prod(spatial),
+        grad.shape[2:],
+        grad.shape[1],
+        data,
+        weight,
+        True,
         (mask[0], mask[1], mask[2]),
-    )  # fmt: skip
+    )
 
 
 class _Call(NamedTuple):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.analysis.comms import step_at
 from advisor.analysis.names import matches
-from advisor.analysis.stacks import nearest, parents
+from advisor.analysis.stacks import around, climb, nearest, operators, parents
 from advisor.intervals import covered, intersect, union
 
 if TYPE_CHECKING:
@@ -72,20 +72,23 @@ def memory_by_step(a: Analysis) -> pl.DataFrame:
     )
     rows = []
     for (device,), group in events.group_by("device", maintain_order=True):
-        properties = a.trace.device(int(device))
+        known = a.trace.working_device if device == a.device_id else a.trace.device
+        properties = known(int(device))
         ts = group["ts"].to_numpy()
         first = np.searchsorted(ts, used["ts"].to_numpy())
         last = np.searchsorted(ts, used["end"].to_numpy())
         for step, start, end in zip(used["index"], first, last, strict=True):
             inside = group[max(0, start - 1) : end]
             own = group[start:end]
-            rows.append((
-                device,
-                step,
-                _largest(inside["allocated"], own["before"]),
-                _largest(inside["reserved"]),
-                properties.memory_bytes if properties else None,
-            ))  # fmt: skip
+            rows.append(
+                (
+                    device,
+                    step,
+                    _largest(inside["allocated"], own["before"]),
+                    _largest(inside["reserved"]),
+                    properties.memory_bytes if properties else None,
+                )
+            )
     return pl.DataFrame(rows, schema=MEMORY_SCHEMA, orient="row")
 
 
@@ -131,12 +134,8 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
 
 def _op_around(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Innermost op around each of a few host rows, -1: none."""
-    up = trace.cpu["parent"].fill_null(-1).to_numpy()
-    is_op = (trace.cpu["kind"] == "op").to_numpy()
-    at = up[rows].astype(np.int64)
-    while (climb := (at >= 0) & ~is_op[np.maximum(at, 0)]).any():  # as often as stacks are deep
-        at[climb] = up[at[climb]]
-    return at
+    parent = parents(trace)
+    return climb(parent, operators(trace), around(parent, rows))
 
 
 def recompute(a: Analysis) -> pl.DataFrame | None:

@@ -12,6 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.names import map_names, matches
+from advisor.analysis.stacks import chains, parents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +59,8 @@ _LETTERS = re.compile(r"[^a-z0-9]+")
 # Before its own kernels for every collective, NCCL ran all that had none under this one name: a
 # real trace (NCCL 2.1x) has all-reduces, all-gathers and all-to-alls under it.
 _GENERIC = re.compile(r"^nccl\w*Kernel_(SendRecv_RING_SIMPLE_Sum_int8_t|Generic)")
+# Tokens sent to their experts and back, by DeepEP and what copies its names.
+_EXPERTS = re.compile(r"(?i)(\bep|node(_ll)?)::|\bep_?(dispatch|combine)")
 
 
 def kind_of(text: str) -> str | None:
@@ -76,8 +79,13 @@ def kernel_kind(name: str) -> str | None:
     """:func:`kind_of` for a kernel: its name without template arguments and parameters."""
     if _GENERIC.search(name):
         return None
-    name = name.removeprefix("void ").replace("(anonymous namespace)", "")
-    return kind_of(re.split(r"[<(]", name, maxsplit=1)[0])
+    name = name.removeprefix("void ")
+    for unnamed in ("(anonymous namespace)", "<unnamed>"):
+        name = name.replace(unnamed, "")
+    function = re.split(r"[<(]", name, maxsplit=1)[0]
+    if _EXPERTS.search(function):
+        return "all_to_all"
+    return kind_of(function)
 
 
 def width(dtype: str | None) -> int | None:
@@ -158,9 +166,9 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
     """
     start = gpu["launch"].fill_null(-1).to_numpy().copy()
     start[start < 0] = gpu["op"].fill_null(-1).to_numpy()[start < 0]
-    chains = _chains(trace.cpu["parent"], start)
-    hosts = np.unique(chains[chains >= 0])
-    place = np.where(chains >= 0, np.searchsorted(hosts, chains), -1)
+    stacks = chains(parents(trace), start)
+    hosts = np.unique(stacks[stacks >= 0])
+    place = np.where(stacks >= 0, np.searchsorted(hosts, stacks), -1)
     around = _Around(trace, hosts)
     comms = _arguments(trace)
 
@@ -205,15 +213,6 @@ def _sized(found: pl.DataFrame) -> pl.DataFrame:
         bytes=pl.Series(size, dtype=pl.Int64), factor=pl.Series(factor, dtype=pl.Float64)
     )
     return found.join(distinct, on=keys, how="left", nulls_equal=True, maintain_order="left")
-
-
-def _chains(parent: pl.Series, start: NDArray[Any]) -> NDArray[np.int64]:
-    """Host rows from each start outwards: a row a start, padded with -1."""
-    up = parent.fill_null(-1).to_numpy()
-    levels = [start.astype(np.int64)]
-    while (at := levels[-1]).size and (at >= 0).any():  # as often as the deepest stack is deep
-        levels.append(np.where(at >= 0, up[np.maximum(at, 0)] if len(up) else -1, -1))
-    return np.stack(levels, axis=1)
 
 
 def _nearest(place: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -317,13 +316,15 @@ def _arguments(trace: Trace) -> pl.DataFrame:
         even = None
         if kind == "all_to_all":
             even = given == out and all(_equal_parts(split) for split in splits)
-        rows.append((
-            kind,
-            given if given is None or given >= 0 else None,
-            out if out is None or out >= 0 else None,
-            size if size is not None and size > 0 else members,
-            even,
-        ))  # fmt: skip
+        rows.append(
+            (
+                kind,
+                given if given is None or given >= 0 else None,
+                out if out is None or out >= 0 else None,
+                size if size is not None and size > 0 else members,
+                even,
+            )
+        )
     table = pl.DataFrame(
         rows,
         schema={key: _SOURCE[key] for key in ("collective", "given", "out", "group_size", "even")},

@@ -12,6 +12,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 Codes = NDArray[np.intp]
+WORKERS = r"^enumerate\(Data(Loader|Pipe)\)#_MultiProcessing"
+"""PyTorch's range around a call for the next batch where worker processes prepare them."""
 FEW = 5_000
 """With fewer names, to find the distinct ones takes longer than to look at all."""
 MOST_REMEMBERED = 4_096
@@ -50,7 +52,9 @@ def remembered(
 def matches(names: pl.Series, pattern: str) -> pl.Series:
     """Boolean column: the name contains the regular expression (null names: false)."""
     if len(names) < FEW:
-        return names.cast(pl.String).str.contains(pattern).fill_null(False).alias("matches")
+        # as one query: on a small trace it is queries, not rows, that take the time
+        found = pl.col(names.name).cast(pl.String).str.contains(pattern).fill_null(False)
+        return names.to_frame().select(matches=found).to_series()
     texts, code, codes = _by_code(names)
     table = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
     table[code] = texts.str.contains(pattern).to_numpy()

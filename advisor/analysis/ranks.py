@@ -124,16 +124,18 @@ def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
     lines = []
     for c, number in enumerate(numbers):
         took, caused = int(there[:, c].sum()), last == c
-        lines.append((
-            number,
-            took,
-            int(caused.sum()),
-            float(caused.sum()) / took if took else None,
-            float(mean_wait[caused].sum()) / steps,
-            float(mean_exposed[caused].sum()) / steps,
-            float(np.nansum(wait[:, c])) / steps,
-            float(np.nansum(exposed[:, c])) / steps,
-        ))  # fmt: skip
+        lines.append(
+            (
+                number,
+                took,
+                int(caused.sum()),
+                float(caused.sum()) / took if took else None,
+                float(mean_wait[caused].sum()) / steps,
+                float(mean_exposed[caused].sum()) / steps,
+                float(np.nansum(wait[:, c])) / steps,
+                float(np.nansum(exposed[:, c])) / steps,
+            )
+        )
     stragglers = pl.DataFrame(lines, schema=STRAGGLERS_SCHEMA, orient="row")
     return Skew(collectives, arrivals, stragglers, steps)
 

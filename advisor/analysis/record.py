@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.rundir import LARGEST, is_sane
+
 if TYPE_CHECKING:
     from advisor.rundir import Gpu, Host, RankRecord, Step
 
@@ -22,8 +24,11 @@ START_UP = 3
 """Steps that are no measure even of what is around a window that comes early."""
 NEAR, MIN_AROUND = 20, 5
 """Unprofiled steps so close to a profiled one are compared with it; and how many there must be."""
-LARGEST = 1 << 62
-"""Larger figures than any that a recorder writes."""
+MIN_SAMPLES = 3
+"""Samples from which a mean use of the cores says something."""
+MOSTLY = 0.9
+"""Of the steps of a loop that does not train hold a forward that was seen: where less do, what is
+not seen (a compiled step) may train."""
 MIN_PROFILED = 2
 """Profiled steps from which their median says something."""
 
@@ -33,7 +38,7 @@ class Recorded:
 
     def __init__(self, record: RankRecord) -> None:
         self.record = record
-        self.steps: list[Step] = [step for step in record.steps if _sane(step)]
+        self.steps: list[Step] = [step for step in record.steps if is_sane(step)]
 
     # -- which steps --------------------------------------------------------------------------
 
@@ -66,6 +71,22 @@ class Recorded:
         after = np.zeros(len(self.steps), dtype=bool)
         after[1:] = self.profiled[:-1]
         return self.settled & ~self.profiled & ~after
+
+    @cached_property
+    def inference(self) -> bool:
+        """The loop does not train: the recorder said so, or its steps were marked by hand and hold
+        forwards and nothing learnt."""
+        if self.record.inference:
+            return True
+        kinds = [step.phases.keys() for step in self.steps]
+        if any(phases & {"backward", "optimizer"} for phases in kinds):
+            return False
+        return sum("forward" in phases for phases in kinds) >= max(1, MOSTLY * len(kinds))
+
+    @cached_property
+    def outside(self) -> int:
+        """Time between the steps that went into validation, checkpoints and the like, ns."""
+        return sum(step.evaluation for step in self.steps if 0 <= step.evaluation < LARGEST)
 
     @cached_property
     def count(self) -> int:
@@ -116,20 +137,31 @@ class Recorded:
     def around_windows(self) -> float | None:
         """Median of the unprofiled steps within 20 of a kept one, so that a run whose speed drifts
         is compared with itself; ``None``: fewer than five."""
-        kept = np.flatnonzero(self.active)
+        found = self.around(self.active)
+        return float(np.median(found)) if len(found) >= MIN_AROUND else None
+
+    def kept(self, window: int) -> Mask:
+        """Steps that one window kept."""
+        found: Mask = self.active & (self.column("window") == window)
+        return found
+
+    def around(self, steps: Mask) -> Ints:
+        """Lengths of the unprofiled steps within 20 of some, without the first three and the one
+        after a window."""
+        some = np.flatnonzero(steps)
+        if not len(some):
+            return np.zeros(0, dtype=np.int64)
         after = np.zeros(len(self.steps), dtype=bool)
         after[1:] = self.profiled[:-1]
         plain = ~self.profiled & ~after
         plain[:START_UP] = False
         at = np.arange(len(self.steps))
-        if not len(kept):
-            return None
-        next_kept = np.searchsorted(kept, at)
-        right = kept[np.minimum(next_kept, len(kept) - 1)]
-        left = kept[np.maximum(next_kept - 1, 0)]
+        following = np.searchsorted(some, at)
+        right = some[np.minimum(following, len(some) - 1)]
+        left = some[np.maximum(following - 1, 0)]
         near = np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR
-        found = self.dur[plain & near]
-        return float(np.median(found)) if len(found) >= MIN_AROUND else None
+        found: Ints = self.dur[plain & near]
+        return found
 
     @cached_property
     def observer(self) -> float | None:
@@ -144,7 +176,7 @@ class Recorded:
         """Host time of each step by phase, the largest first; they add up to ``dur``."""
         names = sorted({name for step in self.steps for name in step.phases})
         found = {
-            name: np.array([_finite(step.phases.get(name, 0)) for step in self.steps])
+            name: np.array([finite(step.phases.get(name, 0)) for step in self.steps])
             for name in names
         }
         return dict(sorted(found.items(), key=lambda item: -item[1][self.used].sum()))
@@ -163,7 +195,7 @@ class Recorded:
 
     def column(self, name: str) -> Floats:
         """A field of every step; NaN where it was not measured."""
-        return np.array([_finite(getattr(step, name)) for step in self.steps], dtype=np.float64)
+        return np.array([finite(getattr(step, name)) for step in self.steps], dtype=np.float64)
 
     @cached_property
     def span(self) -> tuple[int, int]:
@@ -239,9 +271,26 @@ class Recorded:
         return self.record.rank.flags.get(name)
 
     @cached_property
+    def free_cores(self) -> float | None:
+        """Cores that this process may use and nobody does, on average; ``None``: not sampled. Of
+        ranks that share a machine, each has its part."""
+        rank = self.record.rank
+        machine, own = self.host("cpu"), self.host("process_cpu")
+        if rank.cpus is None or len(own) < MIN_SAMPLES:
+            return None
+        total = rank.cpus_total or rank.cpus
+        used = float(own.mean()) / 100
+        if rank.cpus >= total and len(machine) >= MIN_SAMPLES:
+            used = max(used, float(machine.mean()) / 100 * total)
+            return max(0.0, total - used)
+        return max(0.0, rank.cpus - used)
+
+    @cached_property
     def loaders(self) -> list[dict[str, Any]]:
-        """The DataLoaders that fed training steps, by first use. One that was only iterated for
-        validation is left out."""
+        """The DataLoaders that fed steps, by first use. In a training, one that was only iterated
+        for validation is left out."""
+        if self.inference:
+            return self.record.of_kind("loader")
         iterations = self.record.of_kind("loader_iter")
         evaluated = [e.get("id") for e in iterations if e.get("evaluation")]
         trained = [e.get("id") for e in iterations if not e.get("evaluation")]
@@ -252,16 +301,11 @@ class Recorded:
         ]
 
 
-def _sane(step: Step) -> bool:
-    """Times that a run can have: others are damage, and would not fit the columns."""
-    lengths = step.dur, step.n, step.gc, *step.phases.values()
-    return -LARGEST < step.t < LARGEST and all(0 <= length < LARGEST for length in lengths)
-
-
-def _finite(value: float | None) -> float:
+def finite(value: float | None) -> float:
+    """A figure as a column has it: NaN where it is missing, or larger than any that is written."""
     return float(value) if value is not None and -LARGEST < value < LARGEST else np.nan
 
 
 def _known(values: list[float | None]) -> Floats:
-    found = np.array([_finite(value) for value in values], dtype=np.float64)
+    found = np.array([finite(value) for value in values], dtype=np.float64)
     return found[~np.isnan(found)]

@@ -12,7 +12,7 @@ from advisor.intervals import covered
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
-    from advisor.hardware import Gpu
+    from advisor.hardware import GpuSpec
 
 KNOWN_SHARE = 0.8
 """A rate, a roofline share or the MFU is given when at least this share of the time it describes
@@ -134,7 +134,7 @@ def _in_spans(a: Analysis) -> pl.DataFrame:
     )
 
 
-def _peaks(rows: pl.DataFrame, hardware: Gpu) -> pl.Series:
+def _peaks(rows: pl.DataFrame, hardware: GpuSpec) -> pl.Series:
     """Peak of each row's dtype, FLOP/s; null: dtype or peak not known."""
     formats = rows["dtype"].unique().drop_nulls().to_list()
     peaks = {name: hardware.peak(name) for name in formats}
@@ -145,7 +145,7 @@ def _peaks(rows: pl.DataFrame, hardware: Gpu) -> pl.Series:
     return text.replace_strict(known, default=None, return_dtype=pl.Float64)
 
 
-def _ideal_ns(rows: pl.DataFrame, hardware: Gpu | None) -> pl.Series:
+def _ideal_ns(rows: pl.DataFrame, hardware: GpuSpec | None) -> pl.Series:
     """Shortest time the device allows each row, ns; null: FLOPs, bytes or limits not known."""
     if hardware is None:
         return pl.Series([None], dtype=pl.Float64).new_from_index(0, rows.height)

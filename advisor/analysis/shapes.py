@@ -12,9 +12,27 @@ from typing import Any, NamedTuple
 import msgspec
 
 from advisor.analysis import dtypes
+from advisor.hardware import canonical_dtype
 
 MAX_ELEMENTS = 1 << 60
 """No tensor has more; larger figures are damage."""
+
+_MAIN_INPUT = {
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::baddbmm": 1,
+    "aten::baddbmm_": 1,
+    "aten::addbmm": 1,
+    "aten::addmv": 1,
+    "aten::_addmm_activation": 1,
+    "aten::copy_": 1,
+    "_C::static_scaled_fp8_quant": 1,
+    "_C::dynamic_scaled_fp8_quant": 1,
+    "_C::dynamic_per_token_scaled_fp8_quant": 1,
+    "vllm::inplace_fused_experts": 1,
+    "vllm::outplace_fused_experts": 1,
+}
+"""Where the first floating-point tensor is not what the arithmetic is done on."""
 
 
 class Tensor(NamedTuple):
@@ -124,6 +142,21 @@ class OpInputs:
         values = value if isinstance(value, list) else [value]
         good = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
         return values if good else None
+
+
+def main_dtype(op: str, inputs: OpInputs) -> str | None:
+    """The format an operator computes in, by its recorded input types (one of FORMATS): that of
+    its first tensor in such a format, or of the operand named in a table; ``None``: not told."""
+    at = _MAIN_INPUT.get(op)
+    if at is not None:
+        tensor = inputs.tensor(at)
+        return None if tensor is None else canonical_dtype(tensor.dtype)
+    # A list comprehension would ask for all of the types; the first match is nearly always first.
+    for tensor in inputs.tensors:
+        found = canonical_dtype(tensor.dtype)
+        if found is not None:
+            return found
+    return None
 
 
 def _list(text: str) -> list[Any]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.names import map_names, matches
+from advisor.libraries import LIBRARIES, TORCH
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.trace import Trace
 
-Rows = NDArray[np.int32]
+Rows = NDArray[Any]
+"""Rows of ``trace.cpu``, int32 or int64; -1: none."""
 Mask = NDArray[np.bool_]
+_MERGE_LEVELS, _MANY = 8, 1_000
 
 # -- ancestors ---------------------------------------------------------------------------------
 
@@ -53,26 +56,50 @@ def outermost(parent: Rows, wanted: Mask) -> Rows:
     return nearest(parent, wanted & (above < 0))
 
 
-_RANGES = r"^(?:ProfilerStep|Optimizer\.|##|DistributedDataParallel\.|\[|advisor::|enumerate\()"
-
-
 def operators(trace: Trace) -> Mask:
-    """Aligned with ``trace.cpu``: operators, without the ranges (``ProfilerStep#5``,
-    ``Optimizer.step#Adam.step``) that profilers before 2022 wrote in the same category."""
-    is_range = matches(trace.cpu["name"], _RANGES)
-    found: Mask = ((trace.cpu["kind"] == "op") & ~is_range).to_numpy()
+    """Aligned with ``trace.cpu``: operators."""
+    found: Mask = (trace.cpu["kind"] == "op").to_numpy()
     return found
 
 
-def climb(parent: Rows, wanted: Mask, rows: NDArray[np.int64], *, top: bool = False) -> Rows:
-    """:func:`nearest` (with ``top``: :func:`outermost`) for a few rows only: one round a level."""
-    at = rows.astype(np.int32)
-    found = np.full(len(at), -1, dtype=np.int32)
-    while (at >= 0).any():
-        hit = (at >= 0) & wanted[at] & (top | (found < 0))
-        found[hit] = at[hit]
-        at = np.where((at >= 0) & (top | (found < 0)), parent[at], -1)
+def climb(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
+    """:func:`nearest` (with ``top``: :func:`outermost`) for a few rows only (-1: none): as many
+    rounds as their stacks are deep."""
+    found = np.full(len(rows), -1, dtype=parent.dtype)
+    at = np.flatnonzero(rows >= 0)
+    row = rows[at]
+    levels = 0
+    while len(at):
+        hit = wanted[row]
+        found[at[hit]] = row[hit]
+        if not top:
+            at, row = at[~hit], row[~hit]
+        row = parent[row]
+        at, row = at[row >= 0], row[row >= 0]
+        levels += 1
+        if levels % _MERGE_LEVELS == 0 and len(row) > _MANY:
+            # Ways up through Python frames meet early: go on once for each distinct row.
+            distinct, back = np.unique(row, return_inverse=True)
+            if 2 * len(distinct) < len(row):
+                above = climb(parent, wanted, distinct, top=top)[back]
+                found[at] = np.where(above >= 0, above, found[at])
+                break
     return found
+
+
+def around(parent: Rows, rows: Rows) -> Rows:
+    """The row around each of these (-1: none)."""
+    if not len(parent):
+        return np.full(len(rows), -1, dtype=parent.dtype)
+    return np.where(rows >= 0, parent[np.maximum(rows, 0)], parent.dtype.type(-1))
+
+
+def chains(parent: Rows, rows: Rows) -> NDArray[np.int64]:
+    """Each of these rows and those around it, from the inside: a line a row, padded with -1."""
+    levels = [rows.astype(np.int64)]
+    while (levels[-1] >= 0).any():
+        levels.append(around(parent, levels[-1]).astype(np.int64))
+    return np.stack(levels, axis=1)
 
 
 # -- frames ------------------------------------------------------------------------------------
@@ -87,20 +114,6 @@ class Frame(NamedTuple):
 
 
 _FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
-# The profiler cuts the entries of sys.path off the front of a file's name, so that a frame of an
-# installed package starts with the package's own name and only that name tells it from user code.
-_TORCH = frozenset({"torch", "advisor", "numpy", "triton"})
-_LIBRARIES = frozenset(
-    """accelerate aiohttp apex bitsandbytes composer cv2 cupy dask datasets deepspeed diffusers
-    einops evaluate fairscale fastai flash_attn flashinfer flax fsspec hydra huggingface_hub
-    ignite jax keras kornia lightning lightning_fabric lightning_utilities lightly llvmlite
-    matplotlib megatron mlflow mmcv mmengine monai numba omegaconf onnx onnxruntime open_clip
-    optree optuna packaging pandas peft PIL polars psutil pyarrow pydantic pytest pytorch_lightning
-    ray requests rich safetensors scipy sentence_transformers skimage sklearn sympy tensorboard
-    tensorboardX tensordict tensorflow timm tokenizers torch_geometric torch_scatter torch_sparse
-    torchao torchaudio torchdata torcheval torchmetrics torchrec torchtext torchvision tqdm
-    transformer_engine transformers trl ultralytics wandb webdataset xformers yaml""".split()  # noqa: SIM905 - a name a line would be most of the file
-)
 _GENERATED = re.compile(r"^<(?!ipython-input)|torchinductor|torch_compile_debug|eval_with_key")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/(]+)")
 _STDLIB = re.compile(r"(?:^|/)lib(?:64)?/python\d[\d.]*t?/|(?:^|/)Lib/(?!site-packages)")
@@ -123,15 +136,15 @@ def frame_rank(name: str) -> int:
     path = frame.file.replace("\\", "/")
     installed = _INSTALLED.search(path)
     if installed:
-        return 0 if installed[1].removesuffix(".py") in _TORCH else 1
+        return 0 if installed[1].removesuffix(".py") in TORCH else 1
     if _STDLIB.search(path):
         return 0
     if path.startswith("/") or path[1:3] == ":/":
         return 2
     top = path.split("/", 1)[0].removesuffix(".py")
-    if top in _TORCH or top in sys.stdlib_module_names:
+    if top in TORCH or top in sys.stdlib_module_names:
         return 0
-    return 1 if top in _LIBRARIES else 2
+    return 1 if top in LIBRARIES else 2
 
 
 def user_frames(trace: Trace) -> Rows:
@@ -178,7 +191,8 @@ def locate(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | 
 
 # -- the backward pass -------------------------------------------------------------------------
 
-_BACKWARD = r"^autograd::engine::evaluate_function|Backward\d*$"
+BACKWARD = r"^autograd::engine::evaluate_function|Backward\d*$"
+"""What the engine of autograd runs: a node of the backward pass."""
 
 
 def forward_ops(trace: Trace) -> Rows:
@@ -196,7 +210,7 @@ def forward_ops(trace: Trace) -> Rows:
     if not numbered.any():
         return none
     parent = parents(trace)
-    backward = matches(cpu["name"], _BACKWARD).to_numpy() & numbered
+    backward = matches(cpu["name"], BACKWARD).to_numpy() & numbered
     around = nearest(parent, backward)
     thread = cpu["thread"].to_numpy()
     forward = np.flatnonzero(numbered & (around < 0) & (cpu["kind"] == "op").to_numpy())

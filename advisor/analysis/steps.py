@@ -8,11 +8,13 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
+from advisor.analysis.backlog import device_steps, drained
 from advisor.analysis.names import matches
+from advisor.analysis.repeats import repeats
+from advisor.errors import AdvisorError
 from advisor.intervals import Intervals, union
-from advisor.trace import Trace
+from advisor.trace import KINETO, LOADER, Trace
 
-LOADER = r"^enumerate\(Data(Loader|Pipe)\)#"
 MIN_OPTIMIZER_STEPS = 3
 OUTLIER_FACTOR = 1.5
 """A step longer than this many medians, and more than 5 median absolute deviations away, is
@@ -40,10 +42,26 @@ STEPS_SCHEMA = {
 @dataclass(frozen=True)
 class Steps:
     """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
-    ``ProfilerStep``, ``recorder``, ``optimizer`` or ``whole trace``."""
+    ``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``, ``device sequence`` or ``whole
+    trace``.
+
+    Where the host runs ahead of the device, a step is the device's period, from the first work of
+    a step to the first of the next (``backlog.py``): ``ahead_ns`` is the time that the work of a
+    step waits in the queue, and ``host_ns`` the mean step by the host's own marks."""
 
     table: pl.DataFrame
     source: str
+    ahead_ns: float | None = None
+    host_ns: float | None = None
+    launched: pl.DataFrame | None = None
+    """The same rows as the host marked them (``ts``, ``end``, ``dur``), where it runs ahead."""
+
+    @property
+    def marks(self) -> pl.DataFrame:
+        """``table`` with the times of the host: what it launched in them is a step's work."""
+        if self.launched is None:
+            return self.table
+        return self.table.with_columns(self.launched.get_columns())
 
     @cached_property
     def used(self) -> pl.DataFrame:
@@ -54,6 +72,19 @@ class Steps:
     def spans(self) -> Intervals:
         """The instants that count, ns."""
         return union(self.used["ts"].to_numpy(), self.used["end"].to_numpy())
+
+
+def refuse_none(steps: Steps, path: str, rank: int, *, selected: bool) -> None:
+    """Raises AdvisorError for steps none of which counts: those ``selected`` by hand are others,
+    or the marks have no length."""
+    if steps.used.height or not steps.table.height:
+        return
+    count = steps.table.height
+    whose = f"{count} steps" + (f" of rank {rank}" if rank >= 0 else "")
+    if selected:
+        raise AdvisorError(f"{path}: --steps selects none of the {whose}")
+    what = "it spans no time" if steps.source == "whole trace" else f"its {whose} have no length"
+    raise AdvisorError(f"{path}: {what}, so there is nothing to measure; record the trace again")
 
 
 def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> pl.Series:
@@ -72,14 +103,21 @@ def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> p
 
 
 def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None) -> Steps:
-    """Find the steps: ProfilerStep ranges, else the recorder's ``advisor::step`` ranges, else
-    the period of ``Optimizer.step``, else the whole trace.
+    """Find the steps: the ranges that were said to be steps, else ProfilerStep ranges, else the
+    recorder's ``advisor::step`` ranges, else the period of ``Optimizer.step``; in formats without
+    marks of their own the range or the sequence of device work that repeats (``repeats.py``); else
+    the whole trace.
+
+    Raises AdvisorError: no range is named as was said.
 
     A step ends where the next one starts; the last one ends with its own range, or with the last
-    device work launched inside it if that is later. ``select`` is a half-open range of indices
+    device work launched inside it if that is later. Where the host runs ahead, steps are the
+    device's. ``select`` is a half-open range of indices
     (negative ones count from the end); outliers among what it leaves are set aside, but never
     below three steps.
     """
+    if trace.meta.step_ranges is not None:
+        return _finish(trace, *_said(trace, trace.meta.step_ranges), select)
     for source, pattern in (
         ("ProfilerStep", r"^ProfilerStep\s*#?\d+"),
         ("recorder", r"^advisor::step\b"),
@@ -99,7 +137,11 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
             }
         )
         return _finish(trace, marks, "optimizer", select)
-    start, end = extent(trace)
+    if trace.meta.format != KINETO:
+        repeated = repeats(trace)
+        if repeated is not None:
+            return _finish(trace, *repeated, select)
+    start, end = extent(trace) if trace.meta.format == KINETO else working(trace)
     whole = pl.DataFrame({"name": ["whole trace"], "ts": [start], "dur": [end - start]})
     return _finish(trace, whole, "whole trace", None)
 
@@ -116,6 +158,31 @@ def extent(trace: Trace) -> tuple[int, int]:
         return 0, max(trace.meta.end_ns, 0)
     both = pl.concat(frames)
     return int(both["ts"].min()), int((both["ts"] + both["dur"]).max())  # type: ignore[arg-type]
+
+
+def working(trace: Trace) -> tuple[int, int]:
+    """First call that put work on a device, or such work, and the end of the last of them, ns. What
+    profiles a whole program records its start and end too, before and after the device is used."""
+    if trace.gpu.is_empty():
+        return extent(trace)
+    calls = trace.cpu[trace.gpu["launch"].drop_nulls().unique().sort()].select("ts", "dur")
+    both = pl.concat([trace.gpu.select("ts", "dur"), calls])
+    return int(both["ts"].min()), int((both["ts"] + both["dur"]).max())  # type: ignore[arg-type]
+
+
+def _said(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:
+    """The ranges of that name on the thread that has the first of them, without those inside
+    others, and what to call them."""
+    try:
+        marks = _marks(trace, pattern)
+    except pl.exceptions.ComputeError:
+        raise AdvisorError(f"--steps {pattern}: not a regular expression") from None
+    if marks.height:
+        before = (marks["ts"] + marks["dur"]).cum_max().shift(1).fill_null(marks["ts"][0])
+        marks = marks.filter(marks["ts"] >= before)
+    if not marks.height or not marks["dur"].sum():
+        raise AdvisorError(f"{trace.meta.path}: no range is named like {pattern!r}")
+    return marks, "ranges"
 
 
 def _marks(trace: Trace, pattern: str) -> pl.DataFrame:
@@ -155,15 +222,29 @@ def _finish(
         following = ts[1:] - end[:-1]
         near = following <= 0.5 * np.median(np.diff(ts))
         end[:-1] = np.where(near, ts[1:], np.minimum(end[:-1], ts[1:]))
-    launched = _last_device_end(trace, int(ts[-1]), int(end[-1]))
-    if launched is not None and source != "optimizer":
-        end[-1] = max(int(end[-1]), launched)
+    ahead_ns = host_ns = launched_in = None
+    queue = None
+    if source != "whole trace":
+        queue = device_steps(trace, ts, end, closed=source != "optimizer")
+    waits = _loader_waits(trace, ts, end)
+    if queue is not None:
+        ahead_ns, host_ns = queue.ahead_ns, float(np.mean(end - ts))
+        launched_in = pl.DataFrame({"ts": ts, "end": end, "dur": end - ts})
+        ts, end = queue.start, queue.end
+    else:
+        launched = _last_device_end(trace, int(ts[-1]), int(end[-1]))
+        if launched is not None and source != "optimizer":
+            end[-1] = max(int(end[-1]), launched)
+        waited_until = drained(trace, int(ts[0]), int(end[0]))
+        if waited_until is not None:
+            ts[0] = waited_until
     dur = end - ts
     chosen = np.zeros(count, dtype=bool)
     chosen[slice(*select) if select else slice(None)] = True
-    if count > 1 and chosen[:-1].any() and dur[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
+    marked = dur if launched_in is None else end - launched_in["ts"].to_numpy()
+    if count > 1 and chosen[:-1].any() and marked[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
         chosen[-1] = False  # the profiler stopped inside it
-    outlier = _outliers(dur, chosen, _loader_waits(trace, ts, end))
+    outlier = _outliers(dur, chosen, waits)
     table = pl.DataFrame(
         {
             "index": np.arange(count),
@@ -176,7 +257,7 @@ def _finish(
         },
         schema_overrides=STEPS_SCHEMA,
     )
-    return Steps(table, source)
+    return Steps(table, source, ahead_ns, host_ns, launched_in)
 
 
 def _last_device_end(trace: Trace, start: int, end: int) -> int | None:

@@ -13,7 +13,7 @@ from advisor.analysis.names import distinct_names
 from advisor.analysis.stacks import nearest, operators, outermost, parents
 from advisor.analysis.syncs import profiler_syncs
 from advisor.intervals import Ints
-from advisor.trace import CALLS, Trace
+from advisor.trace import CALLS, LOADER, Trace
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -54,7 +54,6 @@ _CALL_CLASS = {
 }
 # Calls that are not listed (cudaEventRecord, cudaFuncSetAttribute, …) belong to what is around.
 
-LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#"
 COMPILE = (
     r"\(dynamo_timed\)|^torch/_dynamo/convert_frame\.py\("
     r"|^triton/compiler/compiler\.py\(\d+\): compile"
@@ -68,6 +67,12 @@ _WAITS = (
     r"|(?:^|/)threading\.py\(\d+\): (?:wait|wait_for|join|_wait_for_tstate_lock|acquire)$"
     r"|(?:^|/)concurrent/futures/_base\.py\(\d+\): (?:result|wait)$|(?:^|/)queue\.py\(\d+\): get$"
 )
+_BLOCKING = (
+    r"^<built-in (?:function|method) (?:_(?:cuda|xpu|hip|mps)_(?:synchronize|deviceSynchronize)\b"
+    r"|synchronize of torch\.|(?:item|tolist|cpu|nonzero) of Tensor )"
+)
+"""Built-ins that return when the device is through: what of them no call below explains is waiting
+all the same, and no Python that could be written better."""
 _COMPILED = (
     r"^Torch-Compiled Region|^TorchDynamo Cache Lookup|^## Call CompiledFxGraph|^Pregraph bytecode"
     r"|^AOTDispatcher Runtime|^CompiledFunction"
@@ -182,8 +187,8 @@ def classify(trace: Trace) -> Classified:
     is_op = (kind == "op").to_numpy()
     is_python = (kind == "python").to_numpy()
     is_annotation = (kind == "annotation").to_numpy()
-    loader, compiling, profiling, waiting, compiled, collective, loading = _match_names(
-        cpu["name"], LOADER, COMPILE, PROFILER, _WAITS, _COMPILED, _COLLECTIVE, LOADING
+    loader, compiling, profiling, waiting, blocking, compiled, collective, loading = _match_names(
+        cpu["name"], LOADER, COMPILE, PROFILER, _WAITS, _BLOCKING, _COMPILED, _COLLECTIVE, LOADING
     )
     code = np.full(cpu.height, -1, dtype=np.int8)
     named = operators(trace)
@@ -191,6 +196,7 @@ def classify(trace: Trace) -> Classified:
     code[(is_annotation | is_op) & (compiled | collective)] = CODE["dispatch"]
     code[is_python] = CODE["python"]
     code[is_python & waiting] = CODE["other_thread"]
+    code[is_python & blocking] = CODE["sync"]
     calls = np.array([CODE[_CALL_CLASS[c]] if c in _CALL_CLASS else -1 for c in CALLS] + [-1])
     call = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
     runtime = calls[call]

@@ -13,10 +13,12 @@ from advisor.analysis.flops import ELEMENTWISE, words
 from advisor.analysis.matmuls import (
     Attention,
     Convolution,
+    Experts,
     Product,
     attention,
     broadcast,
     convolution,
+    experts,
     product,
 )
 from advisor.analysis.shapes import OpInputs, Tensor
@@ -36,10 +38,21 @@ _FLOAT_FROM_INTEGER = frozenset(
 """Elementwise operators that turn integers into float."""
 
 _REDUCTIONS: dict[str, tuple[int, int]] = {
-    "sum": (1, 0), "nansum": (1, 0), "mean": (1, 0), "prod": (1, 0), "amax": (1, 0),
-    "amin": (1, 0), "all": (1, 0), "any": (1, 0), "var": (1, 0), "std": (1, 0),
-    "argmax": (1, 8), "argmin": (1, 8), "linalg_vector_norm": (2, 0), "norm": (2, 0),
-}  # fmt: skip
+    "sum": (1, 0),
+    "nansum": (1, 0),
+    "mean": (1, 0),
+    "prod": (1, 0),
+    "amax": (1, 0),
+    "amin": (1, 0),
+    "all": (1, 0),
+    "any": (1, 0),
+    "var": (1, 0),
+    "std": (1, 0),
+    "argmax": (1, 8),
+    "argmin": (1, 8),
+    "linalg_vector_norm": (2, 0),
+    "norm": (2, 0),
+}
 """Reduction -> position of its dimensions, and bytes an output element when not the input's."""
 
 _TRITON_PARTIAL = ("embedding", "index", "gather", "scatter", "slice", "select", "cat", "pad")
@@ -57,6 +70,9 @@ def moved(op: str, x: OpInputs) -> float | None:
     sdpa = attention(op, x)
     if sdpa is not None:
         return _attention(sdpa)
+    moe = experts(op, x)
+    if moe is not None:
+        return _experts(moe)
     if op.startswith("triton_"):
         return _triton(op, x)
     if not x.tensors:
@@ -95,11 +111,14 @@ def _product(op: str, x: OpInputs, p: Product) -> float | None:
         width = dtypes.width(dtype) if dtype else None
     elif op == "aten::_int_mm":
         width = 4
+    batch = p.batch
     if "grouped" in op and len(p.a.shape) == len(p.b.shape) == 2:
-        return None  # one product a group is written, and how many groups is not told
-    return _total(
-        p.a.bytes, p.b.bytes, _given(p.added), _size(p.batch * p.m * p.n, width)
-    )  # fmt: skip
+        # one product a group is written; the third argument holds where each group ends
+        offsets = x.tensor(2 if op == "aten::_grouped_mm" else 4)
+        if offsets is None or len(offsets.shape) != 1:
+            return None
+        batch = offsets.shape[0]
+    return _total(p.a.bytes, p.b.bytes, _given(p.added), _size(batch * p.m * p.n, width))
 
 
 def _convolution(op: str, x: OpInputs, c: Convolution) -> float | None:
@@ -115,6 +134,20 @@ def _convolution(op: str, x: OpInputs, c: Convolution) -> float | None:
         _total(c.input.bytes, _size(c.weight.elements, width)) if c.output_mask[1] else 0.0
     )
     return _total(out, data_grad, weight_grad)
+
+
+ALL_EXPERTS = 4
+"""Rows for each expert from which all of them may be taken to be used: with that many spread
+evenly at random 2 % of the experts go without."""
+
+
+def _experts(e: Experts) -> float | None:
+    """Tokens in and out and the weights of the experts once; what is between the two products may
+    stay on the chip. ``None``: so few rows that it is not told how many experts are read."""
+    if e.rows < ALL_EXPERTS * e.up.shape[0]:
+        return None
+    tokens = e.tokens.bytes
+    return _total(tokens, tokens, e.up.bytes, e.down.bytes, *(each.bytes for each in e.routing))
 
 
 def _attention(s: Attention) -> float | None:
@@ -155,13 +188,22 @@ def _softmax(name: str, x: OpInputs) -> float | None:
 
 
 _NORM_OUTPUTS = {
-    "native_layer_norm": 1, "native_group_norm": 1, "native_batch_norm": 1, "cudnn_batch_norm": 1,
-    "miopen_batch_norm": 1, "rms_norm": 1, "_fused_rms_norm": 1,
-    "native_layer_norm_backward": 2, "native_group_norm_backward": 2,
-    "native_batch_norm_backward": 2, "cudnn_batch_norm_backward": 2,
-    "miopen_batch_norm_backward": 2, "_fused_rms_norm_backward": 2,
-    "_C::rms_norm": 1, "_C::fused_add_rms_norm": 2,
-}  # fmt: skip
+    "native_layer_norm": 1,
+    "native_group_norm": 1,
+    "native_batch_norm": 1,
+    "cudnn_batch_norm": 1,
+    "miopen_batch_norm": 1,
+    "rms_norm": 1,
+    "_fused_rms_norm": 1,
+    "native_layer_norm_backward": 2,
+    "native_group_norm_backward": 2,
+    "native_batch_norm_backward": 2,
+    "cudnn_batch_norm_backward": 2,
+    "miopen_batch_norm_backward": 2,
+    "_fused_rms_norm_backward": 2,
+    "_C::rms_norm": 1,
+    "_C::fused_add_rms_norm": 2,
+}
 """Normalisation -> how many of the tensors it reads have the size of the activations."""
 
 

@@ -45,8 +45,13 @@ def raw_work(path: str, device: int) -> list[tuple[float, float, str]]:
     with gzip.open(path) as file:
         events = json.load(file)
     events = events["traceEvents"] if isinstance(events, dict) else events
-    kinds = {"kernel": "compute", "gpu_memcpy": "copies", "gpu_memset": "memset",
-             "memcpy": "copies", "memset": "memset"}  # fmt: skip
+    kinds = {
+        "kernel": "compute",
+        "gpu_memcpy": "copies",
+        "gpu_memset": "memset",
+        "memcpy": "copies",
+        "memset": "memset",
+    }
     work = []
     for event in events:
         what = kinds.get(str(event.get("cat", "")).lower())
@@ -63,10 +68,21 @@ def raw_work(path: str, device: int) -> list[tuple[float, float, str]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "two_ranks_rank1",
-     "nccl_collectives", "b200_eager", "h100_bert_small_inference", "alexnet", "mi250_train",
-     "mi210_gpu_only", "mi300_torch_compile", "event_sync_multi_stream"],
-)  # fmt: skip
+    [
+        "a100_train_6steps",
+        "v100_train_copy_heavy",
+        "two_ranks_rank0",
+        "two_ranks_rank1",
+        "nccl_collectives",
+        "b200_eager",
+        "h100_bert_small_inference",
+        "alexnet",
+        "mi250_train",
+        "mi210_gpu_only",
+        "mi300_torch_compile",
+        "event_sync_multi_stream",
+    ],
+)
 def test_classes_of_a_real_trace_equal_a_sweep_over_its_raw_events(name, shared_trace):
     path = shared_trace(name)
     a = Analysis(read_trace(path))
@@ -91,9 +107,24 @@ def raw_origin(path: str) -> float:
     with gzip.open(path) as file:
         events = json.load(file)
     events = events["traceEvents"] if isinstance(events, dict) else events
-    taken = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "cpu_op", "operator",
-             "user_annotation", "python_function", "cuda_runtime", "cuda_driver", "runtime",
-             "cuda_sync", "cpu_instant_event", "overhead", "cuda_profiler_range"}  # fmt: skip
+    taken = {
+        "kernel",
+        "gpu_memcpy",
+        "gpu_memset",
+        "memcpy",
+        "memset",
+        "cpu_op",
+        "operator",
+        "user_annotation",
+        "python_function",
+        "cuda_runtime",
+        "cuda_driver",
+        "runtime",
+        "cuda_sync",
+        "cpu_instant_event",
+        "overhead",
+        "cuda_profiler_range",
+    }
     return min(
         float(e["ts"]) for e in events if str(e.get("cat", "")).lower() in taken and "ts" in e
     )
@@ -128,15 +159,27 @@ def test_each_instant_counts_once_for_its_first_class(items, length):
     b = TraceBuilder()
     with b.step():
         b.host(length)
-    names = {"kernel": "gemm", "comm": "ncclDevKernel_AllReduce", "copy": "Memcpy HtoD",
-             "memset": "Memset (Device)"}  # fmt: skip
+    names = {
+        "kernel": "gemm",
+        "comm": "ncclDevKernel_AllReduce",
+        "copy": "Memcpy HtoD",
+        "memset": "Memset (Device)",
+    }
     classes = {"kernel": "compute", "comm": "communication", "copy": "copies", "memset": "memset"}
     for number, (kind, start, dur) in enumerate(items):
         cat = {"copy": "gpu_memcpy", "memset": "gpu_memset"}.get(kind, "kernel")
-        b.events.append({
-            "ph": "X", "cat": cat, "name": names[kind], "pid": 0, "tid": number, "ts": 1000 + start,
-            "dur": dur, "args": {"device": 0, "stream": number, "correlation": 0},
-        })  # fmt: skip
+        b.events.append(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": names[kind],
+                "pid": 0,
+                "tid": number,
+                "ts": 1000 + start,
+                "dur": dur,
+                "args": {"device": 0, "stream": number, "correlation": 0},
+            }
+        )
     a = b.analysis()
     spans = [(s, e) for s, e in zip(a.spans.start.tolist(), a.spans.end.tolist(), strict=True)]
     expected = sweep([(s * 1e3, (s + d) * 1e3, classes[kind]) for kind, s, d in items], spans)
@@ -154,9 +197,12 @@ def test_classes_by_hand():
     parts = b.analysis().breakdown
     # idle: 0 .. 8 and 318 .. 500
     assert parts.totals() == {
-        "compute": 100_000, "communication": 105_000, "copies": 105_000, "memset": 0,
+        "compute": 100_000,
+        "communication": 105_000,
+        "copies": 105_000,
+        "memset": 0,
         "idle": 190_000,
-    }  # fmt: skip
+    }
     assert parts.all_communication.total == 200_000
     assert parts.all_copies.total == 300_000
     assert parts.communication_overlap == pytest.approx(95 / 200)
@@ -193,10 +239,18 @@ def test_only_the_analysed_device_counts():
     with b.step():
         b.launch("gemm", 100)
         b.host(500)
-    b.events.append({
-        "ph": "X", "cat": "kernel", "name": "gemm", "pid": 1, "tid": 7, "ts": 1200, "dur": 50,
-        "args": {"device": 1, "stream": 7, "correlation": 0},
-    })  # fmt: skip
+    b.events.append(
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "gemm",
+            "pid": 1,
+            "tid": 7,
+            "ts": 1200,
+            "dur": 50,
+            "args": {"device": 1, "stream": 7, "correlation": 0},
+        }
+    )
     a = b.analysis()
     assert a.device_id == 0
     assert a.breakdown.busy.total == 100_000

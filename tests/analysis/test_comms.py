@@ -248,13 +248,22 @@ def test_both_spellings_of_a_dtype_have_one_width() -> None:
 def test_widths_are_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     names = {
-        "Float": torch.float32, "Double": torch.float64, "Half": torch.float16,
-        "BFloat16": torch.bfloat16, "Long": torch.int64, "Int": torch.int32,
-        "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
-        "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
-        "ComplexHalf": torch.complex32, "Float8_e4m3fn": torch.float8_e4m3fn,
+        "Float": torch.float32,
+        "Double": torch.float64,
+        "Half": torch.float16,
+        "BFloat16": torch.bfloat16,
+        "Long": torch.int64,
+        "Int": torch.int32,
+        "Short": torch.int16,
+        "Char": torch.int8,
+        "Byte": torch.uint8,
+        "Bool": torch.bool,
+        "ComplexFloat": torch.complex64,
+        "ComplexDouble": torch.complex128,
+        "ComplexHalf": torch.complex32,
+        "Float8_e4m3fn": torch.float8_e4m3fn,
         "Float8_e5m2": torch.float8_e5m2,
-    }  # fmt: skip
+    }
     assert {n: width(n) for n in names} == {n: t.itemsize for n, t in names.items()}
 
 
@@ -354,11 +363,25 @@ def test_exposure_equals_a_sweep_over_every_microsecond(
     for number, (ts, dur, kind) in enumerate(events):
         if kind == "copy":
             args = {"bytes": 1}
-            b._emit("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", ts + 1000, dur, 0, 9,
-                    {"device": 0, "stream": 9, "correlation": 10_000 + number, **args})  # fmt: skip
+            b._emit(
+                "gpu_memcpy",
+                "Memcpy HtoD (Pinned -> Device)",
+                ts + 1000,
+                dur,
+                0,
+                9,
+                {"device": 0, "stream": 9, "correlation": 10_000 + number, **args},
+            )
         else:
-            b._emit("kernel", names[kind], ts + 1000, dur, 0, 7,
-                    {"device": 0, "stream": 7, "correlation": 10_000 + number})  # fmt: skip
+            b._emit(
+                "kernel",
+                names[kind],
+                ts + 1000,
+                dur,
+                0,
+                7,
+                {"device": 0, "stream": 7, "correlation": 10_000 + number},
+            )
     a = b.analysis()
     if a.device_id is None:
         return

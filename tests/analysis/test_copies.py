@@ -91,10 +91,18 @@ def test_memory_and_blocking(name, call_us, begins, lasts, memory, blocking):
     with b.step():
         start = b.now + begins
         b.call("cudaMemcpyAsync", call_us, 99)
-        b.events.append({
-            "ph": "X", "cat": "gpu_memcpy", "name": name, "pid": 0, "tid": 7, "ts": start,
-            "dur": lasts, "args": {"device": 0, "stream": 7, "correlation": 99, "bytes": 8},
-        })  # fmt: skip
+        b.events.append(
+            {
+                "ph": "X",
+                "cat": "gpu_memcpy",
+                "name": name,
+                "pid": 0,
+                "tid": 7,
+                "ts": start,
+                "dur": lasts,
+                "args": {"device": 0, "stream": 7, "correlation": 99, "bytes": 8},
+            }
+        )
         b.host(600)
     copy = one(b.analysis())
     assert (copy["memory"], copy["blocking"]) == (memory, blocking)

@@ -140,6 +140,10 @@ KERNELS: dict[str, list[str]] = {
         ANON + "nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(x)",
         NATIVE + "vectorized_elementwise_kernel<4, mse_kernel_cuda" + FUNCTOR,
     ],
+    "transform": [
+        "void vector_fft<32u, 8u, 32u, (padding_t)6, (twiddle_t)0, (loadstore_modifier_t)2>(x)",
+        "hadacore::hadamard_transform_kernel",  # no Adam
+    ],
     "optimizer": [
         "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>, float>(x)",
         ANON + "multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float>>(x)",
@@ -382,10 +386,13 @@ def test_family_totals_equal_a_loop_over_rows(name: str, shared_trace) -> None:
     kernel_ns = 0
     spans = list(zip(a.steps.used["ts"].to_list(), a.steps.used["end"].to_list(), strict=True))
     rows = zip(
-        a.trace.gpu["ts"].to_list(), a.trace.gpu["dur"].to_list(),
-        a.trace.gpu["kind"].cast(pl.String).to_list(), a.trace.gpu["device"].to_list(),
-        a.kernels["family"].cast(pl.String).to_list(), strict=True,
-    )  # fmt: skip
+        a.trace.gpu["ts"].to_list(),
+        a.trace.gpu["dur"].to_list(),
+        a.trace.gpu["kind"].cast(pl.String).to_list(),
+        a.trace.gpu["device"].to_list(),
+        a.kernels["family"].cast(pl.String).to_list(),
+        strict=True,
+    )
     for ts, dur, kind, device, family in rows:
         ns = sum(max(0, min(ts + dur, end) - max(ts, begin)) for begin, end in spans)
         if device != a.device_id or not ns:

@@ -135,8 +135,11 @@ def test_every_backend_has_its_arguments_in_its_own_places() -> None:
 
 
 def test_a_transposed_convolution_spreads_each_input_point() -> None:
-    x = inputs([[2, 6, 9], [6, 4, 3]], "float", {2: "", 3: "[2]", 4: "[0]", 5: "[1]", 6: "True",
-                                                 7: "[0]", 8: "1"})  # fmt: skip
+    x = inputs(
+        [[2, 6, 9], [6, 4, 3]],
+        "float",
+        {2: "", 3: "[2]", 4: "[0]", 5: "[1]", 6: "True", 7: "[0]", 8: "1"},
+    )
     assert flops("aten::convolution", x) == 2 * 2 * 9 * 6 * 4 * 3
 
 
@@ -149,8 +152,16 @@ def test_a_convolution_without_recorded_stride_is_not_guessed() -> None:
 
 def backward(mask: str, concrete: bool = True) -> OpInputs:
     shapes: list[Any] = [[32, 64, 112, 112], [32, 3, 224, 224], [64, 3, 7, 7]]
-    arguments = {3: "", 4: "[2, 2]", 5: "[3, 3]", 6: "[1, 1]", 7: "False", 8: "[0, 0]", 9: "1",
-                 10: mask}  # fmt: skip
+    arguments = {
+        3: "",
+        4: "[2, 2]",
+        5: "[3, 3]",
+        6: "[1, 1]",
+        7: "False",
+        8: "[0, 0]",
+        9: "1",
+        10: mask,
+    }
     return inputs(shapes, BF16, arguments, concrete=concrete)
 
 
@@ -253,35 +264,76 @@ def test_cudnn_attention_has_heads_before_the_sequence() -> None:
         ("aten::clone", inputs([[8, 8], None]), 0, 512),
         ("aten::_softmax", inputs([[4, 100], None, None], BF16, {1: "-1", 2: "False"}), 2000, 1600),
         ("aten::_softmax", inputs([[4, 100], None, None], BF16, {1: "-1", 2: "True"}), 2000, 2400),
-        ("aten::_softmax_backward_data",
-         inputs([[4, 100], [4, 100], None, None], "float", {2: "-1", 3: "6"}), 1600, 4800),
+        (
+            "aten::_softmax_backward_data",
+            inputs([[4, 100], [4, 100], None, None], "float", {2: "-1", 3: "6"}),
+            1600,
+            4800,
+        ),
         ("aten::sum", inputs([[10, 20], None], "float", {1: ""}), 200, 800 + 4),
-        ("aten::sum", inputs([[10, 20], None, None, None], "float",
-                             {1: "[0]", 2: "True", 3: ""}), 200, 800 + 80),
-        ("aten::mean", inputs([[10, 20], None, None, None], "float",
-                              {1: "[-1]", 2: "False", 3: ""}), 200, 800 + 40),
-        ("aten::argmax", inputs([[10, 20], None, None], "float", {1: "1", 2: "False"}),
-         200, 800 + 80),
+        (
+            "aten::sum",
+            inputs([[10, 20], None, None, None], "float", {1: "[0]", 2: "True", 3: ""}),
+            200,
+            800 + 80,
+        ),
+        (
+            "aten::mean",
+            inputs([[10, 20], None, None, None], "float", {1: "[-1]", 2: "False", 3: ""}),
+            200,
+            800 + 40,
+        ),
+        (
+            "aten::argmax",
+            inputs([[10, 20], None, None], "float", {1: "1", 2: "False"}),
+            200,
+            800 + 80,
+        ),
         # 50 rows of a table, of 64 bf16 each, read and written, and 50 indices of 8 bytes.
-        ("aten::embedding", inputs([[1000, 64], [5, 10]], [BF16, "long int"]), 0,
-         400 + 2 * 50 * 128),
-        ("aten::embedding_dense_backward",
-         inputs([[5, 10, 64], [5, 10], None], ["float", "long int"], {2: "1000"}), 3200,
-         3200 * 4 + 400 + 64_000 * 4),
-        ("aten::index_select", inputs([[30, 8], None, [5]], ["float", "Scalar", "int"],
-                                      {1: "0"}), 0, 20 + 2 * 5 * 32),
-        ("aten::gather", inputs([[50], None, [7]], ["float", "Scalar", "long int"], {1: "0"}), 0,
-         56 + 2 * 28),
-        ("aten::scatter_add_",
-         inputs([[50], None, [7], [7]], ["float", "", "long int", "float"], {1: "0"}), 7,
-         56 + 28 + 2 * 28),
-        ("aten::native_layer_norm",
-         inputs([[4, 100], None, [100], [100], None], BF16, {1: "[100]"}), 8 * 400,
-         2 * (400 + 100 + 100 + 400)),
-        ("_C::fused_add_rms_norm", inputs([[4, 100], [4, 100], [100]], BF16), 5 * 400,
-         2 * (400 + 400 + 100 + 400 + 400)),
+        (
+            "aten::embedding",
+            inputs([[1000, 64], [5, 10]], [BF16, "long int"]),
+            0,
+            400 + 2 * 50 * 128,
+        ),
+        (
+            "aten::embedding_dense_backward",
+            inputs([[5, 10, 64], [5, 10], None], ["float", "long int"], {2: "1000"}),
+            3200,
+            3200 * 4 + 400 + 64_000 * 4,
+        ),
+        (
+            "aten::index_select",
+            inputs([[30, 8], None, [5]], ["float", "Scalar", "int"], {1: "0"}),
+            0,
+            20 + 2 * 5 * 32,
+        ),
+        (
+            "aten::gather",
+            inputs([[50], None, [7]], ["float", "Scalar", "long int"], {1: "0"}),
+            0,
+            56 + 2 * 28,
+        ),
+        (
+            "aten::scatter_add_",
+            inputs([[50], None, [7], [7]], ["float", "", "long int", "float"], {1: "0"}),
+            7,
+            56 + 28 + 2 * 28,
+        ),
+        (
+            "aten::native_layer_norm",
+            inputs([[4, 100], None, [100], [100], None], BF16, {1: "[100]"}),
+            8 * 400,
+            2 * (400 + 100 + 100 + 400),
+        ),
+        (
+            "_C::fused_add_rms_norm",
+            inputs([[4, 100], [4, 100], [100]], BF16),
+            5 * 400,
+            2 * (400 + 400 + 100 + 400 + 400),
+        ),
     ],
-)  # fmt: skip
+)
 def test_memory_bound_operators(op: str, x: OpInputs, work: float, size: float) -> None:
     assert (flops(op, x), moved(op, x)) == (work, size)
 
@@ -334,10 +386,13 @@ def test_products_agree_with_pytorchs_flop_counter(b: int, m: int, n: int, k: in
 
 @settings(max_examples=60, deadline=None)
 @given(
-    batch=st.integers(1, 3), groups=st.integers(1, 3), ins=st.integers(1, 4),
-    outs=st.integers(1, 4), size=st.lists(st.integers(8, 20), min_size=1, max_size=3),
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    ins=st.integers(1, 4),
+    outs=st.integers(1, 4),
+    size=st.lists(st.integers(8, 20), min_size=1, max_size=3),
     data=st.data(),
-)  # fmt: skip
+)
 def test_convolutions_agree_with_the_shapes_pytorch_makes(
     batch: int, groups: int, ins: int, outs: int, size: list[int], data: st.DataObject
 ) -> None:
@@ -352,20 +407,45 @@ def test_convolutions_agree_with_the_shapes_pytorch_makes(
     x = torch.empty(batch, ins * groups, *size, device="meta")
     w = torch.empty(outs * groups, ins, *kernel, device="meta")
     out = torch.convolution(x, w, None, stride, padding, dilation, False, [0] * rank, groups)
-    arguments = {2: "", 3: str(stride), 4: str(padding), 5: str(dilation), 6: "False",
-                 7: str([0] * rank), 8: str(groups)}  # fmt: skip
+    arguments = {
+        2: "",
+        3: str(stride),
+        4: str(padding),
+        5: str(dilation),
+        6: "False",
+        7: str([0] * rank),
+        8: str(groups),
+    }
     mine = flops("aten::convolution", inputs([list(x.shape), list(w.shape)], "float", arguments))
     from torch.utils.flop_counter import conv_flop_count
 
     assert mine == conv_flop_count(list(x.shape), list(w.shape), list(out.shape))
     if groups == 1:
-        back = {3: "", 4: str(stride), 5: str(padding), 6: str(dilation), 7: "False",
-                8: str([0] * rank), 9: "1", 10: "[True, True, False]"}  # fmt: skip
+        back = {
+            3: "",
+            4: str(stride),
+            5: str(padding),
+            6: str(dilation),
+            7: "False",
+            8: str([0] * rank),
+            9: "1",
+            10: "[True, True, False]",
+        }
         shapes = [list(out.shape), list(x.shape), list(w.shape)]
         theirs = torch_flops["convolution_backward"](
-            out, x, w, None, stride, padding, dilation, False, [0] * rank, 1, [True, True, False],
+            out,
+            x,
+            w,
+            None,
+            stride,
+            padding,
+            dilation,
+            False,
+            [0] * rank,
+            1,
+            [True, True, False],
             out_val=(x, w, None),
-        )  # fmt: skip
+        )
         assert flops("aten::convolution_backward", inputs(shapes, "float", back)) == theirs
 
 
@@ -410,6 +490,9 @@ def test_argument_positions_are_those_of_pytorchs_own_schemas() -> None:
             assert found[layout.bias] == "bias", op
         if not isinstance(layout.transposed, bool):
             assert found[layout.transposed] == "transposed", op
+        if layout.groups is not None and layout.output_padding is not None:
+            assert found[layout.groups] == "groups", op
+            assert found[layout.output_padding] == "output_padding", op
         checked += 1
     for op, call in matmuls._ATTENTION.items():
         found = names(op)
@@ -438,12 +521,30 @@ DIMS = st.lists(st.integers(-1, 6), max_size=5) | JSON
 TYPES = st.sampled_from(["float", BF16, "long int", "bool", "Scalar", ""]) | JSON
 ARGUMENTS = st.sampled_from(["", "[1, 1]", "[0]", "True", "False", "0", "-1", "3", "0."]) | JSON
 OPS = st.sampled_from(
-    ["aten::mm", "aten::addmm", "aten::linear", "aten::convolution", "aten::cudnn_convolution",
-     "aten::convolution_backward", "aten::_flash_attention_forward", "aten::_softmax",
-     "aten::_efficient_attention_forward", "aten::sum", "aten::index_select", "aten::embedding",
-     "aten::embedding_dense_backward", "aten::copy_", "aten::add", "aten::where", "aten::gather",
-     "aten::scatter_add_", "aten::native_layer_norm", "triton_poi_fused_0", "_C::rms_norm"]
-)  # fmt: skip
+    [
+        "aten::mm",
+        "aten::addmm",
+        "aten::linear",
+        "aten::convolution",
+        "aten::cudnn_convolution",
+        "aten::convolution_backward",
+        "aten::_flash_attention_forward",
+        "aten::_softmax",
+        "aten::_efficient_attention_forward",
+        "aten::sum",
+        "aten::index_select",
+        "aten::embedding",
+        "aten::embedding_dense_backward",
+        "aten::copy_",
+        "aten::add",
+        "aten::where",
+        "aten::gather",
+        "aten::scatter_add_",
+        "aten::native_layer_norm",
+        "triton_poi_fused_0",
+        "_C::rms_norm",
+    ]
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -465,3 +566,82 @@ def test_damaged_and_absurd_text_gives_nothing() -> None:
         assert flops("aten::mm", OpInputs(dims, '["float", "float"]')) is None
     long_number = "9" * 10_000
     assert inputs([[2]], "float", {1: long_number}).argument(1) is None
+
+
+# -- experts and transposed convolutions ----------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 3), groups=st.integers(1, 3), ins=st.integers(1, 4),
+    outs=st.integers(1, 4), size=st.lists(st.integers(4, 9), min_size=1, max_size=3),
+    data=st.data(),
+)  # fmt: skip
+def test_transposed_convolutions_agree_with_the_shapes_pytorch_makes(
+    batch: int, groups: int, ins: int, outs: int, size: list[int], data: st.DataObject
+) -> None:
+    """Output on the meta device, FLOPs by torch's counter, bytes by the sizes of its tensors."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import conv_flop_count
+
+    rank = len(size)
+    pick = lambda low, high: [data.draw(st.integers(low, high)) for _ in size]  # noqa: E731
+    kernel, stride, padding, dilation = pick(2, 3), pick(1, 3), pick(0, 1), pick(1, 2)
+    more = [min(s, d, 2) - 1 for s, d in zip(stride, dilation, strict=True)]
+    x = torch.empty(batch, ins * groups, *size, device="meta")
+    w = torch.empty(ins * groups, outs, *kernel, device="meta")
+    out = torch.convolution(x, w, None, stride, padding, dilation, True, more, groups)
+    told = {"stride": stride, "padding": padding, "dilation": dilation}
+    general = {2: "", 3: str(stride), 4: str(padding), 5: str(dilation), 6: "True", 7: str(more),
+               8: str(groups)}  # fmt: skip
+    own = {2: "", 3: str(stride), 4: str(padding), 5: str(more), 6: str(groups), 7: str(dilation)}
+    counted = conv_flop_count(list(x.shape), list(w.shape), list(out.shape), transposed=True)
+    size_in_all = 4 * (x.numel() + w.numel() + out.numel())
+    for op, arguments in ((f"conv_transpose{rank}d", own), ("convolution", general)):
+        seen = inputs([list(x.shape), list(w.shape)], "float", arguments)
+        assert flops(f"aten::{op}", seen) == counted, told
+        assert moved(f"aten::{op}", seen) == size_in_all, told
+
+
+def experts(tokens: int, top: int, count: int = 8, gate: int = 2) -> OpInputs:
+    """A call of vLLM's fused experts: 64 wide, 32 inside."""
+    shapes = [[tokens, 64], [count, 32 * gate, 64], [count, 64, 32], [tokens, top], [tokens, top]]
+    return inputs(shapes, [BF16, BF16, BF16, "float", "int"])
+
+
+@pytest.mark.parametrize("op", ["vllm::outplace_fused_experts", "vllm::inplace_fused_experts"])
+def test_fused_experts_multiply_each_token_by_those_it_is_sent_to(op: str) -> None:
+    # 100 tokens to 2 experts each: 200 rows through [64 x 64] and [32 x 64]
+    assert flops(op, experts(100, 2)) == 2 * 200 * (64 * 64 + 32 * 64) == 2_457_600
+    # tokens in and out, all eight experts' weights, routing weights and numbers
+    weights = 2 * 8 * (64 * 64 + 64 * 32)
+    assert moved(op, experts(100, 2)) == 2 * 2 * 100 * 64 + weights + 200 * 4 + 200 * 4
+
+
+def test_a_brute_force_walk_over_tokens_counts_the_same_products() -> None:
+    for tokens, top, gate in ((1, 1, 1), (7, 2, 2), (40, 3, 2)):
+        work = 0
+        for _token in range(tokens):
+            for _expert in range(top):
+                work += sum(2 for _row in range(32 * gate) for _inner in range(64))
+                work += sum(2 for _row in range(64) for _inner in range(32))
+        assert flops("vllm::outplace_fused_experts", experts(tokens, top, gate=gate)) == work
+
+
+def test_of_few_tokens_it_is_not_told_which_experts_are_read() -> None:
+    assert flops("vllm::outplace_fused_experts", experts(3, 2)) is not None
+    assert moved("vllm::outplace_fused_experts", experts(3, 2)) is None  # 6 rows, 8 experts
+
+
+def test_experts_without_routing_or_of_other_shapes_are_not_guessed() -> None:
+    shapes = [[100, 64], [8, 64, 64], [8, 64, 32], [100, 8]]
+    assert flops("vllm::fused_moe", inputs(shapes, BF16)) is None
+    assert flops("mine::fused_experts", inputs([[4, 4]] * 5, BF16)) is None
+    assert flops("aten::fused_experts", experts(100, 2)) is None
+
+
+def test_grouped_products_of_two_matrices_write_one_result_a_group() -> None:
+    # weight gradients of 8 experts: [64 x 1000] times [1000 x 32], split along the 1000
+    x = inputs([[64, 1000], [1000, 32], [8]], [BF16, BF16, "int"])
+    assert moved("aten::_grouped_mm", x) == 2 * (64 * 1000 + 1000 * 32 + 8 * 64 * 32)
+    assert moved("aten::_grouped_mm", inputs([[64, 1000], [1000, 32]], BF16)) is None

@@ -12,11 +12,26 @@ from advisor.analysis import Analysis
 from advisor.analysis.gaps import CAUSES, GAPS_SCHEMA
 from advisor.ingest import read_trace
 from advisor.testing import TraceBuilder
+from advisor.words import words
 
-REAL = ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "two_ranks_rank1",
-        "nccl_collectives", "h100_bert_small_inference", "b200_eager", "alexnet", "simple_add",
-        "mi250_train", "mi210_gpu_only", "mi300_torch_compile", "triton_example", "event_sync",
-        "event_sync_multi_stream", "old_capitalised_categories"]  # fmt: skip
+REAL = [
+    "a100_train_6steps",
+    "v100_train_copy_heavy",
+    "two_ranks_rank0",
+    "two_ranks_rank1",
+    "nccl_collectives",
+    "h100_bert_small_inference",
+    "b200_eager",
+    "alexnet",
+    "simple_add",
+    "mi250_train",
+    "mi210_gpu_only",
+    "mi300_torch_compile",
+    "triton_example",
+    "event_sync",
+    "event_sync_multi_stream",
+    "old_capitalised_categories",
+]
 
 
 class Scene:
@@ -101,10 +116,18 @@ def held_copy(b: TraceBuilder, us: float, begins: float, lasts: float, kind: str
     correlation = 100_000 + len(b.events)
     start = b.now + begins
     b.call("cudaMemcpyAsync", us, correlation)
-    b.events.append({
-        "ph": "X", "cat": "gpu_memcpy", "name": kind, "pid": 0, "tid": 7, "ts": start, "dur": lasts,
-        "args": {"device": 0, "stream": 7, "correlation": correlation, "bytes": 1000},
-    })  # fmt: skip
+    b.events.append(
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": kind,
+            "pid": 0,
+            "tid": 7,
+            "ts": start,
+            "dur": lasts,
+            "args": {"device": 0, "stream": 7, "correlation": correlation, "bytes": 1000},
+        }
+    )
 
 
 def test_a_pageable_copy_that_holds_the_host():
@@ -239,10 +262,18 @@ def test_a_wait_before_earlier_work_of_the_stream_held_that_and_not_this():
 def test_work_of_no_duration_ends_no_gap():
     s = Scene()
     for ts in (1200, 1307.5 + 10):  # in the gap, and where the second kernel begins
-        s.b.events.append({
-            "ph": "X", "cat": "kernel", "name": "empty", "pid": 0, "tid": 9, "ts": ts, "dur": 0,
-            "args": {"device": 0, "stream": 9, "correlation": 0},
-        })  # fmt: skip
+        s.b.events.append(
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "empty",
+                "pid": 0,
+                "tid": 9,
+                "ts": ts,
+                "dur": 0,
+                "args": {"device": 0, "stream": 9, "correlation": 0},
+            }
+        )
     s.b.loader_wait(300)
     a = s.finish()
     assert blamed(a) == {"loader": 197.5, "dispatch": 2, "launch": 8}
@@ -270,10 +301,18 @@ def test_a_few_microseconds_between_queued_kernels_are_launch_latency():
 def test_a_kernel_whose_launch_is_not_in_the_trace_is_unknown():
     s = Scene()
     s.step.__exit__(None, None, None)
-    s.b.events.append({
-        "ph": "X", "cat": "kernel", "name": "stray", "pid": 0, "tid": 7, "ts": 1300, "dur": 50,
-        "args": {"device": 0, "stream": 7, "correlation": 987_654},
-    })  # fmt: skip
+    s.b.events.append(
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "stray",
+            "pid": 0,
+            "tid": 7,
+            "ts": 1300,
+            "dur": 50,
+            "args": {"device": 0, "stream": 7, "correlation": 987_654},
+        }
+    )
     with s.b.step():
         s.b.host(1000)
     a = s.b.analysis()
@@ -357,10 +396,18 @@ def test_nothing_is_blamed_without_a_device():
 def test_a_call_under_a_range_that_outlasts_its_parent_is_still_found():
     # asynchronous ranges overlap what is around them; the tree must not lose the rest
     s = Scene()
-    s.b.events.append({
-        "ph": "X", "cat": "user_annotation", "name": "async range", "pid": 1000, "tid": 1000,
-        "ts": 1005, "dur": 190, "args": {},
-    })  # fmt: skip
+    s.b.events.append(
+        {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": "async range",
+            "pid": 1000,
+            "tid": 1000,
+            "ts": 1005,
+            "dur": 190,
+            "args": {},
+        }
+    )
     with s.b.op("aten::slow", host_us=299.5):
         pass
     assert blamed(s.finish()) == {"dispatch": 199.5, "launch": 8}
@@ -466,8 +513,12 @@ def test_blame_in_a_real_trace_is_complete_and_agrees_with_a_walk(name, shared_t
     check(Analysis(read_trace(shared_trace(name))), 150)
 
 
-ACTIONS = ("launch", "launch_side", "op", "python", "host", "loader", "sync", "item", "copy",
-           "pageable", "malloc", "wait", "backward", "range", "stray", "graph")  # fmt: skip
+ACTIONS = words(
+    """
+    launch launch_side op python host loader sync item copy pageable malloc wait backward
+    range stray graph
+    """
+)
 actions = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 60)), max_size=14)
 
 
@@ -508,10 +559,18 @@ def act(b: TraceBuilder, action: str, us: int) -> None:
             with b.range("## part ##"):
                 b.host(us)
         case "stray":
-            b.events.append({
-                "ph": "X", "cat": "kernel", "name": "stray", "pid": 0, "tid": 9, "ts": b.now + us,
-                "dur": us, "args": {"device": 0, "stream": 9, "correlation": 0},
-            })  # fmt: skip
+            b.events.append(
+                {
+                    "ph": "X",
+                    "cat": "kernel",
+                    "name": "stray",
+                    "pid": 0,
+                    "tid": 9,
+                    "ts": b.now + us,
+                    "dur": us,
+                    "args": {"device": 0, "stream": 9, "correlation": 0},
+                }
+            )
         case "graph":
             b.graph_launch([("a", us), ("b", 1)])
 
@@ -577,10 +636,18 @@ def test_columns_are_those_of_the_schema():
 def test_device_work_without_any_host_event_is_unknown():
     b = TraceBuilder()
     for ts in (1000, 1200):
-        b.events.append({
-            "ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": ts, "dur": 50,
-            "args": {"device": 0, "stream": 7, "correlation": 1},
-        })  # fmt: skip
+        b.events.append(
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "gemm",
+                "pid": 0,
+                "tid": 7,
+                "ts": ts,
+                "dur": 50,
+                "args": {"device": 0, "stream": 7, "correlation": 1},
+            }
+        )
     a = b.analysis()
     assert blamed(a, 0) == {"unknown": 150}
     assert a.host.is_empty()

@@ -36,9 +36,15 @@ def test_each_instant_of_a_thread_has_one_class():
         b.host(9)
         b.launch("gemm", 1)  # a call until 194.5; runs 197.5 .. 198.5, where the step ends
     assert classes(b.analysis()) == {
-        "loader": 100, "python": 21, "dispatch": 2.5, "launch": 10, "allocation": 30,
-        "unknown": 16, "sync": 15, "unrecorded": 4,
-    }  # fmt: skip
+        "loader": 100,
+        "python": 21,
+        "dispatch": 2.5,
+        "launch": 10,
+        "allocation": 30,
+        "unknown": 16,
+        "sync": 15,
+        "unrecorded": 4,
+    }
 
 
 def test_other_threads_have_their_own_time_and_the_rest_is_unrecorded():
@@ -50,6 +56,46 @@ def test_other_threads_have_their_own_time_and_the_rest_is_unrecorded():
     a = b.analysis()
     other = 1 - int(a.trace.main_thread)
     assert classes(a, other) == {"dispatch": 40.5, "launch": 5, "unrecorded": 100}
+
+
+def test_waiting_for_the_thread_that_runs_backward_is_called_that():
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    node = "autograd::engine::evaluate_function: MulBackward0"
+    with b.step():
+        with b.op("aten::mul", host_us=10):
+            pass
+        for _ in range(2):
+            with b.thread(2000), b.op(node, host_us=40):
+                pass
+            with b.thread(2000):
+                b.host(3)  # the engine looks for the next node
+        b.host(100)
+    found = classes(b.analysis())
+    # from the first node to the last: what comes after it is explained by nothing
+    assert found["autograd"] == pytest.approx(2 * 40.5 + 3, abs=1)
+    assert found["unknown"] == pytest.approx(100 + 3, abs=1)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "<built-in function _cuda_synchronize>",
+        "<built-in method synchronize of torch.cuda.Event object at 0x7f>",
+        "<built-in method item of Tensor object at 0x7f>",
+    ],
+)
+def test_a_built_in_that_waits_for_the_device_is_no_python_work(frame: str):
+    b = TraceBuilder()
+    with b.step(), b.python("train.py(1): step"):
+        b.launch("gemm", 50)
+        with b.python(frame):
+            b.host(300)
+        b.host(20)
+    a = b.analysis()
+    found = classes(a)
+    assert found["sync"] == pytest.approx(300, abs=2)
+    (spot,) = python_hot_spots(a).iter_rows(named=True)
+    assert spot["ns"] == pytest.approx(20e3, abs=2e3)
 
 
 REAL = ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "nccl_collectives",
@@ -99,10 +145,18 @@ def trees(draw):
 def test_the_timeline_is_the_innermost_operator_at_each_instant(events):
     b = TraceBuilder(gpu=None)
     for number, (thread, start, dur) in enumerate(events):
-        b.events.append({
-            "ph": "X", "cat": "cpu_op", "name": f"op{number}", "pid": 1, "tid": thread,
-            "ts": start, "dur": dur, "args": {},
-        })  # fmt: skip
+        b.events.append(
+            {
+                "ph": "X",
+                "cat": "cpu_op",
+                "name": f"op{number}",
+                "pid": 1,
+                "tid": thread,
+                "ts": start,
+                "dur": dur,
+                "args": {},
+            }
+        )
     a = b.analysis()
     cpu, line = a.trace.cpu, a.timeline
     ts, end = cpu["ts"].to_numpy(), (cpu["ts"] + cpu["dur"]).to_numpy()

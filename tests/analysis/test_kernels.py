@@ -11,7 +11,7 @@ import pytest
 
 from advisor.analysis import Analysis
 from advisor.analysis.kernel_names import describe
-from advisor.analysis.launches import nearest
+from advisor.analysis.stacks import climb
 from advisor.hardware import lookup
 from advisor.ingest import read_trace
 from advisor.testing import TraceBuilder
@@ -59,8 +59,19 @@ def test_several_main_kernels_share_by_duration() -> None:
 def test_the_two_gradients_of_a_convolution_cost_the_same_where_names_tell_them() -> None:
     shapes = [[1, 8, 10, 10], [1, 4, 10, 10], [8, 4, 3, 3], [], [], [], [], [], [], [], []]
     kinds = [*["float"] * 3, *["Scalar"] * 8]
-    arguments = ["", "", "", "[8]", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1",
-                 "[True, True, False]"]  # fmt: skip
+    arguments = [
+        "",
+        "",
+        "",
+        "[8]",
+        "[1, 1]",
+        "[1, 1]",
+        "[1, 1]",
+        "False",
+        "[0, 0]",
+        "1",
+        "[True, True, False]",
+    ]
     once = 2 * 100 * 8 * 4 * 9
 
     def record(*names: str) -> list:
@@ -378,8 +389,9 @@ def test_copies_are_listed_beside_the_kernels_they_are_compared_with() -> None:
     assert b.analysis().hot_kernels["name"].to_list() == ["ampere_sgemm_32x32_nn"]
 
 
-@pytest.mark.parametrize("name", ["no_gpu_rank", "cupti_counters", "mi210_gpu_only",
-                                  "old_capitalised_categories"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["no_gpu_rank", "cupti_counters", "mi210_gpu_only", "old_capitalised_categories"]
+)
 def test_reduced_traces_give_frames_of_the_same_columns(name: str, shared_trace) -> None:
     full = TraceBuilder("A100")
     with full.step():
@@ -413,4 +425,4 @@ def test_the_nearest_ancestor_is_found_as_by_walking_up_one_by_one(seed: int) ->
             row = int(parent[row])
         return row
 
-    assert nearest(parent, rows, wanted).tolist() == [walk(int(row)) for row in rows]
+    assert climb(parent, wanted, rows).tolist() == [walk(int(row)) for row in rows]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from advisor.advice.pricing import exposed
 from advisor.analysis import Analysis
 from advisor.analysis.moments import broken_regions, graph_breaks, step_starts
 from advisor.ingest import read_trace
 from advisor.model import Edit, Select
 from advisor.testing import TraceBuilder
+from advisor.whatif.exposed import exposed
 
 
 def test_a_step_begins_with_the_time_to_the_first_work_launched_in_it() -> None:

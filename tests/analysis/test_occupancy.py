@@ -36,9 +36,15 @@ LIMITS: dict[tuple[int, int], tuple[int, int, int, int]] = {
 def device(compute: tuple[int, int], sms: int = 100) -> Device:
     threads, registers, shared, optin = LIMITS[compute]
     return Device(
-        0, sms=sms, compute=compute, max_threads_per_sm=threads, registers_per_sm=registers,
-        shared_per_sm=shared, shared_per_block_optin=optin, warp_size=32,
-    )  # fmt: skip
+        0,
+        sms=sms,
+        compute=compute,
+        max_threads_per_sm=threads,
+        registers_per_sm=registers,
+        shared_per_sm=shared,
+        shared_per_block_optin=optin,
+        warp_size=32,
+    )
 
 
 def blocks(compute: tuple[int, int], threads: int, registers: int, shared: int = 0) -> float:
@@ -99,10 +105,16 @@ def test_an_unknown_device_has_no_figure() -> None:
     known = device((8, 0))
     for unknown in (
         Device(0),
-        Device(0, compute=(99, 0), max_threads_per_sm=2048, registers_per_sm=65536,
-               shared_per_sm=167936, warp_size=32),
+        Device(
+            0,
+            compute=(99, 0),
+            max_threads_per_sm=2048,
+            registers_per_sm=65536,
+            shared_per_sm=167936,
+            warp_size=32,
+        ),
         Device(0, compute=(9, 0), max_threads_per_sm=2048, shared_per_sm=65536, warp_size=64),
-    ):  # fmt: skip
+    ):
         assert active_blocks(one, one, one, unknown) is None
     assert active_blocks(one, one, one, known, amd=True) is None
 
@@ -174,9 +186,15 @@ def test_random_launches_agree_with_nvidias_own_header(
 
 @pytest.mark.parametrize(
     "name",
-    ["a100_train_6steps", "v100_train_copy_heavy", "h100_bert_small_inference", "b200_eager",
-     "nccl_collectives", "alexnet"],
-)  # fmt: skip
+    [
+        "a100_train_6steps",
+        "v100_train_copy_heavy",
+        "h100_bert_small_inference",
+        "b200_eager",
+        "nccl_collectives",
+        "alexnet",
+    ],
+)
 def test_occupancy_agrees_with_what_kineto_wrote_up_to_rounding(name: str, shared_trace) -> None:
     """Kineto asks cudaOccMaxActiveBlocksPerMultiprocessor, without opt-in to large shared memory,
     so its 0 for more than 48 KiB a block is wrong; ours is not."""

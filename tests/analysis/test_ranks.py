@@ -433,8 +433,8 @@ def test_figures_equal_those_of_the_job_that_was_simulated(data: st.DataObject) 
     for rank, offset in enumerate(offsets):
         # the reference may be any rank; the differences are what is measured
         assert found.offset_ns[0] - found.offset_ns[rank] == (offset - offsets[0]) * 1000
-    if any(row["outlier"] for a in ranks.values() for row in a.steps.table.iter_rows(named=True)):
-        return
+    if not all(a.steps.table["used"].all() for a in ranks.values()):
+        return  # one is an outlier, or so short at the end that the profiler stopped inside it
     result = skew(ranks, found)
     for rank in range(count):
         last = caused = waited = 0.0

@@ -205,9 +205,15 @@ def test_forward_operators_of_a_real_recording_are_those_autograd_names(tmp_path
     assert json.loads(path.read_text())["traceEvents"]
     trace = read_trace(str(path))
     owner, names = forward_ops(trace), trace.cpu["name"].cast(str).to_list()
-    expected = {"MeanBackward0": "mean", "PowBackward0": "pow", "LogBackward0": "log",
-                "MulBackward0": "mul", "SoftmaxBackward0": "_softmax", "ReluBackward0": "relu",
-                "AddmmBackward0": "addmm"}  # fmt: skip
+    expected = {
+        "MeanBackward0": "mean",
+        "PowBackward0": "pow",
+        "LogBackward0": "log",
+        "MulBackward0": "mul",
+        "SoftmaxBackward0": "_softmax",
+        "ReluBackward0": "relu",
+        "AddmmBackward0": "addmm",
+    }
     seen = [
         (expected[name], names[owner[row]])
         for row, name in enumerate(names)

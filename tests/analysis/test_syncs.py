@@ -164,11 +164,18 @@ def held(b: TraceBuilder, us: float, begins: float, lasts: float, memory: str, a
     correlation = 100_000 + len(b.events)
     start = b.now + begins
     b.call(api, us, correlation)
-    b.events.append({
-        "ph": "X", "cat": "gpu_memcpy", "name": f"Memcpy DtoH (Device -> {memory})", "pid": 0,
-        "tid": 7, "ts": start, "dur": lasts,
-        "args": {"device": 0, "stream": 7, "correlation": correlation, "bytes": 4},
-    })  # fmt: skip
+    b.events.append(
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": f"Memcpy DtoH (Device -> {memory})",
+            "pid": 0,
+            "tid": 7,
+            "ts": start,
+            "dur": lasts,
+            "args": {"device": 0, "stream": 7, "correlation": correlation, "bytes": 4},
+        }
+    )
 
 
 def test_a_pageable_copy_blocks_by_itself_and_its_sync_does_not_count_again():
@@ -296,13 +303,25 @@ def test_event_syncs_by_record_and_by_time():
             b.host(50)
             b.launch("gemm", 10)  # called at 190, runs from 198
         if rows:
-            b.events.append({
-                "ph": "X", "cat": "cuda_sync", "name": "Event Sync", "pid": 0, "tid": 7,
-                "ts": start, "dur": 129, "args": {
-                    "cuda_sync_kind": "Event Sync", "stream": -1, "correlation": call,
-                    "wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": record, "device": 0,
-                },
-            })  # fmt: skip
+            b.events.append(
+                {
+                    "ph": "X",
+                    "cat": "cuda_sync",
+                    "name": "Event Sync",
+                    "pid": 0,
+                    "tid": 7,
+                    "ts": start,
+                    "dur": 129,
+                    "args": {
+                        "cuda_sync_kind": "Event Sync",
+                        "stream": -1,
+                        "correlation": call,
+                        "wait_on_stream": 7,
+                        "wait_on_cuda_event_record_corr_id": record,
+                        "device": 0,
+                    },
+                }
+            )
         sync = only(b.analysis())
         assert sync["kind"] == "event"
         assert sync["bubble_ts"] == released

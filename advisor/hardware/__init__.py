@@ -12,9 +12,9 @@ from importlib.resources import files
 
 import msgspec
 
-from advisor.hardware.gpu import Gpu, Link, Pcie, Peaks, Source, canonical_dtype
+from advisor.hardware.gpu import Document, GpuSpec, Link, Pcie, Peaks, canonical_dtype
 
-__all__ = ["Gpu", "Link", "Pcie", "Peaks", "Source", "canonical_dtype", "known", "lookup"]
+__all__ = ["Document", "GpuSpec", "Link", "Pcie", "Peaks", "canonical_dtype", "known", "lookup"]
 
 # Drivers keep some memory back, and ECC on GDDR takes another sixteenth: a T4 sold with 16 GiB
 # reports 14.8 (0.92). The nearest different memory size of one chip is 10 of 12 GiB (0.83).
@@ -22,10 +22,10 @@ _LEAST_MEMORY, _MOST_MEMORY = 0.88, 1.01
 
 
 @cache
-def known() -> tuple[Gpu, ...]:
+def known() -> tuple[GpuSpec, ...]:
     """All GPUs of the data file, in its order."""
     data = files(__name__).joinpath("gpus.json").read_bytes()
-    return msgspec.json.decode(data, type=tuple[Gpu, ...])
+    return msgspec.json.decode(data, type=tuple[GpuSpec, ...])
 
 
 def lookup(
@@ -34,7 +34,7 @@ def lookup(
     sms: int | None = None,
     memory_bytes: int | None = None,
     compute: tuple[int, int] | None = None,
-) -> Gpu | None:
+) -> GpuSpec | None:
     """Find a GPU by the name its driver reports, as in `deviceProperties[].name` of a trace.
 
     The whole name has to match ("RTX 3090" is not "RTX 3090 Ti", nor its laptop namesake), up to
@@ -57,7 +57,7 @@ def lookup(
 
 
 def _fits(
-    gpu: Gpu, sms: int | None, memory_bytes: int | None, compute: tuple[int, int] | None
+    gpu: GpuSpec, sms: int | None, memory_bytes: int | None, compute: tuple[int, int] | None
 ) -> bool:
     """Whether what was reported of a device, as far as it was, is true of `gpu`."""
     if sms is not None and sms != gpu.sms:
@@ -76,10 +76,10 @@ def _key(name: str) -> str:
 
 
 @cache
-def _index() -> tuple[dict[str, tuple[Gpu, ...]], dict[str, tuple[Gpu, ...]]]:
+def _index() -> tuple[dict[str, tuple[GpuSpec, ...]], dict[str, tuple[GpuSpec, ...]]]:
     """GPUs by their own names, and by the names they share with other devices."""
-    by_name: dict[str, tuple[Gpu, ...]] = {}
-    by_generic_name: dict[str, tuple[Gpu, ...]] = {}
+    by_name: dict[str, tuple[GpuSpec, ...]] = {}
+    by_generic_name: dict[str, tuple[GpuSpec, ...]] = {}
     for gpu in known():
         for index, names in ((by_name, gpu.names), (by_generic_name, gpu.generic_names)):
             # The vendor is dropped from names, so two spellings may come to the same key.

@@ -80,14 +80,31 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """GB/s (1e9 bytes/s) in ONE direction; vendors usually print both directions summed."""
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A public document that figures were taken from."""
 
     title: str
     url: str
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What somebody measured, and where it can be read."""
+
+    rate: float
+    """TFLOP/s of a matrix product, or GB/s (1e9 bytes/s) of memory, read and written together."""
+    source: Document
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rates that public benchmarks reached on this GPU; what is not in it was not found."""
+
+    matmul: dict[str, Rate] = {}
+    """Fastest matrix product of a search over sizes, by the format of the inputs."""
+    memory: Rate | None = None
+    """STREAM triad or copy over arrays much larger than the caches."""
+
+
+class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One GPU as a framework sees it: a device of a trace, so one GCD of an MI250.
 
     Every rate is what the vendor publishes, a ceiling that no kernel reaches; None is "not known"
@@ -127,8 +144,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     optional bridge, or where they differ from peer to peer."""
     note: str | None
     """How the figures were derived where they are not printed as such, and what to know of them."""
-    sources: tuple[Source, ...]
+    sources: tuple[Document, ...]
     """Where the figures come from."""
+    measured: Measured = Measured()
+    """What benchmarks reached, where one was found."""
 
     def peak(self, dtype: str) -> float | None:
         """Dense peak of matrix multiplication in `dtype`, FLOP/s (OP/s for int8).
@@ -139,6 +158,21 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         canonical = canonical_dtype(dtype)
         tflops: float | None = getattr(self.peak_tflops, canonical) if canonical else None
         return None if tflops is None else tflops * 1e12
+
+    def measured_matmul(self, dtype: str) -> Rate | None:
+        """The fastest matrix product that was measured in `dtype`, TFLOP/s; None: none was found.
+
+        fp16 and bf16 stand for each other where the chip does both at one rate: the same units
+        multiply them.
+        """
+        canonical = canonical_dtype(dtype)
+        if canonical is None:
+            return None
+        found = self.measured.matmul.get(canonical)
+        twin = {"fp16": "bf16", "bf16": "fp16"}.get(canonical)
+        if found is None and twin is not None and self.peak(twin) == self.peak(canonical):
+            found = self.measured.matmul.get(twin)
+        return found
 
     @property
     def bandwidth(self) -> float:

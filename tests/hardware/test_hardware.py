@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from advisor import hardware
-from advisor.hardware import Gpu, lookup
+from advisor.hardware import GpuSpec, lookup
 
 GPUS = hardware.known()
 by_gpu = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 GiB = 2**30
 
 
-def find(name: str, **seen: object) -> Gpu:
+def find(name: str, **seen: object) -> GpuSpec:
     gpu = lookup(name, **seen)  # type: ignore[arg-type]
     assert gpu is not None, name
     return gpu
@@ -25,7 +25,7 @@ def find(name: str, **seen: object) -> Gpu:
 
 
 @by_gpu
-def test_every_entry_names_its_sources(gpu: Gpu) -> None:
+def test_every_entry_names_its_sources(gpu: GpuSpec) -> None:
     assert gpu.sources
     for source in gpu.sources:
         assert source.title and source.url.startswith("https://")
@@ -38,7 +38,7 @@ def test_names_are_unique() -> None:
 
 
 @by_gpu
-def test_peaks_rise_as_formats_shrink(gpu: Gpu) -> None:
+def test_peaks_rise_as_formats_shrink(gpu: GpuSpec) -> None:
     order = [gpu.peak(dtype) for dtype in ("fp64", "fp32", "tf32", "bf16", "fp8")]
     present = [peak for peak in order if peak is not None]
     assert present == sorted(present)
@@ -64,6 +64,7 @@ PER_CLOCK = {
     "sm_90": (256, 4096),
     "gfx90a": (256, 1024),
     "gfx942": (256, 2048),
+    "gfx950": (256, 4096),
     "sm_120": (256, 1024),
 }
 
@@ -71,11 +72,13 @@ PER_CLOCK = {
 @pytest.mark.parametrize(
     "gpu", [gpu for gpu in GPUS if gpu.boost_mhz is not None], ids=lambda gpu: gpu.name
 )
-def test_peaks_are_the_chips_dense_arithmetic(gpu: Gpu) -> None:
+def test_peaks_are_the_chips_dense_arithmetic(gpu: GpuSpec) -> None:
     assert gpu.boost_mhz is not None
     fp32, fp16 = PER_CLOCK[gpu.arch]
-    if "GeForce" in gpu.name:
-        fp16 //= 2  # with fp32 accumulation GeForce cards run at half the rate of the chip
+    if "GeForce" in gpu.name or gpu.name == "NVIDIA L40":
+        fp16 //= (
+            2  # with fp32 accumulation GeForce cards run at half the rate of the chip, L40s too
+        )
     clocks = gpu.sms * gpu.boost_mhz * 1e6
     assert gpu.peak("fp32") == pytest.approx(fp32 * clocks, rel=0.02)
     dense = gpu.peak("fp16")
@@ -108,6 +111,23 @@ def test_peaks_are_the_chips_dense_arithmetic(gpu: Gpu) -> None:
         ("AMD Instinct MI250X", "bf16", 191, 1638),
         ("AMD Instinct MI300X", "bf16", 1307, 5325),
         ("AMD Instinct MI325X", "bf16", 1307, 6000),
+        ("Tesla V100S-PCIE-32GB", "fp16", 130, 1134),
+        ("NVIDIA A30", "bf16", 165, 933),
+        ("NVIDIA A40", "bf16", 149.7, 696),
+        ("NVIDIA RTX A6000", "bf16", 154.8, 768),
+        ("NVIDIA L40", "bf16", 181.05, 864),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.2, 960),
+        ("NVIDIA H200 NVL", "bf16", 835.5, 4800),
+        ("NVIDIA GH200 480GB", "bf16", 989, 4000),
+        ("NVIDIA B300 SXM6 AC", "bf16", 2250, 8000),
+        ("NVIDIA GB300", "bf16", 2500, 8000),
+        ("NVIDIA GeForce RTX 2080 Ti", "fp16", 53.8, 616),
+        ("NVIDIA TITAN RTX", "fp16", 130.5, 672),
+        ("NVIDIA GeForce RTX 3070", "bf16", 40.6, 448),
+        ("NVIDIA GeForce RTX 5070 Ti", "bf16", 87.9, 896),
+        ("AMD Instinct MI300A", "bf16", 980.6, 5300),
+        ("AMD Instinct MI350X", "bf16", 2307, 8000),
+        ("AMD Instinct MI355X", "bf16", 2517, 8000),
     ],
 )
 def test_peaks_are_dense(name: str, dtype: str, tflops: float, gb_per_s: float) -> None:
@@ -117,7 +137,7 @@ def test_peaks_are_dense(name: str, dtype: str, tflops: float, gb_per_s: float) 
 
 
 @by_gpu
-def test_pcie_is_one_direction_after_line_encoding(gpu: Gpu) -> None:
+def test_pcie_is_one_direction_after_line_encoding(gpu: GpuSpec) -> None:
     if gpu.pcie is None:
         assert gpu.pcie_bandwidth is None
         return
@@ -193,7 +213,7 @@ def test_devices_of_public_traces_are_found(
 
 
 @by_gpu
-def test_every_name_finds_its_entry(gpu: Gpu) -> None:
+def test_every_name_finds_its_entry(gpu: GpuSpec) -> None:
     for name in (*gpu.names, *gpu.generic_names):
         seen = {"sms": gpu.sms, "memory_bytes": gpu.memory_bytes, "compute": gpu.compute}
         assert find(name, **seen) is gpu
@@ -217,22 +237,59 @@ def test_memory_held_back_by_driver_and_ecc_does_not_hide_a_gpu(name: str, mebib
         " ",
         "NVIDIA",
         "Some Future GPU",
-        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 3090 Ti Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA GeForce RTX 5090 D",
         "NVIDIA A10G",
         "NVIDIA A100-SXM-64GB",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-        "NVIDIA H200 NVL",
-        "NVIDIA GH200 480GB",
+        "NVIDIA H200 NVL-8",
+        "NVIDIA GH200",
         "GRID A100-10C",
-        "AMD Instinct MI300A",
+        "AMD Instinct MI308X",
         "AMD Radeon Graphics",
     ],
 )
 def test_other_devices_are_unknown(name: str | None) -> None:
     assert lookup(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 3090"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 4080"),
+        ("NVIDIA H200 NVL", "NVIDIA H200"),
+        ("AMD Instinct MI300A", "AMD Instinct MI300X"),
+    ],
+)
+def test_a_longer_name_is_another_card(name: str, other: str) -> None:
+    assert find(name) is not find(other)
+
+
+@by_gpu
+def test_what_was_measured_has_a_source_and_could_be(gpu: GpuSpec) -> None:
+    """No benchmark moves more than the memory's pins do; GeForce cards clock above what is
+    published, by some 10 %, and an H200 NVL by 2 %."""
+    for dtype, rate in gpu.measured.matmul.items():
+        assert rate.source.url.startswith("https://")
+        peak = gpu.peak(dtype)
+        assert peak is not None
+        assert 0.5 * peak < rate.rate * 1e12 < 1.11 * peak
+    memory = gpu.measured.memory
+    if memory is not None:
+        assert memory.source.url.startswith("https://")
+        assert 0.65 * gpu.bandwidth < memory.rate * 1e9 < gpu.bandwidth
+
+
+def test_sixteen_bit_formats_stand_for_each_other_where_they_run_alike() -> None:
+    a100 = find("NVIDIA A100-SXM4-80GB")
+    assert a100.measured_matmul("c10::Half") == a100.measured_matmul("bf16")
+    v100 = find("Tesla V100-SXM2-16GB")
+    assert v100.measured_matmul("fp16") is not None
+    assert v100.measured_matmul("bf16") is None  # it has no unit for it
+    assert a100.measured_matmul("fp32") is None  # nobody's figure was found
 
 
 def test_a_slice_of_a_gpu_is_unknown() -> None:

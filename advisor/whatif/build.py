@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.analysis.names import matches
+from advisor.analysis.names import WORKERS, matches
 from advisor.analysis.steps import OUTLIER_FACTOR, rhythm
 from advisor.whatif.device import DeviceWork, device_nodes, device_work, stream_edges
-from advisor.whatif.edits import HAND_BATCH_NS
+from advisor.whatif.edges import EdgeList
 from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 from advisor.whatif.handover import Handover, find_handovers
-from advisor.whatif.points import WORKERS, Points, launches, loaders, waits
+from advisor.whatif.latencies import measure
+from advisor.whatif.points import HAND_BATCH_NS, Points, launches, loaders, waits
 from advisor.whatif.release import release_edges
 
 if TYPE_CHECKING:
@@ -66,15 +67,14 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     """The graph of the given steps (rows of the steps table; default: representative ones)."""
     trace = a.trace
     steps = representative_steps(a) if steps is None else steps
-    table = a.steps.table[steps[0] : steps[1]]
+    table = a.steps.marks[steps[0] : steps[1]]
     bounds = np.append(table["ts"].to_numpy(), _host_end(trace, table)).astype(np.int64)
     start, end = int(bounds[0]), int(bounds[-1])
-    facts: dict[str, float] = {}
 
     points = Points()
     waiting = waits(trace, start, end)
     launching = launches(trace, start, end)
-    loading = loaders(trace, start, end)
+    loading = loaders(trace, start, end, (end - start) / table.height)
     cpu_ts = trace.cpu["ts"].to_numpy()
     cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
     cpu_thread = trace.cpu["thread"].to_numpy()
@@ -101,18 +101,18 @@ def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
 
     team = _working_for(main, handovers)
-    work = device_work(trace, start, end, facts, team)
+    work = device_work(trace, start, end, team, waiting)
     graph = _join(trace, thread, time, kind, row, work, start)
-    edges = _Edges(graph)
+    graph.latencies = measure(work)
+    edges = EdgeList(graph)
     _program(edges, graph)
-    release_edges(trace, graph, edges, work, facts)
+    release_edges(trace, graph, edges, work)
     _loader(edges, graph, trace)
     _handover(edges, graph, handovers, start)
-    stream_edges(trace, graph, edges, work, facts)
+    stream_edges(trace, graph, edges, work)
     edges.store()
     graph.steps = steps
     graph.turn = _turn(a, *steps)
-    graph.facts = facts
     graph.starts = _boundaries(graph, bounds - start)
     graph.last = _last_work(trace, graph, work, bounds)
     graph.others = np.setdiff1d(work.lane, work.lane[work.ours])
@@ -179,56 +179,6 @@ def _join(
     )
 
 
-class _Edges:
-    """Collects edges in columns; a later edge may replace the program edge into a node."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self._parts: list[tuple[Array, ...]] = []
-
-    def add(
-        self, src: Array, dst: Array, weight: Array | float, kind: Edge, *, from_start: bool = False
-    ) -> None:
-        """Append edges; those that do not lead forward in the node order are left out."""
-        src, dst = np.asarray(src, dtype=np.int64), np.asarray(dst, dtype=np.int64)
-        weight = np.broadcast_to(np.asarray(weight, dtype=float), src.shape)
-        good = src < dst
-        count = int(good.sum())
-        self._parts.append(
-            (
-                src[good],
-                dst[good],
-                weight[good],
-                np.full(count, kind, dtype=np.uint8),
-                np.full(count, from_start),
-            )
-        )
-
-    def drop_program(self, nodes: Array) -> None:
-        """Forget the program edges into these nodes: something else decides when they come."""
-        self._parts = [
-            tuple(c[~((p[3] == Edge.PROGRAM) & np.isin(p[1], nodes))] for c in p)
-            for p in self._parts
-        ]
-
-    def shorten(self, src: Array, dst: Array, weight: Array) -> None:
-        """Cut the program edges between pairs of points down to ``weight``."""
-        limit = np.full(len(self.graph), np.inf)
-        limit[dst] = weight
-        source = np.full(len(self.graph), -1, dtype=np.int64)
-        source[dst] = src
-        for part in self._parts:
-            at = (part[3] == Edge.PROGRAM) & (source[part[1]] == part[0])
-            part[2][at] = np.minimum(part[2][at], limit[part[1][at]])
-
-    def store(self) -> None:
-        """Put them into the graph, ordered by the node they lead into."""
-        columns = [np.concatenate(c) for c in zip(*self._parts, strict=True)]
-        order = np.argsort(columns[1], kind="stable")
-        g = self.graph
-        g.src, g.dst, g.weight, g.edge, g.from_start = (c[order] for c in columns)
-
-
 def _same_as_before(values: Array) -> Array:
     """Which values equal the one before them; the first never does."""
     same = np.zeros(len(values), dtype=bool)
@@ -236,7 +186,7 @@ def _same_as_before(values: Array) -> Array:
     return same
 
 
-def _program(edges: _Edges, graph: Graph) -> None:
+def _program(edges: EdgeList, graph: Graph) -> None:
     """Host time between consecutive points of a thread; the first of each hangs on the source."""
     host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
@@ -247,7 +197,7 @@ def _program(edges: _Edges, graph: Graph) -> None:
     edges.add(src, dst, graph.time[dst] - graph.time[src], Edge.PROGRAM)
 
 
-def _loader(edges: _Edges, graph: Graph, trace: Trace) -> None:
+def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     """A starved loader delivers at the rate of its workers, however early it is asked. Without
     workers the call is host time; its rate edge is there, switched off, for edits that spread
     the work over workers."""
@@ -268,7 +218,7 @@ def _loader(edges: _Edges, graph: Graph, trace: Trace) -> None:
     edges.add(before, loaded, rate, Edge.LOADER)
 
 
-def _handover(edges: _Edges, graph: Graph, found: Handover, start: int) -> None:
+def _handover(edges: EdgeList, graph: Graph, found: Handover, start: int) -> None:
     marks = np.flatnonzero(graph.kind == Node.MARK)
     at = {
         (int(lane), round(time)): int(node)
@@ -290,7 +240,10 @@ def _handover(edges: _Edges, graph: Graph, found: Handover, start: int) -> None:
     for (src, dst), real in zip(pairs_of, forward, strict=True):
         pairs = np.unique(np.stack([src[real], dst[real]]), axis=1)
         edges.add(pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], Edge.HANDOVER)
-    graph.hard["thread hand-overs"] = np.unique(woken)
+    silent = np.zeros(len(graph))
+    silent[back[forward[1]]] = (graph.time[back] - graph.time[left])[forward[1]]
+    woken = np.unique(woken)
+    graph.hard["thread hand-overs"] = woken, silent[woken]
 
 
 def _boundaries(graph: Graph, bounds: Array) -> Array:

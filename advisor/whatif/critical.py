@@ -10,6 +10,10 @@ import polars as pl
 
 from advisor.whatif.graph import NEVER, Array, Edge, Graph, Node
 
+NEAR = 0.02
+"""A way back over a busy device may leave this share of it to gaps: where a device hardly idles,
+the host that launches just in time is critical as well, and yet nothing gets shorter with it."""
+
 
 class Path(NamedTuple):
     """The chain of binding edges back from the last completion, latest first, in columns.
@@ -24,35 +28,55 @@ class Path(NamedTuple):
 
 
 def critical_path(graph: Graph, time: Array, weight: Array, dur: Array, src: Array) -> Path:
-    """Follow from each node the edge that arrived last, from the last completion to the source."""
+    """Follow from each node the edge that arrived last, from the last completion to the source.
+    Of two that arrive almost together (see ``NEAR``), the one over the device."""
     if not len(graph.dst):  # nothing happened in these steps
         nothing = np.zeros(0, dtype=np.int64)
         return Path(edge=nothing, node=nothing, ns=np.zeros(0))
-    finals = [int(graph.starts[-1]), *graph.last[-1].tolist()] if graph.last else [0]
-    binding = _binding(graph, time, weight, dur, src)
-    before = np.where(binding >= 0, src[binding], 0).tolist()
-    node = max(finals, key=lambda n: time[n])
-    chain = []
+    host, work = int(graph.starts[-1]), graph.last[-1].tolist() if graph.last else []
+    binding, stream = _binding(graph, time, weight, dur, src)
+    node = max([host, *work], key=lambda n: time[n])
+    end, left = float(time[node]), 0.0
+    device = max(work, key=lambda n: time[n], default=host)
+    if time[device] >= (1 - NEAR) * end:
+        node, left = device, end - float(time[device])
+    start = (time - dur).tolist()
+    arrived = np.where(stream >= 0, time[src[stream]] + weight[stream], NEVER).tolist()
+    source, last, over = src.tolist(), binding.tolist(), stream.tolist()
+    launched = (graph.edge[np.maximum(binding, 0)] == Edge.LAUNCH).tolist()
+    chain, chosen = [], []
     while node > 0:  # a walk: each node is known only from the one after it
+        edge = last[node]
+        if launched[node] and edge >= 0:
+            gap = start[node] - arrived[node]
+            if left + gap <= NEAR * (end - start[node]):
+                edge, left = over[node], left + gap
+        if edge < 0:
+            break
         chain.append(node)
-        node = before[node]
-    nodes = np.array(chain, dtype=np.int64)
-    edges = binding[nodes]
-    nodes, edges = nodes[edges >= 0], edges[edges >= 0]
+        chosen.append(edge)
+        node = source[edge]
+    nodes, edges = np.array(chain, dtype=np.int64), np.array(chosen, dtype=np.int64)
     begin = time[nodes] - dur[nodes]
-    work = dur[nodes] > 0
+    worked = dur[nodes] > 0
+    # what the host still did when the device was done is its own
+    rest = binding[[host]] if chain and chain[0] != host else binding[:0]
+    tail = np.full(len(rest), end - time[nodes[0]] if chain else 0.0)
     return Path(
-        edge=np.concatenate([np.full(int(work.sum()), -1), edges]),
-        node=np.concatenate([nodes[work], nodes]),
-        ns=np.concatenate([dur[nodes[work]], begin - time[src[edges]]]),
+        edge=np.concatenate([np.full(int(worked.sum()), -1), edges, rest]),
+        node=np.concatenate([nodes[worked], nodes, np.full(len(rest), host)]),
+        ns=np.concatenate([dur[nodes[worked]], begin - time[src[edges]], tail]),
     )
 
 
-def _binding(graph: Graph, time: Array, weight: Array, dur: Array, src: Array) -> Array:
-    """For each node the edge that arrives last, -1: none."""
+def _binding(
+    graph: Graph, time: Array, weight: Array, dur: Array, src: Array
+) -> tuple[Array, Array]:
+    """For each node the edge that arrives last, and that of its stream; -1: none."""
     binding = np.full(len(graph), -1, dtype=np.int64)
-    if not len(graph.dst):
-        return binding
+    stream = binding.copy()
+    mine = np.flatnonzero((graph.edge == Edge.STREAM) & (weight > NEVER))
+    stream[graph.dst[mine]] = mine
     value = np.where(graph.from_start, weight - dur[src], weight)
     arrive = time[src] + value
     # contention that did not come about
@@ -63,7 +87,7 @@ def _binding(graph: Graph, time: Array, weight: Array, dur: Array, src: Array) -
     count = np.diff(np.append(starts, len(arrive)))
     last = np.flatnonzero(arrive >= np.repeat(latest, count))
     binding[graph.dst[last[::-1]]] = last[::-1]
-    return binding
+    return binding, stream
 
 
 def composition(

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.whatif.graph import Array, Edge, Graph, Node
+from advisor.whatif.latencies import REACH_NS, median_or
 
 if TYPE_CHECKING:
     from advisor.trace import Trace
+    from advisor.whatif.edges import EdgeList
 
-LATENCY_NS, GAP_NS = 2_000.0, 1_500.0
-"""Launch latency and gap between kernels of one stream where the trace shows too few of them."""
-MAX_LATENCY_NS, MAX_STAGING_NS = 50_000, 2_000_000
-"""Measured on idle streams: 1 to 17 µs for kernels, 55 to 260 µs to stage a pageable copy."""
 TOLERANCE_NS = 5_000
 """A start within this of what its edges allow is explained."""
-REACH_NS = 15_000
-"""How long after another stream's work a released start may come: event and scheduling latency."""
 SLACK_NS = 1_500
 """Timestamps of one trace may be rounded to whole µs and disagree by that much."""
-ENOUGH = 5
 LONG_CALL = 1.5
 """Launch calls beyond this times the median of their name are measured apart."""
-
-
-class EdgeSink(Protocol):
-    """What collects edges."""
-
-    def add(
-        self, src: Array, dst: Array, weight: Array | float, kind: Edge, *, from_start: bool = False
-    ) -> None:
-        """Append edges."""
 
 
 class DeviceWork(NamedTuple):
@@ -66,11 +52,15 @@ class DeviceWork(NamedTuple):
 
 
 def device_work(
-    trace: Trace, start: int, end: int, facts: dict[str, float], threads: list[int]
+    trace: Trace,
+    start: int,
+    end: int,
+    threads: list[int],
+    held: Array,
 ) -> DeviceWork:
     """Device rows launched in [start, end), or running in it when their launch is not known or
-    lies before. Measures launch latency and stream gaps into ``facts``. ``threads``: see
-    ``DeviceWork.ours``."""
+    lies before. ``threads``: see ``DeviceWork.ours``. ``held``: rows of ``trace.cpu`` that may
+    block the host."""
     gpu = trace.gpu.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     launch = gpu["launch"].fill_null(-1).to_numpy()
     ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
@@ -97,14 +87,12 @@ def device_work(
         group=group,
         groups=groups,
         kind=gpu["kind"].to_physical().to_numpy().astype(np.int64),
-        own=_own_time(trace, gpu, launch),
+        own=_own_time(trace, gpu, launch, held),
         previous=np.zeros(0, dtype=np.int64),
         ours=np.ones(len(launch), dtype=bool),
         team=threads,
     )
-    work = work._replace(previous=_previous(work), ours=_ours(trace, work))
-    _measure(work, facts)
-    return work
+    return work._replace(previous=_previous(work), ours=_ours(trace, work))
 
 
 def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list[str]]:
@@ -154,16 +142,17 @@ def _ours(trace: Trace, work: DeviceWork) -> Array:
     return ours
 
 
-def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array) -> Array:
+def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array, held: Array) -> Array:
     """Length of each launch call: the device learns of the work as the call returns. 0 for
-    unknown calls and for copies that hold their call until they are done."""
+    unknown calls and for those that last until their work is done (``held``, with pageable
+    copies, whether they were held this time or not)."""
     own = np.zeros(len(launch))
     known = launch >= 0
     if known.any():
         own[known] = trace.cpu["dur"].to_numpy()[launch[known]]
-    held = gpu["src"].eq_missing("Pageable") | gpu["dst"].eq_missing("Pageable")
+    pageable = gpu["src"].eq_missing("Pageable") | gpu["dst"].eq_missing("Pageable")
     copy = (gpu["kind"] == "memcpy").to_numpy()
-    return np.where(copy & held.to_numpy(), 0.0, own)
+    return np.where((copy & pageable.to_numpy()) | np.isin(launch, held), 0.0, own)
 
 
 def _previous(work: DeviceWork) -> Array:
@@ -187,55 +176,13 @@ def _previous(work: DeviceWork) -> Array:
     return found
 
 
-def _measure(work: DeviceWork, facts: dict[str, float]) -> None:
-    """Medians a group: end of the launch call to start on an idle stream (may be negative), and
-    end of one piece of work to the start of the next when that was queued long before."""
-    before = work.previous
-    ended = np.where(before >= 0, (work.ts + work.dur)[before], np.iinfo(np.int64).min // 2)
-    known = work.launch >= 0
-    ready = work.launch_ts + work.own
-    # nothing on any stream: otherwise an event of another one may be what it waits for
-    latest = np.maximum.accumulate(np.append(np.iinfo(np.int64).min // 2, work.ts + work.dur))[:-1]
-    idle = known & (latest < work.launch_ts - 2_000)
-    delay = work.ts - ready
-    # longer is no latency but a wait, for another stream's event say; copies from pageable memory
-    # are staged first, and their call is not counted
-    staged = (work.kind == 1) & (work.own == 0)
-    idle &= (work.ts > work.launch_ts) & (delay < np.where(staged, MAX_STAGING_NS, MAX_LATENCY_NS))
-    queued = known & (ready + 20_000 < ended)
-    gap = work.ts - ended
-    queued &= np.abs(gap) < REACH_NS
-    bare = np.array([name.replace(" long ", "  ") for name in work.groups] or [""])
-    for label, chosen, values, default in (
-        ("latency", idle, delay, LATENCY_NS),
-        ("gap", queued, gap, GAP_NS),
-    ):
-        for kind, name in enumerate(("kernel", "copy", "memset")):
-            sample = values[chosen & (work.kind == kind)]
-            if len(sample) < ENOUGH:
-                sample = values[chosen]
-            facts[f"{label} {name}"] = float(np.median(sample)) if len(sample) >= 3 else default
-        for number, name in enumerate(work.groups):
-            mine = work.group == number
-            if label == "gap":  # the length of a call has no say in it
-                mine = bare[work.group] == bare[number]
-            sample = values[chosen & mine]
-            general = facts[f"{label} " + ("kernel", "copy", "memset")[int(work.kind[mine][0])]]
-            facts[f"{label} of {name}"] = (
-                float(np.median(sample)) if len(sample) >= ENOUGH else general
-            )
-
-
-def stream_edges(
-    trace: Trace, graph: Graph, edges: EdgeSink, work: DeviceWork, facts: dict[str, float]
-) -> None:
+def stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
     """Launch, stream-order and cross-stream edges into all device nodes."""
     if not len(work.row):
         return
     node = device_nodes(graph, work)
-    latency = np.array([facts[f"latency of {n}"] for n in work.groups] or [0.0])[work.group]
-    gap = np.array([facts[f"gap of {n}"] for n in work.groups] or [0.0])[work.group]
-    latency = latency + work.own
+    latency = graph.latencies.launch[work.group] + work.own
+    gap = graph.latencies.gap[work.group]
     launched = np.flatnonzero(work.launch >= 0)
     call = np.full(max(trace.cpu.height, 1), 0, dtype=np.int64)
     points = np.flatnonzero(graph.kind == Node.LAUNCH)
@@ -256,7 +203,7 @@ def stream_edges(
         np.where(work.launch >= 0, work.launch_ts + np.maximum(latency, 0.0), -np.inf),
         np.where(work.previous >= 0, (work.ts + work.dur)[work.previous] + gap, -np.inf),
     )
-    _cross(trace, graph, edges, work, node, allowed, facts)
+    _cross(trace, graph, edges, work, node, allowed)
 
 
 def device_nodes(graph: Graph, work: DeviceWork) -> Array:
@@ -270,11 +217,10 @@ def device_nodes(graph: Graph, work: DeviceWork) -> Array:
 def _cross(
     trace: Trace,
     graph: Graph,
-    edges: EdgeSink,
+    edges: EdgeList,
     work: DeviceWork,
     node: Array,
     allowed: Array,
-    facts: dict[str, float],
 ) -> None:
     """Waits of one stream for another: as recorded, else seen from when work starts, else as the
     calls suggest where that does not contradict the times."""
@@ -291,19 +237,19 @@ def _cross(
     consistent = delay >= -SLACK_NS
     src, dst = src[consistent], dst[consistent]
     if not len(src):
-        graph.hard["cross-stream starts"] = np.zeros(0, dtype=np.int64)
         return
     binding = late[dst] & (delay[consistent] <= REACH_NS)
     sample = delay[consistent][binding]
-    facts["cross-stream latency"] = float(np.median(sample)) if len(sample) >= 3 else 2_000.0
+    graph.latencies.cross_stream = median_or(sample, graph.latencies.cross_stream)
     # the stream waits, not the copy: what if that goes elsewhere?
     after = _next_kernel(work)[dst]
     behind = (work.kind[dst] != 0) & (after >= 0)
     pairs = np.unique(
         np.stack([np.append(src, src[behind]), np.append(dst, after[behind])]), axis=1
     )
-    edges.add(node[pairs[0]], node[pairs[1]], facts["cross-stream latency"], Edge.CROSS)
-    graph.hard["cross-stream starts"] = np.unique(node[dst[binding]])
+    edges.add(node[pairs[0]], node[pairs[1]], graph.latencies.cross_stream, Edge.CROSS)
+    held = np.unique(dst[binding])
+    graph.hard["cross-stream starts"] = node[held], (work.ts - allowed)[held]
 
 
 def _next_kernel(work: DeviceWork) -> Array:
@@ -319,12 +265,12 @@ def _next_kernel(work: DeviceWork) -> Array:
 
 
 def _contention(
-    trace: Trace, edges: EdgeSink, work: DeviceWork, node: Array, late: Array, allowed: Array
+    trace: Trace, edges: EdgeList, work: DeviceWork, node: Array, late: Array, allowed: Array
 ) -> None:
     """Work that was ready while a kernel of another stream filled the device starts when the last
     blocks of that kernel have been handed out: one wave before its end."""
     gpu = trace.gpu
-    device = trace.device(work.lanes[0][0]) if work.lanes else None
+    device = trace.working_device(work.lanes[0][0]) if work.lanes else None
     if not len(late) or device is None or device.sms is None:
         return
     limit = device.max_threads_per_sm or 2048
@@ -357,8 +303,12 @@ def _contention(
                 dst.append(node[target])
                 weight.append(-float(tail[source]) if tail[source] > TOLERANCE_NS else 0.0)
                 break
-    edges.add(np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), np.array(weight),
-              Edge.CONTENTION)  # fmt: skip
+    edges.add(
+        np.array(src, dtype=np.int64),
+        np.array(dst, dtype=np.int64),
+        np.array(weight),
+        Edge.CONTENTION,
+    )
 
 
 def _recorded_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:

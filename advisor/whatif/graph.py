@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.intervals import Intervals
+from advisor.whatif.latencies import Latencies
 
 Array = NDArray[Any]
 NEVER = -1e18
@@ -33,7 +34,6 @@ class Node(IntEnum):
     LOADER = 6  # start of a wait for the data loader
     LOADED = 7  # its end
     DEVICE = 8  # end of a piece of device work
-    END = 9  # last host activity of a thread in the window
 
 
 class Edge(IntEnum):
@@ -90,10 +90,9 @@ class Graph:
     """Lanes of device work that only threads launch which work on their own."""
     hidden: dict[int, Intervals] = field(default_factory=dict)
     """By host thread: time in launch calls that was a wait for room in the queue."""
-    facts: dict[str, float] = field(default_factory=dict)
-    """Constants measured from this trace, ns: launch latency, stream gap, …"""
-    hard: dict[str, Array] = field(default_factory=dict)
-    """Nodes of the hard parts by name."""
+    latencies: Latencies = field(default_factory=Latencies)
+    hard: dict[str, tuple[Array, Array]] = field(default_factory=dict)
+    """The hard parts by name: nodes with which a wait ends, and how long each waited, ns."""
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -28,6 +28,9 @@ LEFT_OVER_NS = 400_000
 """Waking a thread takes tens of µs, plus what Python does around ``backward()``."""
 
 ENGINE = r"^autograd::engine::evaluate_function"
+OPERATOR = r"::|Backward\d*$"
+"""Operators and nodes of autograd. What else has an operator's category is a range that somebody
+named, and says nothing of what its thread does inside."""
 OVERRUN_SHARE = 0.05
 """Of the silence: how far the work of the other thread may reach across its borders."""
 
@@ -51,15 +54,14 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
     engine = _engine(trace, active)
     busy = {t: _without_short_gaps(own) for t, own in active.items()}
     found: list[tuple[int, int, int, int, int, int]] = []
-    for waiter, own in active.items():
-        silence = own.start[1:] - own.end[:-1] >= MIN_SILENCE_NS
-        left, back = own.end[:-1][silence], own.start[1:][silence]
-        if not len(left):
-            continue
-        best = np.full(len(left), np.iinfo(np.int64).max)
-        rows: dict[int, tuple[int, int, int, int, int, int]] = {}
+    for waiter in active:
+        rows: dict[int, tuple[int, tuple[int, int, int, int, int, int]]] = {}
         for worker, theirs in active.items():
             if worker == waiter or not len(theirs):
+                continue
+            own = _without_blips(busy[waiter], busy[worker])
+            left, back = own.end[:-1], own.start[1:]
+            if not len(left):
                 continue
             # a thread that just has been woken may tidy up after it has woken the other
             spare = np.maximum(OVERRUN_SHARE * (back - left), 0).astype(np.int64)
@@ -88,13 +90,14 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
                 & (over <= spare)
                 & ((rest <= np.maximum(LEFT_OVER_SHARE * (back - left), LEFT_OVER_NS)) | nodes)
                 & (rest < back - left)
-                & (rest < best)
             )
             began = np.where(half, -1, began)
             for i in np.flatnonzero(fits).tolist():
-                rows[i] = (waiter, worker, int(left[i]), int(began[i]), int(done[i]), int(back[i]))
-            best = np.where(fits, rest, best)
-        found += rows.values()
+                row = (waiter, worker, int(left[i]), int(began[i]), int(done[i]), int(back[i]))
+                known = rows.get(row[-1])
+                if known is None or rest[i] < known[0]:
+                    rows[row[-1]] = int(rest[i]), row
+        found += [row for _, row in rows.values()]
     table = _one_waker(np.array(found, dtype=np.int64).reshape(-1, 6))
     return Handover(*(table[:, i] for i in range(6)))
 
@@ -126,6 +129,20 @@ def _without_short_gaps(active: Intervals) -> Intervals:
     return Intervals(active.start[np.append(True, apart)], active.end[np.append(apart, True)])
 
 
+def _without_blips(own: Intervals, busy: Intervals) -> Intervals:
+    """Stretches of work of a thread, without short ones in the midst of another thread's: what a
+    waiting thread does between two looks at a lock is no end of its waiting."""
+    if len(own) < 3 or not len(busy):
+        return own
+    at = np.maximum(np.searchsorted(busy.start, own.start, side="right") - 1, 0)
+    amidst = (busy.start[at] < own.start) & (own.end < busy.end[at])
+    around = np.append(own.start[1:], own.end[-1]) - np.append(own.start[0], own.end[:-1])
+    length = own.end - own.start
+    kept = ~(amidst & (length <= OVERRUN_SHARE * (around - length)))
+    kept[[0, -1]] = True
+    return Intervals(own.start[kept], own.end[kept])
+
+
 def _engine(trace: Trace, active: dict[int, Intervals]) -> dict[int, Array]:
     """When backward nodes began, by thread, in order."""
     rows = np.flatnonzero(matches(trace.cpu["name"], ENGINE).to_numpy())
@@ -135,17 +152,19 @@ def _engine(trace: Trace, active: dict[int, Intervals]) -> dict[int, Array]:
 
 def _active(trace: Trace, thread: int, start: int, end: int, waiting: Array) -> Intervals:
     """When the thread ran operators or runtime calls. Python frames and ranges span waits, but a
-    thread that enters or leaves a Python frame runs at that instant."""
+    thread that enters or leaves one of them runs at that instant."""
     cpu = trace.cpu.with_row_index("row").filter(
         (pl.col("thread") == thread)
         & (
-            pl.col("kind").is_in(["op", "runtime", "python"])
+            pl.col("kind").is_in(["op", "runtime", "python", "annotation"])
             | pl.col("row").is_in(waiting.tolist())
         )
         & (pl.col("ts") < end)
         & (pl.col("ts") + pl.col("dur") >= start)
     )
-    frame = (cpu["kind"] == "python").to_numpy()
+    named = (cpu["kind"] == "op") & ~matches(cpu["name"], OPERATOR)
+    only_edges = cpu["kind"].is_in(["python", "annotation"]) | named
+    frame = (only_edges & ~cpu["row"].is_in(waiting.tolist())).to_numpy()
     ts, until = cpu["ts"].to_numpy(), (cpu["ts"] + cpu["dur"]).to_numpy()
     instants = np.concatenate([ts[frame], until[frame]])
     begin = np.concatenate([ts[~frame], instants])

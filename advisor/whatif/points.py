@@ -6,21 +6,37 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import polars as pl
 
-from advisor.analysis.names import matches
+from advisor.analysis.copies import held_by_copy
+from advisor.analysis.held import tied_calls
+from advisor.analysis.names import WORKERS, matches
+from advisor.trace import LOADER
 from advisor.whatif.graph import Array, Node
 
 if TYPE_CHECKING:
     from advisor.trace import Trace
 
-LOADER = r"^enumerate\(Data(Loader|Pipe)\)#"
-WORKERS = r"^enumerate\(Data(Loader|Pipe)\)#_MultiProcessing"
-STARVED_NS = 500_000
-"""A loader call longer than this waited for its workers, or did their work: handing over a batch
-that is ready takes 0.1 to 0.3 ms."""
+STARVED_NS, STARVED_SHARE = 500_000, 0.05
+"""A call of a loader with workers that takes longer than this, and than this share of the step,
+waited for them. Handing over a batch that is ready takes 0.1 to 0.3 ms, 1.5 ms where it is large
+(public A100 traces); and that workers fall short of a step by so little that the wait decides
+nothing would be chance."""
+HAND_BATCH_NS = 200_000.0
+"""Taking over a batch that a loader worker has ready."""
 SLOW_LAUNCH_NS = 50_000
 """A launch call longer than this did something else than launch, or waited."""
+
+_ORDER = {
+    Node.RELEASED: 0,
+    Node.LOADED: 0,
+    Node.STEP: 1,
+    Node.MARK: 2,
+    Node.LAUNCH: 3,
+    Node.WAIT: 3,
+    Node.LOADER: 3,
+}
+"""At one instant of a thread: ends, then boundaries, then hand-overs, then starts."""
+_AT_ONE_INSTANT = np.array([_ORDER.get(kind, 0) for kind in Node])
 
 
 @dataclass
@@ -46,8 +62,7 @@ class Points:
             np.concatenate(c).astype(np.int64)
             for c in (self.thread, self.time, self.kind, self.row)
         )
-        # at one instant: ends before boundaries before starts
-        rank = np.array([0, 5, 5, 0, 2, 1, 5, 0, 0, 0])[kind]
+        rank = _AT_ONE_INSTANT[kind]
         order = np.lexsort((row, rank, time, thread))
         thread, time, kind, row = (c[order] for c in (thread, time, kind, row))
         same = np.zeros(len(time), dtype=bool)
@@ -69,29 +84,24 @@ def launches(trace: Trace, start: int, end: int) -> Array:
 
 def waits(trace: Trace, start: int, end: int) -> Array:
     """Rows of ``trace.cpu``: calls in [start, end) that may block the host until the device has
-    got somewhere: synchronising calls, synchronous copies, and copies from or to pageable memory
-    that did not return before they were done."""
-    cpu, gpu = trace.cpu, trace.gpu
+    got somewhere: synchronising calls, synchronous copies, copies that held their call whatever
+    its name, and long calls that returned as a stream ran empty."""
+    cpu = trace.cpu
     call = cpu["call"].is_in(["sync_device", "sync_stream", "sync_event", "memcpy_blocking"])
     named = np.flatnonzero(call.fill_null(False).to_numpy())
-    copies = gpu.filter(
-        (pl.col("kind") == "memcpy")
-        & pl.col("launch").is_not_null()
-        & (pl.col("src").eq_missing("Pageable") | pl.col("dst").eq_missing("Pageable"))
-    )
-    launch = copies["launch"].to_numpy()
-    call_end = (cpu["ts"] + cpu["dur"]).to_numpy()[launch]
-    held = call_end >= (copies["ts"] + copies["dur"]).to_numpy() - 2_000
-    rows: Array = np.unique(np.concatenate([named, launch[held]]))
+    held = trace.gpu["launch"].to_numpy()[held_by_copy(trace)].astype(np.int64)
+    rows: Array = np.unique(np.concatenate([named, held, tied_calls(trace)]))
     ts = cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]
 
 
-def loaders(trace: Trace, start: int, end: int) -> Array:
+def loaders(trace: Trace, start: int, end: int, step_ns: float) -> Array:
     """Rows of ``trace.cpu``: calls for the next batch in [start, end): without worker processes
-    the work itself, otherwise those that took long and so were waits for them."""
+    the work itself, otherwise those that took long and so were waits for them. ``step_ns``: mean
+    time of a step."""
     cpu = trace.cpu
-    starved = (cpu["dur"] >= STARVED_NS).to_numpy() | ~matches(cpu["name"], WORKERS).to_numpy()
+    long = cpu["dur"] >= max(STARVED_NS, STARVED_SHARE * step_ns)
+    starved = (long | ~matches(cpu["name"], WORKERS)).to_numpy()
     rows = np.flatnonzero(matches(cpu["name"], LOADER).to_numpy() & starved)
     ts = cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]

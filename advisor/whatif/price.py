@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import polars as pl
 
-from advisor.analysis.names import matches
-from advisor.errors import AdvisorError
+from advisor.analysis.names import WORKERS, matches
+from advisor.whatif.bands import widened
 from advisor.whatif.build import build
-from advisor.whatif.company import Company, find_company
 from advisor.whatif.critical import composition
-from advisor.whatif.edits import Patch, Selected
 from advisor.whatif.graph import NEVER, Array, Edge, Graph
-from advisor.whatif.points import WORKERS
-from advisor.whatif.replay import Outcome, Plan, completions
-from advisor.whatif.together import Patched, Together
+from advisor.whatif.joint_ranks import JointRanks, find_joint_ranks
+from advisor.whatif.joint_replay import JointReplay, Patched
+from advisor.whatif.operations import apply
+from advisor.whatif.patch import Patch
+from advisor.whatif.replay import Plan, StepTimes, completions
+from advisor.whatif.selected import Selected
+from advisor.whatif.trust import (
+    EXPLAINED_NS,
+    PartQuality,
+    Quality,
+    device_idle,
+    hard_parts,
+    host_waits,
+)
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.model import Edit
-    from advisor.trace import Trace
 
-EXPLAINED_NS = 5_000
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
 """Host time that the profiler adds to each event, about: 0.8 µs plain, 1.4 with shapes, 2.3 with
 stacks and all else (PyTorch 2.13, CPU; per event, so small operators suffer most)."""
@@ -37,73 +43,6 @@ MAX_WORSE = 0.01
 """How much more of the measured steps a replay with other ranks may miss than one alone."""
 MIN_LEFT = 0.3
 """No stretch of host time is taken to be more than this much profiler."""
-
-
-class HardPart(NamedTuple):
-    """How well one of the hard parts of the model is reproduced, given all else as measured."""
-
-    name: str
-    cases: int
-    explained: float
-    """Share within 5 µs."""
-    error_ns: float
-    """Median absolute error."""
-
-
-class Quality(NamedTuple):
-    """How far the replay can be trusted."""
-
-    step_error: float
-    """Mean absolute error of the replayed against the measured steps, as a share of the step."""
-    total_error: float
-    """Signed error of the whole run of steps, as a share of it."""
-    explained: float | None
-    """Share of device starts that the graph's edges explain within 5 µs."""
-    starts: int
-    hard: tuple[HardPart, ...]
-    steps: int
-    """How many consecutive steps are replayed."""
-    of_steps: int
-    """How many there are."""
-
-
-class EditResult(NamedTuple):
-    """What one edit did, on top of those before it. All times ns a step."""
-
-    edit: Edit
-    selected: int
-    """Events of the replayed steps that it selects."""
-    alone_ns: float
-    """Saved by it alone."""
-    gain_ns: float
-    """Saved on top of the edits before it."""
-    low_ns: float
-    high_ns: float
-    step_then_ns: float
-
-
-class WhatIfResult(NamedTuple):
-    """Measured and replayed steps, and the steps with edits applied one after the other."""
-
-    measured_step_ns: float
-    """Mean of the used steps."""
-    replayed_step_ns: float
-    """The same, off by as much as the replayed run of steps is from the measured one."""
-    edited_step_ns: float
-    """Measured, less what the edits save."""
-    edits: tuple[EditResult, ...]
-    critical_path: dict[str, float]
-    """What the critical path consists of with all edits, ns a step."""
-    replay: Quality
-    ranks: tuple[int, ...]
-    """Ranks that were replayed together, the one of these figures first; it alone: empty."""
-    marked: bool
-    """Steps are marked in the trace; else all figures are of the whole recording."""
-    unseen_loader: bool
-    """Loader workers keep up, so how fast they could be is not in the trace: what is saved beyond
-    that is not saved."""
-    families: tuple[str, ...]
-    """Kernel families of the replayed window, the most time first: what ``kernel:`` can name."""
 
 
 def event_cost(a: Analysis) -> float:
@@ -142,64 +81,6 @@ def _patched(patch: Patch) -> Patched:
     return Patched(graph, weight, patch.dur, src, gone, punctual)
 
 
-def counted_ranks(ranks: Sequence[int]) -> str:
-    """``rank 0 is``, ``ranks 0, 1 are``."""
-    names = ", ".join(str(n) for n in sorted(ranks))
-    return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
-
-
-def run_edits(
-    trace: Trace,
-    edits: Sequence[Edit | str],
-    rank: int = 0,
-    others: Mapping[int, Trace] | None = None,
-) -> WhatIfResult:
-    """Replay a trace with edits: Edit objects, or lines of the edit language. ``others``: the
-    same window of other ranks, by rank."""
-    from advisor.analysis import Analysis
-    from advisor.whatif.language import parse_edit
-
-    parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
-    ranks = {n: Analysis(other) for n, other in (others or {}).items() if n != rank}
-    whatif = WhatIf(Analysis(trace), rank, ranks)
-    here = whatif.ranks or (rank,)
-    for edit in parsed:
-        if edit.rank is not None and edit.rank not in here:
-            raise AdvisorError(
-                f"rank:{edit.rank}: only {counted_ranks(here)} replayed here; give a folder with "
-                "the traces of all ranks"
-            )
-    rows = []
-    for number, edit in enumerate(parsed):
-        given = parsed[:number]
-        low, high = whatif.band([edit], given)
-        rows.append(
-            EditResult(
-                edit=edit,
-                selected=whatif.selected(edit),
-                alone_ns=whatif.gain([edit]),
-                gain_ns=whatif.gain([edit], given),
-                low_ns=low,
-                high_ns=high,
-                step_then_ns=whatif.step_after([*given, edit]),
-            )
-        )
-    return WhatIfResult(
-        measured_step_ns=whatif.a.step_ns,
-        replayed_step_ns=whatif.a.step_ns * (1 + whatif.quality.total_error),
-        edited_step_ns=whatif.step_after(parsed),
-        edits=tuple(rows),
-        critical_path=whatif.critical(parsed),
-        replay=whatif.quality,
-        ranks=whatif.ranks,
-        marked=whatif.a.steps.source != "whole trace",
-        unseen_loader=whatif.unseen_loader,
-        families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
-        if whatif.a.device_id is not None
-        else (),
-    )
-
-
 class WhatIf:
     """Replays of one window. All times in ns.
 
@@ -219,8 +100,8 @@ class WhatIf:
     @cached_property
     def graph(self) -> Graph:
         """The dependency graph of the representative steps."""
-        if self._steps is None and self._company is not None:
-            self._steps = self._company.steps[0]
+        if self._steps is None and self._joint_ranks is not None:
+            self._steps = self._joint_ranks.steps[0]
         return build(self.a, self._steps)
 
     @cached_property
@@ -229,33 +110,35 @@ class WhatIf:
         return Plan(self.graph)
 
     @cached_property
-    def _company(self) -> Company | None:
-        return find_company(self.rank, {self.rank: self.a} | self.others) if self.others else None
+    def _joint_ranks(self) -> JointRanks | None:
+        return (
+            find_joint_ranks(self.rank, {self.rank: self.a} | self.others) if self.others else None
+        )
 
     @cached_property
-    def _joined(self) -> tuple[Together, tuple[WhatIf, ...]] | None:
+    def _joined(self) -> tuple[JointReplay, tuple[WhatIf, ...]] | None:
         """The replay with other ranks and one of these for each of them; ``None``: alone, also
         where the measured steps come out worse than alone."""
-        company = self._company
-        if company is None:
+        joint_ranks = self._joint_ranks
+        if joint_ranks is None:
             return None
         members = [self]
         for number, a, steps in list(
-            zip(company.ranks, company.analyses, company.steps, strict=True)
+            zip(joint_ranks.ranks, joint_ranks.analyses, joint_ranks.steps, strict=True)
         )[1:]:
             member = WhatIf(a, number)
             member._steps = steps
             members.append(member)
-        together = Together(company, [m.graph for m in members])
-        if not len(together.node):
+        joint = JointReplay(joint_ranks, [m.graph for m in members])
+        if not len(joint.node):
             return None
         patched = [
             _patched(Patch(m._selected, dur))
-            for m, dur in zip(members, together.transfer, strict=True)
+            for m, dur in zip(members, joint.transfer, strict=True)
         ]
-        with_others = together.run(patched)[0].time
+        with_others = joint.run(patched)[0].time
         worse = self._step_error(with_others) - self._step_error(self.plan.run())
-        return (together, tuple(members)) if worse <= MAX_WORSE else None
+        return (joint, tuple(members)) if worse <= MAX_WORSE else None
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -271,35 +154,35 @@ class WhatIf:
         return Selected(self.a, self.graph)
 
     @cached_property
-    def base(self) -> Outcome:
+    def base(self) -> StepTimes:
         """The replay without edits."""
-        return self.outcome([])
+        return self.step_times([])
 
     @cached_property
-    def measured(self) -> Outcome:
+    def measured(self) -> StepTimes:
         """The same moments, as measured."""
-        return Outcome(self.graph.time, completions(self.graph, self.graph.time), self.graph.turn)
+        return StepTimes(self.graph.time, completions(self.graph, self.graph.time), self.graph.turn)
 
     def _step_error(self, time: Array) -> float:
         measured = np.diff(completions(self.graph, self.graph.time))
         replayed = np.diff(completions(self.graph, time))
         return float(np.abs(replayed - measured).sum()) / max(float(measured.sum()), 1.0)
 
-    def outcome(self, edits: Sequence[Edit], assumption: str = "") -> Outcome:
+    def step_times(self, edits: Sequence[Edit], assumption: str = "") -> StepTimes:
         """Replay with edits applied."""
         time = self._replay(edits, assumption)[0]
-        return Outcome(time, completions(self.graph, time), self.graph.turn)
+        return StepTimes(time, completions(self.graph, time), self.graph.turn)
 
     def _replay(self, edits: Sequence[Edit], assumption: str = "") -> tuple[Array, Array, Patched]:
         """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
         if self._joined is not None:
-            together = self._joined[0]
+            joint = self._joined[0]
             patched = self._patches(edits, assumption)
-            found = together.run(patched)[0]
-            dur, mine = patched[0].dur.copy(), together.members[0]
+            found = joint.run(patched)[0]
+            dur, mine = patched[0].dur.copy(), joint.members[0]
             dur[mine] = found.dur[mine]
             return found.time, dur, patched[0]
-        own = _patched(Patch(self._selected).apply(self._own(edits), assumption))
+        own = _patched(apply(Patch(self._selected), self._own(edits), assumption))
         return self._plan(own.graph).run(own.weight, own.dur, own.src), own.dur, own
 
     def _patches(
@@ -308,15 +191,15 @@ class WhatIf:
         """Each rank's graph with the edits that apply to it. Correlation ids select events of one
         trace."""
         assert self._joined is not None
-        together, members = self._joined
+        joint, members = self._joined
         found = []
-        for member, dur in zip(members, together.transfer, strict=True):
+        for member, dur in zip(members, joint.transfer, strict=True):
             mine = [
                 e
                 for e in edits
                 if e.rank in (None, member.rank) and (member is self or not e.select.correlation)
             ]
-            patch = Patch(member._selected, dur).apply(mine, assumption)
+            patch = apply(Patch(member._selected, dur), mine, assumption)
             if plain:
                 patch.weight *= member._real_share
             found.append(_patched(patch))
@@ -348,7 +231,7 @@ class WhatIf:
         assumption = "" if plain else assumption
         if self._joined is not None:
             return self._joined[0].steady(self._patches(edits, assumption, plain=plain), of)
-        patch = Patch(self._selected).apply(self._own(edits), assumption)
+        patch = apply(Patch(self._selected), self._own(edits), assumption)
         if plain:
             patch.weight *= self._real_share
         own = _patched(patch)
@@ -375,14 +258,15 @@ class WhatIf:
 
     def band(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> tuple[float, float]:
         """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
-        and the error of the replay itself."""
+        the error of the replay itself, and as wide as such predictions have been wrong."""
         both = [*given, *edits]
         of = self._of(both)
         before = self._period(given, "", of)
         gains = [before - self._period(both, assumption, of) for assumption in ("low", "", "high")]
         gains.append(self._period(given, "plain", of) - self._period(both, "plain", of))
         error = abs(self.base.period - self.measured.period)
-        return min(gains) - error, max(gains) + error
+        low, high = min(gains) - error, max(gains) + error
+        return widened(gains[1], low, high, edits, self.a.step_ns)
 
     @cached_property
     def _real_share(self) -> Array:
@@ -436,18 +320,9 @@ class WhatIf:
         measured, replayed = (np.diff(o.complete) for o in (self.measured, self.base))
         whole = max(float(measured.sum()), 1.0)
         device = graph.device
-        allowed = graph.local_start()
-        error = allowed - (graph.time - graph.dur)
-        hard = tuple(
-            HardPart(
-                name,
-                len(nodes),
-                float((np.abs(error[nodes]) <= EXPLAINED_NS).mean()),
-                float(np.median(np.abs(error[nodes]))),
-            )
-            for name, nodes in graph.hard.items()
-            if len(nodes)
-        )
+        error = graph.local_start() - (graph.time - graph.dur)
+        own = [n for n, (d, _) in enumerate(graph.lanes) if d == self.a.device_id]
+        waits, idle = host_waits(graph), device_idle(graph, np.array(own, dtype=np.int64))
         return Quality(
             step_error=self._step_error(self.base.time),
             total_error=float(replayed.sum() - measured.sum()) / whole,
@@ -455,7 +330,37 @@ class WhatIf:
             if len(device)
             else None,
             starts=len(device),
-            hard=hard,
+            hard=(*hard_parts(graph), *self._peers()),
             steps=graph.steps[1] - graph.steps[0],
             of_steps=max(self.a.step_count, graph.steps[1] - graph.steps[0]),
+            waits=float(waits.time.sum()) / whole,
+            waits_explained=waits.share,
+            idle=float(idle.time.sum()) / whole,
+            idle_explained=idle.share,
         )
+
+    def _peers(self) -> tuple[PartQuality, ...]:
+        """Waits of collectives for the ranks that come later, replayed with these."""
+        if self._joined is None:
+            return ()
+        joint = self._joined[0]
+        nodes, graph = joint.members[0], self.graph
+        waited = graph.dur[nodes] - joint.transfer[0][nodes]
+        _, dur, own = self._replay([])
+        error = (dur - own.dur)[nodes] - waited
+        total = float(waited.sum())
+        if total <= 0:
+            return ()
+        share = float(np.clip(waited - np.abs(error), 0.0, None).sum()) / total
+        return (
+            PartQuality("waits for other ranks", len(nodes), share,
+                     float(np.median(np.abs(error))), total),
+        )  # fmt: skip
+
+    @cached_property
+    def unusable(self) -> str:
+        """Why it prices nothing; empty: there are steps, and the replay without edits reproduces
+        them and explains their waiting."""
+        if self.a.steps.used.is_empty() or self.a.span_ns <= 0:
+            return "there is no step to replay"
+        return self.quality.unusable

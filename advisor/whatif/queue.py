@@ -10,14 +10,13 @@ import polars as pl
 from advisor.intervals import union
 from advisor.whatif.device import DeviceWork
 from advisor.whatif.graph import Array, Edge, Graph, Node
+from advisor.whatif.latencies import CALL_NS
 from advisor.whatif.points import SLOW_LAUNCH_NS
 
 if TYPE_CHECKING:
     from advisor.trace import Trace
-    from advisor.whatif.build import _Edges
+    from advisor.whatif.edges import EdgeList
 
-CALL_NS = 5_000.0
-"""What a launch or another short call costs, about."""
 MIN_QUEUE = 128
 """Fewer pending launches never block; HTA takes the queue to hold 1024."""
 ALIKE = 0.02
@@ -42,24 +41,21 @@ class _Lane(NamedTuple):
 def queue_edges(
     trace: Trace,
     graph: Graph,
-    edges: _Edges,
+    edges: EdgeList,
     work: DeviceWork,
     node: Array,
-    facts: dict[str, float],
 ) -> None:
     """A launch that finds the queue full returns when the work a queue's length ahead starts.
 
     The length is measured from launches that waited; where there are none the host never got that
     far ahead. Kernels of one CUDA graph take one place.
     """
-    graph.hard["queue-blocked launches"] = np.zeros(0, dtype=np.int64)
     if not (work.launch >= 0).any():
         return
     lanes = [_lane(trace, work, number) for number in range(len(work.lanes))]
     found = [lane for lane in lanes if lane is not None]
     if not found:
         return
-    facts["queue depth"] = float(max(lane.depth for lane in found))
     target, source = [], []
     for lane in found:
         place = np.arange(max(lane.early, lane.depth), len(lane.entries))
@@ -87,7 +83,7 @@ def queue_edges(
     waited = np.isin(work.launch, call[blocked])
     work.own[waited] = np.minimum(work.own[waited], CALL_NS)
     edges.add(node[src], after, rest, Edge.QUEUE, from_start=True)
-    graph.hard["queue-blocked launches"] = after[blocked]
+    graph.hard["queue-blocked launches"] = after[blocked], length[blocked] - CALL_NS
 
 
 def _lane(trace: Trace, work: DeviceWork, number: int) -> _Lane | None:

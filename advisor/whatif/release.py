@@ -7,63 +7,113 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from advisor.analysis.held import clocks_apart
 from advisor.analysis.names import matches
 from advisor.whatif.device import SLACK_NS, DeviceWork, device_nodes
 from advisor.whatif.graph import Array, Edge, Graph, Node
+from advisor.whatif.latencies import CALL_NS, FEW, Latencies, median_or
 from advisor.whatif.points import SLOW_LAUNCH_NS
-from advisor.whatif.queue import CALL_NS, queue_edges
+from advisor.whatif.queue import queue_edges
 
 if TYPE_CHECKING:
     from advisor.trace import Trace
-    from advisor.whatif.build import _Edges
+    from advisor.whatif.edges import EdgeList
 
-RELEASE_NS = 8_000.0
 COLLECTIVE = r"^(nccl|rccl|msccl)"
+OWN_WORK = ("memcpy", "memcpy_blocking", "launch", "graph_launch", "memset")
+"""Calls that wait for what they launch, if they wait."""
 MAX_RELEASE_NS = 100_000
 """A call that returns later than this after some work ended did not wait for it."""
 
 
-def release_edges(
-    trace: Trace, graph: Graph, edges: _Edges, work: DeviceWork, facts: dict[str, float]
-) -> None:
+def release_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
     """Edges into the ends of blocking calls, which replace their measured ends."""
     begin = np.flatnonzero(graph.kind == Node.WAIT)
     done = np.flatnonzero(graph.kind == Node.RELEASED)
     node = device_nodes(graph, work) if len(work.row) else np.zeros(0, dtype=np.int64)
-    queue_edges(trace, graph, edges, work, node, facts)
+    queue_edges(trace, graph, edges, work, node)
     if not len(done):
-        graph.hard["syncs that waited"] = done
         return
     start_of = {int(r): int(n) for r, n in zip(graph.row[begin], begin, strict=True)}
     real = np.array([int(r) in start_of for r in graph.row[done]])
     done = done[real]
     begin = np.array([start_of[int(r)] for r in graph.row[done]], dtype=np.int64)
     row = graph.row[done]
-    call = trace.cpu["call"].gather(pl.Series(row)).to_list()
+    call = trace.cpu["call"].gather(pl.Series(row)).fill_null("other").to_list()
     called = graph.time[begin] + graph.origin
     ended = graph.time[done] + graph.origin
-    awaited = _awaited(trace, work, row, call, called, ended)
+    own = _own_work(work)
+    apart = clocks_apart(trace)
+    awaited = _awaited(trace, work, row, call, called, ended, own, apart)
     last = np.array(
         [max(((work.ts + work.dur)[w].max(initial=0)), 0) if len(w) else 0 for w in awaited]
     )
-    waited = (last > called + 2_000) & (last <= ended + SLACK_NS)
+    # a call that stages what it copies may return before the last piece has arrived
+    mine = np.array(
+        [len(w) > 0 and work.launch[w[0]] == r for w, r in zip(awaited, row, strict=True)]
+    )
+    late = np.where(mine, np.maximum(apart, (last - called) // 2), apart)
+    waited = (last > called + 2_000) & (last <= ended + late)
     idle = ~waited & (ended - called < SLOW_LAUNCH_NS)
-    facts["call"] = float(np.median((ended - called)[idle])) if idle.sum() >= 3 else CALL_NS
-    lag = (ended - last)[waited]
-    lag = lag[lag < MAX_RELEASE_NS]
-    facts["release"] = float(np.median(lag)) if len(lag) >= 3 else RELEASE_NS
+    latencies = graph.latencies
+    latencies.call = median_or((ended - called)[idle], latencies.call)
+    release = _release(ended - last, waited, _kinds(work, awaited, mine), latencies)
     # what the device cannot have held up is the call's own cost (lazy loading, locks)
-    own = np.where(waited | (ended - called < SLOW_LAUNCH_NS), facts["call"], ended - called)
+    cost = np.where(waited | (ended - called < SLOW_LAUNCH_NS), latencies.call, ended - called)
     edges.drop_program(done)
-    edges.add(begin, done, np.minimum(own, np.maximum(ended - called, 1.0)), Edge.PROGRAM)
-    released = np.repeat(done, [len(sources) for sources in awaited])
+    edges.add(begin, done, np.minimum(cost, np.maximum(ended - called, 1.0)), Edge.PROGRAM)
+    counts = [len(sources) for sources in awaited]
     source = np.concatenate(awaited).astype(np.int64)
-    edges.add(node[source], released, facts["release"], Edge.RELEASE)
-    graph.hard["syncs that waited"] = done[waited]
+    edges.add(node[source], np.repeat(done, counts), np.repeat(release, counts), Edge.RELEASE)
+    graph.hard["syncs that waited"] = done[waited], (ended - called)[waited]
+
+
+def _own_work(work: DeviceWork) -> dict[int, Array]:
+    """Launching call -> its work; a copy may be several packets."""
+    known = np.flatnonzero(work.launch >= 0)
+    known = known[np.argsort(work.launch[known], kind="stable")]
+    calls, first = np.unique(work.launch[known], return_index=True)
+    ends = np.append(first, len(known))[1:]
+    return {
+        int(call): known[begin:end]
+        for call, begin, end in zip(calls.tolist(), first.tolist(), ends.tolist(), strict=True)
+    }
+
+
+def _kinds(work: DeviceWork, awaited: list[Array], own: Array) -> list[str]:
+    """What each call does once it goes on: a copy unpacks what it brought, a sync returns."""
+    return [
+        work.groups[work.group[found[0]]] if mine else ""
+        for found, mine in zip(awaited, own.tolist(), strict=True)
+    ]
+
+
+def _release(delay: Array, waited: Array, kinds: list[str], latencies: Latencies) -> Array:
+    """From the end of the awaited work to the return, for each call: the median of its kind. The
+    delay of a kind that was seen too seldom is its own. ``latencies`` gets that of syncs."""
+    near = waited & (np.abs(delay) < MAX_RELEASE_NS)
+    names = np.array(kinds)
+    latencies.release = median_or(delay[near & (names == "")], latencies.release)
+    found = np.full(len(delay), latencies.release)
+    for kind in set(kinds) - {""}:
+        mine = names == kind
+        sample = delay[near & mine]
+        if len(sample) >= FEW:
+            found[mine] = float(np.median(sample))
+        else:
+            found[mine] = np.where(near[mine], delay[mine], latencies.release)
+    return found
 
 
 def _awaited(
-    trace: Trace, work: DeviceWork, row: Array, call: list[str], called: Array, ended: Array
+    trace: Trace,
+    work: DeviceWork,
+    row: Array,
+    call: list[str],
+    called: Array,
+    ended: Array,
+    own: dict[int, Array],
+    apart: int,
 ) -> list[Array]:
     """Device work (indices) that each blocking call waits for: the last of each stream concerned
     that was launched before the call (a copy: itself)."""
@@ -72,7 +122,6 @@ def _awaited(
     by_lane = [np.flatnonzero(work.lane == lane) for lane in range(len(work.lanes))]
     by_lane = [lane[np.argsort(work.launch_ts[lane], kind="stable")] for lane in by_lane]
     launch_ts = [work.launch_ts[lane] for lane in by_lane]
-    own_copy = {int(r): i for i, r in enumerate(work.launch) if r >= 0}
     thread = trace.cpu["thread"].to_numpy()
     launched = np.flatnonzero((work.launch >= 0) & ~_collectives(trace, work))
     launched = launched[np.argsort(work.launch_ts[launched], kind="stable")]
@@ -81,8 +130,8 @@ def _awaited(
     found = []
     for number, which in enumerate(row.tolist()):  # a few calls a step; each looks at few streams
         begin, end = called[number], ended[number]
-        if which in own_copy and call[number] in ("memcpy", "memcpy_blocking"):
-            found.append(np.array([own_copy[which]]))
+        if which in own and call[number] in OWN_WORK:
+            found.append(own[which])
             continue
         if call[number] == "sync_event":
             found.append(events.awaited(which, begin, end))
@@ -93,7 +142,7 @@ def _awaited(
             if place >= 0:
                 last.append(int(lane[place]))
         candidates = np.array(last, dtype=np.int64)
-        possible = candidates[ends[candidates] <= end + SLACK_NS]
+        possible = candidates[ends[candidates] <= end + apart]
         # what other threads launch on their own comes before the call by chance: it counts only
         # where nothing else explains the wait
         near = ends[possible] > max(begin, end - MAX_RELEASE_NS)

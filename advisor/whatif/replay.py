@@ -23,7 +23,7 @@ STEADY = 0.003
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepTimes:
     """Replayed times of all nodes (ends for device nodes) and of the steps, ns."""
 
     time: Array
@@ -79,7 +79,7 @@ class Plan:
         time = replay(layout)
         complete = completions(self.graph, time)
         if steps < MIN_STEADY or self.graph.starts[-1] == 0:
-            return Outcome(time, complete, self.graph.turn).period
+            return StepTimes(time, complete, self.graph.turn).period
         weights = self.graph.weight if weight is None else weight
         sources = self.graph.src if src is None else src
 

@@ -118,8 +118,14 @@ def loader_rate_is_not_in_the_trace(shape: Shape, slow: float, fast: float) -> b
 class Case:
     """One program with and without a fix, and what the replay makes of it; times in µs."""
 
-    def __init__(self, shape: Shape, machine: dict[str, Any], fix: Fix, folder: Path,
-                 program: Program | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        shape: Shape,
+        machine: dict[str, Any],
+        fix: Fix,
+        folder: Path,
+        program: Program | None = None,
+    ) -> None:
         program = loop(shape) if program is None else program
         self.slow = run(program, **machine)
         self.fast = run(fix.change(program), **machine)

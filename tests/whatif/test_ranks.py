@@ -4,11 +4,14 @@ wait for the last rank; the bar is that of test_gains."""
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +30,13 @@ from whatif_programs import (
 
 from advisor.advice.engine import analyze
 from advisor.analysis import Analysis
+from advisor.analysis.ranks import align, skew
 from advisor.errors import AdvisorError
 from advisor.ingest import open_run, read_trace
 from advisor.model import Edit, Select
 from advisor.whatif.language import parse_edit
 from advisor.whatif.price import WhatIf
+from advisor.whatif.result import what_if
 
 COMM = Select(on="gpu", family=("communication",))
 CLOCKS = (0.0, 1234.5, -777.25)
@@ -57,8 +62,13 @@ def opened(cluster: Cluster, folder: Path) -> dict[int, Analysis]:
 class Case:
     """Programs of all ranks with and without a fix; times in µs."""
 
-    def __init__(self, slow: Sequence[Program], fast: Sequence[Program], machine: dict[str, Any],
-                 folder: Path) -> None:  # fmt: skip
+    def __init__(
+        self,
+        slow: Sequence[Program],
+        fast: Sequence[Program],
+        machine: dict[str, Any],
+        folder: Path,
+    ) -> None:
         self.slow, self.fast = Cluster(slow, **machine), Cluster(fast, **machine)
         self.period = self.slow.ranks[0].period
         self.true = self.period - self.fast.ranks[0].period
@@ -219,11 +229,26 @@ def test_two_ranks_of_a_public_run_come_out_as_measured_together(
 
 def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path) -> None:
     opened(Cluster([loop(BASE), loop(replace(BASE, device=2500))], **QUIET), tmp_path)
-    found = open_run(str(tmp_path)).whatif(["punctual comm rank:1"])
+    found = what_if(open_run(str(tmp_path)), ["punctual comm rank:1"])
     assert found.ranks == (0, 1)
     assert found.edits[0].gain_ns / 1e3 == pytest.approx(1000, rel=0.05)
     with pytest.raises(AdvisorError, match="only rank 0 is replayed here"):
-        open_run(str(tmp_path / "rank0.json")).whatif(["punctual comm rank:1"])
+        what_if(open_run(str(tmp_path / "rank0.json")), ["punctual comm rank:1"])
+    with pytest.raises(AdvisorError, match=r"no trace of rank 3 \(ranks present: 0, 1\)"):
+        what_if(open_run(str(tmp_path)), [], rank=3)
+
+
+def test_the_package_can_be_called_by_the_name_of_the_public_function(tmp_path: Path) -> None:
+    """Before and after one of its modules was imported, which makes the name mean the package."""
+    opened(Cluster([loop(BASE)], **QUIET), tmp_path)
+    code = (
+        "import sys, advisor; run = advisor.open(sys.argv[1])\n"
+        "first = advisor.whatif(run, ['remove sync'])\n"
+        "from advisor.whatif.language import parse_edit\n"
+        "assert advisor.whatif(run, [parse_edit('remove sync')]) == first\n"
+        "assert first.edits[0].selected > 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("devices", [(1500, 2500), (2500, 1500), (1500, 1900, 2500)])
@@ -247,3 +272,30 @@ def test_an_edit_may_name_one_rank() -> None:
     for line in ("punctual comm", "punctual kernel rank:1", "scale comm rank:x 1"):
         with pytest.raises(AdvisorError):
             parse_edit(line)
+
+
+@pytest.fixture
+def dlrm(shared_trace: Callable[[str], str]) -> dict[int, Analysis]:
+    folder = Path(shared_trace("dlrm_8ranks/worker0.pt.trace")).parent
+    return {number: Analysis(trace) for (number, _), trace in open_run(folder).traces.items()}
+
+
+def test_what_a_rank_waits_for_the_others_is_explained_in_time(dlrm: dict[int, Analysis]) -> None:
+    """Eight ranks of a DLRM job: rank 0's collectives last 5.6 ms longer than they need to, by the
+    starts of the same collectives on all ranks, on one clock."""
+    whatif = WhatIf(dlrm[0], 0, dlrm)
+    parts = {part.name: part for part in whatif.quality.hard}
+    found = parts["waits for other ranks"]
+    waited = skew(dlrm, align(dlrm)).stragglers.filter(pl.col("rank") == 0)["wait_ns"].item()
+    assert found.time_ns == pytest.approx(waited, rel=0.02)
+    assert found.explained > 0.95
+
+
+def test_a_late_rank_on_time_is_worth_no_more_than_the_step_of_who_never_waits(
+    dlrm: dict[int, Analysis],
+) -> None:
+    """Rank 7 of the DLRM job waits for nobody, and takes 12.5 ms; rank 0 takes 14.5."""
+    whatif = WhatIf(dlrm[0], 0, dlrm)
+    saved = whatif.gain([parse_edit("punctual comm rank:7")])
+    at_most = dlrm[0].step_ns - dlrm[7].step_ns
+    assert 0.8 * at_most < saved <= 1.05 * at_most

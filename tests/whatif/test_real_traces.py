@@ -8,6 +8,7 @@ import gzip
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from whatif_by_hand import Job
 
 from advisor.analysis import Analysis
 from advisor.ingest import read_trace
+from advisor.testing import TraceBuilder
 from advisor.whatif.language import parse_edit
 from advisor.whatif.price import WhatIf
 
@@ -156,7 +158,7 @@ def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_
     whatif = replayed(path)
     edits = [parse_edit("overlap comm")]
     assert low - 0.01 <= worth(whatif, "overlap comm") <= high
-    steps = np.diff(whatif.outcome(edits).time[whatif.graph.starts]) / 1e3
+    steps = np.diff(whatif.step_times(edits).time[whatif.graph.starts]) / 1e3
     assert steps.sum() == pytest.approx(free.sum(), rel=0.02)
     # without the profiler, which lengthens host times, the host limits less
     assert whatif.band(edits)[1] / whatif.measured.period >= 0.12
@@ -234,3 +236,37 @@ def test_a_replay_takes_less_than_50_ms_for_10000_device_events(
         plan.run()
         best = min(best, time.thread_time() - begin)
     assert best <= 0.050 * whatif.quality.starts / 10_000
+
+
+# -- the critical path ---------------------------------------------------------------------------
+
+
+def test_the_critical_path_of_a_busy_device_is_the_devices(shared_trace: Find) -> None:
+    """On every trace: a device that works nine tenths of the time leaves the host no more."""
+    busy = {}
+    for path in sorted(Path(shared_trace("alexnet")).parent.rglob("*.json.gz")):
+        whatif = replayed(str(path))
+        a = whatif.a
+        if a.device_id is None or a.steps.used.is_empty() or whatif.unusable:
+            continue
+        if a.breakdown.busy.total >= 0.9 * a.span_ns:
+            parts = whatif.critical()
+            host = parts.get("host", 0.0) + parts.get("loader", 0.0)
+            busy[path.name] = host / sum(parts.values())
+    assert len(busy) >= 3
+    assert {path: share for path, share in busy.items() if share > 0.1} == {}
+
+
+def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() -> None:
+    """Each kernel starts 2 to 3 µs after the one before it, as its launch arrives."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            for _ in range(50):
+                with b.op("aten::mm"):
+                    b.launch("ampere_sgemm_128x64_nn", 99)
+                b.host(94.5)
+    a = Analysis(b.trace())
+    assert a.breakdown.busy.total >= 0.97 * a.span_ns
+    parts = WhatIf(a).critical()
+    assert parts["compute"] >= 0.9 * sum(parts.values())

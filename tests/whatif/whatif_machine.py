@@ -459,11 +459,23 @@ class Machine:
         if work.engine:
             del self._engines[work.engine]
         self.device.append(
-            {"ph": "X", "cat": work.cat, "name": work.name, "pid": 0, "tid": s.number,
-             "ts": work.start, "dur": self.now - work.start,
-             "args": {"device": 0, "context": 1, "stream": s.number,
-                      "correlation": work.correlation, **work.args}}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "cat": work.cat,
+                "name": work.name,
+                "pid": 0,
+                "tid": s.number,
+                "ts": work.start,
+                "dur": self.now - work.start,
+                "args": {
+                    "device": 0,
+                    "context": 1,
+                    "stream": s.number,
+                    "correlation": work.correlation,
+                    **work.args,
+                },
+            }
+        )
         self._fire(work.done)
         self._at(self.now, lambda: self._pump(s))
 
@@ -478,8 +490,16 @@ class Machine:
     def _emit(
         self, cat: str, name: str, thread: int, start: float, args: dict[str, Any]
     ) -> dict[str, Any]:
-        event = {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": thread, "ts": start,
-                 "dur": self.now - start, "args": args}  # fmt: skip
+        event = {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "pid": 1,
+            "tid": thread,
+            "ts": start,
+            "dur": self.now - start,
+            "args": args,
+        }
         self.events.append(event)
         return event
 
@@ -504,8 +524,9 @@ class Machine:
         if self._step % s.n == 0:
             yield from self._do(thread, s.body)
 
-    def _launch(self, thread: int, call: str, us: float, works: list[Work], key: int,
-                stream: int) -> Steps:  # fmt: skip
+    def _launch(
+        self, thread: int, call: str, us: float, works: list[Work], key: int, stream: int
+    ) -> Steps:
         start, s = self.now, self.stream(stream)
         yield self._vary(us, self.set.host_jitter, key + 1)
         # the place is taken in the order in which threads ask
@@ -559,11 +580,13 @@ class Machine:
             s.direction, ("Device", "Device")
         )
         work = Work(
-            "gpu_memcpy", f"Memcpy {s.direction} ({ends[0]} -> {ends[1]})",
-            self._vary(s.us, self.set.kernel_jitter, s.id), next(self._correlations),
+            "gpu_memcpy",
+            f"Memcpy {s.direction} ({ends[0]} -> {ends[1]})",
+            self._vary(s.us, self.set.kernel_jitter, s.id),
+            next(self._correlations),
             {"bytes": s.size, "memory bandwidth (GB/s)": s.size / s.us / 1e3},
             "" if s.direction == "DtoD" else s.direction,
-        )  # fmt: skip
+        )
         holds = not s.pinned and s.direction != "DtoD"
         small = s.direction == "HtoD" and s.size <= 1 << 16
         if not holds or small:
@@ -641,11 +664,22 @@ class Machine:
         if not self.set.sync_rows:
             return
         on, record = (-1, -1) if found is None else (found[1], found[2])
-        row = self._emit("cuda_sync", kind, -1, call["ts"], {
-            "cuda_sync_kind": kind, "stream": stream, "device": 0, "context": 1,
-            "correlation": call["args"]["correlation"], "wait_on_stream": on,
-            "wait_on_cuda_event_record_corr_id": record, "wait_on_cuda_event_id": 1,
-        })  # fmt: skip
+        row = self._emit(
+            "cuda_sync",
+            kind,
+            -1,
+            call["ts"],
+            {
+                "cuda_sync_kind": kind,
+                "stream": stream,
+                "device": 0,
+                "context": 1,
+                "correlation": call["args"]["correlation"],
+                "wait_on_stream": on,
+                "wait_on_cuda_event_record_corr_id": record,
+                "wait_on_cuda_event_id": 1,
+            },
+        )
         row["dur"] = call["dur"]
 
     def _backward(self, thread: int, s: Backward) -> Steps:
@@ -714,8 +748,13 @@ class Machine:
             self._emit("cpu_op", "aten::stack", thread, inner, {"External id": next(self._ids)})
             yield 5.0
             which = "_SingleProcessDataLoaderIter"
-        self._emit("user_annotation", f"enumerate(DataLoader)#{which}.__next__", thread, start,
-                   {"External id": next(self._ids)})  # fmt: skip
+        self._emit(
+            "user_annotation",
+            f"enumerate(DataLoader)#{which}.__next__",
+            thread,
+            start,
+            {"External id": next(self._ids)},
+        )
 
     # the program
 
@@ -745,11 +784,21 @@ class Machine:
             end = round(row["ts"] + row["dur"], exact)
             row["ts"] = round(row["ts"], exact)
             row["dur"] = round(end - row["ts"], exact)
-        device = {"id": 0, "name": "NVIDIA A100-SXM4-80GB", "numSms": 108, "computeMajor": 8,
-                  "computeMinor": 0, "totalGlobalMem": 85_094_825_984,
-                  "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048,
-                  "regsPerBlock": 65536, "regsPerMultiprocessor": 65536, "warpSize": 32,
-                  "sharedMemPerBlock": 49152, "sharedMemPerMultiprocessor": 167936}  # fmt: skip
+        device = {
+            "id": 0,
+            "name": "NVIDIA A100-SXM4-80GB",
+            "numSms": 108,
+            "computeMajor": 8,
+            "computeMinor": 0,
+            "totalGlobalMem": 85_094_825_984,
+            "maxThreadsPerBlock": 1024,
+            "maxThreadsPerMultiprocessor": 2048,
+            "regsPerBlock": 65536,
+            "regsPerMultiprocessor": 65536,
+            "warpSize": 32,
+            "sharedMemPerBlock": 49152,
+            "sharedMemPerMultiprocessor": 167936,
+        }
         return msgspec.json.encode(
             {"schemaVersion": 1, "deviceProperties": [device], "traceEvents": rows}
         )

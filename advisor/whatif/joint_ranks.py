@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 MAX_RANKS = 4
 """Ranks that are replayed together: the analysed one, and those that are last most often. What
 the others were waited for stays in the collectives as measured."""
-MAX_TOGETHER = 2 * MAX_NODES
+MAX_JOINT_NODES = 2 * MAX_NODES
 """Nodes that they may have together, about."""
 
 
-class Company(NamedTuple):
+class JointRanks(NamedTuple):
     """Ranks that are replayed together, the analysed one first, and the collectives they share."""
 
     ranks: tuple[int, ...]
@@ -35,7 +35,7 @@ class Company(NamedTuple):
     """A row a collective, a column a rank: row of ``trace.gpu``, -1: not on this rank."""
 
 
-def find_company(rank: int, ranks: Mapping[int, Analysis]) -> Company | None:
+def find_joint_ranks(rank: int, ranks: Mapping[int, Analysis]) -> JointRanks | None:
     """Who is replayed with ``rank``; ``None``: nobody, because there are no other ranks, they
     cannot be put on one clock, or they do not have the same steps."""
     if len(ranks) < 2 or ranks[rank].steps.used.is_empty() or ranks[rank].device_id is None:
@@ -46,7 +46,7 @@ def find_company(rank: int, ranks: Mapping[int, Analysis]) -> Company | None:
         return None
     chosen = _latest(rank, alignment, matches)
     a = ranks[rank]
-    first, last = representative_steps(a, min(MAX_NODES, MAX_TOGETHER // len(chosen)))
+    first, last = representative_steps(a, min(MAX_NODES, MAX_JOINT_NODES // len(chosen)))
     names = a.steps.table["name"][first:last].to_list()
     steps = {number: _same_steps(ranks[number], names) for number in chosen}
     there = [number for number in chosen if steps[number] is not None]
@@ -59,7 +59,7 @@ def find_company(rank: int, ranks: Mapping[int, Analysis]) -> Company | None:
     row = row[(row >= 0).sum(axis=1) > 1]
     if not len(row):
         return None
-    return Company(
+    return JointRanks(
         ranks=tuple(there),
         analyses=tuple(ranks[n] for n in there),
         steps=tuple(found for n in there if (found := steps[n]) is not None),

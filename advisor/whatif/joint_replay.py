@@ -20,9 +20,9 @@ from advisor.whatif.replay import (
     MIN_STEADY,
     Carry,
     Layout,
-    Outcome,
     Plan,
     State,
+    StepTimes,
     completions,
     replay,
     settled,
@@ -31,7 +31,7 @@ from advisor.whatif.replay import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from advisor.whatif.company import Company
+    from advisor.whatif.joint_ranks import JointRanks
 
 
 class Patched(NamedTuple):
@@ -56,28 +56,28 @@ class Replayed(NamedTuple):
     """Of shared collectives from the rank's own arrival on."""
 
 
-class Together:
-    """The graphs of a company of ranks, replayed as one."""
+class JointReplay:
+    """The graphs of several ranks, replayed as one."""
 
-    def __init__(self, company: Company, graphs: Sequence[Graph]) -> None:
+    def __init__(self, joint: JointRanks, graphs: Sequence[Graph]) -> None:
         self.graphs = list(graphs)
-        begin = [g.origin + s for g, s in zip(graphs, company.shift, strict=True)]
+        begin = [g.origin + s for g, s in zip(graphs, joint.shift, strict=True)]
         self.offset = np.array(begin, dtype=float) - min(begin)
         """When the window of each rank begins, ns from the first one's start."""
-        self.node = self._shared(company)
+        self.node = self._shared(joint)
         """A row a meeting, a column a rank: node of its collective, -1: not there."""
         self.node = self._order()
         self._known: Plan | None = None
 
-    def _shared(self, company: Company) -> Array:
+    def _shared(self, joint: JointRanks) -> Array:
         """Collectives that two or more ranks launched in the window."""
-        found = np.full(company.row.shape, -1, dtype=np.int64)
-        for column, (graph, a) in enumerate(zip(self.graphs, company.analyses, strict=True)):
+        found = np.full(joint.row.shape, -1, dtype=np.int64)
+        for column, (graph, a) in enumerate(zip(self.graphs, joint.analyses, strict=True)):
             node = np.full(a.trace.gpu.height + 1, -1, dtype=np.int64)
             node[graph.row[graph.device]] = graph.device
             node[graph.row[graph.early]] = -1
             node[-1] = -1
-            found[:, column] = node[company.row[:, column]]
+            found[:, column] = node[joint.row[:, column]]
         kept: Array = found[(found >= 0).sum(axis=1) > 1]
         return kept
 
@@ -189,7 +189,7 @@ class Together:
         steps = len(graph.starts) - 1
         complete = completions(graph, done[of].time)
         if steps < MIN_STEADY or graph.starts[-1] == 0:
-            return Outcome(done[of].time, complete, graph.turn).period
+            return StepTimes(done[of].time, complete, graph.turn).period
         carries = [
             known if p.graph is g else Carry(p.graph)
             for p, g, known in zip(ranks, self.graphs, self.carries, strict=True)

@@ -1,0 +1,91 @@
+"""Real pairs: what is predicted from the trace before a change, held against the one after it.
+
+Both are measured by ``benchmarks/bench_pairs.py``, which reads the files itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import bench_pairs
+import pytest
+from bench_pairs import CLOSE, NARROW, PAIRS, Pair, Row
+
+Find = Callable[[str], str]
+
+
+@functools.lru_cache(maxsize=len(PAIRS))
+def compared(number: int, traces: Path) -> Row:
+    return bench_pairs.row(PAIRS[number], traces)
+
+
+@pytest.fixture(
+    params=range(len(PAIRS)),
+    ids=[f"{p.before.split('/')[-1]}-{p.after.split('/')[-1]}" for p in PAIRS],
+)
+def row(request: pytest.FixtureRequest, shared_trace: Find) -> Row:
+    pair: Pair = PAIRS[request.param]
+    path = Path(shared_trace(pair.before))
+    if pair.after:
+        shared_trace(pair.after)
+    return compared(request.param, path.parents[pair.before.count("/")])
+
+
+def test_what_happened_is_inside_the_band(row: Row) -> None:
+    assert row.inside, row
+
+
+def test_the_point_is_within_a_quarter_of_what_happened(row: Row) -> None:
+    assert row.error <= CLOSE, row
+
+
+def test_the_band_is_narrow_enough_to_be_of_use(row: Row) -> None:
+    assert 0 < row.width <= NARROW, row
+
+
+def test_fused_attention_is_priced_as_published_where_the_host_waits_for_the_device(
+    shared_trace: Find,
+) -> None:
+    """95 of 119 ms of kernels are attention, and the host waits 94 ms for them."""
+    found = bench_pairs.findings(Path(shared_trace("mi300_timesformer_inference")))
+    assert "unfused-attention" in found
+    assert 40 <= found["unfused-attention"].point <= 60
+
+
+# -- the yardstick itself, against the figures that came with the files -------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "before", "after"),
+    [(0, (154.8, 155.0), (128.3, 121.2)), (1, (160.2, None), (115.7, None))],
+)
+def test_steps_are_measured_as_by_those_who_published_them(
+    shared_trace: Find,
+    number: int,
+    before: tuple[float, float | None],
+    after: tuple[float, float | None],
+) -> None:
+    pair = PAIRS[number]
+    measure = (bench_pairs.marked, bench_pairs.asked)[number]
+    for name, (mean, median) in ((pair.before, before), (pair.after, after)):
+        found = measure(Path(shared_trace(name)))
+        assert found.mean == pytest.approx(mean, rel=0.02)
+        if median is not None:
+            assert found.median == pytest.approx(median, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "span"),
+    [
+        ("pairs/sam_1_fp32_many_syncs", 2565),
+        ("pairs/sam_2_fp32_few_syncs", 1400),
+        ("pairs/sam_3_bf16_compiled_sdpa", 520),
+        ("pairs/particle_batch128", 31.7),
+        ("pairs/particle_batch64", 40.3),
+    ],
+)
+def test_runs_without_steps_are_measured_as_by_those_who_published_them(
+    shared_trace: Find, name: str, span: float
+) -> None:
+    assert bench_pairs.whole(Path(shared_trace(name))).mean == pytest.approx(span, rel=0.015)

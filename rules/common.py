@@ -33,14 +33,6 @@ def size(amount: float) -> str:
     return f"{amount:.0f} B"
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 copy``, ``3 copies``."""
-    if number == 1:
-        return f"1 {noun}"
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") and noun[-2] not in "aeiou" else f"{noun}s"
-    return f"{number:,} {plural}"
-
-
 def total(values: pl.Series) -> int:
     """Sum of a column of integers; nulls do not count."""
     return int(values.sum() or 0)

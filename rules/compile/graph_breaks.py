@@ -22,9 +22,12 @@ from advisor.model import (
     Outcome,
     Rule,
     Select,
+    Threshold,
 )
-from advisor.rules.common import column, counted, of_step, per, places, rows
+from advisor.rules.common import column, of_step, per, places, rows
+from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 CAUSES = ("dispatch", "launch", "python", "unknown")
 
@@ -47,13 +50,35 @@ class GraphBreaks(Rule):
     id = "graph-breaks"
     title = "Graph breaks split the compiled model"
     category = "compile"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     references = (
         "https://pytorch.org/docs/stable/torch.compiler_faq.html#graph-breaks",
         "https://pytorch.org/tutorials/recipes/torch_compile_fullgraph_false_graph_breaks.html",
     )
 
-    min_share = 0.02  # of the step, idle at the breaks; a proposal of the rule catalogue
+    min_share = Threshold(0.02, "of the step, idle at the breaks", OURS)
+
+    fix = (
+        "Take out what breaks the graph: prints and logging, .item() and .cpu(), "
+        "conditions on tensor values (torch.where, torch.cond), calls of libraries that "
+        "torch.compile cannot follow (torch.compiler.disable them at the edge of the "
+        "model). The log names each reason."
+    )
+    code = (
+        "# names each break and its reason\n"
+        "# TORCH_LOGS=graph_breaks python train.py\n"
+        "model = torch.compile(model, fullgraph=True)   # an error at the first break\n"
+        "torch._dynamo.config.capture_scalar_outputs = True   # .item() stays in the graph"
+    )
+    verify = "Profile again: one Torch-Compiled Region for each call, none inside another."
+    falsified_by = "torch._dynamo.explain(model)(input) that counts no break"
+    assumptions = ("what runs at the break can be moved out of the compiled function",)
+    confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Count regions inside regions, and the idle time between their graphs."""
@@ -84,8 +109,6 @@ class GraphBreaks(Rule):
             )
         count = len(broken) / a.step_count
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, idle.total)} the device idles at "
                 f"{counted(max(1, round(count)), 'graph break')}{per(a)}, while Python runs "
@@ -94,7 +117,7 @@ class GraphBreaks(Rule):
             evidence=[
                 Evidence(f"graph breaks{per(a)}", count, "count"),
                 Evidence(f"idle at them{per(a)}", idle.total / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence("idle time a break", idle.total / len(broken), "ns"),
                 Evidence("where the graph breaks", _told(lines)),
             ],
@@ -107,23 +130,7 @@ class GraphBreaks(Rule):
                 dur=end - start,
                 instance=column(gaps, "gap"),
             ),
-            fix=(
-                "Take out what breaks the graph: prints and logging, .item() and .cpu(), "
-                "conditions on tensor values (torch.where, torch.cond), calls of libraries that "
-                "torch.compile cannot follow (torch.compiler.disable them at the edge of the "
-                "model). The log names each reason."
-            ),
-            code=(
-                "# names each break and its reason\n"
-                "# TORCH_LOGS=graph_breaks python train.py\n"
-                "model = torch.compile(model, fullgraph=True)   # an error at the first break\n"
-                "torch._dynamo.config.capture_scalar_outputs = True   # .item() stays in the graph"
-            ),
-            check="Profile again: one Torch-Compiled Region for each call, none inside another.",
             edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="graph_break"))],
-            confidence=0.8,
-            assumptions=["what runs at the break can be moved out of the compiled function"],
-            falsified_by="torch._dynamo.explain(model)(input) that counts no break",
         )
 
     @staticmethod
@@ -132,7 +139,7 @@ class GraphBreaks(Rule):
         return {"two breaks": _trace(stacks=False), "with stacks": _trace(stacks=True)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """One whole graph; blocks compiled by themselves; breaks behind a full queue."""
         whole, blocks = TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -143,9 +150,9 @@ class GraphBreaks(Rule):
                     with blocks.op("Torch-Compiled Region: 0/0"):
                         _graph(blocks, 10)
         return {
-            "one graph": whole,
-            "blocks compiled by themselves": blocks,
-            "behind a full queue": _trace(stacks=False, us=300),
+            "one graph": (whole, "not len(broken)"),
+            "blocks compiled by themselves": (blocks, "not len(broken)"),
+            "behind a full queue": (_trace(stacks=False, us=300), "share < self.min_share"),
         }
 
 

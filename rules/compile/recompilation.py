@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import covered, intersect, union
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
-from advisor.rules.common import counted, duration, of_step, per, places
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.rules.common import duration, of_step, per, places
+from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 COMPILING = r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"
 """What Dynamo calls the compilation of a function, and AOTAutograd that of its backward pass."""
@@ -35,9 +37,17 @@ class Recompilation(Rule):
     """
 
     id = "recompilation"
-    title = "The model is compiled again in the training loop"
+    title = "The model is compiled again in the loop"
     category = "compile"
-    validated = "recordings"
+    levers = ("compile-dynamic",)
+    found_in = ("workloads/recompilation",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+        "workloads/recompilation",
+    )
     validated_on = (
         "CPU recordings, torch 2.13: a length that is new in every step, compiled with dynamic="
         "False, fires; with dynamic=True it is silent"
@@ -47,8 +57,24 @@ class Recompilation(Rule):
         "https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html",
     )
 
-    min_steps = 2  # with compilation in them: the first time is needed
-    min_share = 0.02  # of the recorded steps; as for graph breaks
+    min_steps = Threshold(2, "steps with compilation in them: the first time is needed", OURS)
+    min_share = Threshold(0.02, "of the recorded steps; as for graph breaks", OURS)
+
+    fix = (
+        "Let what changes be dynamic (dynamic=True, or torch._dynamo.mark_dynamic for the "
+        "dimension), or do not let it change: pad to a few lengths, drop_last=True, "
+        "tensors instead of Python numbers that count up. The log names what changed."
+    )
+    code = (
+        "# TORCH_LOGS=recompiles python train.py     names what changed each time\n"
+        "model = torch.compile(model, dynamic=True)\n"
+        "# or only for the dimension that varies:\n"
+        "torch._dynamo.mark_dynamic(batch, 1)"
+    )
+    verify = "TORCH_LOGS=recompiles prints nothing after the first steps."
+    falsified_by = "TORCH_LOGS=recompiles that prints nothing while these steps run"
+    assumptions = ("the compiled code for any shape is as fast as that for one",)
+    confidence = 0.9
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sum compilation inside the steps."""
@@ -77,36 +103,19 @@ class Recompilation(Rule):
         here = found[covered(ts, ts + 1, a.spans) > 0]
         cost = cpu["dur"].to_numpy()[here].astype(np.int64)
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, compiling.total)} torch.compile compiles a function again, in "
                 f"{counted(hit, 'step')} of {steps.height}."
             ),
             evidence=[
                 Evidence(f"compilation{per(a)}", compiling.total / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share),
-                Evidence("steps with compilation", hit, "count", self.min_steps),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                Evidence("steps with compilation", hit, "count", *self.limit("min_steps")),
                 Evidence("compilations", len(here), "count"),
                 Evidence("the longest", int(cost.max()) if len(cost) else None, "ns"),
             ],
             where=places(a, here, cost),
-            fix=(
-                "Let what changes be dynamic (dynamic=True, or torch._dynamo.mark_dynamic for the "
-                "dimension), or do not let it change: pad to a few lengths, drop_last=True, "
-                "tensors instead of Python numbers that count up. The log names what changed."
-            ),
-            code=(
-                "# TORCH_LOGS=recompiles python train.py     names what changed each time\n"
-                "model = torch.compile(model, dynamic=True)\n"
-                "# or only for the dimension that varies:\n"
-                "torch._dynamo.mark_dynamic(batch, 1)"
-            ),
-            check="TORCH_LOGS=recompiles prints nothing after the first steps.",
             edits=[Edit(op="remove", select=Select(on="host", name=COMPILING))],
-            confidence=0.9,
-            assumptions=["the compiled code for any shape is as fast as that for one"],
-            falsified_by="TORCH_LOGS=recompiles that prints nothing while these steps run",
         )
 
     @staticmethod
@@ -121,13 +130,13 @@ class Recompilation(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Compiled once, in the first step; nothing compiled; very little of it."""
         return {
-            "once": _trace(every=8),
-            "never": _trace(every=0),
-            "hardly any": _trace(every=1, us=20),
-            "only looked up": _trace(every=1, name="TorchDynamo Cache Lookup"),
+            "once": (_trace(every=8, us=900), "min_steps"),
+            "never": (_trace(every=0), "not len(found)"),
+            "hardly any": (_trace(every=1, us=20), "min_share"),
+            "only looked up": (_trace(every=1, name="TorchDynamo Cache Lookup"), "not len(found)"),
         }
 
 

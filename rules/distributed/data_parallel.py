@@ -36,11 +36,33 @@ class DataParallel(Rule):
     id = "data-parallel"
     title = "nn.DataParallel instead of DistributedDataParallel"
     category = "distributed"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.DataParallel.html",
         "https://pytorch.org/tutorials/intermediate/ddp_tutorial.html",
     )
+
+    fix = (
+        "Start one process a device with torchrun and wrap the model in "
+        "DistributedDataParallel; give each process its share of the data with a "
+        "DistributedSampler, and divide the batch size by the number of processes."
+    )
+    code = (
+        "# torchrun --nproc-per-node=gpu train.py\n"
+        'dist.init_process_group("nccl")\n'
+        'rank = int(os.environ["LOCAL_RANK"]); torch.cuda.set_device(rank)\n'
+        "model = DistributedDataParallel(model.to(rank), device_ids=[rank])\n"
+        "loader = DataLoader(dataset, sampler=DistributedSampler(dataset), ...)"
+    )
+    verify = "Profile again, one trace a rank: no DataParallel.forward, gradients overlap."
+    falsified_by = "DistributedDataParallel on the same devices that is no faster"
+    assumptions = ("the model fits on each device, as it does now",)
+    confidence = 0.9
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for the range, and for work on several devices."""
@@ -57,8 +79,6 @@ class DataParallel(Rule):
             for device, ns in gpu.group_by("device").agg(pl.col("dur").sum()).sort("device").rows()
         }
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"One process drives {devices} devices with nn.DataParallel: it copies the model "
                 f"and the batch to them in each step ({duration(host / a.step_count)} of host "
@@ -73,26 +93,10 @@ class DataParallel(Rule):
                          f"{duration(min(busy.values()))}"),
             ],
             where=places(a, found.astype(np.int64), cpu["dur"].to_numpy()[found].astype(np.int64)),
-            fix=(
-                "Start one process a device with torchrun and wrap the model in "
-                "DistributedDataParallel; give each process its share of the data with a "
-                "DistributedSampler, and divide the batch size by the number of processes."
-            ),
-            code=(
-                "# torchrun --nproc-per-node=gpu train.py\n"
-                'dist.init_process_group("nccl")\n'
-                'rank = int(os.environ["LOCAL_RANK"]); torch.cuda.set_device(rank)\n'
-                "model = DistributedDataParallel(model.to(rank), device_ids=[rank])\n"
-                "loader = DataLoader(dataset, sampler=DistributedSampler(dataset), ...)"
-            ),
-            check="Profile again, one trace a rank: no DataParallel.forward, gradients overlap.",
             edits=[
                 Edit(op="remove", select=Select(on="gpu", under=EXTRA)),
                 Edit(op="remove", select=Select(on="host", kind=("op",), name=EXTRA)),
             ],
-            confidence=0.9,
-            assumptions=["the model fits on each device, as it does now"],
-            falsified_by="DistributedDataParallel on the same devices that is no faster",
         )  # fmt: skip
 
     @staticmethod
@@ -101,7 +105,7 @@ class DataParallel(Rule):
         return {"two devices": _trace(devices=2)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """One device, and DistributedDataParallel."""
         ddp = TraceBuilder(rank=0, world_size=2)
         for _ in range(4):
@@ -109,7 +113,10 @@ class DataParallel(Rule):
                 with ddp.range("DistributedDataParallel.forward"), ddp.op("aten::mm"):
                     ddp.launch("ampere_sgemm_128x64_nn", 3000)
                 ddp.sync()
-        return {"one device": _trace(devices=1), "DistributedDataParallel": ddp}
+        return {
+            "one device": (_trace(devices=1), "devices < 2"),
+            "DistributedDataParallel": (ddp, "not len(found)"),
+        }
 
 
 def _trace(devices: int) -> TraceBuilder:

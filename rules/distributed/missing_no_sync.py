@@ -14,8 +14,19 @@ from advisor.analysis import Analysis
 from advisor.analysis.comms import describe
 from advisor.analysis.names import matches
 from advisor.analysis.stacks import climb, parents
-from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.model import (
+    Edit,
+    Evidence,
+    Finding,
+    Good,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.rules.common import duration, places, rows, size
+from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
 
 _FORWARD = r"^DistributedDataParallel\.forward$"
@@ -58,7 +69,12 @@ class MissingNoSync(Rule):
     id = "missing-no-sync"
     title = "Gradients are reduced in every pass of gradient accumulation"
     category = "distributed"
-    validated = "real traces"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass a "
         "step); in the A100 training with every second optimizer range renamed it finds the 3 of 6 "
@@ -70,7 +86,33 @@ class MissingNoSync(Rule):
         "https://pytorch.org/docs/stable/notes/ddp.html",
     )
 
-    min_steps = 2  # complete optimizer steps that show the same; one may be chance
+    min_steps = Threshold(2, "complete optimizer steps that show the same; one may be chance", OURS)
+
+    fix = (
+        "Run all passes but the last of an optimizer step, forward included, inside "
+        "model.no_sync(): gradients then add up locally and are reduced once. (Hugging "
+        "Face Accelerate: accelerator.accumulate(model).)"
+    )
+    verify = (
+        "Profile again: all-reduces appear only in the last backward pass before each "
+        "Optimizer.step; the loss curve stays the same."
+    )
+    falsified_by = (
+        "code that reads reduced gradients after each pass, or two models of one "
+        "architecture with one optimizer"
+    )
+    assumptions = ("the gradients of the passes are only summed, not used one by one",)
+    confidence = 0.85
+
+    code = (
+        "from contextlib import nullcontext\n"
+        "for i, batch in enumerate(loader):\n"
+        "    last = (i + 1) % {passes} == 0\n"
+        "    with nullcontext() if last else model.no_sync():\n"
+        "        (loss_fn(model(batch)) / {passes}).backward()\n"
+        "    if last:\n"
+        "        optimizer.step(); optimizer.zero_grad()"
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare what the passes of one optimizer step reduce."""
@@ -106,8 +148,6 @@ class MissingNoSync(Rule):
         sent = float(np.mean([_bytes(step) for step in steps]))
         time = int(needless["dur"].sum()) / a.step_count
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{k} backward passes make one optimizer step, and each reduces gradients over "
                 f"all ranks: {size(sent)} are sent where {size(once)} would do. The needless "
@@ -115,7 +155,9 @@ class MissingNoSync(Rule):
             ),
             evidence=[
                 Evidence("passes an optimizer step", k, "count", 2, "one needs no no_sync"),
-                Evidence("optimizer steps that show it", len(steps), "count", self.min_steps),
+                Evidence(
+                    "optimizer steps that show it", len(steps), "count", *self.limit("min_steps")
+                ),
                 Evidence("gradients reduced an optimizer step", sent, "bytes"),
                 Evidence("gradients of one pass", once, "bytes"),
                 Evidence("needless reductions a step", needless.height / a.step_count, "count"),
@@ -129,29 +171,8 @@ class MissingNoSync(Rule):
                 ts=needless["ts"].to_numpy(),
                 dur=needless["dur"].to_numpy(),
             ),
-            fix=(
-                "Run all passes but the last of an optimizer step, forward included, inside "
-                "model.no_sync(): gradients then add up locally and are reduced once. (Hugging "
-                "Face Accelerate: accelerator.accumulate(model).)"
-            ),
-            code=(
-                "from contextlib import nullcontext\n"
-                "for i, batch in enumerate(loader):\n"
-                f"    last = (i + 1) % {k} == 0\n"
-                "    with nullcontext() if last else model.no_sync():\n"
-                f"        (loss_fn(model(batch)) / {k}).backward()\n"
-                "    if last:\n"
-                "        optimizer.step(); optimizer.zero_grad()"
-            ),
-            check=(
-                "Profile again: all-reduces appear only in the last backward pass before each "
-                "Optimizer.step; the loss curve stays the same."
-            ),
             edits=[_edit(a, table, needless)],
-            confidence=0.85,
-            assumptions=["the gradients of the passes are only summed, not used one by one"],
-            falsified_by="code that reads reduced gradients after each pass, or two models of one "
-            "architecture with one optimizer",
+            code=self.code.format(passes=k),
         )
 
     @staticmethod
@@ -163,15 +184,27 @@ class MissingNoSync(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """no_sync; no accumulation, equal buckets; other collectives in each pass; two models."""
         return {
-            "no_sync is used": _training([[], [8, 25]]),
-            "one pass, equal buckets": _training([[25, 25]]),
-            "tensor parallelism repeats, gradients do not": _training([[], [25]], tensor=8),
-            "one pass reduces more": _training([[8], [8, 25]]),
-            "two optimizers": _training([[8, 25], [8, 25]], optimizers=2),
-            "sizes are not recorded": _training([[8, 25], [8, 25]], arguments=False),
+            "no_sync is used": (
+                _training([[], [8, 25]]),
+                "all((not sizes for step in steps for sizes in step[:-1]))",
+            ),
+            "one pass, equal buckets": (_training([[25, 25]]), "len(steps) < self.min_steps"),
+            "tensor parallelism repeats, gradients do not": (
+                _training([[], [25]], tensor=8),
+                "all((not sizes for step in steps for sizes in step[:-1]))",
+            ),
+            "one pass reduces more": (
+                _training([[8], [8, 25]]),
+                "any((not step[0] or any((sizes != step[0] for sizes in",
+            ),
+            "two optimizers": (_training([[8, 25], [8, 25]], optimizers=2), "passes is None"),
+            "sizes are not recorded": (
+                _training([[8, 25], [8, 25]], arguments=False),
+                "any((None in sizes for step in steps for sizes in step))",
+            ),
         }
 
 

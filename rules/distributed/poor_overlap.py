@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -10,9 +11,12 @@ from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
 from advisor.analysis.copies import compute_stream
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.rules.common import column, duration, of_step, per, places, rows
+from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
+from advisor.rules.sources import OURS, TRACELENS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
+from advisor.trace import JAX, TENSORFLOW
 
 READY_NS = 20_000
 """A kernel was ready when its launch had returned this long before; launches take 5 to 10 µs to
@@ -41,15 +45,52 @@ class PoorOverlap(Rule):
     id = "poor-overlap"
     title = "Collectives are issued so that nothing can overlap them"
     category = "distributed"
-    validated = "synthetic"
+    found_in = ("traces/dlrm_8ranks",)
+    levers = ("ddp-bucket-size", "ddp-bucket-view")
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
+    validated_on = (
+        "DLRM on 8 V100: an all-reduce of 0.8 ms that runs alone; the next kernel is launched "
+        "meanwhile, and starts when it ends"
+    )
     references = (
         "https://pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations",
         "https://pytorch.org/docs/stable/notes/ddp.html",
     )
 
-    max_overlap = 0.70  # share of communication under compute: TraceLens flags less
-    min_share = 0.03  # of the step, exposed: XProf (collectives 3 %)
-    min_explained = 0.5  # share of exposed time that the two kinds must make up
+    max_overlap = Threshold(0.70, "share of communication under compute", TRACELENS)
+    min_share = Threshold(0.03, "of the step, exposed", XPROF_LAUNCH)
+    min_explained = Threshold(0.5, "share of exposed time that the two kinds must make up", OURS)
+
+    fix = (
+        "Start each collective as soon as its input is ready, with async_op=True, launch "
+        "the compute that does not need the result, and wait just before the result is "
+        "used. Where compute needs it at once, split the batch or the sequence in two and "
+        "let one half compute while the other communicates."
+    )
+    code = (
+        "work = dist.all_to_all_single(out, inp, async_op=True)\n"
+        "y = independent_part(x)      # launched before the wait: runs beside it\n"
+        "work.wait()                  # only the stream waits, not the host\n"
+        "z = needs(out, y)"
+    )
+    verify = "Profile again: the share of communication under compute rises."
+    falsified_by = "every kernel that follows reads the collective's result"
+    assumptions = ("there is compute that does not depend on the result",)
+    confidence = 0.7
+
+    elsewhere: ClassVar = {
+        **in_any_language(
+            "Issue collectives on a stream of their own, so that kernels which do not need their "
+            "result can run meanwhile."
+        ),
+        TENSORFLOW: Advice(OVERLAP_FLAGS, FLAGS),
+        JAX: Advice(OVERLAP_FLAGS, FLAGS),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sort exposed collectives by how they were issued."""
@@ -72,8 +113,6 @@ class PoorOverlap(Rule):
             return
         chosen = same | at_once
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, exposed)} is exposed "
                 f"communication; {duration((on_stream + waited) / a.step_count)} of it in "
@@ -85,8 +124,8 @@ class PoorOverlap(Rule):
                 )
             ),
             evidence=[
-                Evidence("hidden under compute", overlap, "share", self.max_overlap, "TraceLens"),
-                Evidence("share of the step", share, "share", self.min_share, "XProf"),
+                Evidence("hidden under compute", overlap, "share", *self.limit("max_overlap")),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence(f"exposed on the compute stream{per(a)}", on_stream / a.step_count, "ns"),
                 Evidence(f"exposed and waited for at once{per(a)}", waited / a.step_count, "ns"),
                 Evidence(f"such collectives{per(a)}", int(chosen.sum()) / a.step_count, "count"),
@@ -99,23 +138,7 @@ class PoorOverlap(Rule):
                 dur=column(table, "dur"),
                 kernel=rows(table["gpu"]),
             ),
-            fix=(
-                "Start each collective as soon as its input is ready, with async_op=True, launch "
-                "the compute that does not need the result, and wait just before the result is "
-                "used. Where compute needs it at once, split the batch or the sequence in two and "
-                "let one half compute while the other communicates."
-            ),
-            code=(
-                "work = dist.all_to_all_single(out, inp, async_op=True)\n"
-                "y = independent_part(x)      # launched before the wait: runs beside it\n"
-                "work.wait()                  # only the stream waits, not the host\n"
-                "z = needs(out, y)"
-            ),
-            check="Profile again: the share of communication under compute rises.",
             edits=self._edits(a, table, same, at_once),
-            confidence=0.7,
-            assumptions=["there is compute that does not depend on the result"],
-            falsified_by="every kernel that follows reads the collective's result",
         )
 
     @staticmethod
@@ -151,7 +174,7 @@ class PoorOverlap(Rule):
         return {"on the compute stream": stream, "waited for at once": waited}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Waited for late and hidden; waited for late and too long; little communication."""
         hidden, long, little = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -168,7 +191,14 @@ class PoorOverlap(Rule):
                     _compute(little)
                 little.collective("allreduce", 1 << 20, 50, wait=True)
                 little.sync()
-        return {"hidden": hidden, "launched early but long": long, "little": little}
+        return {
+            "hidden": (hidden, "overlap >= self.max_overlap"),
+            "launched early but long": (
+                long,
+                "on_stream + waited < self.min_explained * int(cost.sum())",
+            ),
+            "little": (little, "share < self.min_share"),
+        }
 
 
 def _compute(b: TraceBuilder) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import polars as pl
 
@@ -20,9 +20,13 @@ from advisor.model import (
     Outcome,
     Rule,
     Select,
+    Source,
+    Threshold,
     Worth,
 )
 from advisor.rules.common import duration
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import CHOSEN, GREYHOUND
 from advisor.testing import TraceBuilder
 
 
@@ -45,10 +49,12 @@ class SlowDevice(Rule):
     id = "slow-device"
     title = "One device is slower than the others"
     category = "distributed"
-    validated = "synthetic"
     validated_on = (
         "silent on two_ranks, where few kernels repeat 20 times (with fewer the ratio is 1.01); "
         "never seen to fire on a real slow device"
+    )
+    sources = (
+        Source("medians of at least 20 times the same kernel", "advisor/analysis/rank_kernels.py"),
     )
     across_ranks = True
     references = (
@@ -56,11 +62,43 @@ class SlowDevice(Rule):
         "https://docs.nvidia.com/deploy/nvidia-smi/index.html",
     )
 
-    min_ratio = 1.10  # of the peers' median duration; Greyhound (fail-slow detection), catalogue
-    min_slow = 1.05  # ratio that a kernel needs to count as slower at all
-    min_slow_share = 0.75  # of the compared time in such kernels
-    min_kernels = 5  # compared; fewer do not tell a device from its inputs
-    min_compared = 0.5  # of the rank's compute kernel time
+    min_ratio = Threshold(1.10, "of the peers' median duration", GREYHOUND)
+    min_slow = Threshold(1.05, "ratio that a kernel needs to count as slower at all", CHOSEN)
+    min_slow_share = Threshold(0.75, "of the compared time in such kernels", CHOSEN)
+    min_kernels = Threshold(
+        5, "kernels compared; fewer do not tell a device from its inputs", CHOSEN
+    )
+    min_compared = Threshold(0.5, "of the rank's compute kernel time", CHOSEN)
+
+    code = (
+        "nvidia-smi --format=csv --query-gpu=index,clocks.sm,clocks.max.sm\n"
+        "nvidia-smi --format=csv --query-gpu=index,temperature.gpu,power.draw\n"
+        "nvidia-smi --format=csv --query-gpu=index,clocks_event_reasons.active\n"
+        "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
+    )
+    verify = (
+        "Run the job with that host and another exchanged: the slowness stays with the "
+        "device, and goes with a healthy one."
+    )
+    falsified_by = "inputs that differ between ranks in a way the launch size does not show"
+    assumptions = ("the ranks wait for each other at collectives in each step",)
+
+    fix = (
+        "Look at rank {rank}'s GPU: clocks and why they are held down, temperature, "
+        "power limit, other processes, ECC and link errors. Exchange it if nothing helps."
+    )
+    cases: ClassVar = {
+        "the ranks have different GPUs": {
+            "fix": "The ranks have different GPUs: give this one less work, or replace it."
+        }
+    }
+
+    confidence = 0.7
+
+    elsewhere: ClassVar = in_any_language(
+        "Look at the clocks, temperature and neighbours of the slower device; give it less work "
+        "or leave it out."
+    )
 
     def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
         """Compare the kernels that the ranks share."""
@@ -119,8 +157,6 @@ class SlowDevice(Rule):
         names = {n: b.device.name if b.device else None for n, b in ranks.items()}
         mixed = len(set(names.values())) > 1
         finding = Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"Rank {rank} needs {ratio:.2f} times as long as its peers for the same kernels "
                 f"({worst['slow']:.0%} of the compared time is in slower ones): the others wait "
@@ -128,11 +164,12 @@ class SlowDevice(Rule):
             ),
             evidence=[
                 Evidence("slow rank", rank),
-                Evidence("duration over the peers' (median by time)", ratio, "", self.min_ratio,
-                         "Greyhound"),
+                Evidence("duration over the peers' (median by time)", ratio, "",
+                         *self.limit("min_ratio")),
                 Evidence("share of compared time in slower kernels", worst["slow"], "share",
-                         self.min_slow_share),
-                Evidence("kernels compared", int(worst["kernels"]), "count", self.min_kernels),
+                         *self.limit("min_slow_share")),
+                Evidence("kernels compared", int(worst["kernels"]), "count",
+                         *self.limit("min_kernels")),
                 Evidence("compute of this rank a step", a.breakdown.compute.total / a.step_count,
                          "ns"),
                 Evidence("its GPU", names[rank]),
@@ -141,24 +178,13 @@ class SlowDevice(Rule):
                 Location(kernel=row["name"], dur_ns=round(row["median"]), count=row["count"])
                 for row in own.head(3).iter_rows(named=True)
             ],
-            fix=(
-                "The ranks have different GPUs: give this one less work, or replace it."
-                if mixed
-                else f"Look at rank {rank}'s GPU: clocks and why they are held down, temperature, "
-                "power limit, other processes, ECC and link errors. Exchange it if nothing helps."
-            ),
-            code=(
-                "nvidia-smi --format=csv --query-gpu=index,clocks.sm,clocks.max.sm\n"
-                "nvidia-smi --format=csv --query-gpu=index,temperature.gpu,power.draw\n"
-                "nvidia-smi --format=csv --query-gpu=index,clocks_event_reasons.active\n"
-                "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
-            ),
-            check="Run the job with that host and another exchanged: the slowness stays with the "
-            "device, and goes with a healthy one.",
             confidence=0.7 if len(ranks) > 2 else 0.6,
             confidence_notes=[] if len(ranks) > 2 else ["only two ranks to compare"],
-            assumptions=["the ranks wait for each other at collectives in each step"],
-            falsified_by="inputs that differ between ranks in a way the launch size does not show",
+            **(
+                self.case("the ranks have different GPUs")
+                if mixed
+                else {"fix": self.fix.format(rank=rank)}
+            ),
         )  # fmt: skip
         families = tuple(f for f in FAMILIES if f != "communication")
         finding.edits = [
@@ -177,7 +203,8 @@ class SlowDevice(Rule):
             share=gain / a.step_ns if a.step_ns else None,
             method="compute time that the slow device takes longer",
         )
-        finding.assumptions.append(f"the others wait all the {duration(gain)} a step for it")
+        late = f"the others wait all the {duration(gain)} a step for it"
+        finding.assumptions = [*self.assumptions, late]
         return finding
 
     @staticmethod
@@ -192,10 +219,16 @@ class SlowDevice(Rule):
     def silent_on() -> dict[str, Any]:
         """Equal devices; one kernel with other inputs; pipeline stages; too few kernels."""
         return {
-            "equal": _ranks([1.0, 1.03, 0.98, 1.01]),
-            "one kernel with more work": _ranks([1.0, 1.0, 1.0], skewed=2.0),
-            "other kernels on each rank": _ranks([1.0, 1.5, 1.0], stages=True),
-            "few kernels": _ranks([1.0, 1.3, 1.0], kinds=2),
+            "equal": (_ranks([1.0, 1.03, 0.98, 1.01]), "worst['ratio'] < self.min_ratio"),
+            "one kernel with more work": (
+                _ranks([1.0, 1.0, 1.0], skewed=2.0),
+                "worst['ratio'] < self.min_ratio",
+            ),
+            "other kernels on each rank": (
+                _ranks([1.0, 1.5, 1.0], stages=True),
+                "speed.is_empty()",
+            ),
+            "few kernels": (_ranks([1.0, 1.3, 1.0], kinds=2), "min_kernels"),
         }
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.rules.common import column, duration, per, places, rows, size
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS
 from advisor.testing import TraceBuilder
+from advisor.trace import JAX, TENSORFLOW
 
 
 class _Runs(NamedTuple):
@@ -36,15 +39,60 @@ class SmallCollectives(Rule):
     id = "small-collectives"
     title = "Many small collectives could be one"
     category = "distributed"
-    validated = "synthetic"
+    levers = ("ddp-bucket-size",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     )
 
-    min_count = 20.0  # a step, in runs; the rule catalogue proposes 50 in all
-    max_bytes = 1048576  # NCCL needs some MiB to reach its bandwidth; catalogue: median 1 MiB
-    max_between = 2  # compute launches between two of a run (a division, a cast)
-    min_share = 0.01  # of the step, exposed in runs
+    min_count = Threshold(20.0, "collectives a step, in runs", OURS)
+    max_bytes = Threshold(1048576, "bytes: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS)
+    max_between = Threshold(2, "compute launches between two of a run (a division, a cast)", OURS)
+    min_share = Threshold(0.01, "of the step, exposed in runs", ENGINE_FLOOR)
+
+    fix = (
+        "Send them together: let DistributedDataParallel bucket gradients (bucket_cap_mb) "
+        "instead of reducing each parameter, flatten tensors of one dtype into one buffer, "
+        "or group calls with dist._coalescing_manager. Reduce metrics every N steps."
+    )
+    code = (
+        "flat = torch._utils._flatten_dense_tensors(grads)\n"
+        "dist.all_reduce(flat)\n"
+        "news = torch._utils._unflatten_dense_tensors(flat, grads)\n"
+        "torch._foreach_copy_(grads, news)\n"
+        "# or: model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
+    )
+    verify = "Profile again: fewer collectives a step, each of some MiB."
+    falsified_by = "code between them that uses each result"
+    assumptions = ("no collective of a run needs the result of the one before",)
+    confidence = 0.7
+
+    inference: ClassVar = {
+        "fix": "Send them together: flatten tensors of one dtype into one buffer, or group calls "
+        "with dist._coalescing_manager. Gather metrics every N steps.",
+        "code": "flat = torch._utils._flatten_dense_tensors(parts)\n"
+        "dist.all_reduce(flat)\n"
+        "parts = torch._utils._unflatten_dense_tensors(flat, parts)",
+    }
+    elsewhere: ClassVar = {
+        **in_any_language(
+            "Send many small messages as one: pack buffers, or group the calls.",
+            cuda="ncclGroupStart and ncclGroupEnd around calls of NCCL.",
+        ),
+        TENSORFLOW: Advice(
+            "Send gradients in larger packs.",
+            "tf.distribute.experimental.CommunicationOptions(bytes_per_pack=50 * 1024 * 1024)",
+        ),
+        JAX: Advice(
+            "Let XLA send small messages together.",
+            'os.environ["XLA_FLAGS"] = "--xla_gpu_all_reduce_combine_threshold_bytes=134217728"',
+        ),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Find runs of small collectives with exposed time."""
@@ -68,18 +116,18 @@ class SmallCollectives(Rule):
         keep = 1 - (int(dur.sum()) - merged) / max(1, total)
         median = float(np.median(column(table, "bytes")[runs.chosen]))
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{count:.0f} collectives of {size(median)} (median) a step follow each other in "
                 f"{len(np.unique(runs.run)) / a.step_count:.0f} runs; {duration(latency)} of each "
                 "is latency."
             ),
             evidence=[
-                Evidence(f"small collectives in runs{per(a)}", count, "count", self.min_count),
-                Evidence("median message", median, "bytes", self.max_bytes, "rule catalogue"),
+                Evidence(
+                    f"small collectives in runs{per(a)}", count, "count", *self.limit("min_count")
+                ),
+                Evidence("median message", median, "bytes", *self.limit("max_bytes")),
                 Evidence(f"exposed{per(a)}", float(cost.sum()) / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence("shortest of them", latency, "ns"),
                 Evidence(f"their time{per(a)}", int(dur.sum()) / a.step_count, "ns"),
                 Evidence("the same merged (estimate)", merged / a.step_count, "ns"),
@@ -92,19 +140,6 @@ class SmallCollectives(Rule):
                 dur=column(table, "dur"),
                 kernel=rows(table["gpu"]),
             ),
-            fix=(
-                "Send them together: let DistributedDataParallel bucket gradients (bucket_cap_mb) "
-                "instead of reducing each parameter, flatten tensors of one dtype into one buffer, "
-                "or group calls with dist._coalescing_manager. Reduce metrics every N steps."
-            ),
-            code=(
-                "flat = torch._utils._flatten_dense_tensors(grads)\n"
-                "dist.all_reduce(flat)\n"
-                "news = torch._utils._unflatten_dense_tensors(flat, grads)\n"
-                "torch._foreach_copy_(grads, news)\n"
-                "# or: model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
-            ),
-            check="Profile again: fewer collectives a step, each of some MiB.",
             edits=[
                 Edit(
                     op="merge",
@@ -112,9 +147,6 @@ class SmallCollectives(Rule):
                     factor=max(0.0, min(1.0, keep)),
                 )
             ],
-            confidence=0.7,
-            assumptions=["no collective of a run needs the result of the one before"],
-            falsified_by="code between them that uses each result",
         )
 
     def _runs(self, a: Analysis, table: pl.DataFrame) -> _Runs:
@@ -161,7 +193,7 @@ class SmallCollectives(Rule):
         return {"each gradient alone": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Between layers (tensor parallelism); large buckets; hidden under compute."""
         layers, buckets, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -184,4 +216,8 @@ class SmallCollectives(Rule):
                 for _ in range(60):
                     hidden.collective("allreduce", 40_000, 30)
                 hidden.sync()
-        return {"between layers": layers, "large buckets": buckets, "hidden": hidden}
+        return {
+            "between layers": (layers, "max_between"),
+            "large buckets": (buckets, "count < self.min_count"),
+            "hidden": (hidden, "share < self.min_share"),
+        }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import polars as pl
 
@@ -21,9 +21,12 @@ from advisor.model import (
     Outcome,
     Rule,
     Select,
+    Threshold,
     Worth,
 )
 from advisor.rules.common import duration, total
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import CHOSEN, SIGNIFICANCE, TRACEML
 from advisor.testing import TraceBuilder
 
 
@@ -48,10 +51,18 @@ class StragglerRank(Rule):
     id = "straggler-rank"
     title = "One rank keeps the others waiting"
     category = "distributed"
-    validated = "recordings"
+    found_in = (
+        "traces/dlrm_8ranks",
+        "workloads/ddp_straggler",
+    )
+    silent_in = (
+        "traces/two_ranks",
+        "workloads/ddp_straggler",
+    )
     validated_on = (
         "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30 %, "
-        "measured 27 %), silent on its cure; silent on two_ranks (NCCL); not seen to fire on GPUs"
+        "measured 27 %), silent on its cure; dlrm_8ranks (NCCL, V100): rank 7 is last at 5 of 8 "
+        "collectives; silent on two_ranks (NCCL)"
     )
     across_ranks = True
     references = (
@@ -59,10 +70,55 @@ class StragglerRank(Rule):
         "https://pytorch.org/docs/stable/distributed.html#collective-functions",
     )
 
-    min_last = 0.5  # share of the collectives at which it is last; rule catalogue
-    min_share = 0.05  # of the step, mean exposed wait of the others; catalogue (traceml: 10 %)
-    min_collectives = 4  # matched ones
-    max_chance = 0.01  # that one of ranks that are alike is last as often (Chernoff's bound)
+    min_last = Threshold(0.5, "share of the collectives at which it is last", CHOSEN)
+    min_share = Threshold(
+        0.05, "of the step, mean exposed wait of the others: half of what TraceML warns of", TRACEML
+    )
+    min_collectives = Threshold(4, "matched ones", CHOSEN)
+    max_chance = Threshold(
+        0.01,
+        "that one of ranks that are alike is last as often, by the binomial tail",
+        SIGNIFICANCE,
+    )
+
+    verify = "Profile all ranks again: nobody is last at most collectives."
+    assumptions = ("without the late rank the others would go on at once",)
+
+    fix = (
+        "Rank {rank} computes no longer than the others, so look at what its "
+        "host does before the collectives: its input pipeline, garbage collection, "
+        "logging or checkpoints of one rank only, other jobs on its host."
+    )
+    code = (
+        "# is it the device? the same work on every rank, one after the other\n"
+        "a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)\n"
+        "start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
+        "start.record(); [a @ a for _ in range(100)]; end.record()\n"
+        "torch.cuda.synchronize(); print(rank, start.elapsed_time(end), 'ms')"
+    )
+    falsified_by = (
+        "a run in which the hosts of rank {rank} and another are swapped, and the other one is late"
+    )
+    cases: ClassVar = {
+        "the late rank computes more": {
+            "fix": "Rank {rank} computes {more} a step more than the others: give it "
+            "less (balance sequence lengths, experts, pipeline stages), or compare the "
+            "same {what} with the others' (clocks, temperature, other jobs)."
+        },
+        "the ranks train on CPUs": {
+            "code": "# is it the machine? the same work on every rank, one after the other\n"
+            "a = torch.randn(2048, 2048); start = time.perf_counter()\n"
+            "for _ in range(20): a @ a\n"
+            "print(rank, time.perf_counter() - start, 's')"
+        },
+    }
+
+    confidence = 0.8
+
+    elsewhere: ClassVar = in_any_language(
+        "Find out what the rank that comes last does longer than the others, and give all ranks "
+        "equal work."
+    )
 
     def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
         """Compare arrivals at the collectives that the ranks share."""
@@ -119,8 +175,7 @@ class StragglerRank(Rule):
         gain = worst["caused_exposed_ns"]
         uneven = more > 0.5 * gain
         finding = Finding(
-            rule=self.id,
-            title=self.title,
+            title=f"Rank {late} keeps the others waiting",
             summary=(
                 f"Rank {late} arrives last at {worst['last']} of {worst['collectives']} "
                 f"collectives; the others wait {duration(gain)} of each step ({share:.0%}) for it "
@@ -128,45 +183,31 @@ class StragglerRank(Rule):
             ),
             evidence=[
                 Evidence("late rank", late),
-                Evidence("last at", worst["last_share"], "share", self.min_last, "rule catalogue"),
+                Evidence("last at", worst["last_share"], "share", *self.limit("min_last")),
                 Evidence("exposed wait of the others a step", gain, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence("error of the clocks' alignment", alignment.error_ns, "ns"),
                 Evidence("its compute a step", compute[late], "ns"),
                 Evidence("compute of the others a step", peers, "ns"),
                 *self._idle(ranks[late]),
             ],
             where=self._where(found, late),
-            fix=(
-                f"Rank {late} computes {duration(more)} a step more than the others: give it "
-                "less (balance sequence lengths, experts, pipeline stages), or compare the "
-                f"same {'operators there' if on_host else 'kernels on its device'} with the "
-                "others' (clocks, temperature, other jobs)."
-                if uneven
-                else f"Rank {late} computes no longer than the others, so look at what its "
-                "host does before the collectives: its input pipeline, garbage collection, "
-                "logging or checkpoints of one rank only, other jobs on its host."
-            ),
-            code=(
-                "# is it the machine? the same work on every rank, one after the other\n"
-                "a = torch.randn(2048, 2048); start = time.perf_counter()\n"
-                "for _ in range(20): a @ a\n"
-                "print(rank, time.perf_counter() - start, 's')"
-                if on_host
-                else "# is it the device? the same work on every rank, one after the other\n"
-                "a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)\n"
-                "start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
-                "start.record(); [a @ a for _ in range(100)]; end.record()\n"
-                "torch.cuda.synchronize(); print(rank, start.elapsed_time(end), 'ms')"
-            ),
-            check="Profile all ranks again: nobody is last at most collectives.",
             confidence=0.8 if whole else 0.5,
             confidence_notes=[]
             if whole
             else ["not all ranks of the job are here: another one may be later still"],
-            assumptions=["without the late rank the others would go on at once"],
-            falsified_by=f"a run in which the hosts of rank {late} and another are swapped, and "
-            "the other one is late",
+            falsified_by=self.falsified_by.format(rank=late),
+            **(self.case("the ranks train on CPUs") if on_host else {}),
+            **(
+                self.case(
+                    "the late rank computes more",
+                    rank=late,
+                    more=duration(more),
+                    what="operators there" if on_host else "kernels on its device",
+                )
+                if uneven
+                else {"fix": self.fix.format(rank=late)}
+            ),
         )
         waiting = total(found.arrivals.filter(pl.col("rank") == main)["exposed_wait_ns"])
         exposed = 0 if on_host else ranks[main].breakdown.communication.total
@@ -217,24 +258,30 @@ class StragglerRank(Rule):
     def silent_on() -> dict[str, Any]:
         """Equal ranks; a rank that is late by little; ranks that take turns."""
         return {
-            "equal ranks": _ranks([2000.0, 2000.0, 2000.0]),
-            "hardly late": _ranks([2000.0, 2000.0, 2040.0]),
-            "taking turns": _ranks([2000.0, 2000.0, 2000.0], turn=800.0),
-            "equal processes": _processes([20e3, 20e3]),
-            "late at three of four": _ranks([2000.0, 2000.0], late=(1, 1, 0, 1)),
+            "equal ranks": (_ranks([2000.0, 2000.0, 2000.0]), "share < self.min_share"),
+            "hardly late": (_ranks([2000.0, 2000.0, 2040.0]), "min_share"),
+            "taking turns": (
+                _ranks([2000.0, 2000.0, 2000.0], turn=800.0),
+                "worst['last_share'] < self.min_last",
+            ),
+            "equal processes": (_processes([20e3, 20e3]), "share < self.min_share"),
+            "late at three of four": (_ranks([2000.0, 2000.0], late=(1, 1, 0, 1)), "max_chance"),
         }
 
 
 def _chance(share: float, count: int, ranks: int) -> float:
     """Bound of the probability that any of ranks that are alike is last at such a share of so many
-    collectives (Chernoff)."""
-    even = 1 / ranks
-    if share <= even:
-        return 1.0
-    apart = share * math.log(share / even)
-    if share < 1:
-        apart += (1 - share) * math.log((1 - share) / (1 - even))
-    return min(1.0, ranks * math.exp(-count * apart))
+    collectives: the tail of the binomial distribution, for each of them."""
+    even, least = 1 / ranks, round(share * count)
+    tail = sum(
+        math.exp(_log_binomial(count, k) + k * math.log(even) + (count - k) * math.log1p(-even))
+        for k in range(least, count + 1)
+    )
+    return min(1.0, ranks * tail)
+
+
+def _log_binomial(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
 def _ranks(

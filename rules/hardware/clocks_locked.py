@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.hardware.clocks import at_full_clock, clocks
+from advisor.rules.sources import CHOSEN
 from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
@@ -26,8 +27,15 @@ class ClocksLocked(Rule):
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",)
 
-    min_share = 0.50  # of the samples under load
-    max_clock = 0.90  # of the highest; rule catalogue
+    min_share = Threshold(0.50, "of the samples under load", CHOSEN)
+    max_clock = Threshold(0.90, "of the highest clock", CHOSEN)
+
+    fix = "Reset the clocks, if the site's policy allows it."
+    code = "nvidia-smi -rac && nvidia-smi -rgc   # needs the administrator"
+    verify = "Record again: the clock under load is higher."
+    falsified_by = "the same median step with reset clocks"
+    assumptions = ("the step is bound by computing at the clock",)
+    confidence = 0.85
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Count the samples that name the setting."""
@@ -36,25 +44,17 @@ class ClocksLocked(Rule):
         if share is None or ratio is None or share < self.min_share or ratio >= self.max_clock:
             return
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"Application clocks hold the GPU at {ratio:.0%} of its highest clock in "
                 f"{share:.0%} of the samples under load."
             ),
             evidence=[
-                Evidence("samples held by application clocks", share, "share", self.min_share),
-                Evidence("clock in them, of the highest", ratio, "share", self.max_clock,
-                         "rule catalogue"),
+                Evidence("samples held by application clocks", share, "share",
+                         *self.limit("min_share")),
+                Evidence("clock in them, of the highest", ratio, "share", *self.limit("max_clock")),
                 Evidence("samples under load", len(seen.samples), "count"),
             ],
-            fix="Reset the clocks, if the site's policy allows it.",
-            code="nvidia-smi -rac && nvidia-smi -rgc   # needs the administrator",
-            check="Record again: the clock under load is higher.",
             worth=at_full_clock(a, share, ratio),
-            confidence=0.85,
-            assumptions=["the step is bound by computing at the clock"],
-            falsified_by="the same median step with reset clocks",
         )  # fmt: skip
 
     @staticmethod
@@ -63,12 +63,12 @@ class ClocksLocked(Rule):
         return {"held at 1410 of 1980 MHz": _run(0x2, 1410)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Set to the highest; another reason; idle."""
         return {
-            "set to the highest": _run(0x2, 1980),
-            "another reason": _run(0x4, 1410),
-            "idle": _run(0x2, 1410, load=0),
+            "set to the highest": (_run(0x2, 1980), "max_clock"),
+            "another reason": (_run(0x4, 1410), "ratio is None"),
+            "idle": (_run(0x2, 1410, load=0), "share is None"),
         }
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.common import size
 from advisor.rules.memory.recorded import capacity
 from advisor.rules.recorded import measure_it, record
+from advisor.rules.sources import CHOSEN
 from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
@@ -31,8 +32,19 @@ class GpuShared(Rule):
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/mps/index.html",)
 
-    min_memory = 0.05  # of the device, held by others; rule catalogue
-    min_samples = 0.20  # of the samples that tell
+    min_memory = Threshold(
+        0.05, "of the device, held by others: contexts of monitors take less", CHOSEN
+    )
+    min_samples = Threshold(0.20, "of the samples that tell", CHOSEN)
+
+    fix = (
+        "Have the scheduler give the GPU to one job (exclusive mode), end what is left "
+        "over from earlier runs, or split the GPU on purpose (MIG)."
+    )
+    code = "nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv"
+    verify = "Record again, alone on the GPU: step times are even and shorter."
+    falsified_by = "the same median step alone on the GPU"
+    confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look at the memory of others over the run."""
@@ -48,8 +60,6 @@ class GpuShared(Rule):
         most = max(gpu.processes or 0 for gpu in told)
         who = "other process holds" if most == 1 else "other processes hold"
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"Up to {most} {who} {size(float(held.max()))} of the device's {size(total)} "
                 f"during {share:.0%} of the run."
@@ -57,18 +67,10 @@ class GpuShared(Rule):
             evidence=[
                 Evidence("other processes, at most", most, "count"),
                 Evidence("memory that they hold, at most", float(held.max()), "bytes",
-                         self.min_memory * total, "rule catalogue"),
-                Evidence("samples with them", share, "share", self.min_samples),
+                         *self.limit("min_memory", total)),
+                Evidence("samples with them", share, "share", *self.limit("min_samples")),
             ],
-            fix=(
-                "Have the scheduler give the GPU to one job (exclusive mode), end what is left "
-                "over from earlier runs, or split the GPU on purpose (MIG)."
-            ),
-            code="nvidia-smi --query-compute-apps=pid,used_memory,name --format=csv",
-            check="Record again, alone on the GPU: step times are even and shorter.",
             worth=measure_it("how long the others computed is not in the record"),
-            confidence=0.8,
-            falsified_by="the same median step alone on the GPU",
         )  # fmt: skip
 
     @staticmethod
@@ -77,12 +79,12 @@ class GpuShared(Rule):
         return {"another training run": _run(1, 20 * 10**9)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Alone; a display; not known."""
         return {
-            "alone": _run(0, 0),
-            "a monitor": _run(1, 300 * 10**6),
-            "not known": _run(None, None),
+            "alone": (_run(0, 0), "share < self.min_samples"),
+            "a monitor": (_run(1, 300 * 10**6), "min_memory"),
+            "not known": (_run(None, None), "not told"),
         }
 
 

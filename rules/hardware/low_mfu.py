@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
 from advisor.rules.common import duration
 from advisor.rules.recorded import measure_it, record
+from advisor.rules.sources import CHOSEN, GPUPROF
 from advisor.testing import TraceBuilder
 
 
@@ -27,10 +28,18 @@ class LowMfu(Rule):
     title = "The step reaches a small part of the GPU's peak"
     category = "hardware"
     reads_record = True
+    sources = (
+        Source("MegaScale: 40 to 55 % for large models", "https://arxiv.org/abs/2402.15627"),
+    )
     references = ("https://arxiv.org/abs/2402.15627", "https://arxiv.org/abs/2204.02311")
 
-    max_mfu = 0.30  # gpuprof
-    min_matrix = 0.50  # of kernel time in GEMM, convolution and attention
+    max_mfu = Threshold(0.30, "of the peak", GPUPROF)
+    min_matrix = Threshold(0.50, "of kernel time in GEMM, convolution and attention", CHOSEN)
+
+    fix = "Take the ranked findings in their order: they say what keeps it from the peak."
+    verify = "Record again: the figure rises."
+    falsified_by = "a count of the model's FLOPs that is much higher"
+    confidence = 0.7
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Set the window's FLOPs against the unprofiled step."""
@@ -50,25 +59,20 @@ class LowMfu(Rule):
         if mfu >= self.max_mfu or matrix < self.min_matrix:
             return
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"The step of {duration(step)} reaches {mfu:.0%} of the GPU's arithmetic peak for "
                 "its data types, though most of its kernels are matrix work."
             ),
             evidence=[
-                Evidence("model FLOP utilisation", mfu, "share", self.max_mfu, "gpuprof"),
+                Evidence("model FLOP utilisation", mfu, "share", *self.limit("max_mfu")),
                 Evidence("in the profiled window", a.mfu, "share"),
-                Evidence("matrix work, share of kernel time", matrix, "share", self.min_matrix),
+                Evidence("matrix work, share of kernel time", matrix, "share",
+                         *self.limit("min_matrix")),
                 Evidence("device busy, share of the step",
                          a.breakdown.busy.total / max(a.span_ns, 1), "share"),
             ],
-            fix="Take the ranked findings in their order: they say what keeps it from the peak.",
-            check="Record again: the figure rises.",
             worth=measure_it("it is a sum of causes, which have findings of their own"),
             informational=True,
-            confidence=0.7,
-            falsified_by="a count of the model's FLOPs that is much higher",
         )  # fmt: skip
 
     @staticmethod
@@ -77,9 +81,12 @@ class LowMfu(Rule):
         return {"a tenth of the peak": _run(9000)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Close to the peak; memory-bound work."""
-        return {"close to the peak": _run(1000), "bound by memory": _run(9000, other=20_000)}
+        return {
+            "close to the peak": (_run(1000), "max_mfu"),
+            "bound by memory": (_run(9000, other=20_000), "min_matrix"),
+        }
 
 
 def _run(us: float, *, other: float = 0) -> TraceBuilder:

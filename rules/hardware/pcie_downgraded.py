@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.rules.recorded import measure_it, record, under_load
+from advisor.rules.sources import CHOSEN
 from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
@@ -28,8 +29,17 @@ class PcieDowngraded(Rule):
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/nvidia-smi/index.html",)
 
-    min_samples = 2  # the link is asked for every few seconds only
-    min_share = 0.50  # of the samples under load that tell the link
+    min_samples = Threshold(2, "samples: the link is asked for every few seconds only", CHOSEN)
+    min_share = Threshold(0.50, "of the samples under load that tell the link", CHOSEN)
+
+    fix = "Seat the card again, try another slot or riser, look at the BIOS's link settings."
+    code = (
+        "nvidia-smi --format=csv --query-gpu=pcie.link.gen.current\n"
+        "nvidia-smi --format=csv --query-gpu=pcie.link.width.current"
+    )
+    verify = "Record again: the link is at its best under load."
+    falsified_by = "the same copy bandwidth with the faster link"
+    confidence = 0.85
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the link with what it could be."""
@@ -47,8 +57,6 @@ class PcieDowngraded(Rule):
         ratio = float(np.median([speed for speed in speeds if speed < 0.99]))
         gen, width, most, wide = told[low.index(True)]
         finding = Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"Under load the link is PCIe {gen} x{width}, where {most} x{wide} is possible: "
                 f"{ratio:.0%} of the speed for every copy between host and device."
@@ -58,14 +66,8 @@ class PcieDowngraded(Rule):
                 Evidence("possible", f"PCIe {most} x{wide}"),
                 Evidence("share of the speed", ratio, "share"),
                 Evidence("samples under load with the slower link", float(np.mean(low)), "share",
-                         self.min_share),
+                         *self.limit("min_share")),
             ],
-            fix="Seat the card again, try another slot or riser, look at the BIOS's link settings.",
-            code="nvidia-smi --format=csv --query-gpu=pcie.link.gen.current\n"
-            "nvidia-smi --format=csv --query-gpu=pcie.link.width.current",
-            check="Record again: the link is at its best under load.",
-            confidence=0.85,
-            falsified_by="the same copy bandwidth with the faster link",
         )  # fmt: skip
         if a.device_id is not None:
             finding.edits = [
@@ -85,12 +87,12 @@ class PcieDowngraded(Rule):
         return {"eight lanes": _run(4, 8), "generation 3": _run(3, 16, trace=True)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """At its best; idle; not told."""
         return {
-            "at its best": _run(4, 16),
-            "idle": _run(1, 16, load=2),
-            "not told": _run(None, None),
+            "at its best": (_run(4, 16), "float(np.mean(low)) < self.min_share"),
+            "idle": (_run(1, 16, load=2), "len(told) < self.min_samples"),
+            "not told": (_run(None, None), "len(told) < self.min_samples"),
         }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Worth
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
 from advisor.rules.hardware.clocks import at_full_clock, clocks
 from advisor.rules.recorded import record
+from advisor.rules.sources import CHOSEN
 from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
@@ -27,8 +29,31 @@ class PowerThrottling(Rule):
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",)
 
-    min_share = 0.50  # of the samples under load; rule catalogue
-    max_clock = 0.90  # of the highest clock; rule catalogue
+    min_share = Threshold(0.50, "of the samples under load", CHOSEN)
+    max_clock = Threshold(0.90, "of the highest clock", CHOSEN)
+
+    fix = (
+        "Raise the limit if it is below the board's own (the administrator can); otherwise "
+        "accept it, or do the same work with less power: 16-bit instead of TF32, fused "
+        "kernels that move less data."
+    )
+    code = "nvidia-smi -q -d POWER   # 'Default Power Limit' is the board's own"
+    verify = "Record again: clocks under load are closer to the highest."
+    falsified_by = "the same median step with a higher limit"
+    assumptions = ("the step is bound by computing at the clock",)
+    confidence = 0.7
+
+    cases: ClassVar = {
+        "a power brake": {
+            "title": "A power brake slows the GPU down",
+            "fix": "Have the machine looked at: power supplies, cabling, the controller's log.",
+            "code": "nvidia-smi -q -d PERFORMANCE\nipmitool sel list | tail",
+            "verify": "Record again: no sample with a power brake.",
+            "confidence": 0.9,
+            "falsified_by": "a record on this machine without the reason",
+            "assumptions": ("the reason that the driver names is the true one",),
+        }
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Count the samples with a power reason, and look at their clocks."""
@@ -44,38 +69,22 @@ class PowerThrottling(Rule):
         recorded = record(a)
         power, limit = recorded.gpu("power"), recorded.gpu("power_limit")
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"In {share:.0%} of the samples under load the power cap holds the clock down, to "
                 f"{ratio:.0%} of the highest."
             ),
             evidence=[
-                Evidence("samples at the power cap", share, "share", self.min_share,
-                         "rule catalogue"),
-                Evidence("clock in them, of the highest", ratio, "share", self.max_clock,
-                         "rule catalogue"),
+                Evidence("samples at the power cap", share, "share", *self.limit("min_share")),
+                Evidence("clock in them, of the highest", ratio, "share", *self.limit("max_clock")),
                 Evidence("power, W", float(power.mean()) / 1e3 if len(power) else None),
                 Evidence("limit, W", float(limit.mean()) / 1e3 if len(limit) else None),
             ],
-            fix=(
-                "Raise the limit if it is below the board's own (the administrator can); otherwise "
-                "accept it, or do the same work with less power: 16-bit instead of TF32, fused "
-                "kernels that move less data."
-            ),
-            code="nvidia-smi -q -d POWER   # 'Default Power Limit' is the board's own",
-            check="Record again: clocks under load are closer to the highest.",
             worth=at_full_clock(a, share, ratio),
             informational=True,
-            confidence=0.7,
-            assumptions=["the step is bound by computing at the clock"],
-            falsified_by="the same median step with a higher limit",
         )  # fmt: skip
 
     def _brake(self, a: Analysis, share: float, ratio: float | None) -> Finding:
         return Finding(
-            rule=self.id,
-            title="A power brake slows the GPU down",
             summary=(
                 f"In {share:.0%} of the samples under load the machine's power supply or its "
                 "controller holds the GPU down from outside: a fault, or a rack over its budget."
@@ -84,14 +93,10 @@ class PowerThrottling(Rule):
                 Evidence("samples with a power brake", share, "share"),
                 Evidence("clock in them, of the highest", ratio, "share"),
             ],
-            fix="Have the machine looked at: power supplies, cabling, the controller's log.",
-            code="nvidia-smi -q -d PERFORMANCE\nipmitool sel list | tail",
-            check="Record again: no sample with a power brake.",
             worth=Worth(
                 currency="risk", reason="a fault outside the GPU; speed falls to a fraction"
             ),
-            confidence=0.9,
-            falsified_by="a record on this machine without the reason",
+            **self.case("a power brake"),
         )
 
     @staticmethod
@@ -100,13 +105,13 @@ class PowerThrottling(Rule):
         return {"a low cap": _run(0x4, clock=1500), "a brake": _run(0x80, clock=500, part=0.1)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """At the cap with high clocks, as dense work is; a few samples; idle; not told."""
         return {
-            "at the cap with high clocks": _run(0x4, clock=1900),
-            "a few samples": _run(0x4, clock=1500, part=0.2),
-            "idle": _run(0x4, clock=1500, load=5),
-            "not told": _run(None, clock=1500),
+            "at the cap with high clocks": (_run(0x4, clock=1900), "max_clock"),
+            "a few samples": (_run(0x4, clock=1500, part=0.2), "min_share"),
+            "idle": (_run(0x4, clock=1500, load=5), "share is None"),
+            "not told": (_run(None, clock=1500), "share is None"),
         }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
 from advisor.rules.hardware.clocks import at_full_clock, clocks
 from advisor.rules.recorded import record
+from advisor.rules.sources import CHOSEN
 from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
@@ -29,9 +30,23 @@ class ThermalThrottling(Rule):
     title = "The GPU lowers its clocks because it is too hot"
     category = "hardware"
     reads_record = True
+    sources = (Source("under load from 50 % utilisation", "rules/recorded.py"),)
     references = ("https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",)
 
-    min_share = 0.05  # of the samples under load; rule catalogue
+    min_share = Threshold(0.05, "of the samples under load", CHOSEN)
+
+    fix = (
+        "Cool it better: air flow, fans, dust, the place in the rack. Until then a power "
+        "limit a little lower on all GPUs of the job keeps them alike."
+    )
+    code = (
+        "nvidia-smi -q -d TEMPERATURE,PERFORMANCE\n"
+        "nvidia-smi -pl 600   # watts; needs the administrator"
+    )
+    verify = "Record again: no thermal reason under load."
+    falsified_by = "the same median step on a cool GPU of the same kind"
+    assumptions = ("the step is bound by computing at the clock",)
+    confidence = 0.85
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Count the samples with a thermal reason."""
@@ -44,32 +59,19 @@ class ThermalThrottling(Rule):
         heat = recorded.gpu("temperature")
         limit = recorded.gpu("temperature_slowdown")
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"In {share:.0%} of the samples under load the driver holds clocks down because of "
                 "the temperature"
                 + (f", to {ratio:.0%} of the highest clock." if ratio is not None else ".")
             ),
             evidence=[
-                Evidence("samples with a thermal reason", share, "share", self.min_share,
-                         "rule catalogue"),
+                Evidence("samples with a thermal reason", share, "share", *self.limit("min_share")),
                 Evidence("samples under load", len(seen.samples), "count"),
                 Evidence("clock in them, of the highest", ratio, "share"),
                 Evidence("highest temperature, °C", float(heat.max()) if len(heat) else None),
                 Evidence("slowdown from, °C", float(limit.max()) if len(limit) else None),
             ],
-            fix=(
-                "Cool it better: air flow, fans, dust, the place in the rack. Until then a power "
-                "limit a little lower on all GPUs of the job keeps them alike."
-            ),
-            code="nvidia-smi -q -d TEMPERATURE,PERFORMANCE\n"
-            "nvidia-smi -pl 600   # watts; needs the administrator",
-            check="Record again: no thermal reason under load.",
             worth=at_full_clock(a, share, ratio),
-            confidence=0.85,
-            assumptions=["the step is bound by computing at the clock"],
-            falsified_by="the same median step on a cool GPU of the same kind",
         )  # fmt: skip
 
     @staticmethod
@@ -78,13 +80,13 @@ class ThermalThrottling(Rule):
         return {"software": _run(0x20), "hardware": _run(0x40 | 0x8)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """A power cap; an idle GPU; a single sample; not told."""
         return {
-            "a power cap": _run(0x4),
-            "an idle GPU": _run(0x20, load=3),
-            "a single sample": _run(0x20, part=0.01),
-            "not told": _run(None),
+            "a power cap": (_run(0x4), "share < self.min_share"),
+            "an idle GPU": (_run(0x20, load=3), "share is None"),
+            "a single sample": (_run(0x20, part=0.01), "min_share"),
+            "not told": (_run(None), "share is None"),
         }
 
 

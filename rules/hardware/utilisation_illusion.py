@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.recorded import measure_it, record
+from advisor.rules.sources import CHOSEN, TRACELENS
 from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
@@ -16,8 +17,8 @@ from advisor.testing import TraceBuilder
 class UtilisationIllusion(Rule):
     """Monitors show the GPU as fully utilised, but utilisation is the share of time in which any
     kernel runs, be it on one of a hundred multiprocessors. Where NVML says 90 % or more and less
-    than half of the multiprocessors are active (GPM, Hopper and later), or the step reaches less
-    than 30 % of the peak though memory is not what limits it, the GPU has room for more work.
+    than half of the multiprocessors are active (GPM, Hopper and later), the GPU has room for more
+    work.
 
     Memory-bound work reaches little of the arithmetic peak and is no illusion: with GPM, DRAM busy
     for 60 % or more of the time rules the finding out.
@@ -32,10 +33,19 @@ class UtilisationIllusion(Rule):
         "https://arxiv.org/abs/2501.16909",
     )
 
-    min_utilisation = 90.0  # %, mean; rule catalogue
-    max_active = 50.0  # % of the multiprocessors
-    max_dram = 60.0  # % of the time DRAM is busy: above, memory is the limit
-    min_samples = 5
+    min_utilisation = Threshold(90.0, "%, mean", CHOSEN)
+    max_active = Threshold(50.0, "% of the multiprocessors", CHOSEN)
+    max_dram = Threshold(60.0, "% of the time DRAM is busy: above, memory is the limit", TRACELENS)
+    min_samples = Threshold(5, "samples", CHOSEN)
+
+    fix = (
+        "Give the device more work at a time: a larger batch, fused kernels, fewer small "
+        "launches (torch.compile, CUDA graphs); the findings of a profiled window say "
+        "which."
+    )
+    verify = "The share of active multiprocessors rises, with more samples a second."
+    falsified_by = "a profiled window whose kernels fill the device"
+    confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare utilisation with activity."""
@@ -57,30 +67,19 @@ class UtilisationIllusion(Rule):
         if memory is not None and memory >= self.max_dram:
             return
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"NVML shows {used:.0f} % utilisation, while {active:.0f} % of the "
                 "multiprocessors are active: some kernel runs nearly always, but on a part of the "
                 "device."
             ),
             evidence=[
-                Evidence("utilisation (NVML), %", used, "", self.min_utilisation,
-                         "rule catalogue"),
-                Evidence("multiprocessors active (GPM), %", active, "", self.max_active),
-                Evidence("DRAM busy (GPM), %", memory, "", self.max_dram),
+                Evidence("utilisation (NVML), %", used, "", *self.limit("min_utilisation")),
+                Evidence("multiprocessors active (GPM), %", active, "", *self.limit("max_active")),
+                Evidence("DRAM busy (GPM), %", memory, "", *self.limit("max_dram")),
                 Evidence("tensor cores busy (GPM), %", float(np.mean(tensor)) if tensor else None),
-                Evidence("samples", len(both), "count", self.min_samples),
+                Evidence("samples", len(both), "count", *self.limit("min_samples")),
             ],
-            fix=(
-                "Give the device more work at a time: a larger batch, fused kernels, fewer small "
-                "launches (torch.compile, CUDA graphs); the findings of a profiled window say "
-                "which."
-            ),
-            check="The share of active multiprocessors rises, with more samples a second.",
             worth=measure_it("how much of the room can be used, the kernels' findings say"),
-            confidence=0.8,
-            falsified_by="a profiled window whose kernels fill the device",
         )  # fmt: skip
 
     @staticmethod
@@ -89,13 +88,13 @@ class UtilisationIllusion(Rule):
         return {"a fifth of the device": _run(99, 20)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Really busy; idle and shown so; bound by memory; no GPM."""
         return {
-            "really busy": _run(99, 85),
-            "shown as idle": _run(30, 10),
-            "bound by memory": _run(99, 40, dram=80),
-            "no GPM": _run(99, None),
+            "really busy": (_run(99, 85), "max_active"),
+            "shown as idle": (_run(30, 10), "min_utilisation"),
+            "bound by memory": (_run(99, 40, dram=80), "max_dram"),
+            "no GPM": (_run(99, None), "len(both) < self.min_samples"),
         }
 
 

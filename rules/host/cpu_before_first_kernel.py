@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -10,8 +11,9 @@ import polars as pl
 from advisor.analysis import Analysis
 from advisor.analysis.moments import step_starts
 from advisor.intervals import covered, intersect, union
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
 from advisor.rules.common import column, duration, of_step, per, places, rows
+from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
 CAUSES = ("dispatch", "python", "unknown")
@@ -33,11 +35,45 @@ class CpuBeforeFirstKernel(Rule):
     id = "cpu-before-first-kernel"
     title = "Host work before the first launch of each step"
     category = "host"
-    validated = "synthetic"
+    of_python = True
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     references = ("https://pytorch.org/docs/stable/data.html#working-with-collate-fn",)
 
-    min_share = 0.05  # of the step; as for the loader (TensorBoard, XProf), which it resembles
-    min_ms = 0.5  # a step: any step needs some 0.1 to 0.3 ms to reach its first launch
+    min_share = Threshold(
+        0.05, "of the step, as for the loader, which it resembles", TENSORBOARD, XPROF
+    )
+    min_ms = Threshold(
+        0.5, "ms a step: any step needs some 0.1 to 0.3 ms to reach its first launch", REAL_HOST
+    )
+
+    code = (
+        "def collate(samples):            # runs in a worker, one step ahead\n"
+        "    return prepare(torch.utils.data.default_collate(samples))\n"
+        "loader = DataLoader(\n"
+        "    dataset, batch_size=..., collate_fn=collate, num_workers=4,\n"
+        "    persistent_workers=True, pin_memory=True)"
+    )
+    verify = "Profile again: the first launch comes right after the step begins."
+    falsified_by = "the same step time when the loop reuses one prepared batch"
+    assumptions = ("the work does not depend on the result of the step before",)
+
+    fix = (
+        "Prepare the batch before the step begins: in the Dataset or collate_fn of a "
+        "DataLoader with workers, or on the device itself (augmentation, normalisation, "
+        "masks, positions). Log and update metrics after the launches of the next step."
+    )
+    confidence = 0.75
+    cases: ClassVar = {
+        "without stacks": {
+            "fix": f"{fix} Record with_stack=True to see which lines they are.",
+            "confidence": 0.65,
+        }
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sum the idle time at the start of each step."""
@@ -67,8 +103,6 @@ class CpuBeforeFirstKernel(Rule):
         stacks = bool((a.trace.cpu["kind"] == "python").any())
         known = f"{duration(by_cause['dispatch'])} in operators"
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, idle.total)} the device "
                 f"idles before the step's first launch: {known}, "
@@ -77,34 +111,23 @@ class CpuBeforeFirstKernel(Rule):
             ),
             evidence=[
                 Evidence(f"idle before the first launch{per(a)}", idle.total / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
-                Evidence("median of the steps", float(np.median(by_step)), "ns", self.min_ms * 1e6),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                Evidence(
+                    "median of the steps",
+                    float(np.median(by_step)),
+                    "ns",
+                    *self.limit("min_ms", 1e6),
+                ),
                 Evidence("of it in operators", by_cause["dispatch"], "ns"),
                 Evidence("of it in Python", by_cause["python"] if stacks else None, "ns"),
                 Evidence("of it not explained", by_cause["unknown"], "ns"),
             ],
             where=places(a, rows(gaps["host"]), cost, ts=ts, dur=dur, instance=column(gaps, "gap")),
-            fix=(
-                "Prepare the batch before the step begins: in the Dataset or collate_fn of a "
-                "DataLoader with workers, or on the device itself (augmentation, normalisation, "
-                "masks, positions). Log and update metrics after the launches of the next step."
-                + ("" if stacks else " Record with_stack=True to see which lines they are.")
-            ),
-            code=(
-                "def collate(samples):            # runs in a worker, one step ahead\n"
-                "    return prepare(torch.utils.data.default_collate(samples))\n"
-                "loader = DataLoader(\n"
-                "    dataset, batch_size=..., collate_fn=collate, num_workers=4,\n"
-                "    persistent_workers=True, pin_memory=True)"
-            ),
-            check="Profile again: the first launch comes right after the step begins.",
             edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="step_start"))],
-            confidence=0.75 if stacks else 0.65,
             confidence_notes=[]
             if stacks
             else ["without stacks it is not known what runs outside operators"],
-            assumptions=["the work does not depend on the result of the step before"],
-            falsified_by="the same step time when the loop reuses one prepared batch",
+            **({} if stacks else self.case("without stacks")),
         )
 
     @staticmethod
@@ -125,7 +148,7 @@ class CpuBeforeFirstKernel(Rule):
         return {"Python before the first launch": python, "operators on the CPU": operators}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """The host is ahead; a loader; one slow first step; an ordinary start of a step."""
         ahead, loader, once, ordinary = (TraceBuilder() for _ in range(4))
         for number in range(4):
@@ -137,16 +160,16 @@ class CpuBeforeFirstKernel(Rule):
                 loader.loader_wait(3000)
                 _train(loader)
             with once.step():
-                once.host(3000 if number == 0 else 100)
+                once.host(2200 if number == 0 else 100)
                 _train(once)
             with ordinary.step():
-                ordinary.host(200)
+                ordinary.host(400)
                 _train(ordinary)
         return {
-            "the host is ahead": ahead,
-            "waiting for the loader": loader,
-            "one slow step": once,
-            "an ordinary start": ordinary,
+            "the host is ahead": (ahead, "share < self.min_share"),
+            "waiting for the loader": (loader, "share < self.min_share"),
+            "one slow step": (once, "min_ms"),
+            "an ordinary start": (ordinary, "min_ms"),
         }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
 from advisor.rules.common import duration
 from advisor.rules.recorded import measure_it, record
+from advisor.rules.sources import ENGINE_FLOOR
 from advisor.testing import TraceBuilder
 
 
@@ -24,9 +25,24 @@ class CpuQuota(Rule):
     title = "The container's CPU quota stops the process"
     category = "host"
     reads_record = True
+    sources = (
+        Source(
+            "kernel documentation: a period of 100 ms",
+            "https://docs.kernel.org/scheduler/sched-bwc.html",
+        ),
+    )
     references = ("https://docs.kernel.org/scheduler/sched-bwc.html",)
 
-    min_share = 0.01  # throttled time over the run's time; rule catalogue
+    min_share = Threshold(0.01, "throttled time over the run's time", ENGINE_FLOOR)
+
+    fix = (
+        "Give the container more CPU time, or none that is limited; until then start fewer "
+        "DataLoader workers and threads than the quota allows."
+    )
+    code = "# Kubernetes: resources.limits.cpu; Docker: --cpus; Slurm: --cpus-per-task"
+    verify = "Record again: the counter stands still."
+    falsified_by = "the same median step without a quota"
+    confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the kernel's counter with the run's time."""
@@ -40,8 +56,6 @@ class CpuQuota(Rule):
             return
         periods = (told[-1][1].throttled_periods or 0) - (told[0][1].throttled_periods or 0)
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"In {duration(time)} the kernel stopped threads of this container for "
                 f"{duration(stopped)} in {periods} periods, because its quota of CPU time was "
@@ -49,20 +63,11 @@ class CpuQuota(Rule):
             ),
             evidence=[
                 Evidence("threads stopped", stopped, "ns"),
-                Evidence("over the run's time", stopped / time, "share", self.min_share,
-                         "rule catalogue"),
+                Evidence("over the run's time", stopped / time, "share", *self.limit("min_share")),
                 Evidence("periods", periods, "count"),
                 Evidence("CPUs that the quota allows", recorded.record.rank.cpus, "count"),
             ],
-            fix=(
-                "Give the container more CPU time, or none that is limited; until then start fewer "
-                "DataLoader workers and threads than the quota allows."
-            ),
-            code="# Kubernetes: resources.limits.cpu; Docker: --cpus; Slurm: --cpus-per-task",
-            check="Record again: the counter stands still.",
             worth=measure_it("which steps it held up is not in the record"),
-            confidence=0.8,
-            falsified_by="the same median step without a quota",
         )  # fmt: skip
 
     @staticmethod
@@ -71,9 +76,13 @@ class CpuQuota(Rule):
         return {"a tenth of the time": _run(0.1)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Never stopped; hardly; not told."""
-        return {"never": _run(0.0), "hardly ever": _run(0.001), "not told": _run(None)}
+        return {
+            "never": (_run(0.0), "stopped < self.min_share * time"),
+            "hardly ever": (_run(0.001), "min_share"),
+            "not told": (_run(None), "len(told) < 2"),
+        }
 
 
 def _run(share: float | None) -> TraceBuilder:

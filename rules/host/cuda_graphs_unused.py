@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import polars as pl
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
-from advisor.rules.common import counted, duration, per
+from advisor.model import Advice, Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.rules.common import duration, per
+from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
 from advisor.rules.host.late import blockers, edit, how_late, same_kernels, where
+from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
+from advisor.text import counted
+from advisor.trace import JAX, TENSORFLOW
 
 
 class CudaGraphsUnused(Rule):
@@ -27,7 +32,17 @@ class CudaGraphsUnused(Rule):
     id = "cuda-graphs-unused"
     title = "The same launches in every step, without CUDA graphs"
     category = "host"
-    validated = "real traces"
+    levers = ("compile",)
+    found_in = (
+        "traces/linear_2080ti_launch_bound",
+        "traces/nccl_collectives",
+    )
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/mi250_train",
+    )
     validated_on = (
         "fires on nccl_collectives (3 steps, 1,258 pieces of work each, the same kernels in the "
         "same order); silent on A100 and V100 training"
@@ -37,9 +52,77 @@ class CudaGraphsUnused(Rule):
         "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/",
     )
 
-    min_share = 0.10  # of the step, idle for launches; as launch-bound
-    max_busy = 0.80  # as launch-bound (gpu-idle)
-    min_launches = 30  # a step
+    min_share = Threshold(0.10, "of the step, idle for launches", XPROF_LAUNCH)
+    max_busy = Threshold(0.80, "of the step, the device is busy", GPU_IDLE)
+    min_launches = Threshold(30, "launches a step: fewer are no stream of launches", OURS)
+
+    code = (
+        'model = torch.compile(model, mode="reduce-overhead")\n'
+        "# or by hand, after some warm-up steps on a side stream:\n"
+        "graph = torch.cuda.CUDAGraph()\n"
+        "optimizer.zero_grad(set_to_none=True)\n"
+        "with torch.cuda.graph(graph):\n"
+        "    loss = loss_fn(model(static_input), static_target)\n"
+        "    loss.backward()\n"
+        "    optimizer.step()          # capturable=True\n"
+        "for x, y in loader:\n"
+        "    static_input.copy_(x, non_blocking=True)\n"
+        "    static_target.copy_(y, non_blocking=True)\n"
+        "    graph.replay()"
+    )
+    verify = "Profile again: one cudaGraphLaunch a step, and the device busy most of it."
+    falsified_by = "an error while capturing, which names the operation that cannot be"
+    assumptions = (
+        "inputs have the same shape in every step",
+        "no host code in between",
+    )
+    confidence = 0.7
+    alternatives = "launches"
+
+    fix = (
+        "Capture the step, or forward and backward, and replay it with the inputs copied into "
+        "fixed buffers."
+    )
+    cases: ClassVar = {
+        "something waits for the device": {
+            "fix": "Take out {waits} for the device a step ({names}): a capture allows none; then "
+            "capture the step, or forward and backward, and replay it with the inputs copied into "
+            "fixed buffers."
+        }
+    }
+
+    inference: ClassVar = {
+        "fix": "Capture the forward and replay it with the inputs copied into fixed buffers.",
+        "code": 'model = torch.compile(model, mode="reduce-overhead")\n'
+        "# or by hand, after some warm-up calls on a side stream:\n"
+        "graph = torch.cuda.CUDAGraph()\n"
+        "with torch.inference_mode(), torch.cuda.graph(graph):\n"
+        "    static_output = model(static_input)\n"
+        "for x in loader:\n"
+        "    static_input.copy_(x, non_blocking=True)\n"
+        "    graph.replay()            # the result is in static_output",
+        "cases": {
+            "something waits for the device": {
+                "fix": "Take out {waits} for the device a step ({names}): a capture allows none; "
+                "then capture the forward and replay it with the inputs copied into fixed buffers."
+            }
+        },
+    }
+    elsewhere: ClassVar = {
+        **in_any_language(
+            "Capture the sequence of launches, which is the same each time, as a graph, and launch "
+            "that.",
+            cuda="cudaStreamBeginCapture, cudaGraphInstantiate, then cudaGraphLaunch in each "
+            "iteration.",
+            code="cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);\n"
+            "iteration(stream);\n"
+            "cudaStreamEndCapture(stream, &graph);\n"
+            "cudaGraphInstantiate(&run, graph, 0);\n"
+            "for (int i = 0; i < iterations; ++i) cudaGraphLaunch(run, stream);",
+        ),
+        TENSORFLOW: Advice(JIT_STEP, TF_COMPILE),
+        JAX: Advice(JIT_STEP, JAX_JIT),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for repeating launches that cost idle time."""
@@ -47,7 +130,7 @@ class CudaGraphsUnused(Rule):
         if late is None or late.graph_launches or late.busy_share > self.max_busy:
             return
         share = late.idle / a.span_ns
-        if share < self.min_share or late.launches < self.min_launches:
+        if share < self.min_share or late.launches < self.min_launches or not late.at_launches:
             return
         static = same_kernels(a)
         if static is None:
@@ -64,9 +147,14 @@ class CudaGraphsUnused(Rule):
             a.trace.cpu["name"].unique().cast(pl.String)
             .str.contains(r"^Torch-Compiled Region|^## Call CompiledFxGraph").any()
         )  # fmt: skip
+        fix = self.fix
+        if waits.each_step:
+            told = counted(waits.each_step, "wait")
+            fix = self.case("something waits for the device", waits=told, names=waits.names)["fix"]
+        if compiled:
+            fix += " The model is compiled already: only the mode has to change."
         yield Finding(
-            rule=self.id,
-            title=self.title,
+            fix=fix,
             summary=(
                 f"All {a.step_count} steps launch the same {late.launches:,.0f} pieces of work in "
                 f"the same order, call by call, and the device idles "
@@ -74,48 +162,14 @@ class CudaGraphsUnused(Rule):
             ),
             evidence=[
                 Evidence(f"idle for launches{per(a)}", late.idle / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "XProf (3 to 15 %)"),
-                Evidence(f"launch calls{per(a)}", late.calls, "count", self.min_launches),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                Evidence(f"launch calls{per(a)}", late.calls, "count", *self.limit("min_launches")),
                 Evidence("steps with the same kernels", a.step_count, "count"),
                 Evidence("graph launches", 0, "count"),
                 Evidence("waits for the device inside a step", waits.each_step, "count"),
             ],
             where=where(a),
-            fix=(
-                (
-                    f"Take out {counted(waits.each_step, 'wait')} for the device a step ("
-                    f"{waits.names}): a capture allows none; then capture "
-                    if waits.each_step
-                    else "Capture "
-                )
-                + "the step, or forward and backward, and replay it with the inputs copied into "
-                "fixed buffers."
-                + (
-                    " The model is compiled already: only the mode has to change."
-                    if compiled
-                    else ""
-                )
-            ),
-            code=(
-                'model = torch.compile(model, mode="reduce-overhead")\n'
-                "# or by hand, after some warm-up steps on a side stream:\n"
-                "graph = torch.cuda.CUDAGraph()\n"
-                "optimizer.zero_grad(set_to_none=True)\n"
-                "with torch.cuda.graph(graph):\n"
-                "    loss = loss_fn(model(static_input), static_target)\n"
-                "    loss.backward()\n"
-                "    optimizer.step()          # capturable=True\n"
-                "for x, y in loader:\n"
-                "    static_input.copy_(x, non_blocking=True)\n"
-                "    static_target.copy_(y, non_blocking=True)\n"
-                "    graph.replay()"
-            ),
-            check="Profile again: one cudaGraphLaunch a step, and the device busy most of it.",
             edits=[edit()],
-            confidence=0.7,
-            assumptions=["inputs have the same shape in every step", "no host code in between"],
-            falsified_by="an error while capturing, which names the operation that cannot be",
-            alternatives="launches",
         )
 
     @staticmethod
@@ -128,7 +182,7 @@ class CudaGraphsUnused(Rule):
         return {"the same small kernels": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Kernels that change from step to step; a graph; a device that is busy anyway."""
         changing, graph, busy = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for number in range(4):
@@ -139,7 +193,11 @@ class CudaGraphsUnused(Rule):
                 graph.host(300)
             with busy.step():
                 _launches(busy, 60, us=60)
-        return {"changing kernels": changing, "a graph": graph, "busy device": busy}
+        return {
+            "changing kernels": (changing, "not static"),
+            "a graph": (graph, "late.graph_launches"),
+            "busy device": (busy, "late.busy_share > self.max_busy"),
+        }
 
 
 def _launches(b: TraceBuilder, count: int, us: float = 4) -> None:

@@ -54,8 +54,15 @@ class DebugSwitches(Rule):
     id = "debug-switches"
     title = "Switches for debugging are on"
     category = "host"
+    levers = ("debug-switches-off",)
     reads_record = True
-    validated = "recordings"
+    found_in = ("recorded/anomaly.slow",)
+    silent_in = (
+        "recorded/anomaly.cured",
+        "recorded/gc_pauses.cured",
+        "recorded/leak.cured",
+        "recorded/threads.cured",
+    )
     validated_on = (
         "a CPU recording with anomaly detection (median step 23 ms, 10 ms without); silent without"
     )
@@ -63,6 +70,13 @@ class DebugSwitches(Rule):
         "https://pytorch.org/docs/stable/autograd.html#anomaly-detection",
         "https://pytorch.org/docs/stable/cuda_environment_variables.html",
     )
+
+    fix = "Switch off what is not needed for this run."
+    verify = "Record again: the median step is shorter."
+    falsified_by = "the same median step without it"
+    confidence = 0.9
+
+    code = "torch.autograd.set_detect_anomaly(False)   # or what else the finding names"
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare flags and variables with the list."""
@@ -82,16 +96,11 @@ class DebugSwitches(Rule):
             return
         names = ", ".join(name for name, _, _ in found)
         yield Finding(
-            rule=self.id,
             title=f"Left on from debugging: {names}",
             summary="; ".join(f"{name}: {why}" for name, why, _ in found) + ".",
             evidence=[Evidence("setting", name) for name, _, _ in found],
-            fix="Switch off what is not needed for this run.",
             code="\n".join(cure for _, _, cure in found),
-            check="Record again: the median step is shorter.",
             worth=measure_it("what it costs shows when it is off: record both"),
-            confidence=0.9,
-            falsified_by="the same median step without it",
         )
 
     @staticmethod
@@ -104,14 +113,14 @@ class DebugSwitches(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """All off; the quieter settings of the same variables."""
         return {
-            "all off": _run({"anomaly_mode": False, "sync_debug_mode": 0}),
-            "harmless values": _run(
+            "all off": (_run({"anomaly_mode": False, "sync_debug_mode": 0}), "not found"),
+            "harmless values": (_run(
                 {}, CUDA_LAUNCH_BLOCKING="0", NCCL_DEBUG="WARN", TORCH_DISTRIBUTED_DEBUG="INFO",
                 PYTHONTRACEMALLOC="0", PYTORCH_JIT="1",
-            ),
+            ), "not found"),
         }  # fmt: skip
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
-from advisor.rules.common import counted, duration
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.rules.common import duration
 from advisor.rules.recorded import a_step, device_bound, record, steps_seen
+from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, GPUPROF
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 
 class GcPauses(Rule):
@@ -26,10 +28,18 @@ class GcPauses(Rule):
     """
 
     id = "gc-pauses"
-    title = "Garbage collection pauses the training loop"
+    title = "Garbage collection pauses the loop"
     category = "host"
+    levers = ("gc-freeze",)
+    of_python = True
     reads_record = True
-    validated = "recordings"
+    found_in = ("recorded/gc_pauses.slow",)
+    silent_in = (
+        "recorded/gc_pauses.cured",
+        "recorded/anomaly.cured",
+        "recorded/leak.cured",
+        "recorded/threads.cured",
+    )
     validated_on = (
         "CPU recordings, torch 2.13: the workload gc_pauses (78 ms a step predicted, 108 to 24 ms "
         "measured) and a loop that collects over 600,000 objects; silent on both cures"
@@ -39,9 +49,27 @@ class GcPauses(Rule):
         "https://arxiv.org/abs/2402.15627",
     )
 
-    min_share = 0.01  # of the steps' time; rule catalogue
-    min_pause_ms = 50.0  # in one step; rule catalogue
-    min_steps = 20
+    min_share = Threshold(0.01, "of the steps' time", ENGINE_FLOOR)
+    min_pause_ms = Threshold(50.0, "ms lost to pauses in one step", CHOSEN)
+    min_steps = Threshold(20, "steps without a profiler", GPUPROF)
+
+    fix = (
+        "Freeze what exists once the first steps are done, so that collections do not look "
+        "at it again; or switch the collector off and collect the young generations every "
+        "N steps, at the same step on all ranks. Keep large datasets in arrays, not in "
+        "Python objects."
+    )
+    code = (
+        "import gc\n"
+        "if step == 10:          # what is there now stays\n"
+        "    gc.collect(); gc.freeze()\n"
+        "# or: gc.disable() before the loop, and in it\n"
+        "if step % 500 == 0:\n"
+        "    gc.collect(1)"
+    )
+    verify = "Record again: the pauses are gone. Watch resident memory: cycles then stay."
+    falsified_by = "the same step times with gc.disable()"
+    confidence = 0.85
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Add up the pauses and what the steps with them lost."""
@@ -65,8 +93,6 @@ class GcPauses(Rule):
         if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
             return  # the device had work meanwhile: the steps are no longer
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"The collector stops the loop for {duration(float(pause.mean()))} a step on "
                 f"average ({share:.1%}), up to {duration(longest)} in one step; steps with a pause "
@@ -74,35 +100,16 @@ class GcPauses(Rule):
             ),
             evidence=[
                 Evidence("pauses a step", float(pause.mean()), "ns"),
-                Evidence("share of the steps' time", share, "share", self.min_share,
-                         "rule catalogue"),
-                Evidence("longest in a step", longest, "ns", self.min_pause_ms * 1e6,
-                         "rule catalogue"),
+                Evidence("share of the steps' time", share, "share", *self.limit("min_share")),
+                Evidence("longest in a step", longest, "ns", *self.limit("min_pause_ms", 1e6)),
                 Evidence("steps with a pause of 1 ms or more", int((pause >= 1e6).sum()), "count"),
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),
             ],
-            fix=(
-                "Freeze what exists once the first steps are done, so that collections do not look "
-                "at it again; or switch the collector off and collect the young generations every "
-                "N steps, at the same step on all ranks. Keep large datasets in arrays, not in "
-                "Python objects."
-            ),
-            code=(
-                "import gc\n"
-                "if step == 10:          # model, optimizer and dataset exist\n"
-                "    gc.collect(); gc.freeze()\n"
-                "# or: gc.disable() before the loop, and in it\n"
-                "if step % 500 == 0:\n"
-                "    gc.collect(1)"
-            ),
-            check="Record again: the pauses are gone. Watch resident memory: cycles then stay.",
             worth=a_step(
                 a, lost, low=0.0, high=float(pause.mean()),
                 method="upper bound (pauses, where the step was longer)",
             ),
-            confidence=0.85,
-            falsified_by="the same step times with gc.disable()",
         )  # fmt: skip
 
     @staticmethod
@@ -114,13 +121,16 @@ class GcPauses(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Pauses that cost nothing; hardly any; too few steps."""
         return {
-            "steps with pauses are no longer": _run(every=10, pause=4, longer=0),
-            "hardly any": _run(every=50, pause=1),
-            "no pauses": _run(every=10, pause=0),
-            "few steps": _run(every=2, pause=60, steps=12),
+            "steps with pauses are no longer": (
+                _run(every=10, pause=4, longer=0),
+                "lost < 0.2 * float(pause.sum()) / len(dur)",
+            ),
+            "hardly any": (_run(every=50, pause=1), "min_pause_ms"),
+            "no pauses": (_run(every=10, pause=0), "longest < self.min_pause_ms * 1000000.0"),
+            "few steps": (_run(every=2, pause=60, steps=12), "min_steps"),
         }
 
 

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Good, NotMeasured, Outcome, Rule
-from advisor.rules.common import counted, duration, of_step, per
+from advisor.model import (
+    Advice,
+    Evidence,
+    Finding,
+    Good,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Source,
+    Threshold,
+)
+from advisor.rules.common import duration, of_step, per
+from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
 from advisor.rules.host.late import (
     Blockers,
     Late,
@@ -16,7 +28,10 @@ from advisor.rules.host.late import (
     same_kernels,
     where,
 )
+from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
+from advisor.text import counted
+from advisor.trace import JAX, TENSORFLOW
 
 
 class LaunchBound(Rule):
@@ -25,13 +40,15 @@ class LaunchBound(Rule):
 
     Counted is idle time of the device while the thread that launches the next kernel is inside
     operators, Python frames or the launch call itself, in pieces of at most 200 µs: a long piece
-    is one slow thing, not many launches, and has rules of its own. Waits for data, copies, syncs,
-    allocation, compilation and the profiler are not in it. Python without stacks is not either,
-    for nothing shows that it is Python; the gain is rather larger than said then.
+    is one slow thing, not many launches, and has rules of its own. So is a loop of many short calls
+    before one launch, where most of that time is in gaps with more than 1 ms of it. Waits for
+    data, copies, syncs, allocation, compilation and the profiler are not in it. Python without
+    stacks is not either, for nothing shows that it is Python; the gain is rather larger than said
+    then.
 
-    Small kernels alone prove nothing: a busy device may have thousands of them in its queue
-    (public traces: 10 % of kernels below 10 µs at 99 % busy, but also 45 % at 96 % busy). So the
-    rule is silent while the device is busy, and when there are too few launches to speak of.
+    Small kernels alone prove nothing: a busy device may have thousands of them in its queue (a
+    public V100 trace: 45 % of the kernels below 10 µs at 96 % busy). So the rule is silent while
+    the device is busy, and when there are too few launches to speak of.
 
     Profiling lengthens host time, with Python stacks most of all: the same step idles less without
     the profiler.
@@ -40,20 +57,118 @@ class LaunchBound(Rule):
     id = "launch-bound"
     title = "The device waits for kernel launches"
     category = "host"
-    validated = "real traces"
+    levers = ("compile",)
+    of_python = True
+    found_in = (
+        "traces/b200_eager",
+        "traces/h100_bert_small_inference",
+        "traces/linear_2080ti_launch_bound",
+        "traces/nccl_collectives",
+        "traces/pairs/particle_batch2",
+        "traces/pairs/particle_batch32",
+        "traces/pairs/particle_batch64",
+        "traces/dlrm_8ranks",
+        "traces/pairs/sam_1_fp32_many_syncs",
+    )
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/mi250_train",
+        "traces/pairs/particle_batch128",
+        "traces/mi300_timesformer_inference",
+        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    )
     validated_on = (
         "fires on h100_bert_small_inference (7 % busy), b200_eager (13 %) and nccl_collectives "
-        "(24 %), where idle time by HTA's definition of host wait bounds it from above; silent on "
+        "(24 %), where idle time by HTA's definition of host wait bounds it from above, and on "
+        "DLRM and SAM, where idle time before late launches does; silent on video inference on an "
+        "MI300X, whose idle time lies before the first kernel, and on "
         "A100 and V100 training (84 and 96 % busy, half of the kernels below 10 µs)"
+    )
+    sources = (
+        Source("pieces of at most 200 µs, gaps with 1 ms of them", "rules/host/late.py"),
+        Source(
+            "a public V100 trace: 45 % of the kernels below 10 µs at 96 % busy",
+            "tests/rules/test_numbers.py",
+        ),
     )
     references = (
         "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/",
         "https://pytorch.org/docs/stable/generated/torch.compile.html",
     )
 
-    min_share = 0.10  # of the step, idle for this reason; XProf: kernel launch 3 % and 15 %
-    max_busy = 0.80  # gpu-idle: a device that is busier than this has no host problem
-    min_launches = 30  # a step: fewer are no stream of launches
+    min_share = Threshold(0.10, "of the step, idle for this reason", XPROF_LAUNCH)
+    max_busy = Threshold(
+        0.80, "of the step: a device that is busier than this has no host problem", GPU_IDLE
+    )
+    min_launches = Threshold(30, "launches a step: fewer are no stream of launches", OURS)
+
+    code = (
+        "# fuses small kernels, then replays CUDA graphs\n"
+        'model = torch.compile(model, mode="reduce-overhead")\n'
+        "# or, without compiling, capture what has fixed shapes and never waits\n"
+        "model = torch.cuda.make_graphed_callables(model, (example_input,))"
+    )
+    verify = (
+        "Profile again: cudaGraphLaunch replaces most launches, device busy rises. A run "
+        "with twice the batch that takes hardly longer confirms it at once."
+    )
+    falsified_by = "a batch twice as large takes twice as long without the profiler"
+    assumptions = ("shapes repeat from step to step, or can be padded to a few sizes",)
+    alternatives = "launches"
+
+    fix = (
+        "If shapes repeat: replay them as CUDA graphs, best by "
+        'torch.compile(mode="reduce-overhead"), which fuses small kernels as well.'
+    )
+    cases: ClassVar = {
+        "the same kernels in every step": {
+            "fix": "The kernels are the same in every step: replay them as CUDA graphs, best by "
+            'torch.compile(mode="reduce-overhead"), which fuses small kernels as well.'
+        },
+        "graphs are used already": {
+            "fix": "Bring the launches that are still outside under CUDA graphs too, or fuse them "
+            "with torch.compile."
+        },
+        "the kernels differ from step to step": {
+            "fix": "The kernels differ from step to step, so pad inputs to a few fixed shapes "
+            'first; then torch.compile(mode="reduce-overhead") or CUDA graphs take the launches '
+            "off the host."
+        },
+        "something waits": {
+            "fix": "A capture may not wait for the device: take out {waits} a step first: {names}."
+        },
+        "in every case": {
+            "fix": "Else give each launch more work: a larger batch, fused optimizer and "
+            "attention, fewer small operators."
+        },
+    }
+
+    confidence = 0.85
+
+    inference: ClassVar = {
+        "cases": {
+            "in every case": {
+                "fix": "Else give each launch more work: a larger batch, fused attention, fewer "
+                "small operators."
+            }
+        }
+    }
+    elsewhere: ClassVar = {
+        **in_any_language(
+            "Launch less: do more in one kernel (fuse kernels that follow each other, work on "
+            "larger batches), or capture the sequence of launches as a graph and launch that.",
+            cuda="cudaStreamBeginCapture, cudaGraphInstantiate, then cudaGraphLaunch in each "
+            "iteration.",
+            code="cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);\n"
+            "iteration(stream);                            // launches only, no waiting\n"
+            "cudaStreamEndCapture(stream, &graph);\n"
+            "cudaGraphInstantiate(&run, graph, 0);\n"
+            "for (int i = 0; i < iterations; ++i) cudaGraphLaunch(run, stream);",
+        ),
+        TENSORFLOW: Advice(JIT_STEP, TF_COMPILE),
+        JAX: Advice(JIT_STEP, JAX_JIT),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sum the idle time that launching explains."""
@@ -77,11 +192,11 @@ class LaunchBound(Rule):
             return
         if share < self.min_share or late.launches < self.min_launches:
             return
+        if not late.at_launches:
+            return  # one slow thing before a launch, in many calls
         static, waits = same_kernels(a), blockers(a)
         stacks = bool(a.trace.meta.with_stack)
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, late.idle)} the device idles "
                 f"while the host prepares the next launch: {late.calls:,.0f} launches{per(a)}, "
@@ -90,9 +205,9 @@ class LaunchBound(Rule):
             ),
             evidence=[
                 Evidence(f"idle for launches{per(a)}", late.idle / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "XProf (3 to 15 %)"),
-                Evidence("device busy", late.busy_share, "share", self.max_busy, "gpu-idle (80 %)"),
-                Evidence(f"launches{per(a)}", late.calls, "count", self.min_launches),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                Evidence("device busy", late.busy_share, "share", *self.limit("max_busy")),
+                Evidence(f"launches{per(a)}", late.calls, "count", *self.limit("min_launches")),
                 Evidence("median kernel", late.kernel_ns, "ns"),
                 Evidence("kernels below 10 µs", late.short, "share", None, "TraceLens"),
                 Evidence("the same kernels in every step", _told(static)),
@@ -100,24 +215,11 @@ class LaunchBound(Rule):
             ],
             where=where(a),
             fix=self._fix(static, waits, late),
-            code=(
-                "# fuses small kernels, then replays CUDA graphs\n"
-                'model = torch.compile(model, mode="reduce-overhead")\n'
-                "# or, without compiling, capture what has fixed shapes and never waits\n"
-                "model = torch.cuda.make_graphed_callables(model, (example_input,))"
-            ),
-            check=(
-                "Profile again: cudaGraphLaunch replaces most launches, device busy rises. A run "
-                "with twice the batch that takes hardly longer confirms it at once."
-            ),
             edits=[edit()],
             confidence=0.75 if stacks else 0.85,
             confidence_notes=["Python stacks were recorded: they lengthen host time most of all"]
             if stacks
             else ["profiling itself lengthens host time"],
-            assumptions=["shapes repeat from step to step, or can be padded to a few sizes"],
-            falsified_by="a batch twice as large takes twice as long without the profiler",
-            alternatives="launches",
         )
 
     def _queued(self, a: Analysis) -> Iterator[Outcome]:
@@ -134,35 +236,19 @@ class LaunchBound(Rule):
                 record="all activities, unfiltered, on a device of one's own",
             )
 
-    @staticmethod
-    def _fix(static: bool | None, waits: Blockers, late: Late) -> str:
+    def _fix(self, static: bool | None, waits: Blockers, late: Late) -> str:
+        first = self.fix
         if late.graph_launches:
-            first = (
-                "Bring the launches that are still outside under CUDA graphs too, or fuse them "
-                "with torch.compile."
-            )
+            first = self.case("graphs are used already")["fix"]
         elif static is False:
-            first = (
-                "The kernels differ from step to step, so pad inputs to a few fixed shapes first; "
-                'then torch.compile(mode="reduce-overhead") or CUDA graphs take the launches off '
-                "the host."
-            )
-        else:
-            same = "The kernels are the same in every step" if static else "If shapes repeat"
-            first = (
-                f"{same}: replay them as CUDA graphs, best by "
-                'torch.compile(mode="reduce-overhead"), which fuses small kernels as well.'
-            )
-        remove = (
-            " A capture may not wait for the device: take out "
-            f"{counted(waits.each_step, 'wait')} a step first: {waits.names}."
-            if waits.each_step and not late.graph_launches
-            else ""
-        )
-        return (
-            f"{first}{remove} Else give each launch more work: a larger batch, fused optimizer and "
-            "attention, fewer small operators."
-        )
+            first = self.case("the kernels differ from step to step")["fix"]
+        elif static:
+            first = self.case("the same kernels in every step")["fix"]
+        remove = ""
+        if waits.each_step and not late.graph_launches:
+            told = counted(waits.each_step, "wait")
+            remove = self.case("something waits", waits=told, names=waits.names)["fix"]
+        return " ".join(filter(None, [first, remove, self.case("in every case")["fix"]]))
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -180,9 +266,10 @@ class LaunchBound(Rule):
         return {"eager, small kernels": eager, "Python between operators": python}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
-        """A full queue of small kernels; few kernels; a loader; one slow function; a graph."""
-        queue, few, loader, slow, graph = (TraceBuilder() for _ in range(5))
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A full queue of small kernels; few kernels; a loader; a slow function, in one call and in
+        many; a graph."""
+        queue, few, loader, slow, calls, later, graph = (TraceBuilder() for _ in range(7))
         for _ in range(4):
             with queue.step():
                 for _ in range(300):  # the device needs longer for each than the host
@@ -197,15 +284,35 @@ class LaunchBound(Rule):
                 with slow.python("data.py(5): tokenise"):
                     slow.host(9000)
                 _small_kernels(slow, 30)
+            with calls.step(), calls.python("train.py(10): step"):
+                for _ in range(300):
+                    with calls.python("data.py(5): lookup"):
+                        calls.host(30)
+                for _ in range(60):
+                    with calls.op("aten::add", host_us=1):
+                        calls.launch("elementwise_kernel", 30)
+                calls.sync()
+            with later.step(), later.python("train.py(10): step"):
+                for _ in range(60):
+                    with later.op("aten::add", host_us=1):
+                        later.launch("elementwise_kernel", 30)
+                later.sync()
+                for _ in range(300):
+                    with later.python("data.py(5): lookup"):
+                        later.host(30)
+                _small_kernels(later, 1)
+                later.sync()
             with graph.step():
                 graph.graph_launch([("elementwise_kernel", 10.0)] * 100)
                 graph.sync()
         return {
-            "full queue of small kernels": queue,
-            "few kernels": few,
-            "waiting for data": loader,
-            "one slow function": slow,
-            "already a graph": graph,
+            "full queue of small kernels": (queue, "late.busy_share > self.max_busy"),
+            "few kernels": (few, "min_launches"),
+            "waiting for data": (loader, "min_share"),
+            "one slow function": (slow, "min_share"),
+            "many short calls before the first launch": (calls, "min_share"),
+            "many short calls before a later one": (later, "late.at_launches"),
+            "already a graph": (graph, "late.busy_share > self.max_busy"),
         }
 
 

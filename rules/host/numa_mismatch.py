@@ -22,10 +22,21 @@ class NumaMismatch(Rule):
     id = "numa-mismatch"
     title = "The process is pinned to another NUMA node than its GPU"
     category = "host"
+    levers = ("affinity",)
     reads_record = True
     references = (
         "https://docs.nvidia.com/deeplearning/performance/index.html",
         "https://pytorch.org/docs/stable/elastic/numa.html",
+    )
+
+    verify = "Record again: the nodes are the same; copies to the device are faster."
+    falsified_by = "the same copy bandwidth from both nodes"
+    confidence = 0.9
+
+    fix = "Pin the process, and its memory, to node {node}."
+    code = (
+        "numactl --cpunodebind={node} --membind={node} python train.py\n"
+        "# torchrun (PyTorch 2.8 and later): --numa-binding=node"
     )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -36,8 +47,6 @@ class NumaMismatch(Rule):
             return
         cpus = ", ".join(str(node) for node in own[:8])
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"The process may run on the CPUs of node {cpus} only; its GPU hangs on node "
                 f"{gpu}. Every launch and every copy crosses the link between them."
@@ -47,13 +56,9 @@ class NumaMismatch(Rule):
                 Evidence("NUMA nodes of the process", cpus),
                 Evidence("CPUs of the process", recorded.record.rank.cpus, "count"),
             ],
-            fix=f"Pin the process, and its memory, to node {gpu}.",
-            code=f"numactl --cpunodebind={gpu} --membind={gpu} python train.py\n"
-            "# torchrun (PyTorch 2.8 and later): --numa-binding=node",
-            check="Record again: the nodes are the same; copies to the device are faster.",
             worth=measure_it("how much slower the far side is, only a copy from each side shows"),
-            confidence=0.9,
-            falsified_by="the same copy bandwidth from both nodes",
+            fix=self.fix.format(node=gpu),
+            code=self.code.format(node=gpu),
         )
 
     @staticmethod
@@ -62,12 +67,12 @@ class NumaMismatch(Rule):
         return {"the other socket": _run(1, [0])}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """The same node; not pinned; the machine does not tell."""
         return {
-            "the same node": _run(1, [1]),
-            "not pinned": _run(1, [0, 1]),
-            "a machine that does not tell": _run(None, [0]),
+            "the same node": (_run(1, [1]), "gpu in own"),
+            "not pinned": (_run(1, [0, 1]), "gpu in own"),
+            "a machine that does not tell": (_run(None, [0]), "not isinstance(gpu, int)"),
         }
 
 

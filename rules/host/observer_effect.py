@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
 from advisor.rules.common import duration
 from advisor.rules.recorded import measure_it, record, steps_seen
+from advisor.rules.sources import CHOSEN, TRACEML
 from advisor.testing import TraceBuilder
 
 
@@ -16,18 +17,32 @@ class ObserverEffect(Rule):
     trace are inflated by that much, most where operators are small; the device's own times are not.
 
     Compared are the medians of the steps that the window kept and of the unprofiled ones within 20
-    steps of them, so that a run whose speed drifts is compared with itself. Reported from 10 % on;
-    fine-grained profilers cost 5 to 30 % (ARGUS).
+    steps of them, so that a run whose speed drifts is compared with itself. Reported from 10 % on.
     """
 
     id = "observer-effect"
     title = "The profiled steps are longer than the others"
     category = "host"
     reads_record = True
+    found_in = (
+        "recorded/anomaly.slow",
+        "recorded/gc_pauses.slow",
+    )
+    silent_in = ("recorded/leak.slow",)
+    validated_on = "CPU recordings: windows whose steps are longer than those around them"
+    sources = (Source("unprofiled steps within 20 steps", "advisor/analysis/record.py"),)
     references = ("https://github.com/pytorch/pytorch/issues/144455",)
 
-    min_effect = 0.10  # rule catalogue
-    min_steps = 10  # unprofiled ones
+    min_effect = Threshold(0.10, "longer step in the window", TRACEML)
+    min_steps = Threshold(10, "unprofiled steps", CHOSEN)
+
+    fix = (
+        "Record less at a time: no stacks and no memory events unless they are needed. "
+        "Trust device times, and gains from them, more than host times."
+    )
+    verify = "The recorded line of the report: the two medians come closer."
+    falsified_by = "steps before and after the window that are as long"
+    confidence = 0.9
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the two medians."""
@@ -38,8 +53,6 @@ class ObserverEffect(Rule):
         around, inside = recorded.around_windows, recorded.profiled_median
         assert around is not None and inside is not None
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"Around the window a step takes {duration(around)}, and {duration(inside)} "
                 f"({effect:+.0%}) while it is profiled: host times and idle time in this report "
@@ -48,19 +61,12 @@ class ObserverEffect(Rule):
             evidence=[
                 Evidence("median step around the window", around, "ns"),
                 Evidence("median profiled step", inside, "ns"),
-                Evidence("longer by", effect, "share", self.min_effect, "rule catalogue"),
+                Evidence("longer by", effect, "share", *self.limit("min_effect")),
                 Evidence("profiled steps", int(recorded.profiled.sum()), "count"),
                 steps_seen(recorded),
             ],
-            fix=(
-                "Record less at a time: no stacks and no memory events unless they are needed. "
-                "Trust device times, and gains from them, more than host times."
-            ),
-            check="The recorded line of the report: the two medians come closer.",
             worth=measure_it("it costs the recording, not the training"),
             informational=True,
-            confidence=0.9,
-            falsified_by="steps before and after the window that are as long",
         )
 
     @staticmethod
@@ -69,9 +75,12 @@ class ObserverEffect(Rule):
         return {"half as long again": _run(15)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Hardly longer; never profiled."""
-        return {"hardly longer": _run(10.5), "no window": _run(None)}
+        return {
+            "hardly longer": (_run(10.5), "min_effect"),
+            "no window": (_run(None), "effect is None"),
+        }
 
 
 def _run(profiled: float | None) -> TraceBuilder:

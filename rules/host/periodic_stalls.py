@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import covered, union
-from advisor.model import Evidence, Finding, Outcome, Rule, Worth
-from advisor.rules.common import counted, duration, places
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.rules.common import duration, places
+from advisor.rules.sources import GPUPROF, OURS, STEP_SERIES
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 _CAUSES = {
     "a checkpoint is written": (
@@ -45,15 +48,51 @@ class PeriodicStalls(Rule):
     id = "periodic-stalls"
     title = "Some steps stall while the loop saves or logs"
     category = "host"
-    validated = "synthetic"
+    found_in = ("workloads/periodic_checkpoint",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+        "workloads/periodic_checkpoint",
+    )
+    validated_on = "a CPU recording that saves its state; silent with an asynchronous save"
     references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
 
-    min_steps = 20  # fewer do not show what is usual; gpuprof asks for 20
-    min_stalls = 2
-    min_explained = 0.5  # of the stalls' excess
-    min_share = 0.02  # of the window; rule catalogue
-    factor = 1.5  # of the median step, as the step series sets steps aside
-    mads = 5.0
+    min_steps = Threshold(20, "steps: fewer do not show what is usual", GPUPROF)
+    min_stalls = Threshold(2, "stalls: one may be chance", OURS)
+    min_explained = Threshold(0.5, "of the stalls' excess", OURS)
+    min_share = Threshold(0.02, "of the window", OURS)
+    factor = Threshold(
+        1.5, "times the median step, as the step series sets steps aside", STEP_SERIES
+    )
+    mads = Threshold(5.0, "median absolute deviations", STEP_SERIES)
+
+    verify = "Profile as many steps again: no step takes much longer than the median."
+    falsified_by = "the same steps are as long without saving or logging"
+    assumptions = ("writing from another thread does not slow the loop",)
+    confidence = 0.8
+
+    fix = (
+        "Log every N steps, hand values over without waiting for the device "
+        "(non_blocking copy, read a step later), and write from another thread."
+    )
+    code = "if step % 50 == 0:\n    writer.add_scalar('loss', loss.item(), step)"
+    cases: ClassVar = {
+        "saving": {
+            "fix": "Copy the state to pinned host memory and write it from another thread or "
+            "process (asynchronous checkpoint), write less often, and from one rank only where "
+            "ranks hold the same.",
+            "code": "import torch.distributed.checkpoint as dcp\n"
+            "state = {'model': model.state_dict()}\n"
+            "future = dcp.async_save(state, checkpoint_id=path)\n"
+            "# before the next one: future.result()",
+        }
+    }
+
+    inference: ClassVar = {
+        "code": "if step % 50 == 0:\n    writer.add_scalar('score', score.item(), step)"
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Find long steps, and what was saved or logged in them."""
@@ -106,8 +145,6 @@ class PeriodicStalls(Rule):
         here = rows[inside]
         saving = cause.startswith("a checkpoint")
         return Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{counted(stalls.height, 'step')} of {count} take "
                 f"{duration(float(stalls['dur'].mean()))} instead of {duration(median)}, because "  # type: ignore[arg-type]
@@ -115,32 +152,12 @@ class PeriodicStalls(Rule):
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
-                Evidence("share of the window", lost / window, "share", self.min_share,
-                         "rule catalogue"),
-                Evidence("stalled steps", stalls.height, "count", self.min_stalls),
-                Evidence("steps", count, "count", self.min_steps, "gpuprof"),
+                Evidence("share of the window", lost / window, "share", *self.limit("min_share")),
+                Evidence("stalled steps", stalls.height, "count", *self.limit("min_stalls")),
+                Evidence("steps", count, "count", *self.limit("min_steps")),
                 Evidence("median step", median, "ns"),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
-            fix=(
-                "Copy the state to pinned host memory and write it from another thread or process "
-                "(asynchronous checkpoint), write less often, and from one rank only where ranks "
-                "hold the same."
-                if saving
-                else "Log every N steps, hand values over without waiting for the device "
-                "(non_blocking copy, read a step later), and write from another thread."
-            ),
-            code=(
-                "import torch.distributed.checkpoint as dcp\n"
-                "state = {'model': model.state_dict()}\n"
-                "future = dcp.async_save(state, checkpoint_id=path)\n"
-                "# before the next one: future.result()"
-                if saving
-                else "if step % 50 == 0:\n"
-                "    writer.add_scalar('loss', loss.item(), step)"
-            ),
-            check="Profile as many steps again: no step takes much longer than the median.",
-            confidence=0.8,
             worth=Worth(
                 currency="run_time",
                 gain_ns=round(lost),
@@ -148,8 +165,7 @@ class PeriodicStalls(Rule):
                 high_ns=round(lost),
                 method="what the stalled steps take beyond the median step",
             ),
-            assumptions=["writing from another thread does not slow the loop"],
-            falsified_by="the same steps are as long without saving or logging",
+            **(self.case("saving") if saving else {}),
         )  # fmt: skip
 
     @staticmethod
@@ -162,16 +178,16 @@ class PeriodicStalls(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Evaluation; no cause named; another thread; too few steps; one save; in every step."""
         save = "torch/serialization.py(900): save"
         return {
-            "evaluation": _training(frame="train.py(90): evaluate"),
-            "no cause in the trace": _training(),
-            "on another thread": _training(frame=save, thread=77),
-            "few steps": _training(frame=save, steps=12, every=5),
-            "one save": _training(frame=save, steps=24, every=20),
-            "in every step alike": _training(frame=save, every=1),
+            "evaluation": (_training(frame="train.py(90): evaluate"), "not len(rows)"),
+            "no cause in the trace": (_training(), "not len(rows)"),
+            "on another thread": (_training(frame=save, thread=77), "not len(rows)"),
+            "few steps": (_training(frame=save, steps=12, every=5), "min_steps"),
+            "one save": (_training(frame=save, steps=24, every=20), "min_stalls"),
+            "in every step alike": (_training(frame=save, every=1), "not len(rows)"),
         }
 
 

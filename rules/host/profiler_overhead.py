@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.intervals import intersect, union
-from advisor.model import Evidence, Finding, Outcome, Rule, Worth
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
 from advisor.rules.common import duration
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
 
 
@@ -30,11 +33,36 @@ class ProfilerOverhead(Rule):
     id = "profiler-overhead"
     title = "Profiling took a noticeable part of the window"
     category = "host"
-    validated = "real traces"
+    found_in = ("traces/b200_eager",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/h100_bert_small_inference",
+    )
     validated_on = "b200_eager: 2 % of the window in overhead rows; no overhead rows elsewhere"
     references = ("https://pytorch.org/docs/stable/profiler.html#torch.profiler.schedule",)
 
-    min_share = 0.02  # of the window; a proposal of the rule catalogue
+    min_share = Threshold(0.02, "of the window", OURS)
+
+    fix = (
+        "Let the profiler warm up before it records, record fewer things at a time (stacks "
+        "cost most), and use CUDA_MODULE_LOADING=EAGER where code loading shows."
+    )
+    code = (
+        "with profile(schedule=schedule(skip_first=10, wait=1, warmup=3, active=5),\n"
+        "             with_stack=False, record_shapes=True) as profiler:\n"
+        "    for batch in loader:\n"
+        "        train_step(batch)\n"
+        "        profiler.step()"
+    )
+    verify = "Profile again: this note is gone."
+    falsified_by = "the same step time with and without the profiler"
+    confidence = 0.9
+
+    elsewhere: ClassVar = in_any_language(
+        "Record less: fewer things at a time and a shorter span, after the program has warmed up."
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Add up the overhead rows."""
@@ -57,34 +85,18 @@ class ProfilerOverhead(Rule):
         )
         parts = [f"{name} {duration(ns)}" for name, ns in by_name.head(3).iter_rows()]
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{share:.0%} of the window the profiler or the loading of device code was at "
                 "work; host times and idle gaps are that much longer than in an unprofiled run."
             ),
             evidence=[
                 Evidence("overhead in the window", spent.total, "ns"),
-                Evidence("share of the window", share, "share", self.min_share, "rule catalogue"),
+                Evidence("share of the window", share, "share", *self.limit("min_share")),
                 Evidence("device idle blamed on it", int(blamed), "ns"),
                 Evidence("largest", "; ".join(parts)),
             ],
-            fix=(
-                "Let the profiler warm up before it records, record fewer things at a time (stacks "
-                "cost most), and use CUDA_MODULE_LOADING=EAGER where code loading shows."
-            ),
-            code=(
-                "with profile(schedule=schedule(skip_first=10, wait=1, warmup=3, active=5),\n"
-                "             with_stack=False, record_shapes=True) as profiler:\n"
-                "    for batch in loader:\n"
-                "        train_step(batch)\n"
-                "        profiler.step()"
-            ),
-            check="Profile again: this note is gone.",
             worth=Worth(currency="unpriced", reason="it costs the recording, not the training"),
             informational=True,
-            confidence=0.9,
-            falsified_by="the same step time with and without the profiler",
         )
 
     @staticmethod
@@ -100,7 +112,7 @@ class ProfilerOverhead(Rule):
         return {"a buffer flush a step": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """A short one, and one outside the steps."""
         short, outside = TraceBuilder(), TraceBuilder()
         outside.overhead("Activity Buffer Request", 9000)
@@ -111,4 +123,7 @@ class ProfilerOverhead(Rule):
                         b.launch("ampere_sgemm_128x64_nn", 3000)
                     b.sync()
         short.overhead("Activity Buffer Request", 5)
-        return {"a short one": short, "before the steps": outside}
+        return {
+            "a short one": (short, "share < self.min_share"),
+            "before the steps": (outside, "share < self.min_share"),
+        }

@@ -10,9 +10,11 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.analysis.host import python_hot_spots
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
-from advisor.rules.common import column, counted, of_step, per, places, rows
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.rules.common import column, of_step, per, places, rows
+from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 MAX_NAMES = 20
 
@@ -34,16 +36,54 @@ class PythonHotSpot(Rule):
     id = "python-hot-spot"
     title = "A Python function keeps the device waiting"
     category = "host"
-    validated = "real traces"
+    of_python = True
+    found_in = (
+        "traces/b200_eager",
+        "traces/mi300_timesformer_inference",
+    )
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/h100_bert_small_inference",
+        "traces/pairs/particle_batch128",
+    )
     validated_on = (
-        "b200_eager: MXFP4 quantisation in Python, 12 of 87 ms; silent on "
+        "b200_eager: MXFP4 quantisation in Python, 12 of 87 ms; video inference on an MI300X: "
+        "images prepared in Python, a quarter of a second before the first kernel; silent on "
         "h100_bert_small_inference, whose Python is spread over all launches"
     )
     references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
 
-    min_share = 0.05  # of the step, for one function; a proposal of the rule catalogue
-    min_gap_us = 100.0  # its part of an idle gap, mean; Python around one launch takes 10 to 80 µs
-    min_unknown = 0.05  # of the step, idle with nothing to explain it: worth recording stacks
+    min_share = Threshold(0.05, "of the step, for one function", TENSORBOARD, XPROF)
+    min_gap_us = Threshold(
+        100.0, "µs of it in a gap, mean: Python around one launch takes 10 to 80 µs", REAL_HOST
+    )
+    min_unknown = Threshold(
+        0.05, "of the step, idle with nothing to explain it: worth recording stacks", XPROF
+    )
+
+    fix = (
+        "Take it off the way to the next launch: compute it once and keep it, vectorise "
+        "loops over tensors or lists, prepare it in a DataLoader worker or another thread "
+        "one step ahead, log and checkpoint every N steps only."
+    )
+    code = (
+        "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
+        "ready = pool.submit(prepare, first_batch)\n"
+        "for batch in batches:\n"
+        "    inputs = ready.result()\n"
+        "    ready = pool.submit(prepare, batch)   # runs during this step\n"
+        "    train_step(inputs)"
+    )
+    verify = "Profile again with stacks: the function's idle time is gone or smaller."
+    falsified_by = "the same step time when the function returns a result made beforehand"
+    assumptions = (
+        "its result is not needed before the step's other work can go on",
+        "it is made unnecessary, or done where it takes nothing from the loop: another "
+        "process with a core that is free; in a thread, Python runs by turns with the "
+        "loop's own",
+    )
+    confidence = 0.75
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for functions with much idle time in few gaps."""
@@ -71,17 +111,13 @@ class PythonHotSpot(Rule):
         name = f"{first['function']} ({first['file']}:{first['line']})"
         gaps = python.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, first['critical_ns'])} the device idles while {name} runs, "
                 f"{counted(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)}."
             ),
             evidence=[
                 Evidence(f"device idle in them{per(a)}", total / a.step_count, "ns"),
-                Evidence(
-                    "share of the step", total / a.span_ns, "share", self.min_share, "catalogue"
-                ),
+                Evidence("share of the step", total / a.span_ns, "share", *self.limit("min_share")),
                 *(
                     Evidence(
                         f"{spot['function']} ({spot['file']}:{spot['line']})",
@@ -94,7 +130,7 @@ class PythonHotSpot(Rule):
                     "idle time a gap in the first",
                     first["critical_ns"] / max(1, first["gaps"]),
                     "ns",
-                    self.min_gap_us * 1000,
+                    *self.limit("min_gap_us", 1000),
                 ),
             ],
             where=places(
@@ -105,25 +141,8 @@ class PythonHotSpot(Rule):
                 dur=column(gaps, "dur"),
                 instance=column(gaps, "gap"),
             ),
-            fix=(
-                "Take it off the way to the next launch: compute it once and keep it, vectorise "
-                "loops over tensors or lists, prepare it in a DataLoader worker or another thread "
-                "one step ahead, log and checkpoint every N steps only."
-            ),
-            code=(
-                "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
-                "ready = pool.submit(prepare, first_batch)\n"
-                "for batch in batches:\n"
-                "    inputs = ready.result()\n"
-                "    ready = pool.submit(prepare, batch)   # runs during this step\n"
-                "    train_step(inputs)"
-            ),
-            check="Profile again with stacks: the function's idle time is gone or smaller.",
             edits=[self._edit(a, gaps, spot) for spot in spots["name"]],
-            confidence=0.75,
             confidence_notes=["Python stacks lengthen Python time while they are recorded"],
-            assumptions=["its result is not needed before the step's other work can go on"],
-            falsified_by="the same step time when the function returns a result made beforehand",
         )
 
     def _unknown(self, a: Analysis) -> Iterator[Outcome]:
@@ -177,7 +196,7 @@ class PythonHotSpot(Rule):
         return {"tokenising on the training thread": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """The same function behind a full queue; many quick functions; no stacks."""
         hidden, quick, bare = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -197,4 +216,8 @@ class PythonHotSpot(Rule):
                 with bare.op("aten::mm"):
                     bare.launch("ampere_sgemm_128x64_nn", 4000)
                 bare.sync()
-        return {"behind a full queue": hidden, "many quick calls": quick, "no stacks": bare}
+        return {
+            "behind a full queue": (hidden, "spots.is_empty()"),
+            "many quick calls": (quick, "min_gap_us"),
+            "no stacks": (bare, "not (a.trace.cpu['kind'] == 'python').any()"),
+        }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
-from advisor.rules.common import counted, duration
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.rules.common import duration
 from advisor.rules.host.stalls import blame, find_stalls
 from advisor.rules.recorded import over_the_run, record, steps_seen
+from advisor.rules.sources import CHOSEN, STEP_SERIES
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 
 class RegularStalls(Rule):
@@ -30,10 +33,32 @@ class RegularStalls(Rule):
     title = "Every n-th step stalls"
     category = "host"
     reads_record = True
+    silent_in = (
+        "recorded/anomaly.cured",
+        "recorded/gc_pauses.cured",
+        "recorded/leak.cured",
+    )
+    sources = (STEP_SERIES,)
     references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
 
-    min_steps = 40
-    min_share = 0.02  # of the steps' time; rule catalogue
+    min_steps = Threshold(40, "steps", CHOSEN)
+    min_share = Threshold(0.02, "of the steps' time", CHOSEN)
+
+    verify = "Record again: no step stands out."
+    falsified_by = "long steps at irregular distances in a longer run"
+    confidence = 0.85
+
+    fix = (
+        "Look for what the loop does every {every} steps (logging, saving, empty_cache, a "
+        "collection of garbage): do it less often, from another thread, or without waiting for "
+        "the device."
+    )
+    cases: ClassVar = {
+        "while data is fetched": {
+            "fix": "Look for what the loop does every {every} steps while it fetches data (a shard "
+            "that is opened, a buffer that is shuffled)."
+        }
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for long steps at regular distances."""
@@ -49,7 +74,6 @@ class RegularStalls(Rule):
         phase = causes[0][0] if causes else "other"
         parts = ", ".join(f"{name} {duration(ns)}" for name, ns in causes[:3] if ns > 0)
         yield Finding(
-            rule=self.id,
             title=f"Every {stalls.every}th step stalls",
             summary=(
                 f"{counted(len(stalls.rows), 'step')}, {stalls.every} steps apart, take "
@@ -59,26 +83,17 @@ class RegularStalls(Rule):
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
-                Evidence("share of the steps' time", lost / total, "share", self.min_share,
-                         "rule catalogue"),
+                Evidence("share of the steps' time", lost / total, "share",
+                         *self.limit("min_share")),
                 Evidence("stalled steps", len(stalls.rows), "count", 4),
                 Evidence("steps apart", stalls.every, "count"),
                 Evidence("longest phase in them", phase),
                 steps_seen(recorded),
             ],
-            fix=(
-                f"Look for what the loop does every {stalls.every} steps "
-                + (
-                    "while it fetches data (a shard that is opened, a buffer that is shuffled)."
-                    if phase == "data"
-                    else "(logging, saving, empty_cache, a collection of garbage): do it less "
-                    "often, from another thread, or without waiting for the device."
-                )
-            ),
-            check="Record again: no step stands out.",
             worth=over_the_run(lost, method="what the stalled steps take beyond the median"),
-            confidence=0.85,
-            falsified_by="long steps at irregular distances in a longer run",
+            fix=(self.case("while data is fetched")["fix"] if phase == "data" else self.fix).format(
+                every=stalls.every
+            ),
         )  # fmt: skip
 
     @staticmethod
@@ -87,12 +102,12 @@ class RegularStalls(Rule):
         return {"every 20 steps": _run(20, "other"), "every 25 steps": _run(25, "data")}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Irregular; too seldom to count; the loader's own rhythm."""
         return {
-            "irregular": _run(0, "other", at=(12, 31, 90, 130, 190)),
-            "twice": _run(0, "other", at=(50, 100)),
-            "every second batch, from two workers": _run(2, "data"),
+            "irregular": (_run(0, "other", at=(12, 31, 90, 130, 190)), "stalls.every is None"),
+            "twice": (_run(0, "other", at=(50, 100)), "stalls.every is None"),
+            "every second batch, from two workers": (_run(2, "data"), "stalls.every is None"),
         }
 
 

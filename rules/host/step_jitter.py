@@ -8,10 +8,11 @@ import numpy as np
 
 from advisor.analysis import Analysis
 from advisor.analysis.record import Floats, Recorded
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
 from advisor.rules.common import duration
 from advisor.rules.host.stalls import blame, find_stalls
 from advisor.rules.recorded import over_the_run, record, steps_seen
+from advisor.rules.sources import CHOSEN, GPUPROF
 from advisor.rundir import Host
 from advisor.testing import TraceBuilder
 
@@ -33,12 +34,30 @@ class StepJitter(Rule):
     title = "Some steps take much longer than most"
     category = "host"
     reads_record = True
+    silent_in = (
+        "recorded/anomaly.cured",
+        "recorded/gc_pauses.cured",
+        "recorded/worker_respawn.cured",
+    )
     references = ("https://www.usenix.org/conference/osdi25/presentation/lin-jinkun",)
 
-    min_steps = 100
-    min_ratio = 2.0  # 99th percentile over median (gpuprof)
-    min_excess = 0.03  # of the time, lost in steps beyond that ratio
-    max_others = 0.25  # of the machine's CPUs: other programs are then the likelier cause
+    min_steps = Threshold(100, "steps that count", CHOSEN)
+    min_ratio = Threshold(2.0, "99th percentile over median", GPUPROF)
+    min_excess = Threshold(0.03, "of the time, lost in steps beyond that ratio", CHOSEN)
+    max_others = Threshold(
+        0.25, "of the machine's CPUs: other programs are then the likelier cause", CHOSEN
+    )
+
+    fix = (
+        "Follow the phase that is longer: 'data' is the loader (a slow sample, a full "
+        "disk), 'between steps' the wait for a batch that is no DataLoader's and what the "
+        "loop does besides, 'other' the loop's own code or another program on the "
+        "machine. Garbage collection can be moved to fixed steps; a longer 'forward' with "
+        "new shapes is recompilation or autotuning."
+    )
+    verify = "Record again: the 99th percentile comes closer to the median."
+    falsified_by = "a longer run whose steps are alike"
+    confidence = 0.6
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the tail with the median."""
@@ -68,32 +87,22 @@ class StepJitter(Rule):
             )
             return
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"One step in a hundred takes {ratio:.1f} times the usual "
                 f"{duration(recorded.median)} or more; together the long ones lose "
                 f"{duration(lost)}. What is longer in them: {parts or 'not told'}."
             ),
             evidence=[
-                Evidence("99th percentile over the usual step", ratio, "", self.min_ratio,
-                         "gpuprof"),
-                Evidence("lost in long steps, of all time", excess, "share", self.min_excess),
+                Evidence("99th percentile over the usual step", ratio, "",
+                         *self.limit("min_ratio")),
+                Evidence("lost in long steps, of all time", excess, "share",
+                         *self.limit("min_excess")),
                 Evidence("long steps", len(stalls.rows), "count"),
                 Evidence("longest phase in them", causes[0][0] if causes else None),
-                Evidence("CPUs used by other programs", others, "share", self.max_others),
+                Evidence("CPUs used by other programs", others, "share", *self.limit("max_others")),
                 steps_seen(recorded),
             ],
-            fix=(
-                "Follow the phase that is longer: 'data' is the loader (a slow sample, a full "
-                "disk), garbage collection can be moved to fixed steps, 'other' is the loop's own "
-                "code or another program on the machine; a longer 'forward' with new shapes is "
-                "recompilation or autotuning."
-            ),
-            check="Record again: the 99th percentile comes closer to the median.",
             worth=over_the_run(lost, method="what the long steps take beyond the usual one"),
-            confidence=0.6,
-            falsified_by="a longer run whose steps are alike",
         )  # fmt: skip
 
     @staticmethod
@@ -102,15 +111,24 @@ class StepJitter(Rule):
         return {"irregular long steps": _run(lambda n: 50 if n in _LONG else 10)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Even steps; regular ones; longer batches; one step; a short run."""
         return {
-            "even steps": _run(lambda n: 10 + n % 3),
-            "at regular distances": _run(lambda n: 60 if n % 20 == 19 else 10),
-            "batches of another shape": _run(lambda n: 50 if n in _LONG else 10, shapes=True),
-            "one step": _run(lambda n: 500 if n == 150 else 10),
-            "a crowded machine": _run(lambda n: 50 if n in _LONG else 10, machine=99),
-            "a short run": _run(lambda n: 50 if n in _LONG else 10, steps=80),
+            "even steps": (_run(lambda n: 10 + n % 3), "ratio < self.min_ratio"),
+            "at regular distances": (
+                _run(lambda n: 60 if n % 20 == 19 else 10),
+                "stalls.every is not None",
+            ),
+            "batches of another shape": (
+                _run(lambda n: 50 if n in _LONG else 10, shapes=True),
+                "ratio < self.min_ratio",
+            ),
+            "one step": (_run(lambda n: 500 if n == 150 else 10), "ratio < self.min_ratio"),
+            "a crowded machine": (
+                _run(lambda n: 50 if n in _LONG else 10, machine=99),
+                "max_others",
+            ),
+            "a short run": (_run(lambda n: 50 if n in _LONG else 10, steps=80), "min_steps"),
         }
 
 

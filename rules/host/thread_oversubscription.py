@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
-from advisor.rules.common import counted
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.recorded import loader, local_ranks, measure_it, record, workers_of
+from advisor.rules.sources import CHOSEN, SAGEMAKER_CPU
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 
 class ThreadOversubscription(Rule):
@@ -25,13 +26,30 @@ class ThreadOversubscription(Rule):
     id = "thread-oversubscription"
     title = "More threads compute than there are cores"
     category = "host"
+    levers = ("threads",)
     reads_record = True
-    validated = "recordings"
+    found_in = ("recorded/threads.slow",)
+    silent_in = (
+        "recorded/threads.cured",
+        "recorded/anomaly.cured",
+        "recorded/gc_pauses.cured",
+        "recorded/leak.cured",
+    )
     validated_on = "CPU recordings on two busy cores: fires with 16 threads, silent with one"
     references = ("https://pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",)
 
-    max_ratio = 1.5  # threads a core; rule catalogue
-    min_busy = 0.90  # of the cores
+    max_ratio = Threshold(1.5, "threads a core", CHOSEN)
+    min_busy = Threshold(0.90, "of the cores", SAGEMAKER_CPU)
+
+    verify = "Record again with both settings and compare the median step."
+    falsified_by = "a median step that is no shorter with fewer threads"
+    confidence = 0.6
+
+    fix = "Give each process about {threads}."
+    code = (
+        "export OMP_NUM_THREADS={best}\n# or, before the first operation:\n"
+        "torch.set_num_threads({best})"
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Count threads and workers against cores."""
@@ -56,29 +74,22 @@ class ThreadOversubscription(Rule):
             return
         best = max(1, cpus // ranks - min(workers, cpus // ranks - 1))
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
-                f"{counted(ranks, 'process')[:-1] + 'es' if ranks > 1 else '1 process'} with "
+                f"{counted(ranks, 'process')} with "
                 f"{threads} threads and {workers} workers each share {counted(cpus, 'core')}, "
                 f"and {busy:.0%} of them are busy."
             ),
             evidence=[
-                Evidence("threads and workers a core", ratio, "", self.max_ratio,
-                         "rule catalogue"),
+                Evidence("threads and workers a core", ratio, "", *self.limit("max_ratio")),
                 Evidence("threads of a process", threads, "count"),
                 Evidence("cores", cpus, "count"),
                 Evidence("cores of the machine", recorded.record.rank.cpus_total, "count"),
-                Evidence("busy cores", busy, "share", self.min_busy),
+                Evidence("busy cores", busy, "share", *self.limit("min_busy")),
                 Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
             ],
-            fix=f"Give each process about {counted(best, 'thread')}.",
-            code=f"export OMP_NUM_THREADS={best}\n# or, before the first operation:\n"
-            f"torch.set_num_threads({best})",
-            check="Record again with both settings and compare the median step.",
             worth=measure_it("what fewer threads save is not in the record: try it"),
-            confidence=0.6,
-            falsified_by="a median step that is no shorter with fewer threads",
+            fix=self.fix.format(threads=counted(best, "thread")),
+            code=self.code.format(best=best),
         )  # fmt: skip
 
     @staticmethod
@@ -90,13 +101,13 @@ class ThreadOversubscription(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """One thread a rank; idle cores; workers only; threads not known."""
         return {
-            "one thread a rank": _run(1, 8, ranks=8, machine=97),
-            "idle cores": _run(32, 32, ranks=8, machine=20),
-            "as many threads as cores": _run(8, 8, own=790),
-            "not known": _run(None, 8, own=790),
+            "one thread a rank": (_run(1, 8, ranks=8, machine=97), "threads < 2"),
+            "idle cores": (_run(32, 32, ranks=8, machine=20), "min_busy"),
+            "as many threads as cores": (_run(8, 8, own=790), "ratio <= self.max_ratio"),
+            "not known": (_run(None, 8, own=790), "not isinstance(threads, int)"),
         }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
-from advisor.rules.common import counted, duration
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.rules.common import duration
 from advisor.rules.recorded import (
     a_step,
     device_bound,
@@ -16,8 +16,10 @@ from advisor.rules.recorded import (
     steps_seen,
     workers_of,
 )
+from advisor.rules.sources import GPUPROF
 from advisor.rundir import Host
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 
 class CpuBoundTransforms(Rule):
@@ -34,15 +36,39 @@ class CpuBoundTransforms(Rule):
     id = "cpu-bound-transforms"
     title = "All cores prepare data, and the step still waits for it"
     category = "input"
+    levers = ("workers",)
     reads_record = True
+    silent_in = (
+        "recorded/worker_respawn.cured",
+        "recorded/workers.cured",
+    )
     references = (
         "https://pytorch.org/vision/stable/transforms.html#performance-considerations",
         "https://docs.nvidia.com/deeplearning/dali/user-guide/docs/",
     )
 
-    min_wait = 0.15  # of the step (gpuprof)
-    min_cpu = 0.80  # of the cores that the process may use (gpuprof)
-    max_disk = 500e6  # bytes/s: beyond that, reading is the likelier cause (gpuprof)
+    min_wait = Threshold(0.15, "of the step", GPUPROF)
+    min_cpu = Threshold(0.80, "of the cores that the process may use", GPUPROF)
+    max_disk = Threshold(500e6, "bytes/s: beyond that, reading is the likelier cause", GPUPROF)
+
+    fix = (
+        "Do less on the CPU for each sample: cache what is decoded, store images at the "
+        "size they are used in, augment whole batches on the device "
+        "(torchvision.transforms.v2, Kornia, DALI), decode on the device; or use a machine "
+        "with more cores a GPU."
+    )
+    code = (
+        "# in the dataset: decode only; on the device, for the whole batch:\n"
+        "augment = v2.Compose([\n"
+        "    v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(),\n"
+        "    v2.ToDtype(torch.float32, scale=True)])\n"
+        "images = augment(images.to('cuda', non_blocking=True))"
+    )
+    verify = "Record again: the phase 'data' shrinks and the cores are less busy."
+    falsified_by = "a loader that is no faster with a transform that does nothing"
+    assumptions = ("the device has time for what is moved to it",)
+    confidence = 0.75
+    alternatives = "loader"
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the wait for data with the use of the cores."""
@@ -67,39 +93,19 @@ class CpuBoundTransforms(Rule):
             return
         wait = share * (recorded.mean or 0.0)
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
-                f"{duration(wait)} of each step ({share:.0%}) waits for data while the training "
+                f"{duration(wait)} of each step ({share:.0%}) waits for data while the main "
                 f"process and its workers keep {busy:.0%} of {counted(int(cores), 'core')} busy."
             ),
             evidence=[
                 Evidence("wait for data a step", wait, "ns"),
-                Evidence("share of the step", share, "share", self.min_wait, "gpuprof"),
-                Evidence("use of the cores", busy, "share", self.min_cpu, "gpuprof"),
-                Evidence("cores for each training process", cores, "count"),
-                Evidence("disk reads", disk, "bytes/s", self.max_disk, "gpuprof"),
+                Evidence("share of the step", share, "share", *self.limit("min_wait")),
+                Evidence("use of the cores", busy, "share", *self.limit("min_cpu")),
+                Evidence("cores for each main process", cores, "count"),
+                Evidence("disk reads", disk, "bytes/s", *self.limit("max_disk")),
                 steps_seen(recorded),
             ],
-            fix=(
-                "Do less on the CPU for each sample: cache what is decoded, store images at the "
-                "size they are used in, augment whole batches on the device "
-                "(torchvision.transforms.v2, Kornia, DALI), decode on the device; or use a machine "
-                "with more cores a GPU."
-            ),
-            code=(
-                "# in the dataset: decode only; on the device, for the whole batch:\n"
-                "augment = v2.Compose([\n"
-                "    v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(),\n"
-                "    v2.ToDtype(torch.float32, scale=True)])\n"
-                "images = augment(images.to('cuda', non_blocking=True))"
-            ),
-            check="Record again: the phase 'data' shrinks and the cores are less busy.",
             worth=a_step(a, wait),
-            confidence=0.75,
-            assumptions=["the device has time for what is moved to it"],
-            falsified_by="a loader that is no faster with a transform that does nothing",
-            alternatives="loader",
         )
 
     @staticmethod
@@ -108,13 +114,13 @@ class CpuBoundTransforms(Rule):
         return {"eight busy cores": _run(760)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Idle cores; a fast disk read flat out; no wait; no workers."""
         return {
-            "idle cores": _run(200),
-            "the disk delivers 2 GB/s": _run(760, disk=2e9),
-            "no wait": _run(760, data=0.1),
-            "no workers": _run(760, workers=0),
+            "idle cores": (_run(200), "min_cpu"),
+            "the disk delivers 2 GB/s": (_run(760, disk=2e9), "max_disk"),
+            "no wait": (_run(760, data=0.1), "min_wait"),
+            "no workers": (_run(760, workers=0), "not workers_of(used)"),
         }
 
 

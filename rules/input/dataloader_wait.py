@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.model import (
+    Advice,
+    Edit,
+    Evidence,
+    Finding,
+    Good,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.rules.common import duration, of_step, per, places
-from advisor.rules.input.waits import OTHERS, find_waits, recurs
+from advisor.rules.elsewhere import JAX_AHEAD, TF_PREFETCH
+from advisor.rules.input.waits import OTHERS, culprits, find_waits, recurs
+from advisor.rules.sources import ENGINE_FLOOR, HAND_OVER, OURS, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
+from advisor.trace import JAX, TENSORFLOW
 
 
 class DataLoaderWait(Rule):
@@ -23,9 +38,9 @@ class DataLoaderWait(Rule):
     trace (training on the CPU) all of the wait counts. A loader without worker processes
     (``num_workers=0``) is the subject of the rule single-process-loader.
 
-    A batch that is ready is not free: taking it over (queue, shared memory, wake-up) took 1 to 3 ms
-    with 2 workers and with 6 alike (torch 2.13, small batches, two busy cores). Waits that short
-    say nothing about the workers, and more of them would not help.
+    A batch that is ready is not free: taking it over (queue, shared memory, wake-up) took 1.5 ms
+    for 8 KiB and 4 ms for 2 MiB, with 2 workers and with 6 alike (torch 2.13, two busy cores).
+    Waits that short say nothing about the workers, and more of them would not help.
 
     Traps: the first batch of an epoch, for which workers are started, says nothing about the
     others: when one step of three or more holds nearly all the wait, the rule abstains. A loader of
@@ -35,7 +50,15 @@ class DataLoaderWait(Rule):
     id = "dataloader-wait"
     title = "The step waits for the DataLoader"
     category = "input"
-    validated = "recordings"
+    levers = ("workers", "loader-prefetch")
+    found_in = ("workloads/cpu_transforms",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+        "workloads/cpu_transforms",
+    )
     validated_on = (
         "CPU recordings, torch 2.13: fires with 2 workers that need 80 ms a batch (6 workers: step "
         "102 to 54 ms), silent where only the hand-over shows; silent on A100 and V100 traces "
@@ -46,9 +69,57 @@ class DataLoaderWait(Rule):
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
     )
 
-    min_share = 0.05  # of the step: TensorBoard's plugin (0.05) and XProf's "moderate" (5 %)
-    min_batch_ms = 3.0  # a ready batch takes 1 to 3 ms to hand over (see above)
-    healthy_share = 0.01  # exposed wait below which the loader is said to keep up
+    min_share = Threshold(0.05, "of the step", TENSORBOARD, XPROF)
+    min_batch_ms = Threshold(
+        3.0, "ms: shorter waits are the hand-over of a batch that is ready", HAND_OVER
+    )
+    healthy_share = Threshold(
+        0.01, "of the step, exposed: below, the loader is said to keep up", ENGINE_FLOOR
+    )
+    more = Threshold(
+        2, "times the workers, for the estimate: one doubling, where cores are free", OURS
+    )
+
+    fix = (
+        "Make a batch cheaper or make more of them at once: raise num_workers up to the "
+        "cores this process may use, keep workers alive between epochs, prefetch more. If "
+        "the cores are busy already, move decoding and augmentation to the device or cache "
+        "their result; if the storage is, read larger shards from a local disk."
+    )
+    code = (
+        "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
+        "loader = DataLoader(\n"
+        "    dataset, batch_size=..., num_workers=max(1, cores - 1),\n"
+        "    prefetch_factor=4, persistent_workers=True, pin_memory=True)"
+    )
+    verify = (
+        "Profile again: the exposed wait falls. Iterating over the loader alone, without "
+        "the model, shows the fastest step this loader allows."
+    )
+    falsified_by = "the same step time when the loop reuses one batch already on the device"
+    assumptions = ("there are cores, and storage bandwidth, for more workers",)
+    confidence = 0.9
+
+    elsewhere: ClassVar = {
+        TENSORFLOW: Advice(
+            "Let tf.data work ahead of the step: prefetch last, map and interleave in parallel "
+            "with AUTOTUNE, batch before cheap maps so that they are vectorised, cache what stays "
+            "the same, read from several files at once, and take Python functions "
+            "(tf.py_function) out of the pipeline.",
+            "files.interleave(tf.data.TFRecordDataset, num_parallel_calls=tf.data.AUTOTUNE)\n"
+            + TF_PREFETCH,
+            title="The step waits for tf.data",
+            says=(("the loader's workers: they deliver", "tf.data: the input pipeline delivers"),),
+        ),
+        JAX: Advice(
+            "Let the input pipeline work ahead of the step: prefetch last and map in parallel "
+            "(tf.data), or worker processes (Grain); and bring the next batch to the device while "
+            "this step runs.",
+            TF_PREFETCH + "\n" + JAX_AHEAD,
+            title="The step waits for its input",
+            says=(("the loader's workers: they deliver", "tf.data: the input pipeline delivers"),),
+        ),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the exposed part of the wait with the step."""
@@ -79,47 +150,28 @@ class DataLoaderWait(Rule):
             )
             return
         per_step = waits.exposed / a.step_count
+        inside = culprits(a, waits)
         waiting = float(np.mean(waits.by_step > 0))
         hidden = (
             "" if a.device_id is None else f" (of {duration(waits.total / a.step_count)} waited)"
         )
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, waits.exposed)}{hidden} nothing runs but the "
                 "wait for the loader's workers: they deliver batches more slowly than the step "
-                "uses them."
+                "uses them." + inside.summary
             ),
             evidence=[
                 Evidence(f"exposed wait{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "TensorBoard, XProf"),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence(f"wait{per(a)}", waits.total / a.step_count, "ns"),
-                Evidence("mean wait for a batch", batch, "ns", self.min_batch_ms * 1e6, "measured"),
+                Evidence("mean wait for a batch", batch, "ns", *self.limit("min_batch_ms", 1e6)),
                 Evidence("steps that wait", waiting, "share"),
                 Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),
+                *inside.evidence,
             ],
-            where=places(a, waits.host, waits.each),
-            fix=(
-                "Make a batch cheaper or make more of them at once: raise num_workers up to the "
-                "cores this process may use, keep workers alive between epochs, prefetch more. If "
-                "the cores are busy already, move decoding and augmentation to the device or cache "
-                "their result; if the storage is, read larger shards from a local disk."
-            ),
-            code=(
-                "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
-                "loader = DataLoader(\n"
-                "    dataset, batch_size=..., num_workers=max(1, cores - 1),\n"
-                "    prefetch_factor=4, persistent_workers=True, pin_memory=True)"
-            ),
-            check=(
-                "Profile again: the exposed wait falls. Iterating over the loader alone, without "
-                "training, shows the fastest step this loader allows."
-            ),
-            edits=[Edit(op="spread", select=Select(on="host", name=OTHERS), workers=2)],
-            confidence=0.9,
-            assumptions=["there are cores, and storage bandwidth, for more workers"],
-            falsified_by="the same step time when the loop reuses one batch already on the device",
+            where=[*inside.where, *places(a, waits.host, waits.each)],
+            edits=[Edit(op="spread", select=Select(on="host", name=OTHERS), workers=self.more)],
         )
 
     @staticmethod
@@ -139,7 +191,7 @@ class DataLoaderWait(Rule):
         return {"slow workers": slow, "training on the CPU": host_only}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """A wait behind queued device work; one without workers; the first batch of an epoch."""
         hidden, single, first = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for number in range(4):
@@ -157,4 +209,8 @@ class DataLoaderWait(Rule):
                 with first.op("aten::mm"):
                     first.launch("ampere_sgemm_128x64_nn", 30000)
                 first.sync()
-        return {"hidden behind device work": hidden, "no workers": single, "first batch": first}
+        return {
+            "hidden behind device work": (hidden, "share < self.min_share"),
+            "no workers": (single, "waits is None"),
+            "first batch": (first, "not recurs("),
+        }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
-from advisor.rules.common import counted, duration
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.rules.common import duration
 from advisor.rules.input.waits import OTHERS, SINGLE
 from advisor.rules.recorded import (
     a_step,
@@ -20,7 +21,9 @@ from advisor.rules.recorded import (
     steps_seen,
     workers_of,
 )
+from advisor.rules.sources import HAND_OVER, SAGEMAKER, SAGEMAKER_CPU, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 
 class LoaderWorkers(Rule):
@@ -46,19 +49,56 @@ class LoaderWorkers(Rule):
     id = "loader-workers"
     title = "The number of DataLoader workers does not fit the cores"
     category = "input"
+    levers = ("workers",)
     reads_record = True
-    validated = "recordings"
+    found_in = ("recorded/workers.slow",)
+    silent_in = (
+        "recorded/workers.cured",
+        "recorded/anomaly.cured",
+        "recorded/gc_pauses.cured",
+        "recorded/leak.cured",
+    )
     validated_on = (
         "CPU recordings on two cores, torch 2.13, a dataset that sleeps: fires with no workers and "
         "with one, silent with two"
     )
     references = ("https://pytorch.org/docs/stable/data.html#multi-process-data-loading",)
 
-    min_wait = 0.05  # of the step in the phase data: TensorBoard's plugin, XProf's "moderate"
-    few = 0.70  # workers a core below which cores are unused (SageMaker's Dataloader rule)
-    many = 2.0  # workers a core above which they crowd each other (the same rule)
-    busy_cpus = 0.90  # of the cores, for "too many" to cost anything
-    min_wait_ms = 3.0  # a ready batch takes 1 to 3 ms to hand over (see dataloader-wait)
+    min_wait = Threshold(0.05, "of the step in the phase data", TENSORBOARD, XPROF)
+    few = Threshold(0.70, "workers a core below which cores are unused", SAGEMAKER)
+    many = Threshold(2.0, "workers a core above which they crowd each other", SAGEMAKER)
+    busy_cpus = Threshold(
+        0.90, "of the cores, for too many workers to cost anything", SAGEMAKER_CPU
+    )
+    min_wait_ms = Threshold(
+        3.0, "ms: shorter waits are the hand-over of a batch that is ready", HAND_OVER
+    )
+
+    verify = "Record again: the phase 'data' shrinks."
+    falsified_by = "the same step time when the loop reuses one batch"
+    assumptions = ("fetching a batch is bound by cores, not by storage",)
+    confidence = 0.85
+
+    fix = (
+        "Give the loader about {workers}: from the cores this process may use, not from "
+        "os.cpu_count()."
+    )
+    code = (
+        "loader = DataLoader(dataset, batch_size=..., num_workers={best},\n"
+        "                    pin_memory=torch.cuda.is_available(),\n"
+        "                    persistent_workers=True)"
+    )
+    cases: ClassVar = {
+        "too many": {
+            "title": "More DataLoader workers than the cores can run",
+            "fix": "Use about {workers}.",
+            "code": "loader = DataLoader(dataset, batch_size=..., num_workers={best})",
+            "verify": "Record again with both settings and compare the median step.",
+            "confidence": 0.6,
+            "falsified_by": "a step that is as long or longer with fewer workers",
+            "assumptions": ("the busy cores are busy with these workers",),
+        }
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare workers with cores and with the wait."""
@@ -111,9 +151,8 @@ class LoaderWorkers(Rule):
             name = SINGLE if workers == 0 else OTHERS
             edits = [Edit(op="spread", select=Select(on="host", name=name), workers=times)]
         return Finding(
-            rule=self.id,
             title=(
-                "The training process loads its data itself (num_workers=0)"
+                "The main process loads its data itself (num_workers=0)"
                 if workers == 0
                 else "Fewer DataLoader workers than the cores allow"
             ),
@@ -123,51 +162,34 @@ class LoaderWorkers(Rule):
             ),
             evidence=[
                 Evidence("wait for data a step", wait, "ns"),
-                Evidence("share of the step", share, "share", self.min_wait, "TensorBoard, XProf"),
+                Evidence("share of the step", share, "share", *self.limit("min_wait")),
                 Evidence("workers", workers, "count"),
-                Evidence("cores for each training process", cores, "count"),
-                Evidence("workers a core", workers / cores, "", self.few, "SageMaker Debugger"),
+                Evidence("cores for each main process", cores, "count"),
+                Evidence("workers a core", workers / cores, "", *self.limit("few")),
                 steps_seen(recorded),
             ],
-            fix=(
-                f"Give the loader about {counted(best, 'worker')}: from the cores this process "
-                "may use, not from os.cpu_count()."
-            ),
-            code=(
-                f"loader = DataLoader(dataset, batch_size=..., num_workers={best},\n"
-                "                    pin_memory=torch.cuda.is_available(),\n"
-                "                    persistent_workers=True)"
-            ),
-            check="Record again: the phase 'data' shrinks.",
             edits=edits,
             worth=None if edits else a_step(a, gain, low=0.5 * gain),
-            confidence=0.85,
-            assumptions=["fetching a batch is bound by cores, not by storage"],
-            falsified_by="the same step time when the loop reuses one batch",
+            fix=self.fix.format(workers=counted(best, "worker")),
+            code=self.code.format(best=best),
             alternatives="loader",
         )
 
     def _too_many(self, a: Analysis, workers: int, cores: float, busy: float) -> Finding:
         best = max(1, int(cores) - 1)
         return Finding(
-            rule=self.id,
-            title="More DataLoader workers than the cores can run",
             summary=(
-                f"{workers} workers share {counted(int(cores), 'core')} with the training process, "
+                f"{workers} workers share {counted(int(cores), 'core')} with the main process, "
                 f"and all of them are busy ({busy:.1f} cores): they interrupt it and each other."
             ),
             evidence=[
                 Evidence("workers", workers, "count"),
-                Evidence("cores for each training process", cores, "count"),
-                Evidence("workers a core", workers / cores, "", self.many, "SageMaker Debugger"),
-                Evidence("cores in use", busy, "", self.busy_cpus * cores, "rule catalogue"),
+                Evidence("cores for each main process", cores, "count"),
+                Evidence("workers a core", workers / cores, "", *self.limit("many")),
+                Evidence("cores in use", busy, "", *self.limit("busy_cpus", cores)),
             ],
-            fix=f"Use about {counted(best, 'worker')}.",
-            code=f"loader = DataLoader(dataset, batch_size=..., num_workers={best})",
-            check="Record again with both settings and compare the median step.",
             worth=measure_it("what fewer workers save is not in the record: try it"),
-            confidence=0.6,
-            falsified_by="a step that is as long or longer with fewer workers",
+            **self.case("too many", workers=counted(best, "worker"), best=best),
         )
 
     @staticmethod
@@ -180,16 +202,16 @@ class LoaderWorkers(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """No wait; all cores used; cores belong to other ranks; hand-over only; one core."""
         return {
-            "no workers, and no wait": _run(0, 8, data=0.1),
-            "as many workers as cores": _run(8, 8, data=6),
-            "the cores belong to four ranks": _run(2, 8, data=6, ranks=4),
-            "only the hand-over of ready batches": _run(2, 8, data=1.5),
-            "one core, no workers": _run(0, 1, data=6),
-            "many workers, idle cores": _run(40, 8, data=0.1, busy=200),
-            "cores not known": _run(2, None, data=6),
+            "no workers, and no wait": (_run(0, 8, data=0.1), "workers > self.many * cores"),
+            "as many workers as cores": (_run(8, 8, data=6), "few"),
+            "the cores belong to four ranks": (_run(2, 8, data=6, ranks=4), "few"),
+            "only the hand-over of ready batches": (_run(2, 8, data=1.5), "min_wait_ms"),
+            "one core, no workers": (_run(0, 1, data=6), "workers > self.many * cores"),
+            "many workers, idle cores": (_run(40, 8, data=0.1, busy=200), "busy_cpus"),
+            "cores not known": (_run(2, None, data=6), "cpus is None"),
         }
 
 

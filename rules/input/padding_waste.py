@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.rules.recorded import a_step, record, steps_seen
+from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
 
@@ -29,13 +30,40 @@ class PaddingWaste(Rule):
     title = "A large part of each batch is padding"
     category = "input"
     reads_record = True
+    found_in = ("workloads/padding_waste",)
+    silent_in = (
+        "recorded/anomaly.cured",
+        "recorded/gc_pauses.cured",
+        "recorded/leak.cured",
+        "workloads/padding_waste",
+    )
+    validated_on = "a CPU recording of batches padded to one length; silent with buckets"
     references = (
         "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments.group_by_length",
         "https://pytorch.org/docs/stable/nested.html",
     )
 
-    min_padding = 0.20  # of the tokens; rule catalogue
-    min_samples = 3
+    min_padding = Threshold(0.20, "of the tokens", CHOSEN)
+    min_samples = Threshold(3, "batches sampled", CHOSEN)
+
+    fix = (
+        "Put sequences of similar length into one batch, and pad to the longest of the "
+        "batch, not to a fixed length; or pack several sequences into one with an "
+        "attention mask that keeps them apart."
+    )
+    code = (
+        "# Hugging Face: TrainingArguments(group_by_length=True)\n"
+        "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
+        "starts = range(0, len(order), batch_size)\n"
+        "batches = [order[i : i + batch_size] for i in starts]\n"
+        "random.shuffle(batches)\n"
+        "loader = DataLoader(\n"
+        "    dataset, batch_sampler=batches, collate_fn=pad_to_longest)"
+    )
+    verify = "Record again: the share of padding falls, and samples a second rise."
+    falsified_by = "the same time a sample with batches of equal lengths"
+    assumptions = ("the model's time is proportional to the tokens of a batch",)
+    confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Average the sampled share of padding."""
@@ -48,35 +76,15 @@ class PaddingWaste(Rule):
         if mean < self.min_padding:
             return
         finding = Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{mean:.0%} of the tokens are padding (between {padding.min():.0%} and "
                 f"{padding.max():.0%} of a batch): the model computes on them for nothing."
             ),
             evidence=[
-                Evidence("padding", mean, "share", self.min_padding, "rule catalogue"),
-                Evidence("batches sampled", len(padding), "count", self.min_samples),
+                Evidence("padding", mean, "share", *self.limit("min_padding")),
+                Evidence("batches sampled", len(padding), "count", *self.limit("min_samples")),
                 steps_seen(recorded),
             ],
-            fix=(
-                "Put sequences of similar length into one batch, and pad to the longest of the "
-                "batch, not to a fixed length; or pack several sequences into one with an "
-                "attention mask that keeps them apart."
-            ),
-            code=(
-                "# Hugging Face: TrainingArguments(group_by_length=True)\n"
-                "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
-                "starts = range(0, len(order), batch_size)\n"
-                "batches = [order[i : i + batch_size] for i in starts]\n"
-                "random.shuffle(batches)\n"
-                "loader = DataLoader(\n"
-                "    dataset, batch_sampler=batches, collate_fn=pad_to_longest)"
-            ),
-            check="Record again: the share of padding falls, and samples a second rise.",
-            confidence=0.8,
-            assumptions=["the model's time is proportional to the tokens of a batch"],
-            falsified_by="the same time a sample with batches of equal lengths",
         )
         if a.device_id is not None:
             finding.edits = [
@@ -106,12 +114,12 @@ class PaddingWaste(Rule):
         return {"on the CPU": _run(0.4), "on a device": _run(0.4, device=True)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Little padding; no mask; only a few samples."""
         return {
-            "little": _run(0.1),
-            "no mask": _run(None),
-            "sampled twice": _run(0.4, samples=2),
+            "little": (_run(0.1), "min_padding"),
+            "no mask": (_run(None), "len(padding) < self.min_samples"),
+            "sampled twice": (_run(0.4, samples=2), "min_samples"),
         }
 
 

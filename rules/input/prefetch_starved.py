@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.common import duration
 from advisor.rules.recorded import (
     a_step,
@@ -17,6 +17,7 @@ from advisor.rules.recorded import (
     steps_seen,
     workers_of,
 )
+from advisor.rules.sources import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
 from advisor.testing import TraceBuilder
 
 
@@ -37,15 +38,34 @@ class PrefetchStarved(Rule):
     id = "prefetch-starved"
     title = "The prefetch queue runs empty now and then"
     category = "input"
+    levers = ("loader-prefetch", "workers")
     reads_record = True
+    silent_in = (
+        "recorded/worker_respawn.cured",
+        "recorded/workers.cured",
+    )
     references = ("https://pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader",)
 
-    min_steps = 50  # fewer do not show stretches
-    starved = 0.10  # of the median step, waiting for data
-    min_starved = 0.05  # of the steps
-    min_p95_ms = 20.0  # wait at the 95th percentile (gpuprof)
-    min_share = 0.05  # of the step: TensorBoard's plugin
-    free = 0.30  # of the stretches without a starved step
+    min_steps = Threshold(50, "steps: fewer do not show stretches", CHOSEN)
+    starved = Threshold(0.10, "of the median step, waiting for data", TRACEML)
+    min_starved = Threshold(0.05, "of the steps", CHOSEN)
+    min_p95_ms = Threshold(20.0, "ms of wait at the 95th percentile", GPUPROF)
+    min_share = Threshold(0.05, "of the step", TENSORBOARD)
+    free = Threshold(0.30, "of the stretches, without a starved step", CHOSEN)
+
+    fix = (
+        "Prefetch more batches a worker, and let those that are ready overtake a slow one "
+        "(in_order=False, PyTorch 2.6) where the order does not matter. Watch host memory: "
+        "each prefetched batch is held there."
+    )
+    verify = "Record again: fewer steps wait."
+    falsified_by = "waits that stay with twice the prefetch_factor"
+    assumptions = ("workers have spare time between the slow batches",)
+    confidence = 0.65
+
+    code = (
+        "DataLoader(..., num_workers={workers}, prefetch_factor={twice}, persistent_workers=True)"
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for steps that wait among stretches that do not."""
@@ -80,8 +100,6 @@ class PrefetchStarved(Rule):
             return
         lost = float(wait[held].sum()) / len(wait)
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{held.mean():.0%} of the steps wait for data, up to {duration(wait.max())}, "
                 f"while {1 - float(np.mean(stretches)):.0%} of the stretches of {length} steps "
@@ -89,30 +107,17 @@ class PrefetchStarved(Rule):
                 f"({workers} workers x prefetch_factor {factor})."
             ),
             evidence=[
-                Evidence("steps that wait", float(held.mean()), "share", self.min_starved,
-                         "rule catalogue"),
-                Evidence("wait at the 95th percentile", p95, "ns", self.min_p95_ms * 1e6,
-                         "gpuprof"),
-                Evidence("share of the step", share, "share", self.min_share, "TensorBoard"),
+                Evidence("steps that wait", float(held.mean()), "share",
+                         *self.limit("min_starved")),
+                Evidence("wait at the 95th percentile", p95, "ns", *self.limit("min_p95_ms", 1e6)),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence("stretches without a wait", 1 - float(np.mean(stretches)), "share",
-                         self.free, "rule catalogue"),
+                         *self.limit("free")),
                 Evidence("prefetched batches", workers * factor, "count"),
                 steps_seen(recorded),
             ],
-            fix=(
-                "Prefetch more batches a worker, and let those that are ready overtake a slow one "
-                "(in_order=False, PyTorch 2.6) where the order does not matter. Watch host memory: "
-                "each prefetched batch is held there."
-            ),
-            code=(
-                f"DataLoader(..., num_workers={workers}, prefetch_factor={2 * factor}, "
-                "persistent_workers=True)"
-            ),
-            check="Record again: fewer steps wait.",
             worth=a_step(a, lost),
-            confidence=0.65,
-            assumptions=["workers have spare time between the slow batches"],
-            falsified_by="waits that stay with twice the prefetch_factor",
+            code=self.code.format(workers=workers, twice=2 * factor),
         )  # fmt: skip
 
     @staticmethod
@@ -121,13 +126,19 @@ class PrefetchStarved(Rule):
         return {"a slow batch now and then": _run(lambda n: n % 30 < 3)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Waits in every stretch; none; no workers; only where an epoch begins."""
         return {
-            "a loader that is too slow throughout": _run(lambda n: n % 3 == 0),
-            "no waits": _run(lambda n: False),
-            "no workers": _run(lambda n: n % 30 < 3, workers=0),
-            "the first batch of an epoch": _run(lambda n: n % 15 == 0, epochs=15),
+            "a loader that is too slow throughout": (
+                _run(lambda n: n % 3 == 0),
+                "float(np.mean(stretches)) > 1 - self.free",
+            ),
+            "no waits": (_run(lambda n: False), "held.mean() < self.min_starved"),
+            "no workers": (_run(lambda n: n % 30 < 3, workers=0), "not workers"),
+            "the first batch of an epoch": (
+                _run(lambda n: n % 15 == 0, epochs=15),
+                "held.mean() < self.min_starved",
+            ),
         }
 
 

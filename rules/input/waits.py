@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.analysis.contents import contents
 from advisor.analysis.names import matches
+from advisor.analysis.stacks import parse_frame
 from advisor.intervals import covered, intersect, union
-from advisor.rules.common import rows
+from advisor.model import Evidence, Location
+from advisor.rules.common import per, rows
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
 
 SINGLE = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""
-OTHERS = r"^enumerate\(Data(?:Loader|Pipe)\)#(?:[^_]|_[^S]|_S[^i])"
-"""Every other iterator: worker processes, or a DataPipe."""
+OTHERS = r"^enumerate\(Data(?:Loader|Pipe)\)#(?:[^_]|_[^S]|_S[^i])|^tf\.data::"
+"""Every other iterator: worker processes, a DataPipe, or tf.data."""
 
 
 class Waits(NamedTuple):
@@ -74,3 +79,87 @@ def recurs(waits: Waits, minimum: float) -> bool:
         return True
     rest = waits.by_step.sum() - waits.by_step.max()
     return bool(rest / (len(waits.by_step) - 1) >= minimum)
+
+
+class Culprits(NamedTuple):
+    """What the loading consists of, where that was recorded."""
+
+    evidence: list[Evidence]
+    where: list[Location]
+    summary: str
+    """A sentence about the call that holds most of it, or nothing."""
+
+
+BUILT_IN = re.compile(r"^<built-in (?:method|function) (\S+?)(?: of (\S+) object.*)?>$")
+"""``<built-in method std of Tensor object at 0x7f…>``, which is shown as ``Tensor.std``."""
+NAMED_SHARE = 0.05
+"""Part of the loading from which a call inside it is listed: smaller ones change nothing."""
+MOST_SHARE = 0.3
+"""Part of the loading from which one call is what the loading is about, and is said first."""
+
+
+def culprits(a: Analysis, waits: Waits) -> Culprits:
+    """The calls inside the loading that take its time, with the user's lines that make them."""
+    found = Culprits([], [], "")
+    inside = contents(a, waits.host)
+    table = inside.filter(pl.col("ns") >= NAMED_SHARE * waits.total).head(3)
+    summary = ""
+    for row in table.iter_rows(named=True):
+        text = _told(a, row)
+        per_step = row["ns"] / a.step_count
+        found.evidence.append(Evidence(f"of the loading{per(a)}: {text}", per_step, "ns"))
+        share = row["ns"] / waits.total
+        if not summary and share >= MOST_SHARE:
+            summary = f" {share:.0%} of the loading is {text}."
+        if row["frame"] is not None:
+            file, line, function = a.location(row["frame"])
+            op = _short(a, row["callee"])
+            ts, dur = (int(a.trace.cpu[c][row["callee"]]) for c in ("ts", "dur"))
+            found.where.append(
+                Location(
+                    file=file,
+                    line=line,
+                    function=function,
+                    op=op,
+                    ts_ns=ts,
+                    dur_ns=dur,
+                    count=row["count"],
+                )
+            )
+    dark = waits.total - int(inside["ns"].sum())
+    stacks = bool((a.trace.cpu["kind"] == "python").any())
+    if not stacks and not inside.is_empty() and dark >= NAMED_SHARE * waits.total:
+        label = f"of the loading{per(a)}: outside operators (with_stack=True would tell)"
+        found.evidence.append(Evidence(label, dark / a.step_count, "ns"))
+    return found._replace(summary=summary)
+
+
+def _told(a: Analysis, row: dict[str, int | None]) -> str:
+    """``zoom (scipy/ndimage/interpolation.py:700), called by __getitem__ (data.py:41)``."""
+    callee, leaf, frame = row["callee"], row["leaf"], row["frame"]
+    assert callee is not None
+    text = _full(a, callee)
+    if leaf is not None and _short(a, leaf) != _short(a, callee):
+        text += f", in it {_short(a, leaf)}"
+    if frame is not None and frame != callee:
+        text += f", called by {_full(a, frame)}"
+    return text
+
+
+def _full(a: Analysis, row: int) -> str:
+    parsed = parse_frame(str(a.trace.cpu["name"][row]))
+    if parsed is None:
+        return _short(a, row)
+    return f"{parsed.function} ({PurePath(parsed.file).name}:{parsed.line})"
+
+
+def _short(a: Analysis, row: int) -> str:
+    name = str(a.trace.cpu["name"][row])
+    parsed = parse_frame(name)
+    if parsed is not None:
+        return parsed.function
+    built_in = BUILT_IN.match(name)
+    if built_in is None:
+        return name
+    owner = built_in[2]
+    return built_in[1] if owner in (None, "module", "type") else f"{owner}.{built_in[1]}"

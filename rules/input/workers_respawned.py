@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
-from advisor.rules.common import counted, duration
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.rules.common import duration
 from advisor.rules.recorded import loader, over_the_run, record, workers_of
+from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 
 class WorkersRespawned(Rule):
@@ -28,17 +30,33 @@ class WorkersRespawned(Rule):
     id = "workers-respawned"
     title = "DataLoader workers are started anew for every epoch"
     category = "input"
+    levers = ("loader-persistent",)
     reads_record = True
-    validated = "recordings"
+    found_in = ("recorded/worker_respawn.slow",)
+    silent_in = (
+        "recorded/worker_respawn.cured",
+        "recorded/anomaly.cured",
+        "recorded/gc_pauses.cured",
+        "recorded/leak.cured",
+    )
     validated_on = (
         "CPU recordings, torch 2.13: the workload worker_respawn, and four epochs of 60 steps with "
         "two workers; silent with persistent_workers=True"
     )
     references = ("https://pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader",)
 
-    min_share = 0.02  # of the epochs' time; rule catalogue
-    min_epochs = 1  # beyond the first
-    min_factor = 5.0  # start and first wait over the median wait (rule catalogue)
+    min_share = Threshold(0.02, "of the epochs' time", CHOSEN)
+    min_epochs = Threshold(1, "epochs beyond the first", CHOSEN)
+    min_factor = Threshold(5.0, "start and first wait over the median wait", CHOSEN)
+
+    fix = (
+        "Keep the workers alive between epochs. They then keep their copy of the dataset: "
+        "one that changes between epochs has to be told so."
+    )
+    code = "DataLoader(..., persistent_workers=True)"
+    verify = "Record two epochs: the first step of the second is like the others."
+    falsified_by = "the same wait at the start of an epoch with persistent workers"
+    confidence = 0.9
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Add up what the starts of epochs cost."""
@@ -79,8 +97,6 @@ class WorkersRespawned(Rule):
         ):
             return
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"Each of {counted(len(costs), 'epoch')} after the first begins with "
                 f"{duration(float(np.median(starting)))} of starting {workers_of(used)} workers "
@@ -88,26 +104,18 @@ class WorkersRespawned(Rule):
             ),
             evidence=[
                 Evidence("time lost", lost, "ns"),
-                Evidence("share of the epochs' time", lost / time, "share", self.min_share,
-                         "rule catalogue"),
+                Evidence("share of the epochs' time", lost / time, "share",
+                         *self.limit("min_share")),
                 Evidence("wait for a first batch, median", float(np.median(costs)), "ns"),
                 Evidence("wait for a batch, median", usual, "ns"),
                 Evidence("starting the workers, median", float(np.median(spawns)), "ns"),
-                Evidence("epochs after the first", len(costs), "count", self.min_epochs),
+                Evidence("epochs after the first", len(costs), "count", *self.limit("min_epochs")),
             ],
-            fix=(
-                "Keep the workers alive between epochs. They then keep their copy of the dataset: "
-                "one that changes between epochs has to be told so."
-            ),
-            code="DataLoader(..., persistent_workers=True)",
-            check="Record two epochs: the first step of the second is like the others.",
             worth=over_the_run(
                 lost,
                 low=min(lost, float(np.sum(spawns))),
                 method="what the first batches of epochs take beyond the others",
             ),
-            confidence=0.9,
-            falsified_by="the same wait at the start of an epoch with persistent workers",
         )  # fmt: skip
 
     @staticmethod
@@ -119,14 +127,20 @@ class WorkersRespawned(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Workers that stay; no workers; one epoch; long epochs; validation loops."""
         return {
-            "persistent workers": _run(persistent=True, wait=20),
-            "no workers": _run(workers=0),
-            "one epoch": _run(epochs=1),
-            "long epochs": _run(steps=8000, epochs=3),
-            "the iterators are of validation": _run(evaluation=True),
+            "persistent workers": (
+                _run(persistent=True, wait=20),
+                "used.get('persistent_workers') is not False",
+            ),
+            "no workers": (_run(workers=0), "not workers_of(used)"),
+            "one epoch": (_run(epochs=1), "len(starts) < self.min_epochs"),
+            "long epochs": (_run(steps=8000, epochs=3), "min_share"),
+            "the iterators are of validation": (
+                _run(evaluation=True),
+                "len(starts) < self.min_epochs",
+            ),
         }
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.kernel import facts
 from advisor.rules.recorded import measure_it, record
+from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
 
@@ -27,13 +28,20 @@ class CudnnBenchmarkOff(Rule):
     id = "cudnn-benchmark-off"
     title = "cuDNN does not look for the fastest convolutions"
     category = "kernel"
+    levers = ("cudnn-benchmark",)
     reads_record = True
     references = (
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#enable-cudnn-auto-tuner",
     )
 
-    min_share = 0.20  # of kernel time in convolutions; rule catalogue
-    min_constant = 0.95  # of the batches have the most frequent shape
+    min_share = Threshold(0.20, "of kernel time in convolutions", CHOSEN)
+    min_constant = Threshold(0.95, "of the batches have the most frequent shape", CHOSEN)
+
+    fix = "Switch it on before the first step; drop a last batch of another size."
+    code = "torch.backends.cudnn.benchmark = True\nloader = DataLoader(..., drop_last=True)"
+    verify = "Compare the median step, without the first ones, which are slower."
+    falsified_by = "a median step that is no shorter with it"
+    confidence = 0.6
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look at the switch, the kernels and the batches."""
@@ -53,26 +61,18 @@ class CudnnBenchmarkOff(Rule):
         if constant < self.min_constant:
             return
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"Convolutions take {share:.0%} of the kernel time, {constant:.0%} of the batches "
                 "have one shape, and cudnn.benchmark is off."
             ),
             evidence=[
-                Evidence("convolutions, share of kernel time", share, "share", self.min_share,
-                         "rule catalogue"),
-                Evidence("batches of one shape", constant, "share", self.min_constant),
+                Evidence("convolutions, share of kernel time", share, "share",
+                         *self.limit("min_share")),
+                Evidence("batches of one shape", constant, "share", *self.limit("min_constant")),
                 Evidence("cudnn.benchmark", "False"),
                 Evidence("batches", len(shapes), "count"),
             ],
-            fix="Switch it on before the first step; drop a last batch of another size.",
-            code="torch.backends.cudnn.benchmark = True\n"
-            "loader = DataLoader(..., drop_last=True)",
-            check="Compare the median step, without the first ones, which are slower.",
             worth=measure_it("the fastest algorithm is only known by trying: compare both"),
-            confidence=0.6,
-            falsified_by="a median step that is no shorter with it",
         )  # fmt: skip
 
     @staticmethod
@@ -81,14 +81,23 @@ class CudnnBenchmarkOff(Rule):
         return {"one shape": _run()}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """On; shapes that change; no convolutions; deterministic; not known."""
         return {
-            "on": _run({"cudnn.benchmark": True}),
-            "shapes that change": _run(kinds=5),
-            "no convolutions": _run(kernel="ampere_sgemm_128x64_nn", op="aten::mm"),
-            "deterministic": _run({"cudnn.benchmark": False, "cudnn.deterministic": True}),
-            "not known": _run({}),
+            "on": (
+                _run({"cudnn.benchmark": True}),
+                "recorded.flag('cudnn.benchmark') is not False",
+            ),
+            "shapes that change": (_run(kinds=5), "min_constant"),
+            "no convolutions": (
+                _run(kernel="ampere_sgemm_128x64_nn", op="aten::mm"),
+                "share < self.min_share",
+            ),
+            "deterministic": (
+                _run({"cudnn.benchmark": False, "cudnn.deterministic": True}),
+                "recorded.flag('cudnn.deterministic')",
+            ),
+            "not known": (_run({}), "recorded.flag('cudnn.benchmark') is not False"),
         }
 
 

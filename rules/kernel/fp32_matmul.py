@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -11,10 +11,32 @@ from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
-from advisor.hardware import Gpu
-from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.hardware import GpuSpec
+from advisor.model import (
+    Advice,
+    Edit,
+    Evidence,
+    Finding,
+    Good,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
+from advisor.rules.sources import (
+    NCU,
+    OURS,
+    PEAKS,
+    REAL_KERNEL,
+    SMALL_GRIDS_TRACES,
+    TF32_BLOG,
+    TF32_NOTES,
+)
 from advisor.testing import TraceBuilder
+from advisor.trace import JAX, TENSORFLOW
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
 """cuBLAS, cuDNN and CUTLASS spell single-precision CUDA-core kernels so, for matrices whose op
@@ -26,28 +48,19 @@ _TF32 = (
     "torch.backends.cudnn.allow_tf32 = True        # convolutions (the default)\n"
 )
 _BF16 = 'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = criterion(model(x), y)'
-FIXES = {
-    "tf32": (
-        "Allow TF32 for fp32 matrix work (one line, 10 bits of mantissa instead of 23), or better "
-        "train in bf16 with autocast, which halves the bytes too.",
-        f"{_TF32}# or, faster still:\n{_BF16}",
-    ),
-    "bf16": (
-        "Train in bf16 with autocast: on this GPU TF32 is no faster than fp32, 16 bits are.",
-        _BF16,
-    ),
-    "fp16": (
-        "Use mixed precision: this GPU has no TF32, its tensor cores take fp16. Autocast picks "
-        "the ops; the scaler keeps small gradients alive.",
-        "scaler = torch.amp.GradScaler()\n"
-        'with torch.autocast("cuda", dtype=torch.float16):\n'
-        "    loss = criterion(model(x), y)\n"
-        "scaler.scale(loss).backward()\n"
-        "scaler.step(optimizer)\n"
-        "scaler.update()",
-    ),
-}
-"""Format to move to -> what to do, and the code."""
+_REACHED = (
+    "{derating:.0%} of the ratio of the peaks is reached ({worst_derating:.0%} to "
+    "{best_derating:.0%} in the band)"
+)
+_REACHED_BLIND = (
+    "{blind_derating:.0%} of the ratio of the peaks is reached, as shapes are not known "
+    "({worst_blind_derating:.0%} to {best_blind_derating:.0%} in the band)"
+)
+_FORWARD = 'with torch.inference_mode(), torch.autocast("cuda", dtype=torch.{}):\n    y = model(x)'
+"""The same where nothing is trained."""
+BF16, FP16 = "no TF32 that is faster: bf16", "no TF32 and no bf16: fp16"
+CASES = {"bf16": BF16, "fp16": FP16}
+"""Format to move to -> the case; TF32 is what the rule says without one."""
 
 
 class Target(NamedTuple):
@@ -84,7 +97,18 @@ class Fp32Matmul(Rule):
     id = "fp32-matmul"
     title = "Matrix work in fp32 does not use the tensor cores"
     category = "kernel"
-    validated = "real traces"
+    levers = ("matmul-precision", "autocast")
+    found_in = (
+        "traces/v100_train_copy_heavy",
+        "traces/pairs/sam_2_fp32_few_syncs",
+    )
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+        "traces/h100_bert_small_inference",
+        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    )
     validated_on = (
         "V100 training (all matrix products are volta_sgemm: fires); A100 and two-rank training "
         "(TF32 is on: silent); B200 and H100 in bf16 (silent)"
@@ -94,19 +118,126 @@ class Fp32Matmul(Rule):
         "https://pytorch.org/docs/stable/amp.html",
     )
 
-    min_share = 0.05  # of kernel time; below it another rule's finding is always worth more
-    min_busy = facts.MIN_BUSY  # share of the step the device is busy
-    min_ratio = 1.8  # of the peaks: TF32 has twice fp32's on an A10, eight times on an A100
-    derating = 0.6  # of the ratio of peaks that real shapes reach
-    best_derating = 0.86  # PyTorch's CUDA notes: 10240^3 on an A100 in 0.11 s, with TF32 0.016 s
-    worst_derating = 0.25  # twice as fast on an A100: the low end of what users report
-    # Where shapes are not known: the matrix products of one recommender model take 35 ms a step on
-    # a V100 in fp32 and 14 ms on an A100 in TF32 (public traces); bandwidth explains a part of it.
-    blind_derating = 0.25
-    best_blind_derating = 0.6
-    worst_blind_derating = 0.16
-    reachable_bandwidth = 0.9  # of the peak; Nsight Compute calls a kernel memory-bound from 80 %
-    praise_share = 0.9  # of matrix time on tensor cores, from which it is worth saying
+    min_share = Threshold(
+        0.05, "of kernel time: below it another rule's finding is always worth more", OURS
+    )
+    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    min_ratio = Threshold(
+        1.8, "of the peaks: TF32 has twice fp32's on an A10, eight times on an A100", PEAKS
+    )
+    derating = Threshold(
+        0.6,
+        "of the ratio of the peaks that real shapes reach: 5 of 8 times, as the best of whole "
+        "networks, whose other work is no faster",
+        TF32_BLOG,
+    )
+    best_derating = Threshold(
+        0.86, "of the ratio: 10240^3 on an A100 in 0.11 s, with TF32 in 0.016 s", TF32_NOTES
+    )
+    worst_derating = Threshold(
+        0.25,
+        "of the ratio: 2 of 8 times, as the least of these networks",
+        TF32_BLOG,
+    )
+    blind_derating = Threshold(
+        0.25,
+        "of the ratio, where shapes are not known: the matrix products of one recommender model "
+        "take 35 ms a step on a V100 in fp32 and 14 ms on an A100 in TF32; bandwidth explains a "
+        "part of it",
+        REAL_KERNEL,
+    )
+    best_blind_derating = Threshold(
+        0.6, "of the ratio, at best: as where shapes are known", TF32_NOTES
+    )
+    worst_blind_derating = Threshold(0.16, "of the ratio, at worst", REAL_KERNEL)
+    reachable_bandwidth = Threshold(
+        0.9, "of the peak: a kernel at this share of bandwidth is bound by it", NCU
+    )
+    praise_share = Threshold(
+        0.9, "of matrix time on tensor cores, from which it is worth saying", OURS
+    )
+
+    verify = (
+        "Profile again: the kernels' names say tensorop, xmma … tf32, s1688 or s16816 "
+        "instead of sgemm; compare the loss curve over some hundred steps."
+    )
+    falsified_by = (
+        "a switch that is already set (print torch.get_float32_matmul_precision() and "
+        "torch.backends.cudnn.allow_tf32), or fp32 that the mathematics needs"
+    )
+
+    fix = (
+        "Allow TF32 for fp32 matrix work (one line, 10 bits of mantissa instead of 23), or better "
+        "train in bf16 with autocast, which halves the bytes too."
+    )
+    code = f"{_TF32}# or, faster still:\n{_BF16}"
+    confidence = 0.85
+    assumptions = (_REACHED, "the model trains as well with the shorter mantissa")
+    cases: ClassVar = {
+        BF16: {
+            "fix": "Train in bf16 with autocast: on this GPU TF32 is no faster than fp32, 16 bits "
+            "are.",
+            "code": _BF16,
+        },
+        FP16: {
+            "fix": "Use mixed precision: this GPU has no TF32, its tensor cores take fp16. "
+            "Autocast picks the ops; the scaler keeps small gradients alive.",
+            "code": "scaler = torch.amp.GradScaler()\n"
+            'with torch.autocast("cuda", dtype=torch.float16):\n'
+            "    loss = criterion(model(x), y)\n"
+            "scaler.scale(loss).backward()\n"
+            "scaler.step(optimizer)\n"
+            "scaler.update()",
+        },
+        "shapes are not recorded": {
+            "confidence": 0.7,
+            "assumptions": (
+                _REACHED_BLIND,
+                "the model trains as well with the shorter mantissa",
+            ),
+        },
+    }
+    inference: ClassVar = {
+        "fix": "Allow TF32 for fp32 matrix work (one line, 10 bits of mantissa instead of 23), or "
+        "better run the model in bf16, which halves the bytes too.",
+        "code": f"{_TF32}# or, faster still:\n{_FORWARD.format('bfloat16')}",
+        "verify": "Profile again: the kernels' names say tensorop, xmma … tf32, s1688 or s16816 "
+        "instead of sgemm; compare its outputs.",
+        "assumptions": (_REACHED, "the model's outputs are as good with the shorter mantissa"),
+        "cases": {
+            BF16: {
+                "fix": "Run the model in bf16: on this GPU TF32 is no faster than fp32, 16 bits "
+                "are.",
+                "code": _FORWARD.format("bfloat16"),
+            },
+            FP16: {
+                "fix": "Run the model in fp16: this GPU has no TF32, its tensor cores take fp16.",
+                "code": _FORWARD.format("float16"),
+            },
+            "shapes are not recorded": {
+                "assumptions": (
+                    _REACHED_BLIND,
+                    "the model's outputs are as good with the shorter mantissa",
+                ),
+            },
+        },
+    }
+    elsewhere: ClassVar = {
+        **in_any_language(
+            "Let matrix products use the tensor cores: TF32, or 16-bit inputs with 32-bit sums.",
+            cuda="cublasSetMathMode(handle, CUBLAS_TF32_TENSOR_OP_MATH), or "
+            "CUBLAS_COMPUTE_32F_FAST_TF32 in cublasGemmEx.",
+        ),
+        TENSORFLOW: Advice(
+            "Train in mixed precision, or allow TF32 in matrix products.",
+            'tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")\n'
+            "tf.config.experimental.enable_tensor_float_32_execution(True)",
+        ),
+        JAX: Advice(
+            "Compute in bfloat16, or allow TF32 in matrix products.",
+            'jax.config.update("jax_default_matmul_precision", "tensorfloat32")',
+        ),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of fp32 matrix kernels on CUDA cores as a share of all kernel time."""
@@ -152,7 +283,7 @@ class Fp32Matmul(Rule):
         if target is not None:
             yield self._finding(a, slow, share, target)
 
-    def _target(self, gpu: Gpu) -> Target | None:
+    def _target(self, gpu: GpuSpec) -> Target | None:
         """The format to move to; ``None``: this GPU has none that is much faster than fp32."""
         fp32 = gpu.peak("fp32")
         for name in ("tf32", "bf16", "fp16"):
@@ -187,7 +318,6 @@ class Fp32Matmul(Rule):
         return moved / (a.hardware.bandwidth * self.reachable_bandwidth) * 1e9
 
     def _finding(self, a: Analysis, slow: facts.Mask, share: float, target: Target) -> Finding:
-        fix, code = FIXES[target.format]
         families = [f for f in ("gemm", "convolution") if (slow & facts.of_family(a, f)).any()]
         rows = facts.compute_rows(a) & facts.of_family(a, *families)
         saved = [
@@ -204,8 +334,6 @@ class Fp32Matmul(Rule):
         )
         known = bool(a.kernels["flops"].is_not_null().to_numpy()[slow].mean() >= 0.5)
         return Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{share:.0%} of kernel time goes into {what} in fp32 on the CUDA cores; the "
                 f"tensor cores of this GPU are {target.peak / target.fp32:.0f}x as fast in "
@@ -213,19 +341,13 @@ class Fp32Matmul(Rule):
             ),
             evidence=[
                 Evidence("fp32 matrix time, share of kernel time", share, "share",
-                         self.min_share, "shares below 5 % are noise between runs"),
+                         *self.limit("min_share")),
                 Evidence("fp32 matrix time a step", facts.duration(a, slow) / a.step_count, "ns"),
                 Evidence("peak in fp32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format}", target.peak, "FLOP/s"),
                 *_switches(a),
             ],
             where=facts.locations(a, slow),
-            fix=fix,
-            code=code,
-            check=(
-                "Profile again: the kernels' names say tensorop, xmma … tf32, s1688 or s16816 "
-                "instead of sgemm; compare the loss curve over some hundred steps."
-            ),
             edits=[
                 Edit(
                     op="scale",
@@ -235,23 +357,11 @@ class Fp32Matmul(Rule):
                     factor_high=high,
                 )
             ],
-            confidence=0.85 if known else 0.7,
             confidence_notes=[]
             if known
             else ["shapes are not recorded: matrices bound by memory bandwidth gain less"],
-            assumptions=[
-                f"{self.derating:.0%} of the ratio of the peaks is reached "
-                f"({self.worst_derating:.0%} to {self.best_derating:.0%} in the band)"
-                if known
-                else f"{self.blind_derating:.0%} of the ratio of the peaks is reached, as shapes "
-                f"are not known ({self.worst_blind_derating:.0%} to "
-                f"{self.best_blind_derating:.0%} in the band)",
-                "the model trains as well with the shorter mantissa",
-            ],
-            falsified_by=(
-                "a switch that is already set (print torch.get_float32_matmul_precision() and "
-                "torch.backends.cudnn.allow_tf32), or fp32 that the mathematics needs"
-            ),
+            **(self.case(CASES[target.format]) if target.format in CASES else {}),
+            **({} if known else self.case("shapes are not recorded")),
         )  # fmt: skip
 
     def _saved(
@@ -280,7 +390,7 @@ class Fp32Matmul(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Tensor cores under names that old lists do not know; bound by bandwidth; launch-bound."""
         gemv = TraceBuilder("A100")
         idle = TraceBuilder("A100")
@@ -310,21 +420,37 @@ class Fp32Matmul(Rule):
         unknown = _training("A100", "float", "ampere_sgemm_128x128_nn", 8000)
         unknown.head["deviceProperties"][0]["name"] = "Some GPU of next year"
         return {
-            "a GPU of which nothing is known": unknown,
-            "bf16 as nvjet": _training(
-                "H100", "c10::BFloat16", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", 300),
-            "bf16 as wmma_tensorop": _training(
-                "H100", "c10::BFloat16",
-                "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_"
-                "tn_align8>(cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16::Params)", 900),
-            "TF32 is on": _training(
-                "A100", "float",
-                "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
-                "(cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4::Params)", 1500),
-            "TF32 is on, one odd shape is left": mixed,
-            "bound by reading the weights": gemv,
-            "the device is mostly idle": idle,
-        }  # fmt: skip
+            "a GPU of which nothing is known": (unknown, "a.hardware is None"),
+            "bf16 as nvjet": (
+                _training(
+                    "H100", "c10::BFloat16", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", 300
+                ),
+                "share < self.min_share",
+            ),
+            "bf16 as wmma_tensorop": (
+                _training(
+                    "H100",
+                    "c10::BFloat16",
+                    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_"
+                    "128x2_tn_align8>(cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16::Params)",
+                    900,
+                ),
+                "share < self.min_share",
+            ),
+            "TF32 is on": (
+                _training(
+                    "A100",
+                    "float",
+                    "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
+                    "(cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4::Params)",
+                    1500,
+                ),
+                "share < self.min_share",
+            ),
+            "TF32 is on, an odd shape is left": (mixed, "share < self.min_share"),
+            "bound by reading the weights": (gemv, "reachable_bandwidth"),
+            "the device is mostly idle": (idle, "min_busy"),
+        }
 
 
 def _switches(a: Analysis) -> list[Evidence]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
-from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
 from advisor.rules.common import duration
 from advisor.rules.kernel import facts
+from advisor.rules.sources import OURS, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
 
 TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
@@ -29,7 +31,14 @@ class LayoutTransposes(Rule):
     id = "layout-transposes"
     title = "Convolutions transpose between NCHW and NHWC"
     category = "kernel"
-    validated = "real traces"
+    levers = ("channels-last",)
+    found_in = ("traces/mi210_gpu_only",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "MI210 ResNet training (MIOpen transposes, 34 % of convolution time: fires); A100 ResNet "
         "at 24 % busy (27 % of convolution time, but the device waits for the host: silent)"
@@ -39,10 +48,42 @@ class LayoutTransposes(Rule):
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional/#tensor-layout",
     )
 
-    min_share = 0.10  # of convolution time: TraceLens says consider from 10 %, strongly from 20 %
-    min_time = 0.02  # of kernel time: a network with one convolution is not worth converting
-    min_busy = facts.MIN_BUSY  # share of the step the device is busy
-    praise_conv = 0.2  # of kernel time in convolutions without transposes, to be worth saying
+    min_share = Threshold(
+        0.10, "of convolution time: consider from 10 %, strongly from 20 %", TRACELENS
+    )
+    min_time = Threshold(
+        0.02, "of kernel time: a network with one convolution is not worth converting", OURS
+    )
+    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    praise_conv = Threshold(
+        0.2, "of kernel time in convolutions without transposes, to be worth saying", OURS
+    )
+
+    verify = (
+        "Profile again: the transpose kernels are gone. If some stay, an op in between "
+        "returns NCHW: print(out.is_contiguous(memory_format=torch.channels_last))."
+    )
+    falsified_by = (
+        "a model that is in channels-last already: then one op returns NCHW, and only the "
+        "transposes around that op can go"
+    )
+    assumptions = ("every op between the convolutions keeps channels-last order",)
+    confidence = 0.85
+
+    fix = (
+        "Keep model and inputs in channels-last order: convolutions, batch norm, pooling "
+        "and pointwise ops then pass it on, and nothing is reordered in between."
+    )
+    code = (
+        "model = model.to(memory_format=torch.channels_last)\n"
+        "x = x.to(memory_format=torch.channels_last)   # inputs too, on the device"
+    )
+    cases: ClassVar = {
+        "on ROCm": {
+            "fix": f"{fix} On ROCm this needs an environment variable until it is the default.",
+            "code": f"# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1\n{code}",
+        }
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of layout transposes as a share of convolution time."""
@@ -68,46 +109,21 @@ class LayoutTransposes(Rule):
             return
         amd = a.trace.meta.vendor == "amd"
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{share:.0%} of convolution time ({duration(moved_ns / a.step_count)} a step) "
                 "goes into kernels that only reorder tensors between NCHW and NHWC."
             ),
             evidence=[
                 Evidence("layout transposes, share of convolution time", share, "share",
-                         self.min_share, "TraceLens (10 %)"),
+                         *self.limit("min_share")),
                 Evidence("layout transposes a step", moved_ns / a.step_count, "ns"),
                 Evidence("transposes a step", int(moving.sum()) / a.step_count, "count"),
             ],
             where=facts.locations(a, moving),
-            fix=(
-                "Keep model and inputs in channels-last order: convolutions, batch norm, pooling "
-                "and pointwise ops then pass it on, and nothing is reordered in between."
-                + (
-                    " On ROCm this needs an environment variable until it is the default."
-                    if amd
-                    else ""
-                )
-            ),
-            code=(
-                ("# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1\n" if amd else "")
-                + "model = model.to(memory_format=torch.channels_last)\n"
-                "x = x.to(memory_format=torch.channels_last)   # inputs too, on the device"
-            ),
-            check=(
-                "Profile again: the transpose kernels are gone. If some stay, an op in between "
-                "returns NCHW: print(out.is_contiguous(memory_format=torch.channels_last))."
-            ),
             edits=[
                 Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))
             ],
-            confidence=0.85,
-            assumptions=["every op between the convolutions keeps channels-last order"],
-            falsified_by=(
-                "a model that is in channels-last already: then one op returns NCHW, and only the "
-                "transposes around that op can go"
-            ),
+            **(self.case("on ROCm") if amd else {}),
         )  # fmt: skip
 
     @staticmethod
@@ -119,7 +135,7 @@ class LayoutTransposes(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Channels-last; a transpose that is small beside its convolutions; a batched matmul's."""
         other = TraceBuilder()
         for _ in range(4):
@@ -130,9 +146,12 @@ class LayoutTransposes(Rule):
                     other.launch("void at::native::elementwise_kernel<128, 4>", 300)
                 other.sync()
         return {
-            "channels last": _network(None, 0),
-            "one small transpose": _network("void cudnn::ops::nchwToNhwcKernel<__half>", 10),
-            "transposes that are no convolution's": other,
+            "channels last": (_network(None, 0), "share < self.min_share"),
+            "one small transpose": (
+                _network("void cudnn::ops::nchwToNhwcKernel<__half>", 10),
+                "share < self.min_share",
+            ),
+            "transposes that are no convolution's": (other, "not conv_ns"),
         }
 
 

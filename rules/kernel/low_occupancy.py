@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
@@ -11,8 +11,10 @@ import polars as pl
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.occupancy import active_blocks
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
+from advisor.rules.sources import FOURNEX, NCU, OURS, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
 
 MOVING = (
@@ -31,14 +33,19 @@ class LowOccupancy(Rule):
     best at low occupancy. Both the occupancy that resources allow (CUDA's occupancy formula) and
     the achieved one must be low: where only the achieved one is, the grid is too small, which is
     another rule's business. The occupancy that the profiler writes is not used as it is: it is a
-    whole number, 0 in 17 to 49 % of the kernels of six public traces. And bandwidth must be low
+    whole number, 0 for many kernels. And bandwidth must be low
     too: a kernel that moves its bytes at full speed is fine at any occupancy.
     """
 
     id = "low-occupancy"
     title = "A memory-bound kernel has too few threads in flight"
     category = "kernel"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "silent where it must be: A100 and V100 training (25 and 21 % of kernel time is below 40 % "
         "by what the profiler writes); never seen to fire"
@@ -48,13 +55,38 @@ class LowOccupancy(Rule):
         "https://docs.nvidia.com/nsight-compute/ProfilingGuide/#occupancy-calculator",
     )
 
-    min_share = 0.05  # of kernel time, for one kernel name
-    max_occupancy = 40.0  # percent (fournex; Nsight Compute's occupancy rule)
-    max_bandwidth = 0.6  # of the peak: from there on occupancy is enough (TraceLens: 60 %)
-    reachable = 0.75  # of peak bandwidth, for the merged estimate (TraceLens: 75 to 100 %)
-    best_reachable = 0.875
-    worst_reachable = 0.6
-    min_busy = facts.MIN_BUSY  # share of the step the device is busy
+    min_share = Threshold(0.05, "of kernel time, for one kernel name", OURS)
+    max_occupancy = Threshold(40.0, "percent", FOURNEX, NCU)
+    max_bandwidth = Threshold(0.6, "of the peak: from there on occupancy is enough", TRACELENS)
+    reachable = Threshold(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
+    best_reachable = Threshold(0.875, "of peak bandwidth, at best", TRACELENS)
+    worst_reachable = Threshold(0.6, "of peak bandwidth, at worst", TRACELENS)
+    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+
+    fix = (
+        "If the kernel is yours: fewer registers a thread, less shared memory a block, or "
+        "blocks of 128 to 256 threads. If it is a library's or eager PyTorch's: let the "
+        "compiler write it."
+    )
+    code = (
+        "configs = [triton.Config({}, num_warps=w) for w in (2, 4, 8)]\n"
+        "@triton.autotune(configs, key=['n'])\n"
+        "# CUDA: __launch_bounds__(256, 4)\n"
+        "# eager PyTorch: model = torch.compile(model)"
+    )
+    verify = "ncu -k <kernel> --section Occupancy --section MemoryWorkloadAnalysis …"
+    falsified_by = "Nsight Compute shows another stall than memory latency"
+    confidence = 0.5
+
+    assumptions = ("{reachable:.0%} of memory bandwidth can be reached",)
+
+    elsewhere: ClassVar = in_any_language(
+        "Let more threads be in flight: fewer registers and less shared memory a thread, or other "
+        "block sizes.",
+        cuda="__launch_bounds__ limits registers; cudaOccupancyMaxPotentialBlockSize gives block "
+        "sizes.",
+        code="int grid, block;\ncudaOccupancyMaxPotentialBlockSize(&grid, &block, kernel, 0, 0);",
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Memory-bound kernels by name with low occupancy and low bandwidth."""
@@ -92,8 +124,6 @@ class LowOccupancy(Rule):
             for reach in (self.reachable, self.best_reachable, self.worst_reachable)
         ]
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{low['dur'].sum() / total:.0%} of kernel time goes into memory-bound kernels "
                 f"that fill {worst['occupancy']:.0f} % of a multiprocessor's threads "
@@ -102,26 +132,14 @@ class LowOccupancy(Rule):
             ),
             evidence=[
                 Evidence("occupancy of the largest, percent", worst["occupancy"], "",
-                         self.max_occupancy, "Nsight Compute"),
+                         *self.limit("max_occupancy")),
                 Evidence("limited by", worst["limit"]),
                 Evidence("bandwidth reached, share of peak", worst["rate"], "share",
-                         self.max_bandwidth, "TraceLens"),
+                         *self.limit("max_bandwidth")),
                 Evidence("such kernels, share of kernel time", float(low["dur"].sum()) / total,
-                         "share", self.min_share),
+                         "share", *self.limit("min_share")),
             ],
             where=facts.locations(a, chosen),
-            fix=(
-                "If the kernel is yours: fewer registers a thread, less shared memory a block, or "
-                "blocks of 128 to 256 threads. If it is a library's or eager PyTorch's: let the "
-                "compiler write it."
-            ),
-            code=(
-                "configs = [triton.Config({}, num_warps=w) for w in (2, 4, 8)]\n"
-                "@triton.autotune(configs, key=['n'])\n"
-                "# CUDA: __launch_bounds__(256, 4)\n"
-                "# eager PyTorch: model = torch.compile(model)"
-            ),
-            check="ncu -k <kernel> --section Occupancy --section MemoryWorkloadAnalysis …",
             edits=[
                 Edit(
                     op="scale",
@@ -131,9 +149,6 @@ class LowOccupancy(Rule):
                     factor_high=factor[2],
                 )
             ],
-            confidence=0.5,
-            assumptions=[f"{self.reachable:.0%} of memory bandwidth can be reached"],
-            falsified_by="Nsight Compute shows another stall than memory latency",
         )  # fmt: skip
 
     def _low(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:
@@ -192,7 +207,7 @@ class LowOccupancy(Rule):
         return {"registers": _kernel(168, 600, 1)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Few registers; full bandwidth; a small grid; a tensor-core kernel."""
         product = TraceBuilder()
         for _ in range(4):
@@ -207,10 +222,10 @@ class LowOccupancy(Rule):
                     )
                 product.sync()
         return {
-            "few registers": _kernel(32, 600, 1),
-            "full bandwidth": _kernel(168, 130, 1),
-            "a small grid": _kernel(32, 600, 1, blocks=16),
-            "a tensor-core kernel": product,
+            "few registers": (_kernel(32, 600, 1), "max_occupancy"),
+            "full bandwidth": (_kernel(168, 130, 1), "max_bandwidth"),
+            "a small grid": (_kernel(32, 600, 1, blocks=16), "max_occupancy"),
+            "a tensor-core kernel": (product, "facts.duration(a, rows) < self.min_share * total"),
         }  # fmt: skip
 
 

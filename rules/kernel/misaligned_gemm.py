@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.analysis.shapes import OpInputs, Tensor
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.model import (
+    Edit,
+    Evidence,
+    Finding,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Source,
+    Threshold,
+)
+from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
+from advisor.rules.sources import ALIGNED_RATE, ENGINE_FLOOR, MATMUL_GUIDE, SMALL_GRIDS_TRACES
 from advisor.testing import TraceBuilder
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
@@ -40,8 +52,9 @@ class MisalignedGemm(Rule):
     cores altogether. Padding that dimension (a vocabulary of 50257 to 50304) costs almost nothing.
 
     Only dimensions along which memory is contiguous matter, and which those are depends on the
-    layout. For ``C[M,N] = A[M,K] B[K,N]``, C and a row-major B are contiguous along N, a row-major
-    A and a transposed B along K; M counts only when A itself is transposed (the weight gradient).
+    layout; an odd N, or K and M both odd, is odd in every one. For ``C[M,N] = A[M,K] B[K,N]``, C
+    and a row-major B are contiguous along N, a row-major A and a transposed B along K; M counts
+    only when A itself is transposed (the weight gradient).
     So M, the number of tokens, is fine at any value in the forward pass: PyTorch's
     ``pattern_matcher``, which tests every dimension, flags 73 of 73 products of a public H100
     trace, all for M alone and all at full speed.
@@ -59,22 +72,62 @@ class MisalignedGemm(Rule):
     id = "misaligned-gemm"
     title = "Matrix dimensions are not aligned for the tensor cores"
     category = "kernel"
-    validated = "real traces"
+    found_in = ("traces/a100_train_6steps",)
+    silent_in = (
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+        "traces/h100_bert_small_inference",
+    )
     validated_on = (
         "A100 training (fires: K or N of 30, 647, 9375 … ran on align1 kernels, 11 % of kernel "
         "time); B200 and H100 in bf16 (73 and 25 products odd in M alone: not flagged; H100's "
         "vocabulary of 30522 is the one that ran on align2); names agree with shapes, see above"
     )
+    sources = (Source("NVIDIA's guide: multiples of 16 bytes", MATMUL_GUIDE.at),)
     references = (
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/",
         "https://docs.nvidia.com/cuda/cublas/#tensor-core-usage",
     )
 
-    min_share = 0.03  # of kernel time; with the factor below that is about 1 % of a busy step
-    min_busy = facts.MIN_BUSY  # share of the step the device is busy
-    factor = 0.6  # new duration: measured on public A100 traces, see above
-    best_factor = 0.5
-    worst_factor = 0.85
+    min_share = Threshold(
+        0.03, "of kernel time; with the factor below that is about 1 % of a busy step", ENGINE_FLOOR
+    )
+    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    factor = Threshold(0.6, "new duration over old", ALIGNED_RATE)
+    best_factor = Threshold(0.5, "new duration over old, at best", ALIGNED_RATE)
+    worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
+
+    fix = (
+        "Pad the named dimensions to a multiple of 64 elements (at least of 16 bytes): "
+        "vocabulary, hidden and head sizes in the model's configuration, concatenated "
+        "features with zeros. The batch or token dimension needs no padding."
+    )
+    code = (
+        "def padded(n, to=64):\n"
+        "    return (n + to - 1) // to * to\n"
+        "self.head = nn.Linear(hidden, padded(vocab))   # logits[..., :vocab]\n"
+        "# a feature dimension in the middle of the model:\n"
+        "x = F.pad(x, (0, padded(x.shape[-1], 8) - x.shape[-1]))"
+    )
+    verify = (
+        "Profile again: the kernels of these products say align8 (16 bit) or align4 "
+        "(TF32), or nvjet, and take less time."
+    )
+    falsified_by = (
+        "the padded product, timed alone (torch.utils.benchmark), is not faster: then it "
+        "is bound by something else"
+    )
+    confidence = 0.75
+
+    assumptions = (
+        "an aligned kernel takes {factor:.0%} of the time ({best_factor:.0%} to "
+        "{worst_factor:.0%}), as on public A100 traces",
+    )
+
+    elsewhere: ClassVar = in_any_language(
+        "Pad the dimensions of matrices to multiples of 8 (16-bit) or 16 (8-bit) elements."
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of misaligned products as a share of all kernel time."""
@@ -103,16 +156,15 @@ class MisalignedGemm(Rule):
         worst = cases[0]
         where = facts.locations(a, guilty)
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
-                f"{share:.0%} of kernel time goes into matrix products with an odd row length"
+                f"{share:.0%} of kernel time goes into matrix products whose rows are no "
+                "multiple of what tensor cores take"
                 + (f", first {worst.op} {worst.dims}: {worst.guilty}" if worst.guilty else "")
                 + "."
             ),
             evidence=[
                 Evidence("misaligned products, share of kernel time", share, "share",
-                         self.min_share, "about 1 % of a busy step"),
+                         *self.limit("min_share")),
                 Evidence("misaligned products a step", saved / a.step_count, "ns"),
                 *(
                     Evidence("shape", f"{case.op} {case.dims}: {case.guilty}")
@@ -121,22 +173,6 @@ class MisalignedGemm(Rule):
                 ),
             ],
             where=where,
-            fix=(
-                "Pad the named dimensions to a multiple of 64 elements (at least of 16 bytes): "
-                "vocabulary, hidden and head sizes in the model's configuration, concatenated "
-                "features with zeros. The batch or token dimension needs no padding."
-            ),
-            code=(
-                "def padded(n, to=64):\n"
-                "    return (n + to - 1) // to * to\n"
-                "self.head = nn.Linear(hidden, padded(vocab))   # logits[..., :vocab]\n"
-                "# a feature dimension in the middle of the model:\n"
-                "x = F.pad(x, (0, padded(x.shape[-1], 8) - x.shape[-1]))"
-            ),
-            check=(
-                "Profile again: the kernels of these products say align8 (16 bit) or align4 "
-                "(TF32), or nvjet, and take less time."
-            ),
             edits=[
                 Edit(
                     op="scale",
@@ -146,21 +182,13 @@ class MisalignedGemm(Rule):
                     factor_high=high,
                 )
             ],
-            confidence=0.75,
-            assumptions=[
-                f"an aligned kernel takes {self.factor:.0%} of the time ({self.best_factor:.0%} to "
-                f"{self.worst_factor:.0%}), as on public A100 traces"
-            ],
-            falsified_by=(
-                "the padded product, timed alone (torch.utils.benchmark), is not faster: then it "
-                "is bound by something else"
-            ),
         )  # fmt: skip
 
     def _judge(self, a: Analysis, rows: facts.Mask) -> tuple[facts.Mask, list[Case], facts.Mask]:
         """Rows that are misaligned, their cases by time, and rows about which nothing is known."""
-        at = np.flatnonzero(rows)
         gpu, kernels = a.trace.gpu, a.kernels
+        # split-K reductions and the like multiply nothing
+        at = np.flatnonzero(rows & (kernels["flops"].fill_null(1.0) > 0).to_numpy())
         table = pl.DataFrame(
             {
                 "row": at,
@@ -225,31 +253,66 @@ class MisalignedGemm(Rule):
                 name, [[8192, 1024], [1024, 50257]], "c10::BFloat16", rows),
             "odd K, by the layout in the name": _products(
                 name, [[8192, 1021], [1021, 4096]], "c10::BFloat16"),
+            "an odd N, in every layout": _products(
+                "Cijk_some_kernel_MT128x128x32", [[8192, 1024], [1024, 50257]], "c10::BFloat16"),
+            "odd K and M, in every layout": _products(
+                "Cijk_some_kernel_MT128x128x32", [[8191, 1021], [1021, 4096]], "c10::BFloat16"),
             "TF32 with an odd N": _products(
                 "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align1>",
                 [[4096, 1024], [1024, 9375]], "float"),
         }  # fmt: skip
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """M alone is odd; aligned; TMA kernels; full fp32; a matrix times a vector."""
         name = "ampere_bf16_s16816gemm_bf16_128x128_stages_32x5_tn"
         return {
-            "an odd number of tokens": _products(
-                name, [[8191, 1024], [1024, 4096]], "c10::BFloat16", [[1024, 1], [1, 1024]]),
-            "an odd number of tokens, no strides": _products(
-                name, [[8191, 1024], [1024, 4096]], "c10::BFloat16"),
-            "an odd number of tokens is K of the weight gradient": _products(
-                name.replace("_tn", "_nt"), [[1024, 8191], [8191, 4096]], "c10::BFloat16",
-                [[1, 1024], [4096, 1]]),
-            "aligned": _products(name, [[8192, 1024], [1024, 4096]], "c10::BFloat16"),
-            "TMA": _products(
-                "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", [[8191, 1024], [1024, 4096]],
-                "c10::BFloat16"),
-            "full fp32": _products(
-                "ampere_sgemm_128x128_nn", [[4096, 1021], [1021, 4097]], "float"),
-            "a vector": _products(name, [[8192, 1024], [1024, 1]], "c10::BFloat16"),
-        }  # fmt: skip
+            "an odd number of tokens": (
+                _products(
+                    name, [[8191, 1024], [1024, 4096]], "c10::BFloat16", [[1024, 1], [1, 1024]]
+                ),
+                "share < self.min_share",
+            ),
+            "an odd number of tokens, no strides": (
+                _products(name, [[8191, 1024], [1024, 4096]], "c10::BFloat16"),
+                "share < self.min_share",
+            ),
+            "an odd number of tokens is K of the weight gradient": (
+                _products(
+                    name.replace("_tn", "_nt"),
+                    [[1024, 8191], [8191, 4096]],
+                    "c10::BFloat16",
+                    [[1, 1024], [4096, 1]],
+                ),
+                "share < self.min_share",
+            ),
+            "odd K alone, layout not told": (
+                _products(
+                    "Cijk_some_kernel_MT128x128x32", [[8192, 1021], [1021, 4096]], "c10::BFloat16"
+                ),
+                "share < self.min_share",
+            ),
+            "aligned": (
+                _products(name, [[8192, 1024], [1024, 4096]], "c10::BFloat16"),
+                "share < self.min_share",
+            ),
+            "TMA": (
+                _products(
+                    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+                    [[8191, 1024], [1024, 4096]],
+                    "c10::BFloat16",
+                ),
+                "share < self.min_share",
+            ),
+            "full fp32": (
+                _products("ampere_sgemm_128x128_nn", [[4096, 1021], [1021, 4097]], "float"),
+                "share < self.min_share",
+            ),
+            "a vector": (
+                _products(name, [[8192, 1024], [1024, 1]], "c10::BFloat16"),
+                "share < self.min_share",
+            ),
+        }
 
 
 def aligned_by_name(kernel: str, unit: int | None) -> bool | None:
@@ -277,7 +340,7 @@ class Product:
 
     def odd(self, kernel: str, unit: int) -> list[str] | None:
         """The contiguous dimensions that are no multiple of ``unit``, in words; None: the layout
-        is not known."""
+        is not known, and in some layout none is."""
         if self.strides:
             # contiguous along the last dimension, or along the one before it (transposed)
             along_a = "K" if self.strides[0][-1] == 1 else "M"
@@ -286,7 +349,7 @@ class Product:
         else:
             layout = LAYOUT.search(kernel)
             if layout is None:
-                return None
+                return self._odd_in_any(unit)
             # cuBLAS multiplies the transposed matrices, column by column: first B, then A
             along_a = "K" if layout.group(2) == "n" else "M"
             along_b = "K" if layout.group(1) == "t" else "N"
@@ -298,6 +361,15 @@ class Product:
         # a slice of something wider; a broadcast matrix (rows 0 or 1 apart) tells nothing
         found += [f"row length {n}" for n in lengths if n % unit and n > max(self.sizes)]
         return found
+
+    def _odd_in_any(self, unit: int) -> list[str] | None:
+        """What is odd whatever the layout: N, along which the result is contiguous; K and M
+        together, of which the first matrix is contiguous along one."""
+        odd = {name: size for name, size in zip("MKN", self.sizes, strict=True) if size % unit}
+        found = ["N"] if "N" in odd else []
+        if {"K", "M"} <= set(odd):
+            found += ["K", "M"]
+        return [f"{name} = {odd[name]}" for name in sorted(found)] or None
 
 
 def _products(

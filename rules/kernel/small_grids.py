@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
+from advisor.rules.sources import OURS, SMALL_GRIDS_TRACES
 from advisor.testing import TraceBuilder
 
 PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"
@@ -32,20 +35,72 @@ class SmallGrids(Rule):
     id = "small-grids"
     title = "Kernels are too small to fill the GPU"
     category = "kernel"
-    validated = "synthetic"
+    found_in = ("traces/dlrm_8ranks",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "silent where it must be: A100 (49 % of kernel time looks small, 19 % of compute time is), "
-        "H100 (65 %, but 7 % busy), B200; never seen to fire"
+        "H100 (65 %, but 7 % busy), B200; fires on DLRM on V100 (84 % of compute time in kernels "
+        "of fewer than 80 blocks, counted from the grids)"
     )
     references = (
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-gpu-background/",
         "https://github.com/pytorch/kineto/blob/main/tb_plugin/docs/gpu_utilization.md",
     )
 
-    min_share = 0.20  # of compute time; public healthy traces have 4 to 16 %, launch-bound ones 36+
-    min_busy = facts.MIN_BUSY  # share of the step the device is busy
-    part = 0.5  # of the empty multiprocessors' time that a larger grid wins back
-    worst_part = 0.2  # fixed costs of a kernel of some microseconds do not shrink
+    min_share = Threshold(
+        0.20,
+        "of compute time; public healthy traces have 4 to 16 %, launch-bound ones 36 and more",
+        SMALL_GRIDS_TRACES,
+    )
+    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    part = Threshold(0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS)
+    worst_part = Threshold(
+        0.2,
+        "of that time, at worst: fixed costs of a kernel of some microseconds do not shrink",
+        OURS,
+    )
+
+    fix = (
+        "Give each kernel more to do: a larger micro-batch (with fewer accumulation "
+        "steps), several small matrices in one batched product, several small tensors in "
+        "one foreach call; or run independent branches on their own streams."
+    )
+    code = (
+        "# loader = DataLoader(dataset, batch_size=4 * batch_size, ...), and fewer\n"
+        "# accumulation steps; many small products of one shape in one kernel:\n"
+        "out = torch.bmm(torch.stack(lefts), torch.stack(rights))"
+    )
+    verify = "Samples a second rise with the batch size; 'blocks per SM' passes 1."
+    falsified_by = "a batch twice as large takes twice as long"
+    confidence = 0.5
+    alternatives = "batch"
+
+    assumptions = (
+        "{part:.0%} of the empty time is won back ({worst_part:.0%} to 100 %)",
+        "a larger batch fits into memory and trains as well",
+    )
+
+    inference: ClassVar = {
+        "fix": "Give each kernel more to do: a larger batch, several small matrices in one batched "
+        "product, several small tensors in one foreach call; or run independent branches on their "
+        "own streams.",
+        "code": "# loader = DataLoader(dataset, batch_size=4 * batch_size, ...)\n"
+        "# many small products of one shape in one kernel:\n"
+        "out = torch.bmm(torch.stack(lefts), torch.stack(rights))",
+        "assumptions": (
+            "{part:.0%} of the empty time is won back ({worst_part:.0%} to 100 %)",
+            "a larger batch fits into memory",
+        ),
+    }
+    elsewhere: ClassVar = in_any_language(
+        "Give each launch more to do: batch items, split along another dimension, or run "
+        "independent kernels on several streams at once."
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of compute kernels with less than one block a multiprocessor."""
@@ -69,31 +124,18 @@ class SmallGrids(Rule):
             facts.diluted(a, selected, empty * part) for part in (self.part, 1.0, self.worst_part)
         )
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{share:.0%} of compute time runs kernels with fewer blocks than the GPU has "
                 f"multiprocessors; {empty / dur.sum():.0%} of the GPU is empty meanwhile."
             ),
             evidence=[
                 Evidence("compute time with less than one block a multiprocessor", share, "share",
-                         self.min_share, "public traces: 4 to 16 % where the GPU is well used"),
+                         *self.limit("min_share")),
                 Evidence("of the GPU empty meanwhile", empty / float(dur.sum()), "share"),
                 Evidence("such kernels a step", int(small.sum()) / a.step_count, "count"),
-                Evidence("device busy", facts.busy_share(a), "share", self.min_busy),
+                Evidence("device busy", facts.busy_share(a), "share", *self.limit("min_busy")),
             ],
             where=facts.locations(a, small),
-            fix=(
-                "Give each kernel more to do: a larger micro-batch (with fewer accumulation "
-                "steps), several small matrices in one batched product, several small tensors in "
-                "one foreach call; or run independent branches on their own streams."
-            ),
-            code=(
-                "# loader = DataLoader(dataset, batch_size=4 * batch_size, ...), and fewer\n"
-                "# accumulation steps; many small products of one shape in one kernel:\n"
-                "out = torch.bmm(torch.stack(lefts), torch.stack(rights))"
-            ),
-            check="Samples a second rise with the batch size; 'blocks per SM' passes 1.",
             edits=[
                 Edit(
                     op="scale",
@@ -103,13 +145,6 @@ class SmallGrids(Rule):
                     factor_high=high,
                 )
             ],
-            confidence=0.5,
-            assumptions=[
-                f"{self.part:.0%} of the empty time is won back ({self.worst_part:.0%} to 100 %)",
-                "a larger batch fits into memory and trains as well",
-            ],
-            falsified_by="a batch twice as large takes twice as long",
-            alternatives="batch",
         )  # fmt: skip
 
     @staticmethod
@@ -125,7 +160,7 @@ class SmallGrids(Rule):
         return {"16 blocks on 108 multiprocessors": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Communication, persistent kernels, and a device that waits for the host."""
         comm = TraceBuilder()
         persistent = TraceBuilder("H100")
@@ -149,7 +184,7 @@ class SmallGrids(Rule):
                     starved.host(30)
                 starved.sync()
         return {
-            "an all-reduce takes few blocks": comm,
-            "persistent kernels": persistent,
-            "the host is late": starved,
+            "an all-reduce takes few blocks": (comm, "share < self.min_share"),
+            "persistent kernels": (persistent, "share < self.min_share"),
+            "the host is late": (starved, "min_busy"),
         }  # fmt: skip

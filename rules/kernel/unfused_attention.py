@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
-from advisor.model import Edit, Evidence, Finding, Good, NotMeasured, Outcome, Rule, Select
+from advisor.model import (
+    Advice,
+    Edit,
+    Evidence,
+    Finding,
+    Good,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.rules.kernel import facts
+from advisor.rules.sources import FLASH, OURS
 from advisor.testing import TraceBuilder
+from advisor.trace import JAX, TENSORFLOW
 
 MATH = r"^aten::_scaled_dot_product_attention_math"
 PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::baddbmm_")
@@ -39,25 +53,89 @@ class UnfusedAttention(Rule):
     id = "unfused-attention"
     title = "Attention is not fused"
     category = "kernel"
-    validated = "real traces"
+    found_in = (
+        "traces/mi300_timesformer_inference",
+        "traces/pairs/sam_1_fp32_many_syncs",
+        "traces/pairs/particle_batch2",
+        "traces/pairs/particle_batch32",
+        "traces/pairs/particle_batch64",
+        "traces/pairs/particle_batch128",
+    )
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    )
     validated_on = (
-        "H100, B200 and MI300 inference (flash attention: silent); two-rank training (softmax "
-        "beside products of embeddings: silent); firing only on examples, with the operators as "
-        "PyTorch 2.13 records them"
+        "MI300 video inference (80 % of kernel time in product, softmax, product: fires), SAM in "
+        "fp32 (13 %, gone where its authors used fused attention), a particle transformer (eight "
+        "blocks of baddbmm, softmax, bmm); silent where flash attention "
+        "runs and in two-rank training (softmax beside products of embeddings)"
     )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",
         "https://arxiv.org/abs/2205.14135",
     )
 
-    min_share = 0.05  # of kernel time
-    max_between = 6  # kernels between product and softmax: scale, mask, casts, dropout
-    factor = 0.4  # new duration: fused attention is 1.5 to 4 times faster (FlashAttention)
-    best_factor = 0.25
-    worst_factor = 0.67
-    short_tokens = 512  # below it 1.3 times faster at best (FlashAttention's benchmarks)
-    short_factor = 0.8
-    praise_share = 0.03  # of kernel time in fused attention, from which it is worth saying
+    min_share = Threshold(0.05, "of kernel time", OURS)
+    max_between = Threshold(
+        6, "kernels between product and softmax: scale, mask, casts, dropout", OURS
+    )
+    factor = Threshold(0.4, "new duration over old: 2.5 times faster", FLASH)
+    best_factor = Threshold(0.25, "new duration over old, at best: 4 times faster", FLASH)
+    worst_factor = Threshold(0.67, "new duration over old, at worst: 1.5 times faster", FLASH)
+    short_tokens = Threshold(
+        512, "tokens: below it fused attention is 1.3 times faster at best", FLASH
+    )
+    short_factor = Threshold(0.8, "new duration over old, for short sequences", FLASH)
+    praise_share = Threshold(
+        0.03, "of kernel time in fused attention, from which it is worth saying", OURS
+    )
+
+    fix = (
+        "Call F.scaled_dot_product_attention and let it choose a fused kernel. If it falls "
+        "back to math, give it what the fused ones take: fp16 or bf16 inputs (autocast), a "
+        "head size that is a multiple of 8, and a mask of the inputs' type. Where the mask "
+        "is causal, is_causal=True stands for it."
+    )
+    code = (
+        "out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # or None\n"
+        "# why it falls back: forbid the fallback and read the warning\n"
+        "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+        "fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]\n"
+        "with sdpa_kernel(fused):\n"
+        "    out = F.scaled_dot_product_attention(q, k, v)\n"
+        "# Hugging Face: from_pretrained(..., attn_implementation='sdpa')"
+    )
+    verify = (
+        "Profile again: flash, fmha or cudnn attention kernels in place of bmm and "
+        "softmax; peak memory falls too."
+    )
+    falsified_by = (
+        "something needs the matrix of scores itself (returned weights, a bias that no "
+        "fused kernel takes): then FlexAttention is the way"
+    )
+    confidence = 0.85
+
+    assumptions = (
+        "the fused kernel takes {factor:.0%} of the time ({best_factor:.0%} to {worst_factor:.0%})",
+    )
+    cases: ClassVar = {
+        "short sequences": {
+            "assumptions": (
+                "the fused kernel takes {short_factor:.0%} of the time ({factor:.0%} to 100%)",
+            )
+        }
+    }
+
+    elsewhere: ClassVar = {
+        TENSORFLOW: Advice("Use fused attention.", "keras.config.enable_flash_attention()"),
+        JAX: Advice(
+            "Use fused attention.", 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn")'
+        ),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of attention in separate kernels as a share of kernel time."""
@@ -90,53 +168,25 @@ class UnfusedAttention(Rule):
             edits.insert(0, self._edit(MATH, factors, 1.0))
         which = "PyTorch's math fallback" if fallback.any() else "product, softmax, product"
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{share:.0%} of kernel time computes attention as separate kernels ({which}): "
                 "each writes and reads the whole matrix of scores."
             ),
             evidence=[
                 Evidence("unfused attention, share of kernel time", share, "share",
-                         self.min_share, "below 5 % other work decides"),
+                         *self.limit("min_share")),
                 Evidence("unfused attention a step", spent / a.step_count, "ns"),
                 Evidence("under the math fallback", facts.duration(a, fallback) / total, "share"),
                 Evidence("tokens a sequence", tokens, "count"),
             ],
             where=facts.locations(a, forward),
-            fix=(
-                "Call F.scaled_dot_product_attention and let it choose a fused kernel. If it falls "
-                "back to math, give it what the fused ones take: fp16 or bf16 inputs (autocast), a "
-                "head size that is a multiple of 8, a mask of the inputs' type or is_causal=True."
-            ),
-            code=(
-                "out = F.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
-                "# why it falls back: forbid the fallback and read the warning\n"
-                "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
-                "fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]\n"
-                "with sdpa_kernel(fused):\n"
-                "    out = F.scaled_dot_product_attention(q, k, v)\n"
-                "# Hugging Face: from_pretrained(..., attn_implementation='sdpa')"
-            ),
-            check=(
-                "Profile again: flash, fmha or cudnn attention kernels in place of bmm and "
-                "softmax; peak memory falls too."
-            ),
             edits=edits,
-            confidence=0.85,
             confidence_notes=(
                 [f"sequences of {tokens} tokens gain little"]
                 if short
                 else [] if tokens is not None else ["sequence length not known"]
             ),
-            assumptions=[
-                f"the fused kernel takes {factors[0]:.0%} of the time ({factors[1]:.0%} to "
-                f"{factors[2]:.0%})"
-            ],
-            falsified_by=(
-                "something needs the matrix of scores itself (returned weights, a bias that no "
-                "fused kernel takes): then FlexAttention is the way"
-            ),
+            **(self.case("short sequences") if short else {}),
         )  # fmt: skip
 
     def _healthy(
@@ -240,7 +290,7 @@ class UnfusedAttention(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Fused attention; a classifier; a router of experts; products without softmax."""
 
         def fused(b: TraceBuilder, tokens: int) -> None:
@@ -267,10 +317,10 @@ class UnfusedAttention(Rule):
                     b.launch("ampere_sgemm_128x128_tn", 500)
 
         return {
-            "flash attention": _model(fused),
-            "a classifier's softmax": _model(classifier),
-            "a router of experts": _model(experts),
-            "products of embeddings": _model(interaction),
+            "flash attention": (_model(fused), "share < self.min_share"),
+            "a classifier's softmax": (_model(classifier), "share < self.min_share"),
+            "a router of experts": (_model(experts), "share < self.min_share"),
+            "products of embeddings": (_model(interaction), "share < self.min_share"),
         }
 
 
@@ -315,3 +365,12 @@ def _attention(b: TraceBuilder, tokens: int) -> None:
         b.launch("void (anonymous namespace)::softmax_warp_forward<c10::Half, float>", 250)
     with b.op("aten::bmm", [scores, [128, tokens, 64]], "c10::Half"):
         b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", 200)
+
+
+def unfused(a: Analysis) -> facts.Mask:
+    """Aligned with ``trace.gpu``: forward kernels of attention that runs as separate ones. Their
+    rates are low because of that, and not another bottleneck."""
+    rows = facts.compute_rows(a)
+    fallback = facts.launched_under(a, MATH) & rows
+    found: facts.Mask = fallback | UnfusedAttention()._blocks(a, rows & ~fallback)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -11,9 +12,12 @@ from numpy.typing import NDArray
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.shapes import OpInputs
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.elsewhere import TF_COMPILE
 from advisor.rules.kernel import facts
+from advisor.rules.sources import ARITHMETIC, OURS, REAL_KERNEL, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
+from advisor.trace import JAX, TENSORFLOW
 
 FUSIBLE = ("elementwise", "reduction", "copy", "random")
 """Families that a pointwise compiler merges: arithmetic, reductions, casts, dropout."""
@@ -40,24 +44,81 @@ class UnfusedElementwise(Rule):
     id = "unfused-elementwise"
     title = "Chains of pointwise kernels are not fused"
     category = "kernel"
-    validated = "synthetic"
+    levers = ("compile",)
+    found_in = ("traces/h100_qwen_inference",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
-        "silent on A100 and V100 training and MI210 ResNet (3, 7 and 11 % of kernel time in "
-        "chains); never seen to fire"
+        "fires on h100_qwen_inference (RMSNorm and rotary embedding written as pointwise chains, 5 "
+        "kernels long); silent on A100 and V100 training and MI210 ResNet (3, 7 and 11 % of kernel "
+        "time in chains)"
     )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.compile.html",
         "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#fuse-operations",
     )
 
-    min_share = 0.20  # of kernel time in chains
-    min_chain = 3  # kernels: shorter runs are what fused operators leave
-    max_chain = 15  # kernels that one merged kernel takes in (TraceLens's limit)
-    min_busy = facts.MIN_BUSY  # share of the step the device is busy
-    kept = 0.7  # of the links whose tensor need not be written any more
-    kept_high = 1.0
-    kept_low = 0.4
-    blind_saving = 2 / 3  # of a chain's bytes without shapes: binary operators, 2 reads + 1 write
+    min_share = Threshold(
+        0.20, "of kernel time in chains; healthy public traces have 3 to 11 %", REAL_KERNEL
+    )
+    min_chain = Threshold(3, "kernels: shorter runs are what fused operators leave", OURS)
+    max_chain = Threshold(15, "kernels that one merged kernel takes in", TRACELENS)
+    min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
+    kept = Threshold(0.7, "of the links whose tensor need not be written any more", OURS)
+    kept_high = Threshold(1.0, "of the links, at best", OURS)
+    kept_low = Threshold(0.4, "of the links, at worst", OURS)
+    blind_saving = Threshold(
+        2 / 3,
+        "of a chain's bytes without shapes: binary operators, 2 reads and 1 write",
+        ARITHMETIC,
+    )
+
+    fix = (
+        "Compile the model: Inductor merges such chains into one kernel each. Where that "
+        "is not possible, compile the function around the chain, or use the fused form of "
+        "the operator (F.layer_norm, F.gelu, a fused loss)."
+    )
+    code = (
+        "model = torch.compile(model)\n"
+        "# or only the function around the chain:\n"
+        "@torch.compile\n"
+        "def block(x, y): ..."
+    )
+    verify = "Profile again: triton_poi_… and triton_red_… kernels in place of the chains."
+    falsified_by = "graph breaks in the middle of the chains (TORCH_LOGS=graph_breaks)"
+    alternatives = "fuse"
+
+    confidence = 0.7
+    assumptions = (
+        "{kept:.0%} of the tensors inside a chain need not be written any more ({kept_low:.0%} to "
+        "{kept_high:.0%})",
+    )
+    cases: ClassVar = {
+        "shapes are not recorded": {
+            "confidence": 0.5,
+            "assumptions": (
+                *assumptions,
+                "{blind_saving:.0%} of a chain's bytes are those in between",
+            ),
+        }
+    }
+
+    inference: ClassVar = {
+        "fix": "Compile the model: Inductor merges such chains into one kernel each. Where that "
+        "is not possible, compile the function around the chain, or use the fused form of "
+        "the operator (F.layer_norm, F.gelu)."
+    }
+    elsewhere: ClassVar = {
+        TENSORFLOW: Advice("Compile the step with XLA, which fuses them.", TF_COMPILE),
+        JAX: Advice(
+            "Put them into one jax.jit with what is around them: XLA fuses what one jit holds.",
+            "@jax.jit\ndef train_step(state, batch): ...",
+        ),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of chains as a share of kernel time."""
@@ -82,33 +143,19 @@ class UnfusedElementwise(Rule):
         )
         length = float(np.average(chains["count"].to_numpy(), weights=chains["dur"].to_numpy()))
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{share:.0%} of kernel time goes into chains of pointwise and reduction kernels, "
                 f"about {length:.0f} kernels long: tensors are written and read again in between."
             ),
             evidence=[
                 Evidence("chains of pointwise kernels, share of kernel time", share, "share",
-                         self.min_share, "below 20 % matrix work decides"),
+                         *self.limit("min_share")),
                 Evidence("kernels in chains a step", int(in_chain.sum()) / a.step_count, "count"),
                 Evidence("chains a step", chains.height / a.step_count, "count"),
                 Evidence("time that merging all links would save a step", saved / a.step_count,
                          "ns"),
             ],
             where=facts.locations(a, in_chain),
-            fix=(
-                "Compile the model: Inductor merges such chains into one kernel each. Where that "
-                "is not possible, compile the function around the chain, or use the fused form of "
-                "the operator (F.layer_norm, F.gelu, a fused loss)."
-            ),
-            code=(
-                "model = torch.compile(model)\n"
-                "# or only the function around the chain:\n"
-                "@torch.compile\n"
-                "def block(x, y): ..."
-            ),
-            check="Profile again: triton_poi_… and triton_red_… kernels in place of the chains.",
             edits=[
                 Edit(
                     # merging drops launches too: only where nearly all that is selected merges
@@ -119,21 +166,10 @@ class UnfusedElementwise(Rule):
                     factor_high=high,
                 )
             ],
-            confidence=0.7 if known >= 0.5 else 0.5,
             confidence_notes=[]
             if known >= 0.5
             else ["shapes are not recorded: bytes are estimated from the number of kernels"],
-            assumptions=[
-                f"{self.kept:.0%} of the tensors inside a chain need not be written any more "
-                f"({self.kept_low:.0%} to {self.kept_high:.0%})",
-                *(
-                    []
-                    if known >= 0.5
-                    else [f"{self.blind_saving:.0%} of a chain's bytes are those in between"]
-                ),
-            ],
-            falsified_by="graph breaks in the middle of the chains (TORCH_LOGS=graph_breaks)",
-            alternatives="fuse",
+            **({} if known >= 0.5 else self.case("shapes are not recorded")),
         )  # fmt: skip
 
     def _chains(
@@ -155,7 +191,7 @@ class UnfusedElementwise(Rule):
         launched = (
             a.trace.cpu["ts"].gather(gpu["launch"].gather(at)).fill_null(gpu["ts"].gather(at))
         )
-        step = np.searchsorted(a.steps.table["ts"].to_numpy(), launched.to_numpy(), side="right")
+        step = np.searchsorted(a.steps.marks["ts"].to_numpy(), launched.to_numpy(), side="right")
         link[1:] &= step[1:] == step[:-1]
         chain = np.cumsum(~link)
         place = np.arange(len(at)) - np.flatnonzero(~link)[chain - 1] if len(at) else chain
@@ -227,7 +263,7 @@ class UnfusedElementwise(Rule):
         return {"an activation by hand": _step(8, [64, 1024, 1024]), "no shapes": _step(8, None)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Compiled; one pointwise kernel after each product; tensors of different sizes."""
         compiled = TraceBuilder()
         single = TraceBuilder()
@@ -249,10 +285,10 @@ class UnfusedElementwise(Rule):
                     _pointwise(different, "aten::mul", [n, 1024, 1024])
                 different.sync()
         return {
-            "compiled": compiled,
-            "one kernel after each product": single,
-            "parameters of different sizes": different,
-            "a short chain beside long products": _step(3, [4, 1024, 1024], 20),
+            "compiled": (compiled, "share < self.min_share"),
+            "one kernel after each product": (single, "min_chain"),
+            "parameters of different sizes": (different, "min_chain"),
+            "a short chain beside long products": (_step(3, [4, 1024, 1024], 20), "min_share"),
         }
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import polars as pl
 
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Good, Location, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, Good, Location, Outcome, Rule, Select, Threshold
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import CACHING_ALLOCATOR, OURS
 from advisor.testing import TraceBuilder
 
 
@@ -27,9 +30,15 @@ class AllocationsInLoop(Rule):
     """
 
     id = "allocations-in-loop"
-    title = "Device memory is allocated in the training loop"
+    title = "Device memory is allocated in the loop"
     category = "memory"
-    validated = "synthetic"
+    levers = ("expandable-segments",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "silent where it must be: A100 and V100 training (no such call in six steps), AlexNet (24 "
         "cudaMalloc at the start); never seen to fire"
@@ -38,8 +47,42 @@ class AllocationsInLoop(Rule):
         "https://pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf",
     )
 
-    min_steps = 3  # with such calls: once or twice is warm-up or an evaluation
-    min_a_step = 1.0  # calls a step, over the steps after the first
+    min_steps = Threshold(
+        3, "steps with such calls: once or twice is warm-up or an evaluation", OURS
+    )
+    min_a_step = Threshold(
+        1.0,
+        "calls a step, over the steps after the first: in steady state the allocator makes none",
+        CACHING_ALLOCATOR,
+    )
+
+    fix = (
+        "Keep shapes the same from step to step (pad or bucket lengths, drop_last=True), "
+        "let the allocator grow its segments instead of freeing them, and lower the peak "
+        "if memory is full."
+    )
+    code = (
+        "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
+        "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
+        "# and fixed shapes\n"
+        "loader = DataLoader(dataset, drop_last=True, pin_memory=True, ...)"
+    )
+    verify = (
+        "Profile later steps again: no cudaMalloc or cudaFree inside them, and "
+        "torch.cuda.memory_stats()['num_alloc_retries'] stays 0."
+    )
+    falsified_by = "the same window some hundred steps later has no such calls: then it was warm-up"
+    assumptions = ("the device has other work as soon as the host is not held",)
+    confidence = 0.8
+
+    elsewhere: ClassVar = in_any_language(
+        "Allocate once, before the loop, and use the memory again; or take it from a pool.",
+        cuda="cudaMallocAsync from a pool whose release threshold is set high, in place of "
+        "cudaMalloc and cudaFree, which make the whole device wait.",
+        code="uint64_t all = UINT64_MAX;\n"
+        "cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all);\n"
+        "cudaMallocAsync(&p, bytes, stream);",
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Count allocation calls in the steps after the first."""
@@ -63,41 +106,18 @@ class AllocationsInLoop(Rule):
             f"{by_call[key] / steps:.1f} {name}" for key, name in words.items() if by_call.get(key)
         )
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"Every step calls the driver for memory ({told} a step) although the warm-up is "
                 "over: cudaFree waits for the whole device, and cudaMalloc holds the host."
             ),
             evidence=[
-                Evidence("allocation calls a step", rate, "count", self.min_a_step,
-                         "none in steady state: the allocator caches"),
+                Evidence("allocation calls a step", rate, "count", *self.limit("min_a_step")),
                 Evidence("steps with such calls", calls["step"].n_unique(), "count",
-                         self.min_steps),
+                         *self.limit("min_steps")),
                 Evidence("host time in these calls a step", int(calls["dur"].sum()) / steps, "ns"),
             ],
             where=self._where(a, calls),
-            fix=(
-                "Keep shapes the same from step to step (pad or bucket lengths, drop_last=True), "
-                "let the allocator grow its segments instead of freeing them, and lower the peak "
-                "if memory is full."
-            ),
-            code=(
-                "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
-                "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
-                "# and fixed shapes\n"
-                "loader = DataLoader(dataset, drop_last=True, pin_memory=True, ...)"
-            ),
-            check=(
-                "Profile later steps again: no cudaMalloc or cudaFree inside them, and "
-                "torch.cuda.memory_stats()['num_alloc_retries'] stays 0."
-            ),
             edits=[Edit(op="remove", select=Select(on="gap", cause=("allocation",)))],
-            confidence=0.8,
-            assumptions=["the device has other work as soon as the host is not held"],
-            falsified_by=(
-                "the same window some hundred steps later has no such calls: then it was warm-up"
-            ),
         )  # fmt: skip
 
     def _where(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
@@ -149,7 +169,7 @@ class AllocationsInLoop(Rule):
         return {"a new size each step": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Warm-up only; under queued work; none."""
         warm = TraceBuilder()
         hidden = TraceBuilder()
@@ -164,10 +184,15 @@ class AllocationsInLoop(Rule):
                 _product(hidden, 5000)
                 hidden.call("cudaMalloc", 600)
                 _product(hidden, 5000)
+                hidden.sync()
             with none.step():
                 _product(none, 3000)
                 none.sync()
-        return {"warm-up": warm, "the device has work queued": hidden, "none": none}
+        return {
+            "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
+            "the device has work queued": (hidden, "worth"),
+            "none": (none, "calls.is_empty()"),
+        }
 
 
 def _product(b: TraceBuilder, us: float) -> None:

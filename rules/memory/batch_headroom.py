@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
 from advisor.rules.common import size
 from advisor.rules.memory.recorded import capacity, last
 from advisor.rules.recorded import measure_it, record, steps_seen
+from advisor.rules.sources import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
 from advisor.testing import TraceBuilder
 
 
@@ -38,10 +40,33 @@ class BatchHeadroom(Rule):
         "https://arxiv.org/abs/2205.10287",
     )
 
-    max_memory = 0.50  # of the device, reserved at its peak
-    max_busy = 0.80  # of the step, the device is busy (gpu-idle)
-    max_active = 70.0  # % of the multiprocessors, or NVML utilisation at its 95th percentile
-    target = 0.85  # of the device, with the larger batch
+    max_memory = Threshold(0.50, "of the device, reserved at its peak", CHOSEN)
+    max_busy = Threshold(0.80, "of the step, the device is busy", GPU_IDLE)
+    max_active = Threshold(
+        70.0, "% of the multiprocessors, or NVML utilisation at its 95th percentile", SAGEMAKER
+    )
+    target = Threshold(
+        0.85, "of the device, with the larger batch: below what counts as near capacity", TRACEML
+    )
+
+    fix = (
+        "Try twice the batch and compare samples a second; go on while they rise. Scale "
+        "the learning rate (in proportion with SGD, by its square root with Adam) and warm "
+        "it up. This changes the optimisation: compare quality after as many samples."
+    )
+    code = (
+        "scale = new_batch / old_batch\n"
+        "lr = old_lr * scale            # SGD with momentum\n"
+        "lr = old_lr * scale ** 0.5     # Adam, AdamW"
+    )
+    verify = "Record again: samples a second rise."
+    falsified_by = "the same samples a second with twice the batch"
+    confidence = 0.6
+
+    inference: ClassVar = {
+        "fix": "Try twice the batch and compare samples a second; go on while they rise.",
+        "code": "loader = DataLoader(dataset, batch_size=2 * batch_size, ...)",
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare memory and activity with the device."""
@@ -69,8 +94,6 @@ class BatchHeadroom(Rule):
         batch = batch[~np.isnan(batch)]
         now = float(np.median(batch)) if len(batch) else None
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"The run holds {size(held)} of {size(total)} ({held / total:.0%}), and the device "
                 f"is not kept busy ({label} {value:.0%}): a batch up to {min(factor, 16)} times as "
@@ -78,26 +101,13 @@ class BatchHeadroom(Rule):
             ),
             evidence=[
                 Evidence("device memory held", held, "bytes"),
-                Evidence("of the device", held / total, "share", self.max_memory),
+                Evidence("of the device", held / total, "share", *self.limit("max_memory")),
                 Evidence(label, value, "share"),
                 Evidence("samples a batch", now, "count"),
                 steps_seen(recorded),
             ],
-            fix=(
-                "Try twice the batch and compare samples a second; go on while they rise. Scale "
-                "the learning rate (in proportion with SGD, by its square root with Adam) and warm "
-                "it up. This changes the optimisation: compare quality after as many samples."
-            ),
-            code=(
-                "scale = new_batch / old_batch\n"
-                "lr = old_lr * scale            # SGD with momentum\n"
-                "lr = old_lr * scale ** 0.5     # Adam, AdamW"
-            ),
-            check="Record again: samples a second rise.",
-            worth=measure_it("it changes the optimisation, not only the time"),
+            worth=measure_it("how fast a larger batch is, is not in the recording"),
             informational=True,
-            confidence=0.6,
-            falsified_by="the same samples a second with twice the batch",
         )
 
     @staticmethod
@@ -109,14 +119,14 @@ class BatchHeadroom(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Full; busy; utilisation says 100 %; nothing known."""
         return {
-            "full": _run(70e9, gpm=40),
-            "busy": _run(8e9, gpm=90),
-            "utilisation of 100 %": _run(8e9, utilisation=100),
-            "nothing known of the device": _run(8e9),
-            "no device": _run(None),
+            "full": (_run(70e9, gpm=40), "max_memory"),
+            "busy": (_run(8e9, gpm=90), "max_active"),
+            "utilisation of 100 %": (_run(8e9, utilisation=100), "max_active"),
+            "nothing known of the device": (_run(8e9), "active is None"),
+            "no device": (_run(None), "not total"),
         }
 
 

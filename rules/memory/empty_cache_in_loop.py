@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Location, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, Location, Outcome, Rule, Select, Threshold
+from advisor.rules.sources import OURS
 from advisor.select import under_names
 from advisor.testing import TraceBuilder
 
@@ -29,18 +31,44 @@ class EmptyCacheInLoop(Rule):
     """
 
     id = "empty-cache-in-loop"
-    title = "empty_cache() in the training loop"
+    title = "empty_cache() in the loop"
     category = "memory"
-    validated = "synthetic"
+    levers = ("keep-cache",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = "the frame as PyTorch 2.13 records it; never seen to fire"
     references = (
         "https://pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html",
         "https://pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management",
     )
 
-    min_steps = 3  # with the call: between phases it does no harm
-    min_share_of_steps = 0.5  # of the used steps
-    min_burst = 2  # cudaFree calls in a row
+    min_steps = Threshold(3, "steps with the call: between phases it does no harm", OURS)
+    min_share_of_steps = Threshold(0.5, "of the used steps", OURS)
+    min_burst = Threshold(2, "cudaFree calls in a row", OURS)
+
+    fix = (
+        "Remove the call from the loop. It belongs between phases (after an evaluation "
+        "with other shapes), if anywhere. If it was there against running out of memory, "
+        "the cure is expandable segments or a lower peak."
+    )
+    code = (
+        "for batch in loader:\n"
+        "    ...\n"
+        "    # torch.cuda.empty_cache()   <- remove\n"
+        "# against fragmentation, in the shell before starting\n"
+        "# (older PyTorch: PYTORCH_CUDA_ALLOC_CONF):\n"
+        "# export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+    verify = "Profile again: no cudaFree and no cudaMalloc in the steps, and no gap there."
+    falsified_by = "searching the loop and its callbacks for empty_cache finds none"
+    assumptions = ("the step runs within the same peak without the call",)
+
+    confidence = 0.95
+    cases: ClassVar = {"without stacks": {"confidence": 0.7}}
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Find frees that empty_cache makes, with or without stacks."""
@@ -62,15 +90,14 @@ class EmptyCacheInLoop(Rule):
         worst = frees.sort("dur", descending=True).row(0, named=True)
         file, line, function = a.location(worst["host"])
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{frees['step'].n_unique()} of {a.step_count} steps hand cached memory back to "
                 f"the driver ({bursts:.0f} cudaFree a step) and allocate it again "
                 f"({mallocs.height / a.step_count:.0f} cudaMalloc a step)."
             ),
             evidence=[
-                Evidence("steps with the call", frees["step"].n_unique(), "count", self.min_steps),
+                Evidence("steps with the call", frees["step"].n_unique(), "count",
+                         *self.limit("min_steps")),
                 Evidence("cudaFree a step", bursts, "count"),
                 Evidence("cudaMalloc a step", mallocs.height / a.step_count, "count"),
                 Evidence("host time in both a step", int(calls["dur"].sum()) / a.step_count, "ns"),
@@ -86,27 +113,11 @@ class EmptyCacheInLoop(Rule):
                     count=frees.height,
                 )
             ],
-            fix=(
-                "Remove the call from the loop. It belongs between phases (after an evaluation "
-                "with other shapes), if anywhere. If it was there against running out of memory, "
-                "the cure is expandable segments or a lower peak."
-            ),
-            code=(
-                "for batch in loader:\n"
-                "    ...\n"
-                "    # torch.cuda.empty_cache()   <- remove\n"
-                "# against fragmentation, in the shell before starting\n"
-                "# (older PyTorch: PYTORCH_CUDA_ALLOC_CONF):\n"
-                "# export PYTORCH_ALLOC_CONF=expandable_segments:True"
-            ),
-            check="Profile again: no cudaFree and no cudaMalloc in the steps, and no gap there.",
             edits=[Edit(op="remove", select=Select(on="gap", cause=("allocation",)))],
-            confidence=0.95 if with_stack else 0.7,
             confidence_notes=[]
             if with_stack
             else ["no Python stacks: told by cudaFree bursts outside any operator"],
-            assumptions=["the step runs within the same peak without the call"],
-            falsified_by="searching the loop and its callbacks for empty_cache finds none",
+            **({} if with_stack else self.case("without stacks")),
         )  # fmt: skip
 
     def _bursts(self, calls: pl.DataFrame) -> NDArray[np.bool_]:
@@ -123,7 +134,7 @@ class EmptyCacheInLoop(Rule):
         return {"with stacks": _loop(stacks=True), "without stacks": _loop(stacks=False)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Once, between phases; the allocator's own frees when memory is full; none."""
         once = TraceBuilder()
         full = TraceBuilder()
@@ -147,7 +158,14 @@ class EmptyCacheInLoop(Rule):
             with none.step():
                 _product(none)
                 none.sync()
-        return {"once": once, "the allocator frees because memory is full": full, "none": none}
+        return {
+            "once": (once, "frees['step'].n_unique() < enough"),
+            "the allocator frees because memory is full": (
+                full,
+                "frees['step'].n_unique() < enough",
+            ),
+            "none": (none, "a.allocations.is_empty()"),
+        }
 
 
 def _loop(*, stacks: bool) -> TraceBuilder:

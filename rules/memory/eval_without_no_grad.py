@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import Intervals, covered, intersect, union
-from advisor.model import Evidence, Finding, Outcome, Rule, Worth
-from advisor.rules.common import counted, of_step, per, places, rows
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.rules.common import of_step, per, places, rows
+from advisor.rules.sources import OURS, REAL_EVAL, REAL_KERNEL
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 NODE = r"^autograd::engine::evaluate_function"
 """One node of the graph in the backward pass."""
@@ -40,7 +42,15 @@ class EvalWithoutNoGrad(Rule):
     id = "eval-without-no-grad"
     title = "A graph is built for a backward pass that never comes"
     category = "memory"
-    validated = "recordings"
+    levers = ("no-grad-evaluation",)
+    found_in = ("workloads/eval_with_grad",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+        "workloads/eval_with_grad",
+    )
     validated_on = (
         "CPU recordings, torch 2.13: fires on validation with gradients enabled, silent on the "
         "same under inference_mode; silent on A100, V100 and NCCL trainings (0 to 3 % of the "
@@ -51,9 +61,31 @@ class EvalWithoutNoGrad(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",
     )
 
-    min_numbers = 10  # a step, without a backward pass
-    min_share = 0.10  # of the forward pass's host time: some outputs are always left unused
-    min_step = 0.02  # of the step, host time: below, the graphs cannot be large
+    min_numbers = Threshold(10, "graph nodes a step without a backward pass", OURS)
+    min_share = Threshold(
+        0.10,
+        "of the forward pass's host time: some outputs are always left unused, up to 3 % in real "
+        "trainings",
+        REAL_KERNEL,
+    )
+    min_step = Threshold(
+        0.02, "of the step, host time: below, the graphs cannot be large", REAL_EVAL
+    )
+
+    fix = (
+        "Run validation under torch.inference_mode() (or torch.no_grad()), and detach "
+        "outputs of a model that is not trained by this loss."
+    )
+    code = (
+        "model.eval()\n"
+        "with torch.inference_mode():\n"
+        "    for batch in validation:\n"
+        "        metric.update(model(batch))\n"
+        "model.train()"
+    )
+    verify = "torch.cuda.max_memory_allocated() after validation is lower."
+    falsified_by = "a backward pass over these results outside the recorded steps"
+    confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the numbers of the forward pass with those of the backward pass."""
@@ -88,38 +120,22 @@ class EvalWithoutNoGrad(Rule):
         here = unmatched[covered(ts[unmatched], ts[unmatched] + 1, a.spans) > 0]
         count = round(float(np.median(by_step)))
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, lost)} operators run with gradients enabled although no backward "
                 f"pass follows: {counted(count, 'node')}{per(a)}, whose activations are kept."
             ),
             evidence=[
                 Evidence(f"nodes without a backward pass{per(a)}", count, "count",
-                         self.min_numbers),
+                         *self.limit("min_numbers")),
                 Evidence(f"host time in them{per(a)}", lost / a.step_count, "ns"),
-                Evidence("share of the forward pass", share, "share", self.min_share),
-                Evidence("share of the step", lost / a.span_ns, "share", self.min_step),
+                Evidence("share of the forward pass", share, "share", *self.limit("min_share")),
+                Evidence("share of the step", lost / a.span_ns, "share", *self.limit("min_step")),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
-            fix=(
-                "Run validation under torch.inference_mode() (or torch.no_grad()), and detach "
-                "outputs of a model that is not trained by this loss."
-            ),
-            code=(
-                "model.eval()\n"
-                "with torch.inference_mode():\n"
-                "    for batch in validation:\n"
-                "        metric.update(model(batch))\n"
-                "model.train()"
-            ),
-            check="torch.cuda.max_memory_allocated() after validation is lower.",
-            confidence=0.8,
             worth=Worth(
                 currency="risk",
                 reason="how much memory the graphs hold depends on how long results are kept",
             ),
-            falsified_by="a backward pass over these results outside the recorded steps",
         )  # fmt: skip
 
     @staticmethod
@@ -147,13 +163,13 @@ class EvalWithoutNoGrad(Rule):
         return {"validation": _trace(24), "without a GPU": _trace(24, gpu=False)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Validation under no_grad; training alone; an unused output; no backward in the trace."""
         return {
-            "no_grad": _trace(24, graph=False),
-            "training alone": _trace(0),
-            "an unused output": _trace(2),
-            "no backward pass in the trace": _trace(24, backward=False),
+            "no_grad": (_trace(24, graph=False), "np.median(by_step) < self.min_numbers"),
+            "training alone": (_trace(0), "np.median(by_step) < self.min_numbers"),
+            "an unused output": (_trace(2), "min_numbers"),
+            "no backward pass in the trace": (_trace(24, backward=False), "not nodes.any()"),
         }
 
 

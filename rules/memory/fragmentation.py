@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import ClassVar
 
 import numpy as np
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Worth
+from advisor.analysis.fragments import fragments, placement
+from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
 from advisor.rules.common import size
-from advisor.rules.memory.recorded import capacity, last
+from advisor.rules.memory.recorded import GIB, capacity, last
 from advisor.rules.recorded import record
+from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
 
@@ -22,24 +26,59 @@ class Fragmentation(Rule):
 
     Compared are reserved memory at the end of the steps and the highest allocated memory so far: a
     peak that has passed explains a full cache, and is no fragmentation. Reported where the
-    difference is at least a tenth of the device and 30 % of the peak, or where the allocator had to
-    retry after the warm-up with a fifth of its memory unused.
+    difference is at least a tenth of the device and reserved memory 1.3 times the peak, or where
+    the allocator had to retry after the warm-up with a fifth of its memory unused.
+
+    With a memory snapshot: where a request failed although as much was free in its pool and stream,
+    but in no one piece; or where a fifth of the reserved memory, and 1 GiB, is free in segments
+    that also hold tensors. What expandable segments free is then counted in whole pages.
     """
 
     id = "memory-fragmentation"
     title = "Device memory is held in fragments"
     category = "memory"
+    levers = ("expandable-segments",)
     reads_record = True
+    reads_snapshot = True
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf",
     )
 
-    min_ratio = 1.3  # reserved over peak allocated; rule catalogue (2 with traceml, of allocated)
-    min_device = 0.10  # the difference, of the device's memory
-    min_unused = 0.20  # of reserved memory, with retries; rule catalogue
+    min_ratio = Threshold(1.3, "reserved over peak allocated", CHOSEN)
+    min_device = Threshold(0.10, "the difference, of the device's memory", CHOSEN)
+    min_split = Threshold(1.0, "GiB free beside tensors in a snapshot", CHOSEN)
+    min_unused = Threshold(0.20, "of reserved memory, with retries", CHOSEN)
+
+    fix = (
+        "Let segments grow and shrink (expandable_segments), and keep shapes the same: pad "
+        "sequences to a few lengths, drop the last batch."
+    )
+    code = (
+        "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
+        "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+    verify = "Record again: reserved memory stays close to the peak, without retries."
+    falsified_by = "the same difference with expandable segments"
+    confidence = 0.75
+    cases: ClassVar = {
+        "of a snapshot": {
+            "verify": "Take a snapshot again: what is free beside tensors has gone.",
+            "confidence": 0.7,
+            "assumptions": (
+                "tensors stay where they are; whole pages are given back, 20 MiB in the large pool "
+                "and 2 MiB in the small one",
+            ),
+            "falsified_by": "as much free beside tensors with expandable segments",
+        },
+        "of a snapshot in which a request failed": {"confidence": 0.8},
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare what is held with what was needed."""
+        found = list(self._of_snapshot(a))
+        yield from found
+        if found or a.recorded is None:
+            return
         recorded = record(a)
         used = recorded.settled
         reserved = last(recorded.column("reserved")[used])
@@ -61,8 +100,6 @@ class Fragmentation(Rule):
         conf = recorded.record.rank.env
         setting = conf.get("PYTORCH_ALLOC_CONF") or conf.get("PYTORCH_CUDA_ALLOC_CONF")
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"The allocator holds {size(reserved)}, though tensors never filled more than "
                 f"{size(peak)} at a time"
@@ -71,29 +108,60 @@ class Fragmentation(Rule):
             evidence=[
                 Evidence("reserved", reserved, "bytes"),
                 Evidence("peak allocated", peak, "bytes"),
-                Evidence("reserved over peak", reserved / peak, "", self.min_ratio,
-                         "rule catalogue"),
+                Evidence("reserved over peak", reserved / peak, "", *self.limit("min_ratio")),
                 Evidence("device memory", total, "bytes"),
                 Evidence("retries after the warm-up", retries, "count"),
                 Evidence("allocator settings", setting),
             ],
-            fix=(
-                "Let segments grow and shrink (expandable_segments), and keep shapes the same: pad "
-                "sequences to a few lengths, drop the last batch."
-            ),
-            code=(
-                "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
-                "export PYTORCH_ALLOC_CONF=expandable_segments:True"
-            ),
-            check="Record again: reserved memory stays close to the peak, without retries.",
             worth=Worth(
                 currency="memory",
                 freed_bytes=max(0, round(loose)),
                 method="reserved beyond the highest allocated",
             ),
-            confidence=0.75,
-            falsified_by="the same difference with expandable segments",
         )  # fmt: skip
+
+    def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
+        """Free memory that a failed request could not use because it is in pieces; or, where none
+        failed, much that is free beside tensors."""
+        for post in a.post_mortems:
+            found, placed = fragments(post), placement(post)
+            if found is None:
+                continue
+            failed = placed is not None and placed.scattered and placed.fits_expandable
+            reserved = int(post.history.reserved[-1])
+            crowded = placed is not None and not failed
+            least = max(self.min_unused * max(reserved, 1), self.min_split * GIB)
+            if not failed and (crowded or found.split < least):
+                continue
+            case = self.case("of a snapshot")
+            if failed:
+                case |= self.case("of a snapshot in which a request failed")
+            yield Finding(
+                summary=(
+                    f"{size(found.split)} of the {size(reserved)} reserved are free in segments "
+                    f"that also hold tensors, the largest piece {size(found.largest)}"
+                    + (f": a request of {size(placed.request)} failed beside them."
+                       if failed and placed is not None else ".")
+                ),
+                evidence=[
+                    Evidence("free beside tensors", found.split, "bytes",
+                             *self.limit("min_split", GIB)),
+                    Evidence("of what is reserved", found.split / max(reserved, 1), "share",
+                             *self.limit("min_unused")),
+                    Evidence("largest free block", found.largest, "bytes"),
+                    Evidence("lost to rounding", found.rounding, "bytes"),
+                    Evidence("whole pages in the pieces", found.expandable, "bytes"),
+                    Evidence("allocator settings",
+                             a.snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF") or None
+                             if a.snapshot is not None else None),
+                ],
+                worth=Worth(
+                    currency="memory",
+                    freed_bytes=found.expandable,
+                    method="whole pages of the free blocks",
+                ),
+                **case,
+            )  # fmt: skip
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -101,16 +169,21 @@ class Fragmentation(Rule):
         return {
             "70 GB held for 40 GB": _run(70e9, 40e9, 30e9),
             "retries": _run(78e9, 70e9, 50e9, retries=5),
+            "a snapshot with holes": _holes(keep=True),
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """A passed peak; a small model; full of tensors; retries in the warm-up only."""
         return {
-            "a peak that has passed": _run(70e9, 69e9, 20e9),
-            "a small model": _run(2e9, 1e9, 1e9),
-            "full of tensors": _run(78e9, 77e9, 76e9, retries=3),
-            "no device": _run(None, None, None),
+            "a peak that has passed": (
+                _run(70e9, 69e9, 20e9),
+                "not (retries > 0 and unused >= self.min_unused)",
+            ),
+            "a small model": (_run(2e9, 1e9, 1e9), "min_device"),
+            "full of tensors": (_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
+            "no device": (_run(None, None, None), "reserved is None"),
+            "a snapshot without holes": (_holes(keep=False), "a.recorded is None"),
         }
 
 
@@ -129,4 +202,25 @@ def _run(
                 "retries": round(retries * n / 99),
             }  # fmt: skip
         r.step(10, fields=told)
+    return b
+
+
+def _holes(*, keep: bool) -> TraceBuilder:
+    """Ten segments of 64 MiB with 4 MiB in the middle of each, then 80 MiB are asked for. Not
+    kept: nothing is in them, and they are given back."""
+    from advisor.testing.allocator import LOOP, MIB, Allocator, DeviceFull
+
+    m = Allocator(total=640 * MIB)
+    with m.at(*LOOP):
+        done = []
+        for whole in [m.alloc(64 * MIB) for _ in range(10)]:
+            m.free(whole)
+            done.append([m.alloc(size * MIB) for size in (30, 4, 30)])
+        for left, middle, right in done:
+            for address in (left, right) if keep else (left, middle, right):
+                m.free(address)
+        with suppress(DeviceFull):
+            m.alloc(80 * MIB)
+    b = TraceBuilder()
+    b.memory_snapshot(m)
     return b

@@ -10,10 +10,11 @@ from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.shapes import OpInputs
 from advisor.intervals import covered
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Worth
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold, Worth
 from advisor.rules.common import places, size
 from advisor.rules.kernel import facts
 from advisor.rules.memory.peaks import peaks
+from advisor.rules.sources import LLAMA, OURS, PEAKS
 from advisor.testing import TraceBuilder
 
 _FORWARD = r"^aten::_log_softmax$"
@@ -39,16 +40,42 @@ class HugeVocabulary(Rule):
     id = "huge-vocabulary"
     title = "The loss over the vocabulary holds the logits several times"
     category = "memory"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = "operators, shapes, arguments as PyTorch 2.13 records them; never seen to fire"
     references = (
         "https://github.com/linkedin/Liger-Kernel",
         "https://arxiv.org/abs/2411.09009",
     )
 
-    min_vocabulary = 32000  # LLaMA's; below that the logits are seldom among the largest tensors
-    worth_asking_ns = 1_000_000  # at 2 TB/s a GiB is read and written in this time
-    min_memory = 0.10  # of the peak that one call's tensor takes; rule catalogue
+    min_vocabulary = Threshold(
+        32000, "tokens: below LLaMA's the logits are seldom among the largest tensors", LLAMA
+    )
+    worth_asking_ns = Threshold(
+        1_000_000, "ns of such a call: at 2 TB/s a GiB is read and written in this time", PEAKS
+    )
+    min_memory = Threshold(0.10, "of the peak that one call's tensor takes", OURS)
+
+    fix = (
+        "Fuse the last linear layer and the loss, which makes the logits in chunks and "
+        "keeps only their gradient with respect to the input (Liger Kernel, cut cross "
+        "entropy), or compute the loss in chunks of tokens under checkpoint. Use the "
+        "memory for a larger batch."
+    )
+    code = (
+        "# pip install liger-kernel\n"
+        "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
+        "loss = LigerFusedLinearCrossEntropyLoss()(lm_head.weight, hidden, labels)\n"
+        "# instead of cross_entropy(lm_head(hidden), labels)"
+    )
+    verify = "torch.cuda.max_memory_allocated() falls; the loss stays the same."
+    falsified_by = "torch.cuda.memory._snapshot() shows the peak elsewhere"
+    assumptions = ("the peak of memory is at the loss, where all activations are alive",)
+    confidence = 0.7
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the largest log-softmax with the peak."""
@@ -87,43 +114,24 @@ class HugeVocabulary(Rule):
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
         under = facts.launched_under(a, _LOSS) & a.in_window
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"The log-softmax of {shape} takes {size(largest)} ({largest / whole:.0%} "
                 f"{source}), and its gradient as much again."
             ),
             evidence=[
                 Evidence("largest log-softmax", largest, "bytes"),
-                Evidence(f"share {source}", largest / whole, "share", self.min_memory,
-                         "rule catalogue"),
+                Evidence(f"share {source}", largest / whole, "share", *self.limit("min_memory")),
                 Evidence("last dimension", tensor.shape[-1] if tensor else None, "count",
-                         self.min_vocabulary),
+                         *self.limit("min_vocabulary")),
                 Evidence("device time of the loss a step",
                          facts.duration(a, under) / a.step_count, "ns"),
             ],
             where=places(a, calls.astype(np.int64), taken),
-            fix=(
-                "Fuse the last linear layer and the loss, which makes the logits in chunks and "
-                "keeps only their gradient with respect to the input (Liger Kernel, cut cross "
-                "entropy), or compute the loss in chunks of tokens under checkpoint. Use the "
-                "memory for a larger batch."
-            ),
-            code=(
-                "# pip install liger-kernel\n"
-                "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
-                "loss = LigerFusedLinearCrossEntropyLoss()(lm_head.weight, hidden, labels)\n"
-                "# instead of cross_entropy(lm_head(hidden), labels)"
-            ),
-            check="torch.cuda.max_memory_allocated() falls; the loss stays the same.",
-            confidence=0.7,
             worth=Worth(
                 currency="memory",
                 freed_bytes=2 * largest,
                 method="log-softmax and one gradient of its size",
             ),
-            assumptions=["the peak of memory is at the loss, where all activations are alive"],
-            falsified_by="torch.cuda.memory._snapshot() shows the peak elsewhere",
         )  # fmt: skip
 
     def _bytes(self, inputs: OpInputs) -> int:
@@ -146,15 +154,21 @@ class HugeVocabulary(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Chunks; a small vocabulary; images; inference; a peak that is much larger."""
         return {
-            "chunks": _training([1024, 128256], peak=40 << 30),
-            "a small vocabulary": _training([262144, 8192], peak=16 << 30),
-            "classes of pixels, last dimension wide": _training([2, 64, 512, 32768], dim="1"),
-            "no backward": _training([20480, 128256], backward=False),
-            "the rest is much larger": _training([4096, 128256], peak=60 << 30),
-            "no shapes": _training(None),
+            "chunks": (_training([1024, 128256], peak=40 << 30), "min_memory"),
+            "a small vocabulary": (_training([262144, 8192], peak=16 << 30), "min_vocabulary"),
+            "classes of pixels, last dimension wide": (
+                _training([2, 64, 512, 32768], dim="1"),
+                "not largest",
+            ),
+            "no backward": (
+                _training([20480, 128256], backward=False),
+                "not matches(cpu['name'], _BACKWARD).any()",
+            ),
+            "the rest is much larger": (_training([4096, 128256], peak=60 << 30), "min_memory"),
+            "no shapes": (_training(None), "described.null_count() == len(calls)"),
         }
 
 

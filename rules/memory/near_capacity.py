@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import polars as pl
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Location, NotMeasured, Outcome, Rule, Worth
+from advisor.model import Evidence, Finding, Location, NotMeasured, Outcome, Rule, Threshold, Worth
 from advisor.rules.memory.peaks import peaks
+from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.testing import TraceBuilder
 
 GIB = 1 << 30
@@ -28,16 +30,54 @@ class MemoryNearCapacity(Rule):
     id = "memory-near-capacity"
     title = "Device memory is almost full"
     category = "memory"
-    validated = "synthetic"
+    silent_in = (
+        "traces/h100_bert_small_inference",
+        "traces/pairs/particle_batch128",
+    )
     validated_on = ""
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#memory-management",
         "https://pytorch.org/docs/stable/torch_cuda_memory.html",
     )
 
-    max_share = 0.90  # of capacity, reserved (TensorBoard's plugin, fournex, gpuprof)
-    critical_share = 0.97  # traceml
-    fragmented = 0.80  # allocated below this share of reserved: the rest is no tensor
+    max_share = Threshold(0.90, "of capacity, reserved", TENSORBOARD, FOURNEX, GPUPROF)
+    critical_share = Threshold(0.97, "of capacity, reserved", TRACEML)
+    fragmented = Threshold(
+        0.80, "allocated below this share of reserved: the rest is no tensor", OURS
+    )
+
+    verify = "torch.cuda.max_memory_reserved() against the card's memory, over an epoch."
+    falsified_by = "a whole epoch, evaluation and checkpoint included, that stays at this peak"
+    assumptions = ("the window holds the largest batch",)
+
+    fix = (
+        "Lower the peak: bf16 autocast, activation checkpointing of the largest "
+        "blocks, a sharded or 8-bit optimizer, a smaller micro-batch with accumulation."
+    )
+    code = (
+        "from torch.utils.checkpoint import checkpoint\n"
+        "x = checkpoint(block, x, use_reentrant=False)   # for the largest blocks\n"
+        "# where the memory is: torch.cuda.memory._record_memory_history()"
+    )
+    confidence = 0.8
+    cases: ClassVar = {
+        "most of it is reserved, not used": {
+            "fix": "Most of the reserved memory is not in use: let segments grow and shrink, and "
+            "keep shapes the same, so that fragments do not pile up.",
+            "code": "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
+            "export PYTORCH_ALLOC_CONF=expandable_segments:True",
+        },
+        "all but full": {"confidence": 0.9},
+    }
+
+    inference: ClassVar = {
+        "fix": "Lower the peak: 16-bit weights, inference_mode, a smaller batch, a shorter or "
+        "quantised key-value cache.",
+        "code": "with torch.inference_mode():\n"
+        "    y = model.to(torch.bfloat16)(x)\n"
+        "# where the memory is: torch.cuda.memory._record_memory_history()",
+        "falsified_by": "a whole pass over the data that stays at this peak",
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the highest reserved memory with the device's capacity."""
@@ -65,8 +105,6 @@ class MemoryNearCapacity(Rule):
         used = None if allocated is None else allocated / reserved
         loose = used is not None and used < self.fragmented
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"PyTorch holds {reserved / GIB:.1f} of {capacity / GIB:.1f} GiB "
                 f"({share:.0%}) at its peak"
@@ -79,37 +117,17 @@ class MemoryNearCapacity(Rule):
             evidence=[
                 Evidence("peak reserved", reserved, "bytes"),
                 Evidence("capacity", capacity, "bytes"),
-                Evidence("reserved, share of capacity", share, "share", self.max_share,
-                         "TensorBoard's profiler plugin (90 %)"),
+                Evidence("reserved, share of capacity", share, "share", *self.limit("max_share")),
                 Evidence("allocated at its peak, share of reserved", used, "share",
-                         self.fragmented),
+                         *self.limit("fragmented")),
             ],
             where=self._where(a, reserved),
-            fix=(
-                "Most of the reserved memory is not in use: let segments grow and shrink, and keep "
-                "shapes the same, so that fragments do not pile up."
-                if loose
-                else "Lower the peak: bf16 autocast, activation checkpointing of the largest "
-                "blocks, a sharded or 8-bit optimizer, a smaller micro-batch with accumulation."
-            ),
-            code=(
-                "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
-                "export PYTORCH_ALLOC_CONF=expandable_segments:True"
-                if loose
-                else "from torch.utils.checkpoint import checkpoint\n"
-                "x = checkpoint(block, x, use_reentrant=False)   # for the largest blocks\n"
-                "# where the memory is: torch.cuda.memory._record_memory_history()"
-            ),
-            check="torch.cuda.max_memory_reserved() against the card's memory, over an epoch.",
             worth=Worth(
                 currency="risk",
                 reason=f"{1 - share:.0%} of device memory is left before the run stops",
             ),
-            confidence=0.9 if share >= self.critical_share else 0.8,
-            assumptions=["the window holds the largest batch"],
-            falsified_by=(
-                "a whole epoch, evaluation and checkpoint included, that stays at this peak"
-            ),
+            **(self.case("most of it is reserved, not used") if loose else {}),
+            **(self.case("all but full") if share >= self.critical_share else {}),
         )  # fmt: skip
 
     def _where(self, a: Analysis, reserved: int) -> list[Location]:
@@ -133,12 +151,15 @@ class MemoryNearCapacity(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Half full; not recorded; only allocated memory is told, and it is half."""
         return {
-            "half full": _step(30_000_000_000, 40_000_000_000),
-            "not recorded": _step(None, 0),
-            "an allocator that does not tell what it reserves": _step(30_000_000_000, 0),
+            "half full": (_step(30_000_000_000, 40_000_000_000), "max_share"),
+            "not recorded": (_step(None, 0), "reserved is None"),
+            "an allocator that does not tell what it reserves": (
+                _step(30_000_000_000, 0),
+                "max_share",
+            ),
         }
 
 

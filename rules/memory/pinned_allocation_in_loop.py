@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import polars as pl
 
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import column, counted, duration, places, rows, total
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import column, duration, places, rows, total
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import CACHING_ALLOCATOR, OURS
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 _CALLS = r"HostAlloc|MallocHost|HostRegister|AllocHost"
 
@@ -30,9 +34,14 @@ class PinnedAllocationInLoop(Rule):
     """
 
     id = "pinned-allocation-in-loop"
-    title = "Pinned host memory is allocated in the training loop"
+    title = "Pinned host memory is allocated in the loop"
     category = "memory"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "silent on A100 and V100 training (pinned copies, no such call); never seen to fire"
     )
@@ -41,8 +50,37 @@ class PinnedAllocationInLoop(Rule):
         "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/index.html#pinned-memory",
     )
 
-    min_steps = 3  # with such calls: once or twice is warm-up or an evaluation
-    min_a_step = 1.0  # calls a step, over the steps after the first; rule catalogue
+    min_steps = Threshold(
+        3, "steps with such calls: once or twice is warm-up or an evaluation", OURS
+    )
+    min_a_step = Threshold(
+        1.0,
+        "calls a step, over the steps after the first: in steady state pinned blocks are reused",
+        CACHING_ALLOCATOR,
+    )
+
+    fix = (
+        "Pin in the DataLoader (pin_memory=True), or allocate the pinned buffer once, as "
+        "large as the largest batch, and copy each batch into it."
+    )
+    code = (
+        "staging = torch.empty(max_batch_shape, dtype=dtype, pin_memory=True)   # once\n"
+        "for batch in loader:\n"
+        "    copied.synchronize()                     # the copy of the step before\n"
+        "    part = staging[: len(batch)].copy_(batch)\n"
+        "    x = part.to(device, non_blocking=True)\n"
+        "    copied.record()                          # copied = torch.cuda.Event()"
+    )
+    verify = "Profile later steps again: no cudaHostAlloc inside them."
+    falsified_by = "the same window some hundred steps later has no such calls: then it was warm-up"
+    assumptions = ("the device has other work as soon as the host is not held",)
+    confidence = 0.85
+
+    elsewhere: ClassVar = in_any_language(
+        "Pin host memory once, before the loop, and use it again: pinning takes far longer than "
+        "the copy.",
+        cuda="cudaHostAlloc or cudaHostRegister once; not in each iteration.",
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Count pinned allocations in the steps after the first."""
@@ -58,41 +96,20 @@ class PinnedAllocationInLoop(Rule):
             return
         time = total(calls["dur"])
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{counted(round(rate), 'allocation')} of pinned host memory a step, "
                 f"{duration(time / calls.height)} each, although the warm-up is over."
             ),
             evidence=[
-                Evidence("pinned allocations a step", rate, "count", self.min_a_step,
-                         "none in steady state: pinned blocks are reused"),
+                Evidence("pinned allocations a step", rate, "count", *self.limit("min_a_step")),
                 Evidence("steps with such calls", calls["step"].n_unique(), "count",
-                         self.min_steps),
+                         *self.limit("min_steps")),
                 Evidence("host time in these calls a step", time / steps, "ns"),
             ],
             where=places(a, rows(calls["host"]), column(calls, "dur")),
-            fix=(
-                "Pin in the DataLoader (pin_memory=True), or allocate the pinned buffer once, as "
-                "large as the largest batch, and copy each batch into it."
-            ),
-            code=(
-                "staging = torch.empty(max_batch_shape, dtype=dtype, pin_memory=True)   # once\n"
-                "for batch in loader:\n"
-                "    copied.synchronize()                     # the copy of the step before\n"
-                "    part = staging[: len(batch)].copy_(batch)\n"
-                "    x = part.to(device, non_blocking=True)\n"
-                "    copied.record()                          # copied = torch.cuda.Event()"
-            ),
-            check="Profile later steps again: no cudaHostAlloc inside them.",
             edits=[
                 Edit(op="remove", select=Select(on="gap", cause=("allocation",), name=_CALLS))
             ],
-            confidence=0.85,
-            assumptions=["the device has other work as soon as the host is not held"],
-            falsified_by=(
-                "the same window some hundred steps later has no such calls: then it was warm-up"
-            ),
         )  # fmt: skip
 
     @staticmethod
@@ -108,7 +125,7 @@ class PinnedAllocationInLoop(Rule):
         return {"a new buffer each step": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Warm-up only; under queued work; device memory; two steps of five."""
         warm, hidden, device, rare = (TraceBuilder() for _ in range(4))
         for step in range(6):
@@ -122,6 +139,7 @@ class PinnedAllocationInLoop(Rule):
                 hidden.call("cudaHostAlloc", 2500)
                 with hidden.op("aten::mm"):
                     hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.sync()
             with device.step():
                 device.call("cudaMalloc", 2500)
                 _train(device)
@@ -131,10 +149,10 @@ class PinnedAllocationInLoop(Rule):
                         rare.call("cudaHostAlloc", 500)
                 _train(rare)
         return {
-            "warm-up": warm,
-            "the device has work queued": hidden,
-            "device memory": device,
-            "two steps only": rare,
+            "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
+            "the device has work queued": (hidden, "worth"),
+            "device memory": (device, "calls['step'].n_unique() < self.min_steps"),
+            "two steps only": (rare, "min_steps"),
         }
 
 

@@ -9,9 +9,20 @@ import numpy as np
 from advisor.analysis import Analysis
 from advisor.analysis.memory import recompute
 from advisor.analysis.names import matches
-from advisor.model import Edit, Evidence, Finding, Location, NotMeasured, Outcome, Rule, Select
+from advisor.model import (
+    Edit,
+    Evidence,
+    Finding,
+    Location,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.rules.kernel import facts
 from advisor.rules.memory.peaks import peaks
+from advisor.rules.sources import CHECKPOINT, OURS
 from advisor.select import under_names
 from advisor.testing import TraceBuilder
 
@@ -36,15 +47,39 @@ class RecomputeWithFreeMemory(Rule):
     id = "recompute-with-free-memory"
     title = "Activations are recomputed although memory is free"
     category = "memory"
-    validated = "synthetic"
+    silent_in = (
+        "traces/b200_eager",
+        "traces/h100_bert_small_inference",
+        "traces/pairs/particle_batch128",
+    )
     validated_on = "frames and operator as PyTorch 2.13 records them; never seen to fire"
     references = (
         "https://pytorch.org/docs/stable/checkpoint.html",
         "https://pytorch.org/blog/activation-checkpointing-techniques/",
     )
 
-    min_share = 0.10  # of the step; a full recomputation is about a quarter of it
-    max_reserved = 0.70  # of capacity: with more in use the memory may be needed
+    min_share = Threshold(
+        0.10, "of the step; a full recomputation is about a quarter of it", CHECKPOINT
+    )
+    max_reserved = Threshold(0.70, "of capacity: with more in use the memory may be needed", OURS)
+
+    fix = (
+        "Turn checkpointing off, or checkpoint only every second block, and look at the "
+        "peak; or keep the cheap outputs and recompute only what is large (selective "
+        "checkpointing)."
+    )
+    code = (
+        "for i, block in enumerate(self.blocks):\n"
+        "    if self.training and i % 2 == 0:      # was: every block\n"
+        "        x = checkpoint(block, x, use_reentrant=False)\n"
+        "    else:\n"
+        "        x = block(x)\n"
+        "# Hugging Face: model.gradient_checkpointing_disable()"
+    )
+    verify = "torch.cuda.max_memory_reserved() stays below 90 %, and the step is shorter."
+    falsified_by = "a larger peak in another phase (evaluation, longer sequences)"
+    assumptions = ("the activations that are kept instead fit into the free memory",)
+    confidence = 0.75
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare recomputed device time with the step, and peak memory with the capacity."""
@@ -82,42 +117,24 @@ class RecomputeWithFreeMemory(Rule):
         free = capacity - reserved
         select, factor = self._select(a)
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{share:.0%} of each step recomputes activations of the forward pass, while "
                 f"{free / GIB:.1f} GiB ({1 - full:.0%}) of the device's memory is never used."
             ),
             evidence=[
-                Evidence("recomputation, share of the step", share, "share", self.min_share,
-                         "a full recomputation is about a quarter of a step"),
+                Evidence("recomputation, share of the step", share, "share",
+                         *self.limit("min_share")),
                 Evidence("recomputation a step", again / a.step_count, "ns"),
                 Evidence("peak reserved", reserved, "bytes"),
-                Evidence("peak reserved, share of capacity", full, "share", self.max_reserved),
+                Evidence("peak reserved, share of capacity", full, "share",
+                         *self.limit("max_reserved")),
             ],
             where=self._where(a),
-            fix=(
-                "Turn checkpointing off, or checkpoint only every second block, and look at the "
-                "peak; or keep the cheap outputs and recompute only what is large (selective "
-                "checkpointing)."
-            ),
-            code=(
-                "for i, block in enumerate(self.blocks):\n"
-                "    if self.training and i % 2 == 0:      # was: every block\n"
-                "        x = checkpoint(block, x, use_reentrant=False)\n"
-                "    else:\n"
-                "        x = block(x)\n"
-                "# Hugging Face: model.gradient_checkpointing_disable()"
-            ),
-            check="torch.cuda.max_memory_reserved() stays below 90 %, and the step is shorter.",
             edits=[
                 Edit(op="remove", select=select)
                 if factor is None
                 else Edit(op="scale", select=select, factor=factor)
             ],
-            confidence=0.75,
-            assumptions=["the activations that are kept instead fit into the free memory"],
-            falsified_by="a larger peak in another phase (evaluation, longer sequences)",
         )  # fmt: skip
 
     def _select(self, a: Analysis) -> tuple[Select, float | None]:
@@ -160,12 +177,12 @@ class RecomputeWithFreeMemory(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Memory is needed; memory is not recorded; only a small part is recomputed."""
         return {
-            "memory is full": _step(78_000_000_000),
-            "memory is not recorded": _step(None),
-            "one small block": _step(40_000_000_000, us=100),
+            "memory is full": (_step(78_000_000_000), "max_reserved"),
+            "memory is not recorded": (_step(None), "reserved is None"),
+            "one small block": (_step(40_000_000_000, us=100), "min_share"),
         }
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
-from advisor.model import Edit, Evidence, Finding, Good, Location, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, Good, Location, Outcome, Rule, Select, Threshold
 from advisor.rules.kernel import facts
+from advisor.rules.sources import FOREACH, OURS
 from advisor.select import under_names
 from advisor.testing import TraceBuilder
 
@@ -39,7 +41,13 @@ class SingleTensorOptimizer(Rule):
     id = "single-tensor-optimizer"
     title = "The optimizer updates one parameter at a time"
     category = "optimizer"
-    validated = "synthetic"
+    levers = ("fused-optimizer",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "frames as PyTorch 2.13 records them; silent on Apex and foreach optimizers (A100, V100); "
         "never seen to fire"
@@ -49,16 +57,44 @@ class SingleTensorOptimizer(Rule):
         "https://dev-discuss.pytorch.org/t/torch-optim-happenings-more-ws-2023-h2/1775",
     )
 
-    min_kernels = 100  # a step: some tens of parameters times several kernels each
-    max_median_ns = 20_000  # longer kernels are bandwidth, not launches
-    min_share = 0.02  # of the step between first and last kernel of the optimizer
-    praise_share = 0.01  # of kernel time in the optimizer, from which it is worth saying
-    gap_factor = 0.15  # idle time that stays: foreach launches about a tenth as often
-    gap_best = 0.05
-    gap_worst = 0.4
-    kernel_factor = 0.5  # device time that stays: fewer passes over parameters and state
-    kernel_best = 0.25
-    kernel_worst = 1.0
+    min_kernels = Threshold(
+        100, "kernels a step: some tens of parameters times several kernels each", OURS
+    )
+    max_median_ns = Threshold(20_000, "ns: longer kernels are bandwidth, not launches", OURS)
+    min_share = Threshold(0.02, "of the step between first and last kernel of the optimizer", OURS)
+    praise_share = Threshold(
+        0.01, "of kernel time in the optimizer, from which it is worth saying", OURS
+    )
+    gap_factor = Threshold(
+        0.15, "idle time that stays: foreach launches about a tenth as often", FOREACH
+    )
+    gap_best = Threshold(0.05, "idle time that stays, at best", FOREACH)
+    gap_worst = Threshold(0.4, "idle time that stays, at worst", FOREACH)
+    kernel_factor = Threshold(
+        0.5, "device time that stays: fewer passes over parameters and state", FOREACH
+    )
+    kernel_best = Threshold(0.25, "device time that stays, at best", FOREACH)
+    kernel_worst = Threshold(1.0, "device time that stays, at worst", FOREACH)
+
+    fix = (
+        "Use the fused implementation (one kernel for tens of tensors, one pass over "
+        "parameters and state), or foreach where there is none; for an optimizer written "
+        "by hand use torch._foreach_… operators or compile its step."
+    )
+    verify = "Profile again: multi_tensor_apply or fused kernels inside Optimizer.step."
+    falsified_by = "parameters that are sparse, complex or on different devices"
+
+    code = (
+        "optimizer = torch.optim.{optimizer}(model.parameters(), lr=lr, fused=True)\n"
+        "# or foreach=True; remove foreach=False and differentiable=True\n"
+        "# by hand: torch.compile(optimizer.step)"
+    )
+    assumptions = (
+        "{gap_factor:.0%} of the idle time and {kernel_factor:.0%} of the kernel time stay with "
+        "a fused implementation",
+    )
+    confidence = 0.9
+    cases: ClassVar = {"told by the kernels alone": {"confidence": 0.75}}
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Kernels launched inside the optimizer's step."""
@@ -93,8 +129,6 @@ class SingleTensorOptimizer(Rule):
             return
         where, optimizer, told = self._where(a)
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{optimizer}.step launches {a_step:.0f} kernels a step, of "
                 f"{np.median(dur) / 1e3:.1f} µs each; with the gaps between them it takes "
@@ -102,24 +136,14 @@ class SingleTensorOptimizer(Rule):
             ),
             evidence=[
                 Evidence("kernels inside Optimizer.step, a step", a_step, "count",
-                         self.min_kernels, "a foreach step launches some tens"),
-                Evidence("median kernel", float(np.median(dur)), "ns", self.max_median_ns),
+                         *self.limit("min_kernels")),
+                Evidence("median kernel", float(np.median(dur)), "ns",
+                         *self.limit("max_median_ns")),
                 Evidence("kernels on many tensors", 0, "count"),
                 Evidence("device idle inside Optimizer.step, a step", idle / a.step_count, "ns"),
-                Evidence("optimizer, share of the step", share, "share", self.min_share),
+                Evidence("optimizer, share of the step", share, "share", *self.limit("min_share")),
             ],
             where=where,
-            fix=(
-                "Use the fused implementation (one kernel for tens of tensors, one pass over "
-                "parameters and state), or foreach where there is none; for an optimizer written "
-                "by hand use torch._foreach_… operators or compile its step."
-            ),
-            code=(
-                f"optimizer = torch.optim.{optimizer}(model.parameters(), lr=lr, fused=True)\n"
-                "# or foreach=True; remove foreach=False and differentiable=True\n"
-                "# by hand: torch.compile(optimizer.step)"
-            ),
-            check="Profile again: multi_tensor_apply or fused kernels inside Optimizer.step.",
             edits=[
                 Edit(
                     op="scale",
@@ -136,13 +160,9 @@ class SingleTensorOptimizer(Rule):
                     factor_high=self.kernel_worst,
                 ),
             ],
-            confidence=0.9 if told else 0.75,
             confidence_notes=[] if told else ["told by kernels alone: no Python stacks"],
-            assumptions=[
-                f"{self.gap_factor:.0%} of the idle time and {self.kernel_factor:.0%} of the "
-                "kernel time stay with a fused implementation"
-            ],
-            falsified_by="parameters that are sparse, complex or on different devices",
+            code=self.code.format(optimizer=optimizer),
+            **({} if told else self.case("told by the kernels alone")),
         )  # fmt: skip
 
     def _where(self, a: Analysis) -> tuple[list[Location], str, bool]:
@@ -175,13 +195,13 @@ class SingleTensorOptimizer(Rule):
         return {"without stacks": _step("loop"), "with stacks": _step("loop", stacks=True)}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Foreach, fused, Apex; a few large parameters; small kernels outside the optimizer."""
         return {
-            "foreach": _step("foreach"),
-            "fused": _step("fused"),
-            "a few large parameters": _step("large"),
-            "small kernels elsewhere": _step("elsewhere"),
+            "foreach": (_step("foreach"), "many.any()"),
+            "fused": (_step("fused"), "many.any()"),
+            "a few large parameters": (_step("large"), "a_step < self.min_kernels"),
+            "small kernels elsewhere": (_step("elsewhere"), "many.any()"),
         }
 
 

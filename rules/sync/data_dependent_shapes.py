@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import polars as pl
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import counted, of_step, per, total
+from advisor.model import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import of_step, per, total
+from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import causes, edit, held_by, where
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 _OPS = (
     r"^aten::(?:nonzero\w*|argwhere|where|\w*unique\w*|masked_select|masked_scatter_?|index"
@@ -34,13 +36,35 @@ class DataDependentShapes(Rule):
     id = "data-dependent-shapes"
     title = "Sizes that depend on values make the device wait"
     category = "sync"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nonzero.html",
         "https://pytorch.org/docs/stable/generated/torch.repeat_interleave.html",
     )
 
-    min_share = 0.01  # of the step, lost to bubbles; a proposal of the rule catalogue
+    min_share = Threshold(0.01, "of the step, lost to bubbles", ENGINE_FLOOR)
+
+    fix = (
+        "Keep sizes fixed: select with torch.where(mask, a, b) or multiply by the mask "
+        "instead of indexing with it, pass output_size to repeat_interleave, use "
+        "torch.nonzero_static(size=…) or topk with a fixed k, and compute index lists that "
+        "do not depend on the device's results on the host beforehand."
+    )
+    code = (
+        "# instead of  mean = per_token[mask].mean()\n"
+        "mean = (per_token * mask).sum() / mask.sum()\n"
+        "# instead of  idx = mask.nonzero()\n"
+        "idx = torch.nonzero_static(mask, size=max_count, fill_value=0)"
+    )
+    verify = "Profile again: no synchronisation inside these operators is left."
+    falsified_by = "a run with fixed sizes whose device idles as long at the same place"
+    assumptions = ("the result with fixed sizes does the same, at no more device time",)
+    confidence = 0.85
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sum the bubbles after these operators."""
@@ -53,8 +77,6 @@ class DataDependentShapes(Rule):
         count = int((held.lost > 0).sum())
         per_step = held.total / a.step_count
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, held.total)} the device idles after "
                 f"{counted(max(1, round(count / a.step_count)), 'operator')}{per(a)} whose output "
@@ -62,7 +84,7 @@ class DataDependentShapes(Rule):
             ),
             evidence=[
                 Evidence(f"device idle after them{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence(f"waits that left a bubble{per(a)}", count / a.step_count, "count"),
                 Evidence(
                     f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
@@ -70,23 +92,7 @@ class DataDependentShapes(Rule):
                 Evidence("by cause", causes(held)),
             ],
             where=where(a, held),
-            fix=(
-                "Keep sizes fixed: select with torch.where(mask, a, b) or multiply by the mask "
-                "instead of indexing with it, pass output_size to repeat_interleave, use "
-                "torch.nonzero_static(size=…) or topk with a fixed k, and compute index lists that "
-                "do not depend on the device's results on the host beforehand."
-            ),
-            code=(
-                "# instead of  loss = per_token[mask].mean()\n"
-                "loss = (per_token * mask).sum() / mask.sum()\n"
-                "# instead of  idx = mask.nonzero()\n"
-                "idx = torch.nonzero_static(mask, size=max_count, fill_value=0)"
-            ),
-            check="Profile again: no synchronisation inside these operators is left.",
             edits=[edit(a, held, Select(on="host", kind=("runtime",), under=_OPS))],
-            confidence=0.85,
-            assumptions=["the result with fixed sizes does the same, at no more device time"],
-            falsified_by="a run with fixed sizes whose device idles as long at the same place",
         )
 
     @staticmethod
@@ -101,7 +107,7 @@ class DataDependentShapes(Rule):
         return {"boolean indexing": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Indexing with integers, which does not wait; nonzero of a host tensor; ``.item()``."""
         integers, host, item = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -120,7 +126,11 @@ class DataDependentShapes(Rule):
                 _kernels(item, 6)
                 item.item()
                 item.host(400)
-        return {"integer indices": integers, "a host tensor": host, "item": item}
+        return {
+            "integer indices": (integers, "a.syncs.is_empty()"),
+            "a host tensor": (host, "a.syncs.is_empty()"),
+            "item": (item, "share < self.min_share"),
+        }
 
 
 def _kernels(b: TraceBuilder, count: int) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import polars as pl
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import counted, of_step, per, total
+from advisor.model import Advice, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import of_step, per, total
+from advisor.rules.elsewhere import NO_READS, in_any_language
+from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import causes, edit, held_by, where
 from advisor.testing import TraceBuilder
+from advisor.text import counted
+from advisor.trace import JAX, TENSORFLOW
 
 _CALLS = r"^torch\.cuda\.(?:synchronize|Stream\.synchronize|Event\.synchronize)$"
 
@@ -31,13 +36,47 @@ class ExplicitSynchronize(Rule):
     id = "explicit-synchronize"
     title = "synchronize() inside the step makes the device wait"
     category = "sync"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution",
         "https://pytorch.org/docs/stable/generated/torch.cuda.Event.html",
     )
 
-    min_share = 0.01  # of the step, lost to bubbles; a proposal of the rule catalogue
+    min_share = Threshold(0.01, "of the step, lost to bubbles", ENGINE_FLOOR)
+
+    fix = (
+        "Remove it: the device runs work of one stream in order anyway, and streams wait "
+        "for each other with wait_event or wait_stream without the host. To time a step, "
+        "record events and read them some steps later."
+    )
+    code = (
+        "start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
+        "start.record()\n"
+        "train_step(batch)\n"
+        "end.record()                     # does not stop the host\n"
+        "...                              # a few steps later\n"
+        "print(start.elapsed_time(end))   # ms"
+    )
+    verify = "Profile again: the call is gone, and the idle time after it."
+    falsified_by = "a run without the call whose device idles as long at the same place"
+    assumptions = ("no host code reads results of the device right after it",)
+    confidence = 0.85
+
+    elsewhere: ClassVar = {
+        **in_any_language(
+            "Wait only for what is needed, where it is needed: order work of several streams by "
+            "events, and let the host wait once, for the result.",
+            cuda="cudaStreamWaitEvent in place of cudaDeviceSynchronize between kernels.",
+            code="cudaEventRecord(done, producer);\ncudaStreamWaitEvent(consumer, done, 0);",
+        ),
+        TENSORFLOW: Advice("Do not wait for the device inside the loop. " + NO_READS),
+        JAX: Advice("Call block_until_ready() outside of the loop only. " + NO_READS),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sum the bubbles after explicit waits."""
@@ -50,8 +89,6 @@ class ExplicitSynchronize(Rule):
         count = int((held.lost > 0).sum())
         per_step = held.total / a.step_count
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, held.total)} the device idles after "
                 f"{counted(max(1, round(count / a.step_count)), 'explicit wait')}{per(a)}, until "
@@ -59,7 +96,7 @@ class ExplicitSynchronize(Rule):
             ),
             evidence=[
                 Evidence(f"device idle after them{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence(f"waits that left a bubble{per(a)}", count / a.step_count, "count"),
                 Evidence(
                     f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
@@ -67,20 +104,6 @@ class ExplicitSynchronize(Rule):
                 Evidence("by call", causes(held)),
             ],
             where=where(a, held),
-            fix=(
-                "Remove it: the device runs work of one stream in order anyway, and streams wait "
-                "for each other with wait_event or wait_stream without the host. To time a step, "
-                "record events and read them some steps later."
-            ),
-            code=(
-                "start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
-                "start.record()\n"
-                "train_step(batch)\n"
-                "end.record()                     # does not stop the host\n"
-                "...                              # a few steps later\n"
-                "print(start.elapsed_time(end))   # ms"
-            ),
-            check="Profile again: the call is gone, and the idle time after it.",
             edits=[
                 edit(
                     a,
@@ -90,9 +113,6 @@ class ExplicitSynchronize(Rule):
                     Select(on="host", call=("sync_device", "sync_event", "sync_stream")),
                 )
             ],
-            confidence=0.85,
-            assumptions=["no host code reads results of the device right after it"],
-            falsified_by="a run without the call whose device idles as long at the same place",
         )
 
     @staticmethod
@@ -107,7 +127,7 @@ class ExplicitSynchronize(Rule):
         return {"synchronize every step": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """The profiler's own; one that finds the work done; one hidden by another stream."""
         own, done, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -125,7 +145,11 @@ class ExplicitSynchronize(Rule):
                 hidden.sync("cudaStreamSynchronize", stream=7)
                 hidden.host(1000)
         own.sync()
-        return {"the profiler's": own, "nothing to wait for": done, "another stream": hidden}
+        return {
+            "the profiler's": (own, "share < self.min_share"),
+            "nothing to wait for": (done, "share < self.min_share"),
+            "another stream": (hidden, "share < self.min_share"),
+        }
 
 
 def _kernels(b: TraceBuilder, count: int) -> None:

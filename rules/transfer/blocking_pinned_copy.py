@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import polars as pl
 
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import counted, of_step, per, total
+from advisor.model import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import of_step, per, total
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import edit, held_by, where
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 
 class BlockingPinnedCopy(Rule):
@@ -26,10 +30,36 @@ class BlockingPinnedCopy(Rule):
     id = "blocking-pinned-copy"
     title = "The host waits for copies that are pinned already"
     category = "transfer"
-    validated = "synthetic"
+    levers = ("loader-pinning",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     references = ("https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",)
 
-    min_share = 0.01  # of the step, lost to bubbles; a proposal of the rule catalogue
+    min_share = Threshold(0.01, "of the step, lost to bubbles", ENGINE_FLOOR)
+
+    fix = (
+        "Copy with non_blocking=True. Work on the same stream sees the data in order; only "
+        "the pinned source must not be overwritten before the copy has ended, which a "
+        "DataLoader with pin_memory=True takes care of."
+    )
+    code = "batch = batch.to(device, non_blocking=True)"
+    verify = "Profile again: no cudaStreamSynchronize is left in the copy's operator."
+    falsified_by = "a run with non_blocking=True whose device idles as long"
+    assumptions = ("the source buffer is not reused before the copy has ended",)
+    confidence = 0.9
+
+    elsewhere: ClassVar = in_any_language(
+        "Copy asynchronously, on a stream: the memory is pinned already.",
+        cuda="cudaMemcpyAsync in place of cudaMemcpy; wait with an event where the result is "
+        "needed.",
+        code="cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, copies);\n"
+        "cudaEventRecord(arrived, copies);\n"
+        "cudaStreamWaitEvent(compute, arrived, 0);   // the device waits, the host does not",
+    )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sum the bubbles after blocking copies from pinned memory."""
@@ -44,8 +74,6 @@ class BlockingPinnedCopy(Rule):
         count = max(1, round(held.table.height / a.step_count))
         moved = total(a.trace.gpu["bytes"].gather(held.table["copy"]))
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, held.total)} the device idles after "
                 f"{counted(count, 'copy')}{per(a)} that the host waited for, although the source "
@@ -53,7 +81,7 @@ class BlockingPinnedCopy(Rule):
             ),
             evidence=[
                 Evidence(f"device idle after them{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence(f"such copies{per(a)}", held.table.height / a.step_count, "count"),
                 Evidence(
                     f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
@@ -61,13 +89,6 @@ class BlockingPinnedCopy(Rule):
                 Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
             ],
             where=where(a, held),
-            fix=(
-                "Copy with non_blocking=True. Work on the same stream sees the data in order; only "
-                "the pinned source must not be overwritten before the copy has ended, which a "
-                "DataLoader with pin_memory=True takes care of."
-            ),
-            code="batch = batch.to(device, non_blocking=True)",
-            check="Profile again: no cudaStreamSynchronize is left in the copy's operator.",
             edits=[
                 edit(
                     a,
@@ -78,9 +99,6 @@ class BlockingPinnedCopy(Rule):
                     Select(on="host", call=("memcpy_blocking",)),
                 )
             ],
-            confidence=0.9,
-            assumptions=["the source buffer is not reused before the copy has ended"],
-            falsified_by="a run with non_blocking=True whose device idles as long",
         )
 
     @staticmethod
@@ -96,7 +114,7 @@ class BlockingPinnedCopy(Rule):
         return {"to(device) of a pinned batch": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """With ``non_blocking=True``; from pageable memory; a wait that leaves no bubble."""
         free, pageable, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -114,7 +132,11 @@ class BlockingPinnedCopy(Rule):
                 _train(hidden)
                 with hidden.op("aten::to"), hidden.op("aten::_to_copy"):
                     hidden.copy("HtoD", 24 << 20, blocking=True, stream=13)
-        return {"non_blocking": free, "pageable": pageable, "behind a full queue": hidden}
+        return {
+            "non_blocking": (free, "a.syncs.is_empty()"),
+            "pageable": (pageable, "share < self.min_share"),
+            "behind a full queue": (hidden, "share < self.min_share"),
+        }
 
 
 def _train(b: TraceBuilder) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.intervals import intersect
-from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select
+from advisor.model import Advice, Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
 from advisor.rules.common import column, duration, of_step, per, places, rows, size
+from advisor.rules.elsewhere import JAX_AHEAD, in_any_language
+from advisor.rules.sources import OURS, TRACELENS
 from advisor.testing import TraceBuilder
+from advisor.trace import JAX, TENSORFLOW
 
 DIRECTIONS = ("HtoD", "DtoH")
 
@@ -26,14 +30,19 @@ class CopiesNotOverlapped(Rule):
     out: they cannot run on their own (see pageable-copies). Copies within the device are too.
 
     Where most of the copy time is hidden already the rule is silent: a prefetch on its own stream
-    works, and what still shows is what compute is missing for (public A100 training trace: 144
-    copies on their own stream, 68 % hidden).
+    works, and what still shows is what compute is missing for.
     """
 
     id = "copies-not-overlapped"
     title = "Copies are not overlapped with compute"
     category = "transfer"
-    validated = "real traces"
+    levers = ("loader-pinning",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "silent where it should be: A100 and V100 training prefetch on a stream of their own and "
         "hide 68 and 80 % of their copies"
@@ -43,8 +52,58 @@ class CopiesNotOverlapped(Rule):
         "https://pytorch.org/docs/stable/notes/cuda.html#cuda-streams",
     )
 
-    min_share = 0.02  # of the step, exposed; a proposal of the rule catalogue (TraceLens: 5 %)
-    max_overlap = 0.5  # share hidden from which the copies count as overlapped; catalogue
+    min_share = Threshold(
+        0.02,
+        "of the step, exposed: above the noise, below the 5 % from which TraceLens flags copies",
+        TRACELENS,
+    )
+    max_overlap = Threshold(0.5, "share hidden from which the copies count as overlapped", OURS)
+
+    fix = (
+        "Copy the next batch on a stream of its own while this step computes, and let the "
+        "compute stream wait for it. Send less: uint8 images, and normalise on the device."
+    )
+    code = (
+        "copies = torch.cuda.Stream()\n"
+        "def prefetch(batch):\n"
+        "    with torch.cuda.stream(copies):\n"
+        "        return [t.to(device, non_blocking=True) for t in batch]\n"
+        "ready = prefetch(next(batches))\n"
+        "for following in batches:\n"
+        "    torch.cuda.current_stream().wait_stream(copies)\n"
+        "    current, ready = ready, prefetch(following)\n"
+        "    for t in current:\n"
+        "        t.record_stream(torch.cuda.current_stream())\n"
+        "    train_step(*current)"
+    )
+    verify = "Profile again: the copies lie under kernels, on another stream."
+    falsified_by = "the same step time when the loop reuses one batch on the device"
+    assumptions = (
+        "the next batch is known while this step runs",
+        "memory for one more batch",
+    )
+    confidence = 0.8
+
+    elsewhere: ClassVar = {
+        **in_any_language(
+            "Copy the next piece while the device computes on this one: two buffers, pinned host "
+            "memory, and a stream for the copies; and leave on the device what is needed there "
+            "again.",
+            cuda="cudaMemcpyAsync on a stream of its own, cudaEventRecord and cudaStreamWaitEvent "
+            "between the streams.",
+            code="cudaMemcpyAsync(buffer[next], host + next * n, piece,\n"
+            "                cudaMemcpyHostToDevice, copies);\n"
+            "cudaEventRecord(arrived[next], copies);\n"
+            "kernel<<<grid, block, 0, compute>>>(buffer[now], n);\n"
+            "cudaStreamWaitEvent(compute, arrived[next], 0);",
+            verify="Profile again: copies lie beside kernels.",
+        ),
+        TENSORFLOW: Advice(
+            "Let tf.data bring batches to the device ahead of the step.",
+            'dataset.apply(tf.data.experimental.prefetch_to_device("/GPU:0"))',
+        ),
+        JAX: Advice("Bring batches to the device ahead of the step.", JAX_AHEAD),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare exposed copy time with the step and with all copy time."""
@@ -71,8 +130,6 @@ class CopiesNotOverlapped(Rule):
         on_compute = int(same["exposed"].sum()) / max(1, int(copies["exposed"].sum()))
         moved = int(copies["bytes"].sum())
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, exposed)} the device only "
                 f"copies ({size(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy time hidden)"
@@ -80,8 +137,8 @@ class CopiesNotOverlapped(Rule):
             ),
             evidence=[
                 Evidence(f"exposed copies{per(a)}", exposed / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "rule catalogue"),
-                Evidence("hidden under compute", overlap, "share", self.max_overlap, "catalogue"),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                Evidence("hidden under compute", overlap, "share", *self.limit("max_overlap")),
                 Evidence("exposed on the compute stream", on_compute, "share"),
                 Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
@@ -94,31 +151,7 @@ class CopiesNotOverlapped(Rule):
                 dur=column(copies, "dur"),
                 kernel=rows(copies["gpu"]),
             ),
-            fix=(
-                "Copy the next batch on a stream of its own while this step computes, and let the "
-                "compute stream wait for it. Send less: uint8 images, and normalise on the device."
-            ),
-            code=(
-                "copies = torch.cuda.Stream()\n"
-                "def prefetch(batch):\n"
-                "    with torch.cuda.stream(copies):\n"
-                "        return [t.to(device, non_blocking=True) for t in batch]\n"
-                "ready = prefetch(next(batches))\n"
-                "for following in batches:\n"
-                "    torch.cuda.current_stream().wait_stream(copies)\n"
-                "    current, ready = ready, prefetch(following)\n"
-                "    for t in current:\n"
-                "        t.record_stream(torch.cuda.current_stream())\n"
-                "    train_step(*current)"
-            ),
-            check="Profile again: the copies lie under kernels, on another stream.",
             edits=[Edit(op="overlap", select=select) for select in _groups(copies)],
-            confidence=0.8,
-            assumptions=[
-                "the next batch is known while this step runs",
-                "memory for one more batch",
-            ],
-            falsified_by="the same step time when the loop reuses one batch on the device",
         )
 
     @staticmethod
@@ -132,7 +165,7 @@ class CopiesNotOverlapped(Rule):
         return {"on the compute stream": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """On another stream under compute; small; from pageable memory; within the device."""
         ahead, small, pageable, within = (TraceBuilder() for _ in range(4))
         for _ in range(4):
@@ -151,10 +184,10 @@ class CopiesNotOverlapped(Rule):
                 within.copy("DtoD", 240 << 20)
                 _train(within)
         return {
-            "under compute": ahead,
-            "small": small,
-            "pageable": pageable,
-            "within the device": within,
+            "under compute": (ahead, "share < self.min_share"),
+            "small": (small, "min_share"),
+            "pageable": (pageable, "copies.is_empty()"),
+            "within the device": (within, "copies.is_empty()"),
         }
 
 

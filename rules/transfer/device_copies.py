@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -11,9 +12,13 @@ from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.stacks import nearest, parents
 from advisor.intervals import intersect
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import column, counted, of_step, per, places, rows, size
+from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import column, of_step, per, places, rows, size
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import TRACELENS
 from advisor.testing import TraceBuilder
+from advisor.text import counted
+from advisor.trace import JAX
 
 _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"
 
@@ -25,14 +30,20 @@ class DeviceCopies(Rule):
     Counted are copies by the copy engine or driver (``Memcpy DtoD``) that run under neither compute
     nor communication; copies by kernels are the subject of other rules. Two causes are told apart:
     copies at the border of compiled functions that replay CUDA graphs, whose inputs and outputs are
-    copied into and out of fixed buffers unless their addresses are known to stay (in a public V100
-    trace 402 copies into and 174 out of each pair of graphs, 11 % of the step), and all others.
+    copied into and out of fixed buffers unless their addresses are known to stay (nearly all copies
+    of a public V100 trace are of this kind), and all others.
     """
 
     id = "device-copies"
     title = "Device memory is copied around on the device"
     category = "transfer"
-    validated = "real traces"
+    found_in = ("traces/v100_train_copy_heavy",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+        "traces/h100_bert_small_inference",
+    )
     validated_on = (
         "v100_train_copy_heavy: 774 copies a step, 12 % of it, nearly all at the border of CUDA "
         "graphs; silent on A100 training (0.6 %) and b200_eager (0.9 %)"
@@ -42,7 +53,46 @@ class DeviceCopies(Rule):
         "https://pytorch.org/docs/stable/generated/torch.Tensor.contiguous.html",
     )
 
-    min_share = 0.05  # of the step; a proposal of the rule catalogue, as TraceLens for memcpy
+    min_share = Threshold(0.05, "of the step", TRACELENS)
+
+    verify = "Profile again: fewer 'Memcpy DtoD' rows, and less time in them."
+    falsified_by = "a version without the copies that computes something else"
+    assumptions = ("the copies are not needed for correctness (aliasing, in-place updates)",)
+
+    fix = (
+        "Keep tensors where and as they are: write results into views of one buffer "
+        "instead of concatenating, drop clones nobody changes, use the layout the next "
+        "operator wants from the start, update in place."
+    )
+    code = (
+        "out = torch.empty(n, 2 * d, device=device)\n"
+        "torch.mm(x, w1, out=out[:, :d])\n"
+        "torch.mm(x, w2, out=out[:, d:])             # instead of torch.cat([a, b], dim=1)"
+    )
+    confidence = 0.6
+    cases: ClassVar = {
+        "at the border of CUDA graphs": {
+            "fix": "Let the graphs use tensors where they are: with CUDA graph trees (PyTorch 2.1 "
+            'and later, the default of mode="reduce-overhead") parameters and outputs that stay '
+            "at one address are not copied; mark other inputs that stay, and compile a larger "
+            "region so that fewer tensors cross its border.",
+            "code": "torch._dynamo.mark_static_address(buffer)   # an input that never moves\n"
+            'step = torch.compile(train_step, mode="reduce-overhead")   # one border',
+            "confidence": 0.75,
+        }
+    }
+
+    elsewhere: ClassVar = {
+        **in_any_language(
+            "Let kernels read their input where it lies, and write to where it is needed: pass "
+            "pointers, offsets and strides instead of copying to a new buffer; swap two buffers "
+            "instead of copying one to the other."
+        ),
+        JAX: Advice(
+            "Donate what a step replaces, so that XLA writes the new state over the old one.",
+            "train_step = jax.jit(train_step, donate_argnums=(0,))",
+        ),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare exposed copies within the device with the step."""
@@ -61,8 +111,6 @@ class DeviceCopies(Rule):
         moved = int(copies["bytes"].sum())
         per_step = max(1, round(copies.height / a.step_count))
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, exposed)} the device does "
                 f"nothing but copy its own memory: {counted(per_step, 'copy')} of "
@@ -71,7 +119,7 @@ class DeviceCopies(Rule):
             ),
             evidence=[
                 Evidence(f"exposed copies within the device{per(a)}", exposed / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", self.min_share, "TraceLens"),
+                Evidence("share of the step", share, "share", *self.limit("min_share")),
                 Evidence(f"copies{per(a)}", copies.height / a.step_count, "count"),
                 Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
                 Evidence(f"inside compiled functions{per(a)}", border / a.step_count, "ns"),
@@ -85,29 +133,8 @@ class DeviceCopies(Rule):
                 dur=column(copies, "dur"),
                 kernel=rows(copies["gpu"]),
             ),
-            fix=(
-                "Let the graphs use tensors where they are: with CUDA graph trees (PyTorch 2.1 and "
-                'later, the default of mode="reduce-overhead") parameters and outputs that stay '
-                "at one address are not copied; mark other inputs that stay, and compile a larger "
-                "region so that fewer tensors cross its border."
-                if of_graphs
-                else "Keep tensors where and as they are: write results into views of one buffer "
-                "instead of concatenating, drop clones nobody changes, use the layout the next "
-                "operator wants from the start, update in place."
-            ),
-            code=(
-                "torch._dynamo.mark_static_address(buffer)   # an input that never moves\n"
-                'step = torch.compile(train_step, mode="reduce-overhead")   # one border'
-                if of_graphs
-                else "out = torch.empty(n, 2 * d, device=device)\n"
-                "torch.mm(x, w1, out=out[:, :d])\n"
-                "torch.mm(x, w2, out=out[:, d:])             # instead of torch.cat([a, b], dim=1)"
-            ),
-            check="Profile again: fewer 'Memcpy DtoD' rows, and less time in them.",
             edits=[Edit(op="remove", select=Select(on="gpu", kind=("memcpy",), copy=("DtoD",)))],
-            confidence=0.75 if of_graphs else 0.6,
-            assumptions=["the copies are not needed for correctness (aliasing, in-place updates)"],
-            falsified_by="a version without the copies that computes something else",
+            **(self.case("at the border of CUDA graphs") if of_graphs else {}),
         )
 
     @staticmethod
@@ -133,7 +160,7 @@ class DeviceCopies(Rule):
         return {"concatenations": cat, "into the buffers of a graph": graph}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Few copies; copies that compute hides; copies from the host."""
         few, hidden, host = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
@@ -148,7 +175,11 @@ class DeviceCopies(Rule):
             with host.step():
                 host.copy("HtoD", 64 << 20)
                 _train(host)
-        return {"few copies": few, "hidden": hidden, "from the host": host}
+        return {
+            "few copies": (few, "min_share"),
+            "hidden": (hidden, "share < self.min_share"),
+            "from the host": (host, "share < self.min_share"),
+        }
 
 
 def _train(b: TraceBuilder) -> None:

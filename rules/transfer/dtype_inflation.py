@@ -12,8 +12,9 @@ from advisor.analysis.names import matches
 from advisor.analysis.shapes import OpInputs
 from advisor.analysis.stacks import climb, parents
 from advisor.analysis.steps import step_of
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
 from advisor.rules.common import column, of_step, per, places, rows, size, total
+from advisor.rules.sources import OURS, PAGEABLE_64K, TRACELENS
 from advisor.testing import TraceBuilder
 
 _CONVERT = r"^aten::(?:copy_|div)$"
@@ -39,7 +40,12 @@ class DtypeInflation(Rule):
     id = "dtype-inflation"
     title = "8-bit data is sent to the device as floats"
     category = "transfer"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     validated_on = (
         "operators and types as PyTorch 2.13 records a conversion on the CPU; silent on two_ranks "
         "and b200_eager, which hold 8-bit tensors on the device; never seen to fire"
@@ -49,10 +55,30 @@ class DtypeInflation(Rule):
         "https://pytorch.org/vision/stable/transforms.html",
     )
 
-    min_share = 0.005  # of the step, exposed in these copies; rule catalogue
-    min_bytes = 65536  # smaller copies cost their latency, whatever their type
-    min_steps_share = 0.5  # of the steps must show it
-    worth_asking = 0.05  # exposed copies below this share of the step need no shapes
+    min_share = Threshold(
+        0.005, "of the step, exposed in these copies; three quarters of it are saved", OURS
+    )
+    min_bytes = Threshold(
+        65536, "bytes: smaller copies cost their latency, whatever their type", PAGEABLE_64K
+    )
+    min_steps_share = Threshold(0.5, "of the steps must show it", OURS)
+    worth_asking = Threshold(
+        0.05, "of the step: exposed copies below this share need no shapes", TRACELENS
+    )
+
+    fix = (
+        "Send the bytes and convert on the device: keep uint8 in the dataset (PILToTensor "
+        "instead of ToTensor), and do the division and the normalisation on the GPU, with "
+        "mean and std as tensors there."
+    )
+    code = (
+        "x = x.to(device, non_blocking=True)            # uint8: a quarter of the bytes\n"
+        "x = x.to(torch.float32).div_(255).sub_(mean).div_(std)   # on the device"
+    )
+    verify = "Profile again: the copy to the device has a quarter of the bytes."
+    falsified_by = "augmentation on the host that works on floats"
+    assumptions = ("nothing on the host needs the floats",)
+    confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Match conversions on the host with copies of their result."""
@@ -87,16 +113,13 @@ class DtypeInflation(Rule):
         needed = int((found["bytes"] // found["width"]).sum())
         ids = a.trace.gpu["correlation"].gather(found["gpu"]).drop_nulls().unique().sort()
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{of_step(a, cost)} goes to copies of {size(moved / a.step_count)} of floats that "
                 f"were {size(needed / a.step_count)} of bytes before the host converted them."
             ),
             evidence=[
                 Evidence(f"copy time that nothing hides{per(a)}", cost / a.step_count, "ns"),
-                Evidence("share of the step", cost / a.span_ns, "share", self.min_share,
-                         "rule catalogue"),
+                Evidence("share of the step", cost / a.span_ns, "share", *self.limit("min_share")),
                 Evidence(f"bytes sent{per(a)}", moved / a.step_count, "bytes"),
                 Evidence(f"bytes before the conversion{per(a)}", needed / a.step_count, "bytes"),
                 Evidence("steps that show it", steps, "count"),
@@ -104,16 +127,6 @@ class DtypeInflation(Rule):
             where=places(a, rows(found["made"]), column(found, "exposed"),
                          ts=column(found, "ts"), dur=column(found, "dur"),
                          kernel=rows(found["gpu"])),
-            fix=(
-                "Send the bytes and convert on the device: keep uint8 in the dataset (PILToTensor "
-                "instead of ToTensor), and do the division and the normalisation on the GPU, with "
-                "mean and std as tensors there."
-            ),
-            code=(
-                "x = x.to(device, non_blocking=True)            # uint8: a quarter of the bytes\n"
-                "x = x.to(torch.float32).div_(255).sub_(mean).div_(std)   # on the device"
-            ),
-            check="Profile again: the copy to the device has a quarter of the bytes.",
             edits=[
                 Edit(
                     op="scale",
@@ -122,9 +135,6 @@ class DtypeInflation(Rule):
                     factor=needed / moved,
                 )
             ],
-            confidence=0.8,
-            assumptions=["nothing on the host needs the floats"],
-            falsified_by="augmentation on the host that works on floats",
         )  # fmt: skip
 
     @staticmethod
@@ -187,15 +197,24 @@ class DtypeInflation(Rule):
         }
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Bytes are sent, converted on the device; hidden; floats all along; another size."""
         return {
-            "bytes are sent": _training("device"),
-            "hidden under compute": _training("copy_", stream=13),
-            "floats from the start": _training("none"),
-            "only a small mask is converted": _training("mask"),
-            "two copies, one conversion": _training("copy_", more=1),
-            "shapes are not recorded": _training("copy_", shapes=False),
+            "bytes are sent": (_training("device"), "steps < self.min_steps_share * a.step_count"),
+            "hidden under compute": (_training("copy_", stream=13), "not exposed"),
+            "floats from the start": (_training("none"), "a.trace.inputs.is_empty()"),
+            "only a small mask is converted": (
+                _training("mask"),
+                "steps < self.min_steps_share * a.step_count",
+            ),
+            "two copies, one conversion": (
+                _training("copy_", more=1),
+                "steps < self.min_steps_share * a.step_count",
+            ),
+            "shapes are not recorded": (
+                _training("copy_", shapes=False),
+                "a.trace.inputs.is_empty()",
+            ),
         }
 
 

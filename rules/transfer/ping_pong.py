@@ -10,9 +10,11 @@ import polars as pl
 from advisor.analysis import Analysis
 from advisor.analysis.names import map_names, matches
 from advisor.analysis.stacks import climb, frame_rank, parents
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
-from advisor.rules.common import counted, of_step, places, rows, size, total
+from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.rules.common import of_step, places, rows, size, total
+from advisor.rules.sources import ENGINE_FLOOR, OURS
 from advisor.testing import TraceBuilder
+from advisor.text import counted
 
 _DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"
 MAX_CORRELATIONS = 500
@@ -38,14 +40,39 @@ class PingPong(Rule):
     id = "ping-pong"
     title = "Data makes a round trip through the host"
     category = "transfer"
-    validated = "synthetic"
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/b200_eager",
+    )
     references = (
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization",
     )
 
-    min_steps = 3  # with such a pair; rule catalogue
-    min_bytes = 4096  # single values that are read and written have other causes
-    worth_asking = 0.01  # exposed copies below this share of the step need no stacks
+    min_steps = Threshold(3, "steps with such a pair", OURS)
+    min_bytes = Threshold(
+        4096, "bytes: single values that are read and written have other causes", OURS
+    )
+    worth_asking = Threshold(
+        0.01, "of the step: exposed copies below this share need no stacks", ENGINE_FLOOR
+    )
+
+    fix = (
+        "Do on the device what happens between the two copies: torch has counterparts of "
+        "most of NumPy (sort, unique, randperm, topk, scatter), CuPy and torchvision.ops "
+        "share memory with torch tensors without a copy."
+    )
+    code = (
+        "# before: torch.from_numpy(np.argsort(x.cpu().numpy())).to(device)\n"
+        "order = torch.argsort(x)\n"
+        "# a CUDA array of another library, without a copy\n"
+        "y = torch.from_dlpack(cupy_array)"
+    )
+    verify = "Profile again: no Memcpy DtoH followed by a Memcpy HtoD of the same size."
+    falsified_by = "a function that reads one thing and uploads another of the same size"
+    assumptions = ("what happens in between can be done on the device, in little time",)
+    confidence = 0.7
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Pair copies to the host with copies back, by the run of the function that made them."""
@@ -78,8 +105,6 @@ class PingPong(Rule):
         rate = table.height / a.step_count
         cost = total(both["exposed"])
         yield Finding(
-            rule=self.id,
-            title=self.title,
             summary=(
                 f"{counted(max(1, round(rate)), 'time')} a step the same function copies data to "
                 f"the host and as many bytes back ({size(total(table['bytes']) / table.height)}): "
@@ -89,7 +114,7 @@ class PingPong(Rule):
             evidence=[
                 Evidence("round trips a step", rate, "count"),
                 Evidence("steps with a round trip", table["step"].n_unique(), "count",
-                         self.min_steps, "rule catalogue"),
+                         *self.limit("min_steps")),
                 Evidence("bytes to the host a step", total(table["bytes"]) / a.step_count,
                          "bytes"),
                 Evidence("copy time that nothing hides a step", cost / a.step_count, "ns"),
@@ -99,18 +124,6 @@ class PingPong(Rule):
             where=places(a, rows(table["launch"]), table["bytes"].to_numpy(),
                          ts=table["ts"].to_numpy(), dur=table["dur"].to_numpy(),
                          kernel=rows(table["gpu"])),
-            fix=(
-                "Do on the device what happens between the two copies: torch has counterparts of "
-                "most of NumPy (sort, unique, randperm, topk, scatter), CuPy and torchvision.ops "
-                "share memory with torch tensors without a copy."
-            ),
-            code=(
-                "# before: torch.from_numpy(np.argsort(x.cpu().numpy())).to(device)\n"
-                "order = torch.argsort(x)\n"
-                "# a CUDA array of another library, without a copy\n"
-                "y = torch.from_dlpack(cupy_array)"
-            ),
-            check="Profile again: no Memcpy DtoH followed by a Memcpy HtoD of the same size.",
             edits=[
                 Edit(op="remove", select=Select(on="gpu", kind=("memcpy",),
                                                 correlation=tuple(ids[:MAX_CORRELATIONS]))),
@@ -119,9 +132,6 @@ class PingPong(Rule):
                                       correlation=tuple(calls[:MAX_CORRELATIONS])))]
                   if len(calls) else []),
             ],
-            confidence=0.7,
-            assumptions=["what happens in between can be done on the device, in little time"],
-            falsified_by="a function that reads one thing and uploads another of the same size",
         )  # fmt: skip
 
     @staticmethod
@@ -142,7 +152,7 @@ class PingPong(Rule):
         good = (frame >= 0) & ~meant & (rank[np.maximum(frame, 0)] == 2)
         start = cpu["ts"].to_numpy()
         end = start + cpu["dur"].to_numpy()
-        steps = a.steps.table
+        steps = a.steps.marks  # frames are the host's
         begin = steps["ts"].gather(copies["step"]).to_numpy()
         finish = steps["end"].gather(copies["step"]).to_numpy()
         at = np.maximum(frame, 0)
@@ -173,8 +183,8 @@ class PingPong(Rule):
         return {"sorted on the CPU": b}
 
     @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
-        """The loop reads a result and sends a batch; offloading; other sizes; no stacks; once."""
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """The loop reads a result and sends a batch; offloading; other sizes; no stacks; twice."""
         loop, offload, library, sizes, plain, once = (TraceBuilder() for _ in range(6))
         with loop.python("train.py(5): main"):
             for _ in range(5):
@@ -200,15 +210,21 @@ class PingPong(Rule):
                 _round_trip(plain)
             with once.step(), once.python("train.py(10): train_step"):
                 _train(once)
-                if step == 2:
+                if step in (1, 3):
                     _round_trip(once)
         return {
-            "a result is read, then the next batch sent": loop,
-            "the optimizer lives on the host": offload,
-            "a library offloads": library,
-            "other sizes": sizes,
-            "no stacks": plain,
-            "one step only": once,
+            "a result is read, then the next batch sent": (
+                loop,
+                "table['step'].n_unique() < self.min_steps",
+            ),
+            "the optimizer lives on the host": (
+                offload,
+                "table['step'].n_unique() < self.min_steps",
+            ),
+            "a library offloads": (library, "table['step'].n_unique() < self.min_steps"),
+            "other sizes": (sizes, "copies.is_empty()"),
+            "no stacks": (plain, "not (a.trace.cpu['kind'] == 'python').any()"),
+            "two steps only": (once, "min_steps"),
         }
 
 

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from advisor import rundir
-from advisor.advice.engine import FAILED, run_rules
+from advisor.advice.execution import FAILED, run_rules
+from advisor.advice.measure import measure
+from advisor.advice.recorded import recorded_view
 from advisor.advice.registry import load_rules
-from advisor.advice.summary import measure, recorded_view
 from advisor.analysis import Analysis
 from advisor.rundir import Device, Event, Gpu, Host, Rank, RankRecord, Sample, Step
 from advisor.trace import blank_trace
@@ -26,49 +27,112 @@ PLAIN: Any = st.recursive(
     max_leaves=4,
 )
 STEPS = st.builds(
-    Step, n=WHOLE, t=WHOLE, dur=WHOLE,
+    Step,
+    n=WHOLE,
+    t=WHOLE,
+    dur=WHOLE,
     phases=st.dictionaries(st.sampled_from(["data", "forward", "other", "x"]), WHOLE),
-    gc=WHOLE, window=st.none() | st.integers(0, 2), samples=MAYBE, bytes=MAYBE, shapes=MAYBE,
-    padding=st.none() | st.floats(-1, 2), allocated=MAYBE, reserved=MAYBE, peak=MAYBE,
-    retries=MAYBE, rss=MAYBE, evaluation=WHOLE,
-)  # fmt: skip
+    gc=WHOLE,
+    window=st.none() | st.integers(0, 2),
+    samples=MAYBE,
+    bytes=MAYBE,
+    shapes=MAYBE,
+    padding=st.none() | st.floats(-1, 2),
+    allocated=MAYBE,
+    reserved=MAYBE,
+    peak=MAYBE,
+    retries=MAYBE,
+    rss=MAYBE,
+    evaluation=WHOLE,
+)
 KEYS = st.sampled_from(
-    ["id", "workers", "persistent_workers", "prefetch_factor", "window", "steps", "state", "why",
-     "evaluation", "workers_started_ns", "allocated", "reserved", "message", "snapshot", "reason"]
-)  # fmt: skip
+    [
+        "id",
+        "workers",
+        "persistent_workers",
+        "prefetch_factor",
+        "window",
+        "steps",
+        "state",
+        "why",
+        "evaluation",
+        "workers_started_ns",
+        "allocated",
+        "reserved",
+        "message",
+        "snapshot",
+        "reason",
+    ]
+)
 EVENTS = st.builds(
-    Event, t=WHOLE, kind=st.sampled_from(["loader", "loader_iter", "window", "oom", "end"]),
+    Event,
+    t=WHOLE,
+    kind=st.sampled_from(["loader", "loader_iter", "window", "oom", "end"]),
     data=st.dictionaries(KEYS, PLAIN, max_size=6),
-)  # fmt: skip
+)
 GPUS = st.builds(
-    Gpu, uuid=st.sampled_from([None, "GPU-a"]), utilisation=MAYBE, throttle=MAYBE, sm_clock=MAYBE,
-    sm_clock_max=MAYBE, processes=MAYBE, processes_bytes=MAYBE, memory_total=MAYBE,
-    pcie_gen=MAYBE, pcie_width=MAYBE, pcie_gen_max=MAYBE, pcie_width_max=MAYBE, power=MAYBE,
-    ecc_uncorrected=MAYBE, xid=st.lists(WHOLE, max_size=2),
+    Gpu,
+    uuid=st.sampled_from([None, "GPU-a"]),
+    utilisation=MAYBE,
+    throttle=MAYBE,
+    sm_clock=MAYBE,
+    sm_clock_max=MAYBE,
+    processes=MAYBE,
+    processes_bytes=MAYBE,
+    memory_total=MAYBE,
+    pcie_gen=MAYBE,
+    pcie_width=MAYBE,
+    pcie_gen_max=MAYBE,
+    pcie_width_max=MAYBE,
+    power=MAYBE,
+    ecc_uncorrected=MAYBE,
+    xid=st.lists(WHOLE, max_size=2),
     gpm=st.none() | st.dictionaries(st.sampled_from(["sm_util", "dram"]), st.floats(-1, 1e9)),
-)  # fmt: skip
+)
 HOSTS = st.builds(
-    Host, cpu=st.none() | st.floats(-1, 1e6), process_cpu=st.none() | st.floats(-1, 1e6),
-    rss=MAYBE, disk_read=MAYBE, throttled=MAYBE, throttled_periods=MAYBE,
-)  # fmt: skip
+    Host,
+    cpu=st.none() | st.floats(-1, 1e6),
+    process_cpu=st.none() | st.floats(-1, 1e6),
+    rss=MAYBE,
+    disk_read=MAYBE,
+    throttled=MAYBE,
+    throttled_periods=MAYBE,
+)
 RECORDS = st.builds(
     RankRecord,
     rank=st.builds(
-        Rank, cpus=st.none() | st.integers(0, 512), cpus_total=MAYBE, memory_bytes=MAYBE,
+        Rank,
+        cpus=st.none() | st.integers(0, 512),
+        cpus_total=MAYBE,
+        memory_bytes=MAYBE,
         devices=st.lists(st.builds(Device, total_bytes=MAYBE, uuid=st.none()), max_size=1),
         flags=st.dictionaries(
-            st.sampled_from(["num_threads", "numa_node_gpu", "numa_node_cpus", "anomaly_mode",
-                             "sync_debug_mode", "gc_frozen", "cudnn.benchmark"]), PLAIN),
-        env=st.dictionaries(st.sampled_from(["LOCAL_WORLD_SIZE", "NCCL_DEBUG"]),
-                            st.text(max_size=4)),
+            st.sampled_from(
+                [
+                    "num_threads",
+                    "numa_node_gpu",
+                    "numa_node_cpus",
+                    "anomaly_mode",
+                    "sync_debug_mode",
+                    "gc_frozen",
+                    "cudnn.benchmark",
+                ]
+            ),
+            PLAIN,
+        ),
+        env=st.dictionaries(
+            st.sampled_from(["LOCAL_WORLD_SIZE", "NCCL_DEBUG"]), st.text(max_size=4)
+        ),
     ),
     steps=st.lists(STEPS, max_size=20).flatmap(
         lambda some: st.sampled_from([1, 10]).map(lambda times: some * times)
     ),
-    samples=st.lists(st.builds(Sample, t=WHOLE, gpus=st.lists(GPUS, max_size=1),
-                               host=st.none() | HOSTS), max_size=8),
+    samples=st.lists(
+        st.builds(Sample, t=WHOLE, gpus=st.lists(GPUS, max_size=1), host=st.none() | HOSTS),
+        max_size=8,
+    ),
     events=st.lists(EVENTS, max_size=8),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -78,7 +142,7 @@ def test_no_rule_fails_on_a_damaged_record(record: RankRecord) -> None:
     result = run_rules(0, a, RULES)
     assert [item for item in result.not_measured if item.why.startswith(FAILED)] == []
     measure(a)
-    msgspec.json.encode(recorded_view(None, a))
+    msgspec.json.encode(recorded_view(a))
     for finding in result.findings:
         msgspec.json.encode(finding)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from advisor.advice.engine import FAILED, MIN_GAIN_SHARE, rank_rules, run_rules
+from advisor.advice.execution import FAILED, rank_rules, run_rules
 from advisor.advice.registry import load_rules
+from advisor.advice.worth import MIN_GAIN_SHARE
 from advisor.model import Finding, Rule, Worth
 from advisor.testing import TraceBuilder
+from tests.rules.guards import guard_of, lifted
 
 RULES = load_rules(config={})
 IDS = [rule.id for rule in RULES]
@@ -59,8 +63,33 @@ def test_a_rule_fires_on_what_it_is_for_and_what_it_finds_is_actionable(
 
 
 @pytest.mark.parametrize(("rule", "example"), examples("silent_on"))
-def test_a_rule_is_silent_on_its_traps(rule: Rule, example: TraceBuilder) -> None:
-    assert [f.title for f in outcome(rule, example) if worth_showing(f.worth)] == []
+def test_a_rule_is_silent_on_its_traps_for_the_reason_it_names(
+    rule: Rule, example: tuple[TraceBuilder | list[TraceBuilder], str]
+) -> None:
+    """A threshold that is named must be what holds the rule: without it, it fires. Else the text
+    names the condition that ended the search; what else might hold it silent comes later."""
+    trap, guard = example
+    assert [f.title for f in outcome(rule, trap) if worth_showing(f.worth)] == []
+    subject: Any = (
+        {number: b.analysis() for number, b in enumerate(trap)}
+        if isinstance(trap, list)
+        else trap.analysis()
+    )
+    if guard in rule.options():
+        assert lifted(rule, guard, subject), f"fires with no {guard} either"
+    else:
+        assert guard and guard in guard_of(rule, subject)
+
+
+def test_a_guard_that_is_not_what_holds_a_trap_is_noticed() -> None:
+    """The trap for the disks, held against the guard for the cores, and the other way round."""
+    (rule,) = [rule for rule in RULES if rule.id == "cpu-bound-transforms"]
+    traps = rule.silent_on()
+    disk = traps["the disk delivers 2 GB/s"][0].analysis()
+    workers = traps["no workers"][0].analysis()
+    assert lifted(rule, "max_disk", disk) and not lifted(rule, "min_cpu", disk)
+    assert guard_of(rule, workers) == "not workers_of(used)"
+    assert guard_of(rule, disk) == "(disk or 0.0) >= self.max_disk"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=IDS)

@@ -63,9 +63,13 @@ def test_on_a_geforce_card_bf16_is_the_faster_format() -> None:
     square = [[4096, 4096], [4096, 4096]]
     b = steps(("aten::mm", square, "float", "ampere_sgemm_nn", 8000))
     b.head["deviceProperties"][0] |= {
-        "name": "NVIDIA GeForce RTX 3090", "numSms": 82, "totalGlobalMem": 25_438_126_080,
-        "computeMajor": 8, "computeMinor": 6, "maxThreadsPerMultiprocessor": 1536,
-    }  # fmt: skip
+        "name": "NVIDIA GeForce RTX 3090",
+        "numSms": 82,
+        "totalGlobalMem": 25_438_126_080,
+        "computeMajor": 8,
+        "computeMinor": 6,
+        "maxThreadsPerMultiprocessor": 1536,
+    }
     (found,) = findings("fp32-matmul", b)
     assert "bfloat16" in found.code and "set_float32_matmul_precision" not in found.code
     assert found.edits[0].factor == pytest.approx(35.6 / 71 / 0.6)

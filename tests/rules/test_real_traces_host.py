@@ -24,12 +24,27 @@ Find = Callable[[str], str]
 Event = dict[str, Any]
 
 MINE = {
-    "dataloader-wait", "single-process-loader", "launch-bound", "cuda-graphs-unused",
-    "python-hot-spot", "cpu-before-first-kernel", "profiler-overhead", "implicit-sync",
-    "data-dependent-shapes", "explicit-synchronize", "pageable-copies", "blocking-pinned-copy",
-    "copies-not-overlapped", "device-copies", "exposed-communication", "poor-overlap",
-    "small-collectives", "data-parallel", "straggler-rank", "graph-breaks",
-}  # fmt: skip
+    "dataloader-wait",
+    "single-process-loader",
+    "launch-bound",
+    "cuda-graphs-unused",
+    "python-hot-spot",
+    "cpu-before-first-kernel",
+    "profiler-overhead",
+    "implicit-sync",
+    "data-dependent-shapes",
+    "explicit-synchronize",
+    "pageable-copies",
+    "blocking-pinned-copy",
+    "copies-not-overlapped",
+    "device-copies",
+    "exposed-communication",
+    "poor-overlap",
+    "small-collectives",
+    "data-parallel",
+    "straggler-rank",
+    "graph-breaks",
+}
 
 
 @cache
@@ -254,11 +269,12 @@ def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
         [
             e["name"]
             for e in device(path)
-            if e["kind"] == "kernel" and low <= starts.get(e["args"]["correlation"], -1) < high
+            if e["kind"] == "kernel"
+            and low <= starts.get(e["args"]["correlation"], -1) < high
             and e["args"]["stream"] == 7
         ]
         for low, high in spans
-    ]  # fmt: skip
+    ]
     assert len(sequences) == 3 and len(sequences[0]) > 500
     assert sequences[0] == sequences[1] == sequences[2]
 
@@ -342,11 +358,19 @@ def test_copies_around_cuda_graphs_lead_on_v100_training(shared_trace: Find) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        "alexnet", "simple_add", "triton_example", "event_sync", "event_sync_multi_stream",
-        "mi210_gpu_only", "mi250_train", "mi300_torch_compile", "no_gpu_rank", "cupti_counters",
+        "alexnet",
+        "simple_add",
+        "triton_example",
+        "event_sync",
+        "event_sync_multi_stream",
+        "mi210_gpu_only",
+        "mi250_train",
+        "mi300_torch_compile",
+        "no_gpu_rank",
+        "cupti_counters",
         "old_capitalised_categories",
     ],
-)  # fmt: skip
+)
 def test_tiny_and_foreign_traces_get_no_advice_of_ours(shared_trace: Find, name: str) -> None:
     assert mentioned(report(shared_trace(name))) == set()
 

@@ -21,6 +21,8 @@ CASES = {
     "worker_respawn": "workers-respawned",
     "anomaly": "debug-switches",
     "leak": "memory-leak",
+    "threads": "thread-oversubscription",
+    "workers": "loader-workers",
 }
 
 

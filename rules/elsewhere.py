@@ -1,0 +1,56 @@
+"""What rules advise where a program is not written with PyTorch: what several of them say."""
+
+from __future__ import annotations
+
+from advisor.model import ANY, Advice
+from advisor.trace import CUDA
+
+
+def in_any_language(
+    fix: str, *, cuda: str = "", code: str = "", verify: str = ""
+) -> dict[str, Advice]:
+    """Entries of ``Rule.elsewhere``: ``fix`` in any language, and in C++ with CUDA what to call
+    and ``code`` too (HIP has the same under its own names, which the engine puts in)."""
+    return {
+        ANY: Advice(fix, verify=verify),
+        CUDA: Advice(f"{fix} {cuda}".strip(), code, verify),
+    }
+
+
+# -- TensorFlow and JAX ---------------------------------------------------------------------------
+
+NO_READS = (
+    "Do not bring values of the device to Python in the loop: every float(x), .numpy() and print "
+    "waits for all work before it. Keep metrics on the device and read them every hundredth step, "
+    "or the value of the step before, which has arrived."
+)
+JIT_STEP = (
+    "Compile the whole step, not parts of it, so that XLA fuses it and launches it in one call; "
+    "take several steps in one call where the data allows; let XLA put launches into CUDA graphs "
+    "(--xla_gpu_enable_command_buffer)."
+)
+OVERLAP_FLAGS = (
+    "Let XLA run collectives beside compute: its latency-hiding scheduler starts them early and "
+    "waits late."
+)
+FLAGS = 'os.environ["XLA_FLAGS"] = "--xla_gpu_enable_latency_hiding_scheduler=true"'
+TF_PREFETCH = (
+    "dataset = (dataset.map(decode, num_parallel_calls=tf.data.AUTOTUNE)\n"
+    "                  .batch(batch_size)\n"
+    "                  .prefetch(tf.data.AUTOTUNE))"
+)
+TF_COMPILE = (
+    "@tf.function(jit_compile=True)\ndef train_step(x, y): ...\n\n"
+    "model.compile(..., jit_compile=True, steps_per_execution=10)  # Keras"
+)
+JAX_JIT = (
+    "@partial(jax.jit, donate_argnums=(0,))\n"
+    "def train_steps(state, batches):\n"
+    "    return jax.lax.scan(train_step, state, batches)"
+)
+JAX_AHEAD = (
+    "following = jax.device_put(next(batches))\n"
+    "for _ in range(steps):\n"
+    "    batch, following = following, jax.device_put(next(batches))  # returns at once\n"
+    "    state = train_step(state, batch)"
+)

@@ -1,0 +1,416 @@
+"""Operators that exist fused, written out as a chain of pointwise ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.analysis import Analysis
+from advisor.analysis.names import matches
+from advisor.analysis.operators import KERNEL_NS, roofs
+from advisor.analysis.shapes import OpInputs
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import duration, per
+from advisor.rules.kernel import facts
+from advisor.rules.sources import OURS
+from advisor.testing import TraceBuilder
+
+
+class Pattern(NamedTuple):
+    """A fused operator, and the chains of operators that stand for it."""
+
+    name: str
+    """What it is."""
+    chain: str
+    """Regular expression over the operators, each written as a word and a blank."""
+    passes: int
+    """How often the fused kernel touches a tensor of the largest size: reads and writes."""
+    fix: str
+    code: str
+
+
+_SQUARE, _ROOT, _SCALE = r"(?:pow|square|mul)", r"rsqrt", r"(?:mul|div)"
+_CAST = r"(?:(?:to|copy) )*"
+PATTERNS = (
+    Pattern(
+        "layer normalisation",
+        rf"mean {_CAST}(?:sub {_CAST}{_SQUARE} {_CAST}mean|(?:sub {_CAST})?var|std) {_CAST}"
+        rf"(?:sub {_CAST})?(?:mul {_CAST})?add {_CAST}(?:sqrt {_CAST}div|rsqrt {_CAST}mul|div) "
+        rf"{_CAST}(?:mul {_CAST})?(?:add )?",
+        2,
+        "Call F.layer_norm (nn.LayerNorm): one kernel.",
+        "self.norm = nn.LayerNorm(hidden, eps=1e-5)\ny = self.norm(x)",
+    ),
+    Pattern(
+        "RMS normalisation",
+        rf"{_CAST}{_SQUARE} {_CAST}mean {_CAST}add {_CAST}"
+        rf"(?:{_ROOT}|sqrt(?: reciprocal)?) {_CAST}{_SCALE} {_CAST}(?:mul )?",
+        2,
+        "Call F.rms_norm (nn.RMSNorm, PyTorch 2.4): one kernel, which also computes in fp32 "
+        "where its input has 16 bits.",
+        "self.norm = nn.RMSNorm(hidden, eps=1e-6)   # or F.rms_norm(x, (hidden,), weight, eps)\n"
+        "y = self.norm(x)\n"
+        "# Hugging Face models: Liger Kernel's apply_liger_kernel_to_llama()",
+    ),
+    Pattern(
+        "softmax",
+        rf"(?:(?:amax|max) {_CAST}sub )?{_CAST}exp {_CAST}sum {_CAST}div ",
+        2,
+        "Call F.softmax: one kernel that also subtracts the maximum. Inside attention, "
+        "F.scaled_dot_product_attention needs no softmax at all.",
+        "p = F.softmax(scores, dim=-1)",
+    ),
+    Pattern(
+        "rotary embedding",
+        rf"(?:mul {_CAST}neg {_CAST}cat {_CAST}mul {_CAST}add "
+        rf"|mul {_CAST}mul {_CAST}sub {_CAST}mul {_CAST}mul {_CAST}add {_CAST}cat )",
+        2,
+        "Rotate queries and keys in one kernel: compile the function, or use a fused rotary "
+        "kernel (Liger Kernel, flash-attn, TransformerEngine).",
+        "@torch.compile\n"
+        "def apply_rotary(x, cos, sin):\n"
+        "    a, b = x.chunk(2, dim=-1)\n"
+        "    return x * cos + torch.cat((-b, a), dim=-1) * sin\n"
+        "# or: from liger_kernel.transformers.rope import liger_rotary_pos_emb",
+    ),
+    Pattern(
+        "GELU (tanh form)",
+        rf"(?:mul )?pow {_CAST}mul {_CAST}add {_CAST}mul {_CAST}(?:mul )?tanh {_CAST}add {_CAST}"
+        rf"mul {_CAST}",
+        2,
+        'Call F.gelu(x, approximate="tanh"): one kernel.',
+        'y = F.gelu(x, approximate="tanh")',
+    ),
+    Pattern(
+        "GELU",
+        rf"(?:mul {_CAST})?(?:div|mul) {_CAST}erf {_CAST}add {_CAST}mul ",
+        2,
+        "Call F.gelu(x): one kernel.",
+        "y = F.gelu(x)",
+    ),
+)
+"""Tried in this order; what one has taken is not asked again."""
+
+_NAMES = {
+    "square": "square", "pow": "pow", "mul": "mul", "multiply": "mul", "mean": "mean", "add": "add",
+    "rsqrt": "rsqrt", "sqrt": "sqrt", "reciprocal": "reciprocal", "div": "div", "sub": "sub",
+    "rsub": "sub", "var": "var", "exp": "exp", "sum": "sum", "amax": "amax", "max": "max",
+    "neg": "neg", "cat": "cat", "tanh": "tanh", "copy": "copy", "to": "to", "true_divide": "div",
+    "std": "std", "erf": "erf",
+}  # fmt: skip
+"""Operator -> its word in the patterns."""
+STEPS = "^aten::(?:" + "|".join(sorted(_NAMES)) + ")_?$"
+ALREADY = r"^triton_|multi_tensor_|foreach|jit::"
+SPREAD = 4.0
+"""Elements of the largest over those of the smallest full tensor in a chain: a half that is
+negated, a cast to twice the width; more is not one operator's work."""
+
+
+def chains_in(text: str) -> Iterator[tuple[int, int, int]]:
+    """Chains in a text of words, each with a blank after it: place in PATTERNS, start, end."""
+    for number, pattern in enumerate(PATTERNS):
+        # a match starts at a word: a blank, or nothing, is before it
+        for match in re.finditer(rf"(?<![a-z_|]){pattern.chain}", text):
+            yield number, match.start(), match.end()
+
+
+def word_of(op: str) -> str:
+    """The word of an operator in such a text; ``_`` for one that no chain has."""
+    return _NAMES.get(op.removeprefix("aten::").removesuffix("_"), "_")
+
+
+class HandwrittenOperator(Rule):
+    """A normalisation, softmax, rotary embedding or activation written out in tensor arithmetic is
+    a chain of kernels that each read and write the whole tensor, where one fused kernel reads it
+    once and writes the result once.
+
+    It is recognised by its sequence of operators on one stream, casts in between allowed, over
+    tensors of one size: ``pow mean add rsqrt mul`` is RMS normalisation, ``mean sub pow mean add
+    sqrt div`` layer normalisation, ``exp sum div`` softmax, ``mul neg cat mul add`` a rotary
+    embedding, ``pow mul add mul tanh add mul`` a GELU. The factor is from bytes: the fused
+    kernel's time is that of one read and one write of the largest tensor at the rate measured of
+    such a GPU's memory. Compiled kernels are fused already and have other names.
+    """
+
+    id = "handwritten-operator"
+    title = "A fused operator is written out as a chain of pointwise ones"
+    category = "kernel"
+    found_in = ("traces/h100_qwen_inference",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/mi300_timesformer_inference",
+        "traces/b200_eager",
+        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    )
+    validated_on = (
+        "H100 inference of a 0.5B language model (RMS normalisation 49 times, rotary embedding 48 "
+        "times a pass: fires); A100 and V100 training, MI300X and B200 inference (silent)"
+    )
+    references = (
+        "https://pytorch.org/docs/stable/generated/torch.nn.functional.rms_norm.html",
+        "https://arxiv.org/abs/2410.10989",
+    )
+
+    min_share = Threshold(
+        0.05, "of kernel time in such chains: below it another finding is worth more", OURS
+    )
+    min_busy = Threshold(
+        0.2, "share of the step the device is busy: below it the host is what to look at", OURS
+    )
+    slower = Threshold(1.5, "of the fused kernel's ideal time: what such kernels take", OURS)
+    slower_best = Threshold(1.15, "of that time, at best", OURS)
+    slower_worst = Threshold(2.5, "of that time, at worst", OURS)
+
+    fix = "Call the fused operator. Compiling the model fuses such chains too."
+    code = "model = torch.compile(model)"
+    verify = "Profile again: one kernel in place of each chain."
+    falsified_by = "something between the operators of a chain needs the tensor in between"
+    assumptions = (
+        "a fused kernel takes {slower:g} times as long as one read and one write of the tensor at "
+        "the memory's rate ({slower_best:g} to {slower_worst:g})",
+    )
+    confidence = 0.75
+    alternatives = "fuse"
+    cases: ClassVar = {kind.name: {"fix": kind.fix, "code": kind.code} for kind in PATTERNS}
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Time of such chains as a share of kernel time."""
+        if not facts.worth_looking(a, self.min_busy):
+            return
+        total = facts.duration(a, facts.kernel_rows(a))
+        table = self._chains(a)
+        if table.is_empty() or table["dur"].sum() < self.min_share * total:
+            return
+        memory = roofs(a.hardware).memory
+        if memory is None or table["bytes"].sum() <= 0:
+            return
+        rows = np.zeros(a.trace.gpu.height, dtype=np.bool_)
+        rows[table["rows"].explode().to_numpy()] = True
+        ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
+        under = facts.exactly(ops.to_list())
+        selected = facts.compute_rows(a) & facts.launched_under(a, under)
+        ideal = pl.col("bytes") / memory.rate * 1e9 + KERNEL_NS
+        factors = [
+            facts.diluted(
+                a,
+                selected,
+                float(
+                    table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item()
+                ),
+            )
+            for slower in (self.slower, self.slower_best, self.slower_worst)
+        ]
+        each = table.group_by("pattern").agg(
+            pl.len().alias("count"), pl.col("dur").sum(), pl.col("length").median()
+        )
+        each = each.sort("dur", descending=True)
+        kinds = [PATTERNS[n] for n in each["pattern"]]
+        share = float(table["dur"].sum()) / total
+        told = ", ".join(kind.name for kind in kinds)
+        most = int(rows.sum()) >= 0.8 * int(selected.sum())
+        yield Finding(
+            title=self._title(kinds),
+            summary=(
+                f"{share:.0%} of kernel time computes {told} as separate pointwise kernels, which "
+                "each read and write the whole tensor; a fused operator does it in one pass."
+            ),
+            evidence=[
+                Evidence("such chains, share of kernel time", share, "share",
+                         *self.limit("min_share")),
+                Evidence(f"such chains{per(a)}", float(table["dur"].sum()) / a.step_count, "ns"),
+                *(
+                    Evidence(
+                        kind.name,
+                        f"{count / a.step_count:,.0f} a step of {length:.0f} kernels, "
+                        f"{duration(dur / a.step_count)} a step",
+                    )
+                    for kind, (_, count, dur, length) in zip(kinds, each.iter_rows(), strict=True)
+                ),
+            ],
+            where=facts.locations(a, rows),
+            fix=" ".join(
+                [*(self.case(kind.name)["fix"] for kind in kinds),
+                 "Compiling the model fuses such chains too."]
+            ),
+            code="\n".join(self.case(kind.name)["code"] for kind in kinds),
+            edits=[
+                Edit(
+                    # merging drops launches too: only where nearly all that is selected merges
+                    op="merge" if most else "scale",
+                    select=Select(on="gpu", kind=("kernel",), under=under),
+                    factor=factors[0],
+                    factor_low=factors[1],
+                    factor_high=factors[2],
+                )
+            ],
+        )  # fmt: skip
+
+    def _title(self, kinds: list[Pattern]) -> str:
+        first = kinds[0].name
+        rest = f" and {kinds[1].name}" if len(kinds) == 2 else " and others" if kinds[2:] else ""
+        text = f"{first}{rest}"
+        return f"{text[0].upper()}{text[1:]} written out as pointwise kernels"
+
+    def _chains(self, a: Analysis) -> pl.DataFrame:
+        """A row a chain: ``pattern`` (place in PATTERNS), ``length`` (kernels), ``dur`` (ns),
+        ``bytes`` (of the fused kernel), ``rows`` (of ``trace.gpu``)."""
+        gpu, kernels = a.trace.gpu, a.kernels
+        empty = pl.DataFrame()
+        at = np.flatnonzero(facts.compute_rows(a))
+        at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
+        names = kernels["op_name"].gather(at)
+        able = matches(names, STEPS).to_numpy()
+        able &= ~matches(gpu["name"].gather(at), ALREADY).to_numpy()
+        if not able.any():
+            return empty
+        op = names.cast(pl.String)
+        bare = op.str.strip_prefix("aten::").str.strip_suffix("_").replace_strict(
+            _NAMES, default="_", return_dtype=pl.String
+        )  # fmt: skip
+        words = [word if ok else "_" for word, ok in zip(bare, able, strict=True)]
+        stream = gpu["stream"].to_numpy()[at]
+        call = kernels["op_row"].gather(at).fill_null(-1).to_numpy()
+        # an operator's second kernel belongs to its first; a new stream breaks a chain
+        again = np.r_[False, (call[1:] == call[:-1]) & (call[1:] >= 0)]
+        starts = np.flatnonzero(~again)
+        new = np.r_[False, stream[starts][1:] != stream[starts][:-1]]
+        text, edges = [], []
+        length = 0
+        for place, broken in zip(starts, new, strict=True):  # one pass over the window's operators
+            word = ("| " if broken else "") + words[place] + " "
+            edges.append(length + (2 if broken else 0))
+            text.append(word)
+            length += len(word)
+        position = np.array([*edges, length])
+        ends = np.append(starts[1:], len(at))
+        return self._found("".join(text), position, starts, ends, at, a)
+
+    def _found(
+        self,
+        text: str,
+        position: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        at: NDArray[np.int64],
+        a: Analysis,
+    ) -> pl.DataFrame:
+        dur = a.trace.gpu["dur"].to_numpy()
+        inputs = a.trace.cpu["inputs"].gather(a.kernels["op_row"].gather(at)).fill_null(-1)
+        sizes = _Sizes(a, inputs.to_numpy())
+        found = []
+        taken = np.zeros(len(starts), dtype=np.bool_)
+        for number, begin, end in chains_in(text):
+            first, last = (int(np.searchsorted(position, place)) for place in (begin, end))
+            span = slice(int(starts[first]), int(ends[last - 1]))
+            size = None if taken[first:last].any() else sizes.of(span)
+            if size is None:
+                continue
+            taken[first:last] = True
+            members = at[span]
+            size *= PATTERNS[number].passes
+            spent = int(dur[members].sum())
+            found.append((number, len(members), spent, float(size), members.tolist()))
+        return pl.DataFrame(
+            found, schema=["pattern", "length", "dur", "bytes", "rows"], orient="row"
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Each of them over a large tensor; RMS normalisation with casts to fp32 and back."""
+        cast = ["copy_", "pow", "mean", "add", "rsqrt", "mul", "copy_", "mul"]
+        return {
+            "RMS normalisation, in fp32": _step(cast),
+            "layer normalisation": _step(
+                ["mean", "sub", "pow", "mean", "add", "sqrt", "div", "mul", "add"]),
+            "layer normalisation, with std": _step(
+                ["mean", "std", "sub", "mul", "add", "div", "add"]),
+            "softmax": _step(["amax", "sub", "exp", "sum", "div"]),
+            "rotary embedding": _step(["mul", "neg", "cat", "mul", "add"]),
+            "rotary embedding, by halves": _step(
+                ["mul", "mul", "sub", "mul", "mul", "add", "cat"]),
+            "GELU, with erf": _step(["mul", "div", "erf", "add", "mul"]),
+            "GELU": _step(["pow", "mul", "add", "mul", "tanh", "add", "mul"]),
+        }  # fmt: skip
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """The fused operators; another order; small tensors; an unknown GPU; beside products."""
+        chain = ["pow", "mean", "add", "rsqrt", "mul"]
+        return {
+            "fused": (_step(["native_layer_norm", "gelu", "_softmax"]), "table.is_empty()"),
+            "a loss": (_step(["sub", "pow", "mean"]), "table.is_empty()"),
+            "an optimizer's arithmetic": (
+                _step(["mul", "add", "mul", "sqrt", "add", "div"]),
+                "table.is_empty()",
+            ),
+            "tensors that shrink": (_step(chain, shrink=True), "table.is_empty()"),
+            "an unknown GPU": (_step(chain, gpu=None), "memory is None"),
+            "beside products": (_step(chain, products=60_000), "min_share"),
+            "no shapes": (_step(chain, shapes=False), "table.is_empty()"),
+        }
+
+
+class _Sizes:
+    """Bytes of the tensor that a chain works on."""
+
+    def __init__(self, a: Analysis, inputs: NDArray[np.int64]) -> None:
+        self._inputs = inputs
+        self._table = a.trace.inputs
+        self._known: dict[int, tuple[int, int] | None] = {}
+
+    def of(self, span: slice) -> int | None:
+        """None: not known, or the tensors are not of one size, broadcast ones left out."""
+        found = [self._one(row) for row in self._inputs[span].tolist()]
+        told = [one for one in found if one is not None]
+        if not told:
+            return None
+        largest = max(elements for elements, _ in told)
+        full = [one for one in told if one[0] * SPREAD >= largest]
+        # reductions leave small tensors (mean, add, rsqrt); at least half must be of full size
+        if 2 * len(full) < len(told):
+            return None
+        return min(elements * width for elements, width in full if elements == largest)
+
+    def _one(self, row: int) -> tuple[int, int] | None:
+        if row < 0:
+            return None
+        if row not in self._known:
+            dims, types = self._table.select("dims", "types").row(row)
+            tensors = OpInputs(dims or "", types or "").tensors
+            top = max(tensors, key=lambda tensor: tensor.elements) if tensors else None
+            known = top is not None and top.width is not None
+            self._known[row] = (top.elements, top.width) if top and known else None  # type: ignore[assignment]
+        return self._known[row]
+
+
+def _step(
+    ops: list[str],
+    *,
+    shapes: bool = True,
+    shrink: bool = False,
+    products: float = 500,
+    gpu: str | None = "A100",
+) -> TraceBuilder:
+    b = TraceBuilder(gpu)
+    small = {"add", "rsqrt"} if "rsqrt" in ops else {"sqrt"} if "sqrt" in ops else set()
+    for _ in range(4):
+        with b.step():
+            for _ in range(3):
+                with b.op("aten::mm", [[8192, 4096], [4096, 2048]], "c10::Half"):
+                    b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", products)
+                for place, op in enumerate(ops):
+                    rows = 8192 >> (3 * place if shrink else 0)
+                    little = op in small and "mean" in ops[:place]
+                    shape = [rows, 1 if little else 4096]
+                    with b.op(f"aten::{op}", [shape, shape] if shapes else None, "c10::Half"):
+                        b.launch(
+                            "void at::native::elementwise_kernel<128, 4>", 4 if little else 120
+                        )
+            b.sync()
+    return b

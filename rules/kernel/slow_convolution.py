@@ -1,0 +1,190 @@
+"""Convolutions far below what the device attains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from advisor.analysis import Analysis
+from advisor.analysis.matmuls import Convolution, convolution
+from advisor.model import Finding, Outcome, Threshold
+from advisor.rules.kernel import facts, rates
+from advisor.rules.sources import OURS, RATES
+from advisor.testing import TraceBuilder
+from advisor.text import percent
+
+FAMILIES = ("convolution",)
+VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
+"""Kernels of MIOpen and cuDNN that multiply on the vector units."""
+
+
+class SlowConvolution(rates.Rated):
+    """A convolution that reaches only a small part of the device's rate: a kernel without matrix
+    units, channels that fill no tile, groups of a few channels, or an algorithm that the library
+    guessed instead of timing.
+
+    Each operator's time, the transposes inside it included, is held against the longer of its FLOPs
+    (as a direct convolution) at the rate of matrix products measured on such a GPU and its bytes at
+    the rate of the memory. Good convolutions reach half of that and more; depthwise ones are bound
+    by memory, and held against that. Convolutions in full fp32 that tensor cores could do are
+    another rule's business.
+    """
+
+    id = "slow-convolution"
+    title = "Convolutions are far below the device's rate"
+    category = "kernel"
+    found_in = ("traces/mi300x_kernels_after_steps",)
+    silent_in = ("traces/pairs/sam_2_fp32_few_syncs",)
+    levers = ("cudnn-benchmark", "channels-last")
+    validated_on = (
+        "MI300X training (a gradient of a 1 x 1 convolution in fp16 on a kernel without matrix "
+        "cores, 29 times 1 ms for work of microseconds: fires)"
+    )
+    references = (
+        "https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional/",
+        "https://pytorch.org/tutorials/intermediate/memory_format_tutorial.html",
+        "https://rocm.docs.amd.com/projects/MIOpen/en/latest/how-to/find-and-immediate.html",
+    )
+
+    max_efficiency = Threshold(
+        0.25, "of the attainable rate: half of what products reach", RATES, OURS
+    )
+    reach = Threshold(0.45, "of the attainable rate, that another algorithm comes to", OURS)
+    best_reach = Threshold(0.7, "of the attainable rate, at best", OURS)
+    worst_reach = Threshold(0.3, "of the attainable rate, at worst", OURS)
+
+    fix = (
+        "Keep model and inputs in channels-last order, and let the library time its algorithms "
+        "once a shape."
+    )
+    code = (
+        "model = model.to(memory_format=torch.channels_last)\n"
+        "x = x.to(memory_format=torch.channels_last)\n"
+        "torch.backends.cudnn.benchmark = True   # before the first step"
+    )
+    verify = "Profile again: another kernel, and more of the attainable rate."
+    falsified_by = "no algorithm that the library times at this shape is faster"
+    cases: ClassVar = {
+        "channels are no multiples of 8": {
+            "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8)."
+        },
+        "on ROCm": {
+            "code": "# shell: export MIOPEN_FIND_MODE=1 MIOPEN_FIND_ENFORCE=3   # searches, slow "
+            "once\n# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1"
+        },
+    }
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Convolutions below the limit, and their share of kernel time."""
+        if not facts.worth_looking(a, self.min_busy):
+            return
+        low = rates.far_below(a, FAMILIES, self.max_efficiency, tensor=True)
+        if low.is_empty() or float(low["share"].sum()) < self.min_share:
+            yield from rates.unknown(a, FAMILIES, "convolutions")
+            return
+        worst = low.sort("saved", descending=True).row(0, named=True)
+        inputs = rates.inputs_of(a, worst["inputs"])
+        shape = None if inputs is None else convolution(worst["op"], inputs)
+        amd = a.trace.meta.vendor == "amd"
+        causes, cases = self._why(worst, shape, amd=amd)
+        change, rows = self.edit(a, low)
+        yield Finding(
+            summary=(
+                f"{low['share'].sum():.0%} of kernel time goes into convolutions at "
+                f"{percent(worst['efficiency'])} of the attainable rate: {'; '.join(causes)}."
+            ),
+            evidence=self.evidence(a, low),
+            where=facts.locations(a, rows),
+            edits=[change],
+            **self.told(cases, own=True),
+        )
+
+    def _why(
+        self, worst: dict[str, Any], shape: Convolution | None, *, amd: bool
+    ) -> tuple[list[str], list[str]]:
+        """The causes in words, and the cases."""
+        causes, cases = [], []
+        units = "matrix cores" if amd else "tensor cores"
+        vector = worst["tensor_core"] is False or VECTOR.search(str(worst["kernel"])) is not None
+        if vector and worst["dtype"] in ("fp16", "bf16", "tf32"):
+            causes.append(f"in {worst['dtype']}, but on a kernel that does not use the {units}")
+        if shape is not None:
+            channels, inner = shape.input.shape[1], shape.weight.shape[1]
+            outer = shape.weight.shape[0]
+            if channels > inner and outer != channels:
+                causes.append(f"{channels // max(inner, 1)} groups of {inner} channels")
+            elif channels > inner:
+                causes.append(f"depthwise over {channels} channels")
+            elif channels % 8 or outer % 8:
+                causes.append(f"{channels} and {outer} channels are no multiples of 8")
+                cases.append("channels are no multiples of 8")
+        if not causes:
+            causes.append("the library's choice of algorithm does not suit the shape")
+        if amd:
+            cases.append("on ROCm")
+        return causes, cases
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A kernel without tensor cores; a few channels."""
+        return {
+            # 3.7 GFLOP: 14 us at the rate; 51 MB: 30 us
+            "no tensor cores": _network([64, 256, 28, 28], [64, 256, 1, 1], 900,
+                                        "implicit_convolve_sgemm<__half, 128>"),
+            "a few channels": _network([64, 6, 224, 224], [6, 6, 3, 3], 2000),
+        }  # fmt: skip
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """At half the rate; beside larger work; full fp32; no arguments recorded; short."""
+        fast = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64"
+        return {
+            # 59 GFLOP: 0.22 ms
+            "at half the rate": (
+                _network([64, 256, 28, 28], [256, 256, 3, 3], 440, fast),
+                "max_efficiency",
+            ),
+            "full fp32": (
+                _network(
+                    [64, 256, 28, 28],
+                    [64, 256, 1, 1],
+                    900,
+                    "implicit_convolve_sgemm<float, 128>",
+                    dtype="float",
+                ),
+                "low.is_empty()",
+            ),
+            "no arguments": (
+                _network([64, 256, 28, 28], [64, 256, 1, 1], 900, arguments=False),
+                "low.is_empty()",
+            ),
+            "bound by launches": (_network([1, 64, 7, 7], [64, 64, 3, 3], 12), "low.is_empty()"),
+        }
+
+
+def _network(
+    data: list[int],
+    weight: list[int],
+    us: float,
+    kernel: str = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize64x32x64",
+    *,
+    dtype: str = "c10::Half",
+    arguments: bool = True,
+) -> TraceBuilder:
+    b = TraceBuilder()
+    pad = weight[2] // 2
+    concrete = ["", "", "", "[1, 1]", f"[{pad}, {pad}]", "[1, 1]", "False", "[0, 0]", "1"]
+    for _ in range(4):
+        with b.step():
+            for _ in range(6):
+                with b.op(
+                    "aten::convolution",
+                    [data, weight, [], [], [], [], [], [], []],
+                    [dtype, dtype, "", "ScalarList", "ScalarList", "ScalarList", "Scalar",
+                     "ScalarList", "Scalar"],
+                    concrete=concrete if arguments else None,
+                ):  # fmt: skip
+                    b.launch(kernel, us)
+            b.sync()
+    return b

@@ -1,0 +1,153 @@
+"""Where the rules' numbers come from: other tools' thresholds, vendors' guides, our measurements.
+
+``at`` is a public address, or the file of this repository in which the number is measured.
+"""
+
+from __future__ import annotations
+
+from advisor.rule import Source
+
+# -- thresholds of other tools ------------------------------------------------------------------
+
+FOURNEX = Source("fournex 0.3.1", "https://pypi.org/project/fournex/")
+GPU_IDLE = Source("gpu-idle 0.1.0 (80 %)", "https://pypi.org/project/gpu-idle/")
+GPUPROF = Source(
+    "gpuprof 0.7.1", "https://github.com/peppe-tringali/gpuprof/blob/main/src/gpuprof/insights.py"
+)
+NCU = Source("Nsight Compute", "https://docs.nvidia.com/nsight-compute/ProfilingGuide/index.html")
+SAGEMAKER = Source(
+    "SageMaker Debugger",
+    "https://docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-profiler-rules.html",
+)
+SAGEMAKER_CPU = Source("SageMaker Debugger (CPUBottleneck: 90 %)", SAGEMAKER.at)
+TENSORBOARD = Source("TensorBoard", "https://pypi.org/project/torch-tb-profiler/")
+TRACELENS = Source("TraceLens", "https://github.com/AMD-AGI/TraceLens")
+TRACEML = Source(
+    "TraceML", "https://github.com/traceopt-ai/traceml/tree/main/src/traceml/diagnostics"
+)
+XPROF = Source(
+    "XProf",
+    "https://github.com/openxla/xprof/blob/main/xprof/convert/op_stats_to_input_pipeline_analysis.cc",
+)
+XPROF_LAUNCH = Source("XProf (3 to 15 %)", XPROF.at)
+
+# -- vendors, papers, documentation -------------------------------------------------------------
+
+CACHING_ALLOCATOR = Source(
+    "PyTorch's caching allocator reuses blocks",
+    "https://pytorch.org/docs/stable/notes/cuda.html#memory-management",
+)
+CHECKPOINT = Source(
+    "one more forward pass: a quarter of forward, backward and forward again",
+    "https://arxiv.org/abs/1604.06174",
+)
+FLASH_2 = Source(
+    "FlashAttention 2: 50 to 73 % of an A100's peak", "https://arxiv.org/abs/2307.08691"
+)
+FLASH_3 = Source(
+    "FlashAttention 3: up to 75 % of an H100's peak", "https://arxiv.org/abs/2407.08608"
+)
+FLASH = Source("FlashAttention: 1.5 to 4 times faster", "https://arxiv.org/abs/2205.14135")
+FOREACH = Source(
+    "PyTorch's optimizers: for-loop, foreach, fused",
+    "https://pytorch.org/docs/stable/optim.html",
+)
+GREYHOUND = Source("Greyhound (fail-slow detection)", "https://arxiv.org/abs/2410.12588")
+LLAMA = Source("LLaMA's vocabulary", "https://arxiv.org/abs/2302.13971")
+MATMUL_GUIDE = Source(
+    "NVIDIA's guide to matrix products",
+    "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/",
+)
+NCCL_TESTS = Source(
+    "NCCL's bus bandwidth over message size",
+    "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md",
+)
+PAGEABLE_64K = Source(
+    "CUDA programming guide (64 KB)",
+    "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#concurrent-execution-between-host-and-device",
+)
+PINNED_BLOG = Source(
+    "NVIDIA's blog: 2.5 times as fast on a laptop, 1.15 times on a desktop with a fast CPU",
+    "https://developer.nvidia.com/blog/how-optimize-data-transfers-cuda-cc/",
+)
+SAM_PAIR = Source(
+    "attention of a public pair of traces, rewritten in 16 bits: 3.8 times as fast",
+    "tests/rules/test_rates_on_real_traces.py",
+)
+SIGNIFICANCE = Source("1 % level of a test", "https://en.wikipedia.org/wiki/Binomial_test")
+TF32_BLOG = Source(
+    "NVIDIA's networks: 2 to 5 times as fast with TF32, of the 8 times that the peaks allow",
+    "https://developer.nvidia.com/blog/getting-immediate-speedups-with-a100-tf32/",
+)
+TF32_NOTES = Source(
+    "PyTorch's notes on TF32",
+    "https://pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
+)
+
+# -- this repository ----------------------------------------------------------------------------
+
+ALIGNED_RATE = Source(
+    "measured on public traces: 0.56 to 0.70 of the FLOP rate",
+    "tests/rules/test_real_traces_kernel.py",
+)
+ARITHMETIC = Source("arithmetic, from the definition")
+ENGINE_FLOOR = Source(
+    "1 % of the step: two profiled runs differ by as much", "advisor/advice/engine.py"
+)
+HAND_OVER = Source(
+    "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
+)
+OURS = Source("our choice, tried on public traces", "docs/thresholds.md")
+CHOSEN = Source("our choice, held by examples and recordings alone", "docs/thresholds.md")
+PEAKS = Source("datasheets of the GPUs", "advisor/hardware/gpus.json")
+RATES = Source(
+    "measured on public traces of busy devices: the median product of each reaches 39 to 98 % of "
+    "the rate, the median memory-bound operator 54 to 97 %",
+    "tests/rules/test_rates_on_real_traces.py",
+)
+REAL_EVAL = Source("measured on public traces", "tests/rules/test_real_traces_kernel.py")
+REAL_HOST = Source("measured on public traces", "tests/rules/test_real_traces_host.py")
+REAL_KERNEL = Source("measured on public traces", "tests/rules/test_real_traces_kernel.py")
+SMALL_GRIDS_TRACES = Source(
+    "public traces: 4 to 16 % of the time in small kernels where the GPU is well used, 36 to 78 % "
+    "where it idles",
+    "tests/rules/test_real_traces_kernel.py",
+)
+STEP_SERIES = Source(
+    "as the step series sets steps aside: beyond 1.5 times the median", "advisor/analysis/steps.py"
+)
+
+
+# -- public traces ------------------------------------------------------------------------------
+
+HTA, TL = "Holistic Trace Analysis", "TraceLens"
+PUBLIC = {
+    "a100_train_6steps": f"recommender training on an A100 ({HTA})",
+    "b200_eager": f"inference on a B200, rank 0 of 8 ({TL})",
+    "dlrm_8ranks": "DLRM on 8 V100, all-to-all (param)",
+    "h100_bert_small_inference": f"BERT inference on an H100 ({TL})",
+    "h100_qwen_inference": f"one decoding pass on an H100 ({TL})",
+    "linear_2080ti_launch_bound": "a small linear net on an RTX 2080 Ti (param)",
+    "mi210_gpu_only": f"ResNet training on an MI210, device events alone ({HTA})",
+    "mi250_train": f"training on an MI250 ({HTA})",
+    "mi300_timesformer_inference": f"video inference on an MI300X ({TL})",
+    "mi300x_kernels_after_steps": "convolutions on an MI300X (AMD's HPCTrainingExamples)",
+    "nccl_collectives": f"ResNet training on an A100 with collectives ({HTA})",
+    "pairs/loader_autograd_workers0": f"training with num_workers=0, no step marks ({HTA})",
+    "pairs/loader_autograd_workers4": f"the same with num_workers=4 ({HTA})",
+    "pairs/loader_profiler_workers0": f"training with num_workers=0 ({HTA})",
+    "pairs/loader_profiler_workers4": f"the same with num_workers=4 ({HTA})",
+    "pairs/particle_batch128": "particle transformer, batch size 128, GPU-bound",
+    "pairs/particle_batch2": "particle transformer, batch size 2, launch-bound",
+    "pairs/particle_batch32": "particle transformer, batch size 32, launch-bound",
+    "pairs/particle_batch64": "particle transformer, batch size 64, launch-bound",
+    "pairs/sam_1_fp32_many_syncs": "SAM's mask generation in fp32 (segment-anything-fast)",
+    "pairs/sam_2_fp32_few_syncs": "the same with few reads of device values",
+    "pairs/sam_3_bf16_compiled_sdpa": "the same in bf16, compiled, with fused attention",
+    "two_ranks": f"the same two steps on two ranks ({HTA})",
+    "two_ranks_rank0": f"recommender training, rank 0 of 2 ({HTA})",
+    "two_ranks_rank1": f"recommender training, rank 1 of 2 ({HTA})",
+    "v100_train_copy_heavy": f"recommender training on a V100 with CUDA graphs ({HTA})",
+}
+"""Public traces that rules name in ``found_in`` and ``silent_in``: what each is, and from which
+project."""

@@ -1,0 +1,88 @@
+"""Which condition of a rule ended its search: the rule's own source, run with its ``if``s noted."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from functools import cache
+from typing import Any
+
+from advisor.model import Finding, Rule
+
+WORTH = "worth"
+"""The rule fires, and the engine finds the finding worth nothing."""
+
+
+class _Noted(ast.NodeTransformer):
+    """Every condition of an ``if``, part by part, goes through ``_guard(text, value)``."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        if not _only_praises(node):
+            node.test = self._note(node.test)
+        return node
+
+    def _note(self, test: ast.expr) -> ast.expr:
+        if isinstance(test, ast.BoolOp):
+            test.values = [self._note(value) for value in test.values]
+            return test
+        named = next((x for x in ast.walk(test) if isinstance(x, ast.NamedExpr)), None)
+        if named is not None:  # a name bound in a call's argument would be the same: leave it
+            return test
+        text = ast.Constant(ast.unparse(test))
+        return ast.Call(ast.Name("_guard", ast.Load()), [text, test], [])
+
+
+def _only_praises(node: ast.If) -> bool:
+    """Only ``yield Good(…)`` or ``yield NotMeasured(…)`` depends on it: no guard."""
+    inside = [part for line in node.body for part in ast.walk(line)]
+    told = [part.value for part in inside if isinstance(part, ast.Yield)]
+    leaves = any(isinstance(part, ast.Return | ast.Continue | ast.Break) for part in inside)
+    return bool(told and not leaves and not node.orelse) and all(
+        isinstance(item, ast.Call) and ast.unparse(item.func) in {"Good", "NotMeasured"}
+        for item in told
+    )
+
+
+@cache
+def _instrumented(module: str) -> tuple[dict[str, Any], list[str]]:
+    source = inspect.getsource(sys.modules[module])
+    tree = ast.fix_missing_locations(_Noted().visit(ast.parse(source)))
+    notes: list[str] = []
+
+    def guard(text: str, value: object) -> object:
+        notes.append(text)
+        return value
+
+    names = {"__name__": module, "_guard": guard}
+    exec(compile(tree, module, "exec"), names)
+    return names, notes
+
+
+def guard_of(rule: Rule, subject: Any) -> str:
+    """The last condition that a rule looked at before it ended without a finding: what holds it
+    silent. :data:`WORTH`: nothing does. ``subject``: what ``check`` or ``check_run`` takes."""
+    names, notes = _instrumented(type(rule).__module__)
+    twin = names[type(rule).__name__]()
+    notes.clear()
+    outcomes = list((twin.check_run if rule.across_ranks else twin.check)(subject))
+    if any(isinstance(outcome, Finding) for outcome in outcomes):
+        return WORTH
+    return notes[-1] if notes else ""
+
+
+def lifted(rule: Rule, name: str, subject: Any) -> bool:
+    """Whether a rule fires once a threshold lets everything through: any amount at all is enough,
+    or none is too much."""
+    for anything in (1e-12, 1e15):
+        setattr(rule, name, anything)
+        try:
+            outcomes = list((rule.check_run if rule.across_ranks else rule.check)(subject))
+        except (TypeError, ValueError, OverflowError):  # a count that is no whole number
+            continue
+        finally:
+            delattr(rule, name)
+        if any(isinstance(outcome, Finding) for outcome in outcomes):
+            return True
+    return False

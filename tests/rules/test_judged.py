@@ -1,0 +1,213 @@
+"""What rules find on public traces, counted again from the events by other ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import numpy as np
+import polars as pl
+import pytest
+
+from advisor.advice.execution import run_rules
+from advisor.advice.registry import load_rules
+from advisor.analysis import Analysis
+from advisor.ingest import read_trace
+from advisor.model import Finding
+
+Trace = Callable[[str], str]
+RULES = {rule.id: rule for rule in load_rules(config={})}
+DLRM = "dlrm_8ranks/worker0.pt.trace"
+
+
+@cache
+def analysis(path: str) -> Analysis:
+    return Analysis(read_trace(path))
+
+
+def found(a: Analysis, rule: str) -> list[Finding]:
+    return run_rules(0, a, [RULES[rule]], prices=False).findings
+
+
+def number(finding: Finding, start: str) -> float:
+    """The evidence whose label starts so."""
+    (value,) = [e.value for e in finding.evidence if e.label.startswith(start)]
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def late_launches(a: Analysis) -> float:
+    """Idle time before work whose launch began after the device had run dry, ns: one event after
+    the other."""
+    gpu = a.trace.gpu.sort("ts")
+    began = a.trace.cpu["ts"].gather(gpu["launch"]).to_list()
+    reached, idle = None, 0
+    for start, dur, launch in zip(gpu["ts"], gpu["dur"], began, strict=True):
+        if reached is not None and launch is not None and launch >= reached:
+            idle += start - reached
+        reached = max(reached or start, start + dur)
+    return idle
+
+
+def overlaps(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> Iterator[int]:
+    for start, end in a:
+        for other, until in b:
+            if other < end and until > start:
+                yield min(end, until) - max(start, other)
+
+
+@pytest.mark.parametrize("name", [DLRM, "pairs/sam_1_fp32_many_syncs"])
+def test_what_launching_costs_is_idle_before_late_launches(shared_trace: Trace, name: str) -> None:
+    """The rule counts less: not what the host waits for meanwhile, nor one slow function."""
+    a = analysis(shared_trace(name))
+    (finding,) = found(a, "launch-bound")
+    idle = number(finding, "idle for launches") * a.step_count
+    assert 0.35 * late_launches(a) < idle < late_launches(a)
+
+
+def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_no_launching(
+    shared_trace: Trace,
+) -> None:
+    """It is one function's: ``run_on_input`` is called in 70,101 pieces of Python before the first
+    kernel, and after that hardly any launch comes late."""
+    a = analysis(shared_trace("mi300_timesformer_inference"))
+    assert late_launches(a) < 0.01 * a.span_ns
+    assert found(a, "launch-bound") == []
+    (finding,) = found(a, "python-hot-spot")
+    before = int(a.trace.gpu["ts"].min()) - int(a.spans.start[0])  # type: ignore[arg-type]
+    assert "run_on_input" in finding.summary
+    assert 0.9 * before < number(finding, "device idle in them") < before
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "ms"),
+    [
+        # a copy to the host waits for the whole pass of the device
+        ("mi300_timesformer_inference", "hipMemcpyWithStream", 94.4),
+        (DLRM, "cudaMemcpyAsync", 0.88),
+    ],
+)
+def test_a_read_holds_the_host_as_long_as_its_call_takes(
+    shared_trace: Trace, name: str, call: str, ms: float
+) -> None:
+    a = analysis(shared_trace(name))
+    named = a.trace.cpu.filter(pl.col("name").cast(pl.String) == call)
+    assert named["dur"].max() / 1e6 == pytest.approx(ms, rel=0.01)  # type: ignore[operator]
+    (finding,) = found(a, "implicit-sync")
+    value, unit = finding.summary.split()[:2]
+    assert float(value) * {"ms": 1, "µs": 1e-3}[unit] == pytest.approx(ms, rel=0.02)
+
+
+def test_half_of_a_compiled_models_time_the_host_waits_in_reads(shared_trace: Trace) -> None:
+    a = analysis(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
+    calls = a.trace.cpu["name"].cast(pl.String).str.contains("^cuda(?:Memcpy|.*Synchronize)")
+    every = int(a.trace.cpu.filter(calls)["dur"].sum())
+    (finding,) = found(a, "host-reads")
+    assert 0.75 * every < number(finding, "host waits in reads") < every
+
+
+def test_collectives_are_as_exposed_as_their_intervals_are(shared_trace: Trace) -> None:
+    a = analysis(shared_trace("nccl_collectives"))
+    gpu = a.trace.gpu.filter(pl.Series(a.in_window)).with_columns(end=pl.col("ts") + pl.col("dur"))
+    nccl = gpu["name"].cast(pl.String).str.contains("nccl")
+    sent = list(gpu.filter(nccl).select("ts", "end").iter_rows())
+    computed = list(gpu.filter(~nccl).select("ts", "end").iter_rows())
+    hidden = sum(overlaps(sent, computed))
+    exposed = (sum(end - start for start, end in sent) - hidden) / a.step_count
+    (finding,) = found(a, "exposed-communication")
+    assert number(finding, "exposed communication") == pytest.approx(exposed, rel=0.02)
+
+
+def test_a_collective_that_is_waited_for_at_once_runs_alone(shared_trace: Trace) -> None:
+    """Rank 7's longest: the next kernel is launched while it runs, and starts when it ends."""
+    a = analysis(shared_trace("dlrm_8ranks/worker7.pt.trace"))
+    gpu = a.trace.gpu.with_columns(end=pl.col("ts") + pl.col("dur")).sort("ts")
+    sums = gpu["name"].cast(pl.String).str.contains("AllReduce")
+    longest = gpu.filter(sums).sort("dur").row(-1, named=True)
+    start, end = longest["ts"], longest["end"]
+    assert gpu.filter((pl.col("ts") < end) & (pl.col("end") > start)).height == 1
+    following = gpu.filter(pl.col("ts") >= end).row(0, named=True)
+    assert start < a.trace.cpu["ts"][following["launch"]] < end - 300_000
+    assert following["ts"] - end < 5_000
+    (finding,) = found(a, "poor-overlap")
+    assert number(finding, "exposed and waited for at once") == end - start
+
+
+def test_small_grids_are_those_with_fewer_blocks_than_a_v100_has_units(shared_trace: Trace) -> None:
+    a = analysis(shared_trace("dlrm_8ranks/worker1.pt.trace"))
+    gpu = a.trace.gpu.filter(pl.Series(a.in_window) & (pl.col("kind") == "kernel"))
+    gpu = gpu.filter(~pl.col("name").cast(pl.String).str.contains("nccl"))
+    small = gpu.filter(pl.col("blocks") < 80)
+    (finding,) = found(a, "small-grids")
+    told = number(finding, "compute time with less than one block")
+    assert told == pytest.approx(small["dur"].sum() / gpu["dur"].sum(), rel=0.03)
+    empty = 1 - (small["dur"] * small["blocks"] / 80).sum() / small["dur"].sum()
+    assert number(finding, "of the GPU empty") == pytest.approx(empty, rel=0.02)
+
+
+@pytest.mark.parametrize("size", [2, 32, 64, 128])
+def test_each_block_of_the_particle_transformer_attends_by_hand(
+    shared_trace: Trace, size: int
+) -> None:
+    """Eight blocks over the particles and two over the class, as its authors wrote it: product,
+    softmax, product."""
+    a = analysis(shared_trace(f"pairs/particle_batch{size}"))
+    gpu = a.trace.gpu.filter(pl.col("kind") == "kernel").sort("ts")
+    ops = a.trace.cpu["name"].cast(pl.String).gather(gpu["op"])
+    products = {"aten::bmm", "aten::baddbmm", "aten::addmm", "aten::mm"}
+    seen = [op for op in ops if op == "aten::_softmax" or op in products]
+    around = [(seen[at - 1], seen[at + 1]) for at, op in enumerate(seen) if op == "aten::_softmax"]
+    assert sum(pair[1] == "aten::bmm" and pair[0] in products for pair in around) >= 8
+    (finding,) = found(a, "unfused-attention")
+    assert {place.op for place in finding.where} & {"aten::_softmax", "aten::baddbmm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "blocks", "resident", "waves"),
+    [
+        # 122 and 255 registers a thread of 128: four and two blocks fit into 65,536
+        ("pairs/sam_2_fp32_few_syncs", "ampere_sgemm_128x64_tn", 640, 4, 1.481),
+        ("pairs/sam_3_bf16_compiled_sdpa", "flash_fwd_kernel", 512, 2, 2.370),
+    ],
+)
+def test_waves_are_blocks_over_what_an_a100_holds(
+    shared_trace: Trace, name: str, kernel: str, blocks: int, resident: int, waves: float
+) -> None:
+    a = analysis(shared_trace(name))
+    rows = a.trace.gpu.filter(pl.col("name").cast(pl.String).str.contains(kernel))
+    rows = rows.filter(pl.col("blocks") == blocks)
+    registers = 8 * np.ceil(rows["registers"][0] / 8) * rows["threads"][0]
+    assert int(65_536 // registers) == resident
+    assert blocks / (108 * resident) == pytest.approx(waves, abs=0.001)
+    at = a.trace.gpu["name"].cast(pl.String).str.contains(kernel) & (
+        a.trace.gpu["blocks"] == blocks
+    )
+    assert a.kernels["waves"].filter(at).unique().to_list() == pytest.approx([waves], abs=0.001)
+
+
+def test_a_tail_at_98_percent_of_the_rate_is_not_counted(shared_trace: Trace) -> None:
+    """Four blocks share a multiprocessor; those of the tail have it to themselves."""
+    a = analysis(shared_trace("pairs/sam_2_fp32_few_syncs"))
+    places = [place for finding in found(a, "wave-quantisation") for place in finding.where]
+    assert not [place for place in places if "sgemm" in str(place.kernel)]
+
+
+def test_layer_norm_over_short_rows_moves_its_tensor_at_a_sixth_of_the_memorys_rate(
+    shared_trace: Trace,
+) -> None:
+    """16,384 rows of 128, in and out: bytes over time, by hand. An A100's memory: 1,555 GB/s."""
+    a = analysis(shared_trace("pairs/particle_batch128"))
+    ops = a.trace.cpu["name"].cast(pl.String).gather(a.trace.gpu["op"])
+    inputs = a.trace.cpu["inputs"].gather(a.trace.gpu["op"])
+    dims = a.trace.inputs["dims"].cast(pl.String).gather(inputs)
+    mine = ((ops == "aten::native_layer_norm") & dims.str.contains("128, ?128, ?128")).fill_null(
+        False
+    )
+    kernels = a.trace.gpu.filter(mine)
+    types = a.trace.inputs["types"].cast(pl.String).gather(inputs).filter(mine)
+    width = 2 if "Half" in types[0].split(",")[0] else 4
+    rate = kernels.height * 2 * width * 128**3 / kernels["dur"].sum()
+    assert rate < 1_555 / 3
+    (finding,) = found(a, "low-bandwidth")
+    told = [e.value for e in finding.evidence if e.label == "operator"]
+    assert f": {rate:,.0f} of " in str(told[0])

@@ -1,0 +1,119 @@
+"""The numbers of the rules: docstrings and code agree, and each says where it comes from."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from advisor.advice.registry import load_rules
+from advisor.analysis import Analysis
+from advisor.ingest import read_trace
+from advisor.model import Rule, Source, Threshold
+
+ROOT = Path(__file__).parents[2]
+RULES = load_rules(config={})
+UNITS = {
+    "%": 1e-2, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "s": 1, "MB": 1e6, "MB/s": 1e6, "GB/s": 1e9,
+    "TB/s": 1e12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "bytes": 1, "times": 1,
+    "steps": 1, "copies": 1, "kernels": 1, "waves": 1, "epochs": 1, "batches": 1, "samples": 1,
+}  # fmt: skip
+WORDS = {"twenty": 20, "fifty": 50, "hundred": 100}
+NUMBER = re.compile(
+    rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?|(?:{'|'.join(WORDS)})(?= ))(?: to (\d[\d.]*))?\s?"
+    rf"({'|'.join(sorted(map(re.escape, UNITS), key=len, reverse=True))})(?!\w)"
+)
+
+
+def said(text: str) -> list[tuple[str, float, str]]:
+    """Numbers with a unit in a text: as written, the number, the unit. ``40 to 55 %`` are two."""
+    found = []
+    for match in NUMBER.finditer(" ".join(text.split())):
+        for number in match.group(1, 2):
+            if number:
+                value = float(WORDS.get(number) or number.replace(",", ""))
+                found.append((f"{number} {match.group(3)}", value, match.group(3)))
+    return found
+
+
+def fits(value: float, unit: str, threshold: float) -> bool:
+    """A threshold is that number, in the docstring's unit or its base unit, or what it leaves of
+    the whole (idle for 20 %: busy for 0.8)."""
+    base = value * UNITS[unit]
+    same = [value, base, 1 - base] if unit == "%" else [value, base]
+    return any(math.isclose(threshold, number) for number in same)
+
+
+def cited(rule: Rule) -> str:
+    """What the sources of a rule say."""
+    own = [s for name in rule.options() for s in getattr(type(rule), name).sources]
+    return " ".join(source.name for source in (*rule.sources, *own))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_every_number_of_a_docstring_is_a_threshold_or_cited(rule: Rule) -> None:
+    sources = {(value, unit) for _, value, unit in said(cited(rule))}
+    values = [float(v) for v in rule.options().values() if not isinstance(v, str)]
+    unsourced = [
+        text
+        for text, value, unit in said(rule.__doc__ or "")
+        if (value, unit) not in sources and not any(fits(value, unit, v) for v in values)
+    ]
+    assert unsourced == []
+
+
+def test_a_number_that_is_neither_is_noticed() -> None:
+    """What memory-leak said once: 5 % in the docstring, 0.02 in the code."""
+    ((text, value, unit),) = said("resident memory from 5 % of what the machine has")
+    assert text == "5 %"
+    assert not fits(value, unit, 0.02) and fits(2.0, "%", 0.02)
+    assert [n for _, n, _ in said("1.5 ms for 8 KiB, 40 to 55 %, of fifty steps")] == [
+        1.5, 8, 40, 55, 50,
+    ]  # fmt: skip
+
+
+def sources() -> list[tuple[str, Source]]:
+    found = [(rule.id, source) for rule in RULES for source in rule.sources]
+    for rule in RULES:
+        for name in rule.options():
+            own = getattr(type(rule), name)
+            assert isinstance(own, Threshold), f"{rule.id}.{name} says not where it comes from"
+            assert own.meaning and own.sources, f"{rule.id}.{name}"
+            found += [(f"{rule.id}.{name}", source) for source in own.sources]
+    return found
+
+
+def test_every_threshold_has_a_source_that_a_reader_can_open() -> None:
+    for where, source in sources():
+        if source.at.startswith("https://") or source.name.startswith("arithmetic"):
+            continue
+        assert (ROOT / source.at).is_file(), (where, source)
+
+
+def test_no_rule_is_named_outside_itself() -> None:
+    """By what runs rules, and by other rules. Hints and workloads say which rule confirms them."""
+    ids = {rule.id for rule in RULES}
+    folders = [ROOT / "rules", ROOT / "dashboard"]
+    parts = ("advice", "analysis", "cli", "compare", "export", "report", "select.py", "whatif")
+    folders += [ROOT / "advisor" / part for part in parts]
+    files = [f for place in folders for f in ([place] if place.is_file() else place.rglob("*.py"))]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in ids:
+                line = file.read_text(encoding="utf-8").splitlines()[node.lineno - 1].strip()
+                assert line == f'id = "{node.value}"', f"{file}: {line}"
+
+
+def test_the_v100s_short_kernels_are_as_many_as_launch_bound_says(
+    shared_trace: Callable[[str], str],
+) -> None:
+    a = Analysis(read_trace(shared_trace("v100_train_copy_heavy")))
+    kernels = a.trace.gpu.filter(pl.col("kind") == "kernel")
+    short = (kernels["dur"] < 10_000).mean()
+    busy = a.breakdown.busy.total / a.span_ns
+    assert (short, busy) == (pytest.approx(0.45, abs=0.005), pytest.approx(0.96, abs=0.005))

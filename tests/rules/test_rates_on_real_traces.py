@@ -1,0 +1,133 @@
+"""Operators far from the device's rates, on public traces, and what became of them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import polars as pl
+import pytest
+
+from advisor.advice.engine import Examined, Options, examine
+from advisor.advice.execution import FAILED
+from advisor.analysis import Analysis
+from advisor.ingest import open_run
+from advisor.model import Finding
+
+NEW = {"slow-attention", "slow-gemm", "slow-convolution", "low-bandwidth", "handwritten-operator"}
+
+
+@cache
+def examined(path: str) -> Examined:
+    return examine(path, Options(config={}))
+
+
+def found(path: str) -> dict[str, Finding]:
+    report = examined(path).report
+    return {finding.rule: finding for finding in (*report.findings, *report.notes)}
+
+
+def test_rms_normalisation_and_rotary_embedding_of_a_language_model_are_named(
+    shared_trace: Callable[[str], str],
+) -> None:
+    """49 normalisations and 48 rotary embeddings a pass: 24 layers, two of each, and one at the
+    end; the general finding on pointwise chains is folded under it."""
+    rules = found(shared_trace("h100_qwen_inference"))
+    named = rules["handwritten-operator"]
+    assert named.rank == 1
+    told = {item.label: str(item.value) for item in named.evidence}
+    assert told["RMS normalisation"].startswith("49 a step")
+    assert told["rotary embedding"].startswith("48 a step")
+    assert "F.rms_norm" in named.fix
+    assert rules["unfused-elementwise"].folded_under == "handwritten-operator"
+
+
+def test_chains_found_by_a_walk_over_the_operators_are_the_same(
+    shared_trace: Callable[[str], str],
+) -> None:
+    a = examined(shared_trace("h100_qwen_inference")).main
+    rows = np.flatnonzero(a.in_window & (a.trace.gpu["kind"] == "kernel").to_numpy())
+    rows = rows[np.argsort(a.trace.gpu["ts"].to_numpy()[rows], kind="stable")]
+    ops = [str(a.kernels["op_name"][int(row)]).removeprefix("aten::").rstrip("_") for row in rows]
+    seen = {"rms": 0, "rope": 0}
+    for at in range(len(ops)):
+        rest = [op for op in ops[at : at + 12] if op not in ("copy", "to")]
+        if ops[at] == "pow" and rest[1:5] == ["mean", "add", "rsqrt", "mul"]:
+            seen["rms"] += 1
+        if ops[at] == "mul" and rest[1:5] == ["neg", "cat", "mul", "add"]:
+            seen["rope"] += 1
+    assert seen == {"rms": 49, "rope": 48}
+
+
+def test_attention_in_16_bits_gains_what_was_predicted(shared_trace: Callable[[str], str]) -> None:
+    """The same 144 calls of fused attention before and after: fp32 in the memory-efficient kernel,
+    then 16 bits in flash attention."""
+    before = examined(shared_trace("pairs/sam_2_fp32_few_syncs"))
+    (after,) = open_run([shared_trace("pairs/sam_3_bf16_compiled_sdpa")]).traces.values()
+    spent = []
+    for a in (before.main, Analysis(after)):
+        attention = (a.kernels["family"] == "attention").to_numpy() & a.in_window
+        spent.append((int(attention.sum()), int(a.trace.gpu["dur"].to_numpy()[attention].sum())))
+    assert spent[0][0] == spent[1][0] == 144
+    measured = spent[0][1] - spent[1][1]
+    finding = found(shared_trace("pairs/sam_2_fp32_few_syncs"))["slow-attention"]
+    worth = finding.worth
+    assert worth is not None and worth.gain_ns is not None
+    assert worth.gain_ns == pytest.approx(measured, rel=0.15)
+    assert (worth.low_ns or 0) < measured < (worth.high_ns or 0)
+    assert "fp32" in finding.summary
+
+
+def test_a_convolution_without_matrix_cores_is_named(shared_trace: Callable[[str], str]) -> None:
+    finding = found(shared_trace("mi300x_kernels_after_steps"))["slow-convolution"]
+    assert "matrix cores" in finding.summary
+    assert "MIOPEN_FIND" in finding.code
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a100_train_6steps", "v100_train_copy_heavy", "b200_eager", "h100_bert_small_inference",
+     "mi210_gpu_only", "mi300_torch_compile", "linear_2080ti_launch_bound"],
+)  # fmt: skip
+def test_healthy_launch_bound_and_untold_operators_are_not_called_slow(
+    name: str, shared_trace: Callable[[str], str]
+) -> None:
+    assert not NEW & set(found(shared_trace(name)))
+    failed = [
+        item for item in examined(shared_trace(name)).report.not_checked if FAILED in item.why
+    ]
+    assert failed == []  # silent because it looked, not because it broke
+
+
+def test_what_is_bound_by_launches_is_never_far_below(shared_trace: Callable[[str], str]) -> None:
+    table = examined(shared_trace("b200_eager")).main.rooflines
+    launch = table.filter(pl.col("bound") == "launch")
+    assert launch.height > 0
+    assert launch["saved"].null_count() == launch["efficiency"].null_count() == launch.height
+
+
+BUSY = (
+    "a100_train_6steps", "v100_train_copy_heavy", "h100_qwen_inference",
+    "pairs/sam_2_fp32_few_syncs", "pairs/sam_3_bf16_compiled_sdpa", "pairs/particle_batch128",
+)  # fmt: skip
+
+
+def test_what_products_and_memory_bound_operators_reach(shared_trace: Callable[[str], str]) -> None:
+    """The figures that the thresholds come from: per trace, the median of the operators that take
+    half a percent of kernel time or more."""
+    memory = ["elementwise", "reduction", "copy", "layout", "softmax", "normalisation", "pooling"]
+    medians: dict[str, list[float]] = {"gemm": [], "memory": []}
+    for name in BUSY:
+        table = examined(shared_trace(name)).main.rooflines
+        table = table.filter(
+            pl.col("op").is_not_null()
+            & (pl.col("share") > 0.005)
+            & pl.col("bound").cast(pl.String).is_in(["compute", "memory"])
+        )
+        for kind, families in (("gemm", ["gemm"]), ("memory", memory)):
+            one = table.filter(pl.col("family").is_in(families))["efficiency"].median()
+            assert isinstance(one, float)
+            medians[kind].append(one)
+    assert [min(medians["gemm"]), max(medians["gemm"])] == pytest.approx([0.39, 0.98], abs=0.01)
+    assert [min(medians["memory"]), max(medians["memory"])] == pytest.approx([0.54, 0.97], abs=0.01)

@@ -1,0 +1,47 @@
+"""Why a product is slow is told by its tiles against the units of the device, whoever made it."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.analysis.matmuls import Product
+from advisor.analysis.shapes import Tensor
+from advisor.rules.kernel.slow_gemm import SlowGemm
+
+
+def why(m: int, n: int, k: int, units: int | None, *, batch: int = 1, amd: bool = False) -> str:
+    a, b = Tensor((m, k), "c10::BFloat16", None), Tensor((k, n), "c10::BFloat16", None)
+    rule = SlowGemm()
+    cause, case = rule._why(Product(batch, m, n, k, a, b, None), units, amd=amd)
+    advice = rule._advice(case, amd=amd)
+    return f"{cause} | {advice['fix']} | {advice['code']}"
+
+
+@pytest.mark.parametrize(
+    ("size", "units", "amd", "told"),
+    [
+        # 2 x 2 tiles; 304 compute units of an MI300X
+        ((256, 256, 65536), 304, True, "4 tiles of 128 x 128 for 304 compute units, and each"),
+        ((256, 256, 65536), 108, False, "4 tiles of 128 x 128 for 108 multiprocessors"),
+        ((1000, 300, 512), 132, False, "24 tiles of 128 x 128 for 132"),
+        # 20 x 16 tiles: 1.05 rounds of 304
+        ((2560, 2048, 1024), 304, True, "1.05 rounds of tiles on 304 compute units"),
+        ((1792, 1024, 4096), 108, False, "1.04 rounds of tiles on 108 multiprocessors"),
+        ((262144, 8, 4096), 108, False, "one side of 262144 x 8"),
+        ((8192, 8192, 8192), 108, False, "a kernel that does not suit it"),
+        ((8192, 8192, 8192), None, False, "a kernel that does not suit it"),
+    ],
+)
+def test_tiles_over_units_tell_the_cause(
+    size: tuple[int, int, int], units: int | None, amd: bool, told: str
+) -> None:
+    assert told in why(*size, units, amd=amd)
+
+
+def test_what_tunes_products_is_the_vendors() -> None:
+    assert "PYTORCH_TUNABLEOP_ENABLED" in why(256, 256, 65536, 304, amd=True)
+    assert "TUNABLEOP" not in why(256, 256, 65536, 108)
+
+
+def test_thousands_of_tiny_products_are_told_as_such() -> None:
+    assert "37,632 products of 8 x 8" in why(8, 8, 64, 304, batch=37_632, amd=True)

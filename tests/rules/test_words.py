@@ -1,0 +1,97 @@
+"""What a rule says fits the program: nothing of training where nothing is trained, nothing of
+PyTorch where there is none."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from advisor.advice.execution import run_rules
+from advisor.advice.registry import load_rules
+from advisor.model import ANY, Rule
+from advisor.testing import TraceBuilder
+from advisor.trace import CUDA, JAX, TENSORFLOW
+
+RULES = load_rules(config={})
+TEXTS = ("title", "fix", "code", "verify", "falsified_by", "assumptions", "confidence")
+TRAINING = re.compile(
+    r"\bloss(?:es)?\b|optimizer|zero_grad|backward|learning rate|criterion|\btrains? |micro-batch",
+    re.IGNORECASE,
+)
+OF_TRAINING = {
+    # what they look for is only there where something is trained, or would be
+    "eval-without-no-grad", "huge-vocabulary", "missing-no-sync", "recompute-with-free-memory",
+    "single-tensor-optimizer",
+}  # fmt: skip
+OF_OPTIMIZERS = {
+    ("implicit-sync", "inside the optimizer"), ("out-of-memory", "set_to_none"),
+    ("out-of-memory", "8-bit optimizer"),
+}  # fmt: skip
+"""Cases that need an optimizer in the recording."""
+TORCH = re.compile(r"torch|DataLoader|num_workers|autograd|\.item\(\)|non_blocking", re.IGNORECASE)
+
+
+def said(rule: Rule) -> Iterator[tuple[str, str]]:
+    """Name of an attribute, or of a case, and a text of it."""
+    for name in TEXTS:
+        yield name, str(getattr(rule, name))
+    for case, texts in rule.cases.items():
+        for text in texts.values():
+            yield case, str(text)
+
+
+@pytest.mark.parametrize(
+    "rule", [r for r in RULES if r.id not in OF_TRAINING], ids=lambda rule: rule.id
+)
+def test_a_rule_speaks_of_no_training_where_nothing_is_trained(rule: Rule) -> None:
+    other = rule.where_nothing_is_trained()
+    assert [
+        (name, text)
+        for name, text in said(other)
+        if TRAINING.search(text) and (rule.id, name) not in OF_OPTIMIZERS
+    ] == []
+    assert set(rule.inference) <= {*TEXTS, "cases"}
+    assert set(rule.inference.get("cases", {})) <= set(rule.cases)
+    assert set(other.cases) == set(rule.cases)
+
+
+def _launches(*ops: str) -> list[str]:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            for _ in range(100):
+                for op in ops:
+                    with b.op(op, [[64, 64]], "float", host_us=40):
+                        b.launch("void at::native::vectorized_elementwise_kernel<4>", 3)
+            b.sync()
+    (rule,) = [rule for rule in RULES if rule.id == "launch-bound"]
+    return [finding.fix for finding in run_rules(0, b.analysis(), [rule]).findings]
+
+
+def test_the_same_finding_is_worded_for_what_the_loop_does() -> None:
+    """A hundred kernels of 3 µs that take the host 40 µs each, with a backward and without."""
+    (inference,), (training,) = _launches("aten::mul"), _launches("aten::mul", "MulBackward0")
+    assert "optimizer" in training and "optimizer" not in inference
+    assert [rule for rule in RULES if "fix" in vars(rule)] == []  # the rule itself stays as it is
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r.elsewhere], ids=lambda rule: rule.id)
+def test_advice_for_other_programs_names_nothing_of_pytorch(rule: Rule) -> None:
+    assert set(rule.elsewhere) <= {ANY, CUDA, TENSORFLOW, JAX}
+    for advice in rule.elsewhere.values():
+        texts = (advice.fix, advice.code, advice.verify, advice.title)
+        assert advice.fix and not any(map(TORCH.search, texts))
+        assert all(not TORCH.search(new) for _, new in advice.says)
+
+
+def test_everything_that_a_snapshot_says_would_free_memory_has_words() -> None:
+    from advisor.analysis import memory_savings
+
+    source = inspect.getsource(memory_savings)
+    changes = set(re.findall(r'(?:Saving|_at)\(\s*"([^"]+)"', source))
+    (rule,) = [rule for rule in RULES if rule.id == "out-of-memory"]
+    assert len(changes) == 7
+    assert all(rule.cases[change]["fix"] and rule.cases[change]["code"] for change in changes)

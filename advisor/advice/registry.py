@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -15,10 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from advisor.config import tool_section
 from advisor.errors import AdvisorError
+from advisor.files import open_regular
 from advisor.model import Rule
 
 ENTRY_POINTS = "advisor.rules"
+MAX_RULE_BYTES = 4 << 20
+"""Of a file of rules."""
 
 
 def load_rules(
@@ -82,6 +86,7 @@ def _from_folder(folder: Path) -> Iterator[ModuleType]:
     if not files:
         raise AdvisorError(f"{folder}: no rules in it (*.py)")
     for file in files:
+        _check_rule_file(file)
         name = f"advisor_user_rules_{abs(hash(file.resolve()))}_{file.stem}"
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
@@ -93,6 +98,17 @@ def _from_folder(folder: Path) -> Iterator[ModuleType]:
         except Exception as error:  # the user's own code may raise anything
             raise AdvisorError(f"{file}: {type(error).__name__}: {error}") from None
         yield module
+
+
+def _check_rule_file(file: Path) -> None:
+    """Raises AdvisorError for what the import system would wait for, or read without end."""
+    try:
+        with open_regular(file) as opened:
+            long = os.fstat(opened.fileno()).st_size > MAX_RULE_BYTES
+    except OSError as error:
+        raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
+    if long:
+        raise AdvisorError(f"{file}: larger than {MAX_RULE_BYTES >> 20} MiB, so not a rule")
 
 
 def _rules_in(module: ModuleType) -> Iterator[type[Rule]]:
@@ -136,19 +152,7 @@ def _configured(cls: type[Rule], options: Mapping[str, Any]) -> Rule:
 
 def read_config(start: Path | None = None) -> dict[str, dict[str, Any]]:
     """``[tool.advisor.rules]`` of the nearest ``pyproject.toml`` at or above ``start``."""
-    folder = (start or Path.cwd()).resolve()
-    for place in (folder, *folder.parents):
-        file = place / "pyproject.toml"
-        if not file.is_file():
-            continue
-        try:
-            text = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-            raise AdvisorError(f"{file}: cannot be read ({error})") from None
-        tool = text.get("tool", {})
-        section = tool.get("advisor", {}) if isinstance(tool, dict) else {}
-        rules = section.get("rules", {}) if isinstance(section, dict) else {}
-        if not isinstance(rules, dict) or not all(isinstance(v, dict) for v in rules.values()):
-            raise AdvisorError(f"{file}: [tool.advisor.rules.<id>] must be tables")
-        return rules
-    return {}
+    file, rules = tool_section("rules", start)
+    if not isinstance(rules, dict) or not all(isinstance(v, dict) for v in rules.values()):
+        raise AdvisorError(f"{file}: [tool.advisor.rules.<id>] must be tables")
+    return rules

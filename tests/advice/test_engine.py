@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advice.engine import FAILED, Options, analyze, run_rules
+from advisor.advice.engine import Options, analyze
+from advisor.advice.execution import FAILED, run_rules
 from advisor.advice.registry import load_rules, read_config
 from advisor.errors import AdvisorError
+from advisor.ingest.read import read_bytes
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
-from advisor.report import terminal
+from advisor.report.formats import REPORTS
 from advisor.testing import TraceBuilder
 from advisor.trace import Run
 
@@ -167,4 +169,15 @@ def test_without_a_device_the_operators_that_take_the_time_are_told() -> None:
     # own time: linear 9.5 + 0.5 after what is inside; a step is on average half of both
     found = [(o.name, o.ns / 1e3, o.share, o.count) for o in report.operators]
     assert found == [("aten::mm", 20.0, 0.8, 1.0), ("aten::linear", 5.0, 0.2, 0.5)]
-    assert "ops     aten::mm 80% · aten::linear 20%" in terminal.render(report)
+    assert "ops     aten::mm 80% · aten::linear 20%" in REPORTS.render("terminal", report)
+
+
+def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_may() -> None:
+    b = TraceBuilder()
+    for number in range(3):
+        with b.step(number):
+            b.launch("gemm", 100)
+            b.sync()
+    for trace, told in ((read_bytes(b.json()), True), (b.trace(), False)):
+        limits = analyze(Run({(-1, 0): trace}), Options(config={})).limits
+        assert any("too little to tell" in line for line in limits) is told

@@ -10,10 +10,12 @@ import pytest
 from advisor.advice.engine import Options, analyze
 from advisor.errors import AdvisorError
 from advisor.ingest import open_run
-from advisor.report import Report, markdown, terminal
+from advisor.report import Report
+from advisor.report.formats import REPORTS
 from advisor.rundir import RankRecord
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder, write_run
+from advisor.whatif.result import what_if
 
 OPTIONS = Options(config={})
 MS = 1_000_000
@@ -61,7 +63,7 @@ def test_a_run_whose_window_was_never_reached_still_gives_a_report(tmp_path: Pat
     assert report.status != "healthy"
     assert "No window was profiled" in report.verdict and "60%" in report.verdict
     assert any("on the device" in item.what for item in report.not_checked)
-    for text in (terminal.render(report), markdown.render(report)):
+    for text in (REPORTS.render("terminal", report), REPORTS.render("markdown", report)):
         assert "data" in text and "60%" in text and "46 of 60 recorded" in text
     assert Report.from_json(report.to_json()).recorded == report.recorded
 
@@ -75,8 +77,8 @@ def test_the_observer_effect_is_profiled_against_unprofiled_steps(tmp_path: Path
     assert report.recorded.observer_effect == pytest.approx(0.5)
     assert report.scope.step_source == "ProfilerStep" and report.time
     assert report.recorded.windows == ["window 0: done"]
-    text = " ".join(terminal.render(report).split())
-    assert "median 10.0 ms without the profiler" in text and "+50% there" in text
+    text = " ".join(REPORTS.render("terminal", report).split())
+    assert "median 10 ms without the profiler" in text and "the profiler adds 50%" in text
 
 
 def test_a_run_that_was_killed_is_analysed_up_to_its_last_whole_line(tmp_path: Path) -> None:
@@ -151,13 +153,13 @@ def test_a_run_in_which_nothing_was_recorded_is_one_line(tmp_path: Path) -> None
 def test_a_run_without_a_single_step_says_so(tmp_path: Path) -> None:
     report = report_of(write_run(tmp_path / "run", {0: RankRecord(rank=training().rank)}))
     assert report.status == "limited" and "No step was recorded." in report.limits
-    terminal.render(report)
+    REPORTS.render("terminal", report)
 
 
 def test_nothing_can_be_replayed_without_a_window(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", {0: training()}))
     with pytest.raises(AdvisorError, match="nothing to replay"):
-        run.whatif(["remove host sync"])
+        what_if(run, ["remove host sync"])
 
 
 def test_a_trace_alone_has_one_line_for_all_that_needs_a_record(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ _DATA = re.compile(
     r"|tokeniz|\bforward_data\b|[Dd]ata[Ss]et|[Dd]ata[Ll]oader"
 )
 """Functions that prepare data: their lines explain waits for it."""
-_PYTHON = {"python-hot-spot", "cpu-before-first-kernel", "launch-bound", "gc-pauses"}
-"""Rules whose time is that of Python in the loop, outside the loader."""
 
 
 def hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
@@ -41,17 +39,18 @@ def hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
         return [], [str(error)]
 
 
-def explain(findings: Iterable[Finding], lines: list[HotLine]) -> None:
+def explain(findings: Iterable[Finding], lines: list[HotLine], python: set[str]) -> None:
     """Add the hottest lines to findings about loading data and about Python in the loop.
 
-    Those that already name a line of the user's code keep it in front.
+    ``python``: rules whose time is that of Python in the loop, outside the loader. Findings that
+    already name a line of the user's code keep it in front.
     """
     data = [line for line in lines if _DATA.search(line.function or "")]
     rest = [line for line in lines if line not in data]
     for finding in findings:
         if finding.category == "input":
             chosen = data[:MOST]
-        elif finding.rule in _PYTHON:
+        elif finding.rule in python:
             chosen = rest[:MOST]
         else:
             continue

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import advisor
+from advisor import text as t
 from advisor.advice.engine import Examined, Options, examine
 from advisor.advice.pricing import REPLAY
-from advisor.compare.data import Amount, Comparison, Realised, Side, StepTimes
+from advisor.compare.amounts import amounts
+from advisor.compare.data import Comparison, Realised, Side
 from advisor.compare.findings import compare_findings
+from advisor.compare.remaining import Remaining, find_remaining
 from advisor.compare.steps import compare_steps
-from advisor.compare.still import Still, still_there
+from advisor.compare.verdict import verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
 from advisor.model import Finding
-from advisor.report import text as t
 from advisor.trace import Run
 
 if TYPE_CHECKING:
+    from advisor.report import Report
     from advisor.rundir import RankRecord
 
 MIN_MATCHED = 0.2
@@ -29,11 +32,25 @@ CLOSE = 0.1
 """Share by which gain and prediction may differ and still agree, however narrow both bands are: a
 replay that misses the step by that much still prices findings (``pricing.MAX_STEP_ERROR``)."""
 
-Source = str | Path | Sequence[str | Path] | Run
+RunOrFiles = str | Path | Sequence[str | Path] | Run
 
 
-def compare(before: Source, after: Source, options: Options | None = None) -> Comparison:
-    """Read and analyse two runs and say what differs. Raises AdvisorError as ``analyze`` does."""
+def compare(
+    before: RunOrFiles | Report, after: RunOrFiles | Report, options: Options | None = None
+) -> Comparison:
+    """Read and analyse two runs and say what differs; of one that is given as a Report, as far as
+    that tells. Raises AdvisorError as ``analyze`` does."""
+    from advisor.report import Report
+
+    if isinstance(before, Report) or isinstance(after, Report):
+        from advisor.compare.saved import compare_reports
+
+        reports = [
+            given if isinstance(given, Report) else examine(given, options).report
+            for given in (before, after)
+        ]
+        saved = [i for i, given in enumerate((before, after)) if isinstance(given, Report)]
+        return compare_reports(reports[0], reports[1], saved=saved)
     return compare_examined(examine(before, options), examine(after, options))
 
 
@@ -45,9 +62,9 @@ def compare_examined(before: Examined, after: Examined) -> Comparison:
     names = [one.device_name for one in sides]
     same_device = None if None in names else names[0] == names[1]
 
-    def search(finding: Finding, of_before: bool) -> Still | None:
+    def search(finding: Finding, of_before: bool) -> Remaining | None:
         own, other = (before, after) if of_before else (after, before)
-        return still_there(finding, own, other)
+        return find_remaining(finding, own, other)
 
     changes = compare_findings(before.report, after.report, search)
     work, work_rest = compare_work(a, b)
@@ -59,7 +76,7 @@ def compare_examined(before: Examined, after: Examined) -> Comparison:
         after=sides[1],
         same_device=same_device,
         steps=steps,
-        amounts=amounts(before, after),
+        amounts=amounts(before.report, after.report),
         findings=[change for change, _ in changes],
         matched=matched(work, work_rest),
         realised=Realised(rules=[]),
@@ -96,6 +113,7 @@ def side(examined: Examined) -> Side:
         profile_memory=meta.profile_memory,
         truncated=meta.truncated,
         samples=_samples(a.record),
+        crash=t.crashes(report.crashes),
     )
 
 
@@ -108,52 +126,6 @@ def _samples(record: RankRecord | None) -> int | None:
 
 
 # -- the breakdown ------------------------------------------------------------------------------
-
-
-def amounts(before: Examined, after: Examined) -> list[Amount]:
-    """Every figure of the two reports, side by side. What one report lists and the other does not
-    is 0 there when the whole list was measured, else not measured."""
-    left, right = before.report, after.report
-    found = []
-    for group, attribute in (
-        ("time", "time"),
-        ("idle", "idle"),
-        ("host", "host"),
-        ("kernels", "families"),
-    ):
-        one, other = (
-            {getattr(part, "name", getattr(part, "cause", "")): part.ns for part in items}
-            for items in (getattr(left, attribute), getattr(right, attribute))
-        )
-        # an empty list of idle causes beside device time means that there was no idle time
-        measured = [bool(one), bool(other)]
-        if attribute == "idle":
-            measured = [bool(left.time), bool(right.time)]
-        for name in dict.fromkeys((*one, *other)):
-            values = [
-                side.get(name, 0.0 if there else None)
-                for side, there in zip((one, other), measured, strict=True)
-            ]
-            found.append(
-                Amount(group=group, name=name, unit="ns", before=values[0], after=values[1])
-            )
-    figures = (
-        ("GPU busy", "share", "busy_share"),
-        ("communication", "ns", "communication_ns"),
-        ("communication hidden", "share", "communication_overlap"),
-        ("MFU", "share", "mfu"),
-        ("memory peak", "bytes", "memory_peak_bytes"),
-    )
-    for name, unit, field in figures:
-        values = [getattr(left, field), getattr(right, field)]
-        if values != [None, None]:
-            found.append(
-                Amount(group="figures", name=name, unit=unit, before=values[0], after=values[1])
-            )
-    return found
-
-
-# -- predicted and realised ---------------------------------------------------------------------
 
 
 def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realised:
@@ -228,7 +200,12 @@ def limits(before: Examined, after: Examined, c: Comparison) -> list[str]:
     ):
         if not report.time and else_.time:
             found.append(f"No GPU work in the trace {which}: device time is not compared.")
-    if "whole trace" in (one.step_source, other.step_source):
+    if whole(c):
+        found.append(
+            "No steps are marked in either: figures are totals of the whole recordings, and "
+            "comparable only if both did the same amount of work."
+        )
+    elif "whole trace" in (one.step_source, other.step_source):
         unmarked = [
             name
             for name, part in (("before", one), ("after", other))
@@ -249,11 +226,14 @@ def limits(before: Examined, after: Examined, c: Comparison) -> list[str]:
         )
     if _other_batch(c):
         found.append(
-            f"A step has {one.samples} samples before and {other.samples} after: compare time a "
-            "sample, not time a step."
+            f"A step has {t.counted(one.samples or 0, 'sample')} before and {other.samples} after: "
+            "compare time a sample, not time a step."
         )
     if one.ranks != other.ranks:
-        found.append(f"{one.ranks} ranks before and {other.ranks} after; one of each is compared.")
+        found.append(
+            f"{t.counted(one.ranks, 'rank')} before and {other.ranks} after; one of each is "
+            "compared."
+        )
     elif one.ranks > 1:
         found.append(f"One of {one.ranks} ranks is compared (rank {one.rank}); --rank chooses.")
     if not by_shape(before.main, after.main) and (one.record_shapes or other.record_shapes):
@@ -262,40 +242,3 @@ def limits(before: Examined, after: Examined, c: Comparison) -> list[str]:
         if part.truncated:
             found.append(f"The trace {which} is truncated.")
     return found
-
-
-def verdict(comparison: Comparison) -> str:
-    """One sentence."""
-    steps = comparison.steps
-    if steps.difference_ns is None or steps.share is None:
-        text = f"Step times are not compared: {steps.reason}"
-    else:
-        pair = f"{t.time(_center(steps, 'before'))} → {t.time(_center(steps, 'after'))}"
-        if steps.verdict == "no difference":
-            text = f"No difference in step time can be shown: {pair} ({interval(steps)})"
-        else:
-            amount = t.percent(abs(steps.share))
-            text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({interval(steps)})"
-    counts = Counter(item.change for item in comparison.findings)
-    parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
-    return f"{text}; findings: {', '.join(parts)}." if parts else f"{text}."
-
-
-def _center(steps: StepTimes, which: str) -> float | None:
-    side = getattr(steps, which)
-    return None if side is None else side.mean_ns if steps.statistic == "mean" else side.median_ns
-
-
-def interval(steps: StepTimes) -> str:
-    """The interval of the difference: ``95% interval -2.1% to +0.3%``."""
-    if steps.share_low is None or steps.share_high is None:
-        return t.NOT_MEASURED
-    return f"{steps.level:.0%} interval {signed(steps.share_low)} to {signed(steps.share_high)}"
-
-
-def signed(share: float | None) -> str:
-    """A relative difference with its sign: ``+12.3%``."""
-    if share is None:
-        return t.NOT_MEASURED
-    text = f"{share:+.1%}" if abs(share) < 10 else f"{share:+,.0%}"
-    return text.replace("-", "−")

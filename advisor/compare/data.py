@@ -49,6 +49,8 @@ class Side(Struct, kw_only=True):
     samples: int | None = None
     """Batch size in most of the recorder's steps, gradient accumulation included; ``null``: not
     recorded."""
+    crash: str = ""
+    """Which ranks an exception ended, in a sentence; empty: none that is told."""
 
 
 class Distribution(Struct, kw_only=True):
@@ -60,10 +62,10 @@ class Distribution(Struct, kw_only=True):
     """ns."""
     median_ns: float
     """ns."""
-    p10_ns: float
-    """A tenth of the steps are shorter, ns."""
-    p90_ns: float
-    """A tenth are longer, ns."""
+    p10_ns: float | None
+    """A tenth of the steps are shorter, ns; ``null``: a saved report does not tell."""
+    p90_ns: float | None
+    """A tenth are longer, ns; ``null``: the same."""
     min_ns: float
     """The shortest, ns."""
     max_ns: float
@@ -71,7 +73,8 @@ class Distribution(Struct, kw_only=True):
     autocorrelation: float | None
     """Correlation of neighbouring steps; ``null``: fewer than three, or all alike."""
     durations_ns: list[float]
-    """The durations, in order; at most 2,000, evenly chosen."""
+    """The durations, in order; at most 2,000, evenly chosen. Empty: a saved report does not hold
+    them."""
 
 
 class StepTimes(Struct, kw_only=True):
@@ -120,7 +123,7 @@ class Amount(Struct, kw_only=True):
     name: str
     """Class, cause, family, or what is measured."""
     unit: str
-    """``ns`` (a step), ``share`` (0 to 1), ``bytes`` or ``count``."""
+    """``ns`` (a step), ``share`` (0 to 1), ``bytes``, ``count``, ``J``, or a currency's letters."""
     before: float | None
     """``null``: not measured."""
     after: float | None
@@ -254,17 +257,32 @@ class Comparison(Struct, kw_only=True):
         """Read what :meth:`to_json` wrote. Raises AdvisorError for anything else."""
         try:
             found = msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise AdvisorError(f"not a comparison: {error}") from None
+        except RecursionError:
+            raise AdvisorError("not a comparison: nested too deeply") from None
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise AdvisorError(f"not a comparison: {str(error)[:200]}") from None
         if found.schema != SCHEMA:
-            raise AdvisorError(f"comparison schema {found.schema!r} is not {SCHEMA!r}")
+            raise AdvisorError(f"comparison schema {found.schema[:60]!r} is not {SCHEMA!r}")
         return found
+
+    def __repr__(self) -> str:
+        """One line: the verdict."""
+        from advisor.text import clean, shorten
+
+        return f"<Comparison: {shorten(clean(self.verdict), 180)}>"
+
+    def __str__(self) -> str:
+        """What ``advisor compare`` prints, for a terminal of 80 columns."""
+        from advisor.compare.formats import COMPARISONS
+        from advisor.report.data import bounded
+
+        return bounded(COMPARISONS.renderer("terminal").render(self), "to_dict() has all")
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from advisor.report.notebook import comparison_html
+        from advisor.compare.formats import COMPARISONS
 
-        return comparison_html(self)
+        return COMPARISONS.renderer("notebook").render(self)
 
     def of(self, change: Change) -> list[FindingChange]:
         """The findings that fared like this, those worth most first."""

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from advisor import text as t
 from advisor.compare.data import Change, FindingChange
-from advisor.report import text as t
 
 if TYPE_CHECKING:
-    from advisor.compare.still import Still
+    from advisor.compare.remaining import Remaining
     from advisor.model import Finding, Location
     from advisor.report import Report
 
 Pair = tuple["Finding | None", "Finding | None"]
-Search = Callable[["Finding", bool], "Still | None"]
+Search = Callable[["Finding", bool], "Remaining | None"]
 
 
-def _nowhere(finding: Finding, before: bool) -> Still | None:
+def _nowhere(finding: Finding, before: bool) -> Remaining | None:
     return None
 
 
@@ -76,14 +76,19 @@ def describe(pair: Pair, before: Report, after: Report, search: Search) -> Findi
     elif old is not None:
         reason = _unseen(after, before, old.rule)
         change = "unchecked" if reason else "fixed"
-        if not reason and (still := search(old, True)) is not None:
-            change, reason, gains[1] = "remaining", f"after: {still.why}", still.gain_ns
+        successor = _successor(old, before, after)
+        if not reason and successor is not None:
+            reason = f"the rule no longer applies; its place is now told as: {successor.title}"
+        elif not reason and (remaining := search(old, True)) is not None:
+            change, reason, gains[1] = "remaining", f"after: {remaining.why}", remaining.gain_ns
     else:
         assert new is not None
         reason = _unseen(before, after, new.rule)
         change = "unchecked before" if reason else "new"
-        if not reason and (still := search(new, False)) is not None:
-            change, reason, gains[0] = "remaining", f"before: {still.why}", still.gain_ns
+        if not reason and _successor(new, after, before) is not None:
+            pass  # what was told of its place before has another cause
+        elif not reason and (remaining := search(new, False)) is not None:
+            change, reason, gains[0] = "remaining", f"before: {remaining.why}", remaining.gain_ns
     shown = new or old
     assert shown is not None
     return FindingChange(
@@ -99,6 +104,17 @@ def describe(pair: Pair, before: Report, after: Report, search: Search) -> Findi
         after_gain_ns=gains[1],
         reason=reason,
     )
+
+
+def _successor(finding: Finding, own: Report, other: Report) -> Finding | None:
+    """Who speaks of a finding's place in the other report, and does not in its own: the events are
+    there in both (a wait for the loader), and their cause, and so the fix, is another."""
+    known = {f.rule for f in (*_shown(own), *own.notes)}
+    for candidate in _shown(other):
+        akin = candidate.rule not in known and candidate.category == finding.category
+        if akin and same_place(finding, candidate):
+            return candidate
+    return None
 
 
 def _gain(finding: Finding) -> int | None:

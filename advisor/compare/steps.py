@@ -61,7 +61,7 @@ def unprofiled(record: RankRecord | None) -> Sample:
     if record is None:
         return np.zeros(0)
     recorded = Recorded(record)
-    plain = np.array([not step.evaluation for step in record.steps], dtype=bool)
+    plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
     kept: Sample = recorded.dur[recorded.used & plain].astype(np.float64)
     return kept
 

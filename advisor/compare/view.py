@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from advisor.compare.compare import interval, signed
-from advisor.compare.data import Amount, Comparison, FindingChange, Side, StepTimes, Work
-from advisor.report import text as t
+from advisor import text as t
+from advisor.compare.verdict import interval, per, signed
+
+if TYPE_CHECKING:
+    from advisor.compare.data import Amount, Comparison, FindingChange, Side, StepTimes, Work
 
 SMALL = 0.005
 """Share of the longer step below which a row of the breakdown is left out of the tables (the JSON
 has all)."""
+SMALL_WORK = 0.001
+"""The same for one operator of the table of work: its change is shown, and not judged."""
 MOST_WORK = 10
+WIDTH = 30
+"""Characters of a label in the table of work."""
 ENOUGH_FOR_PERCENTILES = 10
 TITLES = {
     "fixed": "fixed",
@@ -22,6 +28,32 @@ TITLES = {
     "unchecked before": "not checked before",
 }
 ORDER = ("new", "fixed", "remaining", "unchecked", "unchecked before")
+
+
+MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
+"""Figures of ``amounts``; of all others, times and bytes, less is better."""
+
+Judged = Literal["better", "worse", "new", "gone", ""]
+"""Of a change; ``new`` and ``gone``: one side has none of it, and what stands in for it is in
+another line; empty: too small to matter, not shown to be one, or not measured."""
+
+
+class Line(NamedTuple):
+    """One figure on both sides, with what its change means."""
+
+    group: str
+    """As in ``Amount``; ``steps`` and ``work`` for the other tables."""
+    name: str
+    """As in ``Amount``; the whole name of what has a short label."""
+    label: str
+    before: float | None
+    """ns, or what the unit is; ``None``: not measured."""
+    after: float | None
+    texts: tuple[str, str]
+    """Both as they are shown."""
+    change: str
+    """The difference with its sign; empty: none, or not measured."""
+    judged: Judged
 
 
 class Table(NamedTuple):
@@ -42,17 +74,30 @@ def _side(side: Side) -> list[str]:
         parts.append(f"rank {side.rank}")
     parts.append(side.device_name or "GPU not told")
     if side.samples is not None:
-        parts.append(f"{side.samples} samples a step")
+        parts.append(f"{t.counted(side.samples, 'sample')} a step")
     return parts
+
+
+def _table(title: str, lines: list[Line]) -> Table:
+    rows = [[line.label, *line.texts, line.change] for line in lines]
+    return Table([title, "before", "after", "difference"], rows)
 
 
 def step_table(c: Comparison) -> Table | None:
     """Distributions of step times side by side."""
+    lines = step_lines(c)
+    return _table("step time", lines) if lines else None
+
+
+def step_lines(c: Comparison) -> list[Line]:
+    """The same as lines. They are better or worse only when a difference is shown."""
     one, other = c.steps.before, c.steps.after
     if one is None or other is None:
-        return None
-    rows = [["steps", t.count(one.count), t.count(other.count), ""]]
+        return []
+    texts = (t.count(one.count), t.count(other.count))
+    found = [Line("steps", "steps", "steps", one.count, other.count, texts, "", "")]
     few = min(one.count, other.count) < ENOUGH_FOR_PERCENTILES
+    shown = c.steps.verdict in ("slower", "faster")
     for label, field in (
         ("mean", "mean_ns"),
         ("median", "median_ns"),
@@ -64,26 +109,33 @@ def step_table(c: Comparison) -> Table | None:
         if few and field in ("p10_ns", "p90_ns"):
             continue
         before, after = getattr(one, field), getattr(other, field)
-        rows.append([label, *precise([before, after]), relative(before, after)])
-    return Table(["step time", "before", "after", "difference"], rows)
+        if before is None or after is None:
+            continue
+        judged = _judged(before, after, 0.0) if shown else ""
+        change = relative(before, after)
+        texts = (t.time(before), t.time(after))
+        found.append(Line("steps", label, label, before, after, texts, change, judged))
+    return found
 
 
-def precise(values: list[float]) -> list[str]:
-    """Durations in the unit of the largest, with four digits of it: differences of a percent are
-    to be seen."""
-    largest = max(values)
-    scale, unit = (1e9, "s") if largest >= 10e9 else (1e6, "ms") if largest >= 1e6 else (1e3, "µs")
-    digits = 3 if largest < 10 * scale else 2 if largest < 100 * scale else 1
-    return [f"{value / scale:,.{digits}f} {unit}" for value in values]
+def _judged(
+    before: float | None, after: float | None, least: float, *, more: bool = False
+) -> Judged:
+    """``least``: a change below it does not matter. ``more``: more of it is better."""
+    if before is None or after is None or abs(after - before) <= least:
+        return ""
+    if not more and (not before or not after):
+        return "gone" if before else "new"
+    return "better" if (after > before) == more else "worse"
 
 
 def step_notes(steps: StepTimes) -> list[str]:
     """How the difference was judged, and what the figures do not show."""
     if steps.difference_ns is None:
         return []
-    low, high = t.times([steps.low_ns or 0.0, steps.high_ns or 0.0])
+    low, high = t.difference(steps.low_ns or 0.0), t.difference(steps.high_ns or 0.0)
     found = [
-        f"Difference of the {steps.statistic}s: {difference(steps.difference_ns)}, "
+        f"Difference of the {steps.statistic}s: {t.difference(steps.difference_ns)}, "
         f"{interval(steps)} ({low} to {high}; {steps.method})."
     ]
     return [*found, *steps.notes]
@@ -91,10 +143,16 @@ def step_notes(steps: StepTimes) -> list[str]:
 
 def breakdown(c: Comparison) -> Table:
     """Where the step's time goes, side by side."""
+    return _table("", breakdown_lines(c))
+
+
+def breakdown_lines(c: Comparison) -> list[Line]:
+    """The same as lines; a change of less than ``SMALL`` of the longer step is not judged, nor one
+    of less than a percent of another figure."""
     whole = max(c.before.step_ns, c.after.step_ns, 1.0)
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
-    rows = []
+    found = []
     for group in [*wanted, "figures"]:
         for amount in c.amounts:
             if amount.group != group:
@@ -102,15 +160,24 @@ def breakdown(c: Comparison) -> Table:
             largest = max(amount.before or 0.0, amount.after or 0.0)
             if amount.unit == "ns" and largest < SMALL * whole:
                 continue
-            rows.append(
-                [
+            least = {"ns": SMALL * whole, "share": 0.01}.get(amount.unit, 0.01 * largest)
+            more = amount.name in MORE_IS_BETTER
+            judged = _judged(amount.before, amount.after, least, more=more)
+            if judged in ("new", "gone") and group in ("time", "idle", "host"):
+                judged = "worse" if judged == "new" else "better"  # nothing stands in for idling
+            found.append(
+                Line(
+                    group,
+                    amount.name,
                     _label(amount),
-                    _value(amount.before, amount.unit),
-                    _value(amount.after, amount.unit),
+                    amount.before,
+                    amount.after,
+                    (_value(amount.before, amount.unit), _value(amount.after, amount.unit)),
                     _change(amount),
-                ]
+                    judged,
+                )
             )
-    return Table(["", "before", "after", "difference"], rows)
+    return found
 
 
 def _label(amount: Amount) -> str:
@@ -139,13 +206,8 @@ def _change(amount: Amount) -> str:
     if not change:
         return ""
     if amount.unit == "ns":
-        return difference(change)
+        return t.difference(change)
     return f"{'+' if change > 0 else '−'}{t.value(abs(change), amount.unit)}"
-
-
-def difference(ns: float) -> str:
-    """A difference in time with its sign: ``+3.1 ms``."""
-    return t.time(0) if not ns else f"{'+' if ns > 0 else '−'}{t.time(abs(ns))}"
 
 
 def relative(before: float, after: float) -> str:
@@ -163,14 +225,14 @@ def findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     return found
 
 
-def finding(item: FindingChange) -> list[str]:
-    """One finding: its parts."""
+def finding(item: FindingChange, each: str = " a step") -> list[str]:
+    """One finding: its parts. ``each``: what a worth is of, see ``verdict.per``."""
     parts = [item.title]
     gains = [item.before_gain_ns, item.after_gain_ns]
     if item.change == "remaining" and None not in gains:
-        parts.append(f"worth {t.time(gains[0])} → {t.time(gains[1])} a step")
+        parts.append(f"worth {t.time(gains[0])} → {t.time(gains[1])}{each}")
     elif any(gain is not None for gain in gains):
-        parts.append(f"worth {t.time(next(g for g in gains if g is not None))} a step")
+        parts.append(f"worth {t.time(next(g for g in gains if g is not None))}{each}")
     if item.place:
         moved = " (elsewhere before)" if item.same_place is False else ""
         parts.append(f"{item.place}{moved}")
@@ -186,7 +248,7 @@ def realised(c: Comparison) -> list[str]:
         return []
     bound = "up to " if r.method != "replay" else ""
     text = (
-        f"Fixing {', '.join(r.rules)} was predicted to save {bound}{t.time(r.predicted_ns)} a step"
+        f"Fixing {', '.join(r.rules)} was predicted to save {bound}{t.time(r.predicted_ns)}{per(c)}"
     )
     if r.predicted_low_ns is not None and r.predicted_high_ns is not None and not bound:
         text += f" ({t.between(r.predicted_low_ns, r.predicted_high_ns)})"
@@ -207,35 +269,46 @@ def realised(c: Comparison) -> list[str]:
 
 def work(c: Comparison, most: int = MOST_WORK) -> Table | None:
     """Device work that differs, by operator and shape."""
-    rows: list[list[str]] = []
+    lines = work_lines(c, most)
+    return _table(f"device work{per(c)}", lines) if lines else None
+
+
+def work_lines(c: Comparison, most: int = MOST_WORK, width: int = WIDTH) -> list[Line]:
+    """The same as lines, with labels of at most ``width`` characters."""
+    items: list[Work] = []
     for item in c.work:
-        change = item.after_ns - item.before_ns
-        if abs(change) < 0.5 or len(rows) == most:
+        if abs(item.after_ns - item.before_ns) < 0.5 or len(items) == most:
             break
-        rows.append(
-            [
-                work_name(item),
+        items.append(item)
+    names = [work_name(item) for item in items]
+    whole = max(c.before.step_ns, c.after.step_ns, 1.0)
+    return [
+        Line(
+            "work",
+            name,
+            label,
+            item.before_ns,
+            item.after_ns,
+            (
                 _work_side(item.before_ns, item.before_count),
                 _work_side(item.after_ns, item.after_count),
-                difference(change),
-            ]
+            ),
+            t.difference(item.after_ns - item.before_ns),
+            _judged(item.before_ns, item.after_ns, SMALL_WORK * whole),
         )
-    return Table(["device work a step", "before", "after", "difference"], rows) if rows else None
+        for item, name, label in zip(items, names, t.distinct(names, width), strict=True)
+    ]
 
 
 def _work_side(ns: float, count: float) -> str:
     return f"{t.time(ns)} / {t.count(count)}×" if count else "–"
 
 
-def work_name(item: Work, width: int = 30) -> str:
-    """The operator with its shape, else the kernel."""
+def work_name(item: Work) -> str:
+    """The operator with the shapes of its inputs, else the kernel."""
     if item.op is None:
-        return t.kernel((item.before_kernels or item.after_kernels or ["unknown"])[0], width)
-    text = t.clean(item.op)
-    dims = shape(item.shape)
-    if dims and len(text) + 4 < width:
-        return f"{text} {t.shorten(dims, width - len(text) - 1)}"
-    return t.shorten(text, width)
+        return (item.before_kernels or item.after_kernels or ["unknown"])[0]
+    return f"{t.clean(item.op)} {shape(item.shape)}".rstrip()
 
 
 def shape(dims: str | None) -> str:

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.compare.data import Work
 from advisor.intervals import covered
-from advisor.report.text import shorten
+from advisor.text import shorten
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis

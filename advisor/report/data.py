@@ -8,11 +8,26 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.errors import AdvisorError
-from advisor.model import Finding, Good, HotLine, NotMeasured
+from advisor.model import Finding, Good, HotLine, NotMeasured, Per, unit_of
+from advisor.report.resources import Cost, EnergyUse
 
 SCHEMA = "advisor.report/1"
 
+MOST_PRINTED = 10
+"""Findings that ``print(report)`` shows in detail."""
+MOST_LINES = 400
+"""Lines that ``print`` shows of a report or a comparison."""
+
 Status = Literal["bottlenecks", "healthy", "limited"]
+
+
+def bounded(text: str, rest: str) -> str:
+    """The first MOST_LINES lines, without the last line end; ``rest``: where the others are."""
+    lines = text.rstrip("\n").split("\n")
+    if len(lines) > MOST_LINES:
+        more = len(lines) - MOST_LINES
+        lines[MOST_LINES:] = [f"… {more:,} more lines; {rest}"]
+    return "\n".join(lines)
 
 
 class Input(Struct, kw_only=True):
@@ -45,7 +60,7 @@ class Scope(Struct, kw_only=True):
     """The rank that the figures are of."""
     step_source: str
     """``ProfilerStep``, ``recorder``, ``optimizer`` or ``whole trace``; ``record`` when no window
-    was profiled and the figures are the recorder's own."""
+    was profiled and the figures are the recorder's own; ``snapshot`` of a memory snapshot alone."""
     steps_found: int
     """Steps in the trace, or in the range that was asked for."""
     steps_used: int
@@ -70,6 +85,52 @@ class Scope(Struct, kw_only=True):
     """There is an entry in advisor/hardware: rooflines can be measured."""
     devices_seen: int
     """GPUs with work in the trace."""
+
+    @property
+    def per(self) -> Per:
+        """What the figures are of."""
+        return unit_of(self.step_source)
+
+
+class StepTime(Struct, kw_only=True):
+    """The step time that a report of a recorded run leads with: what the run's own steps take
+    while nothing is profiled. Gains are of it."""
+
+    ns: float
+    """Median of the steps that count (``Recorded.used``), ns."""
+    mean_ns: float
+    """Their mean, ns."""
+    window_ns: float | None = None
+    """Mean step of the profiled window, whose trace the other figures are of, ns; ``null``: no
+    window was profiled."""
+    longer: float | None = None
+    """How much longer the window's mean step is than ``ns``, as a share of it."""
+    cost: float | None = None
+    """What the profiler adds: the median of the window's steps against that of the unprofiled ones
+    within 20 steps of them, as a share of those; ``null``: too few of either."""
+    around_ns: float | None = None
+    """The latter median, ns."""
+    as_far: float | None = None
+    """Share of the run's steps that are at least as long as ``around_ns`` where that is longer than
+    ``ns``, at most as long where it is shorter."""
+    first: bool = False
+    """The window lies in the steps at the start that do not count."""
+    unlike: bool = False
+    """``around_ns`` is 10 % or more longer or shorter than ``ns``, and fewer than a quarter of the
+    run's steps are as far off: the window is not like the run."""
+
+
+class Crash(Struct, kw_only=True):
+    """A rank that an exception ended."""
+
+    rank: int
+    """Its number."""
+    exception: str
+    """The type of the exception."""
+    message: str | None
+    """What it says; ``null``: not recorded."""
+    steps: int | None
+    """Steps that the rank had made; ``null``: not recorded."""
 
 
 class IdleCause(Struct, frozen=True):
@@ -103,9 +164,68 @@ class Family(Struct, frozen=True):
     ns: float
     """Durations summed, a step, ns."""
     share: float
-    """Of all kernel time."""
+    """Of all device work: kernels, copies and memsets, their durations summed."""
     count: float
     """Kernels a step."""
+
+
+class OperatorRate(Struct, frozen=True, kw_only=True):
+    """An operator with one set of inputs, held against what the device attains."""
+
+    name: str | None
+    """As the profiler wrote it; ``null``: the kernel belongs to a CUDA graph, or is not linked."""
+    shapes: str | None
+    """Of its tensors; ``null``: not recorded."""
+    family: str
+    """One of ``analysis.families.FAMILIES``."""
+    dtype: str | None
+    """What it computes in; ``null``: not known."""
+    kernel: str
+    """Its longest kernel."""
+    tensor_core: bool | None
+    """That kernel runs on tensor or matrix cores; ``null``: not told."""
+    calls: float
+    """A step."""
+    ns: float
+    """Durations of all kernels that it launched summed, a step, ns."""
+    share: float
+    """Of kernel time, communication left out."""
+    flops: float | None
+    """Floating-point operations of one call; ``null``: not known."""
+    bytes: float | None
+    """What one call reads and writes at least; ``null``: not known."""
+    flops_per_s: float | None
+    """FLOP/s reached."""
+    bytes_per_s: float | None
+    """Bytes/s reached."""
+    attainable_flops_per_s: float | None
+    """FLOP/s that matrix products reach on this device in this format; ``null``: no matrix work, or
+    not known."""
+    attainable_bytes_per_s: float | None
+    """Bytes/s that a copy reaches in this device's memory; ``null``: unknown device."""
+    bound: Literal["compute", "memory", "launch", "unknown"]
+    """What limits it at the attainable rates. ``launch``: starting the kernel takes longer than its
+    work. ``unknown``: FLOPs, bytes or the device's rates are not known."""
+    efficiency: float | None
+    """Time at the attainable rates over the time taken; above 1 where data stays in caches.
+    ``null``: not judged."""
+    saved_ns: float | None
+    """Time a step that the attainable rates would save, ns; ``null``: not judged."""
+
+
+class AttainableRate(Struct, frozen=True, kw_only=True):
+    """A rate that operators are held against."""
+
+    of: str
+    """A number format, of matrix products; or ``memory``."""
+    rate: float
+    """FLOP/s, or bytes/s."""
+    source: str | None
+    """Public measurement that it comes from, or that it is the fastest product of this recording;
+    ``null``: none was found for this device, and it is the datasheet's peak times the share that
+    the vendor's measured devices reach of theirs."""
+    url: str | None
+    """Where to read it; ``null``: nowhere."""
 
 
 class HostShare(Struct, frozen=True):
@@ -117,6 +237,34 @@ class HostShare(Struct, frozen=True):
     """A step, ns, exclusive."""
     share: float
     """Of the step."""
+
+
+class LongerPart(Struct, frozen=True):
+    """What longer steps have more of."""
+
+    name: str
+    """A class of time (``idle: `` and its cause for idle time; without device work ``host: `` and
+    its class), or a kernel, copy or operator."""
+    ns: float
+    """How much more of it a longer step has, mean, ns."""
+    short_count: float | None = None
+    """Of device work: how often it runs in a shorter step, mean."""
+    long_count: float | None = None
+    """In a longer step."""
+
+
+class Uneven(Struct, frozen=True):
+    """The longer half of the steps beside the shorter half: what makes them longer."""
+
+    short_ns: float
+    """Mean of the shorter half."""
+    long_ns: float
+    """Mean of the longer half."""
+    classes: list[LongerPart] = field(default_factory=list)
+    """Exclusive classes of the step's time that hold 15 % of the difference or more, largest
+    first."""
+    work: list[LongerPart] = field(default_factory=list)
+    """Device work that does, hidden or not."""
 
 
 class OperatorTime(Struct, frozen=True):
@@ -140,9 +288,11 @@ class HardPart(Struct, frozen=True):
     cases: int
     """How many there are in the replayed steps."""
     explained: float
-    """Share of them that come within 5 µs of what was measured."""
+    """Share of the time that was waited there whose end the replay's own edges give."""
     error_ns: float
-    """Median absolute error, ns."""
+    """Median absolute error of those ends, ns."""
+    time_ns: float
+    """How long was waited there, in all replayed steps, ns."""
 
 
 class Replay(Struct, kw_only=True):
@@ -160,6 +310,14 @@ class Replay(Struct, kw_only=True):
     """Share of them that the graph explains within 5 µs; ``null``: no device work."""
     hard: list[HardPart]
     """The hard parts alone."""
+    waits: float
+    """Share of the steps that the host waits for the device."""
+    waits_explained: float | None
+    """Share of that time whose ends the replay's own edges give; ``null``: it never waits."""
+    idle: float
+    """Share of the steps that the device idles."""
+    idle_explained: float | None
+    """Share of that time whose ends the replay's own edges give; ``null``: it never idles."""
     steps: int
     """Consecutive steps that are replayed."""
     of_steps: int
@@ -207,6 +365,13 @@ class Recorded(Struct, kw_only=True):
     """Host time by phase, largest first; adds up to the mean step."""
     samples_per_second: float | None
     """Batch sizes over the time of the steps that count, this rank; ``null``: sizes not told."""
+    inference: bool = False
+    """The loop does not train: its steps are forwards, or calls of ``generate``."""
+    outside_ns: int | None = None
+    """Between training steps, all of them: validation, checkpoints and the like; ``null``: the loop
+    does not train."""
+    outside_share: float | None = None
+    """Of the time of all steps and of what lies between them."""
     ended: str | None
     """``finished``, ``exception`` or ``interrupted``; ``null``: killed, or still going on."""
     windows: list[str]
@@ -232,6 +397,19 @@ class RankLine(Struct, kw_only=True):
     """Mean wait that it causes its peers, a step; ``None``: not measured."""
 
 
+class RuleText(Struct, frozen=True, kw_only=True):
+    """What a rule that found something says of itself."""
+
+    id: str
+    """As in ``Finding.rule``."""
+    title: str
+    """What it looks for."""
+    category: str
+    """One of ``advisor.model.Category``."""
+    paragraphs: list[str]
+    """Of its documentation: what it looks for, why that costs time, how it is measured."""
+
+
 class Ranks(Struct, kw_only=True):
     """The view across ranks."""
 
@@ -243,6 +421,101 @@ class Ranks(Struct, kw_only=True):
     """How well, ns; ``null``: they could not."""
     note: str
     """How they were aligned, or why not."""
+
+
+class MemoryHolder(Struct, frozen=True, kw_only=True):
+    """What one line held, or leaves behind, of a device's memory."""
+
+    category: str
+    """One of ``analysis.post_mortem.CATEGORIES``."""
+    file: str | None
+    """Source file of the user's line; ``null``: no such frame."""
+    line: int | None
+    """Line in it."""
+    function: str | None
+    """Function around it."""
+    blocks: int
+    """How many; of growth: steps that left something behind."""
+    bytes: int
+    """Asked for, bytes; of churn and growth: a step."""
+    label: str | None = None
+    """The user's metadata; ``null``: none."""
+
+
+class MemorySaving(Struct, frozen=True, kw_only=True):
+    """What a change would have freed at the moment that was looked at. Savings overlap."""
+
+    change: str
+    """One of those in ``analysis.memory_savings.Saving``."""
+    bytes: int
+    """Freed then."""
+    assumes: str
+    """What the figure takes for granted."""
+    file: str | None = None
+    """The line that it is about; ``null``: no one line."""
+    line: int | None = None
+    """Line in it."""
+
+
+class MemoryPool(Struct, frozen=True, kw_only=True):
+    """Segments of one pool, stream and kind, when the snapshot was taken. Bytes."""
+
+    name: str
+    """``large``, ``small``, with the private pool's id, ``expandable`` and the stream."""
+    segments: int
+    """How many."""
+    reserved: int
+    """Taken from the driver."""
+    allocated: int
+    """In tensors, rounded up."""
+    free: int
+    """Free for the next request of this pool and stream."""
+    largest: int
+    """The largest free block."""
+
+
+class MemoryView(Struct, kw_only=True):
+    """A device's memory when it ran out, else at its peak, from a snapshot. Bytes are those that
+    were asked for, where nothing else is said."""
+
+    device: int
+    """Number of the GPU."""
+    at: str
+    """``out of memory``, ``peak``, or ``snapshot`` where no history was recorded."""
+    allocated: int
+    """In tensors then."""
+    reserved: int
+    """In segments then."""
+    peak: int
+    """Most in tensors over the history."""
+    request: int | None
+    """Of the request that failed; ``null``: none did."""
+    driver_free: int | None
+    """What the driver still had then; ``null``: not told."""
+    events: int
+    """Of the history; 0: none was recorded."""
+    from_start: bool
+    """The history has every block's beginning."""
+    categories: list[MemoryHolder]
+    """Of ``allocated``, without lines; adds up to it."""
+    held: list[MemoryHolder]
+    """By line, largest first."""
+    pools: list[MemoryPool]
+    """When the snapshot was taken."""
+    placement: str
+    """Why the request could not be placed; empty: none failed, or not told."""
+    step_source: str
+    """What steps are told by; empty: they are not, and churn and growth are not measured."""
+    steps: int
+    """Whole steps in the history."""
+    churn_bytes: float | None
+    """Allocated a step; ``null``: not measured."""
+    churn: list[MemoryHolder]
+    """Allocated and freed again within a step, most bytes first."""
+    growth: list[MemoryHolder]
+    """Left behind by each step and held to the end."""
+    savings: list[MemorySaving]
+    """What would have freed most."""
 
 
 class Report(Struct, kw_only=True):
@@ -275,10 +548,16 @@ class Report(Struct, kw_only=True):
     """Share of the idle time that could not be blamed."""
     host: list[HostShare] = field(default_factory=list)
     """The main thread's time, largest first."""
+    uneven: Uneven | None = None
+    """What makes one step longer than another; ``null``: they are alike, or fewer than four."""
     operators: list[OperatorTime] = field(default_factory=list)
     """Without device work in the trace: the operators that take most host time, at most ten."""
     families: list[Family] = field(default_factory=list)
     """Kernel time by kind, largest first."""
+    rooflines: list[OperatorRate] = field(default_factory=list)
+    """Operators by shape, the fifty with most device time, longest first."""
+    attainable: list[AttainableRate] = field(default_factory=list)
+    """The rates that ``rooflines`` holds them against. Empty: unknown device."""
     mfu: float | None = None
     """FLOPs of the step over its duration and the device's peak, 0 to 1."""
     memory_peak_bytes: int | None = None
@@ -301,10 +580,33 @@ class Report(Struct, kw_only=True):
     """Ranks side by side; ``null``: one rank."""
     replay: Replay | None = None
     """``null``: the window could not be replayed well, and gains are upper bounds."""
+    step: StepTime | None = None
+    """The run's own step; ``null``: a trace alone, or too few steps, and ``scope`` has what there
+    is."""
+    crashes: list[Crash] = field(default_factory=list)
+    """Ranks that an exception ended, the one that ended first first."""
     recorded: Recorded | None = None
     """What the recorder measured of every step; ``null``: a trace alone."""
+    energy: EnergyUse | None = None
+    """Of the GPUs while steps ran; ``null``: not sampled."""
+    cost: Cost | None = None
+    """What a step costs; ``null``: no price was given."""
     hot_lines: list[HotLine] = field(default_factory=list)
     """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
+    memory: list[MemoryView] = field(default_factory=list)
+    """What a memory snapshot shows, one entry a device, the fullest first. Empty: no snapshot."""
+    rules: list[RuleText] = field(default_factory=list)
+    """The rules of all findings, risks and notes, by id."""
+
+    @property
+    def step_ns(self) -> float:
+        """The step that gains are of: the run's own, else the mean of the trace's, ns."""
+        return self.scope.step_ns if self.step is None else self.step.ns
+
+    @property
+    def per(self) -> Per:
+        """What the figures are of: a step, or the recording when no step is marked."""
+        return self.scope.per
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""
@@ -315,19 +617,36 @@ class Report(Struct, kw_only=True):
         """The JSON text, indented by two."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
+    def __repr__(self) -> str:
+        """One line: status, verdict, how many findings."""
+        from advisor.text import clean, counted, shorten
+
+        found = counted(len(self.findings), "finding")
+        return f"<Report {self.status}, {found}: {shorten(clean(self.verdict), 160)}>"
+
+    def __str__(self) -> str:
+        """What ``advisor analyze`` prints, for a terminal of 80 columns: at most MOST_LINES."""
+        from advisor.report.formats import REPORTS
+        from advisor.report.renderer import Options
+
+        text = REPORTS.renderer("terminal").render(self, Options(top=MOST_PRINTED))
+        return bounded(text, "to_dict() has all")
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from advisor.report.notebook import report_html
+        from advisor.report.formats import REPORTS
 
-        return report_html(self)
+        return REPORTS.renderer("notebook").render(self)
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Report:
         """Read a report written by :meth:`to_json`. Raises AdvisorError for anything else."""
         try:
             report = msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise AdvisorError(f"not a report: {error}") from None
+        except RecursionError:
+            raise AdvisorError("not a report: nested too deeply") from None
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise AdvisorError(f"not a report: {str(error)[:200]}") from None
         if report.schema != SCHEMA:
-            raise AdvisorError(f"report schema {report.schema!r} is not {SCHEMA!r}")
+            raise AdvisorError(f"report schema {report.schema[:60]!r} is not {SCHEMA!r}")
         return report

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
+from advisor import text as t
 from advisor.model import Finding, Location
-from advisor.report import text as t
-from advisor.report.data import Report
+from advisor.prices import money
+
+if TYPE_CHECKING:
+    from advisor.report.data import Replay, Report
 
 MOST_NAMES = 6
 
@@ -15,12 +20,17 @@ Line = tuple[str, list[str]]
 
 
 def scope(report: Report) -> list[Line]:
-    """Which traces, device and steps."""
+    """Which traces, device and steps; what a step takes besides time."""
     lines = [
         ("trace", _trace(report)),
         ("device", _device(report)),
-        ("steps", _steps(report)),
         ("run", recorded(report)),
+        (
+            "steps" if report.step is None or report.step.longer is None else "window",
+            _steps(report),
+        ),
+        ("energy", energy(report)),
+        ("cost", cost(report)),
     ]
     return [(label, parts) for label, parts in lines if parts]
 
@@ -30,10 +40,12 @@ def _trace(report: Report) -> list[str]:
     if shown is None:
         return []
     name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
-    if report.scope.step_source == "record":
+    if report.scope.step_source == "snapshot":
+        parts = [t.path(name, 60), "a memory snapshot", f"{t.count(shown.events_read)} events"]
+    elif report.scope.step_source == "record":
         parts = [t.path(name, 60), "no profiled window"]
     else:
-        parts = [t.path(name, 60), f"{t.count(shown.events_read)} events"]
+        parts = [t.path(name, 60), t.counted(shown.events_read, "event")]
     if shown.truncated:
         parts.append("truncated")
     if shown.windows > 1:
@@ -59,11 +71,13 @@ def _device(report: Report) -> list[str]:
 
 def _steps(report: Report) -> list[str]:
     scope_ = report.scope
-    if scope_.step_source == "whole trace":
+    if scope_.step_source == "snapshot":
+        return []
+    if scope_.per == "recording":
         return [f"none marked: the whole recording, {t.time(scope_.span_ns)}"]
     source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
     used = f"{scope_.steps_used} of {scope_.steps_found}"
-    mean = f"{t.time(scope_.step_ns)} a step"
+    mean = f"{t.time(scope_.step_ns)} {t.per(scope_.per)}"
     if scope_.steps_used == 1:
         parts = [f"{used} {source}", mean]
     else:
@@ -71,7 +85,60 @@ def _steps(report: Report) -> list[str]:
         parts = [f"{used} {source}", f"{mean} on average", spread]
     if scope_.outliers:
         parts.append(f"outliers set aside: {names(scope_.outliers)}")
-    return parts
+    return [*parts, *window(report)]
+
+
+OUTSIDE = 0.01
+"""Share of a run's time from which what lies between its steps is told."""
+SAME = 0.03
+"""Two step times that differ by less are called equal."""
+
+
+def window(report: Report) -> list[str]:
+    """How the profiled steps compare with the run's own, and why they differ."""
+    step = report.step
+    if step is None or step.longer is None:
+        return []
+    if abs(step.longer) < SAME and not step.unlike:
+        return ["as long as the run's"]
+    parts = [f"{_longer(step.longer)} than the run's"]
+    why = []
+    if step.cost is not None and step.cost >= SAME:
+        why.append(f"the profiler adds {t.percent(step.cost)}")
+    if step.first:
+        why.append("they are among the first steps")
+    if step.unlike and step.around_ns is not None:
+        why.append(
+            "the window is not like the run: the unprofiled steps around it take "
+            f"{t.time(step.around_ns)}, and {_share_of_steps(step.as_far)} of the run's are as "
+            f"{'long' if step.around_ns > step.ns else 'short'}"
+        )
+    elif step.cost is not None and not why and step.around_ns is not None:
+        why.append(f"so are those around the window ({t.time(step.around_ns)})")
+    return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
+
+
+def _longer(share: float) -> str:
+    return f"{abs(share):.0%} {'longer' if share >= 0 else 'shorter'}"
+
+
+def _share_of_steps(share: float | None) -> str:
+    return "none" if not share else t.percent(share)
+
+
+def time_heading(report: Report) -> tuple[str, str]:
+    """What the bar of the step's time is called, and the step that its figures add up to where
+    that is not the one that the report leads with."""
+    where = "on the GPU" if report.time else "on the host's main thread"
+    title = f"Where the {report.per}'s time goes {where}"
+    step = report.step
+    if step is None:
+        return title, ""
+    if step.longer is not None and abs(step.longer) >= SAME:
+        return title, f"profiled, {t.time(step.window_ns)} {t.per(report.per)}"
+    if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= SAME:
+        return title, f"mean step, {t.time(step.mean_ns)}"
+    return title, ""
 
 
 def recorded(report: Report) -> list[str]:
@@ -79,16 +146,24 @@ def recorded(report: Report) -> list[str]:
     view = report.recorded
     if view is None:
         return []
-    parts = [f"{t.count(view.steps)} steps"]
+    parts = [t.counted(view.steps, f"{'inference ' * view.inference}step")]
     if view.median_ns is not None:
         parts.append(f"median {t.time(view.median_ns)} without the profiler")
-    if view.observer_effect is not None and view.profiled_median_ns is not None:
-        change = f" ({view.observer_effect:+.0%} there)" if view.observer_effect > 0 else ""
-        parts.append(f"{t.time(view.profiled_median_ns)} with it{change}")
+    if (
+        view.mean_ns is not None
+        and view.median_ns
+        and abs(view.mean_ns / view.median_ns - 1) > SAME
+    ):
+        parts.append(f"mean {t.time(view.mean_ns)}")
     if view.p99_ns is not None:
         parts.append(f"99th percentile {t.time(view.p99_ns)}")
     if view.samples_per_second is not None:
         parts.append(f"{view.samples_per_second:,.0f} samples/s")
+    if view.outside_ns and (view.outside_share or 0.0) >= OUTSIDE:
+        parts.append(
+            f"{t.time(view.outside_ns)} ({t.percent(view.outside_share)}) between steps: "
+            "validation, checkpoints and the like"
+        )
     if view.phases and report.scope.step_source != "record":
         shown = ", ".join(
             f"{t.host_label(phase.name)} {t.percent(phase.share)}"
@@ -113,26 +188,70 @@ def figures(report: Report) -> list[Line]:
         busy += [f"MFU {t.percent(report.mfu)}", f"memory peak {_memory(report)}"]
         lines.append(("GPU", busy))
     if report.operators:
-        ops = [f"{t.shorten(t.clean(o.name), 40)} {t.percent(o.share)}" for o in report.operators]
-        lines.append(("ops", ops[:MOST_NAMES]))
+        shown = report.operators[:MOST_NAMES]
+        short = t.by_name((op.name for op in shown), 40)
+        lines.append(("ops", [f"{short[op.name]} {t.percent(op.share)}" for op in shown]))
     if report.families:
         lines.append(("work", _families(report)))
     if report.replay is not None:
         lines.append(("path", path_parts(report.replay.critical)))
     if report.host and report.time:
         host = [f"{t.host_label(part.name)} {t.percent(part.share)}" for part in report.host]
+        host[0] += f" {t.of(report.per)}"
         lines.append(("host", host[:MOST_NAMES]))
     return lines
+
+
+def energy(report: Report) -> list[str]:
+    """Energy a step and how it was measured; empty: it was not."""
+    use = report.energy
+    if use is None:
+        return []
+    ranks = use.ranks
+    methods = {"counter": "the driver's counter", "power": "sampled power"}
+    how = " and ".join(methods[name] for name in dict.fromkeys(one.method for one in ranks))
+    if use.joules is None or use.watts is None:
+        shown = ", ".join(f"rank {one.rank} {t.value(one.joules, 'J')}" for one in ranks[:4])
+        return [f"{shown} {t.per(report.per)}", "not measured on all ranks", how]
+    parts = [f"{t.value(use.joules, 'J')} {t.per(report.per)}", t.value(use.watts, "W")]
+    if len(ranks) > 1:
+        low, high = min(one.joules for one in ranks), max(one.joules for one in ranks)
+        if t.value(low, "J") != t.value(high, "J"):
+            parts.append(f"{t.value(low, 'J')} to {t.value(high, 'J')} a rank")
+    return [*parts, how]
+
+
+PRICED_STEPS = 1000
+"""Steps whose price is told: that of one has many zeros."""
+
+
+def cost(report: Report) -> list[str]:
+    """What the steps cost, now and with the fixes; empty: no price was given."""
+    paid = report.cost
+    if paid is None:
+        return []
+    whole = report.per == "recording"
+    times = 1 if whole else PRICED_STEPS
+    each = "the recording" if whole else f"{PRICED_STEPS:,} {report.per}s"
+    parts = [f"{money(paid.step * times, paid.currency)} for {each}"]
+    if paid.step_after is not None:
+        least = "at least " if paid.bound else ""
+        parts.append(f"{least}{money(paid.step_after * times, paid.currency)} with the fixes")
+    if paid.run is not None:
+        parts.append(f"{money(paid.run, paid.currency)} this run")
+    gpus = "" if paid.gpus == 1 else f"{paid.gpus} × "
+    return [*parts, f"at {gpus}{money(paid.per_hour, paid.currency)} an hour"]
 
 
 def _families(report: Report) -> list[str]:
     """Device work by kind, as shares of all of it."""
     parts = sorted(report.families, key=lambda family: -family.ns)
-    whole = sum(family.ns for family in parts) or 1.0
-    shown = [f"{t.clean(f.name)} {t.percent(f.ns / whole)}" for f in parts[:MOST_NAMES]]
-    total = t.count(round(sum(family.count for family in report.families)))
-    per = "a step" if t.loop_unit(report.scope.step_source) == "step" else "in the recording"
-    return [*shown, f"{total} kernels and copies {per}"]
+    shown = [f"{t.clean(f.name)} {t.percent(f.share)}" for f in parts[:MOST_NAMES]]
+    if shown:
+        shown[0] += " of device work"
+    total = round(sum(family.count for family in report.families))
+    work = t.counted(total, "kernel or copy", "kernels and copies")
+    return [*shown, f"{work} {t.per(report.per)}"]
 
 
 def path_parts(critical: dict[str, float]) -> list[str]:
@@ -162,10 +281,25 @@ def ranked(report: Report) -> list[Finding]:
 
 def places(finding: Finding, most: int = 3) -> list[Location]:
     """Where it is, worst first, places of the same name once."""
-    found: dict[tuple[str, ...], Location] = {}
-    for location in finding.where:
-        found.setdefault(tuple(t.place_names(location)), location)
+    found: dict[object, Location] = {}
+    for place in finding.where:
+        found.setdefault(
+            (place.file, place.line, place.function, place.op, place.kernel, place.step), place
+        )
     return list(found.values())[:most]
+
+
+def named_places(
+    finding: Finding, most: int = 3, *, name_width: int = 48, path_width: int = 60
+) -> list[tuple[Location, list[str]]]:
+    """The same with their names, as :func:`~advisor.text.place_names` has them: kernels and
+    operators of one finding stay apart however short they are."""
+    found = places(finding, most)
+    short = t.by_name((name for p in found for name in (p.op, p.kernel)), name_width)
+    return [
+        (place, t.place_names(place, name_width=name_width, path_width=path_width, short=short))
+        for place in found
+    ]
 
 
 def hot_lines(report: Report, most: int = 8) -> list[tuple[str, str, str]]:
@@ -204,6 +338,12 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     return parts
 
 
+def gain_parts(finding: Finding, report: Report) -> list[str]:
+    """What a finding is worth, between which bounds, in which order, and how sure that is."""
+    parts = [t.gain(finding), t.band(finding), *order_parts(finding, report)]
+    return [*filter(None, parts), f"confidence {t.percent(finding.confidence)}"]
+
+
 def doubts(finding: Finding) -> list[str]:
     """Why a finding may be wrong: what lowered its confidence, what it takes for granted."""
     found = [*finding.confidence_notes]
@@ -226,11 +366,37 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
 def why_note(finding: Finding) -> str:
     """Why a finding is a note and not ranked."""
     worth = finding.worth
-    if finding.validation == "synthetic":
-        return "not proven on real traces"
     if worth is not None and worth.currency == "unpriced":
         return t.clean(worth.reason)
-    return ""
+    if finding.validation == "synthetic":
+        return "not proven on real traces, and may be worth nothing"
+    # a rule may say so itself of what it sees: a chance, and nothing that is wrong
+    return f"a possibility, not a bottleneck: confidence {t.percent(finding.confidence)}"
+
+
+def note_gain(finding: Finding) -> str:
+    """What a note would be worth: ``10.9 ms a step, 14%``; empty: nothing is known."""
+    worth = finding.worth
+    if worth is None or worth.currency != "step_time" or not worth.gain_ns:
+        return ""
+    spread = t.band(finding)
+    gain = t.gain(finding)
+    return f"{gain} ({spread})" if spread else gain
+
+
+LONGEST_FIX = 200
+"""Characters: two lines of an overview."""
+
+
+def short_fix(finding: Finding) -> str:
+    """The fix in a sentence: its first one, or as many of its words as have room."""
+    text = t.clean(finding.fix).strip()
+    first = re.split(r"(?<=[a-z)`\d][.:;])\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".:;")
+    if len(first) <= LONGEST_FIX:
+        return first
+    cut = first[:LONGEST_FIX].rsplit(" ", 1)[0]
+    clause = max(cut.rfind(mark) for mark in (", ", "; ", ": "))
+    return f"{(cut[:clause] if clause > LONGEST_FIX // 2 else cut).rstrip(',;:')} …"
 
 
 def abstentions(report: Report) -> list[tuple[str, str]]:
@@ -258,9 +424,27 @@ def outlook(report: Report) -> str:
         return ""
     parts = ", ".join(path_parts(replay.critical_after)).removeprefix("critical: ")
     fixed = "all are" if len(ranked(report)) > 1 else "it is"
-    unit = t.loop_unit(report.scope.step_source)
-    both = f"from {t.time(replay.measured_ns)} to {t.time(replay.step_after_ns)}"
-    return f"Once {fixed} fixed, the {unit} goes {both} by replay and hangs on: {parts}."
+    scale = report.step_ns / replay.measured_ns if replay.measured_ns else 1.0
+    both = f"from {t.time(report.step_ns)} to {t.time(replay.step_after_ns * scale)}"
+    return f"Once {fixed} fixed, the {report.per} goes {both} by replay and hangs on: {parts}."
+
+
+def _explained(replay: Replay) -> str:
+    """How much of the waiting the replay explains by what was waited for."""
+    parts = [
+        f"{t.percent(share)} of the time that {who}"
+        for share, of, who in (
+            (replay.waits_explained, replay.waits, "the host waits for the device"),
+            (replay.idle_explained, replay.idle, "the device idles"),
+        )
+        if share is not None and of >= 0.01
+    ]
+    return f" It gives the ends of {' and of '.join(parts)} by what was waited for." * bool(parts)
+
+
+def replay_error(replay: Replay) -> str:
+    """How far the replay without edits is from what was measured, as a share of the step."""
+    return "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
 
 
 def definitions(report: Report) -> list[str]:
@@ -268,17 +452,25 @@ def definitions(report: Report) -> list[str]:
     found = []
     replay = report.replay
     if report.findings and replay is not None:
-        steps = f"{replay.steps} steps" if replay.steps > 1 else (
-            f"the {t.loop_unit(report.scope.step_source)}")  # fmt: skip
-        unit = t.loop_unit(report.scope.step_source) + "s" * (replay.steps > 1)
-        error = "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
-        starts = "" if replay.explained is None else (
-            f" and explains {t.percent(replay.explained)} of {t.count(replay.starts)} device "
-            "starts to 5 µs")  # fmt: skip
+        steps, unit = f"the {report.per}", str(report.per)
+        if replay.steps > 1:
+            steps, unit = t.counted(replay.steps, unit), f"{unit}s"
+        error = replay_error(replay)
+        starts = ""
+        if replay.explained is not None:
+            of = t.counted(replay.starts, "device start")
+            starts = f" and explains {t.percent(replay.explained)} of {of} to 5 µs"
         found.append(
             "Gains are replayed: the dependency graph of "
             f"{steps} is run again with the fix in it. Without any fix it comes "
-            f"within {error} of the measured {unit}{starts}."
+            f"within {error} of the measured {unit}{starts}.{_explained(replay)}"
+        )
+    step = report.step
+    longer = None if step is None else step.longer
+    if report.findings and step is not None and longer is not None and abs(longer) >= SAME:
+        found.append(
+            f"What is measured in the profiled window is of its {t.time(step.window_ns)} step; "
+            f"gains are of the run's {t.time(step.ns)} step, the same share of it."
         )
     if bounded(report):
         found.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from advisor.report import text as t
+from advisor import text as t
 from advisor.report.page import Page
 from advisor.rundir import THROTTLE, Gpu, Sample
 
@@ -102,7 +102,10 @@ _Get = Callable[[Gpu], float | None]
 
 _GPU: dict[str, tuple[str, str, _Get]] = {
     "utilisation_ratio": (
-        "gauge", "Share of time in which any kernel ran", lambda g: _scaled(g.utilisation, 0.01)),
+        "gauge",
+        "Share of time in which any kernel ran",
+        lambda g: _scaled(g.utilisation, 0.01),
+    ),
     "memory_used_bytes": ("gauge", "Device memory in use", lambda g: g.memory_used),
     "memory_total_bytes": ("gauge", "Device memory", lambda g: g.memory_total),
     "sm_clock_hertz": ("gauge", "SM clock", lambda g: _scaled(g.sm_clock, 1e6)),
@@ -111,19 +114,25 @@ _GPU: dict[str, tuple[str, str, _Get]] = {
     "power_watts": ("gauge", "Power draw", lambda g: _scaled(g.power, 1e-3)),
     "power_limit_watts": ("gauge", "Enforced limit", lambda g: _scaled(g.power_limit, 1e-3)),
     "energy_joules_total": (
-        "counter", "Energy since the driver was loaded", lambda g: _scaled(g.energy, 1e-3)),
+        "counter",
+        "Energy since the driver was loaded",
+        lambda g: _scaled(g.energy, 1e-3),
+    ),
     "temperature_celsius": ("gauge", "Temperature of the GPU", lambda g: g.temperature),
     "pcie_generation": ("gauge", "PCIe generation in use", lambda g: g.pcie_gen),
     "pcie_width": ("gauge", "PCIe lanes in use", lambda g: g.pcie_width),
     "pcie_transmit_bytes_per_second": ("gauge", "To the host", lambda g: g.pcie_tx),
     "pcie_receive_bytes_per_second": ("gauge", "From the host", lambda g: g.pcie_rx),
-    "ecc_uncorrected_total": ("counter", "Uncorrectable memory errors",
-                              lambda g: g.ecc_uncorrected),
+    "ecc_uncorrected_total": (
+        "counter",
+        "Uncorrectable memory errors",
+        lambda g: g.ecc_uncorrected,
+    ),
     "processes": ("gauge", "Processes with a context on it", lambda g: g.processes),
     "sm_active_ratio": ("gauge", "Multiprocessors active (GPM)", lambda g: _gpm(g, "sm_util")),
     "tensor_active_ratio": ("gauge", "Tensor cores active (GPM)", lambda g: _gpm(g, "tensor")),
     "dram_active_ratio": ("gauge", "DRAM active (GPM)", lambda g: _gpm(g, "dram")),
-}  # fmt: skip
+}
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
@@ -159,9 +168,7 @@ def prometheus(sample: Sample, names: Mapping[str | None, str | None]) -> str:
         }
     for name, (kind, value) in told.items():
         if value is not None:
-            lines += [
-                f"# TYPE advisor_host_{name} {kind}", f"advisor_host_{name} {_number(value)}"
-            ]  # fmt: skip
+            lines += [f"# TYPE advisor_host_{name} {kind}", f"advisor_host_{name} {_number(value)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -6,8 +6,8 @@ import re
 from contextlib import suppress
 from pathlib import Path, PurePath
 
+from advisor import text as t
 from advisor.model import Finding, Location
-from advisor.report import text as t
 
 _DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 

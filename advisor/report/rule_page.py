@@ -12,8 +12,8 @@ import textwrap
 import tokenize
 from typing import Any, NamedTuple
 
-from advisor.model import Rule
-from advisor.report import text as t
+from advisor import text as t
+from advisor.model import Rule, Source, Threshold
 from advisor.report.page import Page
 
 CATEGORIES = {
@@ -30,18 +30,20 @@ CATEGORIES = {
     "inference": "Inference",
 }
 VALIDATION = {
-    "real traces": "seen right on public real traces",
-    "recordings": "seen right on recordings of the bundled workloads",
-    "synthetic": "only on synthetic examples, so its findings stay notes",
+    "real traces": "right on public real traces",
+    "recordings": "right on recordings of programs that are slow on purpose",
+    "synthetic": "only on synthetic examples: its findings say so, with less confidence",
 }
 
 
-class Threshold(NamedTuple):
-    """One option of a rule: name, built-in value, and what its comment says about it."""
+class Option(NamedTuple):
+    """One option of a rule: name, built-in value, what it is of, and where it comes from."""
 
     name: str
     value: Any
-    comment: str
+    meaning: str
+    """For a plain attribute the comment beside it."""
+    sources: tuple[Source, ...]
 
 
 class RulePage(NamedTuple):
@@ -52,9 +54,20 @@ class RulePage(NamedTuple):
     category: str
     paragraphs: list[str]
     """Of the class docstring."""
-    thresholds: list[Threshold]
+    fix: str
+    code: str
+    verify: str
+    falsified_by: str
+    assumptions: list[str]
+    cases: dict[str, dict[str, Any]]
+    """Case -> attribute -> what it is then."""
+    thresholds: list[Option]
+    sources: tuple[Source, ...]
+    """Of the numbers in the paragraphs that are no thresholds."""
     validated: str
     validated_on: str
+    found_in: tuple[str, ...]
+    silent_in: tuple[str, ...]
     references: tuple[str, ...]
     fires_on: list[str]
     """Names of the examples that must produce a finding."""
@@ -66,21 +79,43 @@ def describe(rule: Rule) -> RulePage:
     """Take a rule's documentation from its class."""
     cls = type(rule)
     comments = _comments(cls)
-    doc = inspect.cleandoc(cls.__doc__ or "")
     return RulePage(
         id=cls.id,
         title=cls.title,
         category=str(cls.category),
-        paragraphs=[part for part in doc.split("\n\n") if part.strip()],
+        paragraphs=cls.paragraphs(),
+        fix=cls.fix,
+        code=cls.code,
+        verify=cls.verify,
+        falsified_by=cls.falsified_by,
+        assumptions=rule.filled(cls.assumptions),
+        cases={
+            name: {
+                key: rule.filled(text) if key == "assumptions" else text
+                for key, text in case.items()
+            }
+            for name, case in cls.cases.items()
+        },
         thresholds=[
-            Threshold(name, value, comments.get(name, "")) for name, value in cls.options().items()
+            Option(name, value, *_told(cls, name, comments))
+            for name, value in cls.options().items()
         ],
+        sources=cls.sources,
         validated=str(cls.validated),
         validated_on=cls.validated_on,
+        found_in=cls.found_in,
+        silent_in=cls.silent_in,
         references=cls.references,
         fires_on=list(cls.fires_on()),
         silent_on=list(cls.silent_on()),
     )
+
+
+def _told(cls: type[Rule], name: str, comments: dict[str, str]) -> tuple[str, tuple[Source, ...]]:
+    own = getattr(cls, name)
+    if isinstance(own, Threshold):
+        return own.meaning, own.sources
+    return comments.get(name, ""), ()
 
 
 def _comments(cls: type[Rule]) -> dict[str, str]:
@@ -97,8 +132,11 @@ def _comments(cls: type[Rule]) -> dict[str, str]:
         remarks = _remarks(source)
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
         for node in body:
-            targets = node.targets if isinstance(node, ast.Assign) else (
-                [node.target] if isinstance(node, ast.AnnAssign) else [])  # fmt: skip
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else ([node.target] if isinstance(node, ast.AnnAssign) else [])
+            )
             for target in targets:
                 if isinstance(target, ast.Name):
                     found[target.id] = _remark(remarks, node.lineno, node.end_lineno or node.lineno)
@@ -129,6 +167,11 @@ def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
     return " ".join([*reversed(above), *inside])
 
 
+def cite(source: Source) -> str:
+    """A source in one line."""
+    return f"{source.name} <{source.at}>" if source.at else source.name
+
+
 def override(page: RulePage) -> str:
     """The lines of pyproject.toml that change a threshold, or switch the rule off."""
     lines = [f"[tool.advisor.rules.{page.id}]"]
@@ -155,15 +198,33 @@ def render(rule: Rule, *, width: int = 80, colour: bool = False) -> str:
         if number:
             page.blank()
         _paragraph(page, paragraph)
+    if about.fix:
+        page.section("What to do")
+        page.wrapped(t.clean(about.fix), indent=2)
+        if about.code:
+            page.code("", about.code, indent=2)
+        page.field("check", about.verify, indent=2)
+        page.field("unless", about.falsified_by, indent=2)
+        page.field("assumes", "; ".join(about.assumptions), indent=2)
+    for name, case in about.cases.items():
+        page.section("Case", name)
+        for key in ("title", "fix"):
+            if key in case:
+                page.wrapped(t.clean(case[key]), indent=2)
+        if "code" in case:
+            page.code("", case["code"], indent=2)
     if about.thresholds:
         page.section("Thresholds")
         for item in about.thresholds:
             page.wrapped((f"{item.name} = {toml(item.value)}", "bold"), indent=2)
-            if item.comment:
-                page.wrapped(t.clean(item.comment), indent=6, style="dim")
+            for line in (item.meaning, *map(cite, item.sources)):
+                if line:
+                    page.wrapped(t.clean(line), indent=6, style="dim")
     page.section("How it was tested")
     page.field("on", VALIDATION.get(about.validated, about.validated), indent=2)
     page.field("seen", about.validated_on, indent=2)
+    page.field("right", "; ".join(about.found_in), indent=2)
+    page.field("quiet", "; ".join(about.silent_in), indent=2)
     page.field("fires", "; ".join(about.fires_on), indent=2)
     page.field("silent", "; ".join(about.silent_on), indent=2)
     page.section("Change it", "in pyproject.toml")
@@ -199,8 +260,11 @@ def render_list(
     for category in order:
         page.section(CATEGORIES.get(category, category))
         for rule in sorted(by_category[category], key=lambda rule: rule.id):
-            remark = "switched off" if rule.id in disabled else (
-                "note only" if rule.validated == "synthetic" else "")  # fmt: skip
+            remark = (
+                "switched off"
+                if rule.id in disabled
+                else ("not proven on real traces" if rule.validated == "synthetic" else "")
+            )
             title = f"{t.clean(rule.title)}{f' ({remark})' if remark else ''}"
             page.wrapped(title, first=f"  {rule.id:<{longest}}  ", indent=longest + 4)
     page.blank()

@@ -25,7 +25,7 @@ def make_training(
             b.host(number % 3)
             with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
                 b.launch(kernel or "ampere_sgemm_128x64_nn", gemm)
-            with b.op("aten::add", [[512, 512], [512, 512]], "float"):
+            with b.op("aten::add", [[4096, 2048], [4096, 2048]], "float"):
                 b.launch("void at::native::vectorized_elementwise_kernel<4, Add>(int)", 100)
             b.sync()
     return b

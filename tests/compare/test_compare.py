@@ -14,10 +14,13 @@ from msgspec.structs import replace
 from advisor.advice.engine import analyze
 from advisor.compare import Comparison, compare
 from advisor.compare.findings import compare_findings
+from advisor.compare.formats import COMPARISONS
+from advisor.compare.remaining import Remaining
 from advisor.errors import AdvisorError
 from advisor.model import Finding, Location, NotMeasured
 from advisor.report import Report
 from advisor.testing import TraceBuilder
+from advisor.testing.record import RecordBuilder, write_run
 
 Make = Callable[..., TraceBuilder]
 Record = Callable[..., Path]
@@ -137,12 +140,13 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     # the wait differs by number % 3 from step to step: 5001 µs on average, and its two ranges
     assert -(c.steps.difference_ns or 0) == pytest.approx(5001e3, abs=5e3)
     fixed = c.of("fixed")
-    assert {f.category for f in fixed} == {"input"}
+    # every step waits for the device as well, and is told so under the loader
+    assert {f.rule for f in fixed} == {"single-process-loader", "explicit-synchronize"}
     # in the shorter step the matrix product counts; it was there before
     assert c.of("new") == []
     (product,) = c.of("remaining")
     assert product.rule == "fp32-matmul"
-    assert product.reason.startswith("before: worth too small a share")
+    assert product.reason == "before: worth 12% of the step, but below what the rule looks for"
     assert product.before_gain_ns == pytest.approx(product.after_gain_ns, rel=0.02)
     assert c.realised.rules
     assert c.realised.method == "replay"
@@ -161,7 +165,8 @@ def test_the_gain_of_a_fix_that_was_undone_by_something_else_does_not_agree(
 
 def test_a_new_finding_is_told(files: Callable[..., Comparison]) -> None:
     c = files({}, {"wait": 5000.0})
-    assert {f.category for f in c.of("new")} == {"input"}
+    rules = {f.rule for f in c.of("new")}
+    assert rules == {"single-process-loader", "explicit-synchronize"}
     assert c.of("fixed") == []  # the matrix product is as long as before, in a longer step
     assert [f.rule for f in c.of("remaining")] == ["fp32-matmul"]
     assert c.realised.predicted_ns is None
@@ -345,3 +350,57 @@ def test_what_hides_behind_something_longer_is_not_fixed(tmp_path: Path) -> None
 
     c = compare(run(50.0).write(tmp_path / "a.json"), run(2600.0).write(tmp_path / "b.json"))
     assert "fp32-matmul" not in {f.rule for f in c.of("fixed")}
+
+
+def _waits(report: Report, rule: str, title: str) -> Report:
+    """The report with one finding, at the loader."""
+    place = Location(op="enumerate(DataLoader)#_DataLoaderIter.__next__")
+    found = Finding(
+        rule=rule, title=title, summary="", fix="", where=[place], category="input", rank=1
+    )
+    return replace(report, findings=[found])
+
+
+def test_a_cause_that_another_took_the_place_of_is_fixed(report: Report) -> None:
+    """The step waits for the loader as before, but for its workers: 'no workers' is mended, though
+    the wait that it named is there still."""
+    before = _waits(report, "single-process-loader", "no workers")
+    after = _waits(report, "dataloader-wait", "the workers are slow")
+    still = lambda finding, of_before: Remaining(None, "still there")  # noqa: E731
+    changes = {c.rule: c for c, _ in compare_findings(before, after, still)}
+    assert changes["single-process-loader"].change == "fixed"
+    assert "the workers are slow" in changes["single-process-loader"].reason
+    assert changes["dataloader-wait"].change == "new"
+    (same, *_) = compare_findings(before, replace(report, findings=[]), still)
+    assert same[0].change == "remaining"
+
+
+def test_recordings_without_steps_show_totals(tmp_path: Path) -> None:
+    paths = []
+    for number, us in enumerate((500, 900)):
+        b = TraceBuilder()
+        for _ in range(20):
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", us)
+                b.sync()
+        paths.append(b.write(tmp_path / f"{number}.json"))
+    told = COMPARISONS.render("terminal", compare(*paths))
+    assert "totals of the whole recordings" in " ".join(told.split())
+    assert "a step" not in told
+
+
+@pytest.mark.parametrize("crashed", [0, 1])
+def test_a_crash_of_either_run_comes_first(crashed: int, tmp_path: Path) -> None:
+    for number in (0, 1):
+        r = RecordBuilder()
+        for _ in range(40):
+            r.step(100, forward=40)
+        how = {"exception": "RuntimeError", "message": "CUDA error: an illegal access"}
+        reason = {"reason": "exception", **how} if number == crashed else {"reason": "finished"}
+        r.event("end", steps=40, **reason)
+        write_run(tmp_path / f"run{number}", {0: r.build()})
+    which = ("before", "after")[crashed]
+    assert compare(tmp_path / "run0", tmp_path / "run1").verdict.startswith(
+        f"The run {which} crashed: rank 0 ended after 40 steps with RuntimeError: CUDA error: an "
+        "illegal access. No difference"
+    )

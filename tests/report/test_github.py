@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from advisor.model import Finding, Location
-from advisor.report import Report, github
+from advisor.report import Report
+from advisor.report.formats import REPORTS
+from advisor.report.renderers import github
 
 Make = Callable[..., Report]
 MakeFinding = Callable[..., Finding]
@@ -36,14 +38,14 @@ def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
 def test_a_finding_is_an_annotation_of_its_line(report: Make) -> None:
     made = report(1)
     made.findings[0].where = [Location(file="src/train.py", line=42)]
-    verdict, first = commands(github.render(made))
+    verdict, first = commands(REPORTS.render("github", made))
     assert verdict[0] == "notice"
     assert verdict[2] == made.verdict
     level, properties, message = first
     assert level == "warning"
     assert properties["file"] == "src/train.py"
     assert properties["line"] == "42"
-    assert "40.0 ms a step" in properties["title"]
+    assert "40 ms a step" in properties["title"]
     assert message.startswith(made.findings[0].summary)
     assert "\nFix: " in message
 
@@ -54,7 +56,10 @@ def test_a_finding_is_an_annotation_of_its_line(report: Make) -> None:
 def test_levels_follow_the_severity(
     report: Make, finding: MakeFinding, severity: str, level: str
 ) -> None:
-    assert commands(github.render(report(findings=[finding(severity=severity)])))[1][0] == level
+    assert (
+        commands(REPORTS.render("github", report(findings=[finding(severity=severity)])))[1][0]
+        == level
+    )
 
 
 def test_escapes_are_those_of_the_runner() -> None:
@@ -66,22 +71,24 @@ def test_a_file_outside_the_repository_is_told_in_the_message(
     report: Make, finding: MakeFinding
 ) -> None:
     where = [Location(file="/srv/elsewhere/train.py", line=3)]
-    _, properties, message = commands(github.render(report(findings=[finding(where=where)])))[1]
+    _, properties, message = commands(
+        REPORTS.render("github", report(findings=[finding(where=where)]))
+    )[1]
     assert "file" not in properties
     assert "/srv/elsewhere/train.py:3" in message
 
 
 def test_symptoms_are_not_annotated_twice(report: Make, finding: MakeFinding) -> None:
     made = report(findings=[finding(1), finding(2, folded_under="rule-1")])
-    assert len(commands(github.render(made))) == 2
+    assert len(commands(REPORTS.render("github", made))) == 2
 
 
 def test_hostile_names_start_no_command(report: Make, hostile: str) -> None:
-    text = github.render(report(2, hostile))
+    text = REPORTS.render("github", report(2, hostile))
     assert len(commands(text)) == 3
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
 
 
 def test_a_name_that_is_a_command_is_text(report: Make) -> None:
-    text = github.render(report(1, "x\n::error file=a::boo\r::set-output name=x::y"))
+    text = REPORTS.render("github", report(1, "x\n::error file=a::boo\r::set-output name=x::y"))
     assert [level for level, _, _ in commands(text)] == ["notice", "warning"]

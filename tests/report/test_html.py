@@ -13,20 +13,26 @@ from msgspec.structs import replace
 
 from advisor.advice.engine import examine
 from advisor.model import Finding
-from advisor.report import Report, html, notebook
+from advisor.report import Report
 from advisor.report.data import HotLine
-from advisor.report.figures import esc
+from advisor.report.formats import REPORTS
+from advisor.report.html import esc
+from advisor.report.renderers.html import style
 from advisor.report.strip import CELLS, strip
 from advisor.testing import TraceBuilder
+from advisor.words import words
 
 Make = Callable[..., Report]
 VOID = {"meta", "br", "hr", "link", "img", "input"}
-OURS = {
-    "html", "head", "meta", "title", "style", "body", "a", "header", "main", "section", "footer",
-    "h1", "h2", "h3", "h4", "p", "span", "b", "small", "div", "dl", "dt", "dd", "ul", "li", "table",
-    "thead", "tbody", "tr", "th", "td", "svg", "rect", "path", "article", "pre", "code", "details",
-    "summary",
-}  # fmt: skip
+OURS = set(
+    words(
+        """
+        html head meta title style body a header main section footer h1 h2 h3 h4 p span b
+        small div dl dt dd ul li table thead tbody tr th td svg rect path article pre code
+        details summary
+        """
+    )
+)
 
 
 class Page(HTMLParser):
@@ -62,7 +68,7 @@ class Page(HTMLParser):
 
 
 def test_the_policy_allows_the_pages_own_styles_and_nothing_else(report: Make) -> None:
-    page = Page(html.render(report()))
+    page = Page(REPORTS.render("html", report()))
     (policy,) = [
         attrs["content"]
         for tag, attrs in page.tags
@@ -75,22 +81,22 @@ def test_the_policy_allows_the_pages_own_styles_and_nothing_else(report: Make) -
 
 
 def test_nothing_is_loaded_and_nothing_runs(report: Make) -> None:
-    page = Page(html.render(report(3)))
+    page = Page(REPORTS.render("html", report(3)))
     for tag, attrs in page.tags:
         assert tag in OURS
         assert not {"src", "srcset", "data", "action", "style"} & attrs.keys(), (tag, attrs)
         assert not [name for name in attrs if name.startswith("on")]
         if tag == "a":
             assert (attrs["href"] or "").startswith(("#", "https://"))
-    assert "url(" not in html.style()
-    assert "@import" not in html.style()
+    assert "url(" not in style()
+    assert "@import" not in style()
 
 
 def test_hostile_names_stay_names(report: Make, hostile: str) -> None:
-    page = Page(html.render(report(2, hostile)))
+    page = Page(REPORTS.render("html", report(2, hostile)))
     assert {tag for tag, _ in page.tags} <= OURS
     assert not [a for _, attrs in page.tags for a in attrs if a.startswith("on")]
-    shown = html.render(report(2, hostile))
+    shown = REPORTS.render("html", report(2, hostile))
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
     shown.encode("utf-8")
 
@@ -105,7 +111,7 @@ def test_a_kernel_that_is_an_image_tag_is_text(tmp_path: Path) -> None:
                 b.launch(name, 900, stream=7)
             b.sync()
     found = examine(b.write(tmp_path / "x.json"))
-    text = html.render(found.report, found.main)
+    text = REPORTS.render("html", found.report, analysis=found.main)
     page = Page(text)
     assert "<img" not in text
     assert not any(tag == "img" for tag, _ in page.tags)
@@ -115,19 +121,19 @@ def test_a_kernel_that_is_an_image_tag_is_text(tmp_path: Path) -> None:
 
 def test_a_script_of_a_rule_is_no_link(report: Make, finding: Callable[..., Finding]) -> None:
     bad = ["javascript:alert(1)", "data:text/html,x", 'https://x.org/" onclick="alert(1)']
-    page = Page(html.render(report(findings=[finding(references=bad)])))
+    page = Page(REPORTS.render("html", report(findings=[finding(references=bad)])))
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
     assert [link for link in links if link and not link.startswith("#")] == [bad[2]]
 
 
 def test_a_report_with_endless_names_stays_below_a_megabyte(report: Make) -> None:
-    text = html.render(report(12, "x" * 200_000))
+    text = REPORTS.render("html", report(12, "x" * 200_000))
     assert len(text.encode()) < 1_000_000
 
 
 def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., object]) -> None:
     made = report(3, replay=replay())
-    text = Page(html.render(made)).text
+    text = Page(REPORTS.render("html", made)).text
     for wanted in (
         made.verdict,
         "400 ms",
@@ -135,7 +141,7 @@ def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., ob
         "38%",  # MFU
         "30.0 GiB of 40.0 GiB",
         "Finding number 2 of the step",
-        "20.0 ms a step",
+        "20 ms a step",
         "5% (XProf)",
         "step(quick=True)",
         "Profile again: the wait is gone.",
@@ -148,14 +154,14 @@ def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., ob
 
 def test_stairs_go_down_by_what_each_fix_adds(report: Make) -> None:
     # 400 ms; finding 1 saves 40, then finding 2 saves 20 / 2, finding 3 saves 13.33 / 2
-    text = Page(html.render(report(3))).text
-    assert "360.0 ms" in text
-    assert "350.0 ms" in text
-    assert "343.3 ms" in text
+    text = Page(REPORTS.render("html", report(3))).text
+    assert "360 ms" in text
+    assert "350 ms" in text
+    assert "343 ms" in text
 
 
 def test_what_is_not_measured_is_said_not_to_be(report: Make) -> None:
-    text = Page(html.render(report(0, mfu=None, memory_peak_bytes=None))).text
+    text = Page(REPORTS.render("html", report(0, mfu=None, memory_peak_bytes=None))).text
     assert text.count("not measured") >= 2
     assert "0 B" not in text
 
@@ -171,14 +177,14 @@ def test_hot_lines_are_shown_as_code(report: Make) -> None:
         native=0.05,
         system=0.0,
     )
-    page = Page(html.render(report(hot_lines=[line])))
+    page = Page(REPORTS.render("html", report(hot_lines=[line])))
     assert "<b>x = y.item()</b>" in page.text
     assert "train.py:7" in page.text
     assert "25%" in page.text
 
 
 def test_headings_and_tables_can_be_walked(report: Make) -> None:
-    page = Page(html.render(report(2)))
+    page = Page(REPORTS.render("html", report(2)))
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
@@ -237,7 +243,7 @@ def test_without_device_work_there_is_no_strip(tmp_path: Path) -> None:
             b.host(100)
     assert strip(b.analysis()) is None
     found = examine(b.write(tmp_path / "cpu.json"))
-    page = Page(html.render(found.report, found.main))
+    page = Page(REPORTS.render("html", found.report, analysis=found.main))
     assert "on the host's main thread" in page.text
 
 
@@ -246,7 +252,7 @@ def test_a_real_trace_makes_a_small_sound_page(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
     found = examine(shared_trace(name))
-    text = html.render(found.report, found.main)
+    text = REPORTS.render("html", found.report, analysis=found.main)
     assert len(text.encode()) < 200_000
     page = Page(text)
     assert {tag for tag, _ in page.tags} <= OURS
@@ -270,7 +276,7 @@ def test_a_notebook_shows_the_verdict_and_the_findings(report: Make) -> None:
 
 
 def test_hostile_names_stay_names_in_a_notebook(report: Make, hostile: str) -> None:
-    page = Page(notebook.report_html(report(2, hostile)))
+    page = Page(REPORTS.render("notebook", report(2, hostile)))
     assert {tag for tag, _ in page.tags} <= OURS
     assert not [a for _, attrs in page.tags for a in attrs if a.startswith("on")]
 

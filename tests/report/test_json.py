@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from advisor.errors import AdvisorError
-from advisor.report import Report, json
+from advisor.report import Report
 from advisor.report.data import SCHEMA, Ranks, Replay
+from advisor.report.formats import REPORTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -19,7 +20,7 @@ def test_a_report_reads_back_as_it_was(
     report: Callable[..., Report], ranks: Callable[..., Ranks]
 ) -> None:
     full = report(12, ranks=ranks(3))
-    assert Report.from_json(json.render(full)) == full
+    assert Report.from_json(REPORTS.render("json", full)) == full
 
 
 def test_a_report_with_hostile_names_reads_back_as_it_was(
@@ -27,14 +28,14 @@ def test_a_report_with_hostile_names_reads_back_as_it_was(
 ) -> None:
     name = hostile.encode("utf-8", "replace").decode()
     full = report(2, name)
-    text = json.render(full)
+    text = REPORTS.render("json", full)
     assert Report.from_json(text) == full
     assert standard.loads(text) == full.to_dict()
     assert all(char == "\n" or 32 <= ord(char) < 127 or ord(char) > 0x9F for char in text)
 
 
 def test_another_schema_is_refused(report: Callable[..., Report]) -> None:
-    text = json.render(report()).replace(SCHEMA, "advisor.report/999")
+    text = REPORTS.render("json", report()).replace(SCHEMA, "advisor.report/999")
     with pytest.raises(AdvisorError, match=r"advisor\.report/999"):
         Report.from_json(text)
 
@@ -57,7 +58,7 @@ def test_every_field_in_the_json_is_in_the_documentation(
             return set(value).union(*inside)
         return set().union(*map(names, value)) if isinstance(value, list) else set()
 
-    full = standard.loads(json.render(report(2, ranks=ranks(2), replay=replay())))
+    full = standard.loads(REPORTS.render("json", report(2, ranks=ranks(2), replay=replay())))
     assert len(names(full)) > 90
     assert [name for name in sorted(names(full)) if f"| `{name}` |" not in documented] == []
     assert SCHEMA in documented

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from advisor import text as t
 from advisor.model import Location
 from advisor.report import Report, markdown
 from advisor.report.data import Ranks
+from advisor.report.formats import REPORTS
+from advisor.report.renderers.markdown import _place
 
 Make = Callable[..., Report]
 PARSER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
@@ -54,7 +57,7 @@ def test_a_code_block_cannot_be_ended_by_its_content() -> None:
 
 
 def test_hostile_names_make_no_html_no_links_and_no_images(report: Make, hostile: str) -> None:
-    for token in PARSER.parse(markdown.render(report(2, hostile))):
+    for token in PARSER.parse(REPORTS.render("markdown", report(2, hostile))):
         if token.type == "html_block":
             parts = re.findall(r"<[^>]*>", token.content)
             assert "".join(parts) in "<details><summary></summary></details>"
@@ -69,25 +72,25 @@ def test_hostile_names_do_not_change_the_headings_or_the_table(report: Make, hos
         structure = {"heading_open", "tr_open", "td_open", "th_open", "list_item_open", "fence"}
         return [token.type for token in PARSER.parse(source) if token.type in structure]
 
-    assert outline(markdown.render(report(2, hostile))) == outline(
-        markdown.render(report(2, "harmless"))
+    assert outline(REPORTS.render("markdown", report(2, hostile))) == outline(
+        REPORTS.render("markdown", report(2, "harmless"))
     )
 
 
 def test_nobody_is_mentioned(report: Make) -> None:
-    source = markdown.render(report(1, "@everyone see #1"))
+    source = REPORTS.render("markdown", report(1, "@everyone see #1"))
     outside_code = re.sub(r"```.*?```|`[^`]*`", "", source, flags=re.DOTALL)
     assert "@everyone" not in outside_code
     assert not re.search(r"#\d", outside_code)
 
 
 def test_it_says_what_the_terminal_says(report: Make, ranks: Callable[..., Ranks]) -> None:
-    source = markdown.render(report(3, ranks=ranks(2)))
+    source = REPORTS.render("markdown", report(3, ranks=ranks(2)))
     for part in (
         "GPU busy 82%",
-        "| compute | 300.0 ms | 75% |",
+        "| compute | 300 ms | 75% |",
         "#### 1. Finding number 1 of the step",
-        "up to 40.0 ms a step, 10%",
+        "up to 40 ms a step, 10%",
         "confidence 80%",
         "`/home/me/project/train.py:42 in train_step`",
         "```python\nstep(quick=True)\n```",
@@ -102,11 +105,11 @@ def test_it_says_what_the_terminal_says(report: Make, ranks: Callable[..., Ranks
 
 @pytest.mark.parametrize("top", [0, 1, 2])
 def test_top_limits_the_findings_and_says_so(report: Make, top: int) -> None:
-    source = markdown.render(report(3), top=top)
+    source = REPORTS.render("markdown", report(3), top=top)
     assert source.count("**Fix:**") == top
     assert f"{3 - top} more: `--top 3`" in source
 
 
 def test_a_place_shows_names_as_code_and_figures_as_text() -> None:
     place = Location(op="aten::item", count=12, dur_ns=3_000_000)
-    assert markdown._place(place) == "`aten::item` · 12× · worst 3.0 ms"
+    assert _place(place, t.place_names(place)) == "`aten::item` · 12× · worst 3 ms"

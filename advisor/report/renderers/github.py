@@ -6,27 +6,31 @@ properties with colon and comma too.
 
 from __future__ import annotations
 
+from advisor import text as t
 from advisor.model import Finding
-from advisor.report import text as t
 from advisor.report.data import Report
 from advisor.report.places import code_place, relative
+from advisor.report.renderer import DEFAULT, Options, Renderer
 
 COMMANDS = {"critical": "error", "warning": "warning", "info": "notice"}
 LONGEST = 3000
 """Characters of a message; GitHub cuts what is longer than 4 KB or so."""
 
 
-def render(report: Report) -> str:
-    """An annotation for the verdict and one for each finding and risk that is no symptom of
-    another, in the order of worth."""
-    found = [f for f in (*report.findings, *report.risks) if f.folded_under is None]
-    lines = [_command("notice", {"title": "advisor"}, report.verdict)]
-    lines += [_annotation(finding, report) for finding in found]
-    return "".join(f"{line}\n" for line in lines)
+class Github(Renderer[Report]):
+    """Workflow commands, one a line."""
+
+    def render(self, subject: Report, options: Options = DEFAULT) -> str:
+        """An annotation for the verdict and one for each finding and risk that is no symptom of
+        another, in the order of worth."""
+        found = [f for f in (*subject.findings, *subject.risks) if f.folded_under is None]
+        level = "error" if subject.crashes else "notice"
+        lines = [_command(level, {"title": "advisor"}, subject.verdict)]
+        lines += [_annotation(finding) for finding in found]
+        return "".join(f"{line}\n" for line in lines)
 
 
-def _annotation(finding: Finding, report: Report) -> str:
-    unit = t.loop_unit(report.scope.step_source)
+def _annotation(finding: Finding) -> str:
     properties = {}
     place = code_place(finding)
     if place is not None and place.file is not None:
@@ -35,7 +39,7 @@ def _annotation(finding: Finding, report: Report) -> str:
             properties["file"] = path
             if place.line is not None and place.line > 0:
                 properties["line"] = str(place.line)
-    properties["title"] = f"{t.clean(finding.title)} ({t.gain(finding, step=unit)})"
+    properties["title"] = f"{t.clean(finding.title)} ({t.gain(finding)})"
     lines = [finding.summary, f"Fix: {finding.fix}"]
     if "file" not in properties and finding.where:
         lines.append(f"Where: {' · '.join(t.place_names(finding.where[0]))}")

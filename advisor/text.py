@@ -1,14 +1,24 @@
-"""How reports write names and numbers: units, missing values, hostile names made harmless."""
+"""Words for numbers: each unit, phrase and counted noun is written here, once for everybody.
+
+A value is told in one way wherever it stands: three digits, in the unit it is read best in.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-import unicodedata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from advisor import labels
 from advisor.model import Evidence, Finding, Location
+
+clean, harmless, shorten, kernel = labels.clean, labels.harmless, labels.shorten, labels.kernel
+distinct, by_name = labels.distinct, labels.by_name
+
+if TYPE_CHECKING:
+    from advisor.model import Evidence, Finding, Location, Per, Worth
+    from advisor.report.data import Crash
 
 NOT_MEASURED: Final = "not measured"
 
@@ -44,68 +54,9 @@ HOST: Final = {
     "dispatch": "operators",
     "launch": "launch calls",
     "unrecorded": "nothing recorded",
+    "autograd": "waiting for backward",
 }
 """Classes of host time (``analysis.timeline.CLASSES``) as they are shown."""
-
-_SAFE = re.compile(r"[\x20-\x7e]*")
-_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Control characters, invisible and direction-changing ones, halves of surrogate pairs, line and
-paragraph separators: what can move the cursor, recolour, reorder or break the text around it."""
-
-
-def clean(text: object, *, lines: bool = False) -> str:
-    """Text that is safe to show: hidden characters are written as escapes (``\\x1b``).
-
-    ``lines`` keeps line feeds (and turns tabs into blanks): for code, not for names.
-    """
-    value = str(text)
-    if _SAFE.fullmatch(value):
-        return value
-    if lines:
-        value = value.expandtabs(4).replace("\r\n", "\n")
-        return "\n".join(clean(line) for line in value.split("\n"))
-    return "".join(
-        _escaped(char) if unicodedata.category(char) in _HIDDEN else char for char in value
-    )
-
-
-def _escaped(char: str) -> str:
-    if char in "\n\t\r":
-        return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}[char]
-    code = ord(char)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-
-def shorten(text: str, width: int) -> str:
-    """At most ``width`` characters: the middle is replaced by ``…``, the head kept longer."""
-    if len(text) <= width:
-        return text
-    if width <= 1:
-        return "…"[:width]
-    tail = (width - 1) // 3
-    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :] if tail else ''}"
-
-
-def kernel(name: str, width: int) -> str:
-    """A kernel's name in ``width`` characters: the return type and the argument list go first."""
-    name = clean(name)
-    if len(name) <= width:
-        return name
-    name = name.removeprefix("void ")
-    # The argument list of a demangled C++ name says nothing that the template arguments do not.
-    if name.endswith(")") and (start := _matching(name)) > 0:
-        name = name[:start]
-    return shorten(name, width)
-
-
-def _matching(name: str) -> int:
-    """Index of the parenthesis that the last character closes; -1: none."""
-    depth = 0
-    for index in range(len(name) - 1, -1, -1):
-        depth += (name[index] == ")") - (name[index] == "(")
-        if depth == 0:
-            return index
-    return -1
 
 
 def path(file: str, width: int) -> str:
@@ -122,37 +73,34 @@ def _here() -> str:
 
 
 def time(ns: float | None) -> str:
-    """A duration with its unit: ``87.9 ms``, ``1,223 ms``, ``12.3 s``, ``104 µs``."""
+    """A duration with its unit: ``87.9 ms``, ``1.22 s``, ``104 µs``, ``1,230 s``."""
     if ns is None:
         return NOT_MEASURED
-    size = abs(ns)
-    if size >= 10e9:
-        return f"{ns / 1e9:,.1f} s"
-    if size >= 999.95e6:
-        return f"{ns / 1e6:,.0f} ms"
-    if size >= 0.9995e6 or ns == 0:
-        return f"{ns / 1e6:.1f} ms" if ns else "0 ms"
-    if size >= 9.95e3:
-        return f"{ns / 1e3:.0f} µs"
-    return f"{ns / 1e3:.1f} µs" if size >= 999.5 else f"{ns:.0f} ns"
+    number, unit = _time(ns)
+    return f"{number} {unit}"
 
 
-def times(values: list[float]) -> list[str]:
-    """Durations in one unit, that of the largest, so that a column can be read down; what would
-    be nothing in it keeps a unit of its own."""
-    largest = max(map(abs, values), default=0.0)
-    scale, unit = (1e9, "s") if largest >= 10e9 else (1e6, "ms") if largest >= 1e6 else (1e3, "µs")
-    return [
-        f"{value / scale:,.1f} {unit}" if abs(value) >= 0.05 * scale or value == 0 else time(value)
-        for value in values
-    ]
+def _time(ns: float) -> tuple[str, str]:
+    if not ns:
+        return "0", "ms"
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if abs(ns) >= 0.9995 * size:  # what rounds to 1,000 of the smaller unit
+            value = ns / size
+            return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"), unit
+    return f"{ns:.0f}", "ns"
 
 
 def between(low: float, high: float) -> str:
-    """A range in one unit: ``390.0 to 412.0 ms``."""
-    first, second = times([low, high])
-    number, unit = first.split(" ")
-    return f"{number} to {second}" if second.endswith(unit) else f"{first} to {second}"
+    """A range, its unit once where both ends have the same: ``390 to 412 ms``."""
+    (first, unit), (second, other) = _time(low), _time(high)
+    if unit == other or not low:
+        return f"{first} to {second} {other}"
+    return f"{first} {unit} to {second} {other}"
+
+
+def difference(ns: float) -> str:
+    """A difference in time with its sign: ``+3.1 ms``."""
+    return time(0) if not ns else f"{'+' if ns > 0 else '−'}{time(abs(ns))}"
 
 
 def percent(share: float | None) -> str:
@@ -179,6 +127,18 @@ def count(value: float | None) -> str:
     if value is None:
         return NOT_MEASURED
     return f"{value:,.0f}" if value == round(value) or abs(value) >= 100 else f"{value:,.1f}"
+
+
+def counted(value: float, noun: str, plural: str = "") -> str:
+    """A number of things, the noun agreeing with it: ``1 kernel``, ``3 copies``, ``1,234 steps``.
+    ``plural``: where it is not made with -s or -ies."""
+    return f"{count(value)} {noun if value == 1 else plural or _plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
 def number(value: float) -> str:
@@ -221,9 +181,16 @@ def value(amount: float | str | None, unit: str) -> str:
     return f"{number(amount)} {clean(unit)}".rstrip()
 
 
+def label(item: Evidence) -> str:
+    """What was measured, and of what: ``kernels a step``, ``share of the recording``."""
+    if item.per is None:
+        return clean(item.label)
+    return f"{clean(item.label)} {of(item.per) if item.unit == 'share' else per(item.per)}"
+
+
 def evidence(item: Evidence) -> str:
     """One fact in a line: ``share of the step 19% (limit 5%, TraceLens)``."""
-    text = f"{clean(item.label)} {value(item.value, item.unit)}"
+    text = f"{label(item)} {value(item.value, item.unit)}"
     if item.threshold is None:
         return text
     limit = f"limit {value(item.threshold, item.unit)}"
@@ -231,17 +198,25 @@ def evidence(item: Evidence) -> str:
     return f"{text} ({limit}, {source})" if source else f"{text} ({limit})"
 
 
-def place_names(location: Location, *, name_width: int = 48, path_width: int = 60) -> list[str]:
-    """Where it is: the line of code, the op, the kernel, the step."""
+def place_names(
+    location: Location,
+    *,
+    name_width: int = 48,
+    path_width: int = 60,
+    short: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Where it is: the line of code, the op, the kernel, the step. ``short``: labels of names that
+    are listed with others (:func:`by_name`)."""
+    known = short or {}
     parts = []
     if location.file is not None:
         line = path(location.file, path_width) + (f":{location.line}" if location.line else "")
         inside = f" in {shorten(clean(location.function), 40)}" if location.function else ""
         parts.append(line + inside)
     if location.op is not None:
-        parts.append(shorten(clean(location.op), name_width))
+        parts.append(known.get(location.op) or kernel(location.op, name_width))
     if location.kernel is not None:
-        parts.append(kernel(location.kernel, name_width))
+        parts.append(known.get(location.kernel) or kernel(location.kernel, name_width))
     if location.step is not None:
         parts.append(shorten(clean(location.step), name_width))
     return parts
@@ -258,17 +233,14 @@ def place_figures(location: Location) -> list[str]:
     return parts
 
 
-def gain(finding: Finding, *, step: str = "step") -> str:
+def gain(finding: Finding) -> str:
     """What the fix is worth: ``up to 87.9 ms a step, 19%``; else why there is no figure."""
     worth = finding.worth
     if worth is None:
         return "not priced"
     if worth.gain_ns is not None:
-        bound = "up to " if worth.method.startswith("upper bound") else ""
-        loop = " of the recording" if step == "recording" else f" a {step}"
-        per = loop if worth.currency == "step_time" else " over the run"
         share = f", {percent(worth.share)}" if worth.share is not None else ""
-        return f"{bound}{time(worth.gain_ns)}{per}{share}"
+        return f"{saving(worth)} {per(worth.unit)}{share}"
     if worth.freed_bytes is not None:
         return f"frees {memory(worth.freed_bytes)}"
     reason = clean(worth.reason)
@@ -277,19 +249,53 @@ def gain(finding: Finding, *, step: str = "step") -> str:
     return f"not priced: {reason}" if reason else "not priced"
 
 
+def saving(worth: Worth) -> str:
+    """The time that a fix saves: ``up to 87.9 ms``."""
+    bound = "up to " if worth.method.startswith("upper bound") else ""
+    return f"{bound}{time(worth.gain_ns)}"
+
+
 def band(finding: Finding) -> str | None:
-    """The range of the gain where assumptions leave one: ``8.0 ms to 15.0 ms``."""
+    """The range of the gain where assumptions leave one: ``8 to 15 ms``."""
     worth = finding.worth
     if worth is None or worth.low_ns is None or worth.high_ns is None:
         return None
-    return None if time(worth.low_ns) == time(worth.high_ns) else between(
-        worth.low_ns, worth.high_ns
-    )  # fmt: skip
+    if time(worth.low_ns) == time(worth.high_ns):
+        return None
+    return between(worth.low_ns, worth.high_ns)
 
 
-def loop_unit(step_source: str) -> str:
-    """What the times are a share of: a step, or the recording when it has none."""
-    return "recording" if step_source == "whole trace" else "step"
+def crashes(found: Sequence[Crash]) -> str:
+    """Which ranks an exception ended, in a sentence that may lead a report; empty: none."""
+    if not found:
+        return ""
+    first = found[0]
+    steps = "" if first.steps is None else f" after {counted(first.steps, 'step')}"
+    message = f": {shorten(clean(first.message), 160).rstrip('. ')}" if first.message else ""
+    others = ""
+    if len(found) > 1:
+        then = [f"{crash.rank} ({clean(crash.exception)})" for crash in found[1:5]]
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        others = f" Then rank{'s' if len(found) > 2 else ''} {', '.join(then)}{more} ended too."
+    return f"Rank {first.rank} ended{steps} with {clean(first.exception)}{message}.{others}"
+
+
+_PER: Final[Mapping[str, str]] = {
+    "step": "a step",
+    "recording": "of the recording",
+    "window": "of the window",
+    "run": "over the run",
+}
+
+
+def per(unit: Per) -> str:
+    """After an amount: ``a step``, ``of the recording``."""
+    return _PER[unit]
+
+
+def of(unit: Per) -> str:
+    """After a share: ``of the step``, ``of the recording``."""
+    return f"of the {unit}"
 
 
 def cause_label(cause: str) -> str:

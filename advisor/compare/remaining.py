@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from advisor.advice.worth import MIN_GAIN_SHARE
 from advisor.select import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _KEEP_THEIR_EVENTS = ("overlap", "asynchronous", "resize")
 """Operations after which the events are still there, as they should be."""
 
 
-class Still(NamedTuple):
+class Remaining(NamedTuple):
     """A finding is in a run whose report does not have it."""
 
     gain_ns: int | None
@@ -32,7 +33,7 @@ class Still(NamedTuple):
     """Why it is not told."""
 
 
-def still_there(finding: Finding, own: Examined, other: Examined) -> Still | None:
+def find_remaining(finding: Finding, own: Examined, other: Examined) -> Remaining | None:
     """Look for a finding of one run in the other; ``None``: it is not there, or cannot be told."""
     worth = finding.worth
     if worth is None or worth.gain_ns is None or worth.currency != "step_time":
@@ -44,13 +45,20 @@ def still_there(finding: Finding, own: Examined, other: Examined) -> Still | Non
     if own.pricing.method == other.pricing.method:
         gain = other.pricing.price(finding).gain
         if gain >= KEPT * worth.gain_ns:
-            return Still(round(gain), "worth too small a share of the step to be told")
+            return Remaining(round(gain), _why_silent(gain, other.main.step_ns))
     edits = [edit for edit in finding.edits if edit.op not in _KEEP_THEIR_EVENTS]
     here = sum(_time(own.main, edit) for edit in edits)
     there = sum(_time(other.main, edit) for edit in edits)
     if here > 0 and there >= KEPT * here:
-        return Still(None, "still there, but the step does not wait for it")
+        return Remaining(None, "still there, but the step does not wait for it")
     return None
+
+
+def _why_silent(gain: float, step_ns: float) -> str:
+    """Why a rule does not speak of what is worth that much."""
+    if gain < MIN_GAIN_SHARE * step_ns:
+        return "worth too small a share of the step to be told"
+    return f"worth {gain / step_ns:.0%} of the step, but below what the rule looks for"
 
 
 def _time(a: Analysis, edit: Edit) -> float:

@@ -16,13 +16,12 @@ from urllib.parse import quote
 
 import msgspec
 
+from advisor import text as t
 from advisor.model import Finding, Location
 from advisor.report import facts
-from advisor.report import text as t
-from advisor.report.data import Report
-from advisor.report.json import harmless
+from advisor.report.data import Report, RuleText
 from advisor.report.places import code_place, relative
-from advisor.report.rule_page import RulePage, describe
+from advisor.report.renderer import DEFAULT, Options, Renderer
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -34,14 +33,24 @@ MOST_RESULTS = 5000
 """GitHub keeps the first 5,000 of a run."""
 
 
-def render(report: Report) -> str:
-    """The report as one SARIF run: a result for every finding, risk and note."""
+class Sarif(Renderer[Report]):
+    """One SARIF run."""
+
+    suffixes = (".sarif",)
+
+    def render(self, subject: Report, options: Options = DEFAULT) -> str:
+        """A result for every finding, risk and note."""
+        log = json.dumps(_log(subject), indent=2, ensure_ascii=False)
+        return t.harmless(log.encode("utf-8") + b"\n")
+
+
+def _log(report: Report) -> dict[str, Any]:
     found = [*report.findings, *report.risks, *report.notes][:MOST_RESULTS]
     rules = {finding.rule: finding for finding in reversed(found)}
     order = sorted(rules)
-    known = _described(order)
+    known = {rule.id: rule for rule in report.rules}
     marks = _fingerprints(found)
-    log = {
+    return {
         "$schema": SCHEMA,
         "version": "2.1.0",
         "runs": [
@@ -74,12 +83,11 @@ def render(report: Report) -> str:
                 "properties": {
                     "status": report.status,
                     "verdict": _plain(report.verdict),
-                    "step_ns": report.scope.step_ns,
+                    "step_ns": report.step_ns,
                 },
             }
         ],
     }
-    return harmless(json.dumps(log, indent=2, ensure_ascii=False).encode("utf-8") + b"\n")
 
 
 def _notifications(report: Report) -> Iterable[str]:
@@ -91,18 +99,10 @@ def _notifications(report: Report) -> Iterable[str]:
         yield _plain(limit)
 
 
-def _described(names: Iterable[str]) -> dict[str, RulePage]:
-    """What the rules of this installation say of themselves, as far as it has them."""
-    from advisor.advice.registry import load_rules
-
-    rules = {rule.id: rule for rule in load_rules()}
-    return {name: describe(rules[name]) for name in names if name in rules}
-
-
-def _rule(finding: Finding, page: RulePage | None) -> dict[str, Any]:
-    """A rule: what it says of itself; where it is not installed, what its finding says."""
-    title = page.title if page is not None else finding.title
-    paragraphs = page.paragraphs if page is not None else []
+def _rule(finding: Finding, told: RuleText | None) -> dict[str, Any]:
+    """A rule: what it says of itself; where the report does not have that, its finding's words."""
+    title = told.title if told is not None else finding.title
+    paragraphs = told.paragraphs if told is not None else []
     about = " ".join(paragraphs) or title
     links = [item for item in finding.references if item.startswith("https://")]
     uris = [quote(link, safe=":/?#[]@!$&'()*+,;=%~") for link in links]
@@ -119,8 +119,7 @@ def _rule(finding: Finding, page: RulePage | None) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
-    unit = t.loop_unit(report.scope.step_source)
-    text = f"{finding.summary} {t.gain(finding, step=unit).capitalize()}. Fix: {finding.fix}"
+    text = f"{finding.summary} {t.gain(finding).capitalize()}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
     result: dict[str, Any] = {
         "ruleId": t.clean(finding.rule) or "unknown",

@@ -1,0 +1,357 @@
+"""Names in little room: harmless to show, short enough, and never two names under one label.
+
+Names of kernels have hundreds of characters, most of them return types, namespaces, default
+template arguments and parameter lists that a whole table shares. A label keeps the function's own
+name and the words that tell it from the other names *of the same table*; what is shown nowhere
+else is left out in the middle.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Final
+
+GAP: Final = "…"
+LEAST: Final = 8
+"""From this width up labels of distinct names are distinct, whatever the names are."""
+MOST_WORDS, MOST_LETTERS = 400, 2_000
+"""Of one name that are looked at; of a longer one the first three quarters and the last."""
+MOST_ALIKE = 512
+"""Names with one head that are told from each other at a time; further ones may get a number."""
+MOST_TWICE = 500_000
+"""Words of a table beyond which what is still alike gets a number at once."""
+MOST_PLACES = 3
+"""Words picked for what they tell apart: more would leave fragments instead of a name."""
+
+_SAFE = re.compile(r"[\x20-\x7e]*")
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Control characters, invisible and direction-changing ones, halves of surrogate pairs, line and
+paragraph separators: what can move the cursor, recolour, reorder or break the text around it."""
+
+
+def clean(text: object, *, lines: bool = False) -> str:
+    """Text that is safe to show: hidden characters are written as escapes (``\\x1b``).
+
+    ``lines`` keeps line feeds (and turns tabs into blanks): for code, not for names.
+    """
+    value = str(text)
+    if _SAFE.fullmatch(value):
+        return value
+    if lines:
+        value = value.expandtabs(4).replace("\r\n", "\n")
+        return "\n".join(clean(line) for line in value.split("\n"))
+    return "".join(
+        _escaped(char) if unicodedata.category(char) in _HIDDEN else char for char in value
+    )
+
+
+def _escaped(char: str) -> str:
+    if char in "\n\t\r":
+        return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}[char]
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+_RAW = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+"""JSON text may hold these raw inside strings; some terminals obey the second half (C1 controls),
+and the last ones reorder or break the line that shows them."""
+
+
+def harmless(text: bytes) -> str:
+    """JSON text with escapes for what a terminal would obey."""
+    return _RAW.sub(lambda found: f"\\u{ord(found[0]):04x}", text.decode())
+
+
+def shorten(text: str, width: int) -> str:
+    """At most ``width`` characters: the middle is replaced by ``…``, the head kept longer."""
+    if len(text) <= width:
+        return text
+    if width <= 1:
+        return GAP[:width]
+    tail = (width - 1) // 3
+    return f"{text[: width - 1 - tail]}{GAP}{text[len(text) - tail :] if tail else ''}"
+
+
+# -- without what says nothing ------------------------------------------------------------------
+
+_FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
+_PREFIXES = (("autograd::engine::evaluate_function: ", "evaluate: "), ("nn.Module: ", ""))
+_LEADING = re.compile(r"^(?:void|static|inline|__global__)\s+")
+_ENABLE_IF = re.compile(r"^std::enable_if<.{0,300}?>::type\s+")
+_NAMESPACES = re.compile(r"(?:\b[A-Za-z_]\w{0,60}::)+(?=[A-Za-z_~{])")
+_CAST = re.compile(r"\((?:bool|char|short|int|long|unsigned(?: \w+)?|[\w:]{1,60})\)(?=-?\w)")
+_CALLED = re.compile(r"::operator\(\)\s?\([^()]{0,400}\)(?: const)?")
+_LAMBDA = re.compile(r"\{lambda\(([^(){}]{0,400})\)#(\d{1,6})\}")
+_PARAMETERS = re.compile(r"(?<=\w)\([^(){}<>]{0,400}\)(?: const)?(?=::)")
+_WRAPPER = re.compile(r"^(?:Kernel\d?|device_kernel)<([A-Za-z_]\w{7,})>$")
+_LONGEST_TIDIED = 20_000
+
+
+def tidy(name: str) -> str:
+    """A name without what says nothing about it: a frame of Python as ``function · file.py:12``,
+    a C++ name without return type, namespaces, casts, parameters, a wrapper named ``Kernel``."""
+    name = clean(name[:_LONGEST_TIDIED])
+    for prefix, short in _PREFIXES:
+        if name.startswith(prefix) and len(name) > len(prefix):
+            return short + name.removeprefix(prefix)
+    frame = _FRAME.match(name)
+    if frame is not None:
+        file = re.split(r"[/\\]", frame[1])[-1]
+        return f"{frame[3]} · {file}:{frame[2]}"
+    text = _ENABLE_IF.sub("", _LEADING.sub("", name)).removesuffix(" [clone .kd]")
+    text = text.removesuffix(".kd").replace("(anonymous namespace)::", "")
+    # The parameter list of a demangled C++ name says nothing that the template arguments do not.
+    if text.endswith(")") and (start := _matching(text)) > 0 and text[start - 1] != " ":
+        text = text[:start]
+    if "<" in text or len(text) < len(name):
+        text = _LAMBDA.sub(lambda m: f"λ{m[2]}" + (f"({m[1]})" if m[1] else ""), text)
+        text = _PARAMETERS.sub("", _CALLED.sub("", _CAST.sub("", text)))
+        text = _NAMESPACES.sub("", text).replace("> >", ">>").replace("> >", ">>")
+        inside = _WRAPPER.match(text)
+        text = inside[1] if inside is not None and inside[1] else text
+    return text or name
+
+
+def _matching(name: str) -> int:
+    """Index of the parenthesis that the last character closes; -1: none."""
+    depth = 0
+    for index in range(len(name) - 1, -1, -1):
+        depth += (name[index] == ")") - (name[index] == "(")
+        if depth == 0:
+            return index
+    return -1
+
+
+# -- labels of a set of names -------------------------------------------------------------------
+
+
+def kernel(name: str, width: int) -> str:
+    """The label of one name that stands alone."""
+    return distinct([name], width)[0]
+
+
+def by_name(names: Iterable[str | None], width: int) -> dict[str, str]:
+    """The labels of :func:`distinct` by name."""
+    wanted = list(dict.fromkeys(name for name in names if name is not None))
+    return dict(zip(wanted, distinct(wanted, width), strict=True))
+
+
+def distinct(names: Iterable[str | None], width: int, *, always_tidy: bool = False) -> list[str]:
+    """A label of at most ``width`` characters for each name of one table, in its order.
+
+    A name that fits stays as it is (hidden characters escaped). Equal names have equal labels;
+    distinct names have distinct ones, from a width of ``LEAST`` up. ``None`` has an empty label.
+    ``always_tidy``: what fits is tidied too (:func:`tidy`), where only its beginning may be seen.
+    """
+    listed = list(names)
+    wanted = list(dict.fromkeys(name for name in listed if name is not None))
+    labels: dict[str, str] = {}
+    taken: set[str] = set()
+    long: list[str] = []
+    for name in wanted:
+        own = tidy(name) if always_tidy else clean(name) if len(name) <= width else None
+        if own is not None and len(own) <= width and own not in taken:
+            labels[name] = own
+            taken.add(own)
+        else:
+            long.append(name)
+    left = long
+    looked: Callable[[str], str] | None = None
+    texts, words = list[str](), dict[int, list[str]]()
+    # first the whole head, then less of it, so that more of what differs has room; names that are
+    # the same without namespaces or parameters are told apart by those
+    for look, share in ((tidy, 2), (tidy, 3), (tidy, 6), (clean, 3), (clean, 8)):
+        # a hostile table has no second look
+        if not left or (words and sum(map(len, words.values())) > MOST_TWICE):
+            break
+        if look is not looked:
+            texts, looked = [look(name) for name in long], look
+            words = {i: _words(text) for i, text in enumerate(texts) if len(text) > width}
+        shown = dict(zip(long, _cut(texts, words, width, share), strict=True))
+        left = _settle(left, shown, labels, taken)
+    number = 2
+    for name in left:
+        labels[name], number = _numbered(tidy(name), width, number, taken)
+    return ["" if name is None else labels[name] for name in listed]
+
+
+def _settle(
+    names: list[str], shown: dict[str, str], labels: dict[str, str], taken: set[str]
+) -> list[str]:
+    """Give labels to those names that have one of their own; returns the others."""
+    count = Counter(shown[name] for name in names)
+    left = []
+    for name in names:
+        label = shown[name]
+        if label and count[label] == 1 and label not in taken:
+            labels[name] = label
+        else:
+            left.append(name)
+    taken.update(labels.values())
+    return left
+
+
+def _numbered(text: str, width: int, number: int, taken: set[str]) -> tuple[str, int]:
+    """The last resort, for names that differ in nothing that has room: the text's beginning and a
+    number; returns it and the next number."""
+    while True:
+        mark = f"{GAP}#{number}"
+        label = (shorten(text, width - len(mark)).rstrip(GAP) + mark)[: max(width, 0)]
+        number += 1
+        if label not in taken or len(mark) > width:
+            taken.add(label)
+            return label, number
+
+
+# -- cutting ------------------------------------------------------------------------------------
+
+_WORD = re.compile(r"[^\W_]+|_+|\s+|.", re.DOTALL)
+_PART = re.compile(
+    r"\d{1,6}(?:x\d{1,6})+|[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]{1,16}|[A-Z]{1,16}|\d{1,16}|.", re.DOTALL
+)
+LONG_WORD = 14
+_NOISE = frozenset(
+    """at auto bool char class const detail double float half impl int internal kernel lambda long
+    native short signed std struct type typename uint unsigned void false true ul device
+    operator""".split()  # noqa: SIM905 - a word a line would be most of the file
+)
+_TELLING = re.compile(r"(?i)(functor|_?op|ops|policy|kernel|gemm|copy|norm|softmax|loss)$")
+
+
+def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) -> list[str]:
+    """Texts, each cut to the width: its own head, up to a ``share``-th of the room, and the words
+    that the others do not have. ``words``: those of the texts that are too long."""
+    heads: dict[int, int] = {i: _head(found, width // share) for i, found in words.items()}
+    alike: defaultdict[str, list[int]] = defaultdict(list)
+    for i, found in words.items():
+        alike["".join(found[: heads[i]])].append(i)
+    # a text that fits whole is confused with none: it has no gap
+    shown = list(texts)
+    groups = (
+        all_[at : at + MOST_ALIKE]
+        for all_ in alike.values()
+        for at in range(0, len(all_), MOST_ALIKE)
+    )
+    for group in groups:
+        picked = _picked([words[i][heads[i] :] for i in group], [heads[i] for i in group])
+        for i, places in zip(group, picked, strict=True):
+            shown[i] = _render(words[i], heads[i], places, width)
+    return shown
+
+
+def _words(text: str) -> list[str]:
+    if len(text) > MOST_LETTERS:
+        text = f"{text[: MOST_LETTERS * 3 // 4]}{GAP}{text[-MOST_LETTERS // 4 :]}"
+    found = []
+    for word in _WORD.findall(text):
+        # UpperCamelCase and digests have no words of their own
+        found += _PART.findall(word) if len(word) > LONG_WORD else [word]
+    if len(found) <= MOST_WORDS:
+        return found
+    tail = MOST_WORDS // 4
+    return [*found[: MOST_WORDS - tail], GAP, *found[-tail:]]
+
+
+def _head(words: list[str], room: int) -> int:
+    """How many words are the head: up to the template arguments, or as many as have room."""
+    size = 0
+    for count, word in enumerate(words):
+        size += len(word)
+        if size > room or word in "<(":
+            return max(count, 1)
+    return len(words)
+
+
+def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
+    """For each of a group with one head: the places of the words that tell it from the others,
+    else of the one that tells most."""
+    # the second "float" of a name is another word than its first
+    keys = []
+    where: defaultdict[tuple[str, int], int] = defaultdict(int)
+    for number, rest in enumerate(rests):
+        seen: defaultdict[str, int] = defaultdict(int)
+        own = []
+        for word in rest:
+            own.append((word, seen[word]))
+            where[word, seen[word]] |= 1 << number
+            seen[word] += 1
+        keys.append(own)
+    everyone = (1 << len(rests)) - 1
+    found = []
+    for number, own in enumerate(keys):
+        others = everyone & ~(1 << number)
+        places: list[int] = []
+        while others and len(places) < MOST_PLACES:
+            best, gone = -1, (0, 0)
+            for at, key in enumerate(own):
+                without = (others & ~where[key]).bit_count()
+                score = (without, _weight(key[0]))
+                if without and key[0][0].isalnum() and score > gone:
+                    best, gone = at, score
+            if best < 0:
+                break
+            places.append(best)
+            others &= where[own[best]]
+        if not places and own:
+            weights = [(_weight(word), -at) for at, (word, _) in enumerate(own)]
+            top = max(weights)
+            if top[0] > 1:
+                places.append(-top[1])
+        found.append([offset[number] + at for at in places])
+    return found
+
+
+def _weight(word: str) -> int:
+    """How much a word says by itself."""
+    if not word[0].isalnum() or word.lower() in _NOISE:
+        return 0
+    if word.isdigit() or len(word) < 3:
+        return 1
+    return 3 if _TELLING.search(word) else 2
+
+
+def _render(words: list[str], head: int, places: list[int], width: int) -> str:
+    """Head and picked words, and as much around them as there is room for."""
+    kept = set(range(head))
+    if len(_joined(words, kept)) > width:
+        return shorten("".join(words), width)
+    for place in places:
+        if len(_joined(words, kept | {place})) <= width:
+            kept.add(place)
+    # then whole words next to those: what a picked word is part of, the end, the head's own
+    starts = [place for place in places if place in kept]
+    for at, step in [
+        *((place, way) for place in starts for way in (-1, 1)),
+        (len(words), -1),
+        (head - 1, 1),
+    ]:
+        at += step
+        while 0 <= at < len(words) and at not in kept:
+            if len(_joined(words, kept | {at})) > width:
+                break
+            kept.add(at)
+            at += step
+            if words[at - step] in "<>(), " and at - step not in (head,):
+                break
+    return _joined(words, kept)
+
+
+def _joined(words: list[str], kept: set[int]) -> str:
+    """The kept words in order, a gap for what is left out between them and at the end."""
+    parts = [""]
+    before = -1
+    for at in sorted(kept):
+        if at != before + 1:
+            parts[-1] = parts[-1].rstrip("<(, _:")
+            parts.append("")
+        if parts[-1] or len(parts) == 1 or words[at] not in ">), _:":
+            parts[-1] += words[at]
+        before = at
+    if before != len(words) - 1:
+        parts[-1] = parts[-1].rstrip("<(, _:")
+        parts.append("")
+    text = GAP.join(parts)
+    return re.sub(f"{GAP}(?:{GAP})+", GAP, text)

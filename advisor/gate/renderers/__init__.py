@@ -1,0 +1,1 @@
+"""What a gate answers, in words: one file a format."""

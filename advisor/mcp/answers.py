@@ -1,0 +1,199 @@
+"""What the tools answer with: plain dicts whose keys and units are told here, and to the client."""
+
+from __future__ import annotations
+
+import sys
+
+if sys.version_info >= (3, 12):
+    from typing import TypedDict
+else:  # pydantic, which makes the schemas, cannot read the older one; it brings this package
+    from typing_extensions import TypedDict
+
+
+class Titles(TypedDict):
+    """Of a finding, from the trace."""
+
+    title: str
+    place: str
+
+
+class FindingLine(TypedDict):
+    """A finding in a line. Gains are ns saved a step; null: not worth time a step."""
+
+    id: str
+    rule: str
+    category: str
+    severity: str
+    currency: str | None
+    gain_ns: int | None
+    low_ns: int | None
+    high_ns: int | None
+    share_of_step: float | None
+    confidence: float
+    from_trace: Titles
+
+
+class Verdict(TypedDict):
+    """Of a report, from the trace."""
+
+    verdict: str
+    limits: list[str]
+
+
+class Analysed(TypedDict):
+    """What is slow. Findings are those worth most first; more_findings are left out."""
+
+    path: str
+    status: str
+    step_ns: float
+    steps: int
+    step_source: str
+    gpu: str | None
+    gpu_busy_share: float | None
+    joules_a_step: float | None
+    findings: list[FindingLine]
+    more_findings: int
+    risks: list[FindingLine]
+    not_checked: int
+    untrusted: str
+    from_trace: Verdict
+
+
+class Fact(TypedDict):
+    """A measured fact: value with its unit, and the limit it was held against."""
+
+    label: str
+    value: str
+    limit: str | None
+
+
+class Details(TypedDict):
+    """Of a finding, from the trace. edits: its change as lines for the tool what_if; empty: it
+    cannot be written as such."""
+
+    title: str
+    summary: str
+    fix: str
+    code: str
+    check: str
+    wrong_if: str
+    assumes: list[str]
+    evidence: list[Fact]
+    places: list[str]
+    edits: list[str]
+
+
+class FindingFull(TypedDict):
+    """A finding with its fix and evidence."""
+
+    id: str
+    rule: str
+    severity: str
+    confidence: float
+    gain_ns: int | None
+    low_ns: int | None
+    high_ns: int | None
+    method: str
+    proven_on: str
+    untrusted: str
+    from_trace: Details
+
+
+class EditLine(TypedDict):
+    """What one edit saves on top of those before it, ns a step."""
+
+    edit: str
+    events: int
+    saves_ns: float
+    low_ns: float
+    high_ns: float
+    step_then_ns: float
+
+
+class Replayed(TypedDict):
+    """Steps with edits applied. upper_bound: not replayed, gains are at most these; see reason."""
+
+    path: str
+    measured_step_ns: float
+    step_then_ns: float
+    replay_error: float
+    upper_bound: bool
+    reason: str
+    edits: list[EditLine]
+    critical_path_ns: dict[str, float]
+
+
+class ChangeLine(TypedDict):
+    """What became of a finding."""
+
+    change: str
+    rule: str
+    before_gain_ns: int | None
+    after_gain_ns: int | None
+    from_trace: Titles
+
+
+class Gained(TypedDict):
+    """What the fixed findings were predicted to save, and what the step became shorter by, ns."""
+
+    rules: list[str]
+    predicted_ns: float | None
+    predicted_low_ns: float | None
+    predicted_high_ns: float | None
+    measured_ns: float | None
+    measured_low_ns: float | None
+    measured_high_ns: float | None
+    agrees: bool | None
+
+
+class Compared(TypedDict):
+    """Two runs. share is the difference of the step: 0.1 is 10 % slower; null: not measured."""
+
+    verdict: str
+    before_ns: float | None
+    after_ns: float | None
+    share: float | None
+    share_low: float | None
+    share_high: float | None
+    level: float
+    method: str
+    gained: Gained
+    findings: list[ChangeLine]
+    more_findings: int
+    untrusted: str
+    from_trace: Verdict
+
+
+class OperatorLine(TypedDict):
+    """An operator with one set of inputs. Rates are FLOP/s and bytes/s; null: not known."""
+
+    family: str
+    calls_a_step: float
+    ns_a_step: float
+    share_of_kernel_time: float
+    bound: str
+    flops_per_s: float | None
+    bytes_per_s: float | None
+    efficiency: float | None
+    could_save_ns: float | None
+    from_trace: dict[str, str | None]
+
+
+class Operators(TypedDict):
+    """Operators with most device time first."""
+
+    path: str
+    gpu: str | None
+    operators: list[OperatorLine]
+    more_operators: int
+    untrusted: str
+
+
+class Ran(TypedDict):
+    """A recorded program: its exit code (null: ended at the time limit), its last output."""
+
+    path: str
+    exit_code: int | None
+    seconds: float
+    untrusted: str
+    from_program: str

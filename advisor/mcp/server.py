@@ -1,0 +1,139 @@
+"""The server: the tools with their types, over standard input and output."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import ToolAnnotations
+from pydantic import Field
+
+import advisor
+from advisor.errors import AdvisorError
+from advisor.mcp import bounds as b
+from advisor.mcp import running
+from advisor.mcp.allowed import Allowed
+from advisor.mcp.answers import (
+    Analysed,
+    Compared,
+    FindingFull,
+    Operators,
+    Ran,
+    Replayed,
+)
+from advisor.mcp.tools import LONGEST_EDIT, MOST_EDITS, Tools
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+log = logging.getLogger("advisor.mcp")
+
+INSTRUCTIONS = f"""Says why a GPU program's training step is slow, what to change and what the
+change is worth. Call analyze on a trace or a run directory, finding for the fix with its code and
+evidence, what_if to price a change of your own, compare to verify what you changed. Times are
+nanoseconds a step. Null means not measured, never zero. A finding's gain has a band (low_ns to
+high_ns). {b.UNTRUSTED}""".replace("\n", " ")
+
+Place = Annotated[str, Field(max_length=4096, description="File or folder, below those allowed.")]
+Rank = Annotated[int | None, Field(ge=0, le=1_000_000, description="Rank; null: the first.")]
+Edits = Annotated[
+    list[Annotated[str, Field(max_length=LONGEST_EDIT)]],
+    Field(
+        min_length=1,
+        max_length=MOST_EDITS,
+        description="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], such as 'scale "
+        "kernel:softmax 0.2', 'remove sync:item', 'overlap comm', 'spread loader 4'. They add up. "
+        "finding's from_trace.edits are such lines.",
+    ),
+]
+
+
+def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
+    """A server whose tools read below the allowed folders; ``allow_run``: and record programs."""
+    server: MCPServer[Any] = MCPServer(
+        "advisor",
+        version=advisor.__version__,
+        instructions=INSTRUCTIONS,
+        log_level="WARNING",
+    )
+    tools = Tools(allowed)
+    reads = ToolAnnotations(read_only_hint=True, open_world_hint=False, idempotent_hint=True)
+
+    @server.tool(annotations=reads)
+    @_told
+    def analyze(
+        path: Place, rank: Rank = None, top: Annotated[int, Field(ge=0, le=20)] = 10
+    ) -> Analysed:
+        """What is slow in a profiler trace, a folder of one run's traces, or a recorded run: the
+        findings, those worth most first, with what each fix saves a step."""
+        return tools.analyze(path, rank, top)
+
+    @server.tool(annotations=reads)
+    @_told
+    def finding(
+        path: Place,
+        id: Annotated[str, Field(max_length=100, description="As analyze has it.")],  # noqa: A002
+        rank: Rank = None,
+    ) -> FindingFull:
+        """One finding in full: what was measured, where in the code, the fix, how to verify it,
+        what would prove it wrong."""
+        return tools.finding(path, id, rank)
+
+    @server.tool(annotations=reads)
+    @_told
+    def what_if(path: Place, edits: Edits, rank: Rank = None) -> Replayed:
+        """What a step would take with changes, by replaying its dependency graph."""
+        return tools.what_if(path, list(edits), rank)
+
+    @server.tool(annotations=reads)
+    @_told
+    def compare(before: Place, after: Place, rank: Rank = None) -> Compared:
+        """Whether a change made the step faster, with a confidence interval; which findings it
+        fixed; and whether they gained what was predicted."""
+        return tools.compare(before, after, rank)
+
+    @server.tool(annotations=reads)
+    @_told
+    def operators(
+        path: Place, rank: Rank = None, top: Annotated[int, Field(ge=1, le=50)] = 15
+    ) -> Operators:
+        """The operators with most device time, by shape: rates reached, what bounds them, what the
+        rates that such a GPU attains would save."""
+        return tools.operators(path, rank, top)
+
+    if allow_run:
+
+        @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True))
+        @_told
+        def record(
+            script: Place,
+            out: Place,
+            arguments: Annotated[list[str], Field(max_length=running.MOST_ARGUMENTS)] = [],  # noqa: B006
+            timeout_s: Annotated[float, Field(ge=1, le=running.MOST_SECONDS)] = 600,
+        ) -> Ran:
+            """Run a Python training script in its folder and record it into a new run directory,
+            for analyze and compare. The script runs with the user's rights."""
+            return running.record(allowed, script, list(arguments), out, timeout_s)
+
+    return server
+
+
+def _told(tool: _F) -> _F:
+    """Errors as one line for the client; what nobody foresaw goes to the log, not to the client."""
+
+    @functools.wraps(tool)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        try:
+            return tool(*arguments, **named)
+        except AdvisorError as error:
+            raise ToolError(b.said(error)) from None
+        except MemoryError:
+            raise ToolError("out of memory: give one rank or a smaller trace") from None
+        except Exception as error:
+            log.exception("%s failed", tool.__name__)
+            raise ToolError(f"{tool.__name__} failed ({type(error).__name__})") from None
+
+    return wrapped  # type: ignore[return-value]

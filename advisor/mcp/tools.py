@@ -1,0 +1,329 @@
+"""What the tools do: an allowed path, an analysis that is kept, an answer that is bounded."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from advisor import text as t
+from advisor.errors import AdvisorError
+from advisor.mcp import bounds as b
+from advisor.mcp.answers import (
+    Analysed,
+    ChangeLine,
+    Compared,
+    EditLine,
+    FindingFull,
+    FindingLine,
+    OperatorLine,
+    Operators,
+    Replayed,
+)
+
+if TYPE_CHECKING:
+    from advisor.advice.engine import Examined
+    from advisor.compare.data import FindingChange
+    from advisor.mcp.allowed import Allowed
+    from advisor.model import Evidence, Finding
+    from advisor.report.data import OperatorRate, Report
+
+KEPT = 4
+"""Analyses that are kept, the last ones: asking about a finding does not read its trace again."""
+MOST_BYTES = 4_000_000_000
+"""Uncompressed, of what is read for one call."""
+MOST_EDITS, LONGEST_EDIT = 20, 500
+
+Key = tuple[str, int | None, int]
+
+
+class Tools:
+    """The tools, for one client. One analysis at a time: it uses all cores by itself."""
+
+    def __init__(self, allowed: Allowed) -> None:
+        self.allowed = allowed
+        self._kept: OrderedDict[Key, Examined] = OrderedDict()
+        self._lock = Lock()
+
+    def analyze(self, path: str, rank: int | None = None, top: int = 10) -> Analysed:
+        """What is slow in a trace or a recorded run, and what each fix is worth."""
+        report = self._examined(path, rank).report
+        named = _named(report)
+        shown, more = b.first(
+            [(key, f) for key, f in named.items() if f in report.findings],
+            max(0, min(top, b.MOST_FINDINGS)),
+        )
+        risks = [(key, f) for key, f in named.items() if f in report.risks]
+        scope = report.scope
+        return Analysed(
+            path=b.name(path),
+            status=report.status,
+            step_ns=report.step_ns,
+            steps=scope.steps_used,
+            step_source=scope.step_source,
+            gpu=None if scope.device_name is None else b.name(scope.device_name),
+            gpu_busy_share=report.busy_share,
+            joules_a_step=None if report.energy is None else report.energy.joules,
+            findings=[_line(key, f) for key, f in shown],
+            more_findings=more,
+            risks=[_line(key, f) for key, f in b.first(risks, b.MOST_FINDINGS)[0]],
+            not_checked=len(report.not_checked),
+            untrusted=b.UNTRUSTED,
+            from_trace={
+                "verdict": b.said(report.verdict),
+                "limits": [b.said(line) for line in report.limits[:10]],
+            },
+        )
+
+    def finding(self, path: str, finding: str, rank: int | None = None) -> FindingFull:
+        """One finding: evidence, places, the fix with its code, how to check it."""
+        named = _named(self._examined(path, rank).report)
+        found = named.get(finding)
+        if found is None:
+            have = ", ".join(list(named)[: b.MOST_FINDINGS]) or "none"
+            raise AdvisorError(f"no finding {b.name(finding)!r} in this run; there are: {have}")
+        return _full(finding, found)
+
+    def what_if(self, path: str, edits: list[str], rank: int | None = None) -> Replayed:
+        """The steps replayed with edits."""
+        from advisor.whatif.language import parse_edit
+        from advisor.whatif.result import what_if
+
+        if not 0 < len(edits) <= MOST_EDITS:
+            raise AdvisorError(f"give 1 to {MOST_EDITS} edits")
+        if any(len(line) > LONGEST_EDIT for line in edits):
+            raise AdvisorError(f"an edit has at most {LONGEST_EDIT} characters")
+        parsed = [parse_edit(line) for line in edits]
+        run = self._examined(path, rank).run
+        with self._lock:
+            result = what_if(run, parsed, rank)
+        for line, row in zip(edits, result.edits, strict=True):
+            if row.selected == 0:
+                raise AdvisorError(f"edit {b.name(line)!r} selects nothing in these steps")
+        return Replayed(
+            path=b.name(path),
+            measured_step_ns=result.measured_step_ns,
+            step_then_ns=result.edited_step_ns,
+            replay_error=result.replay.step_error,
+            upper_bound=bool(result.reason),
+            reason=b.said(result.reason),
+            edits=[
+                EditLine(
+                    edit=b.name(line, LONGEST_EDIT),
+                    events=row.selected,
+                    saves_ns=row.gain_ns,
+                    low_ns=row.low_ns,
+                    high_ns=row.high_ns,
+                    step_then_ns=row.step_then_ns,
+                )
+                for line, row in zip(edits, result.edits, strict=True)
+            ],
+            critical_path_ns={} if result.reason else dict(result.critical_path),
+        )
+
+    def compare(self, before: str, after: str, rank: int | None = None) -> Compared:
+        """What became faster or slower, and what became of the findings."""
+        from advisor.compare import compare_examined
+
+        sides = [self._examined(path, rank) for path in (before, after)]
+        with self._lock:
+            c = compare_examined(*sides)
+        changes, more = b.first(c.findings, b.MOST_FINDINGS)
+        steps, r = c.steps, c.realised
+        centers = [
+            None if one is None else one.mean_ns if steps.statistic == "mean" else one.median_ns
+            for one in (steps.before, steps.after)
+        ]
+        return Compared(
+            verdict=steps.verdict,
+            before_ns=centers[0],
+            after_ns=centers[1],
+            share=steps.share,
+            share_low=steps.share_low,
+            share_high=steps.share_high,
+            level=steps.level,
+            method=steps.method,
+            gained={
+                "rules": list(r.rules),
+                "predicted_ns": r.predicted_ns,
+                "predicted_low_ns": r.predicted_low_ns,
+                "predicted_high_ns": r.predicted_high_ns,
+                "measured_ns": r.measured_ns,
+                "measured_low_ns": r.measured_low_ns,
+                "measured_high_ns": r.measured_high_ns,
+                "agrees": r.agrees,
+            },
+            findings=[_change(item) for item in changes],
+            more_findings=more,
+            untrusted=b.UNTRUSTED,
+            from_trace={
+                "verdict": b.said(c.verdict),
+                "limits": [b.said(line) for line in c.limits[:10]],
+            },
+        )
+
+    def operators(self, path: str, rank: int | None = None, top: int = 15) -> Operators:
+        """Operators by shape, with the rates that they reach."""
+        report = self._examined(path, rank).report
+        shown, more = b.first(report.rooflines, max(0, min(top, 50)))
+        device = report.scope.device_name
+        return Operators(
+            path=b.name(path),
+            gpu=None if device is None else b.name(device),
+            operators=[_operator(item) for item in shown],
+            more_operators=more,
+            untrusted=b.UNTRUSTED,
+        )
+
+    def _examined(self, given: str, rank: int | None) -> Examined:
+        from advisor.advice.engine import Options, examine
+        from advisor.ingest import ReadOptions
+        from advisor.prices import NO_PRICES
+
+        path = self.allowed.path(given)
+        key = (str(path), rank, _changed(path))
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None:
+                read = ReadOptions(max_bytes=MOST_BYTES)
+                # no settings from a folder that a client may write to
+                found = examine(path, Options(rank=rank, read=read, config={}, prices=NO_PRICES))
+            self._kept[key] = found
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+
+def _changed(path: Path) -> int:
+    """When it was last written, ns: a run that was recorded again is read again."""
+    latest = path.stat().st_mtime_ns
+    if path.is_dir():
+        for folder, _, files in os.walk(path):
+            for name in files:
+                try:
+                    latest = max(latest, Path(folder, name).stat().st_mtime_ns)
+                except OSError:
+                    continue
+    return latest
+
+
+def _named(report: Report) -> dict[str, Finding]:
+    """Findings, risks and notes by what the client calls them: the rule, numbered from the second
+    on."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for finding in (*report.findings, *report.risks, *report.notes):
+        seen[finding.rule] += 1
+        number = seen[finding.rule]
+        found[finding.rule if number == 1 else f"{finding.rule}#{number}"] = finding
+    return found
+
+
+def _place(finding: Finding) -> str:
+    return b.name(" · ".join(t.place_names(finding.where[0])) if finding.where else "")
+
+
+def _line(key: str, f: Finding) -> FindingLine:
+    worth = f.worth
+    timed = worth is not None and worth.currency in ("step_time", "run_time")
+    return FindingLine(
+        id=key,
+        rule=f.rule,
+        category=f.category,
+        severity=f.severity,
+        currency=None if worth is None else worth.currency,
+        gain_ns=worth.gain_ns if worth is not None and timed else None,
+        low_ns=worth.low_ns if worth is not None and timed else None,
+        high_ns=worth.high_ns if worth is not None and timed else None,
+        share_of_step=None if worth is None else worth.share,
+        confidence=f.confidence,
+        from_trace={"title": b.name(f.title), "place": _place(f)},
+    )
+
+
+def _full(key: str, f: Finding) -> FindingFull:
+    worth = f.worth
+    return FindingFull(
+        id=key,
+        rule=f.rule,
+        severity=f.severity,
+        confidence=f.confidence,
+        gain_ns=None if worth is None else worth.gain_ns,
+        low_ns=None if worth is None else worth.low_ns,
+        high_ns=None if worth is None else worth.high_ns,
+        method="" if worth is None else worth.method,
+        proven_on=f.validation,
+        untrusted=b.UNTRUSTED,
+        from_trace={
+            "title": b.name(f.title),
+            "summary": b.said(f.summary),
+            "fix": b.said(f.fix),
+            "code": t.shorten(t.clean(f.code, lines=True), 2 * b.LONGEST_TEXT),
+            "check": b.said(f.check),
+            "wrong_if": b.said(f.falsified_by),
+            "assumes": [b.said(line) for line in f.assumptions[:5]],
+            "evidence": [
+                {"label": b.name(e.label), "value": _value(e), "limit": _limit(e)}
+                for e in f.evidence[: b.MOST_EVIDENCE]
+            ],
+            "places": [
+                b.name(" · ".join(t.place_names(place))) for place in f.where[: b.MOST_PLACES]
+            ],
+            "edits": _edits(f),
+        },
+    )
+
+
+def _value(e: Evidence) -> str:
+    return b.name(t.value(e.value, e.unit))
+
+
+def _limit(e: Evidence) -> str | None:
+    return None if e.threshold is None else b.name(t.value(e.threshold, e.unit))
+
+
+def _edits(f: Finding) -> list[str]:
+    from advisor.whatif.language import write_edit
+
+    lines = []
+    for edit in f.edits[:MOST_EDITS]:
+        try:
+            line = write_edit(edit)
+        except AdvisorError:
+            return []
+        if len(line) > LONGEST_EDIT or line != t.clean(line):
+            return []  # cut or cleaned it would say something else
+        lines.append(line)
+    return lines
+
+
+def _change(item: FindingChange) -> ChangeLine:
+    return ChangeLine(
+        change=item.change,
+        rule=item.rule,
+        before_gain_ns=item.before_gain_ns,
+        after_gain_ns=item.after_gain_ns,
+        from_trace={"title": b.name(item.title), "place": b.name(item.place)},
+    )
+
+
+def _operator(item: OperatorRate) -> OperatorLine:
+    return OperatorLine(
+        family=item.family,
+        calls_a_step=item.calls,
+        ns_a_step=item.ns,
+        share_of_kernel_time=item.share,
+        bound=item.bound,
+        flops_per_s=item.flops_per_s,
+        bytes_per_s=item.bytes_per_s,
+        efficiency=item.efficiency,
+        could_save_ns=item.saved_ns,
+        from_trace={
+            "operator": None if item.name is None else b.name(item.name),
+            "shapes": None if item.shapes is None else b.name(item.shapes),
+            "dtype": None if item.dtype is None else b.name(item.dtype),
+            "kernel": b.name(item.kernel),
+        },
+    )

@@ -1,0 +1,73 @@
+"""Which GPU is the cheapest for a step: projections of several, with prices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from advisor.errors import AdvisorError
+from advisor.hardware import known
+
+if TYPE_CHECKING:
+    from advisor.hardware import GpuSpec
+    from advisor.prices import Prices
+    from advisor.project.project import Projection, Projector
+
+HOUR_NS = 3.6e12
+
+
+class Choice(NamedTuple):
+    """A GPU, the step on it, and what a million steps cost."""
+
+    projection: Projection
+    price: float | None
+    """Money an hour; null: not given."""
+    cost: float | None
+    """Money for a million steps."""
+    low_cost: float | None
+    high_cost: float | None
+
+    @property
+    def possible(self) -> bool:
+        """It has the units and, as far as is known, the memory."""
+        return not self.projection.refused and self.projection.fit.verdict != "too small"
+
+
+def cost(price: float | None, step_ns: float) -> float | None:
+    """Money for a million steps at ``price`` an hour."""
+    return None if price is None else price * step_ns / HOUR_NS * 1e6
+
+
+def priced(prices: Prices) -> dict[str, float]:
+    """What an hour of each known GPU costs, by its name in ours. AdvisorError: the table has names,
+    and none of them is that of a GPU that is known."""
+    found = {}
+    for gpu in known():
+        price = next(filter(None, map(prices.of, (gpu.name, *gpu.names))), None)
+        if price is not None:
+            found[gpu.name] = price.per_hour
+    if prices.table and not found:
+        raise AdvisorError(f"{prices.source}: none of its names is that of a GPU that is known")
+    return found
+
+
+def choose(
+    projector: Projector, gpus: Iterable[tuple[GpuSpec, float | None]]
+) -> tuple[Choice, ...]:
+    """All of them: the cheapest first, then those without a price, the fastest first, then those on
+    which the step cannot run."""
+    found = []
+    for gpu, price in gpus:
+        p = projector.on(gpu)
+        costs = (
+            (None, None, None)
+            if p.refused
+            else (cost(price, p.step_ns), cost(price, p.low_ns), cost(price, p.high_ns))
+        )
+        found.append(Choice(p, price, *costs))
+
+    def order(c: Choice) -> tuple[bool, bool, float]:
+        figure = c.projection.step_ns if c.cost is None else c.cost
+        return (not c.possible, c.cost is None, figure if not c.projection.refused else 0.0)
+
+    return tuple(sorted(found, key=order))

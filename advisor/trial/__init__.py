@@ -1,0 +1,1 @@
+"""Tries what was advised: a lever for each finding, measured in fresh processes, side by side."""

@@ -1,0 +1,134 @@
+"""The gain of a lever, from the steps of runs with and without it, and how sure that is.
+
+Steps of one run are not independent, and runs differ from each other. Mean steps of blocks give the
+spread within runs, means of whole runs that between them; the larger of the two is believed (for
+means, since pauses that come now and then are what some levers take away). The interval is that of
+the logarithm of the ratio, with Student's t for the runs or blocks there are.
+
+Where runs were made in turn, pairs of neighbouring ones are compared: that takes out what changed
+for both. Few pairs say little about how pairs scatter, so other levers' pairs, made on the same
+machine in the same minutes, are asked as well (a pooled variance).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.compare.statistics import LEVEL, t_quantile
+
+BLOCKS = 6
+"""In which the steps of a run are averaged."""
+ALONE = 5
+"""Pairs from which on a lever's own scatter is enough."""
+FREEDOM = 3
+"""Degrees of freedom below which pairs say nothing."""
+
+
+class Gain(NamedTuple):
+    """Share of the step that is saved, with its interval; and the mean steps, ns."""
+
+    share: float
+    low: float
+    high: float
+    before_ns: float
+    after_ns: float
+    runs: int
+    """With the lever."""
+
+    @property
+    def half(self) -> float:
+        """Half the width of the interval."""
+        return (self.high - self.low) / 2
+
+
+def gain(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> Gain | None:
+    """Of step times (ns) by run; ``None``: a side without steps."""
+    sides = [[np.asarray(run, dtype=float) for run in side if len(run)] for side in (before, after)]
+    if not all(sides):
+        return None
+    means = [np.array([run.mean() for run in side]) for side in sides]
+    a, b = (float(mean.mean()) for mean in means)
+    reach = max(_within(sides), _between(means))
+    return Gain(
+        1 - b / a,
+        1 - b / a * math.exp(min(reach, 50.0)),
+        1 - b / a * math.exp(-reach),
+        a,
+        b,
+        len(sides[1]),
+    )
+
+
+def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
+    """Half the interval of the logarithm, from blocks of steps around their run's mean."""
+    variance, freedom = 0.0, 0
+    for runs in sides:
+        logs = [
+            np.log(
+                [block.mean() / run.mean() for block in np.array_split(run, min(BLOCKS, len(run)))]
+            )
+            for run in runs
+        ]
+        count, free = sum(map(len, logs)), sum(len(one) - 1 for one in logs)
+        if free:
+            variance += sum(float(np.square(one).sum()) for one in logs) / free / count
+            freedom += free
+    return _reach(variance, freedom)
+
+
+def _between(means: Sequence[NDArray[np.float64]]) -> float:
+    """The same from the means of whole runs, which scatter alike on both sides."""
+    logs = [np.log(one) for one in means]
+    freedom = sum(len(one) - 1 for one in logs)
+    if not freedom:
+        return 0.0
+    spread = sum(float(np.square(one - one.mean()).sum()) for one in logs) / freedom
+    return _reach(spread * sum(1 / len(one) for one in logs), freedom)
+
+
+def _reach(variance: float, freedom: int) -> float:
+    if not freedom or variance <= 0:
+        return 0.0
+    return t_quantile(0.5 + LEVEL / 2, freedom) * math.sqrt(variance)
+
+
+def ratios(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[float]:
+    """Logarithms of after over before, of the mean steps of runs that were made in turn."""
+    return [
+        math.log(float(np.mean(b)) / float(np.mean(a)))
+        for a, b in zip(before, after, strict=False)
+        if len(a) and len(b)
+    ]
+
+
+def paired(
+    before: Sequence[Sequence[int]],
+    after: Sequence[Sequence[int]],
+    others: Sequence[Sequence[float]] = (),
+) -> Gain | None:
+    """The gain of runs that were made in turn, the first of one side with the first of the other.
+    ``others``: ratios of other levers. ``None``: all of them together are too few."""
+    own = ratios(before, after)
+    if not own:
+        return None
+    asked = [own] if len(own) >= ALONE else [own, *others]
+    freedom = sum(len(logs) - 1 for logs in asked if logs)
+    if freedom < FREEDOM:
+        return None
+    squares = sum(float(np.square(np.array(logs) - np.mean(logs)).sum()) for logs in asked if logs)
+    reach = t_quantile(0.5 + LEVEL / 2, freedom) * math.sqrt(squares / freedom / len(own))
+    ratio = math.exp(float(np.mean(own)))
+    first = float(np.mean([np.mean(run) for run in before[: len(after)] if len(run)]))
+    return Gain(
+        1 - ratio,
+        1 - ratio * math.exp(min(reach, 50.0)),
+        1 - ratio * math.exp(-reach),
+        first,
+        first * ratio,
+        len(own),
+    )

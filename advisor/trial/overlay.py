@@ -1,0 +1,274 @@
+"""What a tried program writes goes to a scratch folder, and is read from there: its checkpoints and
+logs stay as they are.
+
+Python's own ways to open, make, rename and list are led to ``scratch/files/<the path>``; a file
+that is changed is copied there first. Deleting what was there before is refused. What does not pass
+here (native code) is refused by the kernel (``confine.py``); where that cannot be, by an audit
+hook, which sees Python's calls only. Without torch: it is there before the program begins.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MOST_COPIED = 1 << 30
+"""A larger file that is to be changed in place is refused, bytes."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class Overlay:
+    """The folder in front of the file system."""
+
+    def __init__(self, scratch: str, free: tuple[str, ...]) -> None:
+        self.files = os.path.join(scratch, "files")  # noqa: PTH118
+        self.free = tuple(_folder(path) for path in (scratch, *free, "/dev", "/proc"))
+        self.moved: set[str] = set()
+        self.refused: list[str] = []
+        self._mkdir, self._makedirs = os.mkdir, os.makedirs
+        self._lexists, self._isdir = os.path.lexists, os.path.isdir
+        self._os = {name: getattr(os, name) for name in ("stat", "lstat", "open")}
+
+    def is_free(self, path: str) -> bool:
+        """Below a folder in which the program may write."""
+        return _folder(path).startswith(self.free)
+
+    def _there(self, path: str) -> bool:
+        try:
+            self._os["lstat"](path)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def reading(self, path: Any) -> Any:
+        """Where to look for it."""
+        plain = _plain(path)
+        if plain is None or self.is_free(plain):
+            return path
+        inside = self.files + plain
+        return inside if self._there(inside) else path
+
+    def writing(self, path: Any, *, keep: bool = False) -> Any:
+        """Where to write it. ``keep``: what is there is changed, so it is copied first."""
+        plain = _plain(path)
+        if plain is None or self.is_free(plain):
+            return path
+        inside = self.files + plain
+        self.moved.add(plain)
+        folder, inside_folder = os.path.dirname(plain), os.path.dirname(inside)  # noqa: PTH120
+        if not self._there(inside_folder) and self._there(folder):
+            self._make(inside_folder)
+        if keep and not self._there(inside) and self._there(plain):
+            self._copy(plain, inside)
+        return inside
+
+    def _make(self, folder: str) -> None:
+        if not self._there(folder):
+            self._make(os.path.dirname(folder))  # noqa: PTH120
+            self._mkdir(folder, 0o700)
+
+    def _copy(self, plain: str, inside: str) -> None:
+        if self._os["stat"](plain).st_size > MOST_COPIED:
+            self.refuse(plain, "change in place, and it is too large for a copy of it")
+        from_, to = self._os["open"](plain, os.O_RDONLY), None
+        try:
+            to = self._os["open"](inside, os.O_WRONLY | os.O_CREAT, 0o600)
+            while block := os.read(from_, 1 << 20):
+                os.write(to, block)
+        finally:
+            os.close(from_)
+            if to is not None:
+                os.close(to)
+
+    def removing(self, path: Any) -> Any:
+        """Where to remove it: only what the program itself has written."""
+        plain = _plain(path)
+        if plain is None or self.is_free(plain):
+            return path
+        inside = self.files + plain
+        if not self._there(inside):
+            if not self._there(plain):
+                return path  # the error that the program would get
+            self.refuse(plain, "remove")
+        return inside
+
+    def refuse(self, path: str, what: str) -> None:
+        """Note it, and raise what the program gets where it may not write."""
+        if len(self.refused) < 20:
+            self.refused.append(f"{what}: {path}")
+        raise PermissionError(errno.EACCES, "not while it is only tried (advisor try)", path)
+
+    def listing(self, listdir: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+        """``os.listdir`` of both."""
+
+        @functools.wraps(listdir)
+        def both(path: Any = ".") -> list[Any]:
+            plain = _plain(path)
+            if plain is None or self.is_free(plain):
+                return listdir(path)
+            inside = self.files + plain
+            if not self._there(inside):
+                return listdir(path)
+            own = listdir(inside)
+            if isinstance(path, bytes):
+                own = [os.fsencode(name) for name in own]
+            try:
+                return list(dict.fromkeys([*listdir(path), *own]))
+            except FileNotFoundError:
+                return own
+
+        return both
+
+    def scanning(self, scandir: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``os.scandir`` of both."""
+
+        @functools.wraps(scandir)
+        def both(path: Any = ".") -> Any:
+            plain = _plain(path)
+            if plain is None or self.is_free(plain) or not self._there(self.files + plain):
+                return scandir(path)
+            with scandir(self.files + plain) as found:
+                entries = {entry.name: entry for entry in found}
+            try:
+                with scandir(path) as found:
+                    entries = {**{entry.name: entry for entry in found}, **entries}
+            except FileNotFoundError:
+                pass
+            return _Entries(list(entries.values()))
+
+        return both
+
+    def install(self) -> None:
+        """Lead the calls of this process, and of those that it forks."""
+        original = io.open
+
+        @functools.wraps(original)
+        def open_(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            if isinstance(mode, str) and isinstance(file, str | bytes | os.PathLike):
+                if set(mode) & set("wax+"):
+                    file = self.writing(file, keep="a" in mode or "r" in mode)
+                else:
+                    file = self.reading(file)
+            return original(file, mode, *args, **kwargs)
+
+        builtins.open = io.open = open_
+        os_open = os.open
+
+        @functools.wraps(os_open)
+        def low(path: Any, flags: int, mode: int = 0o777, *, dir_fd: Any = None) -> int:
+            if dir_fd is None:
+                changes = flags & _WRITES
+                keep = not flags & os.O_TRUNC
+                path = self.writing(path, keep=keep) if changes else self.reading(path)
+            return os_open(path, flags, mode, dir_fd=dir_fd)
+
+        os.open = low
+        for name in ("stat", "lstat", "access", "readlink"):
+            self._lead(name, self.reading)
+        for name in ("mkdir", "mkfifo"):
+            self._lead(name, self.writing)
+        for name in ("chmod", "utime", "truncate"):
+            self._lead(name, functools.partial(self.writing, keep=True))
+        for name in ("remove", "unlink", "rmdir"):
+            self._lead(name, self.removing)
+        for name in ("rename", "replace"):
+            self._lead_both(name)
+        for name, both in (("listdir", self.listing), ("scandir", self.scanning)):
+            setattr(os, name, both(getattr(os, name)))
+
+    def _lead(self, name: str, to: Callable[[Any], Any]) -> None:
+        original = getattr(os, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def led(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dir_fd") is None:
+                path = to(path)
+            return original(path, *args, **kwargs)
+
+        for of in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+            if original in of:
+                of.add(led)
+        if original in os.supports_effective_ids:
+            os.supports_effective_ids.add(led)
+        setattr(os, name, led)
+
+    def _lead_both(self, name: str) -> None:
+        original = getattr(os, name)
+
+        @functools.wraps(original)
+        def led(src: Any, dst: Any, **kwargs: Any) -> Any:
+            return original(self.removing(src), self.writing(dst), **kwargs)
+
+        setattr(os, name, led)
+
+    def lead_torch(self) -> None:
+        """``torch.save`` to a name is native."""
+        import torch
+
+        original = torch.save
+
+        @functools.wraps(original)
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(obj, self.writing(f) if _plain(f) else f, *args, **kwargs)
+
+        torch.save = torch.serialization.save = save
+
+    def watch(self) -> None:
+        """Refuse what still would write elsewhere, as far as Python's audit events tell."""
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str | bytes):
+            mode, flags = args[1], args[2]
+            changes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & _WRITES
+            plain = _plain(args[0])
+            if changes and plain is not None and not self.is_free(plain):
+                self.refuse(plain, "write")
+        elif event in ("os.remove", "os.rmdir", "os.mkdir", "os.rename", "os.truncate"):
+            for path in args[: 2 if event == "os.rename" else 1]:
+                plain = _plain(path)
+                if plain is not None and not self.is_free(plain) and -1 in args[1:]:
+                    self.refuse(plain, event.removeprefix("os."))
+
+
+class _Entries:
+    """What ``os.scandir`` gives, of a list."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Any:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    close = __exit__
+
+
+def _plain(path: Any) -> str | None:
+    """An absolute path as text; ``None``: no path (a descriptor, a stream)."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        return None
+    try:
+        return os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+    except (TypeError, ValueError):
+        return None
+
+
+def _folder(path: str) -> str:
+    return path.rstrip("/") + "/"

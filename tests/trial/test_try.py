@@ -1,0 +1,131 @@
+"""``advisor try`` from the command line: a slow loader, its cure, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from advisor import ledger
+from advisor.cli import run as cli
+from advisor.cli.try_ import parse_time
+from advisor.errors import AdvisorError
+from advisor.trial import terminal
+from advisor.trial.report import Trial, TrialReport
+from advisor.trial.spec import Pull
+from advisor.trial.words import headline
+
+pytest.importorskip("torch")
+
+SLOW = """
+import time
+import torch
+from torch.utils.data import DataLoader, Dataset
+torch.set_num_threads(1)
+
+class Items(Dataset):
+    def __len__(self): return 1 << 16
+    def __getitem__(self, i):
+        time.sleep(0.004)  # waiting takes no core: so it is on a busy machine too
+        return torch.full((8,), i % 7 / 7)
+
+def main():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in DataLoader(Items(), batch_size=16):
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+    print("never")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def command(folder: Path, *words: str) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(SLOW)
+    env = {**os.environ, "ADVISOR_LEDGER": str(folder / "mine.jsonl")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "advisor", "try", "--no-progress", *words],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path) -> None:
+    words = ("--budget", "120s", "--steps", "12", "--warmup", "8", "--out", "run")
+    process = command(
+        tmp_path, *words, "--only", "workers=2", "--remember", "--format", "json", "train.py"
+    )
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    report = TrialReport.from_json(out.encode())
+    best = report.winners[0]
+    assert best.pull.lever == "workers"
+    assert best.losses == "equal"
+    assert "+    for batch in DataLoader(Items(), batch_size=16, num_workers=" in best.diff
+    assert report.together is not None
+    assert report.repeats is True
+    assert (tmp_path / "train.py").read_text() == SLOW
+    lines = ledger.read(tmp_path / "run" / ledger.FILE).entries
+    assert {line.rule for line in lines} == {"single-process-loader"}
+    assert ledger.read(tmp_path / "mine.jsonl").entries == lines
+    assert b"train" not in (tmp_path / "mine.jsonl").read_bytes()
+    text = terminal.render(report)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("workers=")
+
+
+def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:
+    process = command(tmp_path, "--steps", "12", "--warmup", "8", "--out", "run", "train.py")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "manifest.json").is_file() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    time.sleep(2.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Interrupted" in out
+    report = json.loads((tmp_path / "run" / "trials.json").read_text())
+    assert report["interrupted"] is True
+    assert {trial["outcome"] for trial in report["trials"]} >= {"not run"}
+
+
+def test_a_program_that_does_not_train_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('hello')")
+    assert cli(["try", "--no-progress", "train.py"]) == 2
+    assert capsys.readouterr().err.startswith("advisor: nothing was recorded: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600)])
+def test_budgets_have_units(text: str, seconds: float) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5s", "10 days", "1e9"])
+def test_a_budget_that_is_none_is_one_line(text: str) -> None:
+    with pytest.raises(AdvisorError, match="--budget"):
+        parse_time(text)
+
+
+def test_without_a_winner_it_is_said() -> None:
+    trial = Trial(rule="r", pull=Pull("threads", 2), title="", safety="reordered")
+    assert headline(TrialReport(trials=[trial])) == (
+        "None of 1 trials makes the step surely faster."
+    )
+    assert headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import secrets
 import socket
+import threading
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote_plus
 
 import dash
 import flask
+from itsdangerous import BadSignature, Signer
 from werkzeug.wrappers import Response
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
-COOKIE = "advisor_token"
+COOKIE = "advisor_access"
+"""Begin of the cookies' names; the port follows, because a browser keeps one jar for all ports of
+a host."""
+ARRIVED = "advisor_arrived"
 CALLBACKS = "/_dash-update-component"
 """The only address that takes a POST: Dash's callbacks, which read."""
 MAX_REQUEST_BYTES = 4 << 20
 """A callback's body holds the inputs of one callback: figures' zoom states, not files."""
+LEAST_TOKEN = 16
+"""Characters of a token that somebody chose."""
 
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -29,6 +37,12 @@ HEADERS = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
     "X-Frame-Options": "DENY",
 }
+_HOST = re.compile(
+    r"(?:\[(?P<v6>[0-9a-f:.]{2,45})\]|(?P<name>[a-z0-9_](?:[a-z0-9._-]{0,252}[a-z0-9_])?))"
+    r"(?::(?P<port>[0-9]{1,5}))?",
+    re.ASCII | re.IGNORECASE,
+)
+_TOKEN = re.compile(rf"[A-Za-z0-9._~-]{{{LEAST_TOKEN},512}}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -37,36 +51,85 @@ class Access:
 
     host: str = "127.0.0.1"
     """Address it is bound to."""
-    token: str | None = None
-    """Required in the first request (``?token=``), then kept in a cookie; ``None``: not asked."""
+    token: str | None = field(default=None, repr=False)
+    """Required in the first request (``?token=``), for which a signed cookie is given; ``None``:
+    not asked, so everybody who reaches the address may look."""
     names: frozenset[str] = field(default=LOCAL)
     """Values of the Host header, without port, that are answered besides IP addresses of
     ``host``'s kind: a page elsewhere that resolves its own name to this machine is not."""
+    signer: Signer = field(
+        default_factory=lambda: Signer(secrets.token_bytes(32), salt="advisor.dashboard"),
+        repr=False,
+        compare=False,
+    )
+    """Signs cookies; its key lives as long as the process."""
+    admitted: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    """Set once somebody has come with the token."""
 
     @classmethod
-    def to(cls, host: str) -> Access:
-        """For an address: a token unless only this machine can reach it."""
-        if host in LOCAL:
-            return cls(host=host)
-        own = {host, socket.gethostname(), socket.getfqdn()}
+    def to(cls, host: str = "127.0.0.1", token: str | None = None) -> Access:
+        """For an address: with this token, or a new one. Other users of this machine reach
+        127.0.0.1 as well, so one is asked for there too."""
+        own = {host, socket.gethostname(), socket.getfqdn()} if host not in LOCAL else {host}
         return cls(
             host=host,
-            token=secrets.token_urlsafe(24),
+            token=token if token is not None else secrets.token_urlsafe(24),
             names=LOCAL | {name.lower() for name in own if name},
         )
 
+    @property
+    def here_only(self) -> bool:
+        """Only this machine can reach it."""
+        return self.host in LOCAL
+
     def answers(self, header: str | None) -> bool:
-        """Whether a request with this Host header is meant for us. Any port: tunnels change it."""
-        name = _host(header or "")
-        if name in self.names:
-            return True
-        return self.token is not None and _is_address(name)
+        """Whether a request with this Host header is meant for us. Any port: tunnels change it.
+
+        A page elsewhere can make its own name point here, never an address, so addresses are
+        answered where others may come by them.
+        """
+        found = _HOST.fullmatch(header or "")
+        if found is None or int(found["port"] or 80) > 65535:
+            return False
+        try:
+            address = ipaddress.ip_address(found["v6"] or found["name"])
+        except ValueError:
+            return found["name"] is not None and found["name"].lower() in self.names
+        if (address.version == 6) != (found["v6"] is not None):
+            return False
+        return str(address) in self.names or not self.here_only
 
     def knows(self, token: str | None) -> bool:
         """Whether the token is right, in constant time."""
         if self.token is None:
             return True
-        return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
+        return token is not None and hmac.compare_digest(_bytes(token), _bytes(self.token))
+
+    def pass_for(self) -> str:
+        """What a cookie holds for one who had the token: random, and signed."""
+        return self.signer.sign(secrets.token_urlsafe(12)).decode()
+
+    def accepts(self, cookie: str | None) -> bool:
+        """Whether a cookie is one of ours, in constant time."""
+        if self.token is None:
+            return True
+        try:
+            self.signer.unsign(_bytes(cookie or ""))
+        except BadSignature:
+            return False
+        return True
+
+
+def usable(token: str) -> bool:
+    """Whether a token that somebody chose is long enough and can stand in an address as it is."""
+    return _TOKEN.fullmatch(token) is not None
+
+
+def cookie_name(header: str | None, begin: str = COOKIE) -> str:
+    """The cookie's name for a Host header that was found to be ours: with the port the browser
+    knows us by."""
+    found = _HOST.fullmatch(header or "")
+    return f"{begin}_{int(found['port'] or 80) if found is not None else 80}"
 
 
 def protect(app: dash.Dash, access: Access) -> None:
@@ -82,9 +145,9 @@ def protect(app: dash.Dash, access: Access) -> None:
             request.method == "POST" and request.path == CALLBACKS
         ):
             return _refuse(405, "This dashboard is read-only.")
-        if request.method == "POST" and not _own_origin(request):
+        if not _from_here(request):
             return _refuse(403, "Requests from other sites are not answered.")
-        return _token(access)
+        return _let_in(access)
 
     def headers(response: Response) -> Response:
         for name, value in HEADERS.items():
@@ -92,6 +155,8 @@ def protect(app: dash.Dash, access: Access) -> None:
         response.headers["Content-Security-Policy"] = _policy(app, response)
         if not flask.request.path.startswith(("/assets/", "/_dash-component-suites/")):
             response.headers["Cache-Control"] = "no-store"
+        if flask.g.get("advisor_accepted") and response.mimetype == "text/html":
+            _mark(response)
         return response
 
     # first of all: before Dash's own handlers, which set up the application
@@ -99,35 +164,87 @@ def protect(app: dash.Dash, access: Access) -> None:
     server.after_request(headers)
 
 
-def _token(access: Access) -> flask.typing.ResponseReturnValue | None:
-    """Let in who has the token; one in the address goes to a cookie and out of sight."""
+def _let_in(access: Access) -> flask.typing.ResponseReturnValue | None:
+    """Let in who has the token or the cookie that was given for it; a token in the address always
+    goes out of it."""
     request = flask.request
-    if access.token is None or access.knows(request.cookies.get(COOKIE)):
-        return None
+    header = request.headers.get("Host")
+    cookie = request.cookies.get(cookie_name(header))
+    accepted = access.accepts(cookie)
     given = request.args.get("token")
-    if not access.knows(given):
-        return _refuse(401, "A token is needed: open the address that 'advisor dashboard' printed.")
-    if request.method != "GET":
+    if given is not None and request.method in ("GET", "HEAD"):
+        knows = access.token is not None and access.knows(given)
+        if knows or accepted:
+            return _without_token(access, fresh=knows)
+    if accepted:
+        flask.g.advisor_accepted = access.token is not None
         return None
-    kept = [(key, value) for key, value in request.args.items(multi=True) if key != "token"]
-    from urllib.parse import urlencode
+    arrived = cookie_name(header, ARRIVED)
+    if cookie is None and request.method == "GET" and arrived in request.cookies:
+        # A browser keeps a strict cookie back from a page that something else led to (the file
+        # that opens the browser, a link in a chat), redirects included. Asked for again by a page
+        # of ours, it is sent. The other cookie, which is worth nothing, keeps this from repeating.
+        again = _refuse(401, "One moment.")
+        again.headers["Refresh"] = "0"
+        again.delete_cookie(arrived, path="/", samesite="Lax", httponly=True)
+        return again
+    return _refuse(401, "A token is needed: open the address that 'advisor dashboard' printed.")
 
-    where = request.path if not request.path.startswith("//") else "/"
-    response = flask.redirect(f"{where}?{urlencode(kept)}" if kept else where)
-    response.set_cookie(COOKIE, given or "", httponly=True, samesite="Strict", path="/")
+
+def _without_token(access: Access, *, fresh: bool) -> flask.Response:
+    """To the same address without the token, on this host whatever the address says."""
+    request = flask.request
+    response = flask.Response(status=302)
+    response.headers["Location"] = local_address(request.path, request.query_string)
+    if fresh:
+        header = request.headers.get("Host")
+        response.set_cookie(
+            cookie_name(header), access.pass_for(), path="/", httponly=True, samesite="Strict"
+        )
+        _mark(response)
+        access.admitted.set()
     return response
+
+
+def _mark(response: Response) -> None:
+    """Note in the browser that it was let in, for :func:`_let_in` to know it by."""
+    name = cookie_name(flask.request.headers.get("Host"), ARRIVED)
+    if name not in flask.request.cookies:
+        response.set_cookie(name, "1", path="/", httponly=True, samesite="Lax")
+
+
+def local_address(path: str, query: bytes) -> str:
+    """An address on this very host: the path, percent-encoded again and with one slash at its
+    start, and the query without ``token``.
+
+    A browser takes ``//host``, ``/\\host`` and both with tabs between for another host.
+    """
+    where = "/" + quote(path, safe="/~", errors="replace").lstrip("/")
+    kept = [
+        part
+        for part in quote(query, safe="%&=+/?:@!$'()*,;~-._").split("&")
+        if part and unquote_plus(part.partition("=")[0]) != "token"
+    ]
+    return f"{where}?{'&'.join(kept)}" if kept else where
 
 
 def _refuse(code: int, why: str) -> flask.Response:
     return flask.Response(f"{why}\n", status=code, mimetype="text/plain")
 
 
-def _own_origin(request: flask.Request) -> bool:
-    """Whether a POST comes from a page of ours, as far as the browser tells."""
+def _from_here(request: flask.Request) -> bool:
+    """Whether a request that makes us work comes from a page of ours, as far as the browser
+    tells. Pages may be linked to from anywhere."""
+    if request.method != "POST" and not request.path.startswith(("/_advisor/", "/_dash-")):
+        return True
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
         return False
-    origin = request.headers.get("Origin")
-    return origin is None or urlsplit(origin).netloc == request.headers.get("Host")
+    origin, host = request.headers.get("Origin"), request.headers.get("Host", "").lower()
+    return origin is None or origin.lower() in (f"http://{host}", f"https://{host}")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
 
 
 def _policy(app: dash.Dash, response: Response) -> str:
@@ -153,18 +270,3 @@ def _policy(app: dash.Dash, response: Response) -> str:
             "frame-ancestors 'none'",
         ]
     )
-
-
-def _host(header: str) -> str:
-    """The name in a Host header: without port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].lower().rstrip(".")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

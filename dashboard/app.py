@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
 import dash
 
-from advisor.dashboard import ranks, shell, timeline
+from advisor.dashboard import ranks, shell, timeline, tracefile
 from advisor.dashboard.access import Access, protect
 from advisor.dashboard.current import KEY
 from advisor.dashboard.document import Application
+from advisor.dashboard.menu import PAGES, Page
 from advisor.dashboard.routes import routes
 from advisor.dashboard.session import Session
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
 
-class Page(NamedTuple):
-    """One page: its module in ``advisor.dashboard.pages`` has ``layout(**query)``; if it has
-    callbacks, ``register(app, session)``; if its tables take long, ``warm(loaded)``."""
-
-    module: str
-    path: str
-    name: str
-
-
-PAGES = (
-    Page("overview", "/", "Overview"),
-    Page("findings", "/findings", "Findings"),
-    Page("timeline", "/timeline", "Timeline"),
-    Page("kernels", "/kernels", "Kernels and ops"),
-    Page("memory", "/memory", "Memory"),
-    Page("distributed", "/distributed", "Distributed"),
-    Page("run", "/run", "Run"),
-    Page("compare", "/compare", "Compare"),
-    Page("live", "/live", "Live"),
-)
-
-
 def create_app(session: Session, access: Access | None = None) -> dash.Dash:
-    """The application that shows a session. ``access`` defaults to this machine only.
+    """The application that shows a session. ``access``: who may see it; by default nobody who does
+    not know a token that was just made, ``Access()`` is everybody who reaches it by this machine's
+    names.
 
     ``app.server`` is the WSGI application to serve.
     """
@@ -50,7 +30,9 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
         title="advisor",
         update_title="",
         assets_folder=str(ASSETS),
-        assets_ignore=r"^early\.js$",  # document.py puts it first
+        # document.py names these: the first before all others, modules as what they are
+        assets_ignore=r"^early\.js$",
+        assets_path_ignore=["timeline"],
         use_pages=True,
         pages_folder="",
         suppress_callback_exceptions=True,
@@ -66,9 +48,10 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
         _add(app, session, page, order)
     app.layout = shell.layout
     app.server.register_blueprint(routes(session))
+    app.server.register_blueprint(tracefile.routes(session))
     ranks.register(app)
     timeline.register(app, session)
-    protect(app, access or Access())
+    protect(app, access or Access.to())
     return app
 
 

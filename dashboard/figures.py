@@ -13,9 +13,9 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
+from advisor import text as t
 from advisor.dashboard import theme
-from advisor.hardware import Gpu
-from advisor.report import text as t
+from advisor.hardware import GpuSpec
 
 INK, GRID = "#4a4a52", "#e6e5e1"
 FONT = 'Inter, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif'
@@ -36,12 +36,17 @@ def base(height: int, **layout: Any) -> Any:
         plot_bgcolor="#ffffff",
         hoverlabel={"bgcolor": "#26262b", "font": {"color": "#ffffff", "family": FONT}},
         legend={
-            "orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left",
-            "font": {"size": 12.5}, "itemsizing": "constant",
+            "orientation": "h",
+            "y": 1.02,
+            "yanchor": "bottom",
+            "x": 0,
+            "xanchor": "left",
+            "font": {"size": 12.5},
+            "itemsizing": "constant",
         },
         showlegend=False,
         **layout,
-    )  # fmt: skip
+    )
     axis: dict[str, Any] = {"gridcolor": GRID, "zeroline": False, "ticks": ""}
     axis |= {"linecolor": "#cfcec8", "title": {"standoff": 8, "font": {"size": 12.5}}}
     made.update_xaxes(**axis, showgrid=False, showline=True)
@@ -52,10 +57,11 @@ def base(height: int, **layout: Any) -> Any:
 # -- kernels ------------------------------------------------------------------------------------
 
 
-def roofline(kernels: pl.DataFrame, hardware: Gpu) -> Any:
+def roofline(kernels: pl.DataFrame, hardware: GpuSpec, whole: int) -> Any:
     """Kernels by arithmetic intensity and rate, under the device's roofs; area is time.
 
-    ``kernels``: rows of ``Analysis.hot_kernels`` with both rates known.
+    ``kernels``: rows of ``Analysis.hot_kernels`` with both rates known. ``whole``: all device work,
+    ns.
     """
     made = base(420)
     intensity = (kernels["flops_per_s"] / kernels["bytes_per_s"]).to_list()
@@ -65,9 +71,15 @@ def roofline(kernels: pl.DataFrame, hardware: Gpu) -> Any:
     _roofs(made, hardware, low, high)
     largest = max(kernels["dur"].max() or 1, 1)
     rows = zip(
-        intensity, rates, kernels["name"].cast(pl.String), kernels["family"].cast(pl.String),
-        kernels["dur"], kernels["share"], kernels["roofline"], strict=True,
-    )  # fmt: skip
+        intensity,
+        rates,
+        kernels["name"].cast(pl.String),
+        kernels["family"].cast(pl.String),
+        kernels["dur"],
+        kernels["dur"] / whole,
+        kernels["roofline"],
+        strict=True,
+    )
     by_family: dict[str, list[Any]] = {}
     for row in rows:
         by_family.setdefault(row[3], []).append(row)
@@ -88,16 +100,19 @@ def roofline(kernels: pl.DataFrame, hardware: Gpu) -> Any:
                     [plain(t.kernel(p[2], 70)), t.percent(p[5]), t.percent(p[6])] for p in points
                 ],
                 hovertemplate="%{customdata[0]}<br>%{y:.3g} TFLOP/s at %{x:.3g} FLOP/byte<br>"
-                "%{customdata[1]} of kernel time, %{customdata[2]} of the roof<extra></extra>",
+                "%{customdata[1]} of device work, %{customdata[2]} of the roof<extra></extra>",
             )
         )
     top = max([peak for name in ROOFS if (peak := hardware.peak(name))], default=1e12) / 1e12
     bottom = max(min([rate for rate in rates if rate > 0], default=0.01), top / DECADES)
     made.update_xaxes(
-        type="log", range=[math.log10(low), math.log10(high)], showgrid=True, dtick=1,
+        type="log",
+        range=[math.log10(low), math.log10(high)],
+        showgrid=True,
+        dtick=1,
         exponentformat="power",
         title="FLOP per byte moved",
-    )  # fmt: skip
+    )
     made.update_yaxes(
         type="log",
         range=[math.floor(math.log10(bottom)), math.log10(top) + 0.35],
@@ -112,7 +127,7 @@ def roofline(kernels: pl.DataFrame, hardware: Gpu) -> Any:
 ROOFS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
 
-def _roofs(made: Any, hardware: Gpu, low: float, high: float) -> None:
+def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
     """The memory roof, and a flat one for each peak that the device has (equal ones once)."""
     peaks: dict[float, list[str]] = {}
     for name in ROOFS:
@@ -124,27 +139,45 @@ def _roofs(made: Any, hardware: Gpu, low: float, high: float) -> None:
     ridge = min(top / bandwidth, high)
     made.add_trace(
         go.Scatter(
-            x=[low, ridge], y=[low * bandwidth / 1e12, ridge * bandwidth / 1e12],
-            mode="lines", line=line, hoverinfo="skip", showlegend=False,
+            x=[low, ridge],
+            y=[low * bandwidth / 1e12, ridge * bandwidth / 1e12],
+            mode="lines",
+            line=line,
+            hoverinfo="skip",
+            showlegend=False,
         )
-    )  # fmt: skip
+    )
     made.add_annotation(
-        x=math.log10(low), y=math.log10(low * bandwidth / 1e12), xanchor="left", yanchor="bottom",
-        text=f"{t.value(bandwidth, 'B/s')}", showarrow=False, xshift=14, yshift=16,
+        x=math.log10(low),
+        y=math.log10(low * bandwidth / 1e12),
+        xanchor="left",
+        yanchor="bottom",
+        text=f"{t.value(bandwidth, 'B/s')}",
+        showarrow=False,
+        xshift=14,
+        yshift=16,
         font={"size": 11.5},
-    )  # fmt: skip
+    )
     for peak, names in peaks.items():
         made.add_trace(
             go.Scatter(
-                x=[peak / bandwidth, high], y=[peak / 1e12] * 2, mode="lines", line=line,
-                hoverinfo="skip", showlegend=False,
+                x=[peak / bandwidth, high],
+                y=[peak / 1e12] * 2,
+                mode="lines",
+                line=line,
+                hoverinfo="skip",
+                showlegend=False,
             )
-        )  # fmt: skip
+        )
         made.add_annotation(
-            x=math.log10(high), y=math.log10(peak / 1e12), xanchor="right", yanchor="bottom",
-            text=f"{', '.join(names)} {t.value(peak, 'FLOP/s')}", showarrow=False,
+            x=math.log10(high),
+            y=math.log10(peak / 1e12),
+            xanchor="right",
+            yanchor="bottom",
+            text=f"{', '.join(names)} {t.value(peak, 'FLOP/s')}",
+            showarrow=False,
             font={"size": 11.5},
-        )  # fmt: skip
+        )
 
 
 def icicle(tree: pl.DataFrame, whole: str) -> Any:
@@ -219,11 +252,14 @@ def lines(
     for name, at, values, colour in series:
         made.add_trace(
             go.Scatter(
-                x=list(at), y=list(values), name=plain(name), mode="lines",
+                x=list(at),
+                y=list(values),
+                name=plain(name),
+                mode="lines",
                 line={"width": 1.5, "color": colour, "shape": "hv" if step else "linear"},
                 hovertemplate="%{y:,.4g}<extra>" + plain(name) + "</extra>",
             )
-        )  # fmt: skip
+        )
     made.update_xaxes(title=x or None)
     made.update_yaxes(title=y or None, rangemode="tozero" if floor == 0 else "normal", nticks=5)
     made.update_layout(

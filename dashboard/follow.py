@@ -9,7 +9,26 @@ from typing import Any
 
 import msgspec
 
-from advisor.rundir import EVENTS, RANK, STEPS, TELEMETRY, Event, Rank, RankRecord, Sample, Step
+from advisor.errors import AdvisorError
+from advisor.files import BLOCK, open_regular, read_regular
+from advisor.rundir import (
+    DAMAGE,
+    EVENTS,
+    MAX_JSON_BYTES,
+    MAX_LINE_BYTES,
+    RANK,
+    ROOM_BYTES,
+    STEPS,
+    TELEMETRY,
+    Event,
+    Rank,
+    RankRecord,
+    Sample,
+    Step,
+    is_sane,
+    rank_folders,
+    weight,
+)
 
 MOST_AT_ONCE = 64 << 20
 """Bytes read of a file in one look; the rest is read in the next."""
@@ -24,28 +43,50 @@ class _Tail:
         self.file = file
         self.lines: list[Any] = []
         self._decoder = msgspec.json.Decoder(kind)
+        self._weights: list[int] = []
         self._at = 0
         self._torn = b""
 
     def read(self) -> list[Any]:
         """All lines so far. A file that became shorter is read from its start again."""
         try:
-            with self.file.open("rb") as stream:
+            with open_regular(self.file) as stream:
                 if stream.seek(0, 2) < self._at:
-                    self._at, self._torn, self.lines = 0, b"", []
+                    self._at, self._torn, self.lines, self._weights = 0, b"", [], []
                 stream.seek(self._at)
-                data = stream.read(MOST_AT_ONCE)
+                for _ in range(MOST_AT_ONCE // BLOCK):
+                    data = stream.read(BLOCK)
+                    self._take(data)
+                    if len(data) < BLOCK:
+                        break
         except OSError:  # not there yet, or gone
-            return self.lines
+            pass
+        return self.lines
+
+    def _take(self, data: bytes) -> None:
         self._at += len(data)
         *whole, self._torn = (self._torn + data).split(b"\n")
+        if len(self._torn) > MAX_LINE_BYTES:  # its end, when it comes, is a damaged line
+            self._torn = self._torn[:1]
         for line in whole:
+            if len(line) > MAX_LINE_BYTES:
+                continue
             try:
-                self.lines.append(self._decoder.decode(line))
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+                item = self._decoder.decode(line)
+            except DAMAGE:
                 continue  # a damaged line costs itself
-        del self.lines[: max(0, len(self.lines) - MOST_KEPT)]
-        return self.lines
+            if not is_sane(item):
+                continue
+            self.lines.append(item)
+            self._weights.append(weight(item))
+        gone, over = max(0, len(self.lines) - MOST_KEPT), sum(self._weights) - ROOM_BYTES
+        for heavy in self._weights[:-1]:
+            if over <= 0:
+                break
+            over -= heavy
+            gone += 1
+        gone = min(gone, len(self.lines))
+        del self.lines[:gone], self._weights[:gone]
 
 
 class Follower:
@@ -59,12 +100,10 @@ class Follower:
 
     def ranks(self) -> list[int]:
         """Ranks that have a folder."""
-        found = []
-        for folder in self.path.glob("rank*"):
-            number = folder.name.removeprefix("rank")
-            if folder.is_dir() and number.isascii() and number.isdigit() and len(number) <= 6:
-                found.append(int(number))
-        return sorted(found)
+        try:
+            return sorted(number for number, _ in rank_folders(self.path))
+        except AdvisorError:  # gone, or not to be looked into
+            return []
 
     def read(self, rank: int) -> RankRecord | None:
         """What a rank has written so far; ``None``: there is no such rank."""
@@ -80,8 +119,9 @@ class Follower:
                 )
             if rank not in self._about:
                 # written when the first step begins, so maybe not there yet
-                with contextlib.suppress(OSError, msgspec.MsgspecError):
-                    self._about[rank] = msgspec.json.decode((folder / RANK).read_bytes(), type=Rank)
+                with contextlib.suppress(OSError, *DAMAGE):
+                    text = read_regular(folder / RANK, MAX_JSON_BYTES)
+                    self._about[rank] = msgspec.json.decode(text, type=Rank)
             steps, samples, events = (tail.read() for tail in self._ranks[rank])
             return RankRecord(
                 rank=self._about.get(rank, Rank()),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import dash
 import dash_ag_grid
 from dash import ClientsideFunction, Input, Output, State, dcc
 
+from advisor import text as t
 from advisor.dashboard.dom import el
 
 PARAMS = """{
@@ -22,15 +23,30 @@ PARAMS = """{
 """The grid's looks, by the page's own colours: they follow the theme."""
 
 
+LENGTHS: Final = (14, 30, 44, 66)
+"""Characters of the labels of a name; assets/parts.css shows the longest that fits the column."""
+
+
 class Column(NamedTuple):
-    """A column. One of numbers is sorted by ``field`` and shows ``field_text``."""
+    """A column. One of numbers is sorted by ``field`` and shows ``field_text``; one of names is
+    searched and sorted by ``field``, the whole name, and shows one of ``field_short``."""
 
     field: str
     title: str
     width: int | None = None
     flex: int | None = None
     number: bool = False
-    mono: bool = False
+    names: bool = False
+    csv: str | None = None
+    """Head of the column in the CSV, where numbers have no unit of their own: ``Time a step, ns``;
+    default: ``title``."""
+
+
+def add_labels(rows: list[dict[str, Any]], field: str) -> None:
+    """Labels of the names in a column, ``field_short``: no two names of the table under one."""
+    names = [row[field] for row in rows]
+    for row, *labels in zip(rows, *(t.distinct(names, size) for size in LENGTHS), strict=True):
+        row[f"{field}_short"] = labels
 
 
 def grid(
@@ -57,6 +73,7 @@ def grid(
                 "enableClickSelection": True,
             },
             "ensureDomOrder": True,
+            "enableCellTextSelection": True,
             "suppressDragLeaveHidesColumns": True,
             "rowHeight": 36,
             "headerHeight": 40,
@@ -72,15 +89,28 @@ def grid(
     return el(
         "Div",
         el(
-            "Label",
-            el("Span", f"Search {label.lower()}", cls="visually-hidden"),
-            search(
-                id=f"{id}-search",
-                type="search",
-                placeholder=f"Search {label.lower()}",
-                debounce=False,
-                className="search",
+            "Div",
+            el(
+                "Label",
+                el("Span", f"Search {label.lower()}", cls="visually-hidden"),
+                search(
+                    id=f"{id}-search",
+                    type="search",
+                    placeholder=f"Search {label.lower()}",
+                    debounce=False,
+                    className="search",
+                ),
             ),
+            el(
+                "Button",
+                "CSV",
+                cls="button save-csv",
+                type="button",
+                title="Save what the table shows as CSV",
+                data_grid=id,
+                aria_label=f"Save {label.lower()} as CSV",
+            ),
+            cls="actions",
         ),
         el("Div", made, role="region", aria_label=label),
         cls="searched",
@@ -110,9 +140,12 @@ def _definition(column: Column) -> dict[str, Any]:
             "type": "rightAligned",
             "valueFormatter": {"function": f"params.data.{column.field}_text"},
             "sortingOrder": ["desc", "asc"],
+            # the CSV has the number, not the text
+            "useValueFormatterForExport": False,
+            "context": {"csv": column.csv or column.title},
         }
     else:
         made["tooltipField"] = column.field
-    if column.mono:
-        made["cellClass"] = "mono-cell"
+    if column.names:
+        made |= {"cellClass": "mono-cell", "cellRenderer": "AdvisorName"}
     return made

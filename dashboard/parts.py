@@ -7,8 +7,8 @@ from typing import Any
 
 from dash import dcc
 
+from advisor import text as t
 from advisor.dashboard.dom import el, icon, link
-from advisor.report import text as t
 
 
 def page(*parts: Any) -> list[Any]:
@@ -97,9 +97,18 @@ def table(
     caption: str = "",
     names: Iterable[int] = (0,),
     chosen: int | None = None,
+    stacked: bool = False,
 ) -> Any:
-    """A table; the columns in ``numbers`` are right-aligned, those in ``names`` may break."""
+    """A table; the columns in ``numbers`` are right-aligned, those in ``names`` may break.
+
+    ``stacked``: in a narrow window each row is a block, its cells below each other with their
+    column's title, in place of a table to scroll sideways.
+    """
     right, breaking = set(numbers), set(names)
+    # laid out as blocks they would be no table any more to a screen reader
+    roles = dict.fromkeys(("table", "rowgroup", "row", "cell", "columnheader"))
+    if stacked:
+        roles = {role: role for role in roles}
 
     def kind(column: int) -> str:
         return "num" if column in right else "name" if column in breaking else ""
@@ -107,20 +116,34 @@ def table(
     lines = [
         el(
             "Tr",
-            *(el("Td", cell, cls=kind(i)) for i, cell in enumerate(row)),
+            *(
+                el(
+                    "Td",
+                    cell,
+                    cls=kind(i),
+                    role=roles["cell"],
+                    data_head=header[i] if stacked else None,
+                )
+                for i, cell in enumerate(row)
+            ),
             cls="chosen" if number == chosen else "",
+            role=roles["row"],
         )
         for number, row in enumerate(rows)
     ]
-    heads = [el("Th", text, cls=kind(i), scope="col") for i, text in enumerate(header)]
+    heads = [
+        el("Th", text, cls=kind(i), scope="col", role=roles["columnheader"])
+        for i, text in enumerate(header)
+    ]
     made = el(
         "Table",
         el("Caption", caption) if caption else None,
-        el("Thead", el("Tr", *heads)),
-        el("Tbody", *lines),
-        cls="data",
+        el("Thead", el("Tr", *heads, role=roles["row"]), role=roles["rowgroup"]),
+        el("Tbody", *lines, role=roles["rowgroup"]),
+        cls="data stacked" if stacked else "data",
+        role=roles["table"],
     )
-    return scrolling(made, caption or header[0])
+    return scrolling(made, caption or header[0] or "Table")
 
 
 def scrolling(made: Any, label: str) -> Any:
@@ -141,6 +164,14 @@ def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
     """Links of which one is chosen: (text, address, chosen)."""
     links = [link(text, href=href, cls="chosen" if here else "") for text, href, here in options]
     return el("Div", el("Span", label, cls="label"), *links, cls="choices")
+
+
+def named(label: str, full: str) -> Any:
+    """A name in little room: the whole of it is the tooltip, and what is copied
+    (assets/shell.js)."""
+    if label == full:
+        return label
+    return el("Span", label, title=full, data_full=full)
 
 
 def swatch(colour: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from advisor.dashboard.access import Access
 from advisor.errors import AdvisorError
 
 THREADS = 8
+MOST_CONNECTIONS = 2000
+IDLE_SECONDS, LOOK_SECONDS = 15, 3
+"""A connection on which nothing is said for so long is closed, and how often that is looked at:
+beyond MOST_CONNECTIONS nobody else is let in before."""
 TRIES = 50
 """Ports tried after the one that was asked for."""
 
@@ -27,12 +32,16 @@ class Server:
     @property
     def address(self) -> str:
         """What to open in a browser; with the token where one is needed."""
+        return self.base + (f"?token={self.access.token}" if self.access.token else "")
+
+    @property
+    def base(self) -> str:
+        """The same without the token."""
         host = self.access.host
         if host in ("0.0.0.0", "::", ""):
             host = socket.gethostname()
         shown = f"[{host}]" if ":" in host else host
-        token = f"?token={self.access.token}" if self.access.token else ""
-        return f"http://{shown}:{self.port}/{token}"
+        return f"http://{shown}:{self.port}/"
 
     def run(self) -> None:
         """Serve until interrupted or closed."""
@@ -49,16 +58,33 @@ def bind(application: Callable[..., Any], access: Access, port: int) -> Server:
     found = listen(access.host, port)
     import waitress
 
+    # a page asks for more than there are threads: that it waits its turn concerns nobody
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     server = waitress.create_server(
         application,
         sockets=[found],
         threads=THREADS,
         ident=None,  # not what serves it, nor its version
         max_request_body_size=8 << 20,
-        channel_timeout=60,
+        connection_limit=_connections(),
+        channel_timeout=IDLE_SECONDS,
+        cleanup_interval=LOOK_SECONDS,
+        asyncore_use_poll=True,  # select() ends at 1,024 descriptors
         clear_untrusted_proxy_headers=True,
     )
     return Server(server, access, found.getsockname()[1])
+
+
+def _connections() -> int:
+    """How many connections there may be: not all that the process may have open."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return 400
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if open_files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(64, min(MOST_CONNECTIONS, open_files // 2))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -13,7 +13,7 @@ from advisor.advice.engine import Examined, Options, examine
 from advisor.analysis import Analysis
 from advisor.dashboard.follow import Follower
 from advisor.errors import AdvisorError
-from advisor.ingest import ReadOptions, open_run
+from advisor.ingest import open_run
 from advisor.rundir import STEPS
 from advisor.trace import Run
 
@@ -105,6 +105,8 @@ class Session:
     options: Options = field(default_factory=Options)
     live: bool = False
     """The first path is a run that is going on: look for new windows."""
+    perfetto: str | None = None
+    """Address of the Perfetto UI that a trace can be handed to; ``None``: none."""
 
     def __post_init__(self) -> None:
         self.entries = [Entry(str(i), str(path)) for i, path in enumerate(self.paths)]
@@ -116,6 +118,8 @@ class Session:
         self.warmers: list[Callable[[Loaded], None]] = []
         """Called with what was read, before it is shown: pages make their large tables then, and
         not while somebody waits for them."""
+        self.closers: list[Callable[[], None]] = []
+        """Called when the session is closed: what was made for it goes."""
         self.follower = Follower(self.entries[0].path) if self.live else None
         """What the first path has recorded so far; ``None``: nothing is followed."""
 
@@ -137,8 +141,10 @@ class Session:
         return self._first.wait(timeout)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching, and leave nothing behind."""
         self._stop.set()
+        for close in self.closers:
+            close()
 
     def entry(self, key: str | None) -> Entry:
         """The entry of a key; the first one for anything else."""
@@ -196,7 +202,8 @@ class Session:
         entry.doing = "reading"
         seen = landed(entry.path) if self.live else None
         try:
-            read = ReadOptions(max_bytes=self.options.read.max_bytes, progress=reading)
+            memory = self.options.read.memory if entry is self.entries[0] else None
+            read = replace(self.options.read, progress=reading, memory=memory)
             run = open_run(entry.path, read, rank=self.options.rank)
             entry.doing = "measuring"
             loaded = Loaded(entry.path, examine(run, self._options(run)))

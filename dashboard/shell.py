@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dash
 import dash_mantine_components as dmc
 
+from advisor import text as t
 from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link
-from advisor.report import text as t
-
-if TYPE_CHECKING:
-    from advisor.dashboard.app import Page
+from advisor.dashboard.menu import PAGES, Page
+from advisor.dashboard.query import texts
 
 Layout = Callable[..., Any]
 
@@ -57,7 +56,8 @@ def _broken() -> Any:
 def framed(page: Page, inner: Layout) -> Layout:
     """A page with the frame around it. While the run is being read there is only the frame."""
 
-    def show(**query: object) -> Any:
+    def show(**given: object) -> Any:
+        query: dict[str, Any] = texts(given)
         view = current.view(**query)
         if page.module == "live" or view.entry.loaded is not None:
             body = inner(**query)
@@ -109,19 +109,19 @@ def _runs(view: View) -> list[Any]:
     entries = view.session.entries
     if len(entries) == 1:
         return [el("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")]
+    names = t.distinct((entry.name for entry in entries), 32)
     return [
         link(
-            t.shorten(t.clean(entry.name), 32),
+            name,
             href=f"?run={entry.key}",
             cls="run-name chosen" if entry.key == view.entry.key else "run-name",
+            title=t.clean(entry.path),
         )
-        for entry in entries
+        for entry, name in zip(entries, names, strict=True)
     ]
 
 
 def _navigation(page: Page, view: View) -> Any:
-    from advisor.dashboard.app import PAGES
-
     links = []
     for item in PAGES:
         here = item.module == page.module

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
+from advisor import text as t
 from advisor.analysis.record import Recorded
 from advisor.dashboard import figures, theme
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, figure, table
-from advisor.report import text as t
 from advisor.rundir import THROTTLE, Gpu, Host, RankRecord
 
 GPU_LINES = (
     ("Use", "%", (("any kernel", "utilisation", 1), ("memory", "memory_utilisation", 1))),
     ("Clock", "MHz", (("SM", "sm_clock", 1), ("highest", "sm_clock_max", 1))),
     ("Power", "W", (("drawn", "power", 1e3), ("limit", "power_limit", 1e3))),
-    ("Temperature", "°C", (("GPU", "temperature", 1),
-                           ("clocks fall at", "temperature_slowdown", 1))),
-    ("Memory", "GiB", (("used, all processes", "memory_used", 1 << 30),
-                       ("there is", "memory_total", 1 << 30))),
-)  # fmt: skip
+    (
+        "Temperature",
+        "°C",
+        (("GPU", "temperature", 1), ("clocks fall at", "temperature_slowdown", 1)),
+    ),
+    (
+        "Memory",
+        "GiB",
+        (("used, all processes", "memory_used", 1 << 30), ("there is", "memory_total", 1 << 30)),
+    ),
+)
 HOST_LINES = (
     ("CPU", "%", (("all CPUs", "cpu", 1), ("this process, of one CPU", "process_cpu", 1))),
-    ("Host memory", "GiB", (("this process", "rss", 1 << 30),
-                            ("available", "memory_available", 1 << 30))),
-)  # fmt: skip
+    (
+        "Host memory",
+        "GiB",
+        (("this process", "rss", 1 << 30), ("available", "memory_available", 1 << 30)),
+    ),
+)
 
 
 def cards(record: RankRecord, *, last: int | None = None) -> list[Any]:

@@ -1,44 +1,21 @@
 """Colours: one for each class of time, the same on every page, in every figure and in the timeline.
 
-The hues are those of the terminal's bar: compute green, communication magenta, copies blue,
-memsets cyan; idle time is warm, its cause telling which. Each reads on a light and on a dark
-ground. Text is never told by colour alone.
+Those of classes of time are the reports' (``advisor.report.palette``). Each reads on a light and on
+a dark ground. Text is never told by colour alone.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from advisor.report import palette
+
 ACCENT: Final = "#5b5bd6"
 
-CLASSES: Final = {
-    "compute": "#2f9e6e",
-    "communication": "#b14bb8",
-    "copies": "#3b82c4",
-    "memset": "#22a3b5",
-    "idle": "#e8604c",
-}
-"""Exclusive classes of device time (``Report.time``)."""
-
-CAUSES: Final = {
-    "loader": "#d6457a",
-    "sync": "#d93a3a",
-    "copy": "#b8572e",
-    "dispatch": "#ec7a35",
-    "python": "#e3a72f",
-    "launch": "#e8604c",
-    "compile": "#9c6b3f",
-    "allocation": "#c98a5e",
-    "profiler": "#8f8f99",
-    "stream": "#7f8aa3",
-    "other_thread": "#b9a046",
-    "end": "#b5b5bd",
-    "unknown": "#a3a3ad",
-}
-"""Causes of idle time (``analysis.gaps.CAUSES``)."""
-
-HOST: Final = {**CAUSES, "dispatch": "#3b82c4", "python": "#e3a72f", "unrecorded": "#c4c4cc"}
-"""Classes of host time (``analysis.host.CLASSES``): operators are work there, not waiting."""
+CLASSES: Final = {name: look.colour for name, look in palette.CLASSES.items()}
+CAUSES: Final = {name: look.colour for name, look in palette.CAUSES.items()}
+HOST: Final = {name: look.colour for name, look in palette.HOST.items()}
+PHASES: Final = {name: look.colour for name, look in palette.PHASES.items()}
 
 FAMILIES: Final = {
     "gemm": "#2f9e6e",
@@ -56,23 +33,14 @@ FAMILIES: Final = {
     "sort": "#b7736b",
     "random": "#94a35a",
     "pooling": "#5fa8a0",
+    "transform": "#8c9a3f",
     "loss": "#c2607f",
     "communication": "#b14bb8",
     "other": "#9a9aa5",
 }
 """Kernel families (``analysis.families.FAMILIES``)."""
 
-PHASES: Final = {
-    "data": CAUSES["loader"],
-    "h2d": CLASSES["copies"],
-    "forward": CLASSES["compute"],
-    "backward": "#1f7a55",
-    "optimizer": FAMILIES["optimizer"],
-    "other": "#a3a3ad",
-}
-"""The recorder's phases."""
-
-PLAIN: Final = "#9a9aa5"
+PLAIN: Final = palette.REST.colour
 
 
 def of_class(name: str) -> str:

@@ -7,7 +7,11 @@
     root.setAttribute("data-theme", theme);
     root.setAttribute("data-mantine-color-scheme", theme);
     root.setAttribute("data-ag-theme-mode", theme);
-    try { localStorage.setItem("advisor-theme", theme); } catch (_) { /* storage is switched off */ }
+    try {
+      localStorage.setItem("advisor-theme", theme);
+    } catch (_) {
+      /* storage is switched off */
+    }
     window.dispatchEvent(new CustomEvent("advisor-theme", { detail: theme }));
   }
 
@@ -16,10 +20,22 @@
     var label = button.querySelector(".label");
     var done = function (word) {
       label.textContent = word;
-      setTimeout(function () { label.textContent = "Copy"; }, 1600);
+      setTimeout(function () {
+        label.textContent = "Copy";
+      }, 1600);
     };
-    if (!navigator.clipboard) { done("Not allowed"); return; }
-    navigator.clipboard.writeText(text).then(function () { done("Copied"); }, function () { done("Not allowed"); });
+    if (!navigator.clipboard) {
+      done("Not allowed");
+      return;
+    }
+    navigator.clipboard.writeText(text).then(
+      function () {
+        done("Copied");
+      },
+      function () {
+        done("Not allowed");
+      },
+    );
   }
 
   document.addEventListener("click", function (event) {
@@ -33,6 +49,62 @@
     }
   });
 
+  // A name that is shown short is copied whole: the selection of all of it, or of a part with a gap
+  // in it, stands for the name; so does a chosen cell with nothing selected.
+  function fullText(selection) {
+    var whole = null,
+      parts = [];
+    for (var i = 0; i < selection.rangeCount; i++) {
+      var range = selection.getRangeAt(i),
+        part = range.cloneContents();
+      var around = range.commonAncestorContainer;
+      around = (around.nodeType === 1 ? around : around.parentNode).closest("[data-full]");
+      if (around) {
+        return /…/.test(range.toString()) || range.toString() === around.innerText
+          ? around.dataset.full
+          : null;
+      }
+      if (part.querySelector("[data-full]")) {
+        whole = true;
+      }
+      parts.push(range);
+    }
+    if (!whole) {
+      return null;
+    }
+    // what the browser would copy, with the short names changed for the time of asking
+    var short = Array.from(document.querySelectorAll("[data-full]")).filter(function (node) {
+      return selection.containsNode(node, true);
+    });
+    var shown = short.map(function (node) {
+        return node.innerText;
+      }),
+      text = selection.toString();
+    return shown.reduce(function (all, label, i) {
+      return label
+        ? all.replace(label, function () {
+            return short[i].dataset.full;
+          })
+        : all;
+    }, text);
+  }
+
+  document.addEventListener("copy", function (event) {
+    var selection = window.getSelection(),
+      text = null,
+      cell = event.target.closest && event.target.closest(".ag-cell");
+    if (!selection.isCollapsed) {
+      text = fullText(selection);
+    } else if (cell && cell.querySelector("[data-full]")) {
+      text = cell.querySelector("[data-full]").dataset.full;
+    }
+    if (text === null) {
+      return;
+    }
+    event.clipboardData.setData("text/plain", text);
+    event.preventDefault();
+  });
+
   // After each change of page: what the address points at, and the page's own link, into view.
   function arrived() {
     var here = document.querySelector(".side .here");
@@ -41,12 +113,17 @@
     }
     if (location.hash.length > 1) {
       var target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-      if (target) { target.scrollIntoView(); target.focus({ preventScroll: true }); }
+      if (target) {
+        target.scrollIntoView();
+        target.focus({ preventScroll: true });
+      }
     }
   }
   var waiting = setInterval(function () {
     var page = document.getElementById("_pages_content");
-    if (!page) { return; }
+    if (!page) {
+      return;
+    }
     clearInterval(waiting);
     new MutationObserver(arrived).observe(page, { childList: true });
     arrived();
@@ -55,12 +132,28 @@
   // The page of a run that is being read asks how far it is, and shows the run once it is there.
   setInterval(function () {
     var page = document.getElementById("progress");
-    if (!page) { return; }
-    fetch("/_advisor/status").then(function (answer) { return answer.json(); }).then(function (status) {
-      var key = page.getAttribute("data-advisor-progress");
-      var entry = status.entries.filter(function (one) { return one.key === key; })[0];
-      if (!entry || entry.state !== "loading") { location.reload(); return; }
-      document.getElementById("progress-doing").textContent = entry.doing;
-    }, function () { /* the server is gone: the page stays as it is */ });
+    if (!page) {
+      return;
+    }
+    fetch("/_advisor/status")
+      .then(function (answer) {
+        return answer.json();
+      })
+      .then(
+        function (status) {
+          var key = page.getAttribute("data-advisor-progress");
+          var entry = status.entries.filter(function (one) {
+            return one.key === key;
+          })[0];
+          if (!entry || entry.state !== "loading") {
+            location.reload();
+            return;
+          }
+          document.getElementById("progress-doing").textContent = entry.doing;
+        },
+        function () {
+          /* the server is gone: the page stays as it is */
+        },
+      );
   }, 500);
 })();

@@ -6,17 +6,34 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from advisor import text as t
 from advisor.compare import view as words
 from advisor.compare.data import Comparison, Distribution, FindingChange
+from advisor.compare.verdict import per
+from advisor.compare.view import Line
 from advisor.dashboard import current, figures, stepbar, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
-from advisor.dashboard.parts import banner, card, choices, empty, figure, head, page, table
+from advisor.dashboard.parts import (
+    banner,
+    card,
+    choices,
+    empty,
+    figure,
+    head,
+    named,
+    page,
+    swatch,
+    table,
+)
 from advisor.dashboard.session import Entry
-from advisor.report import text as t
+from advisor.model import unit_of
+from advisor.report import views
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
 MOST_WORK = 20
+WORK_WIDTH = 44
+"""Characters of an operator with its shapes."""
 STATUS = {
     "slower": ("failed", "Slower"),
     "faster": ("healthy", "Faster"),
@@ -66,15 +83,12 @@ def _chooser(view: View, keys: list[str], after: Entry) -> Any:
     if len(keys) < 2:
         return None
     entries = [view.session.entry(key) for key in keys]
+    names = t.distinct((entry.name for entry in entries), 40)
     return choices(
         "With",
         [
-            (
-                t.shorten(t.clean(entry.name), 40),
-                view.href("/compare", other=entry.key),
-                entry is after,
-            )
-            for entry in entries
+            (name, view.href("/compare", other=entry.key), entry is after)
+            for entry, name in zip(entries, names, strict=True)
         ],
     )
 
@@ -96,8 +110,7 @@ def _head(c: Comparison, chooser: Any) -> Any:
 
 
 def _steps(c: Comparison) -> Any:
-    made = words.step_table(c)
-    if made is None or c.steps.before is None or c.steps.after is None:
+    if c.steps.before is None or c.steps.after is None:
         return empty("Step times are not compared", t.clean(c.steps.reason))
     notes = [t.clean(note) for note in words.step_notes(c.steps)]
     return card(
@@ -108,7 +121,7 @@ def _steps(c: Comparison) -> Any:
             height=230,
             description="Share of the steps that are at most as long, before and after.",
         ),
-        table(made.head, _signed(made.rows), numbers=(1, 2, 3)),
+        _table("Step time", words.step_lines(c)),
         *(el("P", note, cls="note-line", style={"marginTop": "10px"}) for note in notes),
     )
 
@@ -122,48 +135,126 @@ def _distribution(before: Distribution, after: Distribution) -> Any:
         x, y = figures.thin([ns / 1e6 for ns in at], shares)
         made.add_trace(
             go.Scatter(
-                x=x, y=y, name=name, mode="lines+markers" if len(at) < 40 else "lines",
+                x=x,
+                y=y,
+                name=name,
+                mode="lines+markers" if len(at) < 40 else "lines",
                 line={"shape": "hv", "width": 1.8, "color": colour},
                 marker={"size": 5, "color": colour},
                 hovertemplate="%{y:.0%} take at most %{x:,.2f} ms<extra>" + name + "</extra>",
             )
-        )  # fmt: skip
+        )
     made.update_xaxes(title="ms a step")
     made.update_yaxes(title="share of steps", tickformat=".0%", range=[0, 1.04], nticks=5)
     made.update_layout(showlegend=True, margin={"t": 34})
     return made
 
 
-def _signed(rows: list[list[str]]) -> list[list[Any]]:
-    """Cells with a change coloured: less is better for times, and the sign says so too."""
-    return [[*row[:-1], _change(row[-1])] for row in rows]
+MARKS_OF = {
+    "better": ("better", "better"),
+    "worse": ("worse", "worse"),
+    "new": ("dim", "new"),
+    "gone": ("dim", "gone"),
+}
+"""Of a change: its class, and the word that says what the colour says."""
 
 
-def _change(text: str) -> Any:
-    text = t.clean(text)
-    return el("Span", text, cls="dim") if text else ""
+def _change(line: Line) -> Any:
+    """A difference: an arrow for its direction, its sign, and a word for what that means."""
+    if not line.change:
+        return el("Span", "–", cls="dim")
+    arrow = "▲" if line.change.startswith("+") else "▼"
+    look, word = MARKS_OF.get(line.judged, ("dim", ""))
+    return el(
+        "Span",
+        el("Span", arrow, cls="arrow", aria_hidden="true"),
+        el("Span", t.clean(line.change)),
+        el("Span", word, cls="word") if word else None,
+        cls=f"change {look}",
+    )
+
+
+def _table(title: str, lines: list[Line], *, bars: bool = False, caption: str = "") -> Any:
+    """Lines side by side; with ``bars`` before and after also as two bars, all to one scale. In a
+    narrow window a line is a block of its own."""
+    most = max((value for li in lines for value in (li.before, li.after) if value), default=0.0)
+    rows = []
+    for line in lines:
+        colour = _colour(line)
+        label: Any = line.name if line.group == "kernels" else line.label
+        if line.group == "work":
+            label = named(line.label, line.name)
+        first = el(
+            "Span", swatch(colour) if colour else None, label, cls="nowrap" if colour else ""
+        )
+        pair = [_pair(line, most)] if bars else []
+        rows.append([first, *pair, *line.texts, _change(line)])
+    head = [title, *([""] if bars else []), "before", "after", "difference"]
+    return table(head, rows, numbers=range(len(head) - 3, len(head)), caption=caption, stacked=True)
+
+
+def _pair(line: Line, most: float) -> Any:
+    bars = [
+        el("I", cls=look, style={"width": f"{(value or 0.0) / (most or 1.0):.4%}"})
+        for look, value in (("was", line.before), ("is", line.after))
+    ]
+    return el("Span", *bars, cls="two-bars", aria_hidden="true")
+
+
+def _colour(line: Line) -> str | None:
+    """As in the bars above, and on the other pages."""
+    match line.group:
+        case "time":
+            return theme.of_class(line.name)
+        case "idle":
+            return theme.of_cause(line.name)
+        case "host":
+            return theme.of_host(line.name)
+        case "kernels":
+            return theme.of_family(line.name)
+    return None
 
 
 def _breakdown(c: Comparison, before: Entry, after: Entry) -> Any:
-    made = words.breakdown(c)
+    lines = words.breakdown_lines(c)
+    whole = max(c.before.step_ns, c.after.step_ns)
     strips = []
     for name, entry in (("before", before), ("after", after)):
         if entry.loaded is None:
             continue
-        work, idle = stepbar.pieces(entry.loaded.report)
-        if work or idle:
+        report = entry.loaded.report
+        bar = views.step_bar(report)
+        if bar is not None and whole:
+            made = stepbar.strip(bar.segments, f"The step {name}", thin=True)
+            share = report.scope.step_ns / whole
             strips.append(
                 el(
                     "Div",
                     el("Span", name, cls="dim"),
-                    stepbar.strip([*work, *idle], f"The step {name}", thin=True),
+                    el("Div", el("Div", made, style={"width": f"{share:.4%}"}), cls="track"),
+                    el("Span", t.time(report.scope.step_ns), cls="num"),
                     cls="strip-line",
                 )
             )
+    units = {unit_of(side.step_source) for side in (c.before, c.after)}
+    of = t.per("step" if units == {"step"} else "recording")
+    whose = "Device time" if any(line.group == "time" for line in lines) else "Host time"
+    groups = [
+        (whose, [line for line in lines if line.group in ("time", "idle", "host")]),
+        ("Kernels by family", [line for line in lines if line.group == "kernels"]),
+    ]
+    figures_ = [li for li in lines if li.group == "figures"]
     return card(
         "Where the time goes",
         el("Div", *strips, cls="strips") if strips else None,
-        table(made.head, _signed(made.rows), numbers=(1, 2, 3)),
+        *(
+            _table(title, part, bars=True, caption=f"{title}, {of}, all bars to one scale")
+            for title, part in groups
+            if part
+        ),
+        _table("Figure", figures_) if figures_ else None,
+        aside="both to one scale" if len(strips) == 2 else "",
+        cls="compared",
     )
 
 
@@ -177,14 +268,14 @@ def _findings(c: Comparison) -> Any:
             el(
                 "Section",
                 el("Span", f"{title} {len(items)}", cls=f"pill {MARKS.get(items[0].change, '')}"),
-                el("Ul", *(_finding(item) for item in items), cls="changes"),
+                el("Ul", *(_finding(item, per(c)) for item in items), cls="changes"),
             )
         )
     return card("Findings", el("Div", *parts, cls="stack"))
 
 
-def _finding(item: FindingChange) -> Any:
-    title, *rest = (t.clean(part) for part in words.finding(item))
+def _finding(item: FindingChange, each: str) -> Any:
+    title, *rest = (t.clean(part) for part in words.finding(item, each))
     return el("Li", el("B", title), el("Span", " · ".join(rest), cls="dim") if rest else None)
 
 
@@ -196,12 +287,12 @@ def _realised(c: Comparison) -> Any:
 
 
 def _work(c: Comparison) -> Any:
-    made = words.work(c, MOST_WORK)
-    if made is None or not made.rows:
+    lines = words.work_lines(c, MOST_WORK, WORK_WIDTH)
+    if not lines:
         return None
     return card(
         "Operators that differ",
-        table(made.head, _signed([[t.clean(x) for x in row] for row in made.rows]),
-              numbers=range(1, len(made.head)), caption="Device time and launches a step"),
+        _table("Device work", lines, bars=True, caption=f"Device time and launches{per(c)}"),
         aside="matched by operator and shape, so across GPUs too",
-    )  # fmt: skip
+        cls="compared",
+    )

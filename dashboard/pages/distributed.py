@@ -6,16 +6,17 @@ from typing import Any
 
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis.comm_table import sum_collectives, sum_skew
 from advisor.analysis.ranks import align, exposed_by_rank, skew
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
-from advisor.dashboard.parts import card, choices, empty, figure, head, page, table, tiles
+from advisor.dashboard.parts import card, choices, empty, figure, head, named, page, table, tiles
 from advisor.dashboard.ranks import rank_choice
 from advisor.dashboard.session import Loaded
-from advisor.report import text as t
-from advisor.report.data import Ranks, Report
+from advisor.report import views
+from advisor.report.data import Report
 
 MAPS = {
     "step": ("step_ns", "Step time"),
@@ -23,6 +24,8 @@ MAPS = {
     "communication": ("communication", "All communication"),
 }
 MOST_RANKS = 64
+SMALL = 0.01
+"""Share of all communication (of all waiting) below which kinds of collectives are summed."""
 
 
 def layout(show: object = None, **query: object) -> Any:
@@ -30,10 +33,7 @@ def layout(show: object = None, **query: object) -> Any:
     view = current.view(**query)
     report = view.loaded.report
     several = report.ranks is not None
-    title = head(
-        "Distributed",
-        f"{len(view.loaded.analyses)} ranks." if several else "One rank.",
-    )
+    title = head("Distributed", _counted(view))
     what = str(show) if show in MAPS else "step"
     found = _collectives(view)
     if not several and found is None:
@@ -48,12 +48,20 @@ def layout(show: object = None, **query: object) -> Any:
     return page(
         title,
         _figures(report),
-        _lines(view, report.ranks) if report.ranks is not None else None,
+        _lines(view),
         _map(view, what) if several else None,
         _skew(view) if several and report.ranks is not None and report.ranks.aligned else None,
         None if several else _only_one(),
         found,
     )
+
+
+def _counted(view: View) -> str:
+    """How many ranks are here, and how many the run has: pages count those that are here."""
+    here = len(view.loaded.analyses)
+    words = f"{here} ranks in this recording" if here > 1 else "One rank in this recording"
+    world = view.loaded.main.trace.meta.world_size
+    return f"{words}, of {t.count(world)} in the run." if world and world > here else f"{words}."
 
 
 def warm(loaded: Loaded) -> None:
@@ -76,17 +84,17 @@ def _figures(report: Report) -> Any:
     if report.communication_ns is None:
         return None
     exposed = next((part for part in report.time if part.name == "communication"), None)
-    unit = t.loop_unit(report.scope.step_source)
+    unit = report.per
     alignment = ""
     ranks = report.ranks
     if ranks is not None and ranks.alignment_error_ns is not None:
         alignment = t.time(ranks.alignment_error_ns)
     found = [
-        ("Communication", t.time(report.communication_ns), f"a {unit}"),
+        ("Communication", t.time(report.communication_ns), t.per(unit)),
         (
             "Exposed",
             t.time(exposed.ns) if exposed is not None else t.NOT_MEASURED,
-            f"{t.percent(exposed.share)} of the {unit}" if exposed is not None else "",
+            f"{t.percent(exposed.share)} {t.of(unit)}" if exposed is not None else "",
         ),
         ("Hidden under compute", t.percent(report.communication_overlap), "of communication"),
     ]
@@ -95,37 +103,31 @@ def _figures(report: Report) -> Any:
     return tiles(found)
 
 
-def _lines(view: View, ranks: Ranks) -> Any:
-    """One line a rank: the report's own."""
-    latest = max(
-        (line for line in ranks.lines if line.caused_wait_ns),
-        key=lambda line: line.caused_wait_ns or 0,
-        default=None,
-    )
+def _lines(view: View) -> Any:
+    """One line a rank, as every report has it."""
+    shown = views.rank_table(view.loaded.report, MOST_RANKS)
+    if shown is None:
+        return None
     rows = [
         [
-            link(f"rank {line.rank}", href=view.href("/timeline", rank=line.rank)),
-            t.time(line.step_ns),
-            _dash(t.percent(line.busy_share)),
-            _dash(t.time(line.communication_ns)),
-            _dash(t.time(line.idle_ns)),
-            _dash(t.percent(line.last_share)),
-            _dash(t.time(line.caused_wait_ns)),
+            link(f"rank {row.line.rank}", href=view.href("/timeline", rank=row.line.rank)),
+            *row.cells[1:],
         ]
-        for line in ranks.lines[:MOST_RANKS]
+        for row in shown.rows
     ]
-    header = [
-        "Rank", "Step", "GPU busy", "Exposed comm.", "Idle", "Comes last", "Others wait for it",
-    ]  # fmt: skip
-    chosen = None if latest is None else ranks.lines.index(latest)
-    more = len(ranks.lines) - len(rows)
+    latest = [number for number, row in enumerate(shown.rows) if row.latest]
     return card(
         "Ranks",
-        table(header, rows, numbers=range(1, 7), chosen=chosen, caption="A step, per rank"),
-        el("P", t.clean(ranks.note), cls="note-line", style={"marginTop": "12px"}),
-        el("P", f"{t.count(more)} more ranks are not listed.", cls="note-line")
-        if more > 0
-        else None,
+        table(
+            [name[0].upper() + name[1:] for name in shown.head],
+            rows,
+            numbers=range(1, len(shown.head)),
+            chosen=next(iter(latest), None),
+            caption="A step, per rank",
+            stacked=True,
+        ),
+        el("P", shown.note, cls="note-line", style={"marginTop": "12px"}),
+        el("P", shown.more, cls="note-line") if shown.more else None,
     )
 
 
@@ -174,9 +176,12 @@ def _skew(view: View) -> Any:
     table_ = view.loaded.view("skew", lambda: _skew_table(view.loaded))
     if table_.is_empty():
         return None
+    table_ = table_.with_columns(waiting=pl.col("count") * pl.col("skew_ns"))
+    shown, rest = _folded(table_, (pl.col("waiting"), pl.col("wait_ns").fill_null(0)))
+    short = t.by_name(shown["annotation"], ANNOTATION)
     rows = [
         [
-            _named(row["collective"], row["annotation"]),
+            _named(row["collective"], row["annotation"], short),
             _dash(t.memory(row["bytes"])),
             t.count(row["count"]),
             t.time(row["skew_ns"]),
@@ -184,21 +189,60 @@ def _skew(view: View) -> Any:
             _dash(t.time(row["wait_ns"])),
             "–" if row["last"] is None else f"rank {row['last']}, {t.count(row['last_count'])}×",
         ]
-        for row in table_.head(MOST_COLLECTIVES).iter_rows(named=True)
+        for row in shown.iter_rows(named=True)
     ]
+    if rest.height:
+        rows.append(
+            [
+                el("Span", f"{t.count(rest.height)} other kinds", cls="dim"),
+                "",
+                t.count(_sum(rest, "count")),
+                t.time(_sum(rest, "waiting") / max(_sum(rest, "count"), 1)),
+                t.time(float(rest.select(pl.col("worst_ns").max()).item() or 0)),
+                t.time(_sum(rest, "wait_ns")),
+                "",
+            ]
+        )
     header = [
-        "Collective", "Message", "Count", "Skew", "Worst", "Others wait a step", "Most often last",
-    ]  # fmt: skip
+        "Collective",
+        "Message",
+        "Count",
+        "Skew",
+        "Worst",
+        "Others wait a step",
+        "Most often last",
+    ]
     return card(
         "Who comes late",
         table(
-            header, rows, numbers=range(1, 7), caption="Skew: last arrival minus first, on average"
+            header,
+            rows,
+            numbers=range(1, 7),
+            caption="Skew: last arrival minus first, on average",
+            stacked=True,
         ),
     )
 
 
-def _named(collective: str, annotation: str | None) -> Any:
-    note = t.shorten(t.clean(annotation), 48) if annotation else None
+def _folded(table_: pl.DataFrame, sizes: tuple[pl.Expr, ...]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Rows that matter by any of the sizes, and those that are too small by all of them; a single
+    small one is listed like the others."""
+    large = pl.any_horizontal((size >= SMALL * size.sum()) & (size > 0) for size in sizes)
+    marked = table_.with_columns(large=large)
+    shown, rest = marked.filter("large"), marked.filter(~pl.col("large"))
+    if rest.height < 2:
+        shown, rest = marked, marked.clear()
+    # a thousand kinds of equal size are all large
+    rest = pl.concat([shown.tail(max(0, shown.height - MOST_COLLECTIVES)), rest])
+    return shown.head(MOST_COLLECTIVES), rest
+
+
+def _sum(table_: pl.DataFrame, column: str) -> float:
+    return float(table_.select(pl.col(column).sum()).item() or 0)
+
+
+def _named(collective: str, annotation: str | None, short: dict[str, str]) -> Any:
+    note = named(short[annotation], annotation) if annotation else None
     return el(
         "Span",
         collective.replace("_", " "),
@@ -208,6 +252,8 @@ def _named(collective: str, annotation: str | None) -> Any:
 
 
 MOST_COLLECTIVES = 40
+ANNOTATION = 48
+"""Characters of the range around a collective."""
 
 
 def _collectives(view: View) -> Any:
@@ -216,12 +262,14 @@ def _collectives(view: View) -> Any:
         return None
     rows_ = view.loaded.view(("collectives", view.rank), lambda: sum_collectives(a))
     peak = a.hardware.link.gb_per_s if a.hardware is not None and a.hardware.link else None
+    shown, rest = _folded(rows_, (pl.col("dur"), pl.col("exposed")))
+    short = t.by_name(shown["annotation"], ANNOTATION)
     rows = []
-    for row in rows_.head(MOST_COLLECTIVES).iter_rows(named=True):
+    for row in shown.iter_rows(named=True):
         speed = row["bus_gbps"]
         rows.append(
             [
-                _named(row["collective"], row["annotation"]),
+                _named(row["collective"], row["annotation"], short),
                 _dash(t.memory(row["bytes"])),
                 _dash(t.count(row["group_size"])),
                 t.count(row["count"] / a.step_count),
@@ -231,24 +279,42 @@ def _collectives(view: View) -> Any:
                 "–" if speed is None or peak is None else t.percent(speed / peak),
             ]
         )
+    if rest.height:
+        rows.append(
+            [
+                el("Span", f"{t.count(rest.height)} other kinds", cls="dim"),
+                "",
+                "",
+                t.count(_sum(rest, "count") / a.step_count),
+                t.time(_sum(rest, "dur") / a.step_count),
+                t.time(_sum(rest, "exposed") / a.step_count),
+                "",
+                "",
+            ]
+        )
     header = [
-        "Collective", "Message", "Ranks", "A step", "Time a step", "Exposed", "Bus bandwidth",
+        "Collective",
+        "Message",
+        "Group of",
+        "A step",
+        "Time a step",
+        "Exposed",
+        "Bus bandwidth",
         "Of link peak",
-    ]  # fmt: skip
-    more = rows_.height - len(rows)
+    ]
     link_note = (
         f"Link peak: {a.hardware.link.name}, {t.number(peak)} GB/s in one direction."
         if a.hardware is not None and a.hardware.link and peak is not None
         else "The peak of the links between the GPUs is not known."
     )
     notes = [link_note, "A rank that waits for another counts as communicating."]
-    if more:
-        notes.append(f"{t.count(more)} smaller groups are not listed.")
+    if rest.height:
+        notes.append(f"Kinds below {t.percent(SMALL)} of the time are summed.")
     number = view.rank if view.rank is not None else next(iter(view.loaded.analyses))
     return card(
         "Collectives",
         rank_choice(view, "/distributed"),
-        table(header, rows, numbers=range(1, 8), caption="By kind and message size"),
+        table(header, rows, numbers=range(1, 8), caption="By kind and message size", stacked=True),
         el("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}),
         aside=f"of rank {number}" if number >= 0 else "",
     )

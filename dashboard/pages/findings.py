@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
+from advisor import text as t
 from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link, out
 from advisor.dashboard.pages.overview import anchor
-from advisor.dashboard.parts import card, choices, code, empty, head, page, scrolling
+from advisor.dashboard.parts import card, choices, code, empty, head, named, page, scrolling
 from advisor.model import Evidence, Finding, Location
 from advisor.report import facts
-from advisor.report import text as t
 from advisor.report.data import Report
 
 MARGIN = 1.0
@@ -140,22 +140,21 @@ def _confidence(finding: Finding) -> Any:
 def _worth(report: Report, finding: Finding) -> Any:
     """The gain as a figure; else in words why there is none."""
     worth = finding.worth
-    unit = t.loop_unit(report.scope.step_source)
     if worth is None or worth.gain_ns is None:
-        text = t.gain(finding, step=unit)
+        text = t.gain(finding)
         return el("Div", el("Strong", text, cls="text"), cls="worth") if len(text) < 40 else None
-    bound = "up to " if worth.method.startswith("upper bound") else ""
-    per = f"a {unit}" if worth.currency == "step_time" else "over the run"
-    share = f" · {t.percent(worth.share)}" if worth.share is not None else ""
-    step = report.scope.step_ns
+    per = t.per(worth.unit)
+    if worth.share is not None and worth.currency == "step_time":
+        per = f"{t.percent(worth.share)} {t.of(worth.unit)}"
+    step = report.step_ns
     times = ""
     if worth.currency == "step_time" and 0 < worth.gain_ns < step and not finding.other_rank:
         times = f" · {step / (step - worth.gain_ns):.2f}×"
     spread = t.band(finding)
     return el(
         "Div",
-        el("Strong", f"{bound}{t.time(worth.gain_ns)}"),
-        el("Span", f"{per}{share}{times}"),
+        el("Strong", t.saving(worth)),
+        el("Span", f"{per}{times}"),
         el("Span", spread) if spread else None,
         cls="worth",
     )
@@ -170,12 +169,13 @@ def _lines(lines: list[str]) -> Any:
 
 
 def _where(view: View, finding: Finding) -> Any:
-    places = facts.places(finding, 5)
+    places = facts.named_places(finding, 5, name_width=90, path_width=90)
     if not places:
         return None
     lines = []
-    for place in places:
-        names = [el("Code", name) for name in t.place_names(place, name_width=90, path_width=90)]
+    for place, texts in places:
+        whole = t.place_names(place, name_width=2000, path_width=2000)
+        names = [el("Code", named(*pair)) for pair in zip(texts, whole, strict=True)]
         figures = " · ".join(t.place_figures(place))
         at = show_href(view, finding, place)
         lines.append(
@@ -196,7 +196,7 @@ def _evidence(finding: Finding) -> Any:
     lines = []
     for item in finding.evidence:
         shown = t.value(item.value, item.unit)
-        cells = [el("Th", t.clean(item.label), scope="row", cls="name")]
+        cells = [el("Th", t.label(item), scope="row", cls="name")]
         if isinstance(item.value, str):  # words, which need the room of the limit as well
             cells.append(el("Td", shown, colSpan=2 if limits else 1, cls="words"))
         else:
@@ -281,13 +281,26 @@ def _notes(view: View, report: Report, notes: list[Finding]) -> Any:
                     el("Span", f" ({reason})", cls="dim") if reason else None,
                     el("P", t.clean(finding.summary), cls="note-line"),
                     el("P", t.clean(finding.fix), cls="note-line"),
+                    link("show", href=at) if at else None,
                 ),
-                link("show", href=at) if at else None,
+                _note_worth(finding),
                 id=anchor(finding),
             )
         )
     return card(
         "Notes",
         el("Ul", *lines, cls="lines"),
-        aside="worth too little to act on, or not proven on real traces",
+        aside="not in the order of worth; each says why",
+    )
+
+
+def _note_worth(finding: Finding) -> Any:
+    worth = finding.worth
+    if not facts.note_gain(finding) or worth is None:
+        return None
+    return el(
+        "Span",
+        t.saving(worth),
+        el("Small", f"{t.percent(worth.share)} {t.of(worth.unit)}, perhaps"),
+        cls="worth unsure",
     )

@@ -8,16 +8,19 @@ import dash
 import polars as pl
 from dash import Input, Output, State
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.optree import op_table, op_tree
 from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link
-from advisor.dashboard.grid import Column, grid, register_search
+from advisor.dashboard.grid import Column, add_labels, grid, register_search
 from advisor.dashboard.parts import card, empty, facts, figure, head, page, spark, swatch, table
+from advisor.dashboard.query import parse
 from advisor.dashboard.ranks import rank_choice
+from advisor.dashboard.rates import GRID as RATES
+from advisor.dashboard.rates import operator_rates, rate_rows
 from advisor.dashboard.session import Loaded, Session
-from advisor.report import text as t
 
 MOST_ROWS = 2_000
 """Kernels in the grid; what is smaller is told in a line."""
@@ -33,7 +36,15 @@ def layout(**query: object) -> Any:
         why = "No device work in this trace: kernels, occupancy and rooflines are not measured."
         how = "Record with activities=[CPU, CUDA] on a machine with a GPU."
         return page(title, empty("No kernels", why, how), _tree(view), _ops(view))
-    return page(title, _families(a), _kernels(view), _roofline(view), _tree(view), _ops(view))
+    return page(
+        title,
+        _families(a),
+        _kernels(view),
+        operator_rates(view),
+        _roofline(view),
+        _tree(view),
+        _ops(view),
+    )
 
 
 def warm(loaded: Loaded) -> None:
@@ -43,6 +54,7 @@ def warm(loaded: Loaded) -> None:
     loaded.view(("op_rows", None), lambda: op_rows(a))
     if a.device_id is not None:
         loaded.view(("kernel_rows", None), lambda: kernel_rows(a))
+        loaded.view(("rate_rows", None), lambda: rate_rows(a))
 
 
 def _lead(a: Analysis) -> str:
@@ -55,45 +67,55 @@ def _lead(a: Analysis) -> str:
 
 
 def _families(a: Analysis) -> Any:
-    rows = a.families.filter(pl.col("share").is_not_null())
+    rows = a.families.filter(pl.col("dur") > 0)
     largest = max(rows["dur"].max() or 1, 1)
+    whole = _device_work(a)
     lines = [
         [
             el("Span", swatch(theme.of_family(name)), name, cls="nowrap"),
             el("Div", spark(dur / largest, theme.of_family(name)), cls="bar-cell"),
             t.time(dur / a.step_count),
-            t.percent(share),
+            t.percent(dur / whole),
             t.count(count / a.step_count),
         ]
-        for name, count, dur, share in rows.select("family", "count", "dur", "share")
+        for name, count, dur in rows.select("family", "count", "dur")
         .with_columns(pl.col("family").cast(pl.String))
         .iter_rows()
     ]
-    header = ["Family", "", "Time a step", "Share", "Count a step"]
+    header = ["Family", "", "Time a step", "Of device work", "Count a step"]
     return card(
         "By family",
-        table(header, lines, numbers=(2, 3, 4), caption="Share of summed kernel time"),
+        table(header, lines, numbers=(2, 3, 4), caption=OF_WORK, stacked=True),
     )
 
 
+OF_WORK = "Share of device work: kernels, copies and memsets, their durations summed"
+
+
+def _device_work(a: Analysis) -> int:
+    """What shares of this page are of, as in ``Report.families``, ns."""
+    return max(int(a.families["dur"].sum()), 1)
+
+
 KERNELS = (
-    Column("name", "Kernel", flex=2, mono=True),
-    Column("family", "Family", width=118),
-    Column("count", "Count", width=74, number=True),
-    Column("time", "Time a step", width=104, number=True),
-    Column("share", "Share", width=72, number=True),
-    Column("occupancy", "Occupancy", width=100, number=True),
-    Column("flops", "TFLOP/s", width=84, number=True),
-    Column("bytes", "GB/s", width=72, number=True),
-    Column("roofline", "Of roof", width=78, number=True),
-    Column("tensor", "Tensor", width=76),
-    Column("op", "Launched by", flex=1, mono=True),
+    Column("name", "Kernel", flex=2, names=True),
+    Column("family", "Family", width=130),
+    Column("count", "Count", width=66, number=True),
+    Column("time", "Time a step", width=94, number=True, csv="Time a step, ns"),
+    Column("share", "Share", width=66, number=True, csv="Share, 0 to 1"),
+    Column("occupancy", "Occupancy", width=90, number=True, csv="Occupancy, 0 to 1"),
+    Column("flops", "TFLOP/s", width=74, number=True, csv="FLOP/s"),
+    Column("bytes", "GB/s", width=66, number=True, csv="Bytes/s"),
+    Column("roofline", "Of roof", width=72, number=True, csv="Of roof, 0 to 1"),
+    Column("tensor", "Tensor", width=70),
+    Column("op", "Launched by", flex=1, names=True),
 )
 
 
 def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
     """Rows of the grid: numbers to sort by, and the texts that are shown."""
     rows = []
+    whole = _device_work(a)
     table_ = a.hot_kernels.head(MOST_ROWS).with_columns(
         pl.col("name", "family", "op_name").cast(pl.String)
     )
@@ -105,8 +127,8 @@ def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
                 "name": t.clean(row["name"]),
                 "family": row["family"],
                 **_cell("count", row["count"], t.count(row["count"])),
-                **_cell("time", row["dur"], t.time(row["dur"] / a.step_count)),
-                **_cell("share", row["share"], t.percent(row["share"])),
+                **_cell("time", row["dur"] / a.step_count, t.time(row["dur"] / a.step_count)),
+                **_cell("share", row["dur"] / whole, t.percent(row["dur"] / whole)),
                 **_cell("occupancy", occupancy, t.percent(occupancy)),
                 **_cell("flops", row["flops_per_s"], _number(row["flops_per_s"], 1e12)),
                 **_cell("bytes", row["bytes_per_s"], _number(row["bytes_per_s"], 1e9)),
@@ -115,6 +137,8 @@ def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
                 "op": t.clean(row["op_name"]) if row["op_name"] is not None else "–",
             }
         )
+    add_labels(rows, "name")
+    add_labels(rows, "op")
     return rows
 
 
@@ -133,7 +157,7 @@ def _kernels(view: View) -> Any:
     a = view.analysis
     rows = view.loaded.view(("kernel_rows", view.rank), lambda: kernel_rows(a))
     more = a.hot_kernels.height - len(rows)
-    aside = "select one to see it on the timeline; – is not measured"
+    aside = "select one to see it on the timeline; share: of device work; – is not measured"
     return card(
         "Kernels",
         grid("kernel-grid", KERNELS, rows, height=460, label="Kernels"),
@@ -161,14 +185,19 @@ def _roofline(view: View) -> Any:
             "FLOPs and bytes of the kernels are not known without the shapes of the operators.",
             "Record with record_shapes=True.",
         )
-    share = float(known["share"].sum())
+    share = float(known["dur"].sum()) / _device_work(a)
     words = (
-        f"{known.height} kernels, {t.percent(share)} of kernel time, by arithmetic intensity and "
-        f"rate, under the roofs of {a.hardware.name}."
+        f"{t.counted(known.height, 'kernel')}, {t.percent(share)} of device work, by arithmetic "
+        f"intensity and rate, under the roofs of {a.hardware.name}."
     )
     return card(
         "Roofline",
-        figure(figures.roofline(known, a.hardware), "roofline", height=420, description=words),
+        figure(
+            figures.roofline(known, a.hardware, _device_work(a)),
+            "roofline",
+            height=420,
+            description=words,
+        ),
         el("P", words + " Area is time. Roofs are the vendor's figures.", cls="note-line"),
     )
 
@@ -194,25 +223,27 @@ def _tree(view: View) -> Any:
 
 
 OPS = (
-    Column("name", "Operator", flex=3, mono=True),
+    Column("name", "Operator", flex=3, names=True),
     Column("count", "Calls", width=100, number=True),
-    Column("device", "Device time a step", width=160, number=True),
-    Column("host", "Own host time a step", width=170, number=True),
+    Column("device", "Device time a step", width=160, number=True, csv="Device time a step, ns"),
+    Column("host", "Own host time a step", width=170, number=True, csv="Own host time a step, ns"),
 )
 
 
 def op_rows(a: Analysis) -> list[dict[str, Any]]:
     """Rows of the operators' grid."""
-    return [
+    rows = [
         {
             "id": str(number),
             "name": t.clean(row["name"]),
             **_cell("count", row["count"], t.count(row["count"])),
-            **_cell("device", row["device"], t.time(row["device"] / a.step_count)),
-            **_cell("host", row["host"], t.time(row["host"] / a.step_count)),
+            **_cell("device", row["device"] / a.step_count, t.time(row["device"] / a.step_count)),
+            **_cell("host", row["host"] / a.step_count, t.time(row["host"] / a.step_count)),
         }
         for number, row in enumerate(op_table(a).head(MOST_OPS).iter_rows(named=True))
     ]
+    add_labels(rows, "name")
+    return rows
 
 
 def _ops(view: View) -> Any:
@@ -245,6 +276,7 @@ def register(app: dash.Dash, session: Session) -> None:
     """The selected kernel, below the grid."""
 
     register_search(app, "kernel-grid")
+    register_search(app, RATES)
     register_search(app, "op-grid")
 
     @app.callback(
@@ -254,10 +286,8 @@ def register(app: dash.Dash, session: Session) -> None:
         prevent_initial_call=True,
     )
     def show(selected: object, search: object) -> Any:
-        from urllib.parse import parse_qsl
-
-        query = dict(parse_qsl(str(search or "").removeprefix("?"))[:20])
-        view = current.view(**{k: query[k] for k in ("run", "rank") if k in query})
+        query: dict[str, Any] = parse(search)
+        view = current.view(**query)
         if not isinstance(selected, list) or not selected or not isinstance(selected[0], dict):
             return None
         number = str(selected[0].get("id", ""))

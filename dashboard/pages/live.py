@@ -7,16 +7,17 @@ from typing import Any
 import dash
 from dash import Input, Output, State, dcc
 
+from advisor import text as t
 from advisor.analysis.record import Recorded
 from advisor.dashboard import current, figures, telemetry, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
 from advisor.dashboard.pages.overview import finding_line
 from advisor.dashboard.parts import card, choices, empty, figure, head, page, tiles
+from advisor.dashboard.query import parse
 from advisor.dashboard.session import Session
-from advisor.dashboard.stepbar import Piece, halves, strip
-from advisor.report import facts
-from advisor.report import text as t
+from advisor.dashboard.stepbar import halves, strip
+from advisor.report import facts, views
 from advisor.rundir import RankRecord
 
 SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
@@ -61,9 +62,7 @@ def register(app: dash.Dash, session: Session) -> None:
         prevent_initial_call=True,
     )
     def tick(_: object, search: object) -> Any:
-        from urllib.parse import parse_qsl
-
-        query = dict(parse_qsl(str(search or "").removeprefix("?"))[:20])
+        query = parse(search)
         view = current.view()
         record = _record(view, _number(query.get("rank")))
         return body(view, _number(query.get("rank"))), record is not None and record.ended
@@ -155,7 +154,7 @@ def _phases(record: RankRecord) -> Any:
     for name in recent.phases:
         ns, share = recent.phase(name), recent.share(name)
         if ns is not None and share:
-            parts.append(Piece(t.host_label(name), theme.of_phase(name), float(ns.mean()), share))
+            parts.append(views.phase(name, float(ns.mean()), share))
     if not parts:
         return None
     return card(
@@ -163,7 +162,7 @@ def _phases(record: RankRecord) -> Any:
         strip(parts, "Phases of the latest steps"),
         el("Div", *halves(parts), cls="legend"),
         aside=f"host time, mean of the last {min(RECENT, len(record.steps))} steps",
-    )  # fmt: skip
+    )
 
 
 def _findings(view: View) -> Any:

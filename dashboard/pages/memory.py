@@ -7,15 +7,15 @@ from typing import Any
 
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.peak import Peak, memory_curve, memory_devices, memory_peak
-from advisor.dashboard import current, figures, theme
+from advisor.dashboard import current, figures, snapshot, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, figure, head, page, spark, table, tiles
 from advisor.dashboard.ranks import rank_choice
 from advisor.dashboard.session import Loaded
-from advisor.report import text as t
 
 MOST_OWNERS = 25
 ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
@@ -27,11 +27,11 @@ def layout(**query: object) -> Any:
     a = view.analysis
     devices = memory_devices(a)
     noted = a.recorded is not None and any(s.allocated is not None for s in a.recorded.steps)
-    known = bool(devices) or noted
+    known = bool(devices) or noted or a.snapshot is not None
     lead = "Device memory as PyTorch's allocator counts it." if known else ""
     title = head("Memory", lead, rank_choice(view, "/memory"))
     ooms = _out_of_memory(a)
-    parts: list[Any] = []
+    parts: list[Any] = snapshot.sections(view)
     for device in devices:
         parts += _device(view, device, named=len(devices) > 1)
     recorded = _recorded(a)
@@ -50,6 +50,7 @@ def layout(**query: object) -> Any:
 def warm(loaded: Loaded) -> None:
     """Make the curves and peaks of the reported rank."""
     a = loaded.main
+    snapshot.warm(loaded)
     for device in memory_devices(a):
         loaded.view(("memory_curve", None, device), partial(memory_curve, a, device))
         loaded.view(("memory_peak", None, device), partial(memory_peak, a, device))
@@ -114,14 +115,27 @@ def _curve(a: Analysis, curve: pl.DataFrame, peak: Peak | None) -> Any:
     made = figures.lines(series, x="ms into the trace", y=unit, height=280, step=True)
     for row in a.steps.table.iter_rows(named=True) if a.steps.source != "whole trace" else ():
         made.add_shape(
-            type="line", xref="x", yref="paper", x0=row["ts"] / 1e6, x1=row["ts"] / 1e6, y0=0,
-            y1=0.03, line={"color": "#9a9aa5", "width": 1},
-        )  # fmt: skip
+            type="line",
+            xref="x",
+            yref="paper",
+            x0=row["ts"] / 1e6,
+            x1=row["ts"] / 1e6,
+            y0=0,
+            y1=0.03,
+            line={"color": "#9a9aa5", "width": 1},
+        )
     if peak is not None:
         made.add_annotation(
-            x=peak.ts / 1e6, y=peak.allocated / scale, text=f"peak {t.memory(peak.allocated)}",
-            showarrow=True, arrowhead=0, arrowcolor="#9a9aa5", ax=0, ay=-26, font={"size": 12},
-        )  # fmt: skip
+            x=peak.ts / 1e6,
+            y=peak.allocated / scale,
+            text=f"peak {t.memory(peak.allocated)}",
+            showarrow=True,
+            arrowhead=0,
+            arrowcolor="#9a9aa5",
+            ax=0,
+            ay=-26,
+            font={"size": 12},
+        )
     return made
 
 
@@ -195,8 +209,12 @@ def _recorded(a: Analysis) -> Any:
             )
         )
     if rss:
-        host = ("resident memory of the process", [n for n, _ in rss],
-                [value / (1 << 30) for _, value in rss], theme.CLASSES["copies"])  # fmt: skip
+        host = (
+            "resident memory of the process",
+            [n for n, _ in rss],
+            [value / (1 << 30) for _, value in rss],
+            theme.CLASSES["copies"],
+        )
         made.append(
             figure(
                 figures.lines([host], x="step", y="host, GiB", height=170),

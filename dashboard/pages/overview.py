@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from advisor import text as t
 from advisor.dashboard import current, stepbar
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
 from advisor.dashboard.parts import banner, card, page, picture, tiles
 from advisor.model import Finding
-from advisor.report import facts
-from advisor.report import text as t
+from advisor.report import facts, views
 from advisor.report.data import Report
 
 STATUS = {
@@ -26,16 +26,12 @@ def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
     report = view.loaded.report
-    unit = t.loop_unit(report.scope.step_source)
-    where = "on the GPU" if report.time else "on the host's main thread"
-    made = stepbar.bar(report)
+    bar = views.step_bar(report)
     return page(
         _head(report),
         banner(report.limits),
         tiles(figures(report)),
-        card(f"Where the {unit}'s time goes {where}", made, tools=picture("step"))
-        if made is not None
-        else None,
+        card(bar.heading, stepbar.bar(bar), tools=picture("step")) if bar is not None else None,
         _staircase(report),
         _top(view, report),
         _rest(report),
@@ -59,14 +55,20 @@ def _head(report: Report) -> Any:
 def figures(report: Report) -> list[tuple[str, str, str]]:
     """The figures of merit: name, value, what to know about it."""
     scope, replay = report.scope, report.replay
-    unit = t.loop_unit(scope.step_source)
+    unit = report.per
     spread = ""
     if scope.steps_used > 1:
-        spread = f"{t.between(scope.step_min_ns, scope.step_max_ns)} over {scope.steps_used} steps"
+        over = t.counted(scope.steps_used, "step")
+        spread = f"{t.between(scope.step_min_ns, scope.step_max_ns)} over {over}"
     elif unit == "step":
         spread = "one step measured"
-    found = [(unit.capitalize(), t.time(scope.step_ns), spread)]
-    busy = "" if report.busy_share is None else f"of the {unit}"
+    found = [(unit.capitalize(), t.time(report.step_ns), spread)]
+    if report.step is not None:
+        found = [("Step", t.time(report.step.ns), "median of the run, without the profiler")]
+        if report.step.window_ns is not None:
+            about = "; ".join(facts.window(report))
+            found.append(("Profiled step", t.time(report.step.window_ns), about))
+    busy = "" if report.busy_share is None else t.of(unit)
     found.append(("GPU busy", t.percent(report.busy_share), busy))
     found.append(("MFU", t.percent(report.mfu), "of the device's peak" if report.mfu else ""))
     capacity = report.memory_capacity_bytes
@@ -79,53 +81,39 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
     if replay is None:
         found.append(("Replay error", t.NOT_MEASURED, "gains are upper bounds"))
     else:
-        error = "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
+        error = facts.replay_error(replay)
         found.append(("Replay error", error, "what the gains are priced with"))
     return found
 
 
 def _staircase(report: Report) -> Any:
     """Measured, then with fix 1, then with fixes 1 and 2 …: as the terminal's list has it."""
-    found = facts.ranked(report)
-    whole = report.scope.step_ns
-    if not found or not whole:
+    shown = views.stairs(report)
+    if shown is None:
         return None
-    left = whole
-    rows = [("As measured", 0.0, whole)]
-    for finding in found:
-        gain = float(finding.rank_gain_ns or 0)
-        left = max(0.0, left - gain)
-        rows.append((f"{finding.rank}. {t.clean(finding.title)}", gain, left))
-    thens = t.times([then for _, _, then in rows])
-    unit = t.loop_unit(report.scope.step_source)
-    bound = "up to " if facts.bounded(report) else ""
-    stairs = [
-        el(
-            "Li",
-            el("Span", what, cls="what", title=what),
-            el(
-                "Span",
-                el("Span", cls="left", style={"width": f"{then / whole:.4%}"}),
-                el(
-                    "Span",
-                    cls="saved",
-                    style={"left": f"{then / whole:.4%}", "width": f"{gain / whole:.4%}"},
-                ),
-                cls="run",
-                aria_hidden="true",
-            ),
-            el(
-                "Span",
-                shown,
-                el("Span", f"{bound}−{t.time(gain)}", cls="gain") if gain else None,
-                cls="then",
-            ),
-            cls="stair",
+    stairs = []
+    for stair in shown.all:
+        what = f"{stair.number}. {stair.label}" if stair.number else stair.label.capitalize()
+        left, saved = f"{stair.left_share:.4%}", f"{stair.saved_share:.4%}"
+        gain = el("Span", f"{shown.bound}−{stair.saved}", cls="gain") if stair.saved else None
+        run = el(
+            "Span",
+            el("Span", cls="left", style={"width": left}),
+            el("Span", cls="saved", style={"left": left, "width": saved}),
+            cls="run",
+            aria_hidden="true",
         )
-        for (what, gain, then), shown in zip(rows, thens, strict=True)
-    ]
+        stairs.append(
+            el(
+                "Li",
+                el("Span", what, cls="what", title=what),
+                run,
+                el("Span", stair.left, gain, cls="then"),
+                cls="stair",
+            )
+        )
     return card(
-        f"What the {unit} could come down to",
+        f"What the {shown.per} could come down to",
         el("Ol", *stairs, cls="stairs"),
         el("P", facts.outlook(report), cls="note-line", style={"marginTop": "14px"}),
         aside="each fix on top of those before it",
@@ -135,17 +123,15 @@ def _staircase(report: Report) -> Any:
 
 def finding_line(view: View, report: Report, finding: Finding) -> Any:
     """One finding in two lines, with the way to all there is about it."""
-    unit = t.loop_unit(report.scope.step_source)
     worth = finding.worth
-    where = facts.places(finding, 1)
-    places = " · ".join(t.place_names(where[0])) if where else ""
+    where = facts.named_places(finding, 1)
+    places = " · ".join(where[0][1]) if where else ""
     amount: Any = None
     if worth is not None and worth.gain_ns is not None:
-        bound = "up to " if worth.method.startswith("upper bound") else ""
         amount = el(
             "Span",
-            f"{bound}{t.time(worth.gain_ns)}",
-            el("Small", f"a {unit}, {t.percent(worth.share)}"),
+            t.saving(worth),
+            el("Small", f"{t.percent(worth.share)} {t.of(worth.unit)}"),
             cls="worth",
         )
     return el(
@@ -157,6 +143,7 @@ def finding_line(view: View, report: Report, finding: Finding) -> Any:
             cls="title",
         ),
         amount,
+        el("Span", facts.short_fix(finding), cls="fix"),
         el("Span", places, cls="where") if places else None,
     )
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.dashboard import current, figures, telemetry, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, facts, figure, head, page, table, tiles
 from advisor.dashboard.ranks import rank_choice
-from advisor.dashboard.stepbar import Piece, halves, strip
-from advisor.report import text as t
+from advisor.dashboard.stepbar import halves, strip
+from advisor.report import views
 from advisor.report.data import Recorded
 from advisor.rundir import Manifest, RankRecord
 
@@ -83,8 +84,8 @@ def _figures(view: View) -> Any:
                 else "none seen"
                 if effect <= 0
                 else f"{effect:+.0%}",
-                f"{t.time(recorded.profiled_median_ns)} a step with it"
-                if recorded.profiled_median_ns is not None
+                f"{t.time(step.window_ns)} a step in the window"
+                if (step := view.loaded.report.step) is not None and step.window_ns is not None
                 else "",
             ),
             (
@@ -121,16 +122,13 @@ def _steps(a: Analysis) -> Any:
 def _phases(recorded: Recorded | None) -> Any:
     if recorded is None or not recorded.phases:
         return None
-    parts = [
-        Piece(t.host_label(phase.name), theme.of_phase(phase.name), phase.ns, phase.share)
-        for phase in recorded.phases
-    ]
+    parts = [views.phase(phase.name, phase.ns, phase.share) for phase in recorded.phases]
     return card(
         "Phases of the step",
         strip(parts, "Phases of the step"),
         el("Div", *halves(parts), cls="legend"),
         aside="host time: forward and backward are launched in it, the device runs behind",
-    )  # fmt: skip
+    )
 
 
 def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
@@ -188,9 +186,16 @@ def _shown(value: object) -> str:
 STATES = {"done": "recorded", "never": "never opened"}
 
 LOADER = (
-    "workers", "batch_size", "pin_memory", "persistent_workers", "prefetch_factor", "drop_last",
-    "multiprocessing_context", "length", "dataset",
-)  # fmt: skip
+    "workers",
+    "batch_size",
+    "pin_memory",
+    "persistent_workers",
+    "prefetch_factor",
+    "drop_last",
+    "multiprocessing_context",
+    "length",
+    "dataset",
+)
 
 
 def _loaders(a: Analysis) -> Any:
@@ -198,10 +203,13 @@ def _loaders(a: Analysis) -> Any:
     if not loaders:
         return None
     names = [name for name in LOADER if any(name in loader for loader in loaders)]
-    rows = [[_shown(loader.get(name)) for name in names] for loader in loaders[:20]]
+    rows = [
+        [f"loader {number}", *(_shown(loader.get(name)) for name in names)]
+        for number, loader in enumerate(loaders[:20], start=1)
+    ]
     return card(
         "Data loaders",
-        table([name.replace("_", " ") for name in names], rows, names=()),
+        table(["", *(name.replace("_", " ") for name in names)], rows, stacked=True),
         aside="those that fed training steps",
     )
 

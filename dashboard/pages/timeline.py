@@ -1,10 +1,10 @@
-"""The timeline page: a place for the canvas, which ``assets/timeline.js`` fills."""
+"""The timeline page: a place for the canvas, which ``assets/timeline/`` fills."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from advisor.dashboard import current
+from advisor.dashboard import current, tracefile
 from advisor.dashboard.dom import el
 
 
@@ -21,5 +21,6 @@ def layout(**query: object) -> Any:
             data_run=view.entry.key,
             data_advisor_timeline="1",
         ),
+        tracefile.buttons(view),
         cls="wide timeline-page",
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.analysis.gaps import CAUSES
 from advisor.analysis.names import map_names, matches
 from advisor.analysis.stacks import frame_rank
-from advisor.analysis.timeline import CLASSES, CODE, LOADER
+from advisor.analysis.timeline import CLASSES, CODE
 from advisor.dashboard.timeline.categories import (
     ACTIVITY,
     COPIES,
@@ -25,10 +25,11 @@ from advisor.dashboard.timeline.categories import (
     SYNCS,
 )
 from advisor.dashboard.timeline.counters import counters
+from advisor.dashboard.timeline.frames import depth_without, library_frames
 from advisor.dashboard.timeline.index import Index
 from advisor.dashboard.timeline.lanes import Lanes, Set
-from advisor.report.text import cause_label, host_label
-from advisor.trace import CALLS
+from advisor.text import cause_label, host_label
+from advisor.trace import CALLS, LOADER
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -66,8 +67,11 @@ def _slot(part: Set, key: str) -> int:
     return next(i for i, category in enumerate(part) if category.key == key)
 
 
-def build_index(a: Analysis) -> Index:
-    """Every lane of a rank's window. A fraction of a second for a million events."""
+def build_index(a: Analysis, *, libraries: bool = True) -> Index:
+    """Every lane of a rank's window. A fraction of a second for a million events.
+
+    ``libraries``: with the frames of libraries in the call stacks of Python.
+    """
     b = Lanes()
     if a.record_only:
         _recorded(b, a)
@@ -76,7 +80,7 @@ def build_index(a: Analysis) -> Index:
     _idle(b, a)
     _streams(b, a)
     _sync(b, a)
-    _threads(b, a)
+    _threads(b, a, libraries=libraries)
     _overhead(b, a)
     _tell_what_is_missing(b, a)
     index = b.index(counters(a))
@@ -251,17 +255,23 @@ def _host_slots(a: Analysis) -> NDArray[np.uint8]:
     return slot
 
 
-def _threads(b: Lanes, a: Analysis) -> None:
+def _threads(b: Lanes, a: Analysis, *, libraries: bool) -> None:
     """Each host thread: what it was doing in one lane, then its calls, a lane a depth."""
     cpu = a.trace.cpu
-    kept = np.flatnonzero((cpu["kind"] != "overhead").to_numpy())
+    wanted = (cpu["kind"] != "overhead").to_numpy()
+    deep = cpu["depth"].to_numpy()
+    if not libraries:
+        hidden = library_frames(a)
+        wanted = wanted & ~hidden
+        deep = depth_without(a, hidden)
+    kept = np.flatnonzero(wanted)
     if not len(kept):
         return
     name, slot = b.names.column(cpu["name"]), _host_slots(a)
     start = cpu["ts"].to_numpy()
     end = start + cpu["dur"].to_numpy()
     thread = cpu["thread"].to_numpy()[kept]
-    depth = cpu["depth"].to_numpy()[kept]
+    depth = deep[kept]
     _, lane = np.unique(thread.astype(np.int64) << 16 | depth, return_inverse=True)
     if len(lane) and lane.max() < 1 << 16:
         lane = lane.astype(np.uint16)  # 16 bits are sorted by radix, several times as fast
@@ -277,7 +287,7 @@ def _threads(b: Lanes, a: Analysis) -> None:
     for shown, i in enumerate(busy[:MOST_THREADS]):
         number = int(threads[i])
         rows = order[first[i] : last[i]]
-        level = cpu["depth"].to_numpy()[rows]
+        level = deep[rows]
         cuts = np.flatnonzero(np.diff(level)) + 1
         parts: list[Any] = [doing[number]] if number in doing else []
         parts += [

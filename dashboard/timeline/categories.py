@@ -8,7 +8,7 @@ from advisor.analysis.families import FAMILIES
 from advisor.analysis.gaps import CAUSES
 from advisor.analysis.timeline import CLASSES
 from advisor.dashboard import theme
-from advisor.report.text import cause_label, host_label
+from advisor.text import cause_label, host_label
 from advisor.trace import SYNC_KINDS
 
 

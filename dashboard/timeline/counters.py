@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.analysis.record import finite
 from advisor.intervals import Ints
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def clock_offset(a: Analysis) -> int | None:
     if a.record is None:
         return None
     if a.record_only:  # the first step is the beginning
-        return -min(step.t for step in a.record.steps) if a.record.steps else None
+        return -int(a.recorded.ts.min()) if a.recorded is not None and a.recorded.steps else None
     if a.trace.meta.clock != "unix":
         return None
     rank = a.record.rank
@@ -86,11 +87,11 @@ def _phases(a: Analysis) -> list[Counter]:
 
 def _samples(a: Analysis) -> list[Counter]:
     offset = clock_offset(a)
-    if offset is None or a.record is None or not a.record.samples:
+    if offset is None or a.record is None or a.recorded is None or not a.record.samples:
         return []
     low, high = -MARGIN_NS, a.trace.meta.end_ns + MARGIN_NS
     if a.record_only:
-        high = max(step.t + step.dur for step in a.record.steps) + offset + MARGIN_NS
+        high = int((a.recorded.ts + a.recorded.dur).max()) + offset + MARGIN_NS
     near = [(s.t + offset, s) for s in a.record.samples if low <= s.t + offset <= high]
     near.sort(key=lambda pair: pair[0])
     ts = np.array([t for t, _ in near], dtype=np.int64)
@@ -117,7 +118,7 @@ def _ordinal(record: RankRecord, place: int) -> int:
 
 
 def _sampled(key: str, label: str, unit: str, ts: Ints, values: list[Any]) -> Counter:
-    value = np.array([np.nan if v is None else float(v) for v in values], dtype=np.float64)
+    value = np.array([finite(v) for v in values], dtype=np.float64)
     there = ~np.isnan(value)
     own = ts[there]
     period = float(np.median(np.diff(own))) if len(own) > 1 else 1e9

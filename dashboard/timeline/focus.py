@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.errors import AdvisorError
+from advisor.labels import by_name
 from advisor.select import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from advisor.dashboard.timeline.index import Index
     from advisor.model import Finding
     from advisor.report.data import Report
+
+MOST_PLACES = 20
+LABEL = 60
+"""Characters of a place's name."""
 
 
 def findings(report: Report) -> Iterator[tuple[str, Finding]]:
@@ -33,10 +38,11 @@ def find(report: Report, key: str) -> Finding | None:
 
 def brief(key: str, finding: Finding) -> dict[str, Any]:
     """What the timeline needs to know of a finding."""
+    seen = [p for p in finding.where if p.ts_ns is not None][:MOST_PLACES]
+    short = by_name((p.kernel or p.op for p in seen), LABEL)
     places = [
-        {"ts": p.ts_ns, "dur": p.dur_ns or 0, "kernel": p.kernel, "op": p.op, "step": p.step}
-        for p in finding.where
-        if p.ts_ns is not None
+        {"ts": p.ts_ns, "dur": p.dur_ns or 0, "label": short.get(p.kernel or p.op or "", "")}
+        for p in seen
     ]
     return {
         "key": key,
@@ -45,7 +51,7 @@ def brief(key: str, finding: Finding) -> dict[str, Any]:
         "severity": finding.severity,
         "rank": finding.trace_rank,
         "edits": len(finding.edits),
-        "places": places[:20],
+        "places": places,
     }
 
 

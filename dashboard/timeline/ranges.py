@@ -11,7 +11,7 @@ from advisor.analysis.gaps import CAUSES
 from advisor.dashboard.timeline.categories import ALL
 from advisor.dashboard.timeline.search import locate
 from advisor.intervals import Intervals, intersect
-from advisor.report.text import cause_label
+from advisor.text import cause_label
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis

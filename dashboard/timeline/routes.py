@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import flask
 
+from advisor.dashboard.query import texts
 from advisor.dashboard.timeline import focus as finding_of
 from advisor.dashboard.timeline import params
+from advisor.dashboard.timeline.beside import shift
 from advisor.dashboard.timeline.categories import ALL, BASE, TITLES
 from advisor.dashboard.timeline.details import describe, under
 from advisor.dashboard.timeline.level import level_of_detail
@@ -17,6 +19,7 @@ from advisor.dashboard.timeline.ranges import statistics, table
 from advisor.dashboard.timeline.search import starting, step_through
 from advisor.dashboard.timeline.state import RankTimeline
 from advisor.dashboard.timeline.wire import encode
+from advisor.labels import distinct
 
 if TYPE_CHECKING:
     from advisor.dashboard.session import Entry, Loaded, Session
@@ -26,6 +29,10 @@ PAGE = 4096
 MOST_SHOWN = 300
 """Characters of a name in the table; details have it in full."""
 TABLE_ROWS = 100
+LINK, ROW, WIDE_ROW = 60, 20, 52
+"""Characters of a name in the lists of the panel, in its table, in the table of what is in view."""
+RUN = 24
+"""Characters of a run's name beside its picture."""
 
 Answer = flask.Response
 
@@ -47,7 +54,7 @@ def routes(session: Session) -> flask.Blueprint:
 
     def rule(name: str, answer: Callable[[RankTimeline, Any], Answer]) -> None:
         def respond() -> Answer:
-            args = flask.request.args
+            args = texts(flask.request.args.to_dict(flat=False))
             return answer(_chosen(session, args), args)
 
         blueprint.add_url_rule(f"/{name}", name, respond, methods=["GET"])
@@ -75,33 +82,68 @@ def warm(session: Session) -> None:
         of(entry.loaded, next(iter(entry.loaded.analyses)), entry.version)
 
 
-def of(loaded: Loaded, rank: int, version: int) -> RankTimeline:
-    """The timeline of a rank, built once for each loaded run."""
+def of(loaded: Loaded, rank: int, version: int, *, libraries: bool = True) -> RankTimeline:
+    """The timeline of a rank, built once for each loaded run, and once more without the frames of
+    libraries when those are hidden."""
     return loaded.view(
-        ("timeline", rank),
-        lambda: RankTimeline(loaded.analyses[rank], loaded.report, rank, version),
+        ("timeline", rank, libraries),
+        lambda: RankTimeline(
+            loaded.analyses[rank], loaded.report, rank, version, libraries=libraries
+        ),
     )
 
 
 def _chosen(session: Session, args: Any) -> RankTimeline:
-    key = args.get("run", session.entries[0].key)
-    entry: Entry | None = next((e for e in session.entries if e.key == key), None)
+    loaded, rank = _loaded(session, args, "run", "rank")
+    libraries = params.number(args, "libraries", 0, 1, default=1)
+    entry = _entry(session, args, "run")
+    return of(loaded, rank, entry.version, libraries=bool(libraries))
+
+
+def _entry(session: Session, args: Any, key: str) -> Entry:
+    wanted = args.get(key, session.entries[0].key)
+    entry = next((e for e in session.entries if e.key == wanted), None)
     if entry is None:
         raise params.Refused("there is no such run")
+    return entry
+
+
+def _loaded(session: Session, args: Any, run: str, rank: str) -> tuple[Loaded, int]:
+    """The run and the rank that two parameters name."""
+    entry = _entry(session, args, run)
     loaded = entry.loaded
     if loaded is None:
         raise NotReady(entry.state, entry.why or entry.doing)
-    first = next(iter(loaded.analyses))
-    rank = params.number(args, "rank", -1, 10**6, default=first)
-    if rank not in loaded.analyses:
+    number = params.number(args, rank, -1, 10**6, default=next(iter(loaded.analyses)))
+    if number not in loaded.analyses:
         raise params.Refused("there is no such rank")
-    return of(loaded, rank, entry.version)
+    return loaded, number
 
 
 def _ranks(session: Session, args: Any) -> list[int]:
     key = args.get("run", session.entries[0].key)
     entry = next(e for e in session.entries if e.key == key)
     return sorted(entry.loaded.analyses) if entry.loaded is not None else []
+
+
+def _runs(session: Session) -> list[dict[str, Any]]:
+    """The runs that are read, to put one beside another."""
+    ready = [(e, e.loaded) for e in session.entries if e.loaded is not None]
+    names = distinct((e.name for e, _ in ready), RUN)
+    return [
+        {"key": e.key, "name": name, "ranks": sorted(loaded.analyses)}
+        for (e, loaded), name in zip(ready, names, strict=True)
+    ]
+
+
+def _beside(line: RankTimeline, args: Any) -> Answer:
+    """How far the times of another rank or run (``other_run``, ``other_rank``) are apart."""
+    session = flask.current_app.config["ADVISOR_SESSION"]
+    one, other = (
+        _loaded(session, args, f"{prefix}run", f"{prefix}rank") for prefix in ("", "other_")
+    )
+    found = shift(one, other)
+    return flask.jsonify({"ns": found.ns, "how": found.how})
 
 
 def _info(line: RankTimeline, args: Any) -> Answer:
@@ -115,6 +157,9 @@ def _info(line: RankTimeline, args: Any) -> Answer:
             "version": line.version,
             "rank": line.rank,
             "ranks": _ranks(session, args) if session is not None else [line.rank],
+            "runs": _runs(session) if session is not None else [],
+            "libraries": line.libraries,
+            "frames": bool((a.trace.cpu["kind"] == "python").any()),
             "begin": index.begin,
             "finish": index.finish,
             "slices": len(index),
@@ -160,10 +205,12 @@ def _info(line: RankTimeline, args: Any) -> Answer:
 
 
 def _names(line: RankTimeline, args: Any) -> Answer:
-    """One page of the name table, as a JSON list."""
+    """One page of the name table: ``names``, and a label for each that fits into a slice."""
     page = params.number(args, "page", 0, 10**6, default=0)
     names = line.index.names[page * PAGE : (page + 1) * PAGE]
-    return flask.jsonify([name[:MOST_SHOWN] for name in names])
+    return flask.jsonify(
+        {"names": [name[:MOST_SHOWN] for name in names], "labels": line.labels(page, PAGE)}
+    )
 
 
 def _view(line: RankTimeline, args: Any) -> Answer:
@@ -189,7 +236,9 @@ def _slice(line: RankTimeline, args: Any) -> Answer:
     at = params.number(args, "id", 0, 2**32 - 1)
     if at >= len(line.index):
         raise params.Refused("there is no such slice")
-    return flask.jsonify(describe(line.analysis, line.index, at))
+    found = describe(line.analysis, line.index, at)
+    _label(found["links"], LINK)
+    return flask.jsonify(found)
 
 
 def _at(line: RankTimeline, args: Any) -> Answer:
@@ -224,18 +273,30 @@ def _find(line: RankTimeline, args: Any) -> Answer:
 def _range(line: RankTimeline, args: Any) -> Answer:
     """Statistics of a range."""
     x0, x1 = params.span(args, line.index)
-    return flask.jsonify(statistics(line.analysis, line.index, x0, x1))
+    found = statistics(line.analysis, line.index, x0, x1)
+    for part in ("kernels", "operators", "calls"):
+        _label(found[part]["rows"], ROW)
+    return flask.jsonify(found)
 
 
 def _table(line: RankTimeline, args: Any) -> Answer:
     """The longest slices in view as rows of text."""
     x0, x1 = params.span(args, line.index)
     lanes = params.numbers(args, "lanes", len(line.index.lanes))
-    return flask.jsonify(table(line.index, lanes, x0, x1, TABLE_ROWS))
+    found = table(line.index, lanes, x0, x1, TABLE_ROWS)
+    _label(found["rows"], WIDE_ROW)
+    return flask.jsonify(found)
+
+
+def _label(rows: list[dict[str, Any]], width: int) -> None:
+    """A label beside each name of a table."""
+    for row, label in zip(rows, distinct((row["name"] for row in rows), width), strict=True):
+        row["label"] = label
 
 
 _ANSWERS: dict[str, Callable[[RankTimeline, Any], Answer]] = {
     "info": _info,
+    "beside": _beside,
     "names": _names,
     "view": _view,
     "slice": _slice,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from advisor.dashboard.timeline import focus as finding_of
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.search import Hits, search
+from advisor.labels import distinct
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -22,6 +23,9 @@ T = TypeVar("T")
 KEPT = 6
 """Searches and outlines that are remembered: one byte, or less than 8, a slice each."""
 FOCUS, FOUND = 1, 2
+LABEL = 60
+"""Characters of a slice's name in the picture; more do not fit into most."""
+MOST_PAGES = 8
 
 
 class Latest(Generic[T]):
@@ -47,15 +51,30 @@ class Latest(Generic[T]):
 class RankTimeline:
     """What the addresses answer from. Read-only but for what it remembers."""
 
-    def __init__(self, analysis: Analysis, report: Report, rank: int, version: int = 0) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        report: Report,
+        rank: int,
+        version: int = 0,
+        *,
+        libraries: bool = True,
+    ) -> None:
         self.analysis = analysis
         self.report = report
         self.rank = rank
         self.version = version
-        self.index = build_index(analysis)
+        self.libraries = libraries
+        self.index = build_index(analysis, libraries=libraries)
+        self._labels: Latest[list[str]] = Latest(MOST_PAGES)
         self._hits: Latest[Hits] = Latest()
         self._outlines: Latest[NDArray[np.bool_]] = Latest()
         self._flags: Latest[NDArray[np.uint8] | None] = Latest()
+
+    def labels(self, page: int, size: int) -> list[str]:
+        """Labels of one page of the names, as they stand in a slice."""
+        names = self.index.names[page * size : (page + 1) * size]
+        return self._labels.get((page, size), lambda: distinct(names, LABEL, always_tidy=True))
 
     def hits(self, query: str) -> Hits:
         """Slices whose name contains the text."""

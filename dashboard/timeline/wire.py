@@ -1,4 +1,4 @@
-"""The binary answer to a view: what ``assets/timeline.js`` reads, and a reader for tests.
+"""The binary answer to a view: what ``assets/timeline/data.js`` reads, and a reader for tests.
 
 Little endian throughout. A header of 72 bytes, then columns one after another, each beginning at a
 multiple of 8 bytes (zeros between)::
@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from advisor.dashboard.timeline.counters import sample
 from advisor.dashboard.timeline.index import Index
 from advisor.dashboard.timeline.level import View
+from advisor.words import words
 
 MAGIC = b"ATL1"
 HEADER = struct.Struct("<4s7I4d2I")
@@ -56,10 +57,11 @@ class Answer(NamedTuple):
     counters: tuple[NDArray[Any], ...]
 
 
-_FIELDS = (
-    "magic", "slices", "runs", "flagged", "counters", "px", "k", "seen", "x0", "x1", "cell0",
-    "ms", "version", "zero",
-)  # fmt: skip
+_FIELDS = words(
+    """
+    magic slices runs flagged counters px k seen x0 x1 cell0 ms version zero
+    """
+)
 
 
 def encode(
@@ -93,26 +95,47 @@ def encode(
     sampled = [sample(index.counters[i], x0, x1, px) for i in counters]
     both = np.stack(sampled) if sampled else np.zeros((0, 2, px))
     head = HEADER.pack(
-        MAGIC, len(at), len(runs.cell), len(view.flagged.cell), len(counters), px, view.k,
-        min(view.seen, 2**32 - 1), x0, x1, index.begin + (low << view.k), ms, version, 0,
-    )  # fmt: skip
+        MAGIC,
+        len(at),
+        len(runs.cell),
+        len(view.flagged.cell),
+        len(counters),
+        px,
+        view.k,
+        min(view.seen, 2**32 - 1),
+        x0,
+        x1,
+        index.begin + (low << view.k),
+        ms,
+        version,
+        0,
+    )
     columns = [
         *zip(slices, _SLICES, strict=True),
         *zip(
-            (runs.lane, runs.cell - low, np.minimum(runs.width, WIDEST),
-             base[runs.lane] + runs.slot, runs.cover),
+            (
+                runs.lane,
+                runs.cell - low,
+                np.minimum(runs.width, WIDEST),
+                base[runs.lane] + runs.slot,
+                runs.cover,
+            ),
             _RUNS,
             strict=True,
         ),
         *zip(
-            (view.flagged.lane, view.flagged.cell - low,
-             np.minimum(view.flagged.width, WIDEST), view.flagged.flags),
+            (
+                view.flagged.lane,
+                view.flagged.cell - low,
+                np.minimum(view.flagged.width, WIDEST),
+                view.flagged.flags,
+            ),
             _FLAGGED,
             strict=True,
         ),
         (both[:, 0], "<f4"),
         (both[:, 1], "<f4"),
-    ]  # fmt: skip
+    ]
     parts = [head]
     for column, kind in columns:
         data = np.ascontiguousarray(column).astype(kind).tobytes()

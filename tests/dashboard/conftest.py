@@ -21,15 +21,21 @@ import pytest
 pytest.importorskip("dash", reason="the dashboard's packages are not installed")
 
 from advisor.dashboard.access import Access
-from advisor.dashboard.app import PAGES, create_app
+from advisor.dashboard.app import create_app
+from advisor.dashboard.menu import PAGES
 from advisor.dashboard.serve import bind
 from advisor.dashboard.session import Session
 
 REQUIRED = "ADVISOR_REQUIRE_BROWSER"
 ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 PATIENCE_MS = 30_000
 FRAMES = """() => new Promise(done =>
   requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"""
@@ -69,15 +75,16 @@ class Shown:
 
     session: Session
     address: str
+    token: str | None
 
 
 @contextmanager
 def serving(session: Session) -> Iterator[Shown]:
     """Serve a session on a free port, as ``advisor dashboard`` does."""
-    access = Access()
+    access = Access.to()
     with _answering(create_app(session, access).server, access) as address:
         try:
-            yield Shown(session, address)
+            yield Shown(session, address, access.token)
         finally:
             session.close()
 
@@ -88,7 +95,7 @@ def _answering(application: Callable[..., Any], access: Access) -> Iterator[str]
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        yield server.address.rstrip("/")
+        yield server.base.rstrip("/")
     finally:
         server.close()
 
@@ -101,7 +108,7 @@ class Stage:
     and not for each recording.
     """
 
-    access: Access = field(default_factory=Access)
+    access: Access = field(default_factory=Access.to)
     address: str = ""
     now: Callable[..., Any] | None = None
     """The application that answers."""
@@ -118,7 +125,7 @@ class Stage:
         if key not in self.made:
             session = Session(key).load()
             application = create_app(session, self.access).server
-            self.made[key] = Shown(session, self.address), application
+            self.made[key] = Shown(session, self.address, self.access.token), application
         return self.made[key][0]
 
     def turn(self, shown: Shown) -> bool:
@@ -158,6 +165,7 @@ class Tab:
 
     page: Any
     address: str
+    token: str | None
     wrong: list[str] = field(default_factory=list)
     pending: set[Any] = field(default_factory=set)
     """Requests that are not answered yet."""
@@ -170,6 +178,11 @@ class Tab:
         self.page.on("requestfinished", self._answered)
         self.page.on("requestfailed", self._answered)
         self.page.on("response", self._response)
+
+    def enter(self) -> None:
+        """Come with the token. To an image: an empty page would get another process, and lose the
+        scripts that are compiled."""
+        self.page.goto(f"{self.address}/assets/favicon.svg?token={self.token}")
 
     def open(self, path: str) -> Any:
         """Go to a page of the dashboard and wait until it is there."""
@@ -203,15 +216,14 @@ class Tab:
 
     def leave(self) -> None:
         """As new, but for the scripts that the browser has compiled: kept are no view, theme,
-        permission or route of the one who used it. An image of the same address is looked at: an
-        empty page would get another process, and lose the scripts."""
+        permission or route of the one who used it."""
         context = self.page.context
         assert context.pages == [self.page]
         self.page.unroute_all()
         context.unroute_all()
         context.clear_permissions()
         context.clear_cookies()
-        self.page.goto(f"{self.address}/assets/favicon.svg")
+        self.enter()
         self.page.evaluate("localStorage.clear(), sessionStorage.clear()")
         self.page.mouse.move(0, 0)
         self.pending.clear()
@@ -255,7 +267,8 @@ def tab(browser: Any, stage: Stage, used_tabs: list[Tab]) -> Iterator[Callable[.
             made.page.emulate_media(media="null", color_scheme=scheme, reduced_motion="null")
         else:
             context = browser.new_context(viewport=size, color_scheme=scheme)
-            made = Tab(context.new_page(), shown.address)
+            made = Tab(context.new_page(), shown.address, shown.token)
+            made.enter()
         (out if again else fresh_ones).append(made)
         return made
 
@@ -379,9 +392,21 @@ def recording_process(
         folder = tmp_path_factory.mktemp("recorded")
         (folder / "train.py").write_text(PROGRAM)
         command = [
-            sys.executable, "-m", "advisor", "record", "--out", "run",
-            "--skip", "15", "--active", "4", "--no-report", "train.py", str(samples), str(seconds),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "advisor",
+            "record",
+            "--out",
+            "run",
+            "--skip",
+            "15",
+            "--active",
+            "4",
+            "--no-report",
+            "train.py",
+            str(samples),
+            str(seconds),
+        ]
         made = subprocess.Popen(
             command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

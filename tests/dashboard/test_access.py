@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("dash")
 
-from advisor.dashboard.access import COOKIE, Access
-from advisor.dashboard.app import PAGES, create_app
+from advisor.dashboard.access import COOKIE, Access, local_address
+from advisor.dashboard.app import create_app
+from advisor.dashboard.menu import PAGES
+from advisor.dashboard.query import parse, texts
 from advisor.dashboard.serve import bind, listen
 from advisor.dashboard.session import Session
 from advisor.errors import AdvisorError
@@ -31,7 +37,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 
 def client(session: Session, access: Access | None = None) -> Any:
-    return create_app(session, access).server.test_client()
+    return create_app(session, access or Access()).server.test_client()
 
 
 def callback(client: Any, path: str, search: str = "", **headers: str) -> Any:
@@ -127,43 +133,118 @@ def test_a_large_body_is_refused(session: Session) -> None:
     assert answer.status_code == 413
 
 
-# -- another address than this machine's ---------------------------------------------------------
+# -- the token -----------------------------------------------------------------------------------
 
 
-def test_this_machine_needs_no_token_and_others_do() -> None:
-    assert Access.to("127.0.0.1").token is None
-    assert Access.to("localhost").token is None
-    assert len(Access.to("0.0.0.0").token or "") >= 32
-    assert Access.to("0.0.0.0").token != Access.to("0.0.0.0").token
+@pytest.fixture(scope="module")
+def local() -> Access:
+    return Access.to("127.0.0.1")
 
 
-def test_without_the_token_nothing_is_told(session: Session) -> None:
-    c = client(session, Access.to("0.0.0.0"))
-    for path in ("/", "/_dash-layout", "/_advisor/status", "/assets/base.css", "/?token=wrong"):
-        answer = c.get(path, headers={"Host": "10.0.0.5:8050"})
-        assert answer.status_code == 401
-        assert "aten" not in answer.text
-    assert c.post("/_dash-update-component", json={}).status_code == 401
+@pytest.fixture(scope="module")
+def guarded(session: Session, local: Access) -> Any:
+    """The server of a dashboard that asks for a token."""
+    return create_app(session, local).server
 
 
-def test_the_token_lets_in_once_and_leaves_the_address(session: Session) -> None:
-    access = Access.to("0.0.0.0")
-    c = client(session, access)
-    host = {"Host": "10.0.0.5:8050"}
-    answer = c.get(f"/findings?run=0&token={access.token}", headers=host)
-    assert (answer.status_code, answer.headers["Location"]) == (302, "/findings?run=0")
-    cookie = answer.headers["Set-Cookie"]
-    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
-    given = {**host, "Cookie": f"{COOKIE}={access.token}"}
-    assert c.get("/", headers=given).status_code == 200
-    stranger = client(session, access)
-    assert stranger.get("/", headers={**host, "Cookie": f"{COOKIE}=x"}).status_code == 401
+def cookies(answer: Any) -> dict[str, str]:
+    """Name of each cookie that is set, and what is said of it."""
+    return dict(line.split("=", 1) for line in answer.headers.getlist("Set-Cookie"))
 
 
-def test_the_token_cannot_be_used_to_redirect_elsewhere(session: Session) -> None:
-    access = Access.to("0.0.0.0")
-    answer = client(session, access).get(f"//evil.example/?token={access.token}")
-    assert not answer.headers.get("Location", "/").startswith("//")
+def test_a_token_is_asked_for_on_every_address_and_is_never_the_same() -> None:
+    for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0"):
+        assert len(Access.to(host).token or "") >= 32
+        assert Access.to(host).token != Access.to(host).token
+    shown = Access.to("127.0.0.1")
+    assert str(shown.token) not in repr(shown)
+
+
+def test_an_application_that_nobody_said_who_may_see_asks_for_a_token(session: Session) -> None:
+    assert create_app(session).server.test_client().get("/").status_code == 401
+
+
+@pytest.mark.parametrize("path", [
+    "/", "/_dash-layout", "/_dash-dependencies", "/_advisor/status", "/_advisor/trace",
+    "/_advisor/timeline/info", "/assets/base.css", "/?token=wrong", "/?token=", "/nowhere",
+])  # fmt: skip
+def test_without_the_token_nothing_is_told(guarded: Any, path: str) -> None:
+    answer = guarded.test_client().get(path)
+    assert answer.status_code == 401
+    assert "aten" not in answer.text and "Set-Cookie" not in answer.headers
+    assert guarded.test_client().post("/_dash-update-component", json={}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("asked", "then"),
+    [
+        ("/findings?run=0&token={}", "/findings?run=0"),
+        ("/?token={}", "/"),
+        ("/timeline?x0=1&token={}&x1=2&focus=a%26b", "/timeline?x0=1&x1=2&focus=a%26b"),
+        ("/timeline?%74oken={}", "/timeline"),
+        ("/kernels?token={0}&token={0}&rank=1&rank=2", "/kernels?rank=1&rank=2"),
+        ("/assets/favicon.svg?token={}", "/assets/favicon.svg"),
+    ],
+)
+def test_the_token_leaves_the_address_and_all_else_stays(
+    guarded: Any, local: Access, asked: str, then: str
+) -> None:
+    c = guarded.test_client()
+    for _ in range(2):  # the second time the browser has its cookie already
+        answer = c.get(asked.format(local.token))
+        assert (answer.status_code, answer.headers["Location"]) == (302, then)
+        assert c.get(then).status_code == 200
+
+
+def test_an_old_token_leaves_the_address_of_one_who_was_let_in(guarded: Any, local: Access) -> None:
+    c = guarded.test_client()
+    c.get(f"/?token={local.token}")
+    assert c.get("/run?token=of-yesterday&rank=0").headers["Location"] == "/run?rank=0"
+
+
+def test_a_token_leaves_the_address_where_none_is_asked_for(session: Session) -> None:
+    assert client(session).get("/run?token=x").headers["Location"] == "/run"
+
+
+def test_the_cookie_is_signed_bound_to_the_port_and_not_the_token(
+    guarded: Any, local: Access
+) -> None:
+    seen = set()
+    for port in (8050, 8051):
+        answer = guarded.test_client().get(
+            f"/?token={local.token}", headers={"Host": f"localhost:{port}"}
+        )
+        value, _, rest = cookies(answer)[f"{COOKIE}_{port}"].partition(";")
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(rest.strip().split("; "))
+        assert str(local.token) not in str(answer.headers.getlist("Set-Cookie"))
+        seen.add(value)
+    assert len(seen) == 2
+    good = seen.pop()
+    payload, _, mark = good.rpartition(".")
+    forged = [
+        str(local.token), payload, f"{payload}.", f"{payload}.{mark[:-1]}", f"x{good}", "",
+        f"{payload}x.{mark}", "é.é", good.swapcase(), Access.to("127.0.0.1").pass_for(),
+    ]  # fmt: skip
+    for value, expected in [(good, 200), *((value, 401) for value in forged)]:
+        given = {"Host": "localhost:8050", "Cookie": f"{COOKIE}_8050={value}"}
+        asked = guarded.test_client(use_cookies=False).get("/", headers=given)
+        assert asked.status_code == expected, value
+    elsewhere = {"Host": "localhost:8051", "Cookie": f"{COOKIE}_8050={good}"}
+    stranger = guarded.test_client(use_cookies=False)
+    assert stranger.get("/", headers=elsewhere).status_code == 401
+
+
+def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return one == other
+
+    monkeypatch.setattr("advisor.dashboard.access.hmac.compare_digest", compare)
+    access = Access.to("127.0.0.1", "a" * 20)
+    assert access.knows("a" * 20) and not access.knows("b" * 20) and not access.knows("\ud800é")
+    assert len(compared) == 3
 
 
 def test_a_name_that_points_here_is_refused_with_a_token_too(session: Session) -> None:
@@ -172,6 +253,112 @@ def test_a_name_that_points_here_is_refused_with_a_token_too(session: Session) -
         f"/?token={access.token}", headers={"Host": "evil.example"}
     )
     assert answer.status_code == 403
+    assert "Set-Cookie" not in answer.headers
+
+
+def test_another_machine_may_come_by_an_address(session: Session) -> None:
+    for access in (Access.to("0.0.0.0"), replace(Access.to("0.0.0.0"), token=None)):
+        for host in ("10.0.0.5:8050", "[2001:db8::1]:8050"):
+            answer = client(session, access).get(
+                f"/run?token={access.token}", headers={"Host": host}
+            )
+            assert (answer.status_code, answer.headers["Location"]) == (302, "/run")
+
+
+# -- the host: no other name, and no way to another ----------------------------------------------
+
+NOT_OURS = [
+    "localhost:80@evil.com", "[::1].evil.com", "[::1]evil.com", "localhost@evil.com", "[::1",
+    "localhost#.evil.com", "localhost/.evil.com", "localhost\\.evil.com", "localhost .evil.com",
+    "localhost,evil.com", "localhost:80,evil.com", "localhost:", "localhost:x", "localhost:-1",
+    "localhost:99999", "localhost:８０", "ｌocalhost", "locaIhost", "localhost.", "localhost..",
+    ".localhost", "127.1", "127.0.0.01", "2130706433", "0x7f.1", "0.0.0.0", "[::]", "[::1%25lo]",
+    "[::ffff:127.0.0.1]", "[127.0.0.1]", "[localhost]", "::1", "localhost\t", "\tlocalhost",
+    "localhost:80:80", "user:localhost", "evil.com:localhost", "evil.com", "a" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", NOT_OURS)
+def test_no_other_host_is_taken_for_this_machine(host: str) -> None:
+    assert not Access.to("127.0.0.1").answers(host)
+    assert not Access().answers(host)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["localhost", "127.0.0.1", "[", "]", "::1", ":", "8050", "@", ".", "evil.com", "/", "?",
+             "#", "\\", "\t", " ", "%", "0", "x", "\0", "é", "１"]
+        ) | st.text(max_size=2),
+        max_size=7,
+    ).map("".join)
+)  # fmt: skip
+@settings(max_examples=1500, deadline=None)
+@example("localhost:8050")
+@example("[::1]:1")
+def test_what_is_answered_is_this_machine_to_who_reads_addresses(host: str) -> None:
+    """Held against the standard library's reading of the address that such a header comes from."""
+    if Access().answers(host):
+        parts = urlsplit(f"http://{host}/")
+        assert parts.hostname in ("localhost", "127.0.0.1", "::1")
+        assert parts.username is None and parts.path == "/"
+        assert parts.netloc == host and (parts.port is None or parts.port < 65536)
+
+
+HOSTILE_PATHS = [
+    "//evil.com/", "///evil.com", "/\t/evil.com/", "/\\evil.com", "\\\\evil.com", "/\\/evil.com",
+    "/\r\n/evil.com", "/\n//evil.com", "/ /evil.com", "/.//evil.com", "/..//evil.com",
+    "/%2f/evil.com", "/%5cevil.com", "/@evil.com", "/:@evil.com", "/http://evil.com",
+    "/javascript:alert(1)", "/\x00/evil.com", "/\u2028/evil.com", "/／／evil.com", "",
+]  # fmt: skip
+
+
+def leaves_for(location: str) -> str:
+    """The host that a browser goes to from here, by the URL standard: tabs and line ends are
+    dropped, backslashes are slashes."""
+    read = location.strip("".join(map(chr, range(33))))
+    for dropped in "\t\r\n":
+        read = read.replace(dropped, "")
+    return urlsplit(urljoin("http://localhost:8050/a/b", read.replace("\\", "/"))).netloc
+
+
+@given(
+    path=st.sampled_from(HOSTILE_PATHS) | st.text(max_size=12).map(lambda text: f"/{text}"),
+    query=st.binary(max_size=20).map(lambda raw: raw + b"&token=secret&" + raw),
+)
+@settings(max_examples=600, deadline=None)
+def test_no_address_leads_to_another_host(path: str, query: bytes) -> None:
+    location = local_address(path, query)
+    assert location.startswith("/") and not location.startswith("//")
+    assert location.isascii() and location.isprintable() and "\\" not in location
+    assert leaves_for(location) == "localhost:8050"
+    assert "secret" not in location
+
+
+@pytest.mark.parametrize("path", ["/\t/evil.com/", "//evil.com/", "/\\evil.com", "/\n/evil.com"])
+def test_the_token_cannot_be_used_to_redirect_elsewhere(
+    guarded: Any, local: Access, path: str
+) -> None:
+    answer = guarded.test_client().get(
+        f"/?token={local.token}&a=1", environ_overrides={"PATH_INFO": path}
+    )
+    assert answer.status_code == 302
+    assert leaves_for(answer.headers["Location"]) == "localhost:8050"
+
+
+def test_work_is_done_for_pages_of_ours_only(session: Session) -> None:
+    c = client(session)
+    for site, code in (
+        ("same-origin", 200),
+        ("none", 200),
+        ("same-site", 403),
+        ("cross-site", 403),
+    ):
+        asked = c.get("/_advisor/status", headers={"Sec-Fetch-Site": site})
+        assert asked.status_code == code
+        assert c.get("/findings", headers={"Sec-Fetch-Site": site}).status_code == 200
+    for origin in ("http://localhost:1", "null", "http://[", "http://localhost.evil.com"):
+        assert callback(c, "/", Origin=origin).status_code == 403
 
 
 # -- what a request may name ---------------------------------------------------------------------
@@ -183,6 +370,8 @@ def test_a_name_that_points_here_is_refused_with_a_token_too(session: Session) -
     [
         "?run=../../etc/passwd", "?run=%2Fetc%2Fpasswd", "?run=1e9&rank=x", "?rank=-99999999999",
         "?rank=٣", "?run=&rank=&category=<b>&show=x&other=/etc", "?a=1&a=2&__class__=x",
+        "?show=a&show=b&run=0&run=1&rank=0&rank=x&category=a&category=b&other=0&other=1",
+        "?self=1&query=2&given=3&page=4&view=5&x0=&x0=1&focus=a&focus=b", "?%00=%00&%ff=%fe&=&&?=?",
     ],
 )  # fmt: skip
 def test_no_query_breaks_a_page_or_names_a_file(session: Session, page: str, query: str) -> None:
@@ -190,6 +379,15 @@ def test_no_query_breaks_a_page_or_names_a_file(session: Session, page: str, que
     assert answer.status_code == 200
     assert "root:" not in answer.text
     assert "This page could not be made" not in answer.text
+
+
+@given(st.text(max_size=60) | st.binary(max_size=60))
+def test_what_an_address_asks_for_is_read_as_short_texts(search: str | bytes) -> None:
+    for raw in (search, {"show": [search, "b"], "run": search, "x": [], "y": None}):
+        found = parse(raw) if isinstance(raw, str | bytes) else texts(raw)
+        assert all(isinstance(value, str) and key.isidentifier() for key, value in found.items())
+    assert texts({"show": ["a", "b"], "rank": "1" * 100_000}) == {"show": "a"}
+    assert parse("?show=a&show=b&rank=") == {"show": "a", "rank": ""}
 
 
 @pytest.mark.parametrize("path", ["/assets/../access.py", "/assets/..%2f..%2faccess.py", "/etc"])
@@ -224,7 +422,7 @@ def _figures(node: Any) -> list[Any]:
 def test_a_taken_port_gives_the_next_free_one(session: Session) -> None:
     taken = listen("127.0.0.1", 0)
     port = taken.getsockname()[1]
-    server = bind(create_app(session).server, Access(), port)
+    server = bind(create_app(session, Access()).server, Access(), port)
     try:
         assert port < server.port <= port + 50
         assert server.address == f"http://127.0.0.1:{server.port}/"

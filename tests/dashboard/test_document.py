@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from advisor import dashboard
+from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.session import Session
+
+SCRIPTS = Path(dashboard.__file__).parent / "assets"
 
 
 @pytest.fixture(scope="module")
 def client() -> Any:
-    return create_app(Session([])).server.test_client()
+    return create_app(Session([]), Access()).server.test_client()
 
 
 def sources(html: str) -> list[str]:
@@ -36,6 +41,30 @@ def test_on_the_timeline_only_its_own_scripts_run_by_themselves(client: Any) -> 
     assert "new DashRenderer" in inside
     assert "_dash-config" in before
     assert not any("/assets/timeline" in one for one in sources(inside))
+
+
+def test_the_timelines_scripts_are_modules_and_asked_for_at_once(client: Any) -> None:
+    for path in ("/", "/timeline"):
+        html = client.get(path).get_data(as_text=True)
+        (main,) = re.findall(r"<script[^>]*/assets/timeline/[^>]*>", html)
+        assert 'type="module"' in main
+        ahead = set(re.findall(r'<link rel="modulepreload" href="([^"]*)">', html))
+        files = {f"/assets/timeline/{file.name}" for file in SCRIPTS.glob("timeline/*.js")}
+        assert ahead == files
+        for file in files:
+            answer = client.get(file)
+            assert answer.status_code == 200
+            assert answer.mimetype == "text/javascript"
+
+
+def test_scripts_are_within_100_columns() -> None:
+    long = [
+        f"{file.name}:{number}"
+        for file in sorted(SCRIPTS.rglob("*.js"))
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert long == []
 
 
 def test_elsewhere_nothing_waits(client: Any) -> None:

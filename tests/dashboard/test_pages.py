@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from advisor import cli
-from advisor.dashboard.app import PAGES
+from advisor.dashboard.menu import PAGES
+from advisor.dashboard.pages.distributed import _folded as folded
 from advisor.testing import TraceBuilder
 
 SCALES = {"ns": 1.0, "µs": 1e3, "ms": 1e6, "s": 1e9}
@@ -68,9 +70,15 @@ def recording(
 
 
 RECORDINGS = (
-    "a100_train_6steps", "h100_bert_small_inference", "two ranks", "recorded on a CPU",
-    "profiled on a CPU", "no_gpu_rank", "truncated", "mi210_gpu_only",
-)  # fmt: skip
+    "a100_train_6steps",
+    "h100_bert_small_inference",
+    "two ranks",
+    "recorded on a CPU",
+    "profiled on a CPU",
+    "no_gpu_rank",
+    "truncated",
+    "mi210_gpu_only",
+)
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -124,11 +132,20 @@ def test_pages_open_by_their_address_too(recording: Any, show: Any, tab: Any) ->
         assert t.wrong == [], module
 
 
+def _step_ns(report: dict[str, Any]) -> float:
+    """The step that a report leads with: the run's own where there is one."""
+    own = report["step"]
+    found: float = report["scope"]["step_ns"] if own is None else own["ns"]
+    return found
+
+
 def _the_overview_shows_the_figures(t: Any, report: dict[str, Any]) -> None:
     assert t.text("main h1") == report["verdict"]
     tiles = _tiles(t)
     unit = "Recording" if report["scope"]["step_source"] == "whole trace" else "Step"
-    assert agrees(tiles[unit], report["scope"]["step_ns"])
+    assert agrees(tiles[unit], _step_ns(report))
+    if report["step"] is not None and report["step"]["window_ns"] is not None:
+        assert agrees(tiles["Profiled step"], report["scope"]["step_ns"])
     _same_share(tiles["GPU busy"], report["busy_share"])
     _same_share(tiles["MFU"], report["mfu"])
     if report["communication_ns"] is None:
@@ -137,6 +154,7 @@ def _the_overview_shows_the_figures(t: Any, report: dict[str, Any]) -> None:
         assert agrees(tiles["Communication"], report["communication_ns"])
     _same_bar(t, report)
     _same_staircase(t, report)
+    _the_fix_is_named(t, report)
 
 
 def _tiles(t: Any) -> dict[str, str]:
@@ -171,12 +189,28 @@ def _same_bar(t: Any, report: dict[str, Any]) -> None:
     else:
         work, idle = report["host"], 0.0
         tables = [[row for table in tables for row in table]]
+        if tables[0][-1][0] == "other":
+            ns, error = parse(tables[0].pop()[1])
+            few = len(tables[0])
+            assert len(work) - few > 1  # small ones, of which several are summed
+            assert abs(ns - sum(part["ns"] for part in work[few:])) <= error
+            work = work[:few]
     assert len(tables[0]) == len(work)
     for row, part in zip(tables[0], work, strict=True):
         assert agrees(row[1], part["ns"]), (row, part)
     if idle:
         shown = [parse(row[1]) for row in tables[1]]
         assert abs(sum(ns for ns, _ in shown) - idle) <= sum(error for _, error in shown)
+
+
+def _the_fix_is_named(t: Any, report: dict[str, Any]) -> None:
+    """Each line of the overview says what to do: the beginning of the finding's fix."""
+    shown = t.page.locator(".lines .fix").all_inner_texts()
+    listed = [f for f in report["findings"] if f["folded_under"] is None][:5] + report["risks"]
+    assert len(shown) == len(listed)
+    for text, finding in zip(shown, listed, strict=True):
+        assert 10 < len(text) <= 203
+        assert finding["fix"].startswith(text.removesuffix(" …").rstrip())
 
 
 def _same_staircase(t: Any, report: dict[str, Any]) -> None:
@@ -186,7 +220,7 @@ def _same_staircase(t: Any, report: dict[str, Any]) -> None:
     if not ranked:
         assert stairs == []
         return
-    left = report["scope"]["step_ns"]
+    left = _step_ns(report)
     assert agrees(stairs[0], left)
     for text, finding in zip(stairs[1:], ranked, strict=True):
         left -= finding["rank_gain_ns"]
@@ -302,10 +336,68 @@ def test_names_that_are_markup_are_only_shown(show: Any, tab: Any, tmp_path: Pat
         assert page.evaluate("window.pwned") is None, module
     t.open("/kernels")
     page.locator("#kernel-grid .ag-row").first.wait_for()
-    cells = page.locator("#kernel-grid [col-id=name]").all_inner_texts()
+    cells = page.locator("#kernel-grid [data-full]").evaluate_all(
+        "cells => cells.map(cell => cell.dataset.full)"
+    )
+    shown = page.locator("#kernel-grid [col-id=name]").all_inner_texts()
+    assert any(text.startswith("<img") for text in shown)
     assert HOSTILE[0] in cells
     assert any("\\x1b[31mred\\u202e reversed" in cell for cell in cells)
     page.locator("#kernel-grid .ag-row").first.click()
     page.locator(".detail").wait_for()
     assert page.evaluate("window.pwned") is None
     assert t.wrong == []
+
+
+def test_small_collectives_are_summed_and_nothing_is_lost() -> None:
+    rows = pl.DataFrame(
+        {
+            "kind": [f"kind {i}" for i in range(13)],
+            "dur": [900, 60, 40, *[5] * 10],
+            "exposed": [0, 60, 0, *[0] * 10],
+        }
+    )
+    large, small = folded(rows, (pl.col("dur"), pl.col("exposed")))
+    assert large["kind"].to_list() == ["kind 0", "kind 1", "kind 2"]
+    assert small["dur"].sum() == 50
+    # one small row is no shorter as "1 other"
+    large, small = folded(rows.head(4), (pl.col("dur"), pl.col("exposed")))
+    assert (large.height, small.height) == (4, 0)
+    many = pl.DataFrame({"kind": range(100), "dur": [10] * 100})
+    large, small = folded(many, (pl.col("dur"),))
+    assert large.height == 40
+    assert large["dur"].sum() + small["dur"].sum() == 1000
+
+
+def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path) -> None:
+    """Bytes by category at the moment, and the blocks of the segments, add up to the report's."""
+    from advisor.dashboard import snapshot
+    from advisor.dashboard.access import Access
+    from advisor.dashboard.app import create_app
+    from advisor.dashboard.pages import memory as page
+    from advisor.dashboard.session import Session
+    from advisor.testing.allocator import GIB, MIB, Allocator, Training
+
+    m = Allocator(total=4 * GIB)
+    m.label = "<script>"
+    training = Training(m, leak=4 * MIB)
+    for _ in range(9):
+        training.step()
+    session = Session([str(m.write(tmp_path / "memory.pickle"))]).load()
+    loaded = session.entries[0].loaded
+    assert loaded is not None, session.entries[0].why
+    (post,), (told,) = loaded.main.post_mortems, loaded.report.memory
+    drawn = snapshot._timeline(post, post.timeline(50))
+    at = int(post.timeline(50)["event"].index_of(post.moment) or 0)
+    stacked = {line.name: line.y[at] * GIB for line in drawn.data if line.stackgroup}
+    assert {name: held for name, held in stacked.items() if held} == {
+        each.category: each.bytes for each in told.categories
+    }
+    bars = snapshot._segments(post).data
+    assert sum(sum(bar.x) for bar in bars) * MIB == pytest.approx(
+        sum(p.reserved for p in told.pools)
+    )
+    assert all("<script>" not in words for bar in bars for (words,) in bar.customdata)
+    app = create_app(session, Access.to("127.0.0.1", "t" * 20))
+    with app.server.test_request_context("/memory"):
+        assert "Left behind by each step" in str(page.layout())

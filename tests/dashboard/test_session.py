@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("dash")
 
 from advisor.advice.engine import analyze
+from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.follow import Follower
 from advisor.dashboard.session import Session, landed
@@ -109,7 +110,7 @@ def test_several_threads_that_ask_for_a_table_get_the_same_one(slow: str) -> Non
 
 def test_large_tables_are_made_before_the_run_is_shown(slow: str) -> None:
     session = Session([slow])
-    create_app(session)
+    create_app(session, Access())
     loaded = session.load().entries[0].loaded
     assert loaded is not None
     for key in (("op_tree", None), ("op_rows", None), ("kernel_rows", None)):
@@ -187,7 +188,7 @@ def test_a_follower_reads_what_was_appended_and_no_torn_line(tmp_path: Path) -> 
 def test_the_live_page_shows_the_last_step(tmp_path: Path) -> None:
     run = recorded.write_run(tmp_path / "run", steps=50, end=False)
     session = Session([str(run)], live=True).load()
-    app = create_app(session)
+    app = create_app(session, Access())
     client = app.server.test_client()
     client.get("/")
     body = {

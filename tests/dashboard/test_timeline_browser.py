@@ -107,13 +107,22 @@ def test_every_kind_of_lane_is_painted(a100: Any) -> None:
     assert len(seen) > 50, "narrow slices are blended into many colours"
 
 
-def test_the_wheel_zooms_where_the_pointer_is_and_shift_pans(a100: Any) -> None:
+def test_the_wheel_scrolls_with_ctrl_it_zooms_where_the_pointer_is_and_with_shift_it_pans(
+    a100: Any,
+) -> None:
+    a100.page.set_viewport_size({"width": 1440, "height": 600})
     page = a100.open("/timeline")
     before = settle(page)
     at = before["begin"] + 0.25 * (before["finish"] - before["begin"])
     pointer_on(page, at, "steps")
+    page.mouse.wheel(0, 300)
+    page.wait_for_function("() => advisorTimeline.current.body.scrollTop > 20")
+    scrolled = settle(page)
+    assert (scrolled["x0"], scrolled["x1"]) == (before["x0"], before["x1"])
+    page.keyboard.down("Control")
     for _ in range(5):
         page.mouse.wheel(0, -240)
+    page.keyboard.up("Control")
     zoomed = settle(page)
     span = zoomed["x1"] - zoomed["x0"]
     assert span < 0.2 * (before["x1"] - before["x0"])
@@ -218,9 +227,18 @@ def test_a_link_reproduces_the_view(a100: Any, show: Any, tab: Any, shared_trace
 
 @pytest.mark.parametrize(
     "query",
-    ["x0=abc&x1=9", "x0=5&x1=1", "rank=999", "rank=x", "focus=no-such-rule", "sel=99999999999",
-     "x0=-99999999999999999&x1=99999999999999999", "q=" + "x" * 300, "focus=%3Cimg%3E&finding=[]"],
-)  # fmt: skip
+    [
+        "x0=abc&x1=9",
+        "x0=5&x1=1",
+        "rank=999",
+        "rank=x",
+        "focus=no-such-rule",
+        "sel=99999999999",
+        "x0=-99999999999999999&x1=99999999999999999",
+        "q=" + "x" * 300,
+        "focus=%3Cimg%3E&finding=[]",
+    ],
+)
 def test_an_address_of_nonsense_shows_the_timeline_all_the_same(a100: Any, query: str) -> None:
     page = a100.open(f"/timeline?{query}")
     state = settle(page)
@@ -261,7 +279,7 @@ def test_a_dragged_range_has_the_statistics_of_the_analysis(
     a100: Any, show: Any, shared_trace: Any
 ) -> None:
     page = a100.open("/timeline")
-    settle(page)
+    before = settle(page)
     box = page.locator(".tl-overlay").bounding_box()
     page.mouse.move(box["x"] + 100, box["y"] + 60)
     page.mouse.down()
@@ -270,7 +288,7 @@ def test_a_dragged_range_has_the_statistics_of_the_analysis(
     page.locator(".tl-stats").first.wait_for()
     state = settle(page)
     x0, x1 = state["range"]
-    assert x1 - x0 == pytest.approx(200 / state["width"] * (state["x1"] - state["x0"]), rel=0.02)
+    assert x1 - x0 == pytest.approx(200 / before["width"] * (state["x1"] - state["x0"]), rel=0.02)
     shown = page.locator(".tl-big strong").inner_text()
     a = show(shared_trace("a100_train_6steps")).session.entries[0].loaded.main
     idle = a.gaps
@@ -301,7 +319,7 @@ def test_a_drag_on_the_axis_zooms(a100: Any) -> None:
 def test_lanes_fold_and_unfold_by_keyboard(a100: Any) -> None:
     page = a100.open("/timeline")
     settle(page)
-    label = page.get_by_role("button", name="Main thread 3113936")
+    label = page.get_by_role("button", name="Main thread 3113936", exact=True)
     assert label.get_attribute("aria-expanded") == "true"
     rows = "() => advisorTimeline.current.layout.rows.length"
     before = page.evaluate(rows)
@@ -309,7 +327,9 @@ def test_lanes_fold_and_unfold_by_keyboard(a100: Any) -> None:
     page.keyboard.press("Enter")
     settle(page)
     assert (
-        page.get_by_role("button", name="Main thread 3113936").get_attribute("aria-expanded")
+        page.get_by_role("button", name="Main thread 3113936", exact=True).get_attribute(
+            "aria-expanded"
+        )
         == "false"
     )
     assert page.evaluate(rows) < before
@@ -367,6 +387,9 @@ def test_a_trace_without_device_work_shows_the_host_and_says_what_is_missing(
     made = tab(show(shared_trace("no_gpu_rank")))
     page = made.open("/timeline")
     settle(page)
+    assert "not recorded" in page.locator(".tl-status").inner_text()
+    page.locator(".tl-stage").focus()
+    page.keyboard.press("p")
     assert "No device work in this trace" in page.locator(".tl-side").inner_text()
     assert not any("stream" in text for text in page.locator(".tl-label").all_inner_texts())
     assert colours(page)[next(c.colour for c in ALL if c.key == "host-op")] > 100
@@ -385,6 +408,146 @@ def test_ranks_can_be_chosen(show: Any, tab: Any, two_ranks: Any) -> None:
     assert parse_qs(urlsplit(page.url).query)["rank"] == ["0"]
     assert page.evaluate("() => advisorTimeline.current.data.info.rank") == 0
     assert made.wrong == []
+
+
+def test_the_picture_has_the_width_and_the_panel_comes_when_asked(a100: Any) -> None:
+    page = a100.open("/timeline")
+    wide = settle(page)["width"]
+    assert wide > 1100
+    assert not page.locator(".tl-side").is_visible()
+    page.locator(".tl-button", has_text="Panel").click()
+    assert "Colours in view" in page.locator(".tl-side").inner_text()
+    assert settle(page)["width"] < wide - 300
+    page.reload()  # what was chosen stays
+    settle(page)
+    assert page.locator(".tl-side").is_visible()
+    page.locator(".tl-stage").focus()
+    page.keyboard.press("p")
+    settle(page)
+    assert not page.locator(".tl-side").is_visible()
+    pointer_on(page, 0.5 * (wide and settle(page)["finish"]), "steps")
+    page.mouse.down()
+    page.mouse.up()  # details open it, letting go of them shuts it
+    page.locator(".tl-side").wait_for()
+    page.keyboard.press("Escape")
+    page.locator(".tl-side").wait_for(state="hidden")
+
+
+def test_pinned_lanes_stay_while_the_others_scroll(a100: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    pin = page.get_by_role("button", name="Pin to the top: GPU 3 · stream 7")
+    pin.focus()
+    page.keyboard.press("Enter")
+    settle(page)
+    assert "pin=stream%3A3%3A7" in page.url
+    label = page.locator(".tl-pins .tl-label", has_text="GPU 3 · stream 7")
+    before = label.bounding_box()
+    page.evaluate("() => { advisorTimeline.current.body.scrollTop = 150; }")
+    state = settle(page)
+    assert label.bounding_box() == before
+    assert page.evaluate("() => document.activeElement.getAttribute('aria-label')") == (
+        "Unpin GPU 3 · stream 7"
+    )
+    # what is there to click is the pinned lane, not what scrolled under it
+    found = page.evaluate(
+        """() => { const t = advisorTimeline.current, row = t.layout.rows.find(r => r.pin);
+          return [t.rowAt(row.y + 2).lane, row.lane, t.layout.pins]; }"""
+    )
+    assert found[0] == found[1]
+    kernel = next(c.colour for c in ALL if c.key == "gpu-communication")
+    assert colours(page)[kernel] > 100
+    page.reload()
+    assert settle(page)["x1"] == state["x1"]
+    assert page.locator(".tl-pins .tl-label").count() == 1
+    page.locator(".tl-pins .tl-pin").click()
+    assert page.locator(".tl-pins .tl-label").count() == 0
+
+
+PARTNER = """() => { const t = advisorTimeline.current, p = t.partner;
+  return {x0: p.x0, x1: p.x1, shift: p.shift, begin: p.data.info.begin, rank: p.data.rank,
+          run: p.run, slices: p.answer ? p.answer.slices.n + p.answer.runs.n : 0,
+          who: [t.who.innerText, p.who.innerText]}; }"""
+
+
+def test_two_ranks_and_two_runs_are_under_each_other_with_one_zoom(
+    show: Any, tab: Any, two_ranks: Any, shared_trace: Any
+) -> None:
+    shown = show(two_ranks())
+    t = tab(shown)
+    page = t.open("/timeline")
+    settle(page)
+    page.locator(".tl-beside").select_option("rank:1")
+    page.wait_for_function("() => (advisorTimeline.current.partner || {}).answer")
+    page.locator(".tl-stage").first.focus()
+    page.keyboard.press("w")
+    top = settle(page)
+    below = page.evaluate(PARTNER)
+    assert below["rank"] == 1
+    assert below["slices"] > 100
+    assert below["x1"] - below["x0"] == pytest.approx(top["x1"] - top["x0"])
+    assert below["x0"] - top["x0"] == pytest.approx(below["shift"])
+    # a collective that both are in ends at one place of the picture
+    analyses = shown.session.entries[0].loaded.analyses
+    ends = [
+        max(end for end in (a.collectives["ts"] + a.collectives["dur"]).to_list())
+        for a in analyses.values()
+    ]
+    assert abs(ends[1] - ends[0] - below["shift"]) < 5e6
+    page.locator(".tl-second .tl-stage").focus()  # from below it moves the upper one too
+    page.keyboard.press("d")
+    moved = settle(page)
+    assert moved["x0"] > top["x0"]
+    again = tab(shown, fresh=True)
+    other = again.open(page.url.removeprefix(shown.address))
+    other.wait_for_function("() => (advisorTimeline.current.partner || {}).answer")
+    assert other.evaluate(PARTNER)["rank"] == 1
+    assert t.wrong == [] == again.wrong
+
+    name = "pairs/loader_profiler_workers"
+    runs = show(shared_trace(f"{name}0"), shared_trace(f"{name}4"))
+    t = tab(runs)
+    page = t.open("/timeline?beside=run:1")
+    settle(page)
+    page.wait_for_function("() => (advisorTimeline.current.partner || {}).answer")
+    below = page.evaluate(PARTNER)
+    starts = [int(e.loaded.main.spans.start[0]) for e in runs.session.entries]
+    assert below["shift"] == starts[1] - starts[0]
+    assert "workers0" in below["who"][0]
+    assert "workers4" in below["who"][1] and "first analysed step" in below["who"][1]
+    page.locator(".tl-beside").select_option("")
+    assert page.locator(".tl-stage").count() == 1
+    settle(page)
+    assert "beside" not in page.url
+    assert t.wrong == []
+
+
+def test_frames_of_libraries_are_hidden_and_functions_come_before_files(
+    show: Any, tab: Any, shared_trace: Any
+) -> None:
+    t = tab(show(shared_trace("h100_bert_small_inference")))
+    page = t.open("/timeline")
+    settle(page)
+    rows = """() => { const d = advisorTimeline.current.data;
+      const g = d.info.groups.find(g => g.kind === 'thread');
+      return [g.count, d.info.slices, d.labels.filter(Boolean).length]; }"""
+    deep, many, _ = page.evaluate(rows)
+    label = page.evaluate(
+        """() => { const d = advisorTimeline.current.data;
+          const i = d.names.findIndex(n => /module\\.py\\(\\d+\\): _call_impl/.test(n));
+          return [d.names[i], d.labels[i]]; }"""
+    )
+    assert label[1].startswith("_call_impl · module.py:")
+    page.locator(".tl-button", has_text="Hide library frames").click()
+    page.wait_for_function("() => (advisorTimeline.current.data.info || {}).libraries === false")
+    settle(page)
+    flat, fewer, _ = page.evaluate(rows)
+    assert flat < deep / 2 and fewer < many
+    assert "libraries=0" in page.url
+    found = "q => advisorTimeline.current.data.json('search', {q: q}).then(a => a.total)"
+    assert page.evaluate(found, "torch/nn/modules/module.py") == 0
+    assert page.evaluate(found, "aten::") > 50
+    assert t.wrong == []
 
 
 def test_the_table_is_that_of_the_rank_that_is_chosen(show: Any, tab: Any, two_ranks: Any) -> None:
@@ -463,11 +626,11 @@ def test_the_picture_does_not_wait_for_the_scripts_of_the_frame(fresh: Any) -> N
         "() => performance.getEntriesByType('resource').map(one => [one.name, one.startTime])"
     )
     suites = [at for name, at in asked if "/_dash-component-suites/" in name]
-    own = [name for name, _ in asked if "/assets/timeline_" in name and ".js" in name]
+    own = [name for name, _ in asked if "/assets/timeline/" in name and ".js" in name]
     assert len(suites) > 8
     assert min(suites) > painted
     assert begun > max(suites)
-    assert len(own) == len(set(own)) == 6
+    assert len(own) == len(set(own)) == 9
     assert fresh.wrong == []
 
 

@@ -54,9 +54,17 @@ def test_every_event_is_drawn_once_on_its_thread_or_stream(small):
 
 @pytest.mark.parametrize(
     "name",
-    ["a100_train_6steps", "h100_bert_small_inference", "no_gpu_rank", "mi210_gpu_only",
-     "event_sync_multi_stream", "cupti_counters", "nccl_collectives", "simple_add"],
-)  # fmt: skip
+    [
+        "a100_train_6steps",
+        "h100_bert_small_inference",
+        "no_gpu_rank",
+        "mi210_gpu_only",
+        "event_sync_multi_stream",
+        "cupti_counters",
+        "nccl_collectives",
+        "simple_add",
+    ],
+)
 def test_lanes_of_real_traces_are_in_order_and_do_not_overlap(shared_trace, name):
     a = Analysis(read_trace(shared_trace(name)))
     index = build_index(a)

@@ -60,9 +60,13 @@ def cells(view, index: Index):
     found = {}
     r = view.runs
     for lane, cell, width, slot, cover in zip(
-        r.lane.tolist(), r.cell.tolist(), r.width.tolist(), r.slot.tolist(), r.cover.tolist(),
+        r.lane.tolist(),
+        r.cell.tolist(),
+        r.width.tolist(),
+        r.slot.tolist(),
+        r.cover.tolist(),
         strict=True,
-    ):  # fmt: skip
+    ):
         for c in range(cell, cell + width):
             assert (lane, c) not in found, "a cell is told once"
             found[lane, c] = (index.lanes[lane].base + slot, cover)

@@ -16,6 +16,7 @@ from advisor.testing import TraceBuilder
 
 dash = pytest.importorskip("dash", reason="the dashboard extra is not installed")
 
+from advisor.dashboard.access import Access  # noqa: E402
 from advisor.dashboard.app import create_app  # noqa: E402
 from advisor.dashboard.session import Session  # noqa: E402
 
@@ -40,7 +41,7 @@ def client(tmp_path_factory):
         loop(rank).write(Path(folder, f"rank{rank}.json"))
     session = Session([str(folder)]).load()
     assert session.entries[0].state == "ready", session.entries[0].why
-    return create_app(session).server.test_client()
+    return create_app(session, Access()).server.test_client()
 
 
 def get(client, what: str, **query):
@@ -50,7 +51,7 @@ def get(client, what: str, **query):
 def test_the_answers_fit_together(client):
     info = get(client, "info").json
     lanes = sum(group["count"] for group in info["groups"])
-    names = get(client, "names").json
+    names = get(client, "names").json["names"]
     whole = {"x0": info["begin"], "x1": info["finish"], "px": 800, "lanes": f"0-{lanes - 1}"}
     response = get(client, "view", **whole)
     assert response.mimetype == "application/octet-stream"
@@ -168,7 +169,7 @@ def test_only_reading_is_allowed(client):
 
 def test_a_run_that_is_still_read_says_so(tmp_path):
     session = Session([str(tmp_path)])
-    app = create_app(session)
+    app = create_app(session, Access())
     response = app.server.test_client().get("/_advisor/timeline/info")
     assert response.status_code == 503
     assert response.json["state"] == "loading"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.session import Session
 from advisor.testing import TraceBuilder
@@ -18,6 +19,12 @@ pytest.importorskip("dash")
 @pytest.fixture(scope="module")
 def h100(shared_trace: Callable[[str], str]) -> str:
     return shared_trace("h100_bert_small_inference")
+
+
+@pytest.fixture(scope="module")
+def pair(shared_trace: Callable[[str], str]) -> tuple[str, str]:
+    name = "pairs/loader_profiler_workers"
+    return shared_trace(f"{name}0"), shared_trace(f"{name}4")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +84,9 @@ def test_a_kernel_is_chosen_with_the_keyboard_and_found_on_the_timeline(
     page.locator("#kernel-grid [row-index='1'] [col-id=name]").click()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Space")
-    name = page.locator("#kernel-grid [row-index='2'] [col-id=name]").inner_text()
+    name = page.locator("#kernel-grid [row-index='2'] [col-id=name] .lengths").get_attribute(
+        "data-full"
+    )
     page.locator(".detail code", has_text=name[:30]).wait_for()
     page.locator(".detail a").click()
     page.wait_for_url("**/timeline?**")
@@ -95,6 +104,37 @@ def test_the_field_above_a_grid_filters_it(h100: str, show: Any, tab: Any) -> No
     page.locator("#kernel-grid .ag-row", has_text="gemm").first.wait_for(state="detached")
     assert 0 < rows.count() < before
     assert all("flash" in text.lower() for text in rows.all_inner_texts())
+
+
+def test_kernels_that_differ_look_different_and_are_copied_whole(
+    pair: tuple[str, str], show: Any, tab: Any
+) -> None:
+    shown = show(pair[0])
+    t = tab(shown)
+    t.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = t.open("/kernels")
+    cells = page.locator("#kernel-grid [col-id=name] .lengths")
+    cells.first.wait_for()
+    told = [text for text in cells.all_inner_texts() if text.strip()]
+    full = cells.evaluate_all("cells => cells.map(cell => cell.dataset.full)")
+    known = set(shown.session.entries[0].loaded.main.hot_kernels["name"].cast(str))
+    assert set(full) <= known
+    assert len(told) == len(set(told)) > 8
+    assert any("…" in text for text in told)
+    for text in told:  # what a person sees of it is not cut off once more
+        cell = page.locator("#kernel-grid [col-id=name] .lengths > span:visible", has_text=text)
+        assert cell.first.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
+    at = next(i for i, text in enumerate(told) if "…" in text)
+    cells.nth(at).click()
+    page.keyboard.press("Control+c")
+    assert page.evaluate("navigator.clipboard.readText()") == full[at]
+    cells.nth(at).evaluate(
+        "cell => getSelection().setBaseAndExtent("
+        "  cell.closest('.ag-row'), 0, cell.closest('.ag-row').nextSibling, 1)"
+    )
+    page.keyboard.press("Control+c")
+    assert full[at] in page.evaluate("navigator.clipboard.readText()")
+    assert t.wrong == []
 
 
 def test_a_grid_below_the_fold_is_filled_when_it_is_opened_again(
@@ -186,6 +226,42 @@ def test_at_390_pixels_nothing_is_cut_off(ranks: str, show: Any, tab: Any) -> No
         assert wide <= 0, module
 
 
+def test_before_and_after_are_told_by_sign_word_and_one_scale(
+    pair: tuple[str, str], show: Any, tab: Any
+) -> None:
+    t = tab(show(*pair))
+    page = t.open("/compare")
+    before, after = (
+        page.locator(".strip-line .bar").nth(i).bounding_box()["width"] for i in (0, 1)
+    )
+    # with workers the host runs ahead: from the first kernel of a step to the next one's, 117.3 ms
+    assert after / before == pytest.approx(117.3 / 154.8, rel=0.02)
+    idle = page.locator(".compared tr", has_text="data loader")
+    assert idle.locator(".change.better").inner_text().split() == ["▼", "−30.6", "ms", "better"]
+    was, now = (idle.locator(f".two-bars {look}").bounding_box() for look in (".was", ".is"))
+    assert was["width"] > 20 > now["width"]
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.wait_for_function("() => document.documentElement.scrollWidth <= window.innerWidth")
+    for part in page.locator(".compared td:visible").all():  # all there without scrolling
+        box = part.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert t.wrong == []
+
+
+def test_the_page_of_a_recorded_run_fits_a_narrow_window(
+    recorded_run: Callable[[], Path], show: Any, tab: Any
+) -> None:
+    t = tab(show(recorded_run()), width=390)
+    t.open("/run")
+    t.settle()
+    assert t.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    wide = t.page.evaluate(
+        """() => [...document.querySelectorAll(".scroll")].filter(
+          box => box.scrollWidth > box.clientWidth + 1).map(box => box.innerText.slice(0, 80))"""
+    )
+    assert wide == []
+
+
 def test_on_paper_there_is_no_navigation_and_no_dark_ground(h100: str, show: Any, tab: Any) -> None:
     page = tab(show(h100), dark=True).open("/findings")
     page.emulate_media(media="print")
@@ -264,7 +340,7 @@ def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path) -> None:
     assert session.entries[0].state == "failed"
     assert str(bad) in session.entries[0].why
     assert "\n" not in session.entries[0].why
-    status = create_app(session).server.test_client().get("/_advisor/status").json
+    status = create_app(session, Access()).server.test_client().get("/_advisor/status").json
     assert status["done"] and status["entries"][0]["state"] == "failed"
 
 

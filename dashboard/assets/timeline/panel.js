@@ -1,0 +1,838 @@
+// Timeline: the words beside the picture: toolbar, details, statistics, table, hover card.
+// Everything from a trace goes in as text, never as markup.
+
+import { ranges } from "./data.js";
+import * as words from "./words.js";
+
+const KEYS = [
+  ["W S", "zoom in, out"],
+  ["A D  ← →", "pan (with shift: further)"],
+  ["↑ ↓", "scroll the lanes"],
+  ["F", "fit the selection, then everything"],
+  ["/", "search; Enter next, shift+Enter previous"],
+  ["N", "next found (with shift: previous)"],
+  ["[ ]", "slice before, after in the same lane"],
+  ["Enter", "zoom to the selected slice"],
+  ["Z", "zoom to the chosen range"],
+  ["Esc", "let go"],
+  ["P", "show or hide the panel"],
+  ["wheel", "scroll the lanes"],
+  ["ctrl or ⌘+wheel", "zoom, as a pinch does"],
+  ["shift+wheel", "pan"],
+  ["drag", "choose a range: its statistics"],
+  ["shift+drag", "pan"],
+  ["drag on the axis", "zoom to it"],
+];
+
+// Findings about events; others (memory that grows, clocks that fall) have nothing to outline.
+function seen(finding) {
+  return finding.places.length || finding.edits;
+}
+
+function button(label, title, onclick, cls) {
+  return words.el("button", {
+    type: "button",
+    cls: "tl-button " + (cls || ""),
+    title,
+    "aria-label": title,
+    onclick,
+    text: label,
+  });
+}
+
+function kept(value) {
+  try {
+    if (value) {
+      localStorage.setItem("advisor-timeline-panel", value);
+    }
+    return localStorage.getItem("advisor-timeline-panel");
+  } catch {
+    return null; /* storage is switched off */
+  }
+}
+
+export class Panel {
+  constructor(timeline) {
+    this.t = timeline;
+    this.build();
+  }
+
+  build() {
+    const t = this.t;
+    const self = this;
+    this.search = words.el("input", {
+      type: "search",
+      cls: "tl-search",
+      placeholder: "Search names  /",
+      "aria-label": "Search names",
+      maxlength: 200,
+      autocomplete: "off",
+      spellcheck: "false",
+    });
+    this.search.addEventListener("keydown", (e) => {
+      if (e.key === "Enter") {
+        e.preventDefault();
+        t.find(self.search.value, e.shiftKey);
+      }
+      if (e.key === "Escape") {
+        self.search.value = "";
+        t.setQuery("");
+        t.stage.focus();
+        e.stopPropagation();
+      }
+    });
+    this.search.addEventListener("input", () => {
+      self.later("search", 250, () => {
+        t.setQuery(self.search.value);
+      });
+    });
+    this.hits = words.el("span", { cls: "tl-hits", "aria-live": "polite" });
+    this.rank = words.el("select", {
+      cls: "tl-select",
+      "aria-label": "Rank",
+      onchange() {
+        t.setRank(Number(self.rank.value));
+      },
+    });
+    this.rankBox = words.el("label", { cls: "tl-field", hidden: true }, [
+      words.el("span", { text: "Rank" }),
+      this.rank,
+    ]);
+    this.focus = words.el("select", {
+      cls: "tl-select tl-focus",
+      "aria-label": "Outline a finding",
+      onchange() {
+        t.setFinding(self.focus.value, true);
+      },
+    });
+    this.beside = words.el("select", {
+      cls: "tl-select tl-beside",
+      hidden: true,
+      "aria-label": "Show beside it",
+      onchange() {
+        t.setBeside(self.beside.value);
+      },
+    });
+    this.frames = button(
+      "Library frames",
+      "Frames of PyTorch, the standard library and installed packages",
+      () => {
+        t.setLibraries(!t.libraries);
+      },
+    );
+    this.frames.hidden = true;
+    this.opener = button("Panel", "Details, findings and colours (P)", () => {
+      self.toggle();
+    });
+    this.open = kept() === "open";
+    this.bar = words.el("div", { cls: "tl-bar", role: "toolbar", "aria-label": "Timeline" }, [
+      this.rankBox,
+      words.el("div", { cls: "tl-find" }, [
+        this.search,
+        button("‹", "Previous found", () => {
+          t.find(self.search.value, true);
+        }),
+        button("›", "Next found", () => {
+          t.find(self.search.value, false);
+        }),
+        this.hits,
+      ]),
+      this.focus,
+      this.beside,
+      words.el("div", { cls: "tl-buttons" }, [
+        this.frames,
+        button("−", "Zoom out (S)", () => {
+          t.zoom(1.6, 0.5, true);
+        }),
+        button("+", "Zoom in (W)", () => {
+          t.zoom(1 / 1.6, 0.5, true);
+        }),
+        button("Fit", "Fit (F)", () => {
+          t.fit();
+        }),
+        this.opener,
+        button("?", "Keys", () => {
+          self.help();
+        }),
+      ]),
+    ]);
+    this.side = words.el("aside", { cls: "tl-side", "aria-label": "Details", tabindex: "0" });
+    this.card = words.el("div", { cls: "tl-card", hidden: true, "aria-hidden": "true" });
+    this.status = words.el("p", { cls: "tl-status", role: "status" });
+    this.body = words.el("tbody");
+    this.caption = words.el("caption");
+    this.table = words.el("details", { cls: "tl-table" }, [
+      words.el("summary", { text: "Table of what is in view" }),
+      words.el(
+        "div",
+        { cls: "tl-table-box", tabindex: "0", role: "region", "aria-label": "Slices in view" },
+        [
+          words.el("table", {}, [
+            this.caption,
+            words.el("thead", {}, [
+              words.el(
+                "tr",
+                {},
+                ["Name", "Lane", "What", "Start", "Duration"].map((name) => {
+                  return words.el("th", { scope: "col", text: name });
+                }),
+              ),
+            ]),
+            this.body,
+          ]),
+        ],
+      ),
+    ]);
+    this.table.addEventListener("toggle", () => {
+      self.fill();
+    });
+    this.dialog = words.el("dialog", { cls: "tl-help", "aria-label": "Keys" }, [
+      words.el("h2", { text: "Keys and gestures" }),
+      words.el(
+        "dl",
+        {},
+        KEYS.reduce((all, k) => {
+          return all.concat([words.el("dt", { text: k[0] }), words.el("dd", { text: k[1] })]);
+        }, []),
+      ),
+      button("Close", "Close", () => {
+        self.dialog.close();
+      }),
+    ]);
+    this.timers = {};
+  }
+
+  later(name, ms, f) {
+    clearTimeout(this.timers[name]);
+    this.timers[name] = setTimeout(f, ms);
+  }
+
+  help() {
+    if (!this.dialog.open) {
+      this.dialog.showModal();
+    }
+  }
+
+  // Once the run is known: ranks and findings to choose from.
+  options(info) {
+    const t = this.t;
+    const self = this;
+    this.rank.replaceChildren.apply(
+      this.rank,
+      info.ranks.map((rank) => {
+        return words.el("option", {
+          value: rank,
+          selected: rank === info.rank,
+          text: rank < 0 ? "not told" : String(rank),
+        });
+      }),
+    );
+    this.rankBox.hidden = info.ranks.length < 2;
+    this.focus.replaceChildren(
+      words.el("option", {
+        value: "",
+        text: info.findings.some(seen) ? "Outline a finding…" : "No findings to show",
+      }),
+    );
+    info.findings.filter(seen).forEach((finding) => {
+      self.focus.appendChild(
+        words.el("option", {
+          value: finding.key,
+          selected: finding.key === t.finding,
+          text: finding.title,
+        }),
+      );
+    });
+    this.focus.disabled = !info.findings.some(seen);
+    this.frames.hidden = !info.frames;
+    this.frames.textContent = t.libraries ? "Hide library frames" : "Show library frames";
+    this.frames.setAttribute("aria-label", this.frames.textContent);
+    const others = [];
+    info.ranks.forEach((rank) => {
+      if (rank !== info.rank) {
+        others.push(["rank:" + rank, "rank " + rank]);
+      }
+    });
+    info.runs.forEach((run) => {
+      if (run.key !== t.runKey()) {
+        others.push(["run:" + run.key, run.name]);
+      }
+    });
+    this.beside.replaceChildren.apply(
+      this.beside,
+      [["", "Beside it…"]].concat(others).map((pair) => {
+        return words.el("option", {
+          value: pair[0],
+          selected: pair[0] === t.beside_,
+          text: pair[0] ? "Beside: " + pair[1] : pair[1],
+        });
+      }),
+    );
+    this.beside.hidden = !others.length;
+  }
+
+  found(answer) {
+    this.hits.textContent = !answer
+      ? ""
+      : answer.total
+        ? (answer.at === undefined ? "" : words.count(answer.at + 1) + " of ") +
+          words.count(answer.total)
+        : "nothing found";
+  }
+
+  // Only what was asked for opens the panel by itself: details, a range, an outlined finding.
+  show(children, asked) {
+    this.side.replaceChildren.apply(this.side, children.filter(Boolean));
+    this.asked = Boolean(asked);
+    this.t.sides();
+  }
+
+  toggle() {
+    const t = this.t;
+    const both = [t, t.partner].filter(Boolean);
+    const shut = both.every((one) => {
+      return one.panel.side.hidden;
+    });
+    this.open = shut;
+    kept(shut ? "open" : "shut");
+    if (!shut) {
+      both.forEach((one) => {
+        one.panel.asked = false;
+      });
+    }
+    t.sides();
+  }
+
+  chip(category, label) {
+    const colour = this.t.data.info.categories.filter((c) => {
+      return c[1] === category;
+    })[0];
+    const dot = words.el("span", { cls: "tl-dot" });
+    if (colour) {
+      dot.style.background = colour[2];
+    }
+    return words.el("span", { cls: "tl-chip" }, [dot, label || category]);
+  }
+
+  details(slice) {
+    const t = this.t;
+    const self = this;
+    const groups = [];
+    const by = {};
+    (slice.links || []).forEach((link) => {
+      if (!by[link.kind]) {
+        by[link.kind] = [];
+        groups.push(link.kind);
+      }
+      by[link.kind].push(link);
+    });
+    this.show(
+      [
+        words.el("div", { cls: "tl-head" }, [
+          words.el("h2", { cls: "tl-name", text: slice.name }),
+          button(
+            "×",
+            "Close details",
+            () => {
+              t.choose(null);
+            },
+            "plain",
+          ),
+        ]),
+        words.el("p", { cls: "tl-where" }, [
+          this.chip(slice.category),
+          words.el("span", { text: slice.group }),
+        ]),
+        words.el("p", { cls: "tl-big" }, [
+          words.el("strong", { text: words.time(slice.dur) }),
+          " from " + words.instant(slice.ts, Math.max(slice.dur / 100, 1)),
+        ]),
+        slice.line
+          ? words.el("p", { cls: "tl-line" }, [
+              words.el("code", {
+                text: slice.line.file + (slice.line.line ? ":" + slice.line.line : ""),
+              }),
+              slice.line["function"] ? words.el("span", { text: slice.line["function"] }) : null,
+            ])
+          : null,
+        words.el("div", { cls: "tl-actions" }, [
+          button("Zoom to it", "Zoom to it (Enter)", () => {
+            t.zoomTo(slice);
+          }),
+          button("‹ Before", "Slice before in this lane ([)", () => {
+            t.beside(-1);
+          }),
+          button("After ›", "Slice after in this lane (])", () => {
+            t.beside(1);
+          }),
+          button("Find all", "Search this name", () => {
+            self.search.value = slice.name.slice(0, 200);
+            t.find(self.search.value, false, true);
+          }),
+        ]),
+      ].concat(
+        groups.map((kind) => {
+          return words.el("section", { cls: "tl-links" }, [
+            words.el("h3", { text: kind.charAt(0).toUpperCase() + kind.slice(1) }),
+            words.el(
+              "ul",
+              {},
+              by[kind].map((link) => {
+                return words.el("li", {}, [
+                  words.el(
+                    "button",
+                    {
+                      type: "button",
+                      cls: "tl-link",
+                      onclick() {
+                        t.go(link);
+                      },
+                    },
+                    [
+                      words.el("span", { text: link.label }),
+                      words.el("span", { cls: "num", text: words.time(link.dur) }),
+                    ],
+                  ),
+                ]);
+              }),
+            ),
+          ]);
+        }),
+        [(slice.facts || []).length ? facts(slice.facts) : null],
+      ),
+      true,
+    );
+  }
+
+  range(stats) {
+    const t = this.t;
+    const span = stats.x1 - stats.x0;
+    const children = [
+      words.el("div", { cls: "tl-head" }, [
+        words.el("h2", { text: words.time(span) + " chosen" }),
+        button(
+          "×",
+          "Let go of the range",
+          () => {
+            t.setRange(null);
+          },
+          "plain",
+        ),
+      ]),
+      words.el("div", { cls: "tl-actions" }, [
+        button("Zoom to it", "Zoom to the range (Z)", () => {
+          t.zoomToRange();
+        }),
+      ]),
+    ];
+    if (stats.device) {
+      const busy = stats.measured - stats.device.idle;
+      children.push(
+        words.el("p", { cls: "tl-big" }, [
+          words.el("strong", { text: words.share(busy, stats.measured) }),
+          " of " + words.time(stats.measured) + " in analysed steps the GPU was busy",
+        ]),
+      );
+      children.push(
+        facts(
+          Object.keys(stats.device)
+            .filter((k) => {
+              return stats.device[k];
+            })
+            .map((k) => {
+              return [
+                k,
+                words.time(stats.device[k]) + " · " + words.share(stats.device[k], stats.measured),
+              ];
+            }),
+        ),
+      );
+      if (stats.idle.length) {
+        children.push(words.el("h3", { text: "Idle, by blame" }));
+        children.push(
+          facts(
+            stats.idle.map((c) => {
+              return [c.label, words.time(c.ns) + " · " + words.share(c.ns, stats.measured)];
+            }),
+          ),
+        );
+      }
+    } else {
+      children.push(
+        words.el("p", {
+          cls: "dim",
+          text: "No device time is measured here: no device work, or outside the analysed steps.",
+        }),
+      );
+    }
+    [
+      ["kernels", "GPU work"],
+      ["operators", "Operators, with what they call"],
+      ["calls", "Runtime calls"],
+    ].forEach((part) => {
+      const of = stats[part[0]];
+      if (!of.count) {
+        return;
+      }
+      children.push(words.el("h3", { text: part[1] }));
+      children.push(
+        words.el("table", { cls: "tl-stats" }, [
+          words.el("caption", {
+            text:
+              words.count(of.count) +
+              " slices of " +
+              words.count(of.names) +
+              " names" +
+              (of.rows.length < of.names ? "; the first " + of.rows.length : ""),
+          }),
+          words.el("thead", {}, [
+            words.el(
+              "tr",
+              {},
+              ["Name", "Count", "Total", "Mean"].map((n) => {
+                return words.el("th", { scope: "col", text: n });
+              }),
+            ),
+          ]),
+          words.el(
+            "tbody",
+            {},
+            of.rows.map((row) => {
+              return words.el("tr", {}, [
+                words.el("td", { title: row.name, "data-full": row.name, text: row.label }),
+                words.el("td", { cls: "num", text: words.count(row.count) }),
+                words.el("td", { cls: "num", text: words.time(row.total) }),
+                words.el("td", { cls: "num", text: words.time(row.mean) }),
+              ]);
+            }),
+          ),
+        ]),
+      );
+    });
+    this.show(children, true);
+  }
+
+  // With nothing chosen: what to look at, what the colours mean, what is missing.
+  welcome() {
+    const t = this.t;
+    const info = t.data.info;
+    const self = this;
+    if (!info) {
+      return;
+    }
+    const chosen = info.findings.filter((f) => {
+      return f.key === t.finding;
+    })[0];
+    const children = [];
+    if (chosen) {
+      children.push(
+        words.el("div", { cls: "tl-head" }, [
+          words.el("h2", { text: chosen.title }),
+          button(
+            "×",
+            "No outline",
+            () => {
+              t.setFinding("", false);
+            },
+            "plain",
+          ),
+        ]),
+      );
+      children.push(
+        words.el("p", {
+          cls: "dim",
+          text: "What its fix would change is outlined; all else is dimmed.",
+        }),
+      );
+      if (chosen.places.length) {
+        children.push(words.el("h3", { text: "Where it costs most" }));
+        children.push(
+          words.el(
+            "ul",
+            { cls: "tl-links" },
+            chosen.places.map((place) => {
+              return words.el("li", {}, [
+                words.el(
+                  "button",
+                  {
+                    type: "button",
+                    cls: "tl-link",
+                    onclick() {
+                      t.showPlace(place);
+                    },
+                  },
+                  [
+                    words.el("span", { text: place.label || "worst instance" }),
+                    words.el("span", { cls: "num", text: words.time(place.dur) }),
+                  ],
+                ),
+              ]);
+            }),
+          ),
+        );
+      }
+    } else if (info.findings.some(seen)) {
+      children.push(words.el("h2", { text: "Findings" }));
+      children.push(
+        words.el(
+          "ul",
+          { cls: "tl-links" },
+          info.findings
+            .filter(seen)
+            .slice(0, 12)
+            .map((f) => {
+              return words.el("li", {}, [
+                words.el(
+                  "button",
+                  {
+                    type: "button",
+                    cls: "tl-link",
+                    onclick() {
+                      t.setFinding(f.key, true);
+                    },
+                  },
+                  [
+                    words.el("span", { text: f.title }),
+                    words.el("span", { cls: "num", text: f.places.length ? "show" : "outline" }),
+                  ],
+                ),
+              ]);
+            }),
+        ),
+      );
+    }
+    children.push(words.el("h2", { text: "Colours in view" }));
+    this.legend = words.el("div");
+    children.push(this.legend);
+    if (info.notes.length) {
+      children.push(words.el("h2", { text: "Not in this trace" }));
+      children.push(
+        words.el(
+          "ul",
+          { cls: "tl-notes" },
+          info.notes.map((note) => {
+            return words.el("li", { text: note });
+          }),
+        ),
+      );
+    }
+    children.push(
+      words.el("p", {
+        cls: "dim tl-hint",
+        text:
+          "The wheel scrolls the lanes, with ctrl or ⌘ it zooms, with shift it pans; " +
+          "a drag chooses a range, / searches, ? lists all keys.",
+      }),
+    );
+    this.show(children, chosen);
+    self.colours();
+  }
+
+  // The colours in view, by what they are colours of.
+  colours() {
+    const t = this.t;
+    const seen = {};
+    const answer = t.answer;
+    let i;
+    const info = t.data.info;
+    const children = [];
+    if (!this.legend || !this.legend.isConnected || !answer) {
+      return;
+    }
+    for (i = 0; i < answer.slices.n; i++) {
+      seen[answer.slices.category[i]] = true;
+    }
+    for (i = 0; i < answer.runs.n; i++) {
+      seen[answer.runs.category[i]] = true;
+    }
+    const key = Object.keys(seen).join();
+    if (this.legendKey === key && this.legend.childNodes.length) {
+      return;
+    }
+    this.legendKey = key;
+    info.sets.forEach((set) => {
+      const items = [];
+      for (let c = set[1]; c < set[1] + set[2]; c++) {
+        if (!seen[c]) {
+          continue;
+        }
+        const dot = words.el("span", { cls: "tl-dot" });
+        dot.style.background = info.categories[c][2];
+        items.push(words.el("li", {}, [dot, info.categories[c][1]]));
+      }
+      if (items.length) {
+        children.push(
+          words.el("h3", { text: set[0] }),
+          words.el("ul", { cls: "tl-legend" }, items),
+        );
+      }
+    });
+    this.legend.replaceChildren.apply(this.legend, children);
+  }
+
+  hover(slice, x, y) {
+    const card = this.card;
+    const t = this.t;
+    if (!slice) {
+      card.hidden = true;
+      return;
+    }
+    if (slice.counter) {
+      card.replaceChildren(
+        words.el("p", { text: slice.counter }),
+        words.el("strong", { text: slice.value }),
+      );
+    } else {
+      card.replaceChildren(
+        words.el("p", { cls: "tl-name", text: slice.name || "…" }),
+        words.el("p", {}, [
+          words.el("strong", { text: words.time(slice.dur) }),
+          this.chip(slice.label, ""),
+        ]),
+        words.el("p", {
+          cls: "dim",
+          text:
+            slice.label +
+            (slice.count > 1 ? " · the longest of " + words.count(slice.count) + " here" : ""),
+        }),
+      );
+    }
+    card.hidden = false;
+    const box = card.getBoundingClientRect();
+    let left = x + 14;
+    let top = y + 16;
+    if (left + box.width > t.stage.clientWidth - 8) {
+      left = Math.max(x - box.width - 12, 4);
+    }
+    if (top + box.height > t.stage.clientHeight - 4) {
+      top = Math.max(y - box.height - 10, 4);
+    }
+    card.style.transform = "translate(" + Math.round(left) + "px," + Math.round(top) + "px)";
+  }
+
+  // The wheel was turned where there is nothing to scroll: perhaps a zoom was meant.
+  tip() {
+    this.tipped = true;
+    this.say();
+  }
+
+  say() {
+    const t = this.t;
+    if (!t.answer) {
+      return;
+    }
+    this.status.textContent =
+      words.time(t.x1 - t.x0) +
+      " shown, from " +
+      words.instant(t.x0, Math.max((t.x1 - t.x0) / 1000, 1)) +
+      " · " +
+      words.count(t.data.info.slices) +
+      " slices in all" +
+      (t.data.info.device ? " · " + t.data.info.device : "") +
+      (t.data.info.notes.length
+        ? " · " + t.data.info.notes.length + " not recorded, see the panel"
+        : "") +
+      (this.tipped ? " · ctrl or ⌘+wheel zooms" : "");
+  }
+
+  fill() {
+    const t = this.t;
+    const self = this;
+    if (!this.table.open || !t.data.info) {
+      return;
+    }
+    const lanes = t.data.info.groups.reduce((all, g) => {
+      for (let i = 0; i < (t.folded[g.key] ? 1 : g.count) && all.length < 900; i++) {
+        all.push(g.first + i);
+      }
+      return all;
+    }, []);
+    const wanted = { x0: Math.floor(t.x0), x1: Math.ceil(t.x1), lanes: ranges(lanes) };
+    const data = t.data;
+    const key = JSON.stringify(wanted);
+    if (data.tabled === key) {
+      return;
+    } // new rows would take the focus from the old ones
+    data.tabled = key;
+    data.json("table", wanted).then(
+      (answer) => {
+        if (t.data !== data || data.tabled !== key) {
+          return;
+        }
+        self.caption.textContent =
+          answer.total > answer.rows.length
+            ? "The " +
+              answer.rows.length +
+              " longest of " +
+              words.count(answer.total) +
+              " slices in view, in order of time"
+            : words.count(answer.total) + " slices in view, in order of time";
+        const focused = self.body.contains(document.activeElement)
+          ? /** @type {HTMLElement} */ (document.activeElement).dataset.slice
+          : null;
+        self.body.replaceChildren.apply(
+          self.body,
+          answer.rows.map((row) => {
+            const button = words.el(
+              "button",
+              {
+                type: "button",
+                cls: "tl-link",
+                title: row.name,
+                onclick() {
+                  t.go(row);
+                },
+              },
+              [words.el("span", { "data-full": row.name, text: row.label })],
+            );
+            button.dataset.slice = row.id;
+            return words.el("tr", {}, [
+              words.el("th", { scope: "row" }, [button]),
+              words.el("td", { text: row.group }),
+              words.el("td", { text: row.category }),
+              words.el("td", {
+                cls: "num",
+                text: words.instant(row.ts, Math.max(row.dur / 100, 1)),
+              }),
+              words.el("td", { cls: "num", text: words.time(row.dur) }),
+            ]);
+          }),
+        );
+        if (focused !== null) {
+          const again = Array.from(self.body.querySelectorAll("button")).find((b) => {
+            return b.dataset.slice === focused;
+          });
+          if (again) {
+            again.focus({ preventScroll: true });
+          }
+        }
+      },
+      (error) => {
+        if (t.data !== data || data.tabled !== key) {
+          return;
+        }
+        data.tabled = "";
+        self.caption.textContent = error.message;
+      },
+    );
+  }
+}
+
+// -- the side panel ----------------------------------------------------------------------------
+
+function facts(rows) {
+  return words.el(
+    "dl",
+    { cls: "tl-facts" },
+    rows.reduce((all, row) => {
+      const value = words.quantity(row[1], row[2]);
+      const long = value.length > 26;
+      return all.concat([
+        words.el("dt", { text: row[0] }),
+        words.el("dd", { cls: long ? "long" : "", text: value }),
+      ]);
+    }, []),
+  );
+}
+
+// -- hover card, status, table -----------------------------------------------------------------

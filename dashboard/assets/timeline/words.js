@@ -1,0 +1,140 @@
+// What all parts of the timeline say and make: times and amounts in words, elements of the page.
+
+/**
+ * @param {number} value
+ * @param {number} low
+ * @param {number} high
+ */
+export function clamp(value, low, high) {
+  return Math.max(low, Math.min(high, value));
+}
+
+/**
+ * An element: "text", "cls", listeners as "onclick", else attributes.
+ * @param {string} tag
+ * @param {Record<string, any>} [props]
+ * @param {(Node | string | null | undefined | false)[]} [children]
+ * @returns {any}
+ */
+export function el(tag, props, children) {
+  const node = document.createElement(tag);
+  Object.keys(props || {}).forEach((key) => {
+    const value = props[key];
+    if (value === null || value === undefined || value === false) {
+      return;
+    }
+    if (key === "text") {
+      node.textContent = value;
+    } else if (key === "cls") {
+      node.className = value;
+    } else if (key.slice(0, 2) === "on") {
+      node.addEventListener(key.slice(2), value);
+    } else {
+      node.setAttribute(key, value === true ? "" : value);
+    }
+  });
+  (children || []).forEach((child) => {
+    if (child) {
+      node.appendChild(typeof child === "string" ? document.createTextNode(child) : child);
+    }
+  });
+  return node;
+}
+
+/** @type {[number, string][]} */
+const UNITS = [
+  [1e9, "s"],
+  [1e6, "ms"],
+  [1e3, "µs"],
+  [1, "ns"],
+];
+
+function digits(value) {
+  const size = Math.abs(value);
+  return size >= 100 ? value.toFixed(0) : size >= 10 ? value.toFixed(1) : value.toFixed(2);
+}
+
+// 12_621_000 -> "12.6 ms"
+/** @param {number} ns */
+export function time(ns) {
+  if (!isFinite(ns)) {
+    return "–";
+  }
+  if (Math.abs(ns) < 1e3) {
+    return Math.round(ns) + " ns";
+  }
+  for (let i = 0; i < UNITS.length; i++) {
+    if (Math.abs(ns) >= UNITS[i][0] * 0.9995) {
+      return digits(ns / UNITS[i][0]) + " " + UNITS[i][1];
+    }
+  }
+  return ns + " ns";
+}
+
+// an instant with enough digits to tell it from another one "step" ns away
+/**
+ * @param {number} ns
+ * @param {number} step
+ */
+export function instant(ns, step) {
+  const unit =
+    UNITS.filter((u) => {
+      return Math.max(Math.abs(ns), step) >= u[0];
+    })[0] || UNITS[3];
+  const places = Math.max(0, Math.ceil(Math.log10(unit[0] / Math.max(step, 1)) - 1e-9));
+  return (ns / unit[0]).toFixed(Math.min(places, 9)) + " " + unit[1];
+}
+
+export function count(n) {
+  return Math.round(n).toLocaleString("en-US");
+}
+
+export function share(part, whole) {
+  return whole > 0 ? ((100 * part) / whole).toFixed(1) + " %" : "–";
+}
+
+const PREFIX = ["", "k", "M", "G", "T", "P"];
+
+function scaled(value, base, names) {
+  let i = 0;
+  while (Math.abs(value) >= base && i < names.length - 1) {
+    value /= base;
+    i += 1;
+  }
+  return (i || !Number.isInteger(value) ? digits(value) : String(value)) + " " + names[i];
+}
+
+/**
+ * A value as the server gave it, in words.
+ * @param {number | string} value
+ * @param {string} unit
+ */
+export function quantity(value, unit) {
+  if (typeof value !== "number") {
+    return String(value);
+  }
+  if (unit === "ns") {
+    return time(value);
+  }
+  if (unit === "id") {
+    return String(value);
+  }
+  if (unit === "bytes") {
+    return scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
+  }
+  if (unit === "bytes/s" || unit === "B/s" || unit === "FLOP/s") {
+    return scaled(
+      value,
+      1000,
+      PREFIX.map((p) => {
+        return p + (unit === "bytes/s" ? "B/s" : unit);
+      }),
+    );
+  }
+  const text = Number.isInteger(value) ? count(value) : digits(value);
+  return unit && unit !== "count" ? text + " " + unit : text;
+}
+
+export function calm() {
+  return window.matchMedia("(prefers-reduced-motion: reduce)").matches;
+}

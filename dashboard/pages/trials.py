@@ -1,0 +1,104 @@
+"""Trials: what ``advisor try`` measured of the fixes of this run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from advisor import text as t
+from advisor.dashboard import current
+from advisor.dashboard.dom import el
+from advisor.dashboard.parts import banner, card, empty, facts, head, page, table, tiles
+from advisor.errors import AdvisorError
+from advisor.files import read_regular
+from advisor.trial.report import FILE, MAX_BYTES, Trial, TrialReport
+from advisor.trial.words import band, headline, interval, losses, runs
+
+COLUMNS = ("lever", "cures", "predicted", "measured", "inside", "losses", "memory", "outcome")
+
+
+def layout(**query: object) -> Any:
+    """The page."""
+    view = current.view(**query)
+    try:
+        report = read(view.entry.path)
+    except (AdvisorError, OSError) as error:
+        return page(head("Trials"), empty("These trials cannot be read", t.clean(str(error))))
+    if report is None:
+        return page(
+            head("Trials"),
+            empty(
+                "Nothing was tried",
+                "This page shows which fixes were measured, what they bring, and whether the "
+                "losses stay the same.",
+                "advisor try RUN runs the program of a recorded run again, as it is and with each "
+                "fix that needs no change to its files.",
+            ),
+        )
+    both = report.together
+    saved = t.NOT_MEASURED if both is None else interval(both.gain_low, both.gain_high)
+    return page(
+        head("Trials", t.clean(headline(report))),
+        banner([losses(report)] if report.repeats is False else []),
+        tiles(
+            [
+                ("Step as it is", t.time(report.step_ns), f"{report.steps} steps a run"),
+                (
+                    "Step after all winners",
+                    t.time(None if both is None else both.step_ns),
+                    "" if both is None else t.clean(", ".join(map(str, both.pulls))),
+                ),
+                ("Saved", saved, "of the mean step, 95 %"),
+            ]
+        ),
+        _table(report.trials) if report.trials else None,
+        *[_changes(trial) for trial in report.winners],
+        card(
+            "How it was measured",
+            facts(
+                [
+                    ("Program", t.clean(" ".join(report.program))),
+                    ("Runs", t.clean(" · ".join(runs(report)))),
+                    ("Losses", losses(report) or t.NOT_MEASURED),
+                    ("Past trials", t.clean(report.remembered) or "none of these rules"),
+                    ("By hand", t.clean(", ".join(report.without)) or "–"),
+                ]
+            ),
+        ),
+    )
+
+
+def read(path: str) -> TrialReport | None:
+    """The trials in a run's folder; ``None``: there are none."""
+    file = Path(path) / FILE
+    if not file.is_file():
+        return None
+    return TrialReport.from_json(read_regular(file, MAX_BYTES))
+
+
+def _table(trials: list[Trial]) -> Any:
+    rows = [
+        [
+            t.clean(trial.name),
+            t.clean(trial.rule),
+            interval(trial.predicted_low, trial.predicted_high) if trial.predicted else "–",
+            "–" if trial.gain is None else interval(trial.gain_low, trial.gain_high),
+            band(trial),
+            t.clean(trial.losses) or "–",
+            t.memory(trial.device_bytes or trial.host_bytes),
+            t.clean(f"{trial.outcome}: {trial.why}" if trial.why else trial.outcome),
+        ]
+        for trial in trials
+    ]
+    return card(
+        "Levers",
+        table(COLUMNS, rows, caption="Share of the step that is saved", names=(0, 7), stacked=True),
+    )
+
+
+def _changes(trial: Trial) -> Any:
+    return card(
+        t.clean(trial.title),
+        el("Pre", el("Code", t.clean(trial.diff or trial.lines, lines=True))),
+        aside=t.clean(trial.name),
+    )

@@ -1,0 +1,246 @@
+"""The Memory page's part of a memory snapshot: the timeline, the segments' map, who held what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+
+from advisor import text as t
+from advisor.analysis import Analysis
+from advisor.analysis.post_mortem import CATEGORIES, PostMortem
+from advisor.dashboard import figures
+from advisor.dashboard.current import View
+from advisor.dashboard.dom import el
+from advisor.dashboard.parts import card, figure, table
+from advisor.dashboard.session import Loaded
+from advisor.report import memory
+from advisor.report.data import MemoryView
+
+COLOURS = dict(
+    zip(
+        CATEGORIES,
+        ("#4a3fb0", "#2f8f6b", "#8c82d8", "#d9822b", "#2b7fb8", "#c9a227", "#c0392b", "#e7b98a",
+         "#b9b3e6", "#5aa9a3", "#8a6d5b", "#9a9aa5"),
+        strict=True,
+    )
+)  # fmt: skip
+FREE, RESERVED = "#dcdbd6", "#6f6f79"
+MOST_SEGMENTS = 60
+MOST_BLOCKS = 3_000
+MOST_DEVICES = 8
+POINTS = 500
+
+
+def warm(loaded: Loaded) -> None:
+    """Make what the figures are drawn from."""
+    for post in loaded.main.post_mortems[:MOST_DEVICES]:
+        _timeline_table(loaded, None, post)
+
+
+def sections(view: View) -> list[Any]:
+    """One a device of the rank's snapshot; none: no snapshot."""
+    a = view.analysis
+    views = {each.device: each for each in view.loaded.report.memory}
+    if a is not view.loaded.main:
+        from advisor.advice.memory import memory_views
+
+        views = view.loaded.view(
+            ("memory_views", view.rank), lambda: {e.device: e for e in memory_views(a)}
+        )
+    parts: list[Any] = []
+    for post in a.post_mortems[:MOST_DEVICES]:
+        parts += _device(view, a, post, views.get(post.device))
+    return parts
+
+
+def _device(view: View, a: Analysis, post: PostMortem, told: MemoryView | None) -> list[Any]:
+    name = f"GPU {post.device}" if len(a.post_mortems) > 1 else "Memory"
+    parts = []
+    if post.history.count:
+        made = _timeline(post, _timeline_table(view.loaded, view.rank, post))
+        parts.append(
+            card(
+                f"{name} over the history",
+                figure(
+                    made,
+                    f"memory-snapshot-gpu{post.device}",
+                    height=320,
+                    description="Bytes in tensors by category at each event of the allocator.",
+                ),
+                aside="by category, as a snapshot's stacks tell it",
+            )
+        )
+    if post.history.segments.height:
+        parts.append(
+            card(
+                f"{name}: segments",
+                figure(
+                    _segments(post),
+                    f"memory-segments-gpu{post.device}",
+                    height=_map_height(post),
+                    description="Blocks in each segment of the allocator, at their addresses.",
+                ),
+                el("P", _map_note(post), cls="note-line"),
+                aside="when the snapshot was taken",
+            )
+        )
+    if told is not None:
+        parts.append(_post_mortem(told))
+    return parts
+
+
+def _timeline_table(loaded: Loaded, rank: int | None, post: PostMortem) -> pl.DataFrame:
+    key = ("memory_timeline", rank, post.device)
+    return loaded.view(key, lambda: post.timeline(POINTS))
+
+
+def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
+    made = figures.base(320)
+    timed = not table_["time_us"].is_null().any()
+    x = (table_["time_us"] / 1e3).to_list() if timed else table_["event"].to_list()
+    names = [name for name in CATEGORIES if name in table_.columns]
+    for name in names:
+        made.add_trace(
+            go.Scatter(
+                x=x, y=(table_[name] / (1 << 30)).to_list(), name=name, stackgroup="held",
+                mode="lines", line={"width": 0, "shape": "hv", "color": COLOURS[name]},
+                fillcolor=COLOURS[name],
+                hovertemplate=f"{name} %{{y:.3g}} GiB<extra></extra>",
+            )
+        )  # fmt: skip
+    made.add_trace(
+        go.Scatter(
+            x=x, y=(table_["reserved"] / (1 << 30)).to_list(), name="reserved", mode="lines",
+            line={"width": 1.5, "shape": "hv", "color": RESERVED, "dash": "dot"},
+            hovertemplate="reserved %{y:.3g} GiB<extra></extra>",
+        )
+    )  # fmt: skip
+    at = int(np.searchsorted(table_["event"].to_numpy(), post.moment))
+    label = "out of memory" if post.history.failed is not None else "peak"
+    made.add_annotation(
+        x=x[at], y=post.allocated / (1 << 30), text=f"{label} {t.memory(post.allocated)}",
+        showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=0, ay=-24, font={"size": 12},
+    )  # fmt: skip
+    made.update_xaxes(title="ms into the history" if timed else "event")
+    made.update_yaxes(title="GiB", rangemode="tozero")
+    made.update_layout(showlegend=True, hovermode="x unified", margin={"t": 64})
+    return made
+
+
+def _map_rows(post: PostMortem) -> pl.DataFrame:
+    """The segments that are drawn, the largest first."""
+    return (
+        post.snapshot.segments.with_row_index("row")
+        .filter(pl.col("device") == post.device)
+        .sort("total", descending=True)
+        .head(MOST_SEGMENTS)
+    )
+
+
+def _map_height(post: PostMortem) -> int:
+    return 110 + 14 * _map_rows(post).height
+
+
+def _map_note(post: PostMortem) -> str:
+    shown, whole = _map_rows(post).height, post.history.segments.height
+    more = f" The {shown} largest of {whole:,} segments are drawn." if shown < whole else ""
+    return f"Grey is free: a request needs one piece of its own pool and stream.{more}"
+
+
+def _segments(post: PostMortem) -> Any:
+    """A bar a segment, of its blocks; hovering tells size, category, line and age."""
+    h, lives = post.history, post.history.lives
+    alive = np.flatnonzero(lives.ended == h.count)
+    at = dict(zip(lives.address[alive].tolist(), alive.tolist(), strict=True))
+    rows = _map_rows(post)
+    place = {row: n for n, row in enumerate(rows["row"].to_list())}
+    blocks = (
+        post.history.blocks.filter(pl.col("segment").is_in(rows["row"].cast(pl.Int32).to_list()))
+        .sort("size", descending=True)
+        .head(MOST_BLOCKS)
+    )
+    start = dict(zip(rows["row"].to_list(), rows["address"].to_list(), strict=True))
+    drawn: dict[str, list[tuple[float, float, str, str]]] = {}
+    names = [_segment_name(row) for row in rows.iter_rows(named=True)]
+    for block in blocks.iter_rows(named=True):
+        segment = block["segment"]
+        kind, said = _block_words(post, block, at.get(block["address"]))
+        drawn.setdefault(kind, []).append(
+            (
+                (block["address"] - start[segment]) / (1 << 20),
+                block["size"] / (1 << 20),
+                names[place[segment]],
+                said,
+            )
+        )
+    made = figures.base(_map_height(post))
+    for kind in (*CATEGORIES, "pending", "free"):
+        bars = drawn.get(kind)
+        if not bars:
+            continue
+        made.add_trace(
+            go.Bar(
+                orientation="h", name=kind, base=[b[0] for b in bars], x=[b[1] for b in bars],
+                y=[b[2] for b in bars], customdata=[[b[3]] for b in bars],
+                marker={"color": COLOURS.get(kind, FREE),
+                        "line": {"width": 0.5, "color": "#ffffff"}},
+                hovertemplate="%{customdata[0]}<extra></extra>",
+            )
+        )  # fmt: skip
+    made.update_layout(barmode="overlay", showlegend=True, bargap=0.15,
+                       margin={"t": 64, "l": 150})  # fmt: skip
+    made.update_xaxes(title="MiB into the segment")
+    made.update_yaxes(categoryorder="array", categoryarray=names[::-1], showgrid=False,
+                      tickfont={"size": 10})  # fmt: skip
+    return made
+
+
+def _segment_name(row: dict[str, Any]) -> str:
+    kind = {True: "large", False: "small"}.get(row["large"], "")
+    stream = f" s{row['stream']}" if row["stream"] else ""
+    pool = f" p{row['pool']}" if row["pool"] is not None else ""
+    return f"{kind}{stream}{pool} …{row['address'] & 0xFFFFFFFFFF:x}"
+
+
+def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> tuple[str, str]:
+    """Category and what is said on hovering: size, line, age."""
+    if block["state"] == "inactive":
+        return "free", f"free {t.memory(block['size'])}"
+    if block["state"] == "pending":
+        return "pending", f"{t.memory(block['size'])}, freed; another stream still uses it"
+    h = post.history
+    kind = CATEGORIES[int(post.kinds[life])] if life is not None else "not told"
+    origin = h.origins[-1 if block["stack"] is None else block["stack"]]
+    where = "no line" if origin.file is None else f"{t.path(origin.file, 50)}:{origin.line}"
+    born = -1 if life is None else int(h.lives.born[life])
+    age = "from before the history"
+    if born >= 0:
+        age = f"{h.count - born:,} events old"
+        times = h.events["time_us"]
+        if times[born] is not None and times[h.count - 1] is not None:
+            age += f", {t.time((times[h.count - 1] - times[born]) * 1e3)}"
+    label = "" if block["label"] is None else f"<br>{figures.plain(t.clean(block['label']))}"
+    said = f"{t.memory(block['requested'])} {kind}<br>{figures.plain(t.clean(where))}<br>{age}"
+    return kind, f"{said}{label}"
+
+
+def _post_mortem(told: MemoryView) -> Any:
+    shown = memory.device(told, 25, named=True)
+    body: list[Any] = [
+        table(["", ""], [[label, " · ".join(parts)] for label, parts in shown.lines], numbers=())
+    ]
+    for each in shown.tables:
+        body += [
+            el("H4", each.title),
+            table(
+                list(each.head), [list(row) for row in each.rows],
+                numbers=tuple(range(1, len(each.head))), names=(0,), caption=each.title,
+            ),
+        ]  # fmt: skip
+    if told.savings:
+        items = [el("Li", line) for line in memory.assumptions(told)]
+        body += [el("P", "Taken for granted:", cls="note-line"), el("Ul", *items, cls="plain")]
+    return card(shown.title, *body, aside=shown.aside)

@@ -1,0 +1,54 @@
+"""Call stacks without libraries: what is left moves up, and nothing else changes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from advisor.analysis import Analysis
+from advisor.dashboard.timeline.build import build_index
+from advisor.dashboard.timeline.frames import depth_without, library_frames
+from advisor.testing import TraceBuilder
+
+
+def stacked() -> Analysis:
+    b = TraceBuilder()
+    with (
+        b.step(),
+        b.python("train.py(12): loop"),
+        b.python("torch/nn/modules/module.py(1501): _call_impl"),
+        b.python("/usr/lib/python3.11/contextlib.py(81): inner"),
+        b.python("/home/x/model.py(7): forward"),
+        b.op("aten::mm"),
+    ):
+        b.launch("gemm", 900)
+    return Analysis(b.trace())
+
+
+def test_only_the_frames_of_libraries_are_hidden_and_what_is_in_them_moves_up() -> None:
+    a = stacked()
+    names = a.trace.cpu["name"].cast(str).to_list()
+    hidden = library_frames(a)
+    assert {names[i] for i in np.flatnonzero(hidden)} == {
+        "torch/nn/modules/module.py(1501): _call_impl",
+        "/usr/lib/python3.11/contextlib.py(81): inner",
+    }
+    depth = dict(zip(names, a.trace.cpu["depth"].to_list(), strict=True))
+    without = dict(zip(names, depth_without(a, hidden).tolist(), strict=True))
+    assert without["train.py(12): loop"] == depth["train.py(12): loop"]
+    assert without["/home/x/model.py(7): forward"] == depth["train.py(12): loop"] + 1
+    assert without["aten::mm"] == depth["aten::mm"] - 2
+
+
+def test_the_index_without_libraries_has_all_else() -> None:
+    a = stacked()
+    whole, own = build_index(a), build_index(a, libraries=False)
+    assert len(own) == len(whole) - 2
+    seen = [{index.names[i] for i in np.unique(index.name)} for index in (whole, own)]
+    assert seen[0] - seen[1] == {
+        "torch/nn/modules/module.py(1501): _call_impl",
+        "/usr/lib/python3.11/contextlib.py(81): inner",
+    }
+    for index in (whole, own):
+        for lane in index.lanes:  # slices of a lane do not overlap
+            start, end = index.start[lane.lo : lane.hi], index.end[lane.lo : lane.hi]
+            assert (end[:-1] <= start[1:]).all()

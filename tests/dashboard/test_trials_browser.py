@@ -1,0 +1,82 @@
+"""The page of trials: what was promised and what came of it, and names that are only text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from advisor.trial.report import FILE, Together, Trial, TrialReport
+from advisor.trial.spec import Pull
+
+NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
+
+
+def report() -> TrialReport:
+    workers, frozen = Pull("workers", 4), Pull("gc-freeze")
+    return TrialReport(
+        program=["python", NASTY],
+        step_ns=20e6,
+        steps=60,
+        processes=9,
+        seconds=75.0,
+        repeats=True,
+        confined=True,
+        trials=[
+            Trial(
+                rule="single-process-loader",
+                pull=workers,
+                title="DataLoader workers",
+                safety="exact",
+                outcome="gain",
+                predicted=0.5,
+                predicted_low=0.4,
+                predicted_high=0.6,
+                gain=0.45,
+                gain_low=0.43,
+                gain_high=0.47,
+                inside=True,
+                runs=2,
+                losses="equal",
+                host_bytes=322_000_000,
+                lines="DataLoader(..., num_workers=4)",
+                diff=f"-DataLoader(x)  # {NASTY}\n+DataLoader(x, num_workers=4)\n",
+            ),
+            Trial(
+                rule="gc-pauses",
+                pull=frozen,
+                title="no garbage collection within steps",
+                safety="exact",
+                outcome="dropped",
+                why=f"out of memory: {NASTY}",
+            ),
+        ],
+        together=Together(pulls=[workers], step_ns=11e6, gain=0.45, gain_low=0.43, gain_high=0.47),
+    )
+
+
+def test_trials_are_shown_with_what_to_write_and_names_stay_text(
+    recorded_run: Callable[[], Path], tmp_path: Path, show: Any, tab: Any
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(recorded_run(), run)
+    (run / FILE).write_bytes(report().to_json())
+    t = tab(show(run))
+    t.open("/trials")
+    body = t.text("body")
+    for words in (
+        "workers=4: the step goes from 20",
+        "40 to 60 %",
+        "43 to 47 %",
+        "inside",
+        "dropped: out of memory",
+        "+DataLoader(x, num_workers=4)",
+        NASTY,
+    ):
+        assert words in body, words
+    assert t.page.evaluate("window.hit") is None
+    assert t.wrong == []
+    (run / FILE).write_text("{")
+    t.open("/trials?again=1")
+    assert "These trials cannot be read" in t.text("body")

@@ -1,13 +1,18 @@
 # `make demo` and `make test` need nothing but Python >= 3.11 and make: the first target that runs
-# creates .venv and installs the exact versions of constraints.txt into it.
+# creates .venv and installs the exact versions of constraints.txt into it, each file checked against
+# the hashes of requirements.lock. torch alone is not: which build is right the machine decides.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
+# Check the browser's scripts, by node where it is.
+TYPESCRIPT := 5.9.3
+PRETTIER   := 3.10.1
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo test lint fmt docs bench record-h200 clean
+.PHONY: help demo test lint fmt docs lock bench record-h200 clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -26,6 +31,9 @@ lint: $(STAMP) ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict -p advisor
+	@command -v npm >/dev/null 2>&1 || { echo "the timeline's scripts are not checked: no npm here"; exit 0; }; \
+	  npx --yes --package typescript@$(TYPESCRIPT) tsc --project tools/jsconfig.json \
+	  && npx --yes prettier@$(PRETTIER) --print-width 100 --check "dashboard/assets/**/*.js"
 
 fmt: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff check --fix .
@@ -33,6 +41,9 @@ fmt: $(STAMP) ## Format the code and apply the safe fixes
 
 docs: $(STAMP) ## Write the generated pages (docs/rules, docs/report-schema.md)
 	$(BIN)/python docs/generate.py
+
+lock: $(STAMP) ## Write requirements.lock after a change of constraints.txt (needs uv)
+	$(BIN)/python tools/lock.py
 
 bench: $(STAMP) ## Measure speed and memory (benchmarks/)
 	@for file in benchmarks/bench_*.py; do \
@@ -46,12 +57,13 @@ record-h200: $(STAMP) ## Record the sample workloads on this machine's CUDA GPU 
 clean: ## Remove what make, builds and tests left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f advisor/recording/*.so advisor/recording/*.pyd
 
-$(STAMP): pyproject.toml constraints.txt advisor/recording/_quick.c
+$(STAMP): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "advisor needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing); choose one with 'make PYTHON=python3.12 ...'" >&2; \
 	  exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,integrations]" $(TORCH)
+	$(PIP) --require-hashes --no-deps -r requirements.lock
+	$(PIP) -c constraints.txt $(TORCH)
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@

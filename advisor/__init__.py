@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.errors import AdvisorError
     from advisor.ingest import open_run as open  # noqa: A004
-    from advisor.model import Edit, Finding, Rule, Select, Worth
+    from advisor.model import Edit, Finding, Select, Worth
     from advisor.recording.api import phase, profile, record, step
+    from advisor.rule import Rule
     from advisor.trace import Run, Trace
+    from advisor.whatif.result import what_if as whatif
 
 __version__ = "0.1.0"
 
@@ -25,7 +27,7 @@ _HOME = {
     "Analysis": ("advisor.analysis", "Analysis"),
     "Edit": ("advisor.model", "Edit"),
     "Finding": ("advisor.model", "Finding"),
-    "Rule": ("advisor.model", "Rule"),
+    "Rule": ("advisor.rule", "Rule"),
     "Run": ("advisor.trace", "Run"),
     "Select": ("advisor.model", "Select"),
     "Trace": ("advisor.trace", "Trace"),
@@ -36,6 +38,7 @@ _HOME = {
     "profile": ("advisor.recording.api", "profile"),
     "record": ("advisor.recording.api", "record"),
     "step": ("advisor.recording.api", "step"),
+    "whatif": ("advisor.whatif", ""),  # the package itself: it can be called
 }
 
 __all__ = [
@@ -55,6 +58,7 @@ __all__ = [
     "profile",
     "record",
     "step",
+    "whatif",
 ]
 
 
@@ -64,7 +68,8 @@ def __getattr__(name: str) -> Any:
         module, attribute = _HOME[name]
     except KeyError:
         raise AttributeError(f"module 'advisor' has no attribute {name!r}") from None
-    value = getattr(import_module(module), attribute)
+    home = import_module(module)
+    value = getattr(home, attribute) if attribute else home
     globals()[name] = value
     return value
 

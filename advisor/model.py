@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Literal
 
 from msgspec import Struct, field
 
-if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.testing import TraceBuilder
+from advisor.rule import ANY as ANY  # noqa: PLC0414
+from advisor.rule import Advice as Advice  # noqa: PLC0414
+from advisor.rule import Rule as Rule  # noqa: PLC0414 - handed out with the words it needs
+from advisor.rule import Source as Source  # noqa: PLC0414
+from advisor.rule import Threshold as Threshold  # noqa: PLC0414
 
 Severity = Literal["info", "warning", "critical"]
 Category = Literal[
@@ -26,6 +27,8 @@ Category = Literal[
     "inference",
 ]
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
+Per = Literal["step", "recording", "window", "run"]
+"""What an amount of time, or a number of things, is of."""
 Validation = Literal["real traces", "recordings", "synthetic"]
 Operation = Literal[
     "remove",
@@ -39,6 +42,11 @@ Operation = Literal[
     "resize",
     "punctual",
 ]
+
+
+def unit_of(step_source: str) -> Per:
+    """What figures are of, by where their steps come from (``Scope.step_source``)."""
+    return "recording" if step_source == "whole trace" else "step"
 
 
 class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -127,6 +135,15 @@ class Worth(Struct, frozen=True, kw_only=True):
     """How the figure was got: ``upper bound (exposed time)`` or ``replay``."""
     reason: str = ""
     """``unpriced`` and ``risk``: why there is no figure."""
+    per: Per | None = None
+    """What the gain is of; ``null``: a step, or the run, by the currency."""
+
+    @property
+    def unit(self) -> Per:
+        """What the gain is of."""
+        if self.per is not None:
+            return self.per
+        return "step" if self.currency == "step_time" else "run"
 
 
 class Evidence(Struct, frozen=True):
@@ -142,6 +159,8 @@ class Evidence(Struct, frozen=True):
     """The limit it was held against, in the same unit."""
     source: str = ""
     """Where the threshold comes from."""
+    per: Per | None = None
+    """What the value is of, where it is of the whole; ``null``: as the label says."""
 
 
 class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -168,15 +187,16 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Finding(Struct, kw_only=True):
-    """A bottleneck that was seen: evidence, fix, and the Edit that says what the fix changes."""
+    """A bottleneck that was seen: evidence, fix, and the Edit that says what the fix changes. What
+    its rule says of all findings need not be given: the engine fills it in (``Rule.complete``)."""
 
-    rule: str
+    rule: str = ""
     """Identifier of the rule."""
-    title: str
+    title: str = ""
     """What is wrong, in a line."""
     summary: str
     """One or two sentences: what was seen and why it costs time."""
-    fix: str
+    fix: str = ""
     """What to do."""
     code: str = ""
     """The fix as a snippet the user can paste."""
@@ -188,7 +208,7 @@ class Finding(Struct, kw_only=True):
     """The places that cost most, worst first."""
     edits: list[Edit] = field(default_factory=list)
     """What the fix changes, for pricing and what-if."""
-    confidence: float = 0.8
+    confidence: float = 0.0
     """0 to 1: how sure the rule is of the cause, before the engine lowers it for short windows."""
     confidence_notes: list[str] = field(default_factory=list)
     """What lowered the confidence."""
@@ -272,60 +292,3 @@ class HotLine(Struct, frozen=True, kw_only=True):
     """In native code that the line called."""
     system: float
     """In the kernel, or waiting."""
-
-
-class Rule:
-    """Looks at an :class:`~advisor.analysis.Analysis` and yields what it found.
-
-    One rule a file. The class docstring is the rule's documentation: the first paragraph says
-    what it looks for and why that costs time, the rest gives definitions, sources and traps.
-    Thresholds are class attributes with a comment naming their source; a user overrides them in
-    ``[tool.advisor.rules.<id>]`` of their ``pyproject.toml``. A rule never computes its own gain
-    and knows no other rule. When a signal it needs is missing it yields :class:`NotMeasured`.
-    """
-
-    id: ClassVar[str] = ""
-    """Stable identifier: lower case words joined by ``-``."""
-    title: ClassVar[str] = ""
-    category: ClassVar[Category]
-    validated: ClassVar[Validation] = "synthetic"
-    """``synthetic`` rules stay informational."""
-    validated_on: ClassVar[str] = ""
-    """The evidence: which traces or recordings, and what was seen there."""
-    references: ClassVar[tuple[str, ...]] = ()
-    reads_record: ClassVar[bool] = False
-    """The rule looks at what the recorder wrote (``Analysis.recorded``). It is not run on a trace
-    alone, which one line for all such rules says; and it is run when there is no trace at all."""
-    across_ranks: ClassVar[bool] = False
-    """The rule looks at the whole run (``check_run``), not at one rank's window."""
-
-    def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Yield findings, abstentions and praise for one rank's window."""
-        raise NotImplementedError
-
-    def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
-        """Yield findings for a run of several ranks; only when ``across_ranks`` is set."""
-        raise NotImplementedError
-
-    @staticmethod
-    def fires_on() -> dict[str, TraceBuilder]:
-        """Examples that must produce a finding of this rule, by name."""
-        raise NotImplementedError
-
-    @staticmethod
-    def silent_on() -> dict[str, TraceBuilder]:
-        """Examples that must not, by name: the traps."""
-        raise NotImplementedError
-
-    @classmethod
-    def options(cls) -> dict[str, Any]:
-        """The thresholds a user may override: public numbers, flags and strings of the class."""
-        reserved = {*Rule.__dict__, *Rule.__annotations__}
-        found: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):
-            for name, value in vars(base).items():
-                if name.startswith("_") or name in reserved:
-                    continue
-                if isinstance(value, bool | int | float | str):
-                    found[name] = value
-        return found

@@ -9,6 +9,7 @@ Shared by the recorder (which writes) and by ingest (which reads). Imports neith
       rank0/
         rank.json               once: process, device, flags
         steps.jsonl             one line a step
+        inference.jsonl         the same where nothing was learnt; gone once something is
         telemetry.jsonl         one line a sample of GPU and host
         events.jsonl            what happened once: loaders, windows, warnings, out of memory, end
         trace_w0.json.gz        one a profiled window
@@ -24,6 +25,8 @@ ns of ``time.perf_counter_ns`` in the rank's process; ``Rank.anchor_unix_ns`` an
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +34,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.errors import AdvisorError
+from advisor.files import open_regular, read_lines, read_regular, size
 
 _T = TypeVar("_T")
 
@@ -38,6 +42,7 @@ SCHEMA = "advisor.run/1"
 MANIFEST = "manifest.json"
 RANK = "rank.json"
 STEPS = "steps.jsonl"
+INFERENCE = "inference.jsonl"
 TELEMETRY = "telemetry.jsonl"
 EVENTS = "events.jsonl"
 SNAPSHOT = "memory_snapshot.pickle"
@@ -45,6 +50,25 @@ SCALENE = "scalene.json"
 
 MAX_RECORD_FILE_BYTES = 1 << 30
 """A longer JSON Lines file is read up to here, and the report says so."""
+MAX_EVENTS_BYTES = 16 << 20
+"""The same of the events, which hold anything: decoded, they take up to twenty times the room."""
+MAX_LINE_BYTES = 1 << 20
+"""A longer line is damaged: the longest that is written has some kilobytes."""
+ROOM_BYTES, ROOM_FACTOR = 300 << 20, 8
+"""Memory that the records of one file may take once decoded: so much, or so many times the file's
+own size. What a run writes takes two or three times its size."""
+LARGEST = 1 << 62
+"""Times and figures are smaller than this."""
+MAX_GPUS = 64
+"""GPUs of one sample. No machine has more."""
+MOST_OBJECTS = 2 * MAX_GPUS + 2
+"""Objects in a line: a sample has two for each GPU."""
+MAX_JSON_BYTES = 4 << 20
+"""Manifest and rank.json: some kilobytes are written."""
+
+
+DAMAGE = (msgspec.MsgspecError, UnicodeError, RecursionError, AdvisorError, ValueError)
+"""What reading a damaged file of JSON raises."""
 
 
 def trace_name(window: int) -> str:
@@ -117,7 +141,7 @@ class Rank(Struct, kw_only=True, omit_defaults=True):
     """Size of /dev/shm."""
 
 
-class Step(Struct, kw_only=True, omit_defaults=True):
+class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
     """One training step, from one boundary to the next."""
 
     n: int
@@ -128,7 +152,8 @@ class Step(Struct, kw_only=True, omit_defaults=True):
     """Length to the next boundary, host time, ns."""
     phases: dict[str, int] = field(default_factory=dict)
     """Host time by phase, exclusive, ns: ``data``, ``h2d``, ``forward``, ``backward``,
-    ``optimizer``, the user's own; what is in none is ``other``. They add up to ``dur``."""
+    ``optimizer``, the user's own; what is in none is ``other``, or ``between steps`` until the
+    first one begins, where no known loader is drawn from. They add up to ``dur``."""
     gpu: dict[str, int] | None = None
     """Device time by phase between CUDA events, ns; ``None``: not measured."""
     micro: int = 1
@@ -173,7 +198,7 @@ THROTTLE = {
 """Bits of ``Gpu.throttle`` (nvmlClocksEventReasons)."""
 
 
-class Gpu(Struct, kw_only=True, omit_defaults=True):
+class Gpu(Struct, kw_only=True, omit_defaults=True, gc=False):
     """One sample of one GPU. What the driver does not give is ``None``."""
 
     uuid: str | None = None
@@ -224,7 +249,7 @@ class Gpu(Struct, kw_only=True, omit_defaults=True):
     """Hopper and later: ``sm_util``, ``sm_occupancy``, ``tensor``, ``dram`` …, %."""
 
 
-class Host(Struct, kw_only=True, omit_defaults=True):
+class Host(Struct, kw_only=True, omit_defaults=True, gc=False):
     """One sample of the host."""
 
     cpu: float | None = None
@@ -243,7 +268,7 @@ class Host(Struct, kw_only=True, omit_defaults=True):
     throttled_periods: int | None = None
 
 
-class Sample(Struct, kw_only=True, omit_defaults=True):
+class Sample(Struct, kw_only=True, omit_defaults=True, gc=False):
     """One line of telemetry.jsonl."""
 
     t: int
@@ -258,9 +283,9 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     ``loader``: id, workers, pin_memory, prefetch_factor, persistent_workers, batch_size, drop_last,
     dataset, length, multiprocessing_context · ``loader_iter``: id, workers_started_ns, evaluation ·
     ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,
-    ``done``, ``stopped``, ``failed``, ``never``), file, why · ``warning``: text · ``oom``: message,
-    snapshot, allocated, reserved · ``error``: text · ``end``: steps, reason (``finished``,
-    ``exception``, ``interrupted``), exception
+    ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,
+    why · ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
+    ``end``: steps, reason (``finished``, ``exception``, ``interrupted``), exception
     """
 
     t: int
@@ -277,6 +302,8 @@ class RankRecord(Struct, kw_only=True):
     samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     folder: str = ""
+    inference: bool = False
+    """The steps are of a loop that does not train: the recorder saw forwards and nothing learnt."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """The data of all events of a kind, in order."""
@@ -310,62 +337,160 @@ def read_recording(path: str | Path) -> Recording:
     """Read a run directory without its traces.
 
     Raises AdvisorError: no manifest, one that cannot be read, or a schema of another kind. A rank's
-    files that are missing, torn or damaged cost only what is damaged, told in ``problems``.
+    files that are missing, torn or damaged cost only what is damaged, told in ``problems``. What is
+    not a regular file (a pipe, a device) is not read.
     """
     folder = Path(path)
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = _decoded(folder / MANIFEST, Manifest)
     except OSError as error:
         raise AdvisorError(f"{folder}: not a run directory ({error.strerror or error})") from None
-    except msgspec.MsgspecError as error:
-        raise AdvisorError(f"{folder / MANIFEST}: not a manifest ({error})") from None
+    except DAMAGE as error:
+        raise AdvisorError(f"{folder / MANIFEST}: not a manifest ({_short(error)})") from None
     if manifest.schema.split("/")[0] != SCHEMA.split("/", maxsplit=1)[0]:
-        raise AdvisorError(f"{folder / MANIFEST}: schema {manifest.schema!r}, expected {SCHEMA!r}")
+        shown = manifest.schema[:60]
+        raise AdvisorError(f"{folder / MANIFEST}: schema {shown!r}, expected {SCHEMA!r}")
     problems: list[str] = []
     ranks: dict[int, RankRecord] = {}
-    for sub in sorted(folder.glob("rank*")):
-        number = sub.name.removeprefix("rank")
-        if sub.is_dir() and number.isascii() and number.isdigit() and len(number) <= 6:
-            ranks[int(number)] = _read_rank(sub, problems)
+    for number, sub in rank_folders(folder):
+        ranks[number] = _read_rank(sub, problems)
     return Recording(path=str(folder), manifest=manifest, ranks=ranks, problems=problems)
+
+
+def rank_folders(folder: Path) -> list[tuple[int, Path]]:
+    """The ranks of a run directory with their folders, by name. Raises AdvisorError: it may not be
+    looked into."""
+    found = []
+    try:
+        for sub in sorted(folder.glob("rank*")):
+            number = sub.name.removeprefix("rank")
+            if number.isascii() and number.isdigit() and len(number) <= 6 and sub.is_dir():
+                found.append((int(number), sub))
+    except OSError as error:  # a loop of links, a folder that may not be read
+        raise AdvisorError(f"{folder}: cannot be read ({error.strerror or error})") from None
+    return found
+
+
+def _decoded(file: Path, kind: type[_T]) -> _T:
+    """A JSON file of one object. Raises OSError, or one of DAMAGE."""
+    return msgspec.json.decode(read_regular(file, MAX_JSON_BYTES), type=kind)
+
+
+def _short(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
 
 
 def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
     try:
-        rank = msgspec.json.decode((folder / RANK).read_bytes(), type=Rank)
-    except (OSError, msgspec.MsgspecError):
+        rank = _decoded(folder / RANK, Rank)
+    except (OSError, *DAMAGE):
         rank = Rank()
         problems.append(f"{folder / RANK}: missing or damaged")
+    steps = _read_lines(folder / STEPS, Step, problems)
+    # a training that was killed in its first steps may have left both: then it is a training
+    inference = not steps and (folder / INFERENCE).exists()
+    if inference:
+        steps = _read_lines(folder / INFERENCE, Step, problems)
     return RankRecord(
         rank=rank,
-        steps=_read_lines(folder / STEPS, Step, problems),
-        samples=_read_lines(folder / TELEMETRY, Sample, problems),
-        events=_read_lines(folder / EVENTS, Event, problems),
+        steps=steps,
+        samples=_read_samples(folder / TELEMETRY, problems),
+        events=_without_dropped(
+            _read_lines(folder / EVENTS, Event, problems, most=MAX_EVENTS_BYTES)
+        ),
         folder=str(folder),
+        inference=inference,
     )
 
 
-def _read_lines(file: Path, kind: type[_T], problems: list[str]) -> list[_T]:
-    decoder = msgspec.json.Decoder(kind)
+def _without_dropped(events: list[Event]) -> list[Event]:
+    """Without the windows that lay before the training."""
+    windows = [event for event in events if event.kind == "window"]
+    dropped = {str(e.data.get("window")) for e in windows if e.data.get("state") == "dropped"}
+    if not dropped:
+        return events
+    return [e for e in events if e.kind != "window" or str(e.data.get("window")) not in dropped]
+
+
+def _read_lines(
+    file: Path, kind: type[_T], problems: list[str], most: int = MAX_RECORD_FILE_BYTES
+) -> list[_T]:
     found: list[_T] = []
-    bad = 0
+    held = 0
+    for read, item in _lines(file, kind, problems, most):
+        held += weight(item)
+        if held > max(ROOM_BYTES, ROOM_FACTOR * read):
+            problems.append(f"{file}: read up to line {len(found):,}: too much for its size")
+            break
+        found.append(item)
+    return found
+
+
+def _read_samples(file: Path, problems: list[str]) -> list[Sample]:
+    """Telemetry in a bounded room: of too much, every second sample, or fourth, and so on."""
+    found: list[Sample] = []
+    held, every = 0, 1
+    lines = _lines(file, Sample, problems, MAX_RECORD_FILE_BYTES)
+    for number, (read, sample) in enumerate(lines):
+        if number % every:
+            continue
+        found.append(sample)
+        held += weight(sample)
+        while held > max(ROOM_BYTES, ROOM_FACTOR * read) and len(found) > 1:
+            every *= 2
+            del found[1::2]
+            held = sum(map(weight, found))
+    if every > 1:
+        problems.append(f"{file}: one sample in {every} kept: too much for its size")
+    return found
+
+
+def is_sane(item: object) -> bool:
+    """Whether a record has times that a run can have: others are damage, and fit no column."""
+    if isinstance(item, Step):
+        lengths = item.dur, item.n, item.gc, *item.phases.values()
+        return -LARGEST < item.t < LARGEST and all(0 <= length < LARGEST for length in lengths)
+    if isinstance(item, Sample | Event):
+        return -LARGEST < item.t < LARGEST
+    return True
+
+
+def weight(item: object) -> int:
+    """About how many bytes a record takes in memory; more GPUs than there can be are dropped."""
+    if isinstance(item, Sample):
+        del item.gpus[MAX_GPUS:]
+        return 400 + sum(1200 + 180 * len(gpu.gpm or ()) + 40 * len(gpu.xid) for gpu in item.gpus)
+    if isinstance(item, Step):
+        return 400 + 180 * (len(item.phases) + len(item.gpu or ()))
+    return 400
+
+
+def _lines(file: Path, kind: type[_T], problems: list[str], most: int) -> Iterator[tuple[int, _T]]:
+    """What is in a file of JSON lines, with the bytes read so far; damage is told and left out."""
+    decoder = msgspec.json.Decoder(kind)
+    bad = read = 0
     try:
-        with file.open("rb") as lines:
-            data = lines.read(MAX_RECORD_FILE_BYTES + 1)
+        with open_regular(file) as opened:
+            if os.fstat(opened.fileno()).st_size > most:
+                problems.append(f"{file}: read up to {size(most)}")
+            for line in read_lines(opened, most, MAX_LINE_BYTES):
+                # what would take long to decode only to be cut down is not decoded
+                if line is None or (kind is not Event and line.count(b"{") > MOST_OBJECTS):
+                    bad += 1
+                    continue
+                read += len(line)
+                try:
+                    item = decoder.decode(line)
+                except DAMAGE:
+                    bad += 1
+                    continue
+                if not is_sane(item):
+                    bad += 1
+                    continue
+                yield read, item
     except FileNotFoundError:
-        return found
+        return
     except OSError as error:
         problems.append(f"{file}: cannot be read ({error.strerror or error})")
-        return found
-    if len(data) > MAX_RECORD_FILE_BYTES:
-        problems.append(f"{file}: read up to {MAX_RECORD_FILE_BYTES >> 20} MiB")
-    for line in data.split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            found.append(decoder.decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            bad += 1
     if bad:
         problems.append(f"{file}: {bad} damaged line{'s' if bad > 1 else ''} left out")
-    return found

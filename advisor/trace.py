@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from advisor.errors import AdvisorError
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from advisor.model import Edit
     from advisor.rundir import Recording
-    from advisor.whatif.price import WhatIfResult
+    from advisor.snapshot import MemorySnapshot
 
+KINETO = "kineto"
+"""PyTorch's profiler, in ``TraceMeta.format``."""
+PYTORCH, TENSORFLOW, JAX, CUDA = "pytorch", "tensorflow", "jax", "cuda"
+"""In ``TraceMeta.framework``."""
+TF_DATA = "tf.data::"
+"""How the name of a wait for TensorFlow's input pipeline begins."""
+LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#|^tf\.data::"
+"""Names of ranges in which the loop waits for its next batch."""
 CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
 GPU_KINDS = ("kernel", "memcpy", "memset")
 COPIES = ("HtoD", "DtoH", "DtoD", "PtoP", "HtoH", "other")
@@ -178,6 +182,11 @@ class TraceMeta:
     """What the file says about itself, and what reading it cost."""
 
     path: str
+    format: str = KINETO
+    """Name of the reader."""
+    framework: str | None = None
+    """What the program is written with: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with
+    CUDA or HIP and none of these), or ``None`` when nothing tells."""
     rank: int | None = None
     world_size: int | None = None
     backend: str | None = None
@@ -209,6 +218,12 @@ class TraceMeta:
     """Host events whose end was cut to the end of the event around them."""
     window: int = 0
     """Which profiler window of its rank."""
+    example: bool = field(default=False, compare=False)
+    """Written as code to show one thing: nothing is concluded from how little is in it."""
+    snapshot: MemorySnapshot | None = None
+    """The allocator's snapshot, of a file that is one: the tables of its trace are empty."""
+    step_ranges: str | None = None
+    """Regular expression of the ranges that were said to be steps; ``None``: nobody did."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +268,18 @@ class Trace:
         """The properties of a device, if the file has them."""
         return next((d for d in self.meta.devices if d.id == device_id), None)
 
+    def working_device(self, device_id: int) -> Device | None:
+        """The properties of a device that ran work of this file.
+
+        A process that sees one device, or several of one model, may have it under another number
+        there than in its events (HIP_VISIBLE_DEVICES, containers): then the model is still known.
+        """
+        own = self.device(device_id)
+        if own is None and self.meta.devices:
+            alike = {replace(d, id=device_id) for d in self.meta.devices}
+            own = alike.pop() if len(alike) == 1 else None
+        return own
+
 
 def blank_trace(path: str, rank: int | None = None) -> Trace:
     """A trace with nothing in it: of a run whose profiled window was never reached."""
@@ -265,7 +292,7 @@ def blank_trace(path: str, rank: int | None = None) -> Trace:
         inputs=pl.DataFrame(schema=INPUTS_SCHEMA),
         comms=pl.DataFrame(schema=COMMS_SCHEMA),
         threads=pl.DataFrame(schema=THREADS_SCHEMA),
-        meta=TraceMeta(path=path, rank=rank),
+        meta=TraceMeta(path=path, rank=rank, framework=PYTORCH),
     )
 
 
@@ -285,25 +312,13 @@ class Run:
     """What the recorder wrote besides the traces; ``None``: not a run directory."""
     unread: tuple[tuple[int, int], ...] = ()
     """(rank, window) of a run directory's traces that were not asked for."""
+    snapshots: dict[int, MemorySnapshot] = field(default_factory=dict)
+    """The allocator's snapshot of a rank, where there is one."""
 
     @property
     def ranks(self) -> list[int]:
         """Ranks with traces, in order."""
         return sorted({rank for rank, _ in self.traces})
-
-    def whatif(self, edits: Sequence[Edit | str], rank: int | None = None) -> WhatIfResult:
-        """Replay one rank's steps with edits (Edit objects, or lines of the edit language).
-
-        ``rank`` defaults to the first; the other ranks of the run are replayed with it. Raises
-        AdvisorError for an edit that cannot be read.
-        """
-        from advisor.whatif.price import run_edits
-
-        if not self.traces:
-            raise AdvisorError(f"{self.path or 'run'}: no profiled window, so nothing to replay")
-        rank = self.ranks[0] if rank is None else rank
-        ranks = {number: self.window(number) for number in self.ranks}
-        return run_edits(self.window(rank), edits, rank, ranks)
 
     def window(self, rank: int, window: int | None = None) -> Trace:
         """The trace of one rank: the given window, else its first."""

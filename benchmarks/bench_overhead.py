@@ -1,21 +1,20 @@
-"""What recording costs the training thread: interleaved A/B inside one process, and hook by hook.
+"""What recording costs a process: its training thread, its other threads, and waiting.
 
-    python benchmarks/bench_overhead.py [--steps 4000] [--seconds 60] [--hooks] [--write]
+    python benchmarks/bench_overhead.py [--steps 4000] [--seconds 30] [--blocks 12] [--write]
 
-Steps with the recorder's hooks and steps without take turns, in pairs whose order is drawn, so that
-what the machine does besides falls on both. Both call the same functions in the same way; one is
-given those that the recorder has wrapped, the other what they wrap (nothing is patched in between:
-CPython would drop what it has specialised for the classes). Measured is the CPU time of the
-training thread (``CLOCK_THREAD_CPUTIME_ID``): the recorder's own threads and the wait for a core
-are not in it. Given are the median of the differences within pairs and its 95 % interval
-(bootstrap).
+The first table: steps with the recorder's hooks and steps without take turns, in pairs whose order
+is drawn, so that what the machine does besides falls on both. Both call the same functions in the
+same way; one is given those that the recorder has wrapped, the other what they wrap. Measured is
+the CPU time of the training thread (``CLOCK_THREAD_CPUTIME_ID``): the median of the differences
+within pairs and its 95 % interval (bootstrap). For comparison: a control without anything on either
+side, functions that do nothing but call what they wrap, and a ``torch.profiler`` that waits.
 
-Three rows are for comparison: a control without anything on either side, functions that do nothing
-but call what they wrap, and a ``torch.profiler`` that waits for its window.
-
-The second table times each hook itself, in place, in the running loop: from its call to its return
-without the call it is around. What the timing adds is measured in steps where the hooks are left
-out, in turns, and taken off. It leaves out what a hook costs others by taking room in the caches.
+The second table tells the cost whole, in blocks of four seconds with and without that take turns,
+with the recorder's threads at work meanwhile: CPU time of the training thread, of the whole process
+(``CLOCK_PROCESS_CPUTIME_ID``, until all of the block is written) and the time that the training
+thread slept: wall time less its CPU time less the time that it was ready to run and had no core
+(``schedstat``, which is where other programs show). The loop itself never sleeps, so that is what
+it waits for the interpreter's lock; the control says so. Linux only.
 
 ``--write`` puts the tables into docs/overhead.md.
 """
@@ -23,17 +22,16 @@ out, in turns, and taken off. It leaves out what a hook costs others by taking r
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import platform
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter_ns as now
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,16 +42,12 @@ from torch import nn, profiler
 from torch.optim import optimizer
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
-from advisor.recording.hooks import Hooks
-from advisor.recording.options import Options
-from advisor.recording.outermost import PLACE, Outermost
-from advisor.recording.quick import available
+from advisor.recording.options import RecordOptions
 from advisor.recording.session import Session
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
 WARM = 300
-"""Steps before any is measured: caches, allocators, CPython's specialised code, and the first
-steps in which the recorder learns which modules are outermost."""
+"""Steps before any is measured: caches, allocators, CPython's specialised code."""
 BEGIN, END = "<!-- bench_overhead: begin -->", "<!-- bench_overhead: end -->"
 
 
@@ -66,13 +60,13 @@ class Calls(NamedTuple):
     backward: Callable[..., Any]
     before: dict[int, Any]
     after: dict[int, Any]
-    direct: Any = None
-    """The call that the model is given for itself; ``None``: it has none."""
+    code: Any = None
+    """Of ``Module.__call__``."""
     then: Callable[[], Any] | None = None
     """What the loop calls when a step is over."""
 
     @classmethod
-    def now(cls, model: nn.Module) -> Calls:
+    def present(cls, model: nn.Module) -> Calls:
         """As they are at this moment."""
         return cls(
             dataloader._BaseDataLoaderIter.__next__,
@@ -81,7 +75,7 @@ class Calls(NamedTuple):
             torch.autograd._engine_run_backward,
             dict(optimizer._global_optimizer_pre_hooks),
             dict(optimizer._global_optimizer_post_hooks),
-            vars(model).get(PLACE),
+            nn.Module.__call__.__code__,
         )
 
 
@@ -121,9 +115,8 @@ class Loop:
         ):
             hooks.clear()
             hooks.update(wanted)
-        vars(self.model).pop(PLACE, None)
-        if calls.direct is not None:
-            vars(self.model)[PLACE] = calls.direct
+        if calls.code is not None and nn.Module.__call__.__code__ is not calls.code:
+            nn.Module.__call__.__code__ = calls.code
 
     def batch(self, calls: Calls) -> Any:
         """The next one; the loader begins again when it is done."""
@@ -215,13 +208,13 @@ def interval(values: list[float]) -> tuple[float, float]:
 def recorded(make: Callable[[], Loop], steps: int, seconds: float, **options: Any) -> Compared:
     """With all that a recording does outside of windows."""
     loop = make()
-    plain = Calls.now(loop.model)
+    plain = Calls.present(loop.model)
     with tempfile.TemporaryDirectory() as folder:
-        chosen = Options(out=f"{folder}/run", active=0, report=False).with_changes(**options)
+        chosen = RecordOptions(out=f"{folder}/run", active=0, report=False).with_changes(**options)
         session = Session(chosen, "context")
         session.start()
         loop.train(WARM)
-        ours = Calls.now(loop.model)
+        ours = Calls.present(loop.model)
         found = compare(loop, plain, ours, steps, seconds)
         loop.use(ours)
         if session.problem:
@@ -236,7 +229,7 @@ def recorded(make: Callable[[], Loop], steps: int, seconds: float, **options: An
 def control(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
     """With nothing on either side."""
     loop = make()
-    plain = Calls.now(loop.model)
+    plain = Calls.present(loop.model)
     return compare(loop, plain, plain, steps, seconds)
 
 
@@ -253,7 +246,7 @@ def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
         pass
 
     loop = make()
-    plain = Calls.now(loop.model)
+    plain = Calls.present(loop.model)
     functions = [bare(function) for function in plain[:4]]
     other = Calls(*functions, {0: nothing}, {0: nothing})
     return compare(loop, plain, other, steps, seconds)
@@ -262,7 +255,7 @@ def wrapped(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
 def idle_profiler(make: Callable[[], Loop], steps: int, seconds: float) -> Compared:
     """With ``torch.profiler`` waiting for a window that never comes, told of each step."""
     loop = make()
-    plain = Calls.now(loop.model)
+    plain = Calls.present(loop.model)
     never = profiler.schedule(wait=1 << 40, warmup=1, active=1)
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU], schedule=never) as waiting:
         return compare(loop, plain, plain._replace(then=waiting.step), steps, seconds)
@@ -283,118 +276,68 @@ def call() -> float:
     return statistics.median(taken)
 
 
-class InPlace:
-    """Times hooks from within: ``with InPlace() as times`` before a session is made."""
+class Whole(NamedTuple):
+    """Medians of differences between neighbouring blocks, µs a step."""
 
-    def __init__(self) -> None:
-        self.real = True
-        """Call the hooks; else only what times them."""
-        self.taken: dict[tuple[str, bool], list[int]] = {}
-
-    def __enter__(self) -> InPlace:
-        self._patch = Hooks._patch
-        place, plain = self, Hooks._patch
-
-        def patch(hooks: Hooks, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-            quick = None if name == "__call__" else hooks._quick
-
-            def final(call: Any) -> Any:
-                """What is there after the first steps."""
-                slow = make(call)
-                return slow if quick is None else quick.wrapper(name, call, slow)
-
-            hooks._quick, kept = None, hooks._quick  # what is final replaces nothing of ours
-            plain(hooks, owner, name, lambda original: place.around(name, final, original))
-            hooks._quick = kept
-
-        def direct(outermost: Outermost, wrap: Callable[..., Any], *others: Any) -> None:
-            init(outermost, lambda original: place.around("__call__", wrap, original), *others)
-
-        self._init = init = Outermost.__init__
-        Hooks._patch = patch  # type: ignore[method-assign]
-        Outermost.__init__ = direct  # type: ignore[method-assign, assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Hooks._patch = self._patch  # type: ignore[method-assign]
-        Outermost.__init__ = self._init  # type: ignore[method-assign]
-
-    def around(self, name: str, make: Callable[[Any], Any], original: Any) -> Any:
-        """A wrapper around the hook's wrapper."""
-        inner: list[int] = []
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = now()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                inner[-1] += now() - begin
-
-        hook = make(call)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            real = self.real
-            chosen = hook if real else call
-            inner.append(0)
-            begin = now()
-            try:
-                return chosen(*args, **kwargs)
-            finally:
-                self.keep(name, real, now() - begin - inner.pop())
-
-        return timed
-
-    def keep(self, name: str, real: bool, ns: int) -> None:
-        """One call was made."""
-        self.taken.setdefault((name, real), []).append(ns)
-
-    def callback(self, name: str, original: Callable[..., None]) -> Callable[..., None]:
-        """The same around a callback, which is around nothing."""
-
-        def timed(*args: Any) -> None:
-            real = self.real
-            begin = now()
-            if real:
-                original(*args)
-            self.keep(name, real, now() - begin)
-
-        return timed
+    plain: float
+    thread: float
+    process: float
+    blocked: float
+    spread: float
+    """Half the distance of the quartiles of blocked time."""
 
 
-def hook_by_hook(
-    make: Callable[[], Loop], native: bool, rounds: int = 60
-) -> dict[str, tuple[float, float]]:
-    """For each hook, in C or of Python: calls a step, and µs a step."""
+def unserved() -> float:
+    """How long the calling thread was ready to run and had no core so far, s."""
+    stat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text("utf-8")
+    return int(stat.split()[1]) / 1e9
+
+
+def whole(make: Callable[[], Loop], blocks: int, record: bool) -> Whole:
+    """Blocks with and without a recording in turns; without ``record`` nothing on either side."""
     loop = make()
-    with tempfile.TemporaryDirectory() as folder, InPlace() as place:
-        options = Options(out=f"{folder}/run", active=0, report=False, telemetry=0.0, native=native)
-        session = Session(options, "context")
-        session.start()
-        session.hooks._compiles = True  # nothing is replaced: it is there already
-        for name, hooks, callback in zip(
-            ("optimizer, before", "optimizer, after"),
-            (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks),
-            session.hooks._callbacks,
-            strict=True,
-        ):
-            hooks[callback.handle.id] = place.callback(name, callback.quick)
-        gc.callbacks.remove(session.pauses._call)
-        timed_pauses = place.callback("garbage collection", session.pauses._call)
-        gc.callbacks.append(timed_pauses)
-        loop.train(WARM)
-        place.taken.clear()
-        for _ in range(rounds):
-            for place.real, steps in ((True, 40), (False, 20)):
-                loop.train(steps)
-        gc.callbacks.remove(timed_pauses)
-        session.finish()
-    rows = {}
-    for (name, real), taken in place.taken.items():
-        if real:
-            calls = len(taken) / (rounds * 40)
-            timing = statistics.median(place.taken.get((name, False), [0]))
-            rows[name] = calls, calls * (statistics.median(taken) - timing) / 1e3
-    return rows
+    plain = Calls.present(loop.model)
+    with tempfile.TemporaryDirectory() as folder:
+        session = None
+        ours = plain
+        if record:
+            session = Session(RecordOptions(out=f"{folder}/run", active=0, report=False), "context")
+            session.start()
+            loop.train(WARM)
+            ours = Calls.present(loop.model)
+        loop.use(plain)
+        begin = time.perf_counter()
+        for _ in range(WARM):
+            loop.step(plain)
+        steps = max(100, int(WARM * 4.0 / (time.perf_counter() - begin)))
+        taken: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
+        for number in range(2 * blocks):
+            with_it = number % 2 == (number // 2) % 2
+            loop.use(ours if with_it else plain)
+            started = time.perf_counter() - unserved(), time.thread_time(), time.process_time()
+            for _ in range(steps):
+                loop.step(ours if with_it else plain)
+            wall, thread = time.perf_counter() - unserved(), time.thread_time()
+            if session is not None:
+                session.writer.flush()
+            process = time.process_time()
+            parts = wall - started[0], thread - started[1], process - started[2]
+            taken[with_it].append(tuple(1e6 * part / steps for part in parts))
+        loop.use(plain)
+        if session is not None:
+            loop.use(ours)
+            session.finish()
+            loop.use(plain)
+    rows = []
+    for (wall0, thread0, process0), (wall1, thread1, process1) in zip(
+        taken[False], taken[True], strict=True
+    ):
+        blocked = (wall1 - thread1) - (wall0 - thread0)
+        rows.append((thread1 - thread0, process1 - process0, blocked))
+    both = sorted(blocked for *_, blocked in rows)
+    spread = (both[3 * len(both) // 4] - both[len(both) // 4]) / 2
+    medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+    return Whole(statistics.median(row[0] for row in taken[False]), *medians, spread)
 
 
 def main() -> None:
@@ -404,24 +347,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=4000, help="pairs of steps a row")
     parser.add_argument("--seconds", type=float, default=60, help="at most so long a row")
-    parser.add_argument("--hooks", action="store_true", help="only hook by hook: ten seconds")
+    parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks a row")
     parser.add_argument("--write", action="store_true", help="put the table into docs/overhead.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if not available():
-        sys.exit("the hooks in C were not built: is there a C compiler, and Python's headers?")
-    found, python = hook_by_hook(mlp, True), hook_by_hook(mlp, False)
-    hooks = [
-        "| hook | calls a step | in C, µs a step | of Python, µs a step |",
-        "|---|---:|---:|---:|",
-    ]
-    for name, (calls, us) in sorted(python.items(), key=lambda row: -row[1][1]):
-        hooks.append(f"| `{name}` | {calls:.2f} | {found[name][1]:.1f} | {us:.1f} |")
-    sums = [sum(us for _, us in rows.values()) for rows in (found, python)]
-    hooks.append(f"| **all** | | **{sums[0]:.1f}** | **{sums[1]:.1f}** |")
-    if given.hooks:
-        print("\n".join(hooks))
-        return
     table = [
         "| loop | what | plain step, µs | added, µs | 95 % interval, µs | share | pairs |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -432,7 +361,6 @@ def main() -> None:
         ("idle torch.profiler", idle_profiler, {}),
         ("recorded, 5 phases", recorded, {"telemetry": 0.0}),
         ("… and telemetry at 2 Hz", recorded, {}),
-        ("recorded, hooks of Python", recorded, {"telemetry": 0.0, "native": False}),
     ]
     for name, make in (("MLP, 5 modules", mlp), ("160 small modules", deep)):
         for what, measure, options in kinds:
@@ -447,8 +375,30 @@ def main() -> None:
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores,"
         f" {device}. One call of an empty Python function took {call():.0f} ns."
     )
-    head = "The MLP's hooks, timed in place:"
-    lines = [*table, "", where, "", head, "", *hooks]
+    told = [
+        "| loop | what | plain step, µs | training thread, µs | process CPU, µs | blocked, µs"
+        " | ± | together, µs |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, make in (("MLP, 5 modules", mlp), ("160 small modules", deep)):
+        for what, record in (("nothing (control)", False), ("recorded, telemetry at 2 Hz", True)):
+            print(f"{name}: {what}, whole …", file=sys.stderr, flush=True)
+            cost = whole(make, given.blocks, record)
+            told.append(
+                f"| {name} | {what} | {cost.plain:.0f} | {cost.thread:+.1f} | {cost.process:+.1f}"
+                f" | {cost.blocked:+.1f} | {cost.spread:.1f} | {cost.process + cost.blocked:+.1f} |"
+            )
+    lines = [
+        "Training thread, its CPU time:",
+        "",
+        *table,
+        "",
+        "The whole process:",
+        "",
+        *told,
+        "",
+        where,
+    ]
     print("\n".join(lines))
     if given.write:
         text = PAGE.read_text("utf-8")

@@ -2,8 +2,10 @@
 
     python benchmarks/bench_replay.py [--traces DIR] [--write docs/accuracy.md] [TRACE …]
 
-Times are CPU seconds of this thread, the best of several replays. Without --traces the public
-traces are looked for in $ADVISOR_SHARED_TRACES, else ../shared/traces.
+Two tables: how well steps and starts come out, and what share of the host's waiting and of the
+device's idle time is explained (``hard_time``). Times are CPU seconds of this thread, the best of
+several replays. Without --traces the public traces are looked for in $ADVISOR_SHARED_TRACES, else
+../shared/traces.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hard_time import HardTime, hard_time
 from naive_twin import naive_twin
 
 from advisor.analysis import Analysis
@@ -22,7 +25,8 @@ from advisor.ingest import read_trace
 from advisor.whatif.price import WhatIf
 
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
-BEGIN, END = "<!-- replay begin -->", "<!-- replay end -->"
+REPLAY, HARD = "replay", "hard parts"
+"""Sections of the document that are written."""
 ENOUGH = 500
 """Device events from which a time for each 10,000 means something."""
 HEAD = (
@@ -37,6 +41,19 @@ HEAD = (
     "ms / 10,000",
 )
 
+HARD_HEAD = (
+    "trace",
+    "host waited, ms",
+    "in calls",
+    "explained",
+    "naive",
+    "the tool says",
+    "device idle, ms",
+    "explained",
+    "naive",
+    "the tool says",
+)
+
 
 def seconds(act: Callable[[], object], times: int = 5) -> float:
     """CPU time of one call, s: the best of several."""
@@ -48,15 +65,17 @@ def seconds(act: Callable[[], object], times: int = 5) -> float:
     return best
 
 
-def row(path: Path) -> tuple[str, ...] | None:
-    """The figures of one trace; ``None``: it holds no steps with both host and device rows."""
+def replayed(path: Path) -> WhatIf | None:
+    """The replay of one trace; ``None``: it holds no steps with both host and device rows."""
     trace = read_trace(str(path))
     if trace.cpu.is_empty() or trace.gpu.is_empty():
         return None
     a = Analysis(trace)
-    if a.steps.used.is_empty():
-        return None
-    whatif = WhatIf(a)
+    return None if a.steps.used.is_empty() else WhatIf(a)
+
+
+def row(name: str, whatif: WhatIf) -> tuple[str, ...]:
+    """Steps and starts of one trace."""
     quality, twin = whatif.quality, naive_twin(whatif.graph)
     parts = []
     for part in quality.hard:
@@ -66,7 +85,7 @@ def row(path: Path) -> tuple[str, ...] | None:
     plan = whatif.plan
     cost = seconds(plan.run) * 1e3 / quality.starts * 1e4
     return (
-        path.name.split(".")[0],
+        name,
         f"{quality.steps} of {quality.of_steps}",
         str(quality.starts),
         f"{quality.step_error:.2%}",
@@ -78,9 +97,31 @@ def row(path: Path) -> tuple[str, ...] | None:
     )
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
+def hard_row(name: str, whatif: WhatIf) -> tuple[str, ...]:
+    """Waits and idle time of one trace, by brute force and as the library has them."""
+    found: HardTime = hard_time(whatif.a, whatif.plan)
+    said = [getattr(whatif.quality, f"{what}_explained", None) for what in ("waits", "idle")]
+
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.0%}"
+
+    return (
+        name,
+        f"{found.waited / 1e6:.2f}",
+        str(found.waits),
+        share(found.waits_explained),
+        "copied",
+        share(said[0]),
+        f"{found.idle / 1e6:.2f}",
+        share(found.idle_explained),
+        share(found.idle_twin),
+        share(said[1]),
+    )
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """As Markdown."""
-    lines = [HEAD, tuple("---" for _ in HEAD), *rows]
+    lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
@@ -91,21 +132,30 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=SHARED)
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
-    rows = []
-    for path in args.files or sorted(args.traces.glob("*.json.gz")):
+    rows, hard = [], []
+    for path in args.files or sorted(args.traces.rglob("*.json.gz")):
         try:
-            found = row(path)
+            found = replayed(path)
         except AdvisorError as error:
             print(f"{path.name}: {error}")
             continue
         if found is not None:
-            rows.append(found)
-            print(*found, sep="  ", flush=True)
-    text = f"{BEGIN}\n{table(rows)}\n{END}"
+            name = path.relative_to(args.traces) if path.is_relative_to(args.traces) else path
+            short = str(name).removesuffix(".json.gz").removesuffix(".pt.trace")
+            rows.append(row(short, found))
+            hard.append(hard_row(short, found))
+            print(*rows[-1], *hard[-1][1:], sep="  ", flush=True)
     if args.write:
-        old = args.write.read_text()
-        head, _, rest = old.partition(BEGIN)
-        args.write.write_text(f"{head}{text}{rest.partition(END)[2]}")
+        text = args.write.read_text()
+        text = replaced(text, REPLAY, table(HEAD, rows))
+        args.write.write_text(replaced(text, HARD, table(HARD_HEAD, hard)))
+
+
+def replaced(text: str, section: str, content: str) -> str:
+    """A document with another content between the marks of a section."""
+    begin, end = f"<!-- {section} begin -->", f"<!-- {section} end -->"
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.whatif.graph import Edge, Graph
-from advisor.whatif.price import EXPLAINED_NS
 from advisor.whatif.replay import completions
+from advisor.whatif.trust import EXPLAINED_NS
 
 COMPUTED = ("cross-stream starts",)
 """Hard parts that the twin computes at all: the others are host times, which it copies."""
@@ -50,7 +50,7 @@ def naive_twin(graph: Graph) -> Twin:
         explained=float((~late[device]).mean()) if len(device) else 1.0,
         hard={
             name: float((~late[nodes]).mean()) if name in COMPUTED else None
-            for name, nodes in graph.hard.items()
+            for name, (nodes, _) in graph.hard.items()
             if len(nodes)
         },
     )

@@ -452,6 +452,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit-kb", type=int, default=300, help="largest trace")
     parser.add_argument("--again", action="store_true", help="also what is there already")
     parser.add_argument("--table", action="store_true", help="analyse and tabulate only")
+    parser.add_argument(
+        "--snapshots", action="store_true", help="memory snapshots of small programs instead"
+    )
     parser.add_argument("--one", nargs=2, metavar=("NAME", "VARIANT"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
@@ -471,6 +474,11 @@ def main(arguments: list[str]) -> int:
         if options.device.startswith("cuda") and not torch.cuda.is_available():
             print("no CUDA device that PyTorch can use; try --device cpu", file=sys.stderr)
             return 2
+        if options.snapshots:
+            from record_snapshots import record_snapshots
+
+            record_snapshots(options.output)
+            return 0
         try:
             record_all(options)
         except AdvisorError as error:

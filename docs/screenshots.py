@@ -16,12 +16,18 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from advisor.dashboard.access import Access
-from advisor.dashboard.app import PAGES, create_app
-from advisor.dashboard.serve import bind
+from advisor.dashboard.app import create_app
+from advisor.dashboard.menu import PAGES
+from advisor.dashboard.serve import Server, bind
 from advisor.dashboard.session import Session
 
-SHOWN = (("overview", 1440, "light"), ("findings", 1440, "light"), ("timeline", 1440, "dark"),
-         ("kernels", 1440, "dark"), ("overview", 390, "dark"))  # fmt: skip
+SHOWN = (
+    ("overview", 1440, "light"),
+    ("findings", 1440, "light"),
+    ("timeline", 1440, "dark"),
+    ("kernels", 1440, "dark"),
+    ("overview", 390, "dark"),
+)
 SETTLE_MS = 1500
 
 
@@ -43,7 +49,8 @@ def main() -> None:
     ]
     only = {name for name in given.only.split(",") if name}
     session = Session(given.paths).load()
-    server = bind(create_app(session).server, Access(), 0)
+    access = Access.to()
+    server = bind(create_app(session, access).server, access, 0)
     threading.Thread(target=server.run, daemon=True).start()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
@@ -51,13 +58,13 @@ def main() -> None:
         )
         for module, width, theme in wanted:
             if not only or module in only:
-                shoot(browser, server.address, module, width, theme, given.out, full=given.all)
+                shoot(browser, server, module, width, theme, given.out, full=given.all)
         browser.close()
     server.close()
 
 
 def shoot(
-    browser: Any, address: str, module: str, width: int, theme: str, out: Path, *, full: bool
+    browser: Any, server: Server, module: str, width: int, theme: str, out: Path, *, full: bool
 ) -> None:
     """One page: from its top, or all of it."""
     context = browser.new_context(
@@ -65,7 +72,8 @@ def shoot(
     )
     page = context.new_page()
     path = next(page.path for page in PAGES if page.module == module)
-    page.goto(f"{address.rstrip('/')}{path}")
+    page.goto(server.address)  # with the token, for which the browser is given a cookie
+    page.goto(f"{server.base.rstrip('/')}{path}")
     page.locator("main h1").first.wait_for(state="attached")
     if full:  # grids draw themselves once they are in view
         for grid in page.locator(".grid").all():

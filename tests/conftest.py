@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+# what the user of this machine remembers is not part of the tests
+os.environ["ADVISOR_LEDGER"] = os.devnull + "/ledger.jsonl"
 # one thread a test process: the processes of a parallel run share the cores already
 os.environ.setdefault("POLARS_MAX_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +51,19 @@ def shared_trace() -> Callable[[str], str]:
 
     def find(name: str) -> str:
         path = SHARED / f"{name}.json.gz"
+        if not path.exists():
+            pytest.skip(f"public real traces are not here ({SHARED} is not part of the project)")
+        return str(path)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def shared_file() -> Callable[[str], str]:
+    """``shared_file("nsys/a.sqlite")``: path of a public file of any kind; skips where absent."""
+
+    def find(name: str) -> str:
+        path = SHARED / name
         if not path.exists():
             pytest.skip(f"public real traces are not here ({SHARED} is not part of the project)")
         return str(path)

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import advisor.redact
-from advisor.advice.engine import analyze
+from advisor import cli
+from advisor.advice.engine import analyze, examine
+from advisor.analysis import Analysis
 from advisor.export import rewrite
+from advisor.model import Edit
+from advisor.recording.redact import clean_value
 from advisor.redact import GONE, Redactor, is_random, names_in, redact
-from advisor.report import Report, html, markdown, sarif
+from advisor.report import Report
+from advisor.report.formats import REPORTS
+from advisor.select import selected_gaps, selected_gpu, selected_host
 from advisor.testing import TraceBuilder
 
 SECRETS = [
@@ -29,6 +38,11 @@ SECRETS = [
     "glpat-" + "abcdefGHIJKL12345678",
     "xoxb-" + "123456789012-abcdefGHIJKL",
     "eyJhbGciOiJIUzI1NiJ9." + "eyJzdWIiOiIxMjM0In0.abcDEF123",
+    "dapi" + "0123456789abcdef0123456789abcdef",
+    "hvs." + "CAESIJ0123456789abcdefABCDEF",
+    "dop_v1_" + "0123456789abcdef0123456789abcdef",
+    "sk_live_" + "0123456789abcdefABCD",
+    "nvapi-" + "0123456789abcdefABCDEF",
     "9f86d081884c7d659a2feaa0c55ad015",
     "T7kQ2mZx9RvB4nLc8WpY3sHd6FgJ1aEu",
 ]
@@ -43,10 +57,43 @@ IN_CONTEXT = [
     ("/home/{}/train.py", "jdoe"),
     ("C:\\Users\\{}\\train.py", "jdoe"),
     ("/data/{}/run7/train.py(12): forward", "acme-team"),
+    ("src/{}/train.py(12): forward", "acme-team"),
+    ("../{}/runs/trace_w0.json.gz", "acme-team"),
+    ("see {}\\\\model.py", "acme-team"),
     ("mail {}@example.com", "jane.doe"),
     ("ssh://git.{}.example.com/x", "acme"),
     ("10.20.{}.41", "30"),
     ("node7.{}.internal:29500", "acme"),
+    ("collector.{}.io:4317", "acme"),
+    ("login.cs.{}.nl", "acme"),
+    ("tcp://[2001:db8:85a3::8a2e:{}:7334]:29500", "370"),
+    ("[fe80::1ff:fe23:{}:890a%eth0]", "4567"),
+    ("2001:db8:0:0:0:0:{}:1", "beef"),
+    ("aa:bb:cc:{}:ee:ff", "d7"),
+    ("nas01:/nfs/{}/run", "acme"),
+    ("{}:/export/x.py", "nas01"),
+    ("{}@nas01:/export/x.py", "alice"),
+    ("ssh {}@gpu17 python", "alice"),
+    ("\\\\{}\\share\\x.py", "fileserver"),
+    ("//{}/share/x.py", "fileserver"),
+    ("%2Fhome%2F{}%2Fproj%2Ftrain.py", "alice"),
+    ("\\/home\\/{}\\/proj\\/train.py", "alice"),
+    ("/home/{}/my\\-proj/train\\.py", "alice"),
+    ('{{\\"password\\": \\"{} x\\"}}', "hunter2"),
+    ('password="a\\"b{}"', "hunter2"),
+    ("password='a\\'b{}'", "hunter2"),
+    ('{{"db": {{"password" : "{}"}}}}', "hunter2"),
+    ("secrets: {{x: 1, y: {}}}", "hunter2"),
+    ("db.passwd: |\n  {}\n  more", "hunter2"),
+    ("+secrets.x={}", "hunter2"),
+    ("--s3.key {}", "hunter2"),
+    ("--password 'a {}'", "hunter2"),
+    ("SLURM_JOB_USER={}", "jdoe7"),
+    ("SLURM_JOB_NODELIST={}[01-04]", "gpu"),
+    ("MASTER_ADDR={}", "node17"),
+    ("https://u:{}@x.org/a", "p4ss"),
+    ("AccountKey={}==;EndpointSuffix=core", "abc123xyz"),
+    ("AWS_ACCESS_KEY_ID={}", "AKQWE"),
 ]
 """Texts with a private part."""
 
@@ -229,6 +276,12 @@ def test_numbers_stay_as_they_are_written(tmp_path: Path) -> None:
         "Torch-Compiled Region: 0/0",
         "https://pytorch.org/docs/stable/amp.html",
         "num_tokens 4096, token_embedding.weight",
+        "pad_token=0, image_key=jpg, sort_key=loss, max_token: 5",
+        "torchvision.io::decode_jpeg, aten::conv2d, ::fused::add",
+        "memcpy@GLIBC_2.14 (inlined)",
+        "1:23:45, 0000:3b:00.0, 12.8.0, cuda:0, sm_90",
+        "_fwd_kernel_aligned_0d1d2d3d45d6de7de8c9de10de11c12de13de14c15de16de17c18de19de20c",
+        "a // b, x = y // 2",
     ],
 )
 def test_what_advice_needs_stays(name: str) -> None:
@@ -257,13 +310,19 @@ def test_names_of_real_traces_are_hardly_touched(shared_trace: Callable[[str], s
     """Kernel, operator and annotation names of public traces come out as they went in."""
     import gzip
 
-    for trace in ("a100_train_6steps", "b200_eager", "mi300_torch_compile", "nccl_collectives"):
+    for trace in (
+        "a100_train_6steps", "h100_qwen_inference", "b200_eager", "mi300_torch_compile",
+        "nccl_collectives", "pairs/particle_batch2", "dlrm_8ranks/worker3.pt.trace",
+    ):  # fmt: skip
         with gzip.open(shared_trace(trace)) as file:
             text = file.read()
         r = Redactor(names_in(text))
         events = json.loads(text)["traceEvents"]
         names = {e["name"] for e in events if str(e.get("cat", "")) != "python_function"}
-        names = {name for name in names if isinstance(name, str)}
+        args = [e["args"] for e in events if isinstance(e.get("args"), dict)]
+        names |= {key for one in args for key in one}
+        names |= {value for one in args for value in one.values() if isinstance(value, str)}
+        names = {n for n in names if isinstance(n, str) and "/torchinductor_" not in n}
         assert {name for name in names if r.text(name) != name} == set()
 
 
@@ -289,9 +348,9 @@ def test_a_redacted_report_says_the_same_without_what_is_private(tmp_path: Path)
     assert [f.references for f in clean.findings] == [f.references for f in report.findings]
     for text in (
         clean.to_json().decode(),
-        html.render(clean),
-        markdown.render(clean),
-        sarif.render(clean),
+        REPORTS.render("html", clean),
+        REPORTS.render("markdown", clean),
+        REPORTS.render("sarif", clean),
     ):
         for private in (*SECRETS[:3], "jdoe"):
             assert private not in text
@@ -318,3 +377,193 @@ def test_text_is_redacted_as_its_values_are(rounds: list[Any], remembered: int) 
         for value in rounds:
             for spaced in (json.dumps(value, indent=1), json.dumps(value, separators=(",", ":"))):
                 assert json.loads(quick.json(spaced.encode())) == twin.value(value)
+
+
+# -- time ---------------------------------------------------------------------------------------
+
+UNITS = [
+    "-", "token-", "a@", "://", "'", '"', "=", ".", "a.", "-a.", "0", "f", "aB3", "/", "\\", '\\"',
+    "/a", "\\/", "%2F", "%2Fa", "~", "~a", "_", "_Z", "eyJ_", "eyJa.", "hf_", "--a ", "--token ",
+    "token=", "token:", 'password="', "secret:{", "[", "(", ":", "1.", "1:", "ab:", "@", "a-",
+    "a.com", "host:/", "a://", "http://a", "file:/", "C:\\", "bearer ", "-----BEGIN ", " ", "\n",
+    "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----x", "USER_", "AB1_", "/lib/python3.1",
+    "SG.aaaaaaaaaaaaaaaaaaaa", "&sig=", "alice", "/home/a", "torchinductor_", "\u0130", "x:|\n ",
+]  # fmt: skip
+
+
+def seconds(act: Callable[[str], object], text: str) -> float:
+    """CPU time; the least of three where it is not next to nothing."""
+    found: list[float] = []
+    while len(found) < 3 and (not found or found[0] > 0.03):
+        begin = time.process_time()
+        act(text)
+        found.append(time.process_time() - begin)
+    return min(found)
+
+
+def test_time_grows_with_the_length_of_the_text_whatever_it_is() -> None:
+    r = Redactor(["alice", "alicia", *(f"user{i}x" for i in range(900))])
+    dice = random.Random(7)
+    mixed = ["".join(dice.choices(UNITS, k=dice.choice([2, 3]))) for _ in range(40)]
+    acts: list[Callable[[str], object]] = [
+        r._redact, clean_value, lambda text: names_in(text.encode())
+    ]  # fmt: skip
+    for unit in [*UNITS, *mixed]:
+        for number, act in enumerate(acts):
+            short, long = (unit * (n // len(unit)) for n in (4_000, 32_000))
+            took = seconds(act, long)
+            assert took < 1.0, (unit, number)
+            if took > 0.05:  # eight times the text: some eight times, not sixty-four
+                assert took < 24 * max(seconds(act, short), 0.001), (unit, number)
+
+
+def test_a_hundred_thousand_characters_take_no_time() -> None:
+    r = Redactor()
+    for unit in ("-", "token-", "a@", "://", "password='", "0", "a."):
+        assert seconds(r._redact, unit * (100_000 // len(unit))) < 3.0, unit
+
+
+# -- patterns -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "private"),
+    [
+        ("/home/alice/proj/train.py(12): step", "alice"),
+        ("/home/alice/my-proj (old)/train.py(12): step", "alice"),
+        ("C:\\Users\\alice\\proj\\train.py(12): step", "alice"),
+        (f"load {SECRETS[0]} of model", SECRETS[0]),
+        ("jdoe7::op on gpu-node-12", "jdoe7"),
+        ("void f<a, (int)3>(x*)", "not there"),
+    ],
+)
+def test_a_redacted_pattern_still_finds_the_name_and_the_redacted_one(
+    name: str, private: str
+) -> None:
+    r = Redactor(["jdoe7"])
+    for pattern in (re.escape(name), f"^(?:{re.escape(name)}|other)$", f"^{re.escape(name)}$"):
+        clean = r.pattern(pattern)
+        assert private not in clean.replace("\\", "")
+        assert re.search(clean, name)
+        assert re.search(clean, r.text(name))
+        assert not re.search(clean, "aten::mm")
+
+
+@given(st.text(max_size=60))
+def test_any_pattern_stays_one(text: str) -> None:
+    for pattern in (re.escape(text), text):
+        try:
+            re.compile(pattern)
+        except re.error:
+            continue
+        re.compile(Redactor().pattern(pattern))
+
+
+# -- every way out ------------------------------------------------------------------------------
+
+FOLDER = "/home/alice/proj-x/src"
+PRIVATE = ("alice", "proj-x", "gpu-node-12", SECRETS[0])
+
+
+def private_trace(folder: Path, kernel_us: int = 900) -> Path:
+    """An ordinary trace: absolute paths of frames, a user's op, a host told in its head."""
+    b = TraceBuilder()
+    for step in range(5):
+        with b.step(), b.python(f"{FOLDER}/train.py(12): step"):
+            with b.python(f"{FOLDER}/data (old)/load.py(7): next_batch"):
+                b.host(6000)
+            with b.python(f"{FOLDER}/model.py(30): forward"), b.range(f"{FOLDER}/fwd"):
+                for _ in range(3):
+                    with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                        b.launch("gemm_of_alice_on_gpu-node-12", kernel_us)
+                with b.op(f"mylib::load_{SECRETS[0]}", [[64]]):
+                    b.launch(f"copy_{step % 2}", 20)
+            b.item()
+    document = json.loads(b.json())
+    document["hostname"] = "gpu-node-12"
+    document["environment"] = {"USER": "alice"}
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "trace.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def spellings(private: str) -> list[str]:
+    """As it may be written: as it is, escaped for expressions, addresses, JSON."""
+    spelled = {private, re.escape(private), quote(private, safe=""), json.dumps(private)[1:-1]}
+    spelled.add("".join(f"\\u{ord(c):04x}" for c in private))
+    return [text.lower() for text in spelled]
+
+
+def test_nothing_private_comes_out_of_any_command_in_any_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(advisor.redact, "own_names", set)
+    before = str(private_trace(tmp_path / "home" / "alice"))
+    after = str(private_trace(tmp_path / "alice" / "after", 300))
+    out = tmp_path / "out"
+    forms = ("terminal", "json", "markdown", "html", "sarif", "github")
+    lines = [["analyze", before, "--format", form] for form in forms]
+    lines += [["compare", before, after, "--format", form] for form in forms[:3]]
+    lines += [["report", before, "--html", str(out)], ["export", before, "--perfetto", str(out)]]
+    plain = 0
+    for line in lines:
+        for redacted in (False, True) if line[0] == "export" or "json" in line else (True,):
+            out.unlink(missing_ok=True)
+            assert cli.run([*line, *["--redact"][:redacted]]) == 0, line
+            shown = capsys.readouterr().out + (out.read_text() if out.exists() else "")
+            found = [p for p in PRIVATE if any(s in shown.lower() for s in spellings(p))]
+            plain += bool(found) and not redacted
+            assert not (redacted and found), (line, found)
+    assert plain == 3  # else there was nothing to hide
+    assert cli.run(["analyze", before, "--redact", "-o", str(tmp_path / "r.json")]) == 0
+    patterns = [
+        text
+        for finding in Report.from_json((tmp_path / "r.json").read_bytes()).findings
+        for edit in finding.edits
+        for text in (edit.select.name, edit.select.under)
+        if text
+    ]
+    assert all(re.compile(text) for text in patterns)
+
+
+def test_edits_of_a_redacted_report_select_what_they_selected(tmp_path: Path) -> None:
+    path = str(private_trace(tmp_path))
+    examined = examine(path)
+    private = {"alice", "gpu-node-12"}  # as the command line learns them from the file
+    whole, clean = examined.report, redact(examined.report, private)
+    assert [len(f.edits) for f in whole.findings] == [len(f.edits) for f in clean.findings]
+    exported = tmp_path / "clean.json"
+    rewrite(path, exported, redacted=True, names=private)
+    other = examine(str(exported)).main
+    checked = 0
+    for one, two in zip(whole.findings, clean.findings, strict=True):
+        for edit, safe in zip(one.edits, two.edits, strict=True):
+            if edit == safe:
+                continue
+            checked += 1
+            for a in (examined.main, other):
+                assert chosen(a, safe).tolist() == chosen(examined.main, edit).tolist()
+    assert checked
+
+
+def chosen(a: Analysis, edit: Edit) -> Any:
+    """The rows that an edit selects."""
+    select = {"gpu": selected_gpu, "host": selected_host, "gap": selected_gaps}
+    return select[edit.select.on](a, edit.select)
+
+
+def test_relative_folders_go_and_places_of_libraries_stay() -> None:
+    clean = Redactor().text
+    assert clean("src/acme/train.py(12): forward") == "train.py(12): forward"
+    for kept in (
+        "torch/nn/modules/module.py(1518): _call_impl",
+        "transformers/models/gpt2/modeling_gpt2.py(9): forward",
+        "json/decoder.py(3): decode",
+        "and/or", "GB/s", "train.py(1): f", "aten::div/2.5",
+    ):  # fmt: skip
+        assert clean(kept) == kept
+    begin = time.perf_counter()
+    clean("a/" * 200_000)
+    assert time.perf_counter() - begin < 5

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from functools import cache
+from importlib import import_module
 from typing import Annotated, Any, cast
 
 import typer
 
 from advisor import __version__
-from advisor.cli import (
-    analyze,
-    compare,
-    dashboard,
-    demo,
-    export,
-    lint,
-    monitor,
-    record,
-    report,
-    rules,
-    whatif,
-    workloads,
-)
 from advisor.errors import AdvisorError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """What typer raises for any misuse of the command line; exported under no name of its own."""
-
-app = typer.Typer(
-    name="advisor",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
 
 
 def _version(wanted: bool) -> None:
@@ -46,7 +26,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def _advisor(
     ctx: typer.Context,
     _show: Annotated[
@@ -60,21 +39,33 @@ def _advisor(
         raise typer.Exit
 
 
-app.command("analyze", short_help="Say what is slow in a trace, and what to do.")(analyze.command)
-app.command("demo", short_help="Record a small training run and analyse it.")(demo.command)
-app.command("compare", short_help="What differs between two runs.")(compare.command)
-app.command("dashboard", short_help="Show traces and runs in the browser.")(dashboard.command)
-app.command("export", short_help="A trace with what was found as extra tracks.")(export.command)
-app.command("lint", short_help="Static hints about a training program.")(lint.command)
-app.command("monitor", short_help="What GPUs and host do now, live.")(monitor.command)
-app.command("report", short_help="A report as one HTML file, or for other tools.")(report.command)
-app.add_typer(rules.app, name="rules")
-app.command(
-    "record", short_help="Run a training program and record it.", context_settings=record.SETTINGS
-)(record.command)
-app.command("window", short_help="Profile the next steps of a run that is going on.")(record.window)
-app.command("whatif", short_help="Replay a trace with edits that you write.")(whatif.command)
-app.add_typer(workloads.app, name="workloads")
+COMMANDS = {
+    "analyze": ("analyze", "command", "Say what is slow in a trace, and what to do."),
+    "demo": ("demo", "command", "Record a small training run and analyse it."),
+    "compare": ("compare", "command", "What differs between two runs."),
+    "dashboard": ("dashboard", "command", "Show traces and runs in the browser."),
+    "export": ("export", "command", "A trace with what was found as extra tracks."),
+    "gate": ("gate", "command", "Is a run slower than a baseline? For CI."),
+    "lint": ("lint", "command", "Static hints about a training program."),
+    "mcp": ("mcp", "command", "Tools for a coding agent (Model Context Protocol)."),
+    "ledger": ("ledger", "command", "How good past predictions were."),
+    "monitor": ("monitor", "command", "What GPUs and host do now, live."),
+    "project": ("project", "command", "What a step would take and cost on another GPU."),
+    "report": ("report", "command", "A report as one HTML file, or for other tools."),
+    "rules": ("rules", "app", ""),
+    "record": ("record", "command", "Run a training program and record it."),
+    "try": ("try_", "command", "Try the fixes of a program, and measure each."),
+    "window": ("record", "window", "Profile the next steps of a run that is going on."),
+    "whatif": ("whatif", "command", "Replay a trace with edits that you write."),
+    "workloads": ("workloads", "app", ""),
+}
+"""Subcommand: its module, what of it runs (``app``: commands of its own), its line in the help."""
+
+ANALYSING = ("analyze", "compare", "export", "gate", "project", "report", "whatif")
+"""Commands that read, say what they found, and end. No program of somebody else runs in them."""
+GC_THRESHOLD = 100_000
+"""New objects between two searches for cycles, not 700. What these commands make is freed by
+its counts, or lasts until they end; searching took an eighth of the time of a small trace."""
 
 
 def main() -> None:
@@ -83,16 +74,20 @@ def main() -> None:
     0: done. 1: ``--fail-on`` hit. 2: bad input or usage, told in one line on stderr. 130:
     interrupted. 141: the reader of a pipe went away, as for a program that SIGPIPE ends.
     """
+    if sys.argv[1:2] and sys.argv[1] in ANALYSING:
+        gc.set_threshold(GC_THRESHOLD, 20, 20)
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
     """Run the command line; the exit code."""
     try:
-        code = _command().main(args=arguments, prog_name="advisor", standalone_mode=False)
+        code = _command(arguments[0] if arguments else "").main(
+            args=arguments, prog_name="advisor", standalone_mode=False
+        )
         sys.stdout.flush()
     except AdvisorError as error:
-        return _complain(str(error), error.exit_code)
+        return _complain(_said(error, arguments), error.exit_code)
     except _UsageError as error:
         return _complain(_usage(error), BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
@@ -106,8 +101,36 @@ def run(arguments: list[str]) -> int:
 
 
 @cache
-def _command() -> Any:
+def _command(name: str) -> Any:
+    """The command line as far as it is needed: with this subcommand, else with all of them."""
+    app = typer.Typer(
+        name="advisor",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback(invoke_without_command=True)(_advisor)
+    for command in [name] if name in COMMANDS else COMMANDS:
+        module, attribute, line = COMMANDS[command]
+        home = import_module(f"advisor.cli.{module}")
+        if attribute == "app":
+            app.add_typer(home.app, name=command)
+        else:
+            settings = getattr(home, "SETTINGS", None) if attribute == "command" else None
+            add = app.command(command, short_help=line, context_settings=settings)
+            add(getattr(home, attribute))
     return typer.main.get_command(app)
+
+
+def _said(error: AdvisorError, arguments: list[str]) -> str:
+    """The message; with what there is to choose from printed before it."""
+    found = sys.modules.get("advisor.ingest.runs")
+    if found is None or not isinstance(error, found.SeveralRuns):
+        return str(error)
+    from advisor.cli.runs import offer
+
+    return offer(error, arguments)
 
 
 def _usage(error: Exception) -> str:
@@ -116,12 +139,11 @@ def _usage(error: Exception) -> str:
     message = " ".join((describe() if describe is not None else str(error)).split())
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "advisor"
-    message = message.replace("Value error, ", "")  # pydantic's, inside typer's
     return f"{message.rstrip('.')}. See '{command} --help'."
 
 
 def _complain(message: str, code: int) -> int:
-    from advisor.report.text import clean
+    from advisor.text import clean
 
     try:
         print(f"advisor: {clean(message)}", file=sys.stderr)

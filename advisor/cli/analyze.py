@@ -6,19 +6,25 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from advisor.cli import output as out
+from advisor.cli import pricing
 from advisor.errors import AdvisorError
+from advisor.report.formats import REPORTS
 
 if TYPE_CHECKING:
     from advisor.advice.engine import Examined, Options
     from advisor.analysis import Analysis
     from advisor.cli.progress import Progress
+    from advisor.redact import Names
     from advisor.report import Report
+    from advisor.report.renderer import Renderer
+    from advisor.trace import Run
 
 FailOn = Literal["critical", "warning"]
 _SIZES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -26,20 +32,41 @@ _SIZES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 def command(
     paths: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help="Trace files (.json, .json.gz, .json.zst), folders of them, or - for stdin.",
+            help="Trace files (.json, .json.gz, .json.zst), folders of them, memory snapshots "
+            "(.pickle), or - for stdin.",
         ),
-    ],
+    ] = None,
     form: Annotated[
-        out.Format | None,
-        typer.Option("--format", help="Default: by the suffix of --output, else terminal."),
+        str | None,
+        typer.Option(
+            "--format",
+            metavar=out.metavar(REPORTS.package),
+            help="Default: by the suffix of --output, else terminal.",
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the report to a file."),
     ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write the tables (findings, steps, kernels, operators, rooflines, idle) there as "
+            "CSV too.",
+        ),
+    ] = None,
+    operators: Annotated[
+        bool,
+        typer.Option(
+            "--operators",
+            help="Instead of the report, list the operators by shape: rate reached and attainable, "
+            "what bounds them, what could be saved.",
+        ),
+    ] = False,
     rank: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Analyse this rank only.")
     ] = None,
@@ -49,7 +76,11 @@ def command(
     ] = None,
     steps: Annotated[
         str | None,
-        typer.Option(metavar="A:B", help="Steps A up to, not including, B, counted from 0."),
+        typer.Option(
+            metavar="A:B|REGEX",
+            help="Steps A up to, not including, B, counted from 0; or the names of the ranges "
+            "that are steps.",
+        ),
     ] = None,
     top: Annotated[
         int | None,
@@ -65,6 +96,14 @@ def command(
             "(warning) or 20 % (critical)."
         ),
     ] = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; alone "
+            "it can be a PATH.",
+        ),
+    ] = None,
     max_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
@@ -73,34 +112,109 @@ def command(
         bool,
         typer.Option(help="Leave out credentials, users, hosts and folders."),
     ] = False,
+    price: pricing.Price = None,
+    prices: pricing.PriceTable = None,
+    gpus: pricing.Gpus = None,
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
     ] = True,
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, what it is worth."""
+    if not paths:
+        if memory is None:
+            raise AdvisorError("give a trace, a folder of traces, a run, or --memory FILE")
+        paths, memory = [str(memory)], None
     chosen, limit = parse_steps(steps), parse_size(max_size)
-    wanted = out.choose_format(form, output)
+    paid = pricing.chosen(price, prices)
+    wanted = out.chosen(REPORTS, form, output)
+    if operators and (form not in (None, "terminal") or output is not None):
+        raise AdvisorError("--operators: a table for a terminal; other formats have it in them")
     if output is not None:
         out.check(output, paths)
+    if csv is not None and csv.exists() and not csv.is_dir():
+        raise AdvisorError(f"--csv {csv}: give a folder")
 
     from advisor.advice.engine import Options
     from advisor.cli.progress import Progress
     from advisor.ingest import ReadOptions
     from advisor.ingest.source import DEFAULT_LIMIT
 
+    names = Told(redact)
     with Progress(progress) as shown:
         options = Options(
             rank=rank,
             window=window,
             steps=chosen,
             rules_folder=rules,
-            read=ReadOptions(max_bytes=limit or DEFAULT_LIMIT, progress=shown.reading),
+            prices=paid,
+            gpus=gpus,
+            read=ReadOptions(
+                max_bytes=limit or DEFAULT_LIMIT,
+                step_ranges=step_ranges(steps),
+                progress=shown.reading,
+                peek=names.peek,
+                memory=None if memory is None else str(memory),
+            ),
         )
         examined = examine_paths(paths, options, shown)
     report = examined.report
-    deliver(report, wanted, output, top=top, analysis=examined.main, redact=redact)
+    told = names.of(examined.run)
+    if csv is not None:
+        write_tables(csv, examined, redact=told)
+    if operators:
+        from advisor.report.operators import Operators
+
+        wanted = Operators()
+    deliver(report, wanted, output, top=top, analysis=examined.main, redact=told)
     if fail_on is not None and is_hit(report, fail_on):
         raise typer.Exit(1)
+
+
+def write_tables(folder: Path, examined: Examined, *, redact: set[str] | None) -> None:
+    """The tables of the reported rank, a CSV file each."""
+    from advisor.export.csv_tables import tables
+
+    report = examined.report
+    found = tables(examined.main, report)
+    if redact is not None:
+        from advisor.redact import Redactor, names_in
+
+        redactor = Redactor(redact | names_in(report.to_json()))
+        found = {name: table.redacted(redactor.text) for name, table in found.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise AdvisorError(f"--csv {folder}: cannot be made ({why})") from None
+    for name, table in found.items():
+        out.write(table.text(), folder / f"{name}.csv", [item.path for item in report.inputs])
+    print(f"{folder}: {', '.join(f'{name}.csv' for name in found)}", file=sys.stderr)
+
+
+class Told:
+    """The users and hosts that what is read tells, where they are to be left out."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._names: Names | None = None
+        if wanted:
+            from advisor.redact import Names
+
+            self._names = Names()
+
+    @property
+    def peek(self) -> Callable[[bytes], None] | None:
+        """What a reader calls with all that it reads; ``None``: nothing is left out."""
+        return None if self._names is None else self._names.look
+
+    def of(self, *runs: Run) -> set[str] | None:
+        """The names that were told, also in what a run's recorder wrote; ``None``: nothing is to
+        be left out."""
+        if self._names is None:
+            return None
+        for run in runs:
+            if run.recording is not None:
+                self._names.look_at_run(run.recording.path)
+        return self._names.found
 
 
 def study(paths: list[str], options: Options, shown: Progress) -> Report:
@@ -128,60 +242,37 @@ def _let_interrupts_through() -> None:
 
 def deliver(
     report: Report,
-    form: out.Format,
+    renderer: Renderer[Report],
     output: Path | None = None,
     *,
     top: int | None = None,
     analysis: Analysis | None = None,
-    redact: bool = False,
+    redact: Iterable[str] | None = None,
 ) -> None:
-    """Render a report and show it, or write it to a file. ``analysis``: for its timeline."""
+    """Render a report and show it, or write it to a file. ``analysis``: for its timeline.
+    ``redact``: without what is private, of which these users and hosts are known; ``None``: as it
+    is."""
     inputs = [item.path for item in report.inputs]
-    if redact:
-        from advisor.redact import redact as redacted
+    from advisor.report.renderer import Options
 
-        report = redacted(report)
+    clean: Callable[[str], str] = str
+    if redact is not None:
+        from advisor.redact import Shared
+
+        shared = Shared(report, redact)
+        report, clean = shared.value, shared.redactor.text
+    options = Options(
+        width=out.columns(sys.stdout) if output is None else out.PIPED_WIDTH,
+        colour=output is None and out.colourful(sys.stdout),
+        top=top,
+        analysis=analysis,
+        clean=clean,
+    )
+    text = renderer.render(report, options)
     if output is not None:
-        text = render(report, form, width=out.PIPED_WIDTH, colour=False, top=top, analysis=analysis)
         out.write(text, output, inputs)
-        return
-    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
-    out.show(render(report, form, width=width, colour=colour, top=top, analysis=analysis))
-
-
-def render(
-    report: Report,
-    form: out.Format,
-    *,
-    width: int,
-    colour: bool,
-    top: int | None,
-    analysis: Analysis | None = None,
-) -> str:
-    """The report in one of the formats; only the renderer that is needed is imported."""
-    if form == "json":
-        from advisor.report import json
-
-        return json.render(report)
-    if form == "markdown":
-        from advisor.report import markdown
-
-        return markdown.render(report, top=top)
-    if form == "html":
-        from advisor.report import html
-
-        return html.render(report, analysis)
-    if form == "sarif":
-        from advisor.report import sarif
-
-        return sarif.render(report)
-    if form == "github":
-        from advisor.report import github
-
-        return github.render(report)
-    from advisor.report import terminal
-
-    return terminal.render(report, width=width, colour=colour, top=top)
+    else:
+        out.show(text)
 
 
 def is_hit(report: Report, level: FailOn) -> bool:
@@ -191,17 +282,31 @@ def is_hit(report: Report, level: FailOn) -> bool:
     return any(finding.severity in severities for finding in (*causes, *report.risks))
 
 
+_NUMBERS = re.compile(r"\s*[-+]?\w{0,2}\s*:\s*[-+]?\w{0,2}\s*|[-+\d\s.:]*")
+
+
 def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
-    """``A:B``, ``A:`` or ``:B`` to a half-open range; AdvisorError for anything else."""
+    """``A:B``, ``A:`` or ``:B`` to a half-open range; AdvisorError for what looks like one and is
+    none. ``None``: names of ranges, for :func:`step_ranges`."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{0,9}):(\d{0,9})", text.strip())
     if match is None:
-        raise AdvisorError(f"--steps {text}: give a range A:B of step numbers, such as 2:8 or 2:")
+        if _NUMBERS.fullmatch(text) is None:
+            return None
+        raise AdvisorError(
+            f"--steps {text}: give a range A:B of step numbers, such as 2:8 or 2:, or a regular "
+            "expression of the names of the ranges that are steps"
+        )
     first, last = (int(part) if part else None for part in match.groups())
     if last is not None and last <= (first or 0):
         raise AdvisorError(f"--steps {text}: that range is empty; B is not included")
     return first, last
+
+
+def step_ranges(text: str | None) -> str | None:
+    """A regular expression of the ranges that are steps; ``None``: steps by number, or all."""
+    return text if text is not None and parse_steps(text) is None else None
 
 
 def parse_size(text: str | None) -> int | None:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from advisor.cli import output as out
+from advisor.cli import pricing
+from advisor.cli.analyze import Told
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
+    from advisor.advice.engine import Options
     from advisor.compare import Comparison
-
-Format = Literal["terminal", "json", "markdown"]
+    from advisor.report.renderer import Renderer
 
 
 def command(
     before: Annotated[
-        str, typer.Argument(metavar="BEFORE", help="A trace, a folder of one run, or a report's.")
+        str,
+        typer.Argument(
+            metavar="BEFORE", help="A trace, a folder of one run, or a saved JSON report."
+        ),
     ],
     after: Annotated[str, typer.Argument(metavar="AFTER", help="The same after the change.")],
     form: Annotated[
-        Format | None,
-        typer.Option("--format", help="Default: by the suffix of --output, else terminal."),
+        str | None,
+        typer.Option(
+            "--format",
+            metavar=out.metavar("advisor.compare.renderers"),
+            help="Default: by the suffix of --output, else terminal.",
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -47,76 +57,107 @@ def command(
     redact: Annotated[
         bool, typer.Option(help="Leave out credentials, users, hosts and folders.")
     ] = False,
+    price: pricing.Price = None,
+    prices: pricing.PriceTable = None,
+    gpus: pricing.Gpus = None,
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
     ] = True,
 ) -> None:
     """What became faster or slower from one run to another, and what became of the findings."""
     bound = parse_share(fail_if_slower)
-    wanted = _format(form, output)
+    paid = pricing.chosen(price, prices)
+    from advisor.advice.engine import Options
+    from advisor.compare.formats import COMPARISONS
+    from advisor.report.formats import REPORTS
+
+    if form is None and output is not None:  # a page of HTML is refused, not written as text
+        form = COMPARISONS.of_file(output) or REPORTS.of_file(output)
+    wanted = COMPARISONS.renderer(form or "terminal")
     if output is not None:
         out.check(output, [before, after])
     if before == after == "-":
         raise AdvisorError("only one of the two can come from standard input")
-    comparison = _compare(before, after, rank, window, progress)
-    _deliver(comparison, wanted, output, redact=redact)
-    if bound is not None and is_slower(comparison, bound):
-        raise typer.Exit(1)
+    told = Told(redact)
+    options = Options(rank=rank, window=window, prices=paid, gpus=gpus)
+    comparison, names = _compare(before, after, options, progress, told)
+    _remember(comparison)
+    _deliver(comparison, wanted, output, redact=names)
+    if bound is not None:
+        slower = is_slower(comparison, bound)
+        print(outcome(comparison, bound, slower), file=sys.stderr)
+        if slower:
+            raise typer.Exit(1)
 
 
-def _format(form: Format | None, output: Path | None) -> Format:
-    chosen = out.choose_format(form, output)
-    if chosen not in ("terminal", "json", "markdown"):
-        raise AdvisorError(f"a comparison cannot be written as {chosen}")
-    return chosen
+def _remember(comparison: Comparison) -> None:
+    """In the folder of the later run; one that may not be written to is compared all the same."""
+    import time
+    from contextlib import suppress
+
+    from advisor.compare.remember import remember
+
+    with suppress(AdvisorError):
+        remember(comparison, unix=int(time.time()))
 
 
 def _compare(
-    before: str, after: str, rank: int | None, window: int | None, progress: bool
-) -> Comparison:
-    from advisor.advice.engine import Options, examine
+    before: str, after: str, options: Options, progress: bool, told: Told
+) -> tuple[Comparison, set[str] | None]:
+    """The comparison, and the users and hosts to leave out of it."""
+    from advisor.advice.engine import examine
     from advisor.cli.progress import Progress
+    from advisor.cli.report import read_saved
     from advisor.compare import compare_examined
     from advisor.ingest import ReadOptions, open_run
 
+    saved = [read_saved(path) for path in (before, after)]
+    if any(saved) and (options.rank is not None or options.window is not None):
+        raise AdvisorError("--rank and --window choose in traces; a saved report is of one of each")
+    if any(saved) and options.prices is not None:
+        raise AdvisorError(f"{pricing.OPTIONS}: {pricing.SAVED}")
     with Progress(progress) as shown:
-        options = Options(rank=rank, window=window, read=ReadOptions(progress=shown.reading))
+        read = ReadOptions(progress=shown.reading, peek=told.peek)
+        options = dataclasses.replace(options, read=read)
         found = []
-        for path in (before, after):
-            run = open_run(path, options.read, rank=rank, window=options.which)
+        for path, report in zip((before, after), saved, strict=True):
+            if report is not None:
+                continue
+            run = open_run(path, options.read, rank=options.rank, window=options.which)
             shown.say("measuring")
             found.append(examine(run, options))
         shown.say("comparing")
-        return compare_examined(*found)
+        names = told.of(*(one.run for one in found))
+        if not any(saved):
+            return compare_examined(*found), names
+        from advisor.compare.saved import compare_reports
+
+        others = iter(found)
+        reports = [report or next(others).report for report in saved]
+        given = [index for index, report in enumerate(saved) if report is not None]
+        return compare_reports(reports[0], reports[1], (before, after), given), names
 
 
-def _deliver(comparison: Comparison, form: Format, output: Path | None, *, redact: bool) -> None:
+def _deliver(
+    comparison: Comparison,
+    renderer: Renderer[Comparison],
+    output: Path | None,
+    *,
+    redact: set[str] | None,
+) -> None:
+    from advisor.report.renderer import Options
+
     inputs = [comparison.before.path, comparison.after.path]
-    if redact:
+    if redact is not None:
         from advisor.redact import redact as redacted
 
-        comparison = redacted(comparison)
+        comparison = redacted(comparison, redact)
     if output is not None:
-        text = render(comparison, form, width=out.PIPED_WIDTH, colour=False)
-        out.write(text, output, inputs)
+        options = Options(width=out.PIPED_WIDTH)
+        out.write(renderer.render(comparison, options), output, inputs)
         return
-    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
-    out.show(render(comparison, form, width=width, colour=colour))
-
-
-def render(comparison: Comparison, form: Format, *, width: int, colour: bool) -> str:
-    """The comparison in one of the formats."""
-    if form == "json":
-        from advisor.report.json import harmless
-
-        return harmless(comparison.to_json())
-    if form == "markdown":
-        from advisor.compare import markdown
-
-        return markdown.render(comparison)
-    from advisor.compare import terminal
-
-    return terminal.render(comparison, width=width, colour=colour)
+    options = Options(width=out.columns(sys.stdout), colour=out.colourful(sys.stdout))
+    out.show(renderer.render(comparison, options))
 
 
 def is_slower(comparison: Comparison, bound: float) -> bool:
@@ -131,13 +172,29 @@ def is_slower(comparison: Comparison, bound: float) -> bool:
     return steps.share_low > bound
 
 
-def parse_share(text: str | None) -> float | None:
+def outcome(comparison: Comparison, bound: float, slower: bool) -> str:
+    """What the gate decided, why, and its exit code."""
+    from advisor.compare.verdict import interval, signed
+
+    steps = comparison.steps
+    measured = f"step time {signed(steps.share)}, {interval(steps)}"
+    if slower:
+        return f"slower: all of the interval is above {signed(bound)} ({measured}); exit code 1"
+    if steps.share_high is not None and steps.share_high <= bound:
+        return f"not slower: within {signed(bound)} ({measured}); exit code 0"
+    return (
+        f"not shown to be slower: the interval reaches to either side of {signed(bound)} "
+        f"({measured}); exit code 0"
+    )
+
+
+def parse_share(text: str | None, option: str = "--fail-if-slower") -> float | None:
     """``5%`` or ``0.05``; AdvisorError for anything else."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*(%?)", text.strip())
     if match is None:
-        raise AdvisorError(f"--fail-if-slower {text}: give a share such as 5%")
+        raise AdvisorError(f"{option} {text}: give a share such as 5%")
     if not match[2] and float(match[1]) >= 1:
-        raise AdvisorError(f"--fail-if-slower {text}: did you mean {text.strip()}%?")
+        raise AdvisorError(f"{option} {text}: did you mean {text.strip()}%?")
     return float(match[1]) / (100 if match[2] else 1)

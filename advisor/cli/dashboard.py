@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import stat
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
 from advisor.errors import AdvisorError
+from advisor.install import install
 
 if TYPE_CHECKING:
     from advisor.dashboard.serve import Server
+
+TOKEN = "ADVISOR_DASHBOARD_TOKEN"
+PERFETTO = "https://ui.perfetto.dev"
 
 
 def command(
@@ -21,7 +31,7 @@ def command(
     ],
     host: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="Listen there; any but 127.0.0.1 asks for a token."),
+        typer.Option(metavar="ADDRESS", help="Listen there; others than this machine may come."),
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="This port or the next free one.")
@@ -29,6 +39,24 @@ def command(
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the browser.")
     ] = True,
+    no_token: Annotated[
+        bool,
+        typer.Option("--no-token", help="Let in every user and program that reaches the address."),
+    ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The token is in this file, which only you may read (or in "
+            "ADVISOR_DASHBOARD_TOKEN); else one is made.",
+        ),
+    ] = None,
+    perfetto_url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="The Perfetto that 'Open in Perfetto' opens; off: no such button."
+        ),
+    ] = PERFETTO,
     live: Annotated[
         bool, typer.Option("--live", help="Follow the run while it is being recorded.")
     ] = False,
@@ -41,10 +69,18 @@ def command(
     ] = None,
     steps: Annotated[
         str | None,
-        typer.Option(metavar="A:B", help="Steps A up to, not including, B, counted from 0."),
+        typer.Option(
+            metavar="A:B|REGEX",
+            help="Steps A up to, not including, B, counted from 0; or the names of the ranges "
+            "that are steps.",
+        ),
     ] = None,
     rules: Annotated[
         Path | None, typer.Option(metavar="DIR", help="More rules: every *.py in this folder.")
+    ] = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A memory snapshot that belongs to the first path."),
     ] = None,
     max_size: Annotated[
         str | None,
@@ -55,20 +91,25 @@ def command(
 
     With several paths the first is compared with each of the others.
     """
-    from advisor.cli.analyze import parse_size, parse_steps
+    from advisor.cli.analyze import parse_size, parse_steps, step_ranges
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
+    token = given_token(token_file, no_token=no_token)
+    viewer = parse_perfetto(perfetto_url)
     for path in paths:
         if path != "-" and not Path(path).exists():
             raise AdvisorError(f"{path}: no such file or directory")
     try:
         from advisor.dashboard.app import create_app
     except ModuleNotFoundError as error:
-        raise AdvisorError(
-            f"the dashboard needs {error.name}: pip install 'gpu-advisor[dashboard]'"
-        ) from None
+        raise AdvisorError(f"the dashboard needs {error.name}: {install('dashboard')}") from None
     from advisor.advice.engine import Options
+    from advisor.ingest.directory import refuse_several
+
+    for path in paths:
+        refuse_several(path)
     from advisor.dashboard.access import Access
+    from advisor.dashboard.opening import open_browser
     from advisor.dashboard.serve import bind
     from advisor.dashboard.session import Session
     from advisor.ingest import ReadOptions
@@ -79,21 +120,87 @@ def command(
         window=window,
         steps=chosen,
         rules_folder=rules,
-        read=ReadOptions(max_bytes=limit or DEFAULT_LIMIT),
+        read=ReadOptions(
+            max_bytes=limit or DEFAULT_LIMIT,
+            memory=None if memory is None else str(memory),
+            step_ranges=step_ranges(steps),
+        ),
     )
-    session = Session(paths, options, live=live)
-    access = Access.to(host)
+    session = Session(paths, options, live=live, perfetto=viewer)
+    access = Access.to(host, token)
+    if no_token:
+        access = replace(access, token=None)
     server = bind(create_app(session, access).server, access, port)
     session.start()
     _announce(server, port)
-    if browser:
-        import webbrowser
-
-        webbrowser.open(server.address)
+    # what is made for the browser goes with a kill as well as with Ctrl-C
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    forget = None
     try:
+        forget = open_browser(server) if browser else None
         server.run()
     finally:
+        if forget is not None:
+            forget()
         session.close()
+
+
+def given_token(file: Path | None, *, no_token: bool) -> str | None:
+    """The token that the user chose, from a file or the environment: a command's arguments are for
+    every user of the machine to read. ``None``: none was chosen. Raises AdvisorError: one that
+    others can read or guess."""
+    # it is nobody else's, and the browser that is started gets this process's environment
+    text, source = os.environ.pop(TOKEN, None), TOKEN
+    if no_token and (file is not None or text is not None):
+        raise AdvisorError(
+            f"--no-token and {'--token-file' if file is not None else TOKEN}: choose one"
+        )
+    if file is not None:
+        text, source = _read_token(file), f"--token-file {file}"
+    if text is None:
+        return None
+    from advisor.dashboard.access import LEAST_TOKEN, usable
+
+    text = text.strip()
+    if not usable(text):
+        raise AdvisorError(
+            f"{source}: a token has {LEAST_TOKEN} to 512 letters, digits and -._~; for example "
+            'python3 -c "import secrets; print(secrets.token_urlsafe())"'
+        )
+    return text
+
+
+def _read_token(file: Path) -> str:
+    """What a file of the user's own holds."""
+    try:
+        # a pipe would hold the command up until somebody writes into it
+        opened = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(opened, "rb") as reader:
+            about = os.fstat(reader.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise AdvisorError(f"--token-file {file}: not a file")
+            if os.name == "posix" and about.st_mode & 0o077:
+                raise AdvisorError(f"--token-file {file}: others may read it; chmod 600 {file}")
+            return reader.read(1024).decode("ascii", "replace")
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise AdvisorError(f"--token-file {file}: cannot be read ({why})") from None
+
+
+def parse_perfetto(text: str) -> str | None:
+    """The address of a Perfetto UI, or ``off``: ``None``. Raises AdvisorError for anything else."""
+    if text.strip().lower() == "off":
+        return None
+    try:
+        parts = urlsplit(text.strip())
+        sound = parts.scheme in ("https", "http") and parts.hostname and not parts.username
+        sound = sound and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound or len(text) > 500 or not text.isascii() or not text.isprintable():
+        raise AdvisorError(f"--perfetto-url {text}: give an address such as {PERFETTO}, or off")
+    return text.strip()
 
 
 def _announce(server: Server, port: int) -> None:
@@ -105,4 +212,6 @@ def _announce(server: Server, port: int) -> None:
         print("The token in the address lets anybody in who has it. Ctrl-C ends it.")
     else:
         print("Ctrl-C ends it.")
+        who = "every user of this machine" if server.access.here_only else "everybody"
+        print(f"No token is asked for: {who} who reaches the address can look.", file=sys.stderr)
     sys.stdout.flush()

@@ -15,6 +15,8 @@ import typer
 from advisor.cli import output as out
 from advisor.cli.analyze import deliver, study
 from advisor.errors import AdvisorError
+from advisor.install import install
+from advisor.report.formats import REPORTS
 
 
 def command(
@@ -26,12 +28,14 @@ def command(
         str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: cuda where there is.")
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps to record.")] = 8,
-    form: Annotated[out.Format, typer.Option("--format")] = "terminal",
+    form: Annotated[
+        str, typer.Option("--format", metavar=out.metavar(REPORTS.package))
+    ] = "terminal",
 ) -> None:
     """Record a small CNN's training loop, slow on purpose, and say why it is slow."""
     if find_spec("torch") is None:
         raise AdvisorError(
-            "the demo records a training run and needs PyTorch: pip install 'gpu-advisor[record]'"
+            f"the demo records a training run and needs PyTorch: {install('record')}"
         )
     with ExitStack() as stack:
         if folder is None:
@@ -66,7 +70,7 @@ def _usable(device: str | None) -> str:
     return device or best
 
 
-def _analyse(trace: Path, form: out.Format) -> None:
+def _analyse(trace: Path, form: str) -> None:
     from advisor.advice.engine import Options
     from advisor.cli.progress import Progress
 
@@ -74,5 +78,5 @@ def _analyse(trace: Path, form: out.Format) -> None:
         report = study([str(trace)], Options(), shown)
     if form == "terminal":
         out.show(f"$ advisor analyze {trace}\n\n")
-    deliver(report, form)
+    deliver(report, REPORTS.renderer(form))
     sys.stdout.flush()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from advisor.cli import output as out
-from advisor.cli.analyze import examine_paths, parse_size
+from advisor.cli.analyze import Told, examine_paths, parse_size
 from advisor.errors import AdvisorError
 
 
@@ -55,34 +56,41 @@ def command(
 
     from advisor.advice.engine import Options
     from advisor.cli.progress import Progress
-    from advisor.export import rewrite
     from advisor.export import tracks as our_tracks
+    from advisor.export import write_trace
     from advisor.ingest import ReadOptions
     from advisor.ingest.source import DEFAULT_LIMIT
 
+    told = Told(redact)
     with Progress(progress) as shown:
-        read = ReadOptions(max_bytes=limit or DEFAULT_LIMIT, progress=shown.reading)
+        read = ReadOptions(max_bytes=limit or DEFAULT_LIMIT, progress=shown.reading, peek=told.peek)
         examined = examine_paths([path], Options(rank=rank, window=window, read=read), shown)
         a, report = examined.main, examined.report
         if a.record_only:
             raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")
         source = a.trace.meta.path
         out.check(perfetto, [source])
-        if redact:
-            from advisor.redact import redact as redacted
+        names = told.of(examined.run)
+        clean: Callable[[str], str] = str
+        if names is not None:
+            from advisor.redact import Redactor
 
-            report = redacted(report)
-        written = rewrite(
-            source,
+            # before texts are shortened: half a name would not be known any more
+            clean = Redactor(names).text
+        written = write_trace(
+            a.trace,
             perfetto,
-            (lambda head: our_tracks(a, report, head)) if tracks else None,
+            (lambda head: our_tracks(a, report, head, clean)) if tracks else None,
             redacted=redact,
+            names=names or (),
             limit=limit or DEFAULT_LIMIT,
             progress=lambda _, size: shown.say(f"writing: {size / 1e6:,.0f} MB read"),
         )
     lines = [f"{perfetto}: {written.events:,} events and {written.added:,} of ours"]
     if written.lost:
         lines.append(f"{written.lost:,} elements that are no events were left out")
+    if written.repaired:
+        lines.append("bytes that are no UTF-8 were replaced")
     if written.truncated:
         lines.append("the trace is truncated; what is written ends where it does")
     print("; ".join(lines), file=sys.stderr)

@@ -12,7 +12,7 @@ from advisor.cli import output as out
 if TYPE_CHECKING:
     from advisor.lint import Hint
 
-SCHEMA = "advisor.hints/1"
+SCHEMA = "advisor.hints/2"
 
 
 def command(
@@ -20,9 +20,6 @@ def command(
         list[str], typer.Argument(metavar="PATH", help="Python files, or folders of them.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    patches: Annotated[
-        bool, typer.Option("--patches/--no-patches", help="Show the suggested patches.")
-    ] = True,
     fail: Annotated[bool, typer.Option("--fail", help="Exit with 1 when there is a hint.")] = False,
 ) -> None:
     """Say what in a training program often costs time, before anything is measured.
@@ -39,13 +36,13 @@ def command(
         plain = {"schema": SCHEMA, "hints": hints, "problems": problems}
         out.show(msgspec.json.format(msgspec.json.encode(plain), indent=2).decode() + "\n")
     else:
-        out.show(_text(hints, problems, patches))
+        out.show(_text(hints, problems))
     if fail and hints:
         raise typer.Exit(1)
 
 
-def _text(hints: list[Hint], problems: list[str], patches: bool) -> str:
-    from advisor.report import text as t
+def _text(hints: list[Hint], problems: list[str]) -> str:
+    from advisor import text as t
     from advisor.report.page import Page
 
     page = Page(out.columns(sys.stdout), colour=out.colourful(sys.stdout))
@@ -56,8 +53,8 @@ def _text(hints: list[Hint], problems: list[str], patches: bool) -> str:
         page.field("fix", t.clean(hint.fix), style="bold")
         if hint.confirmed_by:
             page.field("check", f"a recording: rule {hint.confirmed_by}", style="dim")
-        if hint.patch and patches:
-            page.code("patch", hint.patch)
+        if hint.code:
+            page.code("code", hint.code)
         page.blank()
     for problem in problems:
         page.wrapped(t.clean(problem), style="yellow")

@@ -14,7 +14,7 @@ from advisor.cli import output as out
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.recording.telemetry import Source
+    from advisor.recording.telemetry import SampleSource
     from advisor.rundir import Sample
 
 FIRST_NS = 300_000_000
@@ -37,13 +37,13 @@ def command(
     ] = 1.0,
 ) -> None:
     """Show GPUs (NVML) and host, live on a terminal, once elsewhere; Ctrl-C ends it."""
-    from advisor.recording.telemetry import Source
+    from advisor.recording.telemetry import SampleSource
 
     if prometheus is not None:
         out.check(prometheus, [])
     live = sys.stdout.isatty() and not as_json and not once
     once = once or (not live and not as_json and prometheus is None)
-    with Source("all", own=False) as source:
+    with SampleSource("all", own=False) as source:
         try:
             if live:
                 _live(source, interval, prometheus)
@@ -59,7 +59,7 @@ def command(
             return  # that is how one ends it
 
 
-def _samples(source: Source, interval: float, once: bool) -> Iterator[Sample]:
+def _samples(source: SampleSource, interval: float, once: bool) -> Iterator[Sample]:
     source.sample(slow=True)
     time.sleep(FIRST_NS / 1e9)
     slow_at = time.monotonic()
@@ -74,7 +74,7 @@ def _samples(source: Source, interval: float, once: bool) -> Iterator[Sample]:
         time.sleep(max(0.0, interval - (time.monotonic() - now)))
 
 
-def _live(source: Source, interval: float, prometheus: Path | None) -> None:
+def _live(source: SampleSource, interval: float, prometheus: Path | None) -> None:
     from rich.live import Live
     from rich.text import Text
 
@@ -109,11 +109,11 @@ def _with_slow(sample: Sample, before: Sample | None) -> Sample:
     return replace(sample, gpus=gpus, host=host)
 
 
-def _names(source: Source) -> dict[str | None, str | None]:
+def _names(source: SampleSource) -> dict[str | None, str | None]:
     return {device.uuid: device.name for device in source.devices}
 
 
-def _text(source: Source, sample: Sample) -> str:
+def _text(source: SampleSource, sample: Sample) -> str:
     from advisor.report.monitor import render
 
     return render(
@@ -125,7 +125,7 @@ def _text(source: Source, sample: Sample) -> str:
     )
 
 
-def _json(source: Source, sample: Sample) -> str:
+def _json(source: SampleSource, sample: Sample) -> str:
     import msgspec
 
     plain = {
@@ -140,7 +140,7 @@ def _json(source: Source, sample: Sample) -> str:
     return msgspec.json.encode(plain).decode() + "\n"
 
 
-def _write(file: Path, source: Source, sample: Sample) -> None:
+def _write(file: Path, source: SampleSource, sample: Sample) -> None:
     from advisor.report.monitor import prometheus
 
     try:

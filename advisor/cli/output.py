@@ -9,40 +9,38 @@ import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from advisor.errors import AdvisorError
+from advisor.report.formats import names_in
 
-Format = Literal["terminal", "json", "markdown", "html", "sarif", "github"]
-"""How a report can be written; ``github``: annotations of a workflow."""
+if TYPE_CHECKING:
+    from advisor.report.formats import Formats
+    from advisor.report.renderer import Renderer
 
 PIPED_WIDTH, WIDEST = 80, 120
 """Columns of a report that goes to no terminal; and at most, since longer lines read badly."""
 
-_SUFFIXES: dict[str, Format] = {
-    ".json": "json",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".html": "html",
-    ".htm": "html",
-    ".sarif": "sarif",
+_ASCII: dict[int, int | str] = {
+    **str.maketrans("█▓▒▚░╱╲┄∙╳◇□◌≡‡┆┈─│µ×–—−·…≈", "#=+%./\\-:xcmost!_-|ux----~~"),
+    ord("≥"): ">=",
+    ord("≤"): "<=",
+    ord("→"): "->",
 }
-
-_ASCII = str.maketrans(
-    {
-        "█": "#", "▓": "=", "▒": "+", "▚": "%", "░": ".", "╱": "/", "╲": "\\", "┄": "-",
-        "∙": ":", "╳": "x", "─": "-", "│": "|", "µ": "u", "×": "x", "–": "-", "—": "-",
-        "−": "-", "≥": ">=", "≤": "<=", "→": "->", "·": "-", "…": "~", "≈": "~",
-    }
-)  # fmt: skip
 """What stands in for the characters of a report where the encoding lacks them."""
 
 
-def choose_format(given: Format | None, output: Path | None) -> Format:
-    """``--format``, else what the suffix of ``--output`` says, else the terminal's."""
-    if given is not None:
-        return given
-    return _SUFFIXES.get(output.suffix.lower(), "terminal") if output is not None else "terminal"
+def chosen(formats: Formats, given: str | None, output: Path | None) -> Renderer[Any]:
+    """The renderer of ``--format``, else what the suffix of ``--output`` says, else the terminal's.
+    Raises AdvisorError for a format that there is not."""
+    if given is None and output is not None:
+        given = formats.of_file(output)
+    return formats.renderer(given or "terminal")
+
+
+def metavar(package: str) -> str:
+    """What ``--help`` says after ``--format``: ours, without a look at what is installed."""
+    return f"[{'|'.join(names_in(package))}]"
 
 
 def colourful(stream: TextIO) -> bool:

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advisor.cli import output as out
-from advisor.cli.analyze import deliver, examine_paths, parse_size, parse_steps
+from advisor.cli import pricing
+from advisor.cli.analyze import Told, deliver, examine_paths, parse_size, parse_steps, step_ranges
 from advisor.errors import AdvisorError
+from advisor.files import open_regular
+from advisor.report.formats import REPORTS
 
 if TYPE_CHECKING:
     from advisor.report import Report
 
-MAX_REPORT = 256 << 20
-"""Bytes of a saved report that is read back."""
+MAX_REPORT = 16 << 20
+"""Bytes of a saved report that is read back. They have some 100 KB; decoded, one that is written to
+do harm takes forty times its size."""
 
 
 def command(
@@ -30,8 +34,12 @@ def command(
         typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file."),
     ] = None,
     form: Annotated[
-        out.Format | None,
-        typer.Option("--format", help="Default: by the suffix of --output, else terminal."),
+        str | None,
+        typer.Option(
+            "--format",
+            metavar=out.metavar(REPORTS.package),
+            help="Default: by the suffix of --output, else terminal.",
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
@@ -47,18 +55,27 @@ def command(
     ] = None,
     steps: Annotated[
         str | None,
-        typer.Option(metavar="A:B", help="Steps A up to, not including, B, counted from 0."),
+        typer.Option(
+            metavar="A:B|REGEX",
+            help="Steps A up to, not including, B, counted from 0; or the names of the ranges "
+            "that are steps.",
+        ),
     ] = None,
     max_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
     ] = None,
+    price: pricing.Price = None,
+    prices: pricing.PriceTable = None,
+    gpus: pricing.Gpus = None,
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
     ] = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
     chosen, limit = parse_steps(steps), parse_size(max_size)
+    paid = pricing.chosen(price, prices)
+    wanted = out.chosen(REPORTS, form, output)
     for target in (html, output):
         if target is not None:
             out.check(target, paths)
@@ -71,35 +88,46 @@ def command(
     from advisor.ingest.source import DEFAULT_LIMIT
 
     analysis = None
+    told = Told(redact)
     saved = read_saved(paths[0]) if len(paths) == 1 else None
+    if saved is not None and paid is not None:
+        raise AdvisorError(f"{pricing.OPTIONS}: {pricing.SAVED}")
     if saved is not None:
-        found = saved
+        found, names = saved, told.of()
     else:
         with Progress(progress) as shown:
-            read = ReadOptions(max_bytes=limit or DEFAULT_LIMIT, progress=shown.reading)
-            options = Options(rank=rank, window=window, steps=chosen, read=read)
+            read = ReadOptions(
+                max_bytes=limit or DEFAULT_LIMIT,
+                step_ranges=step_ranges(steps),
+                progress=shown.reading,
+                peek=told.peek,
+            )
+            options = Options(
+                rank=rank, window=window, steps=chosen, read=read, prices=paid, gpus=gpus
+            )
             examined = examine_paths(paths, options, shown)
         found, analysis = examined.report, examined.main
+        names = told.of(examined.run)
     if html is not None:
-        deliver(found, "html", html, analysis=analysis, redact=redact)
+        deliver(found, REPORTS.renderer("html"), html, analysis=analysis, redact=names)
     if html is None or output is not None or form is not None:
-        wanted = out.choose_format(form, output)
-        deliver(found, wanted, output, analysis=analysis, redact=redact)
+        deliver(found, wanted, output, analysis=analysis, redact=names)
 
 
 def read_saved(path: str) -> Report | None:
     """A report that ``analyze --format json`` wrote; ``None``: it is something else."""
-    file = Path(path)
+    if path == "-":
+        return None
     try:
-        if path == "-" or not file.is_file() or file.stat().st_size > MAX_REPORT:
-            return None
-        with file.open("rb") as opened:
+        with open_regular(path) as opened:
             head = opened.read(200)
             if b'"advisor.report/' not in head:
                 return None
-            text = head + opened.read()
-    except OSError:
+            text = head + opened.read(MAX_REPORT + 1)
+    except (OSError, ValueError):
         return None  # the reader of traces says what is wrong with it
+    if len(text) > MAX_REPORT:
+        raise AdvisorError(f"{path}: a report larger than {MAX_REPORT >> 20} MiB; write it again")
     from advisor.report import Report
 
     try:

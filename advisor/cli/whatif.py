@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from advisor.whatif.price import WhatIfResult
+from advisor.errors import AdvisorError
 
-ROOM = 26
-"""Characters of an edit that stand beside its figures; longer ones stand below."""
+if TYPE_CHECKING:
+    from advisor.trace import Run
+    from advisor.whatif.result import WhatIfResult
+
+MOST_NAMES, LONGEST_NAME = 8, 60
+"""Names that are told in place of one that is not there, and characters of each."""
+WIDTH = 80
+"""Characters of a line: an edit that does not fit beside its figures stands below."""
 
 
 def command(
@@ -42,15 +47,38 @@ def command(
     The edit language is described in docs/whatif.md.
     """
     from advisor.whatif.language import parse_edit
+    from advisor.whatif.result import what_if
 
     edits = [parse_edit(line) for line in edit]
     from advisor.ingest import open_run
 
-    result = open_run(path, rank=rank, window="first").whatif(edits)
+    run = open_run(path, rank=rank, window="first")
+    result = what_if(run, edits)
+    if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
+        raise AdvisorError("; ".join(_nothing(run, result, edit[i], i) for i in missed))
     if form == "json":
         print(json.dumps(_plain(result, edit), indent=2))
     else:
         _show(_plain(result, edit), sys.stdout)
+
+
+def _nothing(run: Run, result: WhatIfResult, line: str, index: int) -> str:
+    """Why an edit selects nothing, and what could stand in its place."""
+    from advisor.analysis import Analysis
+    from advisor.text import clean, kernel
+    from advisor.whatif.present import present
+
+    made = result.edits[index].edit
+    first = result.ranks[0] if result.ranks else run.ranks[0]
+    there = present(Analysis(run.window(first if made.rank is None else made.rank)), made.select)
+    said = f"edit {clean(line.strip())!r} selects nothing in these steps"
+    if not there.names:
+        return f"{said}: there are no {there.what}"
+    shown = [kernel(name, LONGEST_NAME) for name in there.names[:MOST_NAMES]]
+    more = len(there.names) - len(shown)
+    order = "nearest first" if there.asked else "most time first"
+    rest = f" and {more:,} more" if more else ""
+    return f"{said}; {there.what} here, {order}: {', '.join(shown)}{rest}"
 
 
 def _plain(result: WhatIfResult, lines: list[str]) -> dict[str, Any]:
@@ -66,7 +94,7 @@ def _plain(result: WhatIfResult, lines: list[str]) -> dict[str, Any]:
 
 def _show(result: dict[str, Any], file: Any) -> None:
     """The table a person reads, within 80 columns."""
-    from advisor.report.text import clean
+    from advisor.text import clean
 
     def ms(ns: float) -> str:
         return f"{ns / 1e6:,.3f}" if abs(ns) < 1e7 else f"{ns / 1e6:,.1f}"
@@ -80,46 +108,65 @@ def _show(result: dict[str, Any], file: Any) -> None:
     if replay["explained"] is not None:
         explained = f"{replay['explained']:.1%} of {replay['starts']:,} device starts"
         after = "explained, "
-    print(
-        f"replayed        {ms(result['replayed_step_ns']):>10} ms   "
-        f"error {replay['step_error']:.2%}, {explained}",
-        file=file,
-    )
+    if result["reason"]:
+        print(f"replayed        {'no':>10}      gains are upper bounds", file=file)
+        print(
+            textwrap.fill(
+                f"{result['reason']}.", 80, initial_indent=" " * 32, subsequent_indent=" " * 32
+            ),
+            file=file,
+        )
+    else:
+        print(
+            f"replayed        {ms(result['replayed_step_ns']):>10} ms   "
+            f"error {replay['step_error']:.2%}, {explained}",
+            file=file,
+        )
+    after = "" if result["reason"] else after
     print(f"                {'':>10}      {after}{steps}", file=file)
     if result["ranks"]:
         names = ", ".join(map(str, sorted(result["ranks"])))
-        print(f"                {'':>10}      with others: ranks {names} replayed together",
-              file=file)  # fmt: skip
+        print(
+            f"                {'':>10}      with others: ranks {names} replayed together", file=file
+        )
+    for who, of, share in (
+        ("host waits for the device", replay["waits"], replay["waits_explained"]),
+        ("device idles", replay["idle"], replay["idle_explained"]),
+    ):
+        if share is not None and of >= 0.01:
+            print(f"                {'':>10}      {who} {of:.0%}, explained {share:.0%}", file=file)
     for part in replay["hard"]:
-        print(f"                {'':>10}      {part['name']}: {part['cases']}, "
-              f"{part['explained']:.0%} explained", file=file)  # fmt: skip
+        print(
+            f"                {'':>10}      {part['name']}: {part['cases']}, "
+            f"{ms(part['time_ns'])} ms, {part['explained']:.0%} explained",
+            file=file,
+        )
     if result["edits"]:
         print(file=file)
         then = f"{what} then"
         print(f"{'saves':>10} {'band':>19} {'alone':>9} {then:>10}   edit  (ms)", file=file)
     for row in result["edits"]:
         band = f"{ms(row['low_ns'])} to {ms(row['high_ns'])}"
+        band = f"up to {ms(row['high_ns'])}" if result["reason"] else band
         shown = clean(row["edit"])
-        print(
+        figures = (
             f"{ms(row['gain_ns']):>10} {band:>19} {ms(row['alone_ns']):>9} "
-            f"{ms(row['step_then_ns']):>10}   {shown if len(shown) <= ROOM else ''}".rstrip(),
-            file=file,
+            f"{ms(row['step_then_ns']):>10}   "
         )
-        if len(shown) > ROOM:
-            print(textwrap.fill(shown, 80, initial_indent=" " * 6, subsequent_indent=" " * 8),
-                  file=file)  # fmt: skip
-        if row["selected"] == 0:
-            print(f"{'selects nothing in these steps':>80}", file=file)
-    if any(row["selected"] == 0 for row in result["edits"]) and result["families"]:
-        here = f"kernel families here: {', '.join(map(clean, result['families']))}"
-        print("\n" + textwrap.fill(here, 80), file=file)
+        beside = len(figures) + len(shown) <= WIDTH
+        print(f"{figures}{shown if beside else ''}".rstrip(), file=file)
+        if not beside:
+            print(
+                textwrap.fill(shown, 80, initial_indent=" " * 6, subsequent_indent=" " * 8),
+                file=file,
+            )
     if result["unseen_loader"] and result["edited_step_ns"] < 0.95 * result["measured_step_ns"]:
         note = (
             "The loader's workers keep up with these steps, so how fast they could be is not in "
             "the trace: a step cannot become shorter than their time a batch."
         )
         print("\n" + textwrap.fill(note, 80), file=file)
-    path = result["critical_path"]
+    path = {} if result["reason"] else result["critical_path"]
     total = sum(path.values()) or 1.0
     parts = ", ".join(f"{name} {ns / total:.0%}" for name, ns in path.items() if ns > 0.005 * total)
-    print(f"\ncritical path   {parts}", file=file)
+    print(f"\ncritical path   {parts or 'not known: the steps are not replayed'}", file=file)

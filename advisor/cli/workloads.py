@@ -15,6 +15,7 @@ import typer
 
 from advisor.cli import output as out
 from advisor.errors import AdvisorError
+from advisor.install import install
 
 if TYPE_CHECKING:
     from advisor.sample_workloads import Workload
@@ -88,7 +89,7 @@ def run(
     workload = find(name)
     if find_spec("torch") is None:
         raise AdvisorError(
-            "workloads are PyTorch programs: pip install 'gpu-advisor[record]' brings it"
+            f"workloads are PyTorch programs, and PyTorch is missing: {install('record')}"
         )
     folder = _fresh(output or Path("runs", f"{name}-{variant}"), chosen=output is not None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from advisor.export.rewrite import Written, rewrite
-from advisor.export.tracks import tracks
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Written", "rewrite", "tracks"]
+from advisor.export.chrome import write_tables
+from advisor.export.rewrite import Extra, Written, rewrite
+from advisor.export.tracks import tracks
+from advisor.trace import KINETO
+
+if TYPE_CHECKING:
+    from advisor.trace import Trace
+
+__all__ = ["Written", "rewrite", "tracks", "write_trace"]
+
+
+def write_trace(trace: Trace, target: Path, extra: Extra | None = None, **options: Any) -> Written:
+    """Write a trace that was read from a file to another: event by event as it was where that is
+    what viewers read, else from its tables. Options and errors as of :func:`rewrite`."""
+    if trace.meta.format == KINETO:
+        return rewrite(trace.meta.path, target, extra, **options)
+    return write_tables(trace, target, extra, **options)

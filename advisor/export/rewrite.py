@@ -39,6 +39,8 @@ class Written:
     """Of ours."""
     lost: int = 0
     """Elements of the list of events that are no JSON and were left out."""
+    repaired: bool = False
+    """There were bytes that are no UTF-8: what is written has replacement characters there."""
     truncated: bool = False
     """The trace ends early; what is written is whole."""
 
@@ -64,11 +66,11 @@ def rewrite(
     hosts are left out of a redacted trace besides those that it tells itself. Raises AdvisorError:
     a file that cannot be read or holds no list of events, a target that cannot be written.
     """
-    redactor = Redactor({*names, *_names(path, limit)}) if redacted else None
+    redactor = Redactor({*names, *names_told(path, limit)}) if redacted else None
     for exact in (False, True):
         splitter = Splitter(Source(path, limit=limit), exact=exact)
         try:
-            with _replacing(target) as file:
+            with replacing(target) as file:
                 written = _write(splitter, file, extra, redactor, progress)
         except _Unsound:
             continue
@@ -76,7 +78,7 @@ def rewrite(
     raise AssertionError("exact cuts are always sound enough")
 
 
-def _names(path: str, limit: int) -> set[str]:
+def names_told(path: str, limit: int) -> set[str]:
     """Users and hosts that the trace tells anywhere: they are to go everywhere."""
     found: set[str] = set()
     tail = b""
@@ -94,35 +96,65 @@ def _write(
     progress: Progress | None,
 ) -> Written:
     written = Written()
+
+    def texts() -> Iterator[tuple[bytes, int]]:
+        for piece in splitter.pieces():
+            yield from _events(piece, splitter.exact, written, redactor)
+            if progress is not None:
+                progress(splitter.source.path, splitter.source.bytes_read)
+        if splitter.skipped and not splitter.exact:
+            raise _Unsound
+
+    write_events(file, texts(), lambda: splitter.head, extra, redactor, written)
+    file.write(written_head(splitter.head, redactor))
+    written.truncated = splitter.truncated or splitter.source.truncated
+    return written
+
+
+def write_events(
+    file: BinaryIO,
+    texts: Iterable[tuple[bytes, int]],
+    head: Callable[[], dict[str, Any]],
+    extra: Extra | None,
+    redactor: Redactor | None,
+    written: Written,
+) -> None:
+    """The list of events: texts of so many events each, then what ``extra`` makes of ``head()``,
+    which is asked for once the others are written."""
     file.write(b'{"traceEvents":[')
     lead = b"\n"
-    for piece in splitter.pieces():
-        for text, count in _events(piece, splitter.exact, written, redactor):
-            file.write(lead)
-            file.write(text)
-            lead = b",\n"
-            written.events += count
-        if progress is not None:
-            progress(splitter.source.path, splitter.source.bytes_read)
-    if splitter.skipped and not splitter.exact:
-        raise _Unsound
-    for event in extra(splitter.head) if extra is not None else ():
+    for text, count in texts:
+        file.write(lead)
+        file.write(text)
+        lead = b",\n"
+        written.events += count
+    for event in extra(head()) if extra is not None else ():
         file.write(lead)
         file.write(event if redactor is None else redactor.json(event))
         lead = b",\n"
         written.added += 1
     file.write(b"\n]")
-    for key, value in _head(splitter.head, redactor).items():
-        file.write(b",\n" + msgspec.json.encode(key) + b":" + msgspec.json.encode(value))
-    file.write(b"}\n")
-    written.truncated = splitter.truncated or splitter.source.truncated
-    return written
+
+
+def written_head(head: dict[str, Any], redactor: Redactor | None) -> bytes:
+    """The other keys, and the end of the file."""
+    parts = [
+        b",\n" + msgspec.json.encode(key) + b":" + msgspec.json.encode(value)
+        for key, value in _head(head, redactor).items()
+    ]
+    return b"".join([*parts, b"}\n"])
 
 
 def _events(
     piece: bytes, exact: bool, written: Written, redactor: Redactor | None
 ) -> Iterator[tuple[bytes, int]]:
     """The texts of a piece's events, and how many there are in each."""
+    if not piece.isascii():  # texts that are not looked at may be no UTF-8, and JSON must be
+        try:
+            piece.decode()
+        except UnicodeDecodeError:
+            piece = piece.decode("utf-8", "replace").encode()
+            written.repaired = True
     try:
         events = _list.decode(piece)
     except _ERRORS:
@@ -164,7 +196,7 @@ def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[BinaryIO]:
+def replacing(target: Path) -> Iterator[BinaryIO]:
     """A file that takes the target's place when all is written, and leaves nothing otherwise."""
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:

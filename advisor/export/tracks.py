@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -10,11 +10,11 @@ import numpy as np
 from msgspec import Raw
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.ingest.meta import whole
 from advisor.intervals import EMPTY, Intervals, intersect, join, union
 from advisor.model import Edit, Finding
 from advisor.report import facts
-from advisor.report import text as t
 from advisor.select import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ _NEAR_NS = 1_000
 _FIRST_PID = 990_000_000
 
 
+Shown = Callable[[str, int], str]
+"""A text as it is shown, in so many characters."""
+
+
 class Slice(NamedTuple):
     """One event of ours, ns from the trace's start."""
 
@@ -38,29 +42,39 @@ class Slice(NamedTuple):
     args: dict[str, Any]
 
 
-def tracks(a: Analysis, report: Report, head: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+def tracks(
+    a: Analysis,
+    report: Report,
+    head: Mapping[str, Any] | None = None,
+    clean: Callable[[str], str] = str,
+) -> Iterator[bytes]:
     """The JSON text of every event, metadata first.
 
     They form a process of their own, "advisor", above the others: a track with the steps, one with
     the idle gaps of the analysed device, and one for each ranked finding with the instants that its
     fix would change. Slices of a track never overlap. ``head``: the file's other keys, of which
-    ``baseTimeNanoseconds`` is what its times are relative to.
+    ``baseTimeNanoseconds`` is what its times are relative to. ``clean``: applied to every text
+    before it is shortened; the report is the whole one, because its edits are looked up.
     """
+
+    def text(value: str, width: int) -> str:
+        return t.shorten(t.clean(clean(value)), width)
+
     pid = _free_pid(a)
     origin = a.trace.meta.start_ns - (whole((head or {}).get("baseTimeNanoseconds")) or 0)
     yield _meta("process_name", pid, 0, name="advisor")
-    yield _meta("process_labels", pid, 0, labels=t.shorten(t.clean(report.verdict), 200))
+    yield _meta("process_labels", pid, 0, labels=text(report.verdict, 200))
     yield _meta("process_sort_index", pid, 0, sort_index=-1)
-    found = [("steps", _steps(a)), ("idle gaps", _gaps(a))]
+    found = [("steps", _steps(a)), ("idle gaps", _gaps(a, text))]
     for finding in facts.ranked(report):
         if not finding.other_rank:
-            title = t.shorten(t.clean(finding.title), 80)
-            found.append((f"{finding.rank}. {title}", _finding(a, finding)))
+            title = text(finding.title, 80)
+            found.append((f"{finding.rank}. {title}", _finding(a, finding, text)))
     for number, (name, slices) in enumerate(found):
         yield _meta("thread_name", pid, number + 1, name=name)
         yield _meta("thread_sort_index", pid, number + 1, sort_index=number)
         for item in slices:
-            yield _slice(item, pid, number + 1, origin)
+            yield _slice(item, pid, number + 1, origin, text)
 
 
 def _free_pid(a: Analysis) -> int:
@@ -77,16 +91,22 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> bytes:
     )
 
 
-def _slice(item: Slice, pid: int, tid: int, origin: int) -> bytes:
+def _slice(item: Slice, pid: int, tid: int, origin: int, text: Shown) -> bytes:
     return msgspec.json.encode(
         {
-            "ph": "X", "cat": CATEGORY, "name": t.shorten(t.clean(item.name), 200), "pid": pid,
-            "tid": tid, "ts": _us(origin + item.ts), "dur": _us(item.dur), "args": item.args,
+            "ph": "X",
+            "cat": CATEGORY,
+            "name": text(item.name, 200),
+            "pid": pid,
+            "tid": tid,
+            "ts": microseconds(origin + item.ts),
+            "dur": microseconds(item.dur),
+            "args": item.args,
         }
-    )  # fmt: skip
+    )
 
 
-def _us(ns: int) -> Raw:
+def microseconds(ns: int) -> Raw:
     """Microseconds with their decimals, exactly: a float would round Unix times."""
     whole, rest = divmod(abs(ns), 1000)
     sign = "-" if ns < 0 else ""
@@ -109,7 +129,7 @@ def _steps(a: Analysis) -> list[Slice]:
     return rows[:MOST_SLICES]
 
 
-def _gaps(a: Analysis) -> list[Slice]:
+def _gaps(a: Analysis, text: Shown) -> list[Slice]:
     gaps = a.gaps
     keep = _longest(gaps["dur"].to_numpy())
     chosen = gaps[keep]
@@ -126,17 +146,17 @@ def _gaps(a: Analysis) -> list[Slice]:
     ):
         args = {"cause": cause, "gap": gap}
         if row is not None:
-            args["while"] = t.shorten(t.clean(names[row]), 200)
+            args["while"] = text(names[row], 200)
         found.append(Slice(ts, dur, t.cause_label(cause), args))
     return found
 
 
-def _finding(a: Analysis, finding: Finding) -> list[Slice]:
+def _finding(a: Analysis, finding: Finding, text: Shown) -> list[Slice]:
     """The instants that the fix would change, each once."""
     time = intersect(join(EMPTY, *(_touched(a, edit) for edit in finding.edits)), a.spans)
     start, end = _bridged(time)
     keep = _longest(end - start)
-    args: dict[str, Any] = {"rule": finding.rule, "fix": t.shorten(t.clean(finding.fix), 500)}
+    args: dict[str, Any] = {"rule": finding.rule, "fix": text(finding.fix, 500)}
     if finding.worth is not None and finding.worth.gain_ns is not None:
         args["worth"] = t.gain(finding)
     title = finding.title

@@ -6,15 +6,15 @@ anything. Nothing is imported or run; the source is only parsed.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 from advisor.errors import AdvisorError
+from advisor.files import open_regular
 from advisor.lint import evaluation, loader, loop, parallel, switches
 from advisor.lint.hint import Hint
-from advisor.lint.source import Edit, Source, parse, split_lines
+from advisor.lint.source import parse
 
 __all__ = ["Hint", "lint_paths", "lint_text"]
 
@@ -65,7 +65,7 @@ def _files(paths: list[str]) -> Iterator[Path]:
 
 def _read(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
@@ -82,37 +82,8 @@ def lint_text(text: str, name: str = "<text>") -> list[Hint]:
     source = parse(text, name)
     found = []
     for check in _CHECKS:
-        for hint, edits in check.check(source):
+        for hint in check.check(source):
             if IGNORE not in source.lines[hint.line - 1]:
-                found.append(_with_patch(source, hint, edits))
+                hint.file = source.name
+                found.append(hint)
     return sorted(found, key=lambda hint: (hint.line, hint.column, hint.id))
-
-
-def _with_patch(source: Source, hint: Hint, edits: list[Edit]) -> Hint:
-    """The hint with its edits as a unified diff, if the result is still Python."""
-    hint.file = source.name
-    if not edits:
-        return hint
-    changed = source.apply(edits)
-    try:
-        parse(changed, source.name)
-    except AdvisorError:
-        return hint
-    hint.patch = "".join(
-        difflib.unified_diff(
-            _lines(source.text),
-            _lines(changed),
-            f"a/{source.name.lstrip('/')}",
-            f"b/{source.name.lstrip('/')}",
-            n=2,
-        )
-    )
-    return hint
-
-
-def _lines(text: str) -> list[str]:
-    """Lines with their ends; the last one gets an end too, so that a diff stays readable."""
-    lines = split_lines(text)
-    if lines and not lines[-1].endswith("\n"):
-        lines[-1] += "\n"
-    return lines

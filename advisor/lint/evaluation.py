@@ -7,18 +7,23 @@ import re
 from collections.abc import Iterator
 
 from advisor.lint.hint import Hint
-from advisor.lint.source import Edit, Function, Source, is_method, names_in
+from advisor.lint.source import Function, Script, is_method, names_in
 
 _EVAL = re.compile(
     r"(?:^|_)(?:eval\w*|valid\w*|val|test|infer\w*|predict\w*)(?:$|_)", re.IGNORECASE
 )
 _OFF = {
-    "torch.no_grad", "torch.inference_mode", "no_grad", "inference_mode",
-    "torch.set_grad_enabled", "torch.autograd.no_grad", "torch.autograd.inference_mode",
-}  # fmt: skip
+    "torch.no_grad",
+    "torch.inference_mode",
+    "no_grad",
+    "inference_mode",
+    "torch.set_grad_enabled",
+    "torch.autograd.no_grad",
+    "torch.autograd.inference_mode",
+}
 
 
-def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
+def check(source: Script) -> Iterator[Hint]:
     """Loops over validation data outside ``no_grad``."""
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.For | ast.AsyncFor) or not _is_evaluation(source, node):
@@ -31,36 +36,29 @@ def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
         function = next((n for n in source.around(node) if isinstance(n, Function)), None)
         own = function is not None and _EVAL.search(function.name)
         if own and function is not None:
-            first = function.decorator_list[0] if function.decorator_list else None
-            line = first.lineno if first is not None else function.lineno
-            anchor = ast.copy_location(ast.Pass(), function)
-            anchor.lineno = line
-            edits = [source.insert_before(anchor, "@torch.inference_mode()")]
+            code = f"@torch.inference_mode()\ndef {function.name}(...):"
         else:
-            edits = source.wrap(node, node, "with torch.inference_mode():")
-        if "torch" not in source.aliases:
-            edits = []
-        yield (
-            Hint(
-                id="eval-with-grad",
-                title="Validation without torch.inference_mode()",
-                why="every forward pass keeps its activations for a backward pass that never comes",
-                fix="Put it under torch.inference_mode(), or torch.no_grad().",
-                confirmed_by="eval-without-no-grad",
-                line=node.lineno,
-                column=node.col_offset,
-                end_line=node.end_lineno,
-            ),
-            edits,
+            code = f"with torch.inference_mode():\n    {source.of(node).splitlines()[0]}"
+        yield Hint(
+            id="eval-with-grad",
+            title="Validation without torch.inference_mode()",
+            why="every forward pass keeps its activations for a backward pass that never comes",
+            fix="Put it under torch.inference_mode(), or torch.no_grad().",
+            code=code,
+            confirmed_by="eval-without-no-grad",
+            line=node.lineno,
+            column=node.col_offset,
+            end_line=node.end_lineno,
         )
 
 
-def _is_evaluation(source: Source, loop: ast.For | ast.AsyncFor) -> bool:
+def _is_evaluation(source: Script, loop: ast.For | ast.AsyncFor) -> bool:
     """A loop over a loader, in a function or over a name that says validation, that calls a model
     and never goes backward."""
-    over = " ".join(names_in(loop.iter) | {
-        node.attr for node in ast.walk(loop.iter) if isinstance(node, ast.Attribute)
-    })  # fmt: skip
+    over = " ".join(
+        names_in(loop.iter)
+        | {node.attr for node in ast.walk(loop.iter) if isinstance(node, ast.Attribute)}
+    )
     if not re.search(r"loader|dataset|batches|_dl\b|iterator", over, re.IGNORECASE):
         return False
     named = any(_EVAL.search(word) for word in over.split())
@@ -88,7 +86,7 @@ def _calls_model(func: ast.expr) -> bool:
     )
 
 
-def _without_grad(source: Source, node: ast.AST) -> bool:
+def _without_grad(source: Script, node: ast.AST) -> bool:
     for outer in source.around(node):
         if isinstance(outer, ast.With | ast.AsyncWith) and _turns_off(source, outer):
             return True
@@ -103,7 +101,7 @@ def _without_grad(source: Source, node: ast.AST) -> bool:
     )
 
 
-def _turns_off(source: Source, node: ast.With | ast.AsyncWith) -> bool:
+def _turns_off(source: Script, node: ast.With | ast.AsyncWith) -> bool:
     for item in node.items:
         expr = item.context_expr
         func = expr.func if isinstance(expr, ast.Call) else expr

@@ -23,5 +23,5 @@ class Hint(Struct, kw_only=True):
     """From 0."""
     end_line: int | None = None
     file: str = ""
-    patch: str | None = None
-    """The fix as a unified diff; ``null``: it depends on more than this file shows."""
+    code: str | None = None
+    """The fix as a line or two to take over by hand; ``null``: ``fix`` says all."""

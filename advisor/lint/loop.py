@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from advisor.lint.hint import Hint
 from advisor.lint.source import (
-    Edit,
     Loop,
-    Source,
+    Script,
     is_constant,
     is_method,
     keyword,
@@ -17,7 +16,7 @@ from advisor.lint.source import (
 )
 
 EVERY = 50
-"""Steps between two logs, in suggested patches."""
+"""Steps between two logs, in what is suggested."""
 _CALLS = {
     "torch.cuda.empty_cache": (
         "empty-cache-in-loop",
@@ -37,7 +36,7 @@ _CALLS = {
 }
 
 
-def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
+def check(source: Script) -> Iterator[Hint]:
     """What is done in every step."""
     seen: set[ast.stmt] = set()
     for call in source.calls:
@@ -49,7 +48,7 @@ def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
         what = _reads_device(source, call, loop)
         if what and statement is not None and statement not in seen:
             seen.add(statement)
-            yield _sync(source, call, statement, loop, what)
+            yield _sync(source, call, statement, what)
         yield from _backward(source, call)
         yield from _append(source, call, loop)
     for node in ast.walk(source.tree):
@@ -57,32 +56,27 @@ def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
             yield from _sum(source, node)
 
 
-def _forbidden(source: Source, call: ast.Call) -> Iterator[tuple[Hint, list[Edit]]]:
+def _forbidden(source: Script, call: ast.Call) -> Iterator[Hint]:
     known = _CALLS.get(source.dotted(call.func))
     if known is None:
         return
     identifier, why, rule = known
-    statement = source.statement(call)
-    alone = isinstance(statement, ast.Expr) and statement.value is call
-    yield (
-        Hint(
-            id=identifier,
-            title=f"{source.of(call)[:60]} in every step",
-            why=why,
-            fix="Take it out of the loop.",
-            confirmed_by=rule,
-            line=call.lineno,
-            column=call.col_offset,
-            end_line=call.end_lineno,
-        ),
-        source.remove(statement) if alone and statement is not None else [],
+    yield Hint(
+        id=identifier,
+        title=f"{source.of(call)[:60]} in every step",
+        why=why,
+        fix="Take it out of the loop.",
+        confirmed_by=rule,
+        line=call.lineno,
+        column=call.col_offset,
+        end_line=call.end_lineno,
     )
 
 
 # -- reading values of the device ---------------------------------------------------------------
 
 
-def _reads_device(source: Source, call: ast.Call, loop: Loop) -> str:
+def _reads_device(source: Script, call: ast.Call, loop: Loop) -> str:
     """How a call waits for a value of the device; empty: it does not, as far as can be told."""
     if is_method(call, "item", "tolist", "numpy", "cpu") and not call.args:
         assert isinstance(call.func, ast.Attribute)
@@ -121,66 +115,33 @@ def _losses(loop: Loop) -> set[str]:
     return found
 
 
-def _sync(
-    source: Source, call: ast.Call, statement: ast.stmt, loop: Loop, what: str
-) -> tuple[Hint, list[Edit]]:
-    edits: list[Edit] = []
+def _sync(source: Script, call: ast.Call, statement: ast.stmt, what: str) -> Hint:
     fix = f"Do it every {EVERY} steps, or keep the value on the device until the epoch's end."
-    if isinstance(statement, ast.Expr):
-        edits = _every_n(source, statement, loop)
-    elif what == ".item()":
+    code = f"if step % {EVERY} == 0:   # where the loop counts its steps\n    ..."
+    if what == ".item()" and not isinstance(statement, ast.Expr):
         assert isinstance(call.func, ast.Attribute)
-        edits = [source.replace(call, f"{source.of(call.func.value)}.detach()")]
         fix = "Sum on the device with .detach(), and read the sum once after the loop."
-    return (
-        Hint(
-            id="sync-in-loop",
-            title=f"{what} in every step: {source.of(statement).splitlines()[0][:60]}",
-            why=(
-                "the host waits until the device has computed the value, and cannot launch ahead; "
-                "a value that is on the CPU already costs nothing"
-            ),
-            fix=fix,
-            confirmed_by="implicit-sync",
-            line=call.lineno,
-            column=call.col_offset,
-            end_line=call.end_lineno,
+        code = f"{source.of(call.func.value)}.detach()"
+    return Hint(
+        id="sync-in-loop",
+        title=f"{what} in every step: {source.of(statement).splitlines()[0][:60]}",
+        why=(
+            "the host waits until the device has computed the value, and cannot launch ahead; "
+            "a value that is on the CPU already costs nothing"
         ),
-        edits,
+        fix=fix,
+        code=code,
+        confirmed_by="implicit-sync",
+        line=call.lineno,
+        column=call.col_offset,
+        end_line=call.end_lineno,
     )
-
-
-def _every_n(source: Source, statement: ast.stmt, loop: Loop) -> list[Edit]:
-    """The statement under a condition on the step's number, which the loop counts."""
-    if not isinstance(loop, ast.For) or statement is loop:
-        return []
-    if (
-        isinstance(loop.iter, ast.Call)
-        and source.dotted(loop.iter.func) == "enumerate"
-        and isinstance(loop.target, ast.Tuple)
-        and isinstance(loop.target.elts[0], ast.Name)
-    ):
-        return source.wrap(statement, statement, f"if {loop.target.elts[0].id} % {EVERY} == 0:")
-    if isinstance(loop.target, ast.Name) and source.of(loop.iter).startswith("range("):
-        return source.wrap(statement, statement, f"if {loop.target.id} % {EVERY} == 0:")
-    if "step" in {n.id for n in ast.walk(source.tree) if isinstance(n, ast.Name)}:
-        return []  # the name is taken
-    wrapped = source.wrap(statement, statement, f"if step % {EVERY} == 0:")
-    if not wrapped:
-        return []
-    target = source.of(loop.target)
-    target = f"({target})" if isinstance(loop.target, ast.Tuple) and target[0] != "(" else target
-    return [
-        source.replace(loop.target, f"step, {target}"),
-        source.replace(loop.iter, f"enumerate({source.of(loop.iter)})"),
-        *wrapped,
-    ]
 
 
 # -- graphs kept alive --------------------------------------------------------------------------
 
 
-def _sum(source: Source, node: ast.AugAssign) -> Iterator[tuple[Hint, list[Edit]]]:
+def _sum(source: Script, node: ast.AugAssign) -> Iterator[Hint]:
     loop = source.in_training_loop(node)
     if loop is None or not isinstance(node.target, ast.Name | ast.Attribute):
         return
@@ -197,7 +158,7 @@ def _sum(source: Source, node: ast.AugAssign) -> Iterator[tuple[Hint, list[Edit]
     yield _kept(source, plain, f"{source.of(node)[:60]} keeps the graph of every step alive")
 
 
-def _append(source: Source, call: ast.Call, loop: Loop) -> Iterator[tuple[Hint, list[Edit]]]:
+def _append(source: Script, call: ast.Call, loop: Loop) -> Iterator[Hint]:
     if is_method(call, "append") and len(call.args) == 1:
         value = call.args[0]
         if isinstance(value, ast.Name) and value.id in _losses(loop):
@@ -205,47 +166,49 @@ def _append(source: Source, call: ast.Call, loop: Loop) -> Iterator[tuple[Hint, 
             yield _kept(source, value, title)
 
 
-def _kept(source: Source, value: ast.Name, title: str) -> tuple[Hint, list[Edit]]:
-    return (
-        Hint(
-            id="loss-keeps-graph",
-            title=title,
-            why=(
-                "the loss holds on to the graph that made it, so that memory grows from step to "
-                "step"
-            ),
-            fix="Detach it first; .item() would do as well, but waits for the device.",
-            confirmed_by="memory-leak",
-            line=value.lineno,
-            column=value.col_offset,
-            end_line=value.end_lineno,
-        ),
-        [source.replace(value, f"{value.id}.detach()")],
+def _kept(source: Script, value: ast.Name, title: str) -> Hint:
+    return Hint(
+        id="loss-keeps-graph",
+        title=title,
+        why=("the loss holds on to the graph that made it, so that memory grows from step to step"),
+        fix="Detach it first; .item() would do as well, but waits for the device.",
+        code=f"{value.id}.detach()",
+        confirmed_by="memory-leak",
+        line=value.lineno,
+        column=value.col_offset,
+        end_line=value.end_lineno,
     )
 
 
-def _backward(source: Source, call: ast.Call) -> Iterator[tuple[Hint, list[Edit]]]:
+def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
     """``backward(retain_graph=True)`` and ``zero_grad(set_to_none=False)``."""
     for method, name, value, why, rule in (
-        ("backward", "retain_graph", True,
-         "the buffers of the graph stay until the next step; needed only to go backward twice",
-         "memory-near-capacity"),
-        ("zero_grad", "set_to_none", False,
-         "gradients are filled with zeros and added to, instead of being written", ""),
-    ):  # fmt: skip
+        (
+            "backward",
+            "retain_graph",
+            True,
+            "the buffers of the graph stay until the next step; needed only to go backward twice",
+            "memory-near-capacity",
+        ),
+        (
+            "zero_grad",
+            "set_to_none",
+            False,
+            "gradients are filled with zeros and added to, instead of being written",
+            "",
+        ),
+    ):
         given = keyword(call, name)
         if is_method(call, method) and is_constant(given, value):
             assert given is not None
-            yield (
-                Hint(
-                    id=f"{method.replace('_', '-')}-{name.replace('_', '-')}",
-                    title=f"{method}({name}={value})",
-                    why=why,
-                    fix=f"Leave {name} at its default.",
-                    confirmed_by=rule,
-                    line=call.lineno,
-                    column=call.col_offset,
-                    end_line=call.end_lineno,
-                ),
-                [source.replace(given, str(not value))],
+            yield Hint(
+                id=f"{method.replace('_', '-')}-{name.replace('_', '-')}",
+                title=f"{method}({name}={value})",
+                why=why,
+                fix=f"Leave {name} at its default.",
+                code=f"{method}()",
+                confirmed_by=rule,
+                line=call.lineno,
+                column=call.col_offset,
+                end_line=call.end_lineno,
             )

@@ -6,13 +6,13 @@ import ast
 from collections.abc import Iterator
 
 from advisor.lint.hint import Hint
-from advisor.lint.source import Edit, Source, is_method, seldom
+from advisor.lint.source import Script, is_method, seldom
 
 _DDP = {"torch.nn.parallel.DistributedDataParallel", "DistributedDataParallel", "DDP"}
 _DP = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "DataParallel"}
 
 
-def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
+def check(source: Script) -> Iterator[Hint]:
     """``DataParallel``, and accumulation that reduces gradients after every micro-batch."""
     for call in source.calls:
         if source.dotted(call.func) in _DP:
@@ -21,34 +21,28 @@ def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
         yield from _accumulation(source)
 
 
-def _data_parallel(source: Source, call: ast.Call) -> tuple[Hint, list[Edit]]:
-    edits = []
-    if len(call.args) == 1 and "torch" in source.aliases:
-        model = source.of(call.args[0])
-        text = f"torch.nn.parallel.DistributedDataParallel({model}, device_ids=[local_rank])"
-        edits = [source.replace(call, text)]
-    return (
-        Hint(
-            id="data-parallel",
-            title="torch.nn.DataParallel",
-            why=(
-                "one process drives all GPUs: it copies the model to each in every step, gathers "
-                "all outputs on the first, and Python runs on one core"
-            ),
-            fix=(
-                "DistributedDataParallel with one process a GPU, started by torchrun: "
-                "init_process_group(), local_rank from the environment, a DistributedSampler."
-            ),
-            confirmed_by="data-parallel",
-            line=call.lineno,
-            column=call.col_offset,
-            end_line=call.end_lineno,
+def _data_parallel(source: Script, call: ast.Call) -> Hint:
+    model = source.of(call.args[0]) if len(call.args) == 1 else "model"
+    return Hint(
+        id="data-parallel",
+        title="torch.nn.DataParallel",
+        why=(
+            "one process drives all GPUs: it copies the model to each in every step, gathers "
+            "all outputs on the first, and Python runs on one core"
         ),
-        edits,
+        fix=(
+            "DistributedDataParallel with one process a GPU, started by torchrun: "
+            "init_process_group(), local_rank from the environment, a DistributedSampler."
+        ),
+        code=f"DistributedDataParallel({model}, device_ids=[local_rank])",
+        confirmed_by="data-parallel",
+        line=call.lineno,
+        column=call.col_offset,
+        end_line=call.end_lineno,
     )
 
 
-def _accumulation(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
+def _accumulation(source: Script) -> Iterator[Hint]:
     model = _wrapped_model(source)
     if model is None:
         return
@@ -62,32 +56,23 @@ def _accumulation(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
         statement = source.statement(backward[0])
         if statement is None or statement not in loop.body:
             continue
-        first = next((s for s in loop.body if _calls(s, model)), None)
-        edits: list[Edit] = []
-        if first is not None and loop.body.index(first) <= loop.body.index(statement):
-            # the forward pass belongs under it too: it decides whether its backward reduces
-            head = (
-                f"with contextlib.nullcontext() if {source.of(condition)} else {model}.no_sync():"
-            )
-            edits = source.wrap(first, statement, head)
-            if edits and "contextlib" not in source.aliases:
-                edits.append(Edit(*_import_at(source), "import contextlib\n"))
-        yield (
-            Hint(
-                id="accumulation-without-no-sync",
-                title="Gradients are reduced across ranks after every micro-batch",
-                why="only the last micro-batch before optimizer.step() has to reduce them",
-                fix=("Run forward and backward of the other micro-batches under model.no_sync()."),
-                confirmed_by="missing-no-sync",
-                line=backward[0].lineno,
-                column=backward[0].col_offset,
-                end_line=backward[0].end_lineno,
+        yield Hint(
+            id="accumulation-without-no-sync",
+            title="Gradients are reduced across ranks after every micro-batch",
+            why="only the last micro-batch before optimizer.step() has to reduce them",
+            fix=("Run forward and backward of the other micro-batches under model.no_sync()."),
+            code=(
+                f"with contextlib.nullcontext() if {source.of(condition)} else "
+                f"{model}.no_sync():\n    ...   # forward and backward, both"
             ),
-            edits,
+            confirmed_by="missing-no-sync",
+            line=backward[0].lineno,
+            column=backward[0].col_offset,
+            end_line=backward[0].end_lineno,
         )
 
 
-def _wrapped_model(source: Source) -> str | None:
+def _wrapped_model(source: Script) -> str | None:
     """Name of the variable that holds a DistributedDataParallel."""
     for call in source.calls:
         if source.dotted(call.func) in _DDP:
@@ -106,21 +91,3 @@ def _step_condition(loop: ast.AST) -> ast.expr | None:
                     if is_method(call, "step") and not (call.args or call.keywords):
                         return node.test
     return None
-
-
-def _calls(statement: ast.stmt, name: str) -> bool:
-    return any(
-        isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name
-        for n in ast.walk(statement)
-    )
-
-
-def _import_at(source: Source) -> tuple[int, int]:
-    """Before the first import that is none from __future__."""
-    for node in source.tree.body:
-        if isinstance(node, ast.Import) or (
-            isinstance(node, ast.ImportFrom) and node.module != "__future__"
-        ):
-            at = source.offset(node.lineno, 0)
-            return at, at
-    return 0, 0

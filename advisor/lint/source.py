@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 from advisor.errors import AdvisorError
 
@@ -15,15 +15,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
 
 
-class Edit(NamedTuple):
-    """Characters ``start`` to ``end`` of the text replaced."""
-
-    start: int
-    end: int
-    text: str
-
-
-def parse(text: str, name: str) -> Source:
+def parse(text: str, name: str) -> Script:
     """Parse Python. Raises AdvisorError, with the line, for anything else."""
     try:
         with warnings.catch_warnings():
@@ -36,10 +28,10 @@ def parse(text: str, name: str) -> Source:
         raise AdvisorError(
             f"{name}: cannot be parsed ({str(error) or 'nested too deeply'})"
         ) from None
-    return Source(text, name, tree)
+    return Script(text, name, tree)
 
 
-class Source:
+class Script:
     """One file."""
 
     def __init__(self, text: str, name: str, tree: ast.Module) -> None:
@@ -159,83 +151,6 @@ class Source:
         """The text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
-
-    def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
-        """Another text for a node."""
-        return Edit(*self.span(node), text)
-
-    def add_arguments(self, call: ast.Call, text: str) -> list[Edit]:
-        """Keyword arguments at the end of a call."""
-        _, end = self.span(call)
-        inside = self.text[:end].rstrip()
-        at = len(inside) - 1  # the closing parenthesis
-        before = self.text[:at].rstrip()
-        if not before.endswith(("(", ",")):
-            text = f", {text}"
-        elif before.endswith(","):
-            text = f" {text}"
-        return [Edit(len(before), len(before), text)]
-
-    def insert_before(self, node: ast.stmt, text: str) -> Edit:
-        """A line of its own before a statement, indented like it."""
-        at = self._starts[node.lineno - 1]
-        return Edit(at, at, f"{self.indent(node)}{text}\n")
-
-    def indent(self, node: ast.stmt) -> str:
-        """The blanks before a statement."""
-        line = self.lines[node.lineno - 1]
-        return line[: len(line) - len(line.lstrip())]
-
-    def wrap(self, first: ast.stmt, last: ast.stmt, head: str) -> list[Edit]:
-        """Statements put under a line of their own, such as ``with …:``. Empty where a string of
-        several lines would be changed by it, or where a line holds more than one statement."""
-        if any(
-            isinstance(node, ast.Constant | ast.JoinedStr)
-            and (node.end_lineno or node.lineno) > node.lineno
-            for statement in self._between(first, last)
-            for node in ast.walk(statement)
-            if isinstance(node, ast.expr)
-        ):
-            return []
-        if self.lines[first.lineno - 1][: first.col_offset].strip():
-            return []
-        rows = range(first.lineno, (last.end_lineno or last.lineno) + 1)
-        starts = [self._starts[row - 1] for row in rows if self.lines[row - 1].strip()]
-        return [self.insert_before(first, head), *(Edit(at, at, "    ") for at in starts)]
-
-    def _between(self, first: ast.stmt, last: ast.stmt) -> list[ast.stmt]:
-        body = self.block(first)
-        return body[body.index(first) : body.index(last) + 1]
-
-    def block(self, node: ast.stmt) -> list[ast.stmt]:
-        """The statements of the block that a statement is in."""
-        outer = self.parents.get(node, self.tree)
-        for name in ("body", "orelse", "finalbody"):
-            body = getattr(outer, name, None)
-            if isinstance(body, list) and node in body:
-                return body
-        return [node]
-
-    def remove(self, node: ast.stmt) -> list[Edit]:
-        """A statement taken out, with its line; ``pass`` where it was the only one."""
-        if len(self.block(node)) == 1:
-            return [self.replace(node, "pass")]
-        start, end = self.span(node)
-        line = self._starts[node.lineno - 1]
-        rest = self.text[end : self._starts[min(node.end_lineno or 0, len(self._starts) - 1)]]
-        if self.text[line:start].strip() or rest.strip().startswith(";"):
-            return []
-        return [Edit(line, end + len(rest), "")]
-
-    def apply(self, edits: list[Edit]) -> str:
-        """The text with edits made; of those that overlap, the first."""
-        parts, at = [], 0
-        for edit in sorted(edits, key=lambda e: (e.start, e.end)):
-            if edit.start < at:
-                continue
-            parts += [self.text[at : edit.start], edit.text]
-            at = edit.end
-        return "".join([*parts, self.text[at:]])
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """The innermost statement around a node, or the node."""

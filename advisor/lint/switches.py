@@ -6,31 +6,28 @@ import ast
 from collections.abc import Iterator
 
 from advisor.lint.hint import Hint
-from advisor.lint.source import Edit, Source, is_constant
+from advisor.lint.source import Script, is_constant
 
 
-def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
+def check(source: Script) -> Iterator[Hint]:
     """Anomaly detection; blocking launches set in the program; torch.compile in the loop."""
     for call in source.calls:
         name = source.dotted(call.func)
         if name == "torch.autograd.set_detect_anomaly" and call.args:
             if is_constant(call.args[0], True):
-                yield _switch(source, call, [source.replace(call.args[0], "False")])
+                yield _switch(call)
         elif name == "torch.autograd.detect_anomaly":
-            yield _switch(source, call, [])
+            yield _switch(call)
         elif name == "torch.compile" and source.in_training_loop(call) is not None:
-            yield (
-                Hint(
-                    id="compile-in-loop",
-                    title="torch.compile in the training loop",
-                    why="a new compiled function each step looks for its graph again",
-                    fix="Compile once, before the loop.",
-                    confirmed_by="recompilation",
-                    line=call.lineno,
-                    column=call.col_offset,
-                    end_line=call.end_lineno,
-                ),
-                [],
+            yield Hint(
+                id="compile-in-loop",
+                title="torch.compile in the training loop",
+                why="a new compiled function each step looks for its graph again",
+                fix="Compile once, before the loop.",
+                confirmed_by="recompilation",
+                line=call.lineno,
+                column=call.col_offset,
+                end_line=call.end_lineno,
             )
     for node in ast.walk(source.tree):
         if (
@@ -40,32 +37,26 @@ def check(source: Source) -> Iterator[tuple[Hint, list[Edit]]]:
             and is_constant(node.targets[0].slice, "CUDA_LAUNCH_BLOCKING")
             and is_constant(node.value, "1")
         ):
-            yield (
-                Hint(
-                    id="launch-blocking",
-                    title="CUDA_LAUNCH_BLOCKING=1",
-                    why="the host waits for every kernel: nothing overlaps any more",
-                    fix="Set it for the run in which an error is looked for.",
-                    confirmed_by="debug-switches",
-                    line=node.lineno,
-                    column=node.col_offset,
-                    end_line=node.end_lineno,
-                ),
-                source.remove(node),
+            yield Hint(
+                id="launch-blocking",
+                title="CUDA_LAUNCH_BLOCKING=1",
+                why="the host waits for every kernel: nothing overlaps any more",
+                fix="Set it for the run in which an error is looked for.",
+                confirmed_by="debug-switches",
+                line=node.lineno,
+                column=node.col_offset,
+                end_line=node.end_lineno,
             )
 
 
-def _switch(source: Source, call: ast.Call, edits: list[Edit]) -> tuple[Hint, list[Edit]]:
-    return (
-        Hint(
-            id="anomaly-mode",
-            title="Anomaly detection is on",
-            why="the stack of every operation is kept, and every gradient is checked for NaN",
-            fix="Switch it on for the run in which an error is looked for.",
-            confirmed_by="debug-switches",
-            line=call.lineno,
-            column=call.col_offset,
-            end_line=call.end_lineno,
-        ),
-        edits,
+def _switch(call: ast.Call) -> Hint:
+    return Hint(
+        id="anomaly-mode",
+        title="Anomaly detection is on",
+        why="the stack of every operation is kept, and every gradient is checked for NaN",
+        fix="Switch it on for the run in which an error is looked for.",
+        confirmed_by="debug-switches",
+        line=call.lineno,
+        column=call.col_offset,
+        end_line=call.end_lineno,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,35 +18,57 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from advisor.analysis import Analysis
+    from advisor.testing.allocator import Allocator
     from advisor.testing.record import RecordBuilder
     from advisor.trace import Trace
 
 DEVICES: dict[str, dict[str, Any]] = {
     "A100": {
-        "name": "NVIDIA A100-SXM4-80GB", "totalGlobalMem": 85_094_825_984,
-        "computeMajor": 8, "computeMinor": 0, "numSms": 108,
-        "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048,
-        "regsPerBlock": 65536, "regsPerMultiprocessor": 65536, "warpSize": 32,
-        "sharedMemPerBlock": 49152, "sharedMemPerMultiprocessor": 167936,
+        "name": "NVIDIA A100-SXM4-80GB",
+        "totalGlobalMem": 85_094_825_984,
+        "computeMajor": 8,
+        "computeMinor": 0,
+        "numSms": 108,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerMultiprocessor": 2048,
+        "regsPerBlock": 65536,
+        "regsPerMultiprocessor": 65536,
+        "warpSize": 32,
+        "sharedMemPerBlock": 49152,
+        "sharedMemPerMultiprocessor": 167936,
         "sharedMemPerBlockOptin": 166912,
     },
     "V100": {
-        "name": "Tesla V100-SXM2-16GB", "totalGlobalMem": 16_945_512_448,
-        "computeMajor": 7, "computeMinor": 0, "numSms": 80,
-        "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048,
-        "regsPerBlock": 65536, "regsPerMultiprocessor": 65536, "warpSize": 32,
-        "sharedMemPerBlock": 49152, "sharedMemPerMultiprocessor": 98304,
+        "name": "Tesla V100-SXM2-16GB",
+        "totalGlobalMem": 16_945_512_448,
+        "computeMajor": 7,
+        "computeMinor": 0,
+        "numSms": 80,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerMultiprocessor": 2048,
+        "regsPerBlock": 65536,
+        "regsPerMultiprocessor": 65536,
+        "warpSize": 32,
+        "sharedMemPerBlock": 49152,
+        "sharedMemPerMultiprocessor": 98304,
         "sharedMemPerBlockOptin": 98304,
     },
     "H100": {
-        "name": "NVIDIA H100 80GB HBM3", "totalGlobalMem": 85_045_411_840,
-        "computeMajor": 9, "computeMinor": 0, "numSms": 132,
-        "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048,
-        "regsPerBlock": 65536, "regsPerMultiprocessor": 65536, "warpSize": 32,
-        "sharedMemPerBlock": 49152, "sharedMemPerMultiprocessor": 233472,
+        "name": "NVIDIA H100 80GB HBM3",
+        "totalGlobalMem": 85_045_411_840,
+        "computeMajor": 9,
+        "computeMinor": 0,
+        "numSms": 132,
+        "maxThreadsPerBlock": 1024,
+        "maxThreadsPerMultiprocessor": 2048,
+        "regsPerBlock": 65536,
+        "regsPerMultiprocessor": 65536,
+        "warpSize": 32,
+        "sharedMemPerBlock": 49152,
+        "sharedMemPerMultiprocessor": 233472,
         "sharedMemPerBlockOptin": 232448,
     },
-}  # fmt: skip
+}
 
 MAIN = 1000
 """Process and main thread id."""
@@ -81,8 +104,10 @@ class TraceBuilder:
             self.head["deviceProperties"] = [{"id": 0, **DEVICES[gpu]}]
         if rank is not None:
             self.head["distributedInfo"] = {
-                "backend": "nccl", "rank": rank, "world_size": world_size or rank + 1,
-            }  # fmt: skip
+                "backend": "nccl",
+                "rank": rank,
+                "world_size": world_size or rank + 1,
+            }
         self.launch_us = launch_us
         """Host time of one launch call."""
         self.latency_us = latency_us
@@ -95,6 +120,7 @@ class TraceBuilder:
         self._ids = 0
         self._steps = 0
         self._record: RecordBuilder | None = None
+        self._snapshot: bytes | None = None
 
     # -- the host ---------------------------------------------------------------------------
 
@@ -198,9 +224,12 @@ class TraceBuilder:
     ) -> int:
         """Launch a kernel that runs ``us``; returns its correlation id. ``after``: not before."""
         args: dict[str, Any] = {
-            "registers per thread": registers, "shared memory": shared,
-            "grid": [blocks, 1, 1], "block": [threads, 1, 1], "queued": 0,
-        }  # fmt: skip
+            "registers per thread": registers,
+            "shared memory": shared,
+            "grid": [blocks, 1, 1],
+            "block": [threads, 1, 1],
+            "queued": 0,
+        }
         properties = self.head["deviceProperties"]
         if properties:
             args["blocks per SM"] = blocks / properties[0]["numSms"]
@@ -212,13 +241,25 @@ class TraceBuilder:
     def graph_launch(self, kernels: Sequence[tuple[str, float]], *, stream: int = 7) -> None:
         """One ``cudaGraphLaunch`` with many kernels: (name, us) each."""
         correlation = self._next()
-        self._emit("cuda_runtime", "cudaGraphLaunch", self.now, 2 * self.launch_us, MAIN, self.tid,
-                   {"correlation": correlation})  # fmt: skip
+        self._emit(
+            "cuda_runtime",
+            "cudaGraphLaunch",
+            self.now,
+            2 * self.launch_us,
+            MAIN,
+            self.tid,
+            {"correlation": correlation},
+        )
         self.now += 2 * self.launch_us
         for name, us in kernels:
-            self._device("kernel", name, us, stream, correlation, {
-                "grid": [256, 1, 1], "block": [256, 1, 1], "graph id": 1,
-            })  # fmt: skip
+            self._device(
+                "kernel",
+                name,
+                us,
+                stream,
+                correlation,
+                {"grid": [256, 1, 1], "block": [256, 1, 1], "graph id": 1},
+            )
 
     def copy(
         self,
@@ -258,8 +299,15 @@ class TraceBuilder:
 
     def memset(self, size: int, us: float, *, stream: int = 7) -> None:
         """A ``cudaMemsetAsync``."""
-        self._work("gpu_memset", "Memset (Device)", us, stream, "cudaMemsetAsync",
-                   {"bytes": size, "memory bandwidth (GB/s)": size / us / 1e3}, 0.0)  # fmt: skip
+        self._work(
+            "gpu_memset",
+            "Memset (Device)",
+            us,
+            stream,
+            "cudaMemsetAsync",
+            {"bytes": size, "memory bandwidth (GB/s)": size / us / 1e3},
+            0.0,
+        )
 
     def collective(
         self,
@@ -279,23 +327,33 @@ class TraceBuilder:
         waits for its end."""
         width = {"Float": 4, "BFloat16": 2, "Half": 2}.get(dtype, 4)
         args = {
-            "Collective name": kind, "In msg nelems": size // width,
-            "Out msg nelems": size // width, "Group size": group_size, "dtype": dtype,
-            "Process Group Name": group, "Process Group Ranks": list(range(group_size)),
-        }  # fmt: skip
+            "Collective name": kind,
+            "In msg nelems": size // width,
+            "Out msg nelems": size // width,
+            "Group size": group_size,
+            "dtype": dtype,
+            "Process Group Name": group,
+            "Process Group Ranks": list(range(group_size)),
+        }
         kernel = {
             "allreduce": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)",
             "_allgather_base": "ncclDevKernel_AllGather_RING_LL(...)",
             "_reduce_scatter_base": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)",
             "broadcast": "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        }.get(kind, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)")  # fmt: skip
+        }.get(kind, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)")
         shown = {"allreduce": "all_reduce", "_reduce_scatter_base": "_reduce_scatter_base"}
         with self.range(f"nccl:{shown.get(kind, kind)}"):
             self.launch(
-                kernel, us, stream=stream, blocks=8, threads=512, occupancy=0,
-                comm=args if arguments else None, call="cudaLaunchKernelExC",
+                kernel,
+                us,
+                stream=stream,
+                blocks=8,
+                threads=512,
+                occupancy=0,
+                comm=args if arguments else None,
+                call="cudaLaunchKernelExC",
                 after=self._free.get(7, 0.0),
-            )  # fmt: skip
+            )
         if wait:
             self.wait_stream(7, stream)
 
@@ -316,14 +374,31 @@ class TraceBuilder:
         busy = [self._free.get(stream, 0.0)] if stream is not None else [*self._free.values(), 0.0]
         self.now = max(self.now + 1.0, *busy)
         correlation = self._next()
-        self._emit("cuda_runtime", name, start, self.now - start, MAIN, self.tid,
-                   {"correlation": correlation})  # fmt: skip
+        self._emit(
+            "cuda_runtime",
+            name,
+            start,
+            self.now - start,
+            MAIN,
+            self.tid,
+            {"correlation": correlation},
+        )
         if self.cuda_sync_rows:
             kind = "Context Sync" if stream is None else "Stream Sync"
-            self._emit("cuda_sync", kind, start, self.now - start, 0, stream or -1, {
-                "cuda_sync_kind": kind, "stream": -1 if stream is None else stream,
-                "correlation": correlation, "device": 0,
-            })  # fmt: skip
+            self._emit(
+                "cuda_sync",
+                kind,
+                start,
+                self.now - start,
+                0,
+                stream or -1,
+                {
+                    "cuda_sync_kind": kind,
+                    "stream": -1 if stream is None else stream,
+                    "correlation": correlation,
+                    "device": 0,
+                },
+            )
 
     def item(self, op: str = "aten::item") -> None:
         """Read one value of a device tensor: ``aten::item`` with its copy and its sync."""
@@ -334,12 +409,25 @@ class TraceBuilder:
         self, size: int, allocated: int, reserved: int, *, device: int = 0, address: int = 4096
     ) -> None:
         """An allocator event (``profile_memory=True``)."""
-        self.events.append({
-            "ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": MAIN,
-            "tid": self.tid, "ts": round(self.now, 3),
-            "args": {"Total Reserved": reserved, "Total Allocated": allocated, "Bytes": size,
-                     "Addr": address, "Device Id": device, "Device Type": 1},
-        })  # fmt: skip
+        self.events.append(
+            {
+                "ph": "i",
+                "cat": "cpu_instant_event",
+                "s": "t",
+                "name": "[memory]",
+                "pid": MAIN,
+                "tid": self.tid,
+                "ts": round(self.now, 3),
+                "args": {
+                    "Total Reserved": reserved,
+                    "Total Allocated": allocated,
+                    "Bytes": size,
+                    "Addr": address,
+                    "Device Id": device,
+                    "Device Type": 1,
+                },
+            }
+        )
 
     def record_of_run(self, **rank: Any) -> RecordBuilder:
         """What the recorder wrote of the run around the window (a builder of it; the same one
@@ -350,6 +438,10 @@ class TraceBuilder:
         if self._record is None:
             self._record = RecordBuilder(Rank(**rank))
         return self._record
+
+    def memory_snapshot(self, allocator: Allocator) -> None:
+        """The allocator's snapshot, as it is now."""
+        self._snapshot = allocator.pickled()
 
     # -- the result -------------------------------------------------------------------------
 
@@ -364,19 +456,26 @@ class TraceBuilder:
 
     def trace(self) -> Trace:
         """The trace, read by the real reader; a blank one when nothing but a record was made."""
-        from advisor.ingest.kineto import read_bytes
+        from advisor.ingest.read import read_bytes
         from advisor.trace import blank_trace
 
-        if not self.events and self._record is not None:
-            return blank_trace("<TraceBuilder>")
-        return read_bytes(self.json(), "<TraceBuilder>")
+        if not self.events and (self._record is not None or self._snapshot is not None):
+            trace = blank_trace("<TraceBuilder>")
+        else:
+            trace = read_bytes(self.json(), "<TraceBuilder>")
+        return replace(trace, meta=replace(trace.meta, example=True))
 
     def analysis(self) -> Analysis:
         """The trace and the record, ready to be measured."""
         from advisor.analysis import Analysis
 
         record = None if self._record is None else self._record.build()
-        return Analysis(self.trace(), None, record)
+        snapshot = None
+        if self._snapshot is not None:
+            from advisor.ingest.snapshot import read_snapshot
+
+            snapshot = read_snapshot([self._snapshot], "<TraceBuilder>")
+        return Analysis(self.trace(), None, record, snapshot)
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -387,8 +486,16 @@ class TraceBuilder:
     def _emit(
         self, cat: str, name: str, ts: float, dur: float, pid: int, tid: int, args: dict[str, Any]
     ) -> dict[str, Any]:
-        event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid,
-                 "ts": round(ts, 3), "dur": round(dur, 3), "args": args}  # fmt: skip
+        event = {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "pid": pid,
+            "tid": tid,
+            "ts": round(ts, 3),
+            "dur": round(dur, 3),
+            "args": args,
+        }
         self.events.append(event)
         return event
 
@@ -400,25 +507,48 @@ class TraceBuilder:
         event["dur"] = round(self.now - start, 3)
 
     def _work(
-        self, cat: str, name: str, us: float, stream: int, call: str, args: dict[str, Any],
+        self,
+        cat: str,
+        name: str,
+        us: float,
+        stream: int,
+        call: str,
+        args: dict[str, Any],
         after: float,
-    ) -> int:  # fmt: skip
+    ) -> int:
         correlation = self._next()
         driver = call.startswith("cu") and not call.startswith("cuda")
         self._emit(
             "cuda_driver" if driver else "cuda_runtime",
-            call, self.now, self.launch_us, MAIN, self.tid, {"correlation": correlation},
-        )  # fmt: skip
+            call,
+            self.now,
+            self.launch_us,
+            MAIN,
+            self.tid,
+            {"correlation": correlation},
+        )
         self.now += self.launch_us
         self._device(cat, name, us, stream, correlation, args, after)
         return correlation
 
     def _device(
-        self, cat: str, name: str, us: float, stream: int, correlation: int,
-        args: dict[str, Any], after: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        cat: str,
+        name: str,
+        us: float,
+        stream: int,
+        correlation: int,
+        args: dict[str, Any],
+        after: float = 0.0,
+    ) -> None:
         start = max(self.now + self.latency_us, self._free.get(stream, 0.0), after)
         self._free[stream] = start + us
-        self._emit(cat, name, start, us, 0, stream, {
-            "device": 0, "context": 1, "stream": stream, "correlation": correlation, **args,
-        })  # fmt: skip
+        self._emit(
+            cat,
+            name,
+            start,
+            us,
+            0,
+            stream,
+            {"device": 0, "context": 1, "stream": stream, "correlation": correlation, **args},
+        )

@@ -110,7 +110,7 @@ def write_run(
         place = folder / f"rank{number}"
         place.mkdir(exist_ok=True)
         (place / rundir.RANK).write_bytes(msgspec.json.encode(record.rank))
-        _lines(place / rundir.STEPS, record.steps)
+        _lines(place / (rundir.INFERENCE if record.inference else rundir.STEPS), record.steps)
         _lines(place / rundir.TELEMETRY, record.samples)
         _lines(place / rundir.EVENTS, record.events)
     return folder

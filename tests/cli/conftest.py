@@ -50,10 +50,11 @@ def slow_trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def busy_trace(tmp_path: Path) -> Path:
-    """Four steps during which the device works all the time."""
+    """Four steps during which the device works all the time, and at 81 % of the rate that matrix
+    products reach: 4.4 TFLOP in 20 ms."""
     b = TraceBuilder()
     for _ in range(4):
-        with b.step(), b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+        with b.step(), b.op("aten::mm", [[16384, 16384], [16384, 8192]], "c10::BFloat16"):
             b.launch("ampere_bf16_s16816gemm_bf16_128x128", 20_000, blocks=1080)
             b.sync()
     return b.write(tmp_path / "busy.json")

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from advisor.cli.analyze import is_hit, parse_size, parse_steps
 from advisor.errors import AdvisorError
 from advisor.model import Finding
 from advisor.report import Report
+from advisor.testing import TraceBuilder
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -299,3 +301,23 @@ def test_a_size(text: str | None, size: int | None) -> None:
 def test_nonsense_is_no_size(text: str) -> None:
     with pytest.raises(AdvisorError, match="--max-size"):
         parse_size(text)
+
+
+def test_operators_are_listed_with_their_rates_instead_of_the_report(
+    advisor: Callable[..., Any], tmp_path: Path
+) -> None:
+    b = TraceBuilder()
+    for _ in range(3):
+        with b.step():
+            with b.op("aten::add", [[8192, 8192], [8192, 8192]], "c10::BFloat16"):
+                b.launch("void at::native::vectorized_elementwise_kernel<4>", 500)
+            b.sync()
+    path = b.write(tmp_path / "trace.json")
+    done = advisor("analyze", path, "--operators")
+    assert done.code == 0
+    # 3 x 134 MB in 0.5 ms are 805 GB/s; a triad reaches 1,725 on such an A100
+    assert "805 GB/s 1,725 GB/s" in " ".join(done.out.split())
+    assert "What to change" not in done.out
+    refused = advisor("analyze", path, "--operators", "--format", "json")
+    assert refused.code == 2
+    assert refused.err.count("\n") == 1 and "--operators" in refused.err

@@ -45,8 +45,12 @@ def slow(tmp_path: Path) -> Path:
 def test_the_gate_fails_when_steps_are_surely_slower_than_the_bound(
     advisor: Run, fast: Path, slow: Path, bound: str, code: int
 ) -> None:
-    assert advisor("compare", fast, slow, "--fail-if-slower", bound)[0] == code
-    assert advisor("compare", slow, fast, "--fail-if-slower", bound)[0] == 0
+    found, _, err = advisor("compare", fast, slow, "--fail-if-slower", bound)
+    assert found == code
+    assert err.startswith("slower: " if code else "not slower: within ")
+    assert f"exit code {code}" in err and err.count("\n") == 1
+    found, _, err = advisor("compare", slow, fast, "--fail-if-slower", bound)
+    assert found == 0 and err.startswith("not slower: within ")
 
 
 def test_the_gate_holds_when_the_interval_reaches_below_the_bound(
@@ -57,8 +61,10 @@ def test_the_gate_holds_when_the_interval_reaches_below_the_bound(
         with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
             b.launch("ampere_sgemm_128x64_nn", us)
             b.sync()
-    code, out, _ = advisor("compare", fast, b.write(tmp_path / "b.json"), "--fail-if-slower", "5%")
-    assert code == 0
+    code, out, err = advisor(
+        "compare", fast, b.write(tmp_path / "b.json"), "--fail-if-slower", "5%"
+    )
+    assert code == 0 and err.startswith("not shown to be slower: ")
     assert "No difference in step time can be shown" in out
 
 
@@ -149,3 +155,82 @@ def test_a_share_must_be_one(text: str) -> None:
     with pytest.raises(AdvisorError):
         parse_share(text)
     assert parse_share("2.5 %") == 0.025
+
+
+# -- saved reports ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def save(advisor: Run, tmp_path: Path) -> Callable[[Path], Path]:
+    """What ``analyze --format json`` writes of a trace."""
+
+    def make(trace: Path) -> Path:
+        target = tmp_path / f"{trace.stem}.report.json"
+        assert advisor("analyze", trace, "--format", "json", "-o", target)[0] == 0
+        return target
+
+    return make
+
+
+def test_saved_reports_are_compared_as_far_as_they_tell(
+    advisor: Run, fast: Path, slow: Path, save: Callable[[Path], Path]
+) -> None:
+    reports = save(fast), save(slow)
+    for before, after, only in (
+        (*reports, "Of both runs"),
+        (fast, reports[1], "Of the run after"),
+        (reports[0], slow, "Of the run before"),
+    ):
+        found = Comparison.from_json(advisor("compare", before, after, "--format", "json")[1])
+        whole = Comparison.from_json(advisor("compare", fast, slow, "--format", "json")[1])
+        assert only in found.limits[0] and "not compared" in found.limits[0]
+        assert (found.before.path, found.after.path) == (str(before), str(after))
+        assert found.steps.verdict == whole.steps.verdict == "slower"
+        assert found.steps.difference_ns == pytest.approx(whole.steps.difference_ns)
+        # what the report does not hold is not made up, and the interval is no closer for that
+        assert found.steps.before is not None and found.steps.before.p10_ns is None
+        assert (found.steps.low_ns or 0) <= (whole.steps.low_ns or 0)
+        assert (found.steps.high_ns or 0) >= (whole.steps.high_ns or 0)
+        assert (found.work, found.kernels, found.realised.rules) == ([], [], [])
+        assert [a.name for a in found.amounts] == [a.name for a in whole.amounts]
+    for form in ("terminal", "markdown"):
+        assert "only a saved report" in " ".join(
+            advisor("compare", *reports, "--format", form)[1].split()
+        )
+
+
+def test_the_gate_works_on_saved_reports(
+    advisor: Run, fast: Path, slow: Path, save: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    reports = save(fast), save(slow)
+    assert advisor("compare", *reports, "--fail-if-slower", "5%")[0] == 1
+    assert advisor("compare", *reports[::-1], "--fail-if-slower", "5%")[0] == 0
+    few = save(write(tmp_path / "few.json", 1000, steps=2))
+    code, _, err = advisor("compare", few, reports[1], "--fail-if-slower", "5%")
+    assert code == 2 and "too few" in err
+
+
+def test_a_finding_that_only_one_saved_report_has_is_neither_fixed_nor_new(
+    advisor: Run, tmp_path: Path, save: Callable[[Path], Path], fast: Path
+) -> None:
+    b = TraceBuilder()
+    for _ in range(6):
+        with b.step():
+            b.loader_wait(3000, workers=0)
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", 1000)
+            b.sync()
+    waiting = save(b.write(tmp_path / "waiting.json"))
+    found = Comparison.from_json(advisor("compare", waiting, save(fast), "--format", "json")[1])
+    (gone,) = [item for item in found.findings if "loader" in item.rule]
+    assert gone.change == "unchecked" and "too small to be told" in gone.reason
+    assert not found.of("fixed") and not found.of("new")
+    back = Comparison.from_json(advisor("compare", save(fast), waiting, "--format", "json")[1])
+    assert [i.change for i in back.findings if i.rule == gone.rule] == ["unchecked before"]
+
+
+def test_a_rank_cannot_be_chosen_in_a_saved_report(
+    advisor: Run, fast: Path, save: Callable[[Path], Path]
+) -> None:
+    code, _, err = advisor("compare", save(fast), fast, "--rank", "0")
+    assert code == 2 and "--rank" in err

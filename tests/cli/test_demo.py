@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cli import demo
+from advisor.install import install
 from advisor.report import Report
 
 Run = Callable[..., tuple[int, str, str]]
@@ -21,7 +22,7 @@ def test_without_torch_it_says_how_to_install_it(
     code, out, err = advisor("demo")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert "pip install 'gpu-advisor[record]'" in err
+    assert install("record") in err
 
 
 needs_torch = pytest.mark.skipif(

@@ -113,18 +113,22 @@ class Broken(io.StringIO):
 
 
 def test_a_reader_that_goes_away_is_no_error(
-    advisor: Run, slow_trace: Path, monkeypatch: pytest.MonkeyPatch,
+    advisor: Run,
+    slow_trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(sys, "stdout", Broken())
     assert cli.run(["analyze", str(slow_trace)]) == cli.BROKEN_PIPE
     assert capsys.readouterr().err == ""
 
 
 def test_a_full_disk_behind_stdout_is_one_line(
-    advisor: Run, slow_trace: Path, monkeypatch: pytest.MonkeyPatch,
+    advisor: Run,
+    slow_trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     stream = io.StringIO()
 
     def full(_: str) -> int:

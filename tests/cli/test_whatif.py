@@ -42,16 +42,51 @@ def test_the_step_then_is_the_measured_step_less_what_is_saved(advisor: Run, tra
     assert found["edited_step_ns"] == pytest.approx(measured - 9e6, rel=0.01)
 
 
-def test_an_edit_that_selects_nothing_changes_nothing_and_says_so(
-    advisor: Run, trace: Path
+SOFTMAX, SGEMM = "softmax_warp_forward", "ampere_sgemm_128x64_nn"
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        ("scale kernel:sotfmax 0.5", f"kernels here, nearest first: {SOFTMAX}, {SGEMM}"),
+        ("scale kernel:segmm_64 0.5", f"kernels here, nearest first: {SGEMM}, {SOFTMAX}"),
+        ("scale family:matmul 0.5", "kernel families here, nearest first: gemm, softmax"),
+        ("scale kernel:softmax under:aten::sofmax 0.5", "around it here, nearest first: aten::so"),
+        ("remove op:aten::soft_max", "operators here, nearest first: aten::softmax, aten::mm"),
+        ("remove python:train.py", "there are no Python frames"),
+        ("remove sync:item", "around it here, nearest first:"),
+        ("scale comm 0", "kernel families here, nearest first: "),
+        ("scale copy:HtoD 0", "there are no copy directions"),
+        ("remove loader", "host events here"),
+        ("remove gap:loader", "idle causes here, nearest first:"),
+    ],
+)
+@pytest.mark.parametrize("form", ["terminal", "json"])
+def test_an_edit_that_selects_nothing_says_what_there_is(
+    advisor: Run, trace: Path, edit: str, told: str, form: str
 ) -> None:
-    done = advisor("whatif", str(trace), "--edit", "scale kernel:nonesuch 0.5")
-    assert done.code == 0
-    assert "selects nothing" in done.out
-    assert "kernel families here: gemm, softmax" in done.out
-    plain = advisor("whatif", str(trace), "--edit", "scale kernel:nonesuch 0.5", "--format", "json")
-    found = json.loads(plain.out)
-    assert found["edited_step_ns"] == found["measured_step_ns"]
+    done = advisor("whatif", str(trace), "--edit", edit, "--format", form)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert f"edit {edit!r} selects nothing in these steps" in done.err
+    assert told in done.err
+
+
+def test_of_several_edits_each_that_selects_nothing_is_told(advisor: Run, trace: Path) -> None:
+    edits = ("scale kernel:gemm 0.5", "scale kernel:nonesuch 0.5", "scale comm 0")
+    done = advisor("whatif", str(trace), *(word for e in edits for word in ("--edit", e)))
+    assert done.code == 2
+    assert "nonesuch" in done.err and "comm 0" in done.err and edits[0] not in done.err
+
+
+def test_what_there_is_is_told_within_bounds(
+    advisor: Run, shared_trace: Callable[[str], str]
+) -> None:
+    trace = shared_trace("a100_train_6steps")
+    for edit in ("scale kernel:flash_atention 0.5", "remove op:aten::conv", "remove host:xyz"):
+        done = advisor("whatif", trace, "--edit", edit)
+        if done.code:
+            assert (done.code, done.err.count("\n")) == (2, 1)
+            assert "more" in done.err and len(done.err) < 1000
 
 
 def test_an_edit_that_cannot_be_read_is_one_line_and_exit_code_2(advisor: Run, trace: Path) -> None:
@@ -67,9 +102,8 @@ def test_the_table_fits_80_columns(
     advisor: Run, shared_trace: Callable[[str], str], name: str
 ) -> None:
     edits = (
-        "remove op:aten::an_operator_with_a_long_name under:the_forward_of_the_model",
-        "scale comm 0",
-        "scale family:gemm 0.123456",
+        "remove op:aten::an_operator_with_a_long_name|aten under:the_forward_of_the_model|.",
+        "scale host:. 0.123456",
     )
     done = advisor("whatif", shared_trace(name), *(word for e in edits for word in ("--edit", e)))
     assert done.code == 0

@@ -46,3 +46,25 @@ def test_links_between_pages_lead_somewhere() -> None:
     ]
     broken = [f"{p.relative_to(ROOT)}: {to}" for p, to in links if not (p.parent / to).exists()]
     assert broken == []
+
+
+def test_what_is_said_of_installing_advisor_is_what_works() -> None:
+    """One way, kept in ``advisor/install.py``: pages and messages that have another are told."""
+    from advisor.install import SOURCE, install
+
+    package = re.escape(SOURCE)
+    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    for folder in ("advisor", "rules", "dashboard", "sample_workloads"):
+        files += (ROOT / folder).rglob("*.py")
+    lines = [
+        (str(file.relative_to(ROOT)), line.strip())
+        for file in files
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if re.search(
+            r"pip install\b.*(gpu-advisor|\[(record|dashboard|all|cluster)\]|install \.)", line
+        )
+    ]
+    assert lines and f'pip install "{SOURCE}[record]"' in install("record")
+    good = re.compile(rf'pip install (?:"{package}\[\w+\]"|{package}(?:\s|$|`))')
+    wrong = [(file, line) for file, line in lines if not good.search(line)]
+    assert [entry for entry in wrong if entry[0] != "advisor/install.py"] == []

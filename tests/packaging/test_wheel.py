@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ("advisor", "rules", "dashboard", "sample_workloads")
 SUFFIXES = (".py", ".pyi", ".json", ".typed", ".css", ".js", ".svg", ".html")
 
-# Importing these takes an extra (torch, dash); all others must import in a base installation.
-NEEDS_EXTRA = ("advisor.recording", "advisor.dashboard")
+# Importing these takes an extra (torch, dash, mcp); all others must import in a base installation.
+NEEDS_EXTRA = ("advisor.recording", "advisor.dashboard", "advisor.mcp")
 
 pytestmark = pytest.mark.slow
 
 
 class Wheel(NamedTuple):
+    name: str
+    """Of the file."""
     content: set[str]
     """Names of the files in the wheel."""
     source: set[str]
@@ -91,7 +92,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
         for file in files
         if file.endswith(SUFFIXES)
     }
-    return Wheel(content, source, folder / "venv" / "bin")
+    return Wheel(path.name, content, source, folder / "venv" / "bin")
 
 
 def build_and_install(folder: Path) -> None:
@@ -123,21 +124,12 @@ def test_the_wheel_holds_every_file_of_the_tree_and_no_other(wheel: Wheel) -> No
     assert any(name.startswith("advisor/sample_workloads/") for name in wheel.source)
     packaged = {name for name in wheel.content if name.startswith("advisor/")}
     assert sorted(wheel.source - packaged) == []
-    assert {module_name(name) for name in packaged - wheel.source} == compiled_modules()
+    assert sorted(packaged - wheel.source) == []
 
 
-def compiled_modules() -> set[str]:
-    """What a wheel holds that is built where there is a compiler."""
-    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return {f"advisor.recording._quick{suffix}"} if compiler and header.exists() else set()
-
-
-def test_what_was_compiled_is_found(wheel: Wheel) -> None:
-    code = "from advisor.recording.quick import available; print(available())"
-    found = run(wheel.bin / "python", "-I", "-c", code, cwd=wheel.bin).strip()
-    assert found == str(bool(compiled_modules()))
+def test_one_wheel_serves_every_platform(wheel: Wheel) -> None:
+    """Nothing in it is compiled: no compiler is needed, and none of it can crash a training."""
+    assert wheel.name.endswith("-py3-none-any.whl")
 
 
 def test_every_module_imports_without_the_extras(wheel: Wheel) -> None:

@@ -57,9 +57,14 @@ def test_a_cure_that_takes_half_of_the_step_off_is_half_measured(script: ModuleT
     one = entry(told(("launch-bound", 1, 0.4)), told(), (10.0, 5.0))
     found = script.compared(Workload(finds=("launch-bound",)), one)
     assert found == {
-        "measured": 0.5, "predicted": 0.4, "low": 0.2, "high": 0.8,
-        "place": "1", "gone": True, "left": [],
-    }  # fmt: skip
+        "measured": 0.5,
+        "predicted": 0.4,
+        "low": 0.2,
+        "high": 0.8,
+        "place": "1",
+        "gone": True,
+        "left": [],
+    }
 
 
 def test_gains_are_for_the_same_work_where_steps_do_different_amounts(script: ModuleType) -> None:
@@ -74,8 +79,10 @@ def test_a_finding_that_stays_is_a_miss_and_one_that_never_came_is_not_cured(
     both = told(("implicit-sync", 2, 0.1), ("launch-bound", 1, 0.2))
     stays = script.compared(Workload(finds=("implicit-sync",)), entry(both, both, (2.0, 2.0)))
     assert (stays["place"], stays["gone"], stays["left"]) == (
-        "2", False, ["implicit-sync", "launch-bound"],
-    )  # fmt: skip
+        "2",
+        False,
+        ["implicit-sync", "launch-bound"],
+    )
     never = script.compared(Workload(finds=("ping-pong",)), entry(both, told(), (2.0, 1.0)))
     assert never["place"] is None
     assert "gone" not in never

@@ -1,0 +1,268 @@
+"""``advisor project``: the measured step on another GPU, and which GPU is the cheapest for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+
+import typer
+
+from advisor.errors import AdvisorError
+
+if TYPE_CHECKING:
+    from advisor.hardware import GpuSpec
+    from advisor.prices import Prices
+    from advisor.project.choice import Choice
+    from advisor.project.project import Projection, Projector
+
+WIDTH = 80
+WORDS = {
+    "compute": "bound by arithmetic",
+    "memory": "bound by memory",
+    "mixture": "matrix products, shapes not known",
+    "unknown": "kernels of no known kind",
+    "launch": "no longer than the shortest kernel",
+    "copy": "copies from and to the host",
+    "link": "between GPUs",
+    "unchanged": "other, taken to stay",
+}
+
+
+def command(
+    path: Annotated[
+        str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
+    ],
+    gpu: Annotated[
+        list[str],
+        typer.Option("--gpu", metavar="NAME", help="As 'h200' or 'a100 pcie 80gb'; repeatable."),
+    ] = [],  # noqa: B006
+    every: Annotated[
+        bool, typer.Option("--all", help="All GPUs that are known, or all that have a price.")
+    ] = False,
+    prices: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML with a [prices] table: GPU name = money an hour."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="NAME", help="Recorded on this GPU, if that is not told."),
+    ] = None,
+    same_host: Annotated[
+        bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")
+    ] = None,
+    form: Annotated[
+        Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
+    ] = "terminal",
+) -> None:
+    """What a step would take on another GPU, and what it would cost there.
+
+    How it is computed, and what the band rests on, is said in docs/project.md.
+    """
+    if not gpu and not every:
+        raise AdvisorError("project: say which GPU with --gpu NAME, or --all")
+    from advisor.analysis import Analysis
+    from advisor.ingest import open_run
+    from advisor.prices import read_prices
+    from advisor.project.choice import choose
+    from advisor.project.project import Projector
+    from advisor.project.rates import find
+
+    table = read_prices(prices)
+    targets, told = _targets(gpu, table, every=every)
+    run = open_run(path, rank=rank, window="first")
+    if not run.traces:
+        raise AdvisorError(f"{path}: no profiled window, so nothing to project")
+    number = run.ranks[0] if rank is None else rank
+    if len(run.ranks) > 1:
+        told.append(f"the step is that of rank {number}; the others are taken to move with it")
+    projector = Projector(
+        Analysis(run.window(number)),
+        same_host=same_host,
+        source=None if source is None else find(source).gpu,
+    )
+    found = choose(projector, targets)
+    if form == "json":
+        plain = _plain(projector, found, told) | {"currency": table.currency}
+        print(json.dumps(plain, indent=2, allow_nan=False))
+    else:
+        _show(projector, found, told, table.currency, sys.stdout)
+
+
+def _targets(
+    names: list[str], prices: Prices, *, every: bool
+) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
+    """The GPUs with their prices, and what a short name was taken for."""
+    from advisor.hardware import known
+    from advisor.project.choice import priced
+    from advisor.project.rates import find
+
+    money = priced(prices)
+    chosen = {found.gpu.name: found.gpu for found in map(find, names)}
+    told = []
+    for name in dict.fromkeys(names):
+        found = find(name)
+        if found.others:
+            more = ", ".join(found.others[:4]) + (" …" if len(found.others) > 4 else "")
+            told.append(f"{name} is taken for {found.gpu.name}; it could be {more}")
+    if every:
+        wanted = [g for g in known() if not money or g.name in money]
+        chosen |= {g.name: g for g in wanted}
+    return [(g, money.get(g.name)) for g in chosen.values()], told
+
+
+def _plain(projector: Projector, found: tuple[Choice, ...], told: list[str]) -> dict[str, Any]:
+    """As plain data; null: the step cannot run there, or no price."""
+    from advisor.project.crossings import measurements
+
+    return {
+        "schema": 1,
+        "source": projector.source.name,
+        "measured_step_ns": projector.a.step_ns,
+        "replayed": projector.replayed,
+        "same_host": projector.same_host,
+        "notes": told,
+        "rests_on": {
+            "crossings": len(measurements().crossings),
+            "efficiencies": len(measurements().efficiencies),
+            "hosts": len(measurements().hosts),
+        },
+        "gpus": [_row(c) for c in found],
+    }
+
+
+def _row(choice: Choice) -> dict[str, Any]:
+    p = choice.projection
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "gpu": p.gpu,
+        "step_ns": number(p.step_ns),
+        "low_ns": number(p.low_ns),
+        "high_ns": number(p.high_ns),
+        "speedup": number(p.speedup),
+        "price_per_hour": choice.price,
+        "cost_per_million_steps": choice.cost,
+        "low_cost": choice.low_cost,
+        "high_cost": choice.high_cost,
+        "memory": p.fit._asdict(),
+        "parts": [part._asdict() for part in p.parts],
+        "notes": list(p.notes),
+        "refused": p.refused or None,
+    }
+
+
+def _ms(ns: float) -> str:
+    if not math.isfinite(ns):
+        return "-"
+    return f"{ns / 1e6:,.3f}" if ns < 1e7 else f"{ns / 1e6:,.1f}"
+
+
+def _show(
+    projector: Projector, found: tuple[Choice, ...], told: list[str], currency: str, file: TextIO
+) -> None:
+    """What a person reads, within 80 columns."""
+    from advisor.text import clean
+
+    def paragraph(text: str, first: str = "", then: str = "") -> None:
+        wrapped = textwrap.fill(
+            clean(text), WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False
+        )
+        print(wrapped, file=file)
+
+    for line in told:
+        paragraph(f"{line}.")
+    print(f"measured on {projector.source.name}: {_ms(projector.a.step_ns)} ms a step", file=file)
+    _table(found, currency, file)
+    if len(found) == 1:
+        _detail(found[0].projection, file)
+    notes = dict.fromkeys(note for c in found for note in c.projection.notes)
+    print(file=file)
+    for note in notes:
+        paragraph(f"{note}.", "- ", "  ")
+    for choice in found:
+        if choice.projection.refused:
+            paragraph(f"{choice.projection.gpu}: {choice.projection.refused}.", "- ", "  ")
+    host = (
+        "host time is taken as measured (--same-host)"
+        if projector.same_host
+        else "hosts of other machines lie in it too (--same-host: this one)"
+    )
+    paragraph(
+        "The band is as wide as the same work, measured on two GPUs, differed most from its "
+        f"projection; {host}. See docs/project.md."
+    )
+
+
+def _table(found: tuple[Choice, ...], currency: str, file: TextIO) -> None:
+    money = any(c.price is not None for c in found)
+    name = max(12, min(25 if money else 30, max(len(c.projection.gpu) for c in found)))
+    head = f"{'GPU':<{name}} {'ms a step':>9} {'band':>17} {'speed':>7}"
+    cost = f"{currency} a million"
+    print(f"\n{head} {cost:>13}" if money else f"\n{head}  memory", file=file)
+    for c in found:
+        p = c.projection
+        band = "" if p.refused else f"{_ms(p.low_ns)} - {_ms(p.high_ns)}"
+        speed = "" if p.refused else _times(p.speedup)
+        line = f"{p.gpu[:name]:<{name}} {_ms(p.step_ns):>9} {band:>17} {speed:>7}"
+        if not money:
+            print(f"{line}  {p.fit.verdict}".rstrip(), file=file)
+            continue
+        sum_ = "no price" if c.cost is None else f"{c.cost:,.2f}"
+        mark = "  !" if not c.possible else ""
+        print(f"{line} {sum_:>13}{mark}".rstrip(), file=file)
+    if money:
+        _cheapest(found, file)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 100 else f"{ratio:.0f}x"
+
+
+def _cheapest(found: tuple[Choice, ...], file: TextIO) -> None:
+    """The cheapest, and which could be it as well by the bands."""
+    able = [c for c in found if c.possible and c.cost is not None]
+    if not able:
+        print("\nno GPU with a price can run this step", file=file)
+        return
+    best = able[0]
+    assert best.high_cost is not None
+    also = [c for c in able[1:] if c.low_cost is not None and c.low_cost <= best.high_cost]
+    text = f"cheapest: {best.projection.gpu}"
+    if also:
+        names = ", ".join(c.projection.gpu for c in also[:4]) + (" …" if len(also) > 4 else "")
+        text += f"; within the bands it could be {names}"
+    print("\n" + textwrap.fill(text, WIDTH), file=file)
+    for c in found:
+        if c.projection.fit.verdict == "too small":
+            print(f"! {c.projection.gpu}: too little memory", file=file)
+    if all(c.projection.fit.verdict == "not measured" for c in found):
+        print("memory was not recorded, so whether the step fits is not known", file=file)
+
+
+def _detail(p: Projection, file: TextIO) -> None:
+    """What moves by what, and the memory."""
+    if not p.refused:
+        print(f"\n{'device work by what bounds it':<36} {'ms a step':>9} {'there':>9}", file=file)
+        for part in p.parts:
+            print(f"{WORDS[part.kind]:<36} {_ms(part.ns):>9} {_ms(part.then_ns):>9}", file=file)
+    fit = p.fit
+    gib = 1 << 30
+    if fit.verdict == "not measured":
+        print(f"\nmemory: not measured (the GPU has {fit.capacity / gib:.0f} GiB; record with "
+              "profile_memory=True)", file=file)  # fmt: skip
+        return
+    sizes = [
+        f"{size / gib:.1f} GiB {word}"
+        for size, word in ((fit.allocated, "allocated"), (fit.reserved, "reserved"))
+        if size is not None
+    ]
+    print(f"\nmemory: {fit.verdict}: {', '.join(sizes)} of {fit.capacity / gib:.0f} GiB", file=file)

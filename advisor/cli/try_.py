@@ -1,0 +1,109 @@
+"""``advisor try``: measure what fixes are worth, without a change to the program's files."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from advisor.cli import output as out
+from advisor.errors import AdvisorError
+
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""As those of ``advisor record``: what follows the program is the program's."""
+
+
+def command(
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[--] PROGRAM ARGS… | RUN",
+            help="train.py args…, -m module args…, or the folder of a recorded run.",
+        ),
+    ],
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="For everything: 90s, 10m, 1h.")
+    ] = "10m",
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=6, max=100_000, help="Timed steps of a run, at most.")
+    ] = 60,
+    warmup: Annotated[
+        int, typer.Option(metavar="N", min=1, max=100_000, help="Steps before those.")
+    ] = 10,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LEVER[=N]", help="Try this lever alone; repeatable."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Record, and say what would be tried.")
+    ] = False,
+    remember: Annotated[
+        bool, typer.Option("--remember", help="Add the outcome to your ledger: no code, no names.")
+    ] = False,
+    folder: Annotated[
+        str, typer.Option("--out", metavar="DIR", help="Run directory (a new one).")
+    ] = "",
+    form: Annotated[Literal["terminal", "json"] | None, typer.Option("--format")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
+    ] = None,
+    progress: Annotated[
+        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
+    ] = True,
+) -> None:
+    """Try the fixes that can be made while a program starts, and measure each.
+
+    The program runs again and again for some steps, as it is and with a lever pulled, side by side.
+    What it writes goes to a scratch folder. Losses are compared. Ctrl-C leaves what is known.
+    """
+    from advisor.cli.progress import Progress
+    from advisor.recording import launch
+    from advisor.rundir import is_run
+    from advisor.trial import terminal
+    from advisor.trial.catalogue import lever
+    from advisor.trial.session import Limits
+    from advisor.trial.whole import Wanted, command_of, try_program
+
+    seconds = parse_time(budget)
+    for name in only or []:
+        lever(name.partition("=")[0])
+    if output is not None:
+        out.check(output, [])
+    chosen = form or ("json" if output is not None and output.suffix == ".json" else "terminal")
+    recorded = Path(program[0]) if len(program) == 1 and is_run(Path(program[0])) else None
+    words = command_of(recorded) if recorded is not None else launch.command_line(program)
+    limits = Limits(budget=seconds, steps=steps, warmup=warmup, timeout=max(60.0, seconds / 2))
+    wanted = Wanted(
+        limits=limits,
+        only=tuple(only or ()),
+        dry=dry_run,
+        remember=remember,
+        out=folder,
+    )
+    with Progress(progress) as shown:
+        report, run = try_program(words, recorded, wanted, shown.say)
+    if chosen == "json":
+        text = report.to_json().decode()
+    elif output is not None:
+        text = terminal.render(report, width=out.PIPED_WIDTH)
+    else:
+        width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
+        text = terminal.render(report, width=width, colour=colour)
+    if output is not None:
+        out.write(text, output)
+    else:
+        out.show(text)
+    print(f"advisor: {run}: advisor dashboard {run} shows it", file=sys.stderr)
+    if report.interrupted:
+        raise typer.Exit(130)
+
+
+def parse_time(text: str) -> float:
+    """``90``, ``90s``, ``10m`` or ``1h`` in seconds. Raises AdvisorError for anything else."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smh]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise AdvisorError(f"--budget {text}: give a time such as 90s, 10m or 1h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]

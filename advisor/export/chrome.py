@@ -1,0 +1,302 @@
+"""A trace of any other format, written as a Chrome trace as PyTorch's profiler writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars as pl
+from msgspec import Raw
+
+from advisor.export.rewrite import (
+    Extra,
+    Progress,
+    Written,
+    names_told,
+    replacing,
+    write_events,
+    written_head,
+)
+from advisor.export.tracks import microseconds
+from advisor.ingest.source import DEFAULT_LIMIT
+from advisor.ingest.spelling import copy_parts
+from advisor.redact import Redactor
+from advisor.trace import Trace
+
+AT_ONCE = 5_000
+"""Events that are encoded, and redacted, at a time."""
+
+_HOST = {
+    "op": "cpu_op",
+    "annotation": "user_annotation",
+    "python": "python_function",
+    "runtime": "cuda_runtime",
+    "overhead": "overhead",
+}
+_DEVICE = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
+_SYNCS = {
+    "context": "Context Sync",
+    "stream": "Stream Sync",
+    "event": "Event Sync",
+    "stream_wait": "Stream Wait Event",
+}
+_HOST_ARGS = {
+    "correlation": "correlation",
+    "external": "External id",
+    "sequence": "Sequence number",
+}
+_DEVICE_ARGS = {
+    "device": "device",
+    "stream": "stream",
+    "correlation": "correlation",
+    "external": "External id",
+    "bytes": "bytes",
+    "gbps": "memory bandwidth (GB/s)",
+    "registers": "registers per thread",
+    "shared": "shared memory",
+    "blocks_per_sm": "blocks per SM",
+    "warps_per_sm": "warps per SM",
+    "occupancy": "est. achieved occupancy %",
+    "graph": "graph id",
+}
+_SYNC_ARGS = {
+    "device": "device",
+    "stream": "stream",
+    "correlation": "correlation",
+    "wait_stream": "wait_on_stream",
+    "wait_correlation": "wait_on_cuda_event_record_corr_id",
+}
+_MEMORY_ARGS = {
+    "bytes": "Bytes",
+    "address": "Addr",
+    "allocated": "Total Allocated",
+    "reserved": "Total Reserved",
+}
+_INPUTS = {
+    "dims": "Input Dims",
+    "types": "Input type",
+    "strides": "Input Strides",
+    "concrete": "Concrete Inputs",
+}
+_COMMS = {
+    "collective": "Collective name",
+    "in_elements": "In msg nelems",
+    "out_elements": "Out msg nelems",
+    "group_size": "Group size",
+    "dtype": "dtype",
+    "group": "Process Group Name",
+    "group_description": "Process Group Description",
+    "ranks": "Process Group Ranks",
+    "in_split": "In split size",
+    "out_split": "Out split size",
+    "sequence": "Seq",
+}
+_DEVICE_PROPERTIES = {
+    "id": "id",
+    "name": "name",
+    "memory_bytes": "totalGlobalMem",
+    "sms": "numSms",
+    "max_threads_per_sm": "maxThreadsPerMultiprocessor",
+    "registers_per_sm": "regsPerMultiprocessor",
+    "shared_per_sm": "sharedMemPerMultiprocessor",
+    "shared_per_block_optin": "sharedMemPerBlockOptin",
+    "warp_size": "warpSize",
+}
+
+Event = dict[str, Any]
+
+
+def write_tables(
+    trace: Trace,
+    target: Path,
+    extra: Extra | None = None,
+    *,
+    redacted: bool = False,
+    names: Iterable[str] = (),
+    limit: int = DEFAULT_LIMIT,
+    progress: Progress | None = None,
+) -> Written:
+    """Write what the tables of a trace hold, as :func:`~advisor.export.rewrite.rewrite` writes a
+    file that is JSON already. Kernels have their number of blocks and threads in one dimension."""
+    path = trace.meta.path
+    redactor = Redactor({*names, *names_told(path, limit)}) if redacted else None
+    written = Written(truncated=trace.meta.truncated)
+    head = head_of(trace)
+
+    def texts() -> Iterator[tuple[bytes, int]]:
+        left = events(trace)
+        while some := list(islice(left, AT_ONCE)):
+            text = b",\n".join(map(msgspec.json.encode, some))
+            if redactor is not None:
+                text = redactor.json(b"[" + text + b"]")[1:-1]
+            yield text, len(some)
+            if progress is not None:
+                progress(path, trace.meta.bytes_read)
+
+    with replacing(target) as file:
+        write_events(file, texts(), lambda: head, extra, redactor, written)
+        file.write(written_head(head, redactor))
+    return written
+
+
+def head_of(trace: Trace) -> Event:
+    """The keys beside the events. Times are from the trace's start."""
+    meta = trace.meta
+    devices = []
+    for device in map(asdict, meta.devices):
+        told = {key: device[name] for name, key in _DEVICE_PROPERTIES.items()}
+        if device["compute"] is not None:
+            told["computeMajor"], told["computeMinor"] = device["compute"]
+        devices.append({key: value for key, value in told.items() if value is not None})
+    head = {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": meta.start_ns,
+        "deviceProperties": devices,
+        "cuda_runtime_version": meta.cuda_runtime,
+        "cuda_driver_version": meta.cuda_driver,
+    }
+    distributed = {"backend": meta.backend, "rank": meta.rank, "world_size": meta.world_size}
+    if any(value is not None for value in distributed.values()):
+        head["distributedInfo"] = distributed
+    return {key: value for key, value in head.items() if value is not None}
+
+
+def events(trace: Trace) -> Iterator[Event]:
+    """Every row as an event. One by one, because each becomes a text of its own."""
+    ids, thread_events = _threads(trace.threads)
+    inputs, comms = _shared(trace.inputs, _INPUTS, raw=True), _shared(trace.comms, _COMMS)
+
+    def host(row: Event) -> Event:
+        args = _args(row, _HOST_ARGS)
+        args |= inputs[row["inputs"]] if row["inputs"] is not None else {}
+        args |= comms[row["comm"]] if row["comm"] is not None else {}
+        pid, tid = ids[row["thread"]]
+        return _slice(row, _HOST[row["kind"]], row["name"], pid, tid, args)
+
+    def device(row: Event) -> Event:
+        args = _args(row, _DEVICE_ARGS)
+        args |= comms[row["comm"]] if row["comm"] is not None else {}
+        for size, key in (("blocks", "grid"), ("threads", "block")):
+            if row[size] is not None:
+                args[key] = [row[size], 1, 1]
+        if row["limits"] is not None or row["active_blocks"] is not None:
+            told = {
+                "activeBlocksPerMultiprocessor": row["active_blocks"],
+                "limitingFactors": row["limits"],
+            }
+            args["occupancy"] = {key: value for key, value in told.items() if value is not None}
+        name = _copy_name(row) if row["kind"] == "memcpy" else row["name"]
+        return _slice(row, _DEVICE[row["kind"]], name, row["device"], row["stream"], args)
+
+    def sync(row: Event) -> Event:
+        place = row["device"] or 0, row["stream"] or 0
+        return _slice(row, "cuda_sync", _SYNCS[row["kind"]], *place, _args(row, _SYNC_ARGS))
+
+    def memory(row: Event) -> Event:
+        pid, tid = ids[row["thread"]] if row["thread"] is not None else (0, 0)
+        on_host = row["device"] is None or row["device"] < 0
+        args = _args(row, _MEMORY_ARGS)
+        args |= {"Device Type": int(not on_host), "Device Id": -1 if on_host else row["device"]}
+        return {
+            "ph": "i",
+            "s": "t",
+            "name": "[memory]",
+            "pid": pid,
+            "tid": tid,
+            "ts": microseconds(row["ts"]),
+            "args": args,
+        }
+
+    def counter(row: Event) -> Event:
+        args = {row["name"]: row["value"]}
+        return _slice(row, "cuda_profiler_range", row["range"] or "", 0, 0, args)
+
+    makers: Sequence[tuple[pl.DataFrame, Callable[[Event], Event]]] = (
+        (trace.cpu, host),
+        (trace.gpu, device),
+        (trace.sync, sync),
+        (trace.memory, memory),
+        (trace.counters, counter),
+    )
+    yield from thread_events
+    for frame, make in makers:
+        rows = chain.from_iterable(part.iter_rows(named=True) for part in frame.iter_slices())
+        yield from map(make, rows)
+
+
+def _slice(row: Event, category: str, name: str, pid: Any, tid: Any, args: Event) -> Event:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": microseconds(row["ts"]),
+        "dur": microseconds(row["dur"]),
+        "args": args,
+    }
+
+
+def _args(row: Event, wanted: dict[str, str]) -> Event:
+    return {key: row[name] for name, key in wanted.items() if row[name] is not None}
+
+
+def _threads(threads: pl.DataFrame) -> tuple[list[tuple[int, int]], list[Event]]:
+    """Numbers for processes and threads, their own where they have some; and their names."""
+    taken = {int(text) for text in chain(threads["pid"], threads["tid"]) if _number(text)}
+    numbers: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        if _number(text):
+            return int(text)
+        if text not in numbers:
+            numbers[text] = next(n for n in range(1, len(taken) + 2) if n not in taken)
+            taken.add(numbers[text])
+        return numbers[text]
+
+    ids, named = [], []
+    for pid, tid, name in threads.select("pid", "tid", "name").iter_rows():
+        ids.append((number(pid), number(tid)))
+        shown = name or ("" if _number(tid) else tid)
+        if shown:
+            where = {"pid": ids[-1][0], "tid": ids[-1][1]}
+            named.append({"ph": "M", "name": "thread_name", **where, "args": {"name": shown}})
+    return ids, named
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16
+
+
+def _shared(frame: pl.DataFrame, wanted: dict[str, str], *, raw: bool = False) -> list[Event]:
+    """The arguments that rows share. ``raw``: they are JSON texts."""
+    return [
+        {
+            key: Raw(value.encode()) if raw and _is_json(value) else value
+            for key, value in _args(row, wanted).items()
+            if value != ""
+        }
+        for row in frame.iter_rows(named=True)
+    ]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text, type=Raw)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return True
+
+
+def _copy_name(row: Event) -> str:
+    """The name of a copy, unless that does not tell what is known of it."""
+    known = row["copy"], row["src"], row["dst"]
+    if row["copy"] is None or copy_parts(row["name"]) == known:
+        return str(row["name"])
+    memories = f" ({known[1]} -> {known[2]})" if known[1] and known[2] else ""
+    return f"Memcpy {known[0]}{memories}"

@@ -1,0 +1,260 @@
+"""What was measured as CSV files: one table a file, units in the heads, ready for a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from advisor import text as t
+
+if TYPE_CHECKING:
+    from advisor.analysis import Analysis
+    from advisor.model import Finding
+    from advisor.report import Report
+
+Cell = str | int | float | bool | None
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""What a spreadsheet takes for a formula at the start of a cell; names come from the trace."""
+
+
+class Table:
+    """Head and rows of a file."""
+
+    def __init__(self, head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
+        self.head = list(head)
+        self.rows = [list(row) for row in rows]
+
+    def text(self) -> str:
+        """As RFC 4180 has it, with plain line ends. What was not measured is empty; text that a
+        spreadsheet would run as a formula begins with an apostrophe."""
+        made = io.StringIO()
+        writer = csv.writer(made, lineterminator="\n")
+        lines: list[Sequence[Cell]] = [self.head, *self.rows]
+        writer.writerows([_cell(value) for value in row] for row in lines)
+        return made.getvalue()
+
+    def redacted(self, text: Callable[[str], str]) -> Table:
+        """With each text as ``text`` makes it."""
+        return Table(
+            self.head,
+            ([text(v) if isinstance(v, str) else v for v in row] for row in self.rows),
+        )
+
+
+def tables(a: Analysis, report: Report) -> dict[str, Table]:
+    """The tables by name: ``findings``, ``steps``, ``kernels``, ``operators``, ``rooflines``,
+    ``idle``. All times in ns. One without rows was not measured, or there was nothing."""
+    return {
+        "findings": _findings(report),
+        "steps": _steps(a),
+        "kernels": _kernels(a),
+        "operators": _operators(a),
+        "rooflines": _rooflines(a),
+        "idle": _idle(a),
+    }
+
+
+def _cell(value: Cell) -> Cell:
+    if not isinstance(value, str):
+        return value
+    shown = t.clean(value, lines=True)
+    return f"'{shown}" if shown.startswith(FORMULA) else shown
+
+
+def _findings(report: Report) -> Table:
+    head = [
+        "section",
+        "rank",
+        "rule",
+        "category",
+        "severity",
+        "title",
+        "gain_ns",
+        "gain_low_ns",
+        "gain_high_ns",
+        "currency",
+        "marginal_gain_ns",
+        "confidence",
+        "file",
+        "line",
+        "function",
+        "operator",
+        "kernel",
+        "fix",
+        "code",
+    ]
+    sections = (("finding", report.findings), ("risk", report.risks), ("note", report.notes))
+    return Table(head, [_finding(name, f) for name, found in sections for f in found])
+
+
+def _finding(section: str, f: Finding) -> list[Cell]:
+    worth, where = f.worth, f.where[0] if f.where else None
+    price: list[Cell] = [None] * 4
+    if worth is not None:
+        price = [worth.gain_ns, worth.low_ns, worth.high_ns, worth.currency]
+    place: list[Cell] = [None] * 5
+    if where is not None:
+        place = [where.file, where.line, where.function, where.op, where.kernel]
+    return [
+        section,
+        f.rank,
+        f.rule,
+        f.category,
+        f.severity,
+        f.title,
+        *price,
+        f.rank_gain_ns,
+        f.confidence,
+        *place,
+        f.fix,
+        f.code or None,
+    ]
+
+
+def _steps(a: Analysis) -> Table:
+    """The recorder's steps where there are, with what was sampled; else those of the trace."""
+    if a.record is not None and a.record.steps:
+        phases = list(dict.fromkeys(name for step in a.record.steps for name in step.phases))
+        head = [
+            "step",
+            "start_ns",
+            "duration_ns",
+            *(f"{name}_ns" for name in phases),
+            "window",
+            "samples",
+            "micro_batches",
+            "allocated_bytes",
+            "reserved_bytes",
+        ]
+        return Table(
+            head,
+            (
+                [
+                    s.n,
+                    s.t,
+                    s.dur,
+                    *(s.phases.get(name, 0) for name in phases),
+                    s.window,
+                    s.samples,
+                    s.micro,
+                    s.allocated,
+                    s.reserved,
+                ]
+                for s in a.record.steps
+            ),
+        )
+    frame = a.steps.table
+    return Table(
+        ["step", "name", "start_ns", "duration_ns", "used"],
+        frame.select("index", pl.col("name").cast(pl.String), "ts", "dur", "used").iter_rows(),
+    )
+
+
+def _kernels(a: Analysis) -> Table:
+    head = [
+        "kernel",
+        "family",
+        "count",
+        "total_ns",
+        "ns_per_step",
+        "share",
+        "occupancy",
+        "tensor_cores",
+        "flops_per_s",
+        "bytes_per_s",
+        "roofline_share",
+        "operator",
+    ]
+    if a.record_only or a.device_id is None:
+        return Table(head, [])
+    return Table(
+        head,
+        (
+            [
+                r["name"],
+                r["family"],
+                r["count"],
+                r["dur"],
+                r["dur"] / a.step_count,
+                r["share"],
+                None if r["occupancy"] is None else r["occupancy"] / 100,
+                r["tensor_core"],
+                r["flops_per_s"],
+                r["bytes_per_s"],
+                r["roofline"],
+                r["op_name"],
+            ]
+            for r in a.hot_kernels.iter_rows(named=True)
+        ),
+    )
+
+
+def _operators(a: Analysis) -> Table:
+    from advisor.analysis.optree import op_table
+
+    head = ["operator", "calls", "device_ns", "device_ns_per_step", "host_ns", "host_ns_per_step"]
+    if a.record_only:
+        return Table(head, [])
+    device = a.device_id is not None
+    return Table(
+        head,
+        (
+            [
+                r["name"],
+                r["count"],
+                *(_pair(r["device"], a) if device else (None, None)),
+                *_pair(r["host"], a),
+            ]
+            for r in op_table(a).iter_rows(named=True)
+        ),
+    )
+
+
+def _rooflines(a: Analysis) -> Table:
+    """Operators by shape, all of them."""
+    from advisor.report.rooflines import rooflines
+
+    head = ["operator", "shapes", "family", "dtype", "kernel", "tensor_cores", "calls_per_step",
+            "ns_per_step", "share", "flops_per_call", "bytes_per_call", "flops_per_s",
+            "bytes_per_s", "attainable_flops_per_s", "attainable_bytes_per_s", "bound",
+            "efficiency", "saved_ns_per_step"]  # fmt: skip
+    if a.record_only or a.device_id is None:
+        return Table(head, [])
+    return Table(
+        head,
+        (
+            [r.name, r.shapes, r.family, r.dtype, r.kernel, r.tensor_core, r.calls, r.ns, r.share,
+             r.flops, r.bytes, r.flops_per_s, r.bytes_per_s, r.attainable_flops_per_s,
+             r.attainable_bytes_per_s, r.bound, r.efficiency, r.saved_ns]
+            for r in rooflines(a, most=None)
+        ),
+    )  # fmt: skip
+
+
+def _pair(ns: int, a: Analysis) -> tuple[int, float]:
+    return ns, ns / a.step_count
+
+
+def _idle(a: Analysis) -> Table:
+    head = ["start_ns", "duration_ns", "step", "cause", "blamed", "file", "line", "next"]
+    if a.record_only or a.device_id is None:
+        return Table(head, [])
+    gaps, cpu, gpu = a.gaps, a.trace.cpu, a.trace.gpu
+    blamed = cpu["name"].cast(pl.String).gather(gaps["host"].cast(pl.Int64))
+    following = gpu["name"].cast(pl.String).gather(gaps["next"].cast(pl.Int64))
+    lines = gaps["line"].drop_nulls().unique()
+    known = {row: a.location(row)[:2] for row in lines}
+    places = [known.get(row, (None, None)) for row in gaps["line"]]
+    return Table(
+        head,
+        (
+            [r["ts"], r["dur"], r["step"], r["cause"], host, place[0], place[1], then]
+            for r, host, place, then in zip(
+                gaps.iter_rows(named=True), blamed, places, following, strict=True
+            )
+        ),
+    )

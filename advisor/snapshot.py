@@ -1,0 +1,105 @@
+"""MemorySnapshot: what PyTorch's allocator held at an instant and did before, as tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import polars as pl
+
+STATES = ("allocated", "pending", "inactive")
+"""In a tensor; freed, but another stream may still use it; free for the next request."""
+ACTIONS = (
+    "alloc",
+    "free_requested",
+    "free_completed",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "snapshot",
+    "oom",
+    "other",
+)
+BlockState = pl.Enum(STATES)
+Action = pl.Enum(ACTIONS)
+
+SEGMENT_SCHEMA: dict[str, Any] = {
+    "device": pl.Int32,
+    "address": pl.Int64,
+    "total": pl.Int64,  # bytes taken from the driver; mapped ones of an expandable segment
+    "stream": pl.Int64,
+    "large": pl.Boolean,  # of the pool of requests above 1 MiB; null: not told
+    "pool": pl.String,  # id of the private pool that owns it; null: the common one, or not told
+    "expandable": pl.Boolean,  # null: not told
+    "stack": pl.Int32,  # of the request that it was taken for; null: none
+}
+BLOCK_SCHEMA: dict[str, Any] = {
+    "segment": pl.Int32,  # row of segments
+    "device": pl.Int32,
+    "address": pl.Int64,
+    "size": pl.Int64,  # bytes of the segment that it takes
+    "requested": pl.Int64,  # bytes that were asked for; inactive: 0
+    "state": BlockState,
+    "stack": pl.Int32,  # row of stacks; null: not recorded
+    "label": pl.String,  # user's metadata; null: none
+}
+"""In order of segment and address: the blocks of a segment fill it."""
+EVENT_SCHEMA: dict[str, Any] = {
+    "device": pl.Int32,
+    "action": Action,
+    "address": pl.Int64,  # null: out of memory
+    "size": pl.Int64,  # bytes that were asked for; of segments: taken or given back
+    "stream": pl.Int64,
+    "time_us": pl.Int64,  # null: not told
+    "pool": pl.String,
+    "stack": pl.Int32,
+    "label": pl.String,
+    "device_free": pl.Int64,  # out of memory: what the driver still had
+}
+"""In order of device and time: what the allocator did, the last of it where the ring was full."""
+ANNOTATION_SCHEMA: dict[str, Any] = {
+    "device": pl.Int32,
+    "time_us": pl.Int64,
+    "name": pl.String,
+    "stage": pl.String,  # START or END
+}
+
+
+class SnapshotFrame(NamedTuple):
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+
+Stack = tuple[SnapshotFrame, ...]
+"""Innermost first, as PyTorch writes them."""
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """A snapshot of the caching allocator. Treat the frames as read-only. Missing values are null.
+
+    ``segments`` and ``blocks`` are the state when it was taken; ``events`` the history up to then,
+    where ``torch.cuda.memory._record_memory_history`` was on, and only the last ``max_entries`` of
+    it.
+    """
+
+    path: str
+    segments: pl.DataFrame
+    blocks: pl.DataFrame
+    events: pl.DataFrame
+    annotations: pl.DataFrame
+    stacks: tuple[Stack, ...]
+    settings: dict[str, str] = field(default_factory=dict)
+    """The allocator's, as text, where the file tells them (PyTorch 2.2 and later)."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of entries that were left out."""
+
+    @property
+    def devices(self) -> list[int]:
+        """Devices with memory or events, in order."""
+        found = {*self.segments["device"].unique(), *self.events["device"].unique()}
+        return sorted(int(device) for device in found if device is not None)

@@ -1,0 +1,463 @@
+"""Allocator: PyTorch's caching allocator as a program, and the snapshots that it would write.
+
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``: requests are rounded up to 512 bytes;
+up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else from
+segments of their own, a multiple of 2 MiB; the smallest free block of the pool and stream that is
+large enough is taken and split, in the large pool only where more than 1 MiB is left; neighbours
+that are free are merged; before a request fails, segments that hold nothing are given back. The
+layout is that of ``torch/csrc/cuda/Module.cpp``, held against the functions of
+``torch/cuda/_memory_viz.py`` in the tests.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+ROUND, SMALL, SMALL_BUFFER = 512, MIB, 2 * MIB
+LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
+TORCH = "/opt/venv/lib/python3.12/site-packages/torch/"
+TRAIN, MODEL = "/home/ada/project/train.py", "/home/ada/project/model.py"
+
+Frames = tuple[tuple[str, int, str], ...]
+"""(file, line, function), outermost first, as one reads a traceback."""
+
+LOOP: Frames = ((TRAIN, 90, "<module>"), (TRAIN, 40, "main"))
+CALLED: Frames = (
+    (f"{TORCH}nn/modules/module.py", 1773, "_wrapped_call_impl"),
+    (f"{TORCH}nn/modules/module.py", 1784, "_call_impl"),
+)
+OPTIMIZER: Frames = (
+    (TRAIN, 52, "main"),
+    (f"{TORCH}optim/optimizer.py", 485, "wrapper"),
+    (f"{TORCH}optim/adamw.py", 220, "step"),
+)
+BACKWARD: Frames = (
+    (TRAIN, 50, "main"),
+    (f"{TORCH}_tensor.py", 626, "backward"),
+    (f"{TORCH}autograd/__init__.py", 347, "backward"),
+    (f"{TORCH}autograd/__init__.py", 199, "_make_grads"),
+)
+MOVED: Frames = (
+    (TRAIN, 20, "main"),
+    (f"{TORCH}nn/modules/module.py", 1370, "to"),
+    (f"{TORCH}nn/modules/module.py", 930, "_apply"),
+    (f"{TORCH}nn/modules/module.py", 1356, "convert"),
+)
+
+
+class DeviceFull(Exception):
+    """A request that could not be met."""
+
+
+@dataclass
+class _Block:
+    address: int
+    size: int
+    state: str = "inactive"
+    requested: int = 0
+    frames: list[dict[str, Any]] | None = None
+    label: str = ""
+
+
+@dataclass
+class _Segment:
+    address: int
+    total: int
+    stream: int
+    large: bool
+    pool: tuple[int, int]
+    expandable: bool
+    frames: list[dict[str, Any]] | None
+    blocks: list[_Block] = field(default_factory=list)
+
+
+class Allocator:
+    """One device.
+
+    >>> m = Allocator(total=80 * GIB)
+    >>> with m.at((TRAIN, 12, "main")):
+    ...     x = m.alloc(100 * MIB)
+    >>> m.free(x)
+    >>> m.write(path)
+    """
+
+    def __init__(
+        self,
+        total: int = 80 * GIB,
+        *,
+        device: int = 0,
+        max_entries: int | None = None,
+        history: bool = True,
+        expandable: bool = False,
+    ) -> None:
+        self.total = total
+        self.device = device
+        self.max_entries = max_entries
+        self.history = history
+        self.expandable = expandable
+        self.label = ""
+        """User's metadata of what is allocated next."""
+        self.segments: list[_Segment] = []
+        self.events: list[dict[str, Any]] = []
+        self.annotations: list[dict[str, Any]] = []
+        self.now = 1_760_000_000_000_000
+        self._next = 0x7F00_0000_0000 + device * (1 << 40)
+        self._stack: Frames = ()
+        self._frames: dict[tuple[str, int, str], dict[str, Any]] = {}
+        self._stacks: dict[Frames, list[dict[str, Any]]] = {}
+
+    # -- the program ------------------------------------------------------------------------
+
+    @contextmanager
+    def at(self, *frames: tuple[str, int, str]) -> Iterator[None]:
+        """What is done inside happens under these frames too."""
+        before, self._stack = self._stack, (*self._stack, *frames)
+        try:
+            yield
+        finally:
+            self._stack = before
+
+    @contextmanager
+    def alone(self, *frames: tuple[str, int, str]) -> Iterator[None]:
+        """What is done inside happens under these frames only: another thread, such as
+        autograd's, which has none of Python's."""
+        before, self._stack = self._stack, frames
+        try:
+            yield
+        finally:
+            self._stack = before
+
+    def alloc(self, size: int, *, stream: int = 0, pool: tuple[int, int] = (0, 0)) -> int:
+        """A tensor's memory; its address. Raises DeviceFull."""
+        rounded = max(ROUND, -(-size // ROUND) * ROUND)
+        large = rounded > SMALL
+        found = self._fit(rounded, stream, large, pool)
+        if found is None and not self._grow(rounded, stream, large, pool):
+            self._give_back()
+            if not self._grow(rounded, stream, large, pool):
+                self._event("oom", self._driver_free(), size, stream, pool)
+                raise DeviceFull(size)
+        segment, block = found or self._fit(rounded, stream, large, pool) or _missing()
+        rest = block.size - rounded
+        if rest >= ROUND if (not large or segment.expandable) else rest > SMALL:
+            at = segment.blocks.index(block)
+            segment.blocks.insert(at + 1, _Block(block.address + rounded, rest))
+            block.size = rounded
+        block.state, block.requested = "active_allocated", size
+        block.frames, block.label = self._told(), self.label
+        self._event("alloc", block.address, size, stream, pool)
+        return block.address
+
+    def free(self, address: int, *, pending: bool = False) -> None:
+        """Let go of it. ``pending``: another stream still uses it, until ``complete``."""
+        segment, block = self._of(address)
+        self._event("free_requested", address, block.requested, segment.stream, segment.pool)
+        block.state = "active_pending_free"
+        if not pending:
+            self.complete(address)
+
+    def complete(self, address: int) -> None:
+        """The other stream is done with it."""
+        segment, block = self._of(address)
+        self._event("free_completed", address, block.requested, segment.stream, segment.pool)
+        block.state, block.requested, block.frames, block.label = "inactive", 0, None, ""
+        at = segment.blocks.index(block)
+        for near in (at + 1, at - 1):
+            if 0 <= near < len(segment.blocks) and segment.blocks[near].state == "inactive":
+                other = segment.blocks[near]
+                first = min(at, near)
+                merged = _Block(min(block.address, other.address), block.size + other.size)
+                segment.blocks[first : first + 2] = [merged]
+                block, at = merged, first
+
+    def annotate(self, name: str, stage: str) -> None:
+        """A mark, as ``record_function`` makes with ``global_record_annotations``."""
+        self.now += 5
+        self.annotations.append(
+            {"name": name, "stage": stage, "device": self.device, "time_us": self.now}
+        )
+
+    # -- the rules --------------------------------------------------------------------------
+
+    def _fit(
+        self, size: int, stream: int, large: bool, pool: tuple[int, int]
+    ) -> tuple[_Segment, _Block] | None:
+        fitting = [
+            (block.size, block.address, segment, block)
+            for segment in self.segments
+            if (segment.stream, segment.large, segment.pool) == (stream, large, pool)
+            for block in segment.blocks
+            if block.state == "inactive" and block.size >= size
+        ]
+        if not fitting:
+            return None
+        return min(fitting, key=lambda each: each[:2])[2:]
+
+    def _grow(self, size: int, stream: int, large: bool, pool: tuple[int, int]) -> bool:
+        need = SMALL_BUFFER if not large else LARGE_BUFFER
+        if size >= MIN_LARGE:
+            need = -(-size // ROUND_LARGE) * ROUND_LARGE
+        if self.expandable:
+            page = LARGE_BUFFER if large else SMALL_BUFFER
+            need = -(-size // page) * page
+        if need > self._driver_free():
+            return False
+        whole = _Block(self._next, need)
+        self.segments.append(
+            _Segment(self._next, need, stream, large, pool, self.expandable, self._told(), [whole])
+        )
+        action = "segment_map" if self.expandable else "segment_alloc"
+        self._event(action, self._next, need, stream, pool)
+        self._next += need + LARGE_BUFFER
+        return True
+
+    def _give_back(self) -> None:
+        for segment in [s for s in self.segments if len(s.blocks) == 1]:
+            if segment.blocks[0].state == "inactive":
+                self.segments.remove(segment)
+                action = "segment_unmap" if segment.expandable else "segment_free"
+                self._event(action, segment.address, segment.total, segment.stream, segment.pool)
+
+    def _driver_free(self) -> int:
+        return self.total - sum(segment.total for segment in self.segments)
+
+    def _of(self, address: int) -> tuple[_Segment, _Block]:
+        for segment in self.segments:
+            for block in segment.blocks:
+                if block.address == address and block.state != "inactive":
+                    return segment, block
+        raise KeyError(address)
+
+    # -- what is written --------------------------------------------------------------------
+
+    def _told(self) -> list[dict[str, Any]] | None:
+        """The stack, innermost first; the same one is the same list, as PyTorch has it."""
+        if not self.history:
+            return None
+        if self._stack not in self._stacks:
+            self._stacks[self._stack] = [
+                self._frames.setdefault(f, {"filename": f[0], "line": f[1], "name": f[2]})
+                for f in reversed(self._stack)
+            ]
+        return self._stacks[self._stack]
+
+    def _event(
+        self, action: str, address: int, size: int, stream: int, pool: tuple[int, int]
+    ) -> None:
+        if not self.history:
+            return
+        self.now += 7
+        self.events.append(
+            {
+                "action": action,
+                "device_free" if action == "oom" else "addr": address,
+                "size": size,
+                "stream": stream,
+                "time_us": self.now,
+                "compile_context": "N/A",
+                "user_metadata": self.label,
+                "pool_id": tuple(pool),
+                "frames": self._told(),
+            }
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """As ``torch.cuda.memory._snapshot()`` of PyTorch 2.10 gives it."""
+        return merged([self])
+
+    def pickled(self, protocol: int = 4) -> bytes:
+        """As ``_dump_snapshot`` writes it."""
+        return pickle.dumps(self.snapshot(), protocol)
+
+    def write(self, path: Path) -> Path:
+        """Write the file; returns its path."""
+        path.write_bytes(self.pickled())
+        return path
+
+    def segment_dicts(self) -> list[dict[str, Any]]:
+        """The state."""
+        found = []
+        for s in self.segments:
+            blocks = []
+            for b in s.blocks:
+                told: dict[str, Any] = {
+                    "address": b.address, "size": b.size, "requested_size": b.requested,
+                    "state": b.state,
+                }  # fmt: skip
+                if b.label:
+                    told["user_metadata"] = b.label
+                told["frames"] = b.frames or []
+                blocks.append(told)
+            in_use = sum(b.size for b in s.blocks if b.state == "active_allocated")
+            active = sum(b.size for b in s.blocks if b.state != "inactive")
+            found.append(
+                {
+                    "device": self.device, "address": s.address, "total_size": s.total,
+                    "allocated_size": in_use, "active_size": active,
+                    "requested_size": sum(b.requested for b in s.blocks),
+                    "stream": s.stream, "segment_type": "large" if s.large else "small",
+                    "segment_pool_id": s.pool, "is_expandable": s.expandable,
+                    "frames": s.frames or [], "blocks": blocks,
+                }
+            )  # fmt: skip
+        return found
+
+    def trace(self) -> list[dict[str, Any]]:
+        """The history: what the ring still holds of it."""
+        return self.events if self.max_entries is None else self.events[-self.max_entries :]
+
+
+def merged(devices: Sequence[Allocator]) -> dict[str, Any]:
+    """One snapshot of several devices, in order of their numbers."""
+    traces: list[list[dict[str, Any]]] = [[] for _ in range(max(d.device for d in devices) + 1)]
+    for one in devices:
+        traces[one.device] = one.trace()
+    return {
+        "segments": [segment for one in devices for segment in one.segment_dicts()],
+        "device_traces": traces,
+        "allocator_settings": {
+            "PYTORCH_CUDA_ALLOC_CONF": "",
+            "max_split_size": -1,
+            "garbage_collection_threshold": 0.0,
+            "expandable_segments": devices[0].expandable,
+            "pinned_num_register_threads": 1,
+            "release_lock_on_cudamalloc": False,
+            "pinned_use_cuda_host_register": False,
+            "roundup_power2_divisions": {"256": 0, "512": 0, "1024": 0},
+        },
+        "external_annotations": [mark for one in devices for mark in one.annotations],
+    }
+
+
+def _missing() -> tuple[_Segment, _Block]:
+    raise DeviceFull(0)
+
+
+class Training:
+    """A small transformer that trains in an :class:`Allocator`: who allocates what, where, until
+    when, as PyTorch's eager mode does.
+
+    ``leak``: each step's loss is kept with its graph's last ``leak`` bytes. ``kept_outputs``: the
+    logits of a step are held until the next ones replace them. ``late_zero``: gradients are let go
+    of after the next forward pass, not before.
+    """
+
+    def __init__(
+        self,
+        m: Allocator,
+        *,
+        layers: int = 4,
+        weights: int = 24 * MIB,
+        activation: int = 12 * MIB,
+        logits: int = 64 * MIB,
+        leak: int = 0,
+        kept_outputs: bool = False,
+        late_zero: bool = False,
+    ) -> None:
+        self.m = m
+        self.layers, self.weights, self.activation = layers, weights, activation
+        self.logits, self.leak = logits, leak
+        self.kept_outputs, self.late_zero = kept_outputs, late_zero
+        with m.at(*LOOP, *MOVED):
+            self.parameters = [m.alloc(weights) for _ in range(layers)]
+        self.gradients: list[int] = []
+        self.state: list[int] = []
+        self._old: int | None = None
+        self.steps = 0
+
+    def step(self) -> None:
+        """One step. Raises DeviceFull where memory runs out, with everything held as it was."""
+        m = self.m
+        with m.at(*LOOP, (TRAIN, 45, "main")):
+            batch = m.alloc(2 * MIB)
+        held = self.forward()
+        if self.late_zero:
+            self.zero()
+        with m.at(*LOOP[:1], *BACKWARD):
+            seed = m.alloc(4)
+        self.backward(held)
+        m.free(seed)
+        self.update()
+        if not self.late_zero:
+            self.zero()
+        m.free(batch)
+        self.steps += 1
+
+    def forward(self) -> list[int]:
+        """Activations, in the order in which they were made; the logits and the loss last."""
+        m, held = self.m, []
+        with m.at(*LOOP, (TRAIN, 47, "main"), *CALLED, (MODEL, 60, "forward")):
+            for _ in range(self.layers):
+                with m.at((MODEL, 62, "forward"), *CALLED):
+                    for line, share in ((20, 4), (22, 4), (25, 1)):
+                        with m.at(
+                            (MODEL, line, "forward"), *CALLED,
+                            (f"{TORCH}nn/modules/linear.py", 125, "forward"),
+                        ):  # fmt: skip
+                            held.append(m.alloc(self.activation * share // 4))
+            with m.at(
+                (MODEL, 66, "forward"), *CALLED, (f"{TORCH}nn/modules/linear.py", 125, "forward")
+            ):
+                head = m.alloc(self.logits)
+        if self.kept_outputs:
+            if self._old is not None:
+                m.free(self._old)
+            self._old = head
+        else:
+            held.append(head)
+        with m.at(*LOOP, (TRAIN, 48, "main"), (f"{TORCH}nn/functional.py", 3458, "cross_entropy")):
+            held += [m.alloc(self.logits), m.alloc(4)]
+        if self.leak:
+            with m.at(*LOOP, (TRAIN, 49, "main")):
+                m.alloc(self.leak)
+        return held
+
+    def backward(self, held: list[int]) -> None:
+        """Gradients, by autograd's thread; activations are let go of on the way."""
+        m = self.m
+        with m.alone():
+            upstream = None
+            fresh = not self.gradients
+            for number in reversed(range(self.layers)):
+                flow = m.alloc(self.activation)
+                if upstream is not None:
+                    m.free(upstream)
+                upstream = flow
+                grad = m.alloc(self.weights)
+                if fresh:
+                    self.gradients.append(grad)
+                else:
+                    m.free(grad)  # added to the one that is there
+                mine = held[number * 3 : number * 3 + 3]
+                for address in reversed(mine):
+                    m.free(address)
+            for address in held[3 * self.layers :]:
+                m.free(address)
+            if upstream is not None:
+                m.free(upstream)
+
+    def update(self) -> None:
+        """The optimizer: its state in the first step, something for a moment in each."""
+        m = self.m
+        with m.at(*LOOP[:1], *OPTIMIZER):
+            if not self.state:
+                with m.at((f"{TORCH}optim/adamw.py", 150, "_init_group")):
+                    self.state = [m.alloc(self.weights) for _ in range(2 * self.layers)]
+            with m.at((f"{TORCH}optim/adamw.py", 420, "_multi_tensor_adamw")):
+                for address in [m.alloc(self.weights) for _ in range(2)]:
+                    m.free(address)
+
+    def zero(self) -> None:
+        """``zero_grad(set_to_none=True)``."""
+        with self.m.at(
+            *LOOP[:1], (TRAIN, 54, "main"), (f"{TORCH}optim/optimizer.py", 1009, "zero_grad")
+        ):
+            for address in self.gradients:
+                self.m.free(address)
+        self.gradients = []

@@ -1,0 +1,456 @@
+"""Predicted against measured on real pairs: the same program before and after one change.
+
+    python benchmarks/bench_pairs.py [--traces DIR] [--only NAME] [--write docs/accuracy.md]
+
+A prediction is made from the first file alone, by the edit that stands for the change. Both files
+are measured by interval arithmetic of this file, which reads the JSON itself. Without --traces
+they are looked for in $ADVISOR_SHARED_TRACES, else ../shared/traces. All times in ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import gzip
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
+BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
+CLOSE = 0.25
+"""How far a point may be from the measured change, as a share of it."""
+NARROW = 0.40
+"""Half the width that a band may have, as a share of the measured change."""
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset")
+HEAD = (
+    "change",
+    "edit",
+    "before → after",
+    "measured change",
+    "predicted (band)",
+    "off by",
+    "half the band",
+    "inside",
+    "exposed time says",
+    "finding says",
+)
+
+
+class Lengths(NamedTuple):
+    """How long a step of one file took, ms: by its mean and by its median."""
+
+    mean: float
+    median: float
+
+
+class Truth(NamedTuple):
+    """What really happened, ms. ``low`` to ``high``: what the ways to measure it say; the change
+    is what the step became shorter by, negative where it became longer."""
+
+    before: float
+    after: float | None
+    low: float
+    high: float
+
+
+class Band(NamedTuple):
+    """A predicted change, ms."""
+
+    point: float
+    low: float
+    high: float
+
+
+class Row(NamedTuple):
+    """One pair: prediction and truth."""
+
+    pair: Pair
+    truth: Truth
+    predicted: Band
+    exposed: float
+    """What the exposed time of the same edits would say, ms."""
+    found: Band | None
+    """What the finding that proposes the change is priced at; ``None``: no such finding, or one
+    without a price."""
+
+    @property
+    def scale(self) -> float:
+        """What errors are a share of: the measured change, or the step where the change itself
+        is what is not expected to be much."""
+        if self.pair.whole_step:
+            assert self.truth.after is not None
+            return self.truth.after
+        return min(abs(self.truth.low), abs(self.truth.high))
+
+    @property
+    def error(self) -> float:
+        """Distance of the point from what was measured, as a share of ``scale``."""
+        nearest = min(max(self.predicted.point, self.truth.low), self.truth.high)
+        return abs(self.predicted.point - nearest) / self.scale
+
+    @property
+    def width(self) -> float:
+        """Half the band, as a share of ``scale``."""
+        return (self.predicted.high - self.predicted.low) / 2 / self.scale
+
+    @property
+    def inside(self) -> bool:
+        """The band holds what was measured."""
+        return self.predicted.low <= self.truth.high and self.truth.low <= self.predicted.high
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=2)
+def events(path: Path) -> list[dict[str, Any]]:
+    """Complete events of a trace, as they stand in the file (µs)."""
+    gc.disable()  # a million new objects, none of which can be let go
+    try:
+        data = json.loads(gzip.decompress(path.read_bytes()))
+    finally:
+        gc.enable()
+    found = data["traceEvents"] if isinstance(data, dict) else data
+    return [e for e in found if e.get("ph") == "X"]
+
+
+def marked(path: Path) -> Lengths:
+    """Steps that the profiler marked on the host (``ProfilerStep#n``)."""
+    steps = [
+        e["dur"] / 1e3
+        for e in events(path)
+        if e["name"].startswith("ProfilerStep#") and e.get("cat") != "gpu_user_annotation"
+    ]
+    return Lengths(statistics.mean(steps), statistics.median(steps))
+
+
+def asked(path: Path) -> Lengths:
+    """From one batch that was asked for to the next. The first is left out: it starts workers,
+    loads kernels and takes seconds."""
+    starts = sorted(e["ts"] for e in events(path) if e["name"].startswith("enumerate(DataLoader)#"))
+    steps = [(b - a) / 1e3 for a, b in pairwise(starts[1:])]
+    return Lengths(statistics.mean(steps), statistics.median(steps))
+
+
+def whole(path: Path) -> Lengths:
+    """From the first event of host or device to the end of the last."""
+    real = [e for e in events(path) if e.get("cat") not in ("Trace", "python_function", None)]
+    begin, end = min(e["ts"] for e in real), max(e["ts"] + e["dur"] for e in real)
+    return Lengths((end - begin) / 1e3, (end - begin) / 1e3)
+
+
+def busy(path: Path) -> float:
+    """Time in which the device did anything, ms: the union of its events."""
+    total, until = 0.0, float("-inf")
+    for e in sorted(
+        (e for e in events(path) if str(e.get("cat")).lower() in DEVICE), key=lambda e: e["ts"]
+    ):
+        end = e["ts"] + e["dur"]
+        total += max(0.0, end - max(e["ts"], until))
+        until = max(until, end)
+    return total / 1e3
+
+
+def both(measure: Callable[[Path], Lengths]) -> Callable[[Path, Path], Truth]:
+    """The change between two files that are measured in the same way."""
+
+    def truth(before: Path, after: Path) -> Truth:
+        a, b = measure(before), measure(after)
+        changes = sorted((a.mean - b.mean, a.median - b.median))
+        return Truth(a.mean, b.mean, *changes)
+
+    return truth
+
+
+def published(low: float, high: float) -> Callable[[Path, Path], Truth]:
+    """No second file: what others measured the same change to save, ms."""
+
+    def truth(before: Path, after: Path) -> Truth:
+        return Truth(marked(before).mean, None, low, high)
+
+    return truth
+
+
+# -- pairs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two files, what was changed between them and the edit that stands for it."""
+
+    name: str
+    before: str
+    after: str
+    change: str
+    edits: tuple[Any, ...]
+    """Lines of the edit language, or ``Edit`` as keywords, where factors have a band."""
+    truth: Callable[[Path, Path], Truth]
+    rule: str = ""
+    """The finding that proposes this change."""
+    why: str = ""
+    """Why these edits stand for the change, or where the published figure is from."""
+    whole_step: bool = False
+    """Errors are a share of the step: a change near zero is what is to be predicted."""
+
+
+def work(op: str, factors: tuple[float, float, float], **select: Any) -> dict[str, Any]:
+    """An edit of device work with (central, optimistic, pessimistic) factors."""
+    middle, low, high = factors
+    return {
+        "op": op,
+        "select": {"on": "gpu", **select},
+        "factor": middle,
+        "factor_low": low,
+        "factor_high": high,
+    }
+
+
+def one_by_one(*ops: str) -> tuple[Any, ...]:
+    """What is decoded one by one, no more: small kernels of these operators with their launches,
+    and the operators themselves where they are short, that is where they do not wait."""
+    pattern = "^aten::(" + "|".join(ops) + ")$"
+    return (
+        {
+            "op": "remove",
+            "select": {"on": "gpu", "kind": ("kernel",), "under": pattern, "max_ns": 10_000},
+        },
+        {
+            "op": "remove",
+            "select": {"on": "host", "kind": ("op",), "name": pattern, "max_ns": 300_000},
+        },
+    )
+
+
+# A100: bf16 tensor cores 312 TFLOP/s, fp32 19.5 (datasheet): 16 times. Real shapes reach 60 % of
+# a ratio of peaks (25 to 86 %): what rules/kernel/fp32_matmul.py assumes, with its sources.
+TENSOR_CORES = (1 / (16 * 0.6), 1 / (16 * 0.86), 1 / (16 * 0.25))
+# Half the bytes; fused, a chain of them is read and written once instead of twice.
+HALF_THE_BYTES = (0.5, 0.25, 0.75)
+BATCH = "particle_batch{}"
+
+PAIRS = (
+    Pair(
+        "loader, steps marked",
+        "pairs/loader_profiler_workers0",
+        "pairs/loader_profiler_workers4",
+        "`num_workers` 0 → 4",
+        ("spread loader 4",),
+        both(marked),
+        rule="single-process-loader",
+    ),
+    Pair(
+        "loader, steps not marked",
+        "pairs/loader_autograd_workers0",
+        "pairs/loader_autograd_workers4",
+        "`num_workers` 0 → 4",
+        ("spread loader 4",),
+        both(asked),
+        rule="single-process-loader",
+    ),
+    Pair(
+        "SAM, host reads",
+        "pairs/sam_1_fp32_many_syncs",
+        "pairs/sam_2_fp32_few_syncs",
+        "host reads 7,023 → 275, launches 19,746 → 5,768",
+        (
+            "async sync",
+            *one_by_one("is_nonzero", "eq", "index", "to", "add", "cat", "sub"),
+        ),
+        both(whole),
+        rule="implicit-sync",
+        why=(
+            "1,332 masks are encoded one by one, each with five reads and ten launches. Encoded "
+            "together, no read holds the host any more, so that what else it does hides behind "
+            "the device, and the small kernels and operators of each mask go."
+        ),
+    ),
+    Pair(
+        "SAM, bf16",
+        "pairs/sam_2_fp32_few_syncs",
+        "pairs/sam_3_bf16_compiled_sdpa",
+        "bfloat16, `torch.compile`, flash attention",
+        (
+            work("scale", TENSOR_CORES, family=("gemm", "convolution", "attention")),
+            work("scale", HALF_THE_BYTES, family=("elementwise", "normalisation", "layout")),
+        ),
+        both(whole),
+        rule="fp32-matmul",
+        why=(
+            "factors from the datasheet alone: matrix work and attention at the ratio of the "
+            "A100's peaks, derated; what moves bytes at half of them"
+        ),
+    ),
+    Pair(
+        "TimeSformer, attention",
+        "mi300_timesformer_inference",
+        "",
+        "attention written out → fused",
+        (
+            work(
+                "merge",
+                (0.48, 0.37, 0.59),
+                kind=("kernel",),
+                under="^aten::(_softmax|bmm|mul)$",
+            ),
+        ),
+        published(40.0, 60.0),
+        rule="unfused-attention",
+        why=(
+            "expected, there is no second file: 95 ms of its 119 ms of kernels are attention "
+            "written out, taken to be 1.7 to 2.7 times as fast when fused: the cautious end of "
+            "the 2 to 4 times that [FlashAttention](https://arxiv.org/abs/2205.14135) reports"
+        ),
+    ),
+    *(
+        Pair(
+            f"batch of {small}",
+            "pairs/" + BATCH.format(small),
+            "pairs/" + BATCH.format(large),
+            f"{small} → {large}",
+            (f"resize work {large // small}",),
+            both(whole),
+            whole_step=True,
+        )
+        for small, large in ((2, 32), (2, 64), (2, 128), (32, 128))
+    ),
+)
+
+
+# -- predicting ----------------------------------------------------------------------------------
+
+
+def edit(given: Any) -> Any:
+    """An ``Edit``, from a line of the language or from keywords."""
+    from advisor import Edit, Select
+    from advisor.whatif.language import parse_edit
+
+    if isinstance(given, str):
+        return parse_edit(given)
+    return Edit(**{**given, "select": Select(**given["select"])})
+
+
+def predict(path: Path, edits: Sequence[Any]) -> tuple[Band, float]:
+    """What a replay of the edits together saves a step, ms, and what their exposed time says."""
+    import advisor
+    from advisor.advice.pricing import BoundPricer
+    from advisor.analysis import Analysis
+    from advisor.whatif.price import WhatIf
+
+    run = advisor.open(path)
+    a = Analysis(run.window(run.ranks[0]))
+    whatif = WhatIf(a)
+    low, high = whatif.band(edits)
+    bound = BoundPricer(a).price(
+        advisor.Finding(rule="", title="", summary="", fix="", edits=list(edits))
+    )
+    return Band(whatif.gain(edits) / 1e6, low / 1e6, high / 1e6), bound.gain / 1e6
+
+
+@functools.lru_cache(maxsize=16)
+def findings(path: Path) -> dict[str, Band]:
+    """By rule: what findings with a price are worth, ms a step."""
+    import advisor
+
+    found = {}
+    for f in advisor.analyze(path).findings:
+        w = f.worth
+        if w is not None and w.gain_ns is not None and f.rule not in found:
+            low, high = (w.gain_ns if v is None else v for v in (w.low_ns, w.high_ns))
+            found[f.rule] = Band(w.gain_ns / 1e6, low / 1e6, high / 1e6)
+    return found
+
+
+def row(pair: Pair, traces: Path) -> Row:
+    """Prediction and truth of one pair."""
+    before, after = (traces / f"{name}.json.gz" for name in (pair.before, pair.after))
+    predicted, exposed = predict(before, [edit(e) for e in pair.edits])
+    found = findings(before).get(pair.rule) if pair.rule else None
+    return Row(pair, pair.truth(before, after), predicted, exposed, found)
+
+
+# -- telling -------------------------------------------------------------------------------------
+
+
+def told(given: Any) -> str:
+    """An edit as text."""
+    if isinstance(given, str):
+        return f"`{given}`"
+    select = given["select"]
+    what = "/".join(select.get("family", ())) or select.get("under") or select.get("name", "")
+    what = what.removeprefix("^aten::(").removesuffix(")$").replace("|", "/")
+    if "max_ns" in select:
+        what += f" ≤ {select['max_ns'] // 1000} µs"
+    factor = f" {given['factor']:.2g}" if given.get("factor") is not None else ""
+    where = "kernels" if select["on"] == "gpu" else "operators"
+    return f"`{given['op']}` {where} of {what}{factor}"
+
+
+def cells(r: Row) -> tuple[str, ...]:
+    """A line of the table."""
+    t, p = r.truth, r.predicted
+    change = f"{t.low:.1f}" if t.high - t.low < 0.05 else f"{t.low:.1f} to {t.high:.1f}"
+    after = "?" if t.after is None else f"{t.after:.1f}"
+    found = "–"
+    if r.pair.rule:
+        found = f"`{r.pair.rule}`: "
+        found += (
+            f"{r.found.point:.1f} ({r.found.low:.1f} to {r.found.high:.1f})"
+            if r.found
+            else "no price"
+        )
+    of = " of the step" if r.pair.whole_step else ""
+    return (
+        f"{r.pair.name}: {r.pair.change}",
+        "; ".join(told(e) for e in r.pair.edits),
+        f"{t.before:.1f} → {after}",
+        change if t.after is not None else f"{change} expected",
+        f"{p.point:.1f} ({p.low:.1f} to {p.high:.1f})",
+        f"{r.error:.0%}{of}",
+        f"{r.width:.0%}{of}",
+        "yes" if r.inside else "**no**",
+        f"{r.exposed:.1f}",
+        found,
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As Markdown, with what the edits rest on below."""
+    lines = [HEAD, tuple("---" for _ in HEAD), *(cells(r) for r in rows)]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    notes = [f"- **{r.pair.name}**: {r.pair.why}" for r in rows if r.pair.why]
+    return text + "\n\n" + "\n".join(notes) if notes else text
+
+
+def main() -> None:
+    """Print the table; write it into a document if told."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, default=SHARED)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--write", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for pair in PAIRS:
+        if args.only not in pair.name:
+            continue
+        if not (args.traces / f"{pair.before}.json.gz").exists():
+            print(f"{pair.name}: {pair.before} is not in {args.traces}")
+            continue
+        rows.append(row(pair, args.traces))
+        print("  ".join(cells(rows[-1])), flush=True)
+    text = f"{BEGIN}\n{table(rows)}\n{END}"
+    if not args.write:
+        print(f"\n{table(rows)}")
+        return
+    head, _, rest = args.write.read_text().partition(BEGIN)
+    args.write.write_text(f"{head}{text}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""``advisor analyze --csv``: tables whose figures add up, and that a spreadsheet does not run."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import advisor
+from advisor.report.data import MOST_LINES
+from advisor.testing import TraceBuilder
+
+Cli = Callable[..., Any]
+FORMULA = '=cmd|"/c calc"!A1'
+NAMES = {"findings", "steps", "kernels", "operators", "rooflines", "idle"}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 steps that wait for the loader, with kernels of 900 and 100 µs."""
+    b = TraceBuilder()
+    for _ in range(20):
+        with b.step():
+            b.loader_wait(3000, workers=0)
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("gemm_kernel", 900)
+                b.launch(FORMULA, 100)
+            b.sync()
+    return b.write(tmp_path_factory.mktemp("csv") / "trace.json")
+
+
+def read(folder: Path) -> dict[str, list[dict[str, str]]]:
+    found = {}
+    for file in folder.glob("*.csv"):
+        with file.open(encoding="utf-8", newline="") as opened:
+            found[file.stem] = list(csv.DictReader(opened))
+    return found
+
+
+def test_the_tables_add_up_to_what_the_report_says(
+    advisor: Cli, trace: Path, tmp_path: Path
+) -> None:
+    done = advisor("analyze", trace, "--csv", tmp_path / "a" / "b", "--format", "json")
+    assert done.code == 0 and "kernels.csv" in done.err
+    report = advisor_report(done.out)
+    found = read(tmp_path / "a" / "b")
+    assert set(found) == NAMES
+    kernels = {row["kernel"]: row for row in found["kernels"]}
+    assert set(kernels) == {"gemm_kernel", f"'{FORMULA}"}
+    # by hand: used steps have one of each
+    assert float(kernels["gemm_kernel"]["ns_per_step"]) == 900e3
+    assert float(kernels["gemm_kernel"]["share"]) == pytest.approx(0.9)
+    (mm,) = found["rooflines"]
+    assert (mm["operator"], mm["shapes"]) == ("aten::mm", "[512, 512] [512, 512]")
+    assert float(mm["ns_per_step"]) == 1e6  # with what it launched beside its product
+    assert float(mm["flops_per_call"]) == 2 * 512**3
+    used = [row for row in found["steps"] if row["used"] == "True"]
+    assert len(used) == report.scope.steps_used
+    mean = sum(int(row["duration_ns"]) for row in used) / len(used)
+    assert mean == pytest.approx(report.scope.step_ns)
+    idle = sum(int(row["duration_ns"]) for row in found["idle"]) / len(used)
+    assert idle == pytest.approx(sum(cause.ns for cause in report.idle))
+    assert [row["rule"] for row in found["findings"] if row["section"] == "finding"] == [
+        finding.rule for finding in report.findings
+    ]
+    assert found["findings"][0]["code"] == report.findings[0].code.rstrip("\r")
+    assert found["operators"][0]["operator"] == "aten::mm"
+
+
+def advisor_report(text: str) -> Any:
+    from advisor.report import Report
+
+    return Report.from_json(text)
+
+
+def test_without_a_device_what_was_not_measured_is_empty(advisor: Cli, tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.op("aten::mm"):
+            b.host(100)
+    done = advisor("analyze", b.write(tmp_path / "cpu.json"), "--csv", tmp_path)
+    found = read(tmp_path)
+    assert done.code == 0 and found["kernels"] == found["idle"] == []
+    assert {row["device_ns"] for row in found["operators"]} == {""}
+
+
+def test_redacted_tables_tell_no_folder(advisor: Cli, tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.op("/home/alice/secret/train.py: step"):
+            b.launch("gemm", 900)
+            b.sync()
+    advisor("analyze", b.write(tmp_path / "t.json"), "--csv", tmp_path / "out", "--redact")
+    told = "".join(file.read_text() for file in (tmp_path / "out").glob("*.csv"))
+    assert "gemm" in told and "alice" not in told
+
+
+def test_a_folder_that_is_none_is_one_line(advisor: Cli, trace: Path) -> None:
+    for target in (trace, trace / "x"):
+        done = advisor("analyze", trace, "--csv", target)
+        assert (done.code, done.err.count("\n")) == (2, 1)
+
+
+# -- print -------------------------------------------------------------------------------------
+
+
+def test_a_printed_report_is_what_the_command_prints_and_its_repr_is_one_line(
+    advisor: Cli, trace: Path
+) -> None:
+    import advisor as library
+
+    report = library.analyze(trace)
+    shown = advisor("analyze", trace).out
+    assert str(report).splitlines() == shown.rstrip("\n").splitlines()
+    assert "\n" not in repr(report) and repr(report).startswith("<Report bottlenecks")
+    assert repr([report]) == f"[{report!r}]"
+
+
+def test_what_is_printed_is_bounded_and_harmless(trace: Path) -> None:
+    report = advisor.analyze(trace)
+    report.limits = [f"limit {n} \x1b[2J" for n in range(3000)]
+    report.verdict = "long\n\x1b[31m" * 1000
+    lines = str(report).splitlines()
+    assert len(lines) == MOST_LINES + 1 and "more lines" in lines[-1]
+    assert "\x1b" not in str(report) and "\x1b" not in repr(report) and len(repr(report)) < 300
+
+
+def test_a_printed_comparison_is_the_table(trace: Path) -> None:
+    from advisor.compare import compare
+
+    made = compare(trace, trace)
+    assert "Step times" in str(made) and repr(made).startswith("<Comparison: No difference")
+    assert "\n" not in repr(made)
+
+
+def test_a_notebook_shows_the_fix_with_its_code(trace: Path) -> None:
+    report = advisor.analyze(trace)
+    first = report.findings[0]
+    first.code = "loader = DataLoader(num_workers=8)\n<script>x</script>"
+    shown = report._repr_html_()
+    assert "loader = DataLoader(num_workers=8)\n&lt;script&gt;" in shown
+    assert first.fix.split("<")[0][:40] in shown and shown.count("<details open") == 1
+    assert "<script" not in shown

@@ -1,0 +1,146 @@
+"""``advisor project``: figures by hand, 80 columns, JSON, prices, and clear errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.testing import TraceBuilder
+
+Run = Callable[..., Any]
+SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
+MIB = 1 << 20
+
+
+def write(path: Path, gpu: str | None = "A100") -> Path:
+    """Steps of a product of 20 ms on an A100, and 30 GiB of memory."""
+    b = TraceBuilder(gpu)
+    for _ in range(5):
+        with b.step():
+            b.memory(MIB, 30_000 * MIB, 31_000 * MIB)
+            with b.op("aten::mm", [[16384, 16384], [16384, 8192]], "c10::BFloat16"):
+                b.launch(SGEMM, 20_000, blocks=4096)
+            b.sync()
+    return b.write(path)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("project") / "trace.json")
+
+
+def test_json_has_the_step_its_band_and_what_it_rests_on(advisor: Run, trace: Path) -> None:
+    done = advisor("project", trace, "--gpu", "h100 sxm5", "--format", "json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["source"] == "NVIDIA A100 SXM4 80GB" and found["replayed"] is True
+    (gpu,) = found["gpus"]
+    # 271.2 and 794.5 TFLOP/s of bf16 were measured on the two
+    assert gpu["step_ns"] == pytest.approx(20e6 * 271.2 / 794.5, rel=0.01)
+    assert gpu["low_ns"] < gpu["step_ns"] < gpu["high_ns"]
+    assert gpu["memory"]["verdict"] == "fits" and gpu["memory"]["allocated"] == 30_000 * MIB
+    assert [part["kind"] for part in gpu["parts"]] == ["compute"]
+    assert gpu["price_per_hour"] is None and gpu["cost_per_million_steps"] is None
+    assert found["rests_on"]["crossings"] >= 30
+
+
+def test_with_prices_the_cheapest_that_can_run_it_comes_first(
+    advisor: Run, trace: Path, tmp_path: Path
+) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text('[prices]\n"h100 sxm5" = 3.0\nmi300x = 2.0\nl4 = 0.01\n')
+    done = advisor("project", trace, "--all", "--prices", prices, "--format", "json")
+    rows = json.loads(done.out)["gpus"]
+    # by hand: 6.83 ms at 3.0 and 8.11 ms at 2.0 an hour; 30 GiB do not fit into 24
+    assert [r["gpu"] for r in rows] == [
+        "AMD Instinct MI300X", "NVIDIA H100 SXM5 80GB", "NVIDIA L4",
+    ]  # fmt: skip
+    assert rows[0]["cost_per_million_steps"] == pytest.approx(2 * 8.115e-3 / 3600 * 1e6, rel=0.01)
+    assert rows[1]["cost_per_million_steps"] == pytest.approx(3 * 6.827e-3 / 3600 * 1e6, rel=0.01)
+    assert rows[2]["memory"]["verdict"] == "too small"
+    out = advisor("project", trace, "--all", "--prices", prices).out
+    assert "cheapest: AMD Instinct MI300X; within the bands it could be NVIDIA H100" in out
+    assert "NVIDIA L4: too little memory" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--gpu", "h200"), ("--gpu", "mi300x", "--gpu", "t4", "--same-host"), ("--all",)],
+)
+def test_what_a_person_reads_fits_into_80_columns(
+    advisor: Run, trace: Path, arguments: tuple[str, ...]
+) -> None:
+    done = advisor("project", trace, *arguments)
+    assert done.code == 0
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "measured on NVIDIA A100 SXM4 80GB: 20.0 ms a step" in done.out
+
+
+def test_a_short_name_says_what_it_was_taken_for(advisor: Run, trace: Path) -> None:
+    out = advisor("project", trace, "--gpu", "h200").out
+    assert "h200 is taken for NVIDIA H200 SXM; it could be NVIDIA H200 NVL." in out
+
+
+def test_a_table_of_prices_may_stand_in_pyproject_and_name_its_currency(
+    advisor: Run, trace: Path, tmp_path: Path
+) -> None:
+    """The command runs in ``tmp_path``. Both H200 have the words, and nothing else does."""
+    text = '[tool.advisor.prices]\ncurrency = "EUR"\nh200 = 3\n'
+    (tmp_path / "pyproject.toml").write_text(text)
+    out = advisor("project", trace, "--all").out
+    assert "EUR a million" in out and "NVIDIA H200 NVL" in out and "NVIDIA L4" not in out
+    found = json.loads(advisor("project", trace, "--all", "--format", "json").out)
+    assert found["currency"] == "EUR"
+    assert {g["gpu"] for g in found["gpus"]} == {"NVIDIA H200 SXM", "NVIDIA H200 NVL"}
+
+
+def test_a_recording_that_does_not_tell_its_gpu_can_be_told(advisor: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "bare.json", None)
+    refused = advisor("project", path, "--gpu", "h100 sxm5")
+    assert refused.code == 2 and "--from NAME says what it was" in refused.err
+    told = ("--from", "a100 sxm4 80gb", "--gpu", "h100 sxm5", "--format", "json")
+    (gpu,) = json.loads(advisor("project", path, *told).out)["gpus"]
+    assert gpu["speedup"] == pytest.approx(794.5 / 271.2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "say which GPU with --gpu NAME, or --all"),
+        (("--gpu", "voodoo"), "no GPU 'voodoo' is known"),
+        (("--gpu", "l4", "--from", "h100 sxm5"), "recorded on NVIDIA A100 SXM4 80GB, not on"),
+        (("--all", "--prices", "nowhere.toml"), "nowhere.toml: cannot be read"),
+        (("--gpu", "l4", "--rank", "7"), "7"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    advisor: Run, trace: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    done = advisor("project", trace, *arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert told in done.err
+
+
+def test_of_a_run_of_several_ranks_it_says_which_one_it_is(advisor: Run, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        b = TraceBuilder(rank=rank, world_size=2)
+        for _ in range(4):
+            with b.step():
+                b.launch("softmax_warp_forward", 1_000)
+                b.sync()
+        b.write(tmp_path / f"rank{rank}.json")
+    assert "the step is that of rank 0" in advisor("project", tmp_path, "--gpu", "mi300x").out
+    told = ("--gpu", "mi300x", "--rank", "1", "--format", "json")
+    found = advisor("project", tmp_path, *told)
+    assert found.code == 0, found.err
+
+
+def test_real_traces_without_a_known_gpu_are_refused_in_a_line(
+    advisor: Run, shared_trace: Callable[[str], str]
+) -> None:
+    done = advisor("project", shared_trace("two_ranks_rank0"), "--gpu", "h200")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)

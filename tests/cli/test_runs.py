@@ -1,0 +1,107 @@
+"""The folder of all runs, given where one is meant: they are listed, with what to type."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import advisor
+from advisor.rundir import MANIFEST, STEPS, Manifest, Step
+from advisor.testing import TraceBuilder
+
+Cli = Callable[..., Any]
+DAY = 86_400 * 10**9
+
+
+def record(folder: Path, day: int, steps: int, *command: str) -> Path:
+    """A run of one rank with a trace."""
+    rank = folder / "rank0"
+    rank.mkdir(parents=True)
+    manifest = Manifest(run_id=folder.name, started_unix_ns=day * DAY, command=list(command))
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    lines = [msgspec.json.encode(Step(n=n, t=n * 1000, dur=1000)) for n in range(steps)]
+    (rank / STEPS).write_bytes(b"\n".join(lines) + b"\n")
+    b = TraceBuilder()
+    for _ in range(3):
+        with b.step(), b.op("aten::mm"):
+            b.launch("gemm", 900)
+            b.sync()
+    b.write(rank / "trace_w0.json.gz")
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with two runs in ``runs``."""
+    monkeypatch.chdir(tmp_path)
+    record(
+        tmp_path / "runs" / "2026-11-20_a", 20_000, 12, "/usr/bin/python3", "train.py", "--lr", "1"
+    )
+    record(tmp_path / "runs" / "2026-11-21_b", 20_001, 345, "torchrun", "\x1b[2Jbig.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "analyze runs",
+        "analyze runs/ --rank 0",
+        "analyze . --format json",
+        "whatif runs -e 'scale work 0'",
+        "report runs --html x.html",
+        "compare runs/2026-11-20_a runs",
+        "export runs --perfetto x.json",
+        "dashboard runs --no-browser",
+    ],
+)
+def test_a_folder_of_runs_lists_them_and_says_what_to_type(
+    project: Path, advisor: Cli, words: str
+) -> None:
+    if words.startswith("dashboard"):
+        pytest.importorskip("dash")
+    done = advisor(*shlex.split(words))
+    assert (done.code, done.out) == (2, "")
+    newest, older, last = done.err.splitlines()
+    assert newest.split()[0] == str(Path("runs/2026-11-21_b"))
+    assert "345 steps" in newest and "torchrun" in newest and "\x1b" not in done.err
+    assert "12 steps" in older and "train.py --lr 1" in older and "python3" not in older
+    assert "2024-10-0" in older  # 20,000 days after 1970
+    typed = shlex.split(last.partition("give one: advisor ")[2])
+    given = next(i for i, word in enumerate(shlex.split(words)) if word in ("runs", "runs/", "."))
+    wanted = shlex.split(words)
+    wanted[given] = "runs/2026-11-21_b"
+    assert typed == wanted
+    if words.startswith("analyze"):
+        assert advisor(*typed).code == 0
+
+
+def test_what_is_in_the_list_is_harmless_and_damaged_runs_are_in_it(
+    project: Path, advisor: Cli
+) -> None:
+    (project / "runs/2026-11-20_a" / MANIFEST).write_bytes(b"\xff" * 10)
+    (project / "runs/2026-11-20_a/rank0" / STEPS).unlink()
+    for n in range(40):
+        (project / f"runs/2026-10-{n:02}").mkdir()
+        (project / f"runs/2026-10-{n:02}" / MANIFEST).write_text("[" * 5000)
+    done = advisor("analyze", "runs")
+    lines = done.err.splitlines()
+    assert done.code == 2 and len(lines) == 22
+    assert "and 22 older ones" in lines[-2]
+    assert "give one: advisor analyze runs/2026-11-21_b" in lines[-1]
+
+
+def test_traces_that_lie_beside_runs_are_read_and_a_run_itself_is_one(project: Path) -> None:
+    assert advisor.open("runs/2026-11-20_a").ranks == [0]
+    with pytest.raises(
+        advisor.AdvisorError, match=r"2 runs in it; give one, such as runs.2026-11-21"
+    ):
+        advisor.open("runs")
+    (project / "runs/2026-11-20_a/rank0/trace_w0.json.gz").rename(project / "runs/mine.json.gz")
+    assert any(
+        str(t.meta.path).endswith("mine.json.gz") for t in advisor.open("runs").traces.values()
+    )

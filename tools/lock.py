@@ -1,0 +1,100 @@
+"""Writes ``requirements.lock``: the versions of ``constraints.txt`` with the hashes of their files.
+
+    make lock        (needs uv: pip install uv)
+
+Every file of a version is listed, for all systems and all Pythons that advisor runs on, so that
+``pip install --require-hashes`` takes the same ones from PyPI, a mirror or a cache, and no others.
+Left out is torch with what it brings of NVIDIA's: its builds for CPU, CUDA and ROCm have one
+version and different files, and which of them is right the machine decides, not this list. What
+has no wheel somewhere (scalene on ARM Linux, nvtx on macOS) is built there from a source that is
+checked, with tools that pip fetches unchecked.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import requires
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+LOCK = ROOT / "requirements.lock"
+EXTRAS = ("dev", "integrations")
+LEAST_PYTHON = "3.11"
+APART = ("triton", "nvidia", "cuda", "intel", "pytorch-triton")
+"""First words of the packages that come with a build of torch."""
+HEAD = """# Made by `make lock`: the versions of constraints.txt, with the hashes of their files.
+# `make` installs these with --require-hashes. torch, whose builds differ by machine, is not here.
+"""
+
+
+def main() -> int:
+    """Write the lock."""
+    uv = shutil.which("uv")
+    if uv is None:
+        print("uv is not installed: pip install uv", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        inputs, overrides = Path(folder, "torch.in"), Path(folder, "overrides.txt")
+        # what torch needs besides its builds, which a resolution without it would not see
+        inputs.write_text("\n".join(needed_by_torch()))
+        overrides.write_text("torch; sys_platform == 'none'\n")
+        command = [
+            uv,
+            "pip",
+            "compile",
+            "--quiet",
+            "--universal",
+            "--generate-hashes",
+            "--no-annotate",
+            "--no-header",
+            "--no-emit-package",
+            "torch",
+            "--python-version",
+            LEAST_PYTHON,
+            "--constraints",
+            str(CONSTRAINTS),
+            "--overrides",
+            str(overrides),
+            *(f"--extra={extra}" for extra in EXTRAS),
+            str(ROOT / "pyproject.toml"),
+            str(inputs),
+            *sys.argv[1:],
+        ]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        return 1
+    LOCK.write_text(HEAD + done.stdout)
+    missing = pins(CONSTRAINTS.read_text()) - pins(done.stdout)
+    print(
+        f"{LOCK.name}: {len(pins(done.stdout))} packages; of constraints.txt not there: "
+        f"{', '.join(sorted(name for name, _ in missing)) or 'none'}"
+    )
+    return 0
+
+
+def needed_by_torch() -> list[str]:
+    """Requirements of the installed torch that are no part of its build."""
+    found = [text for text in requires("torch") or [] if "extra ==" not in text]
+    return [text for text in found if not name(text).startswith(APART)]
+
+
+def pins(text: str) -> set[tuple[str, str]]:
+    """Name and version of each ``name==version`` line."""
+    lines = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", text, re.MULTILINE)
+    return {(name(one), version) for one, version in lines}
+
+
+def name(requirement: str) -> str:
+    """A requirement's project name, as PEP 503 has it."""
+    found = re.match(r"[A-Za-z0-9._-]+", requirement)
+    return re.sub(r"[-_.]+", "-", found[0]).lower() if found is not None else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -28,6 +28,14 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What depends on how the machine runs a program meanwhile may be tried again; the summary
+    lists each test that needed it."""
+    for item in items:
+        if item.get_closest_marker("timed") or "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))
+
+
 def pytest_collection_finish() -> None:
     _settle_heap()
 

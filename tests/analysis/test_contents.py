@@ -16,6 +16,8 @@ from advisor.analysis.contents import contents
 from advisor.ingest import read_trace
 from advisor.testing import TraceBuilder
 
+pytestmark = pytest.mark.timed
+
 RANGE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 

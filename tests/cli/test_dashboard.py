@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timed
+
 
 def test_a_path_that_is_not_there_is_one_line(advisor: Callable[..., Any]) -> None:
     done = advisor("dashboard", "nowhere.json", "--no-browser")

@@ -12,6 +12,8 @@ from advisor.cli import demo
 from advisor.install import install
 from advisor.report import Report
 
+pytestmark = pytest.mark.timed
+
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.timed
+
 LIMIT_MS = 30.0
 ATTEMPTS = 9
 HEAVY = {"torch", "polars", "dash", "plotly", "numpy", "scalene", "dask"}

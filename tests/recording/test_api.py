@@ -23,6 +23,8 @@ from advisor.recording.options import RecordOptions, chosen
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.timed
+
 QUIET: dict[str, Any] = {"active": 0, "telemetry": 0.0, "report": False}
 BATCH = (torch.ones(2, 4), torch.ones(2, 1))
 

@@ -14,6 +14,8 @@ from advisor.recording.api import Recorder
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.timed
+
 
 class Device:
     """Counts what is done with events, in which threads, and when it must not be."""

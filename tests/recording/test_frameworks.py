@@ -13,6 +13,8 @@ from recording_checks import check_sums, only_rank
 
 from advisor.rundir import RankRecord, read_recording
 
+pytestmark = pytest.mark.timed
+
 RECORD = ("-m", "advisor", "record", "--no-report", "-o", "run")
 Program = Callable[..., Any]
 

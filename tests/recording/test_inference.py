@@ -15,6 +15,8 @@ from recording_checks import check_sums, only_rank
 from advisor.recording import session
 
 torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
 Recorded = Callable[..., Any]
 
 

@@ -18,6 +18,8 @@ from advisor.recording import reach
 from advisor.rundir import read_recording
 
 pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
 RECORD = ("-m", "advisor", "record", "--no-report", "-o", "run")
 Program = Callable[..., Any]
 

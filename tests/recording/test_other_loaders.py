@@ -14,6 +14,8 @@ import pytest
 from advisor.recording.hooks import FOREIGN
 from advisor.rundir import RankRecord
 
+pytestmark = pytest.mark.timed
+
 Recorded = Callable[..., RankRecord]
 WAIT = 0.004
 STEPS = 12

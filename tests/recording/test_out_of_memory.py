@@ -15,6 +15,8 @@ from advisor.recording.oom import MOST_ENTRIES, OutOfMemory
 from advisor.rundir import SNAPSHOT
 from advisor.testing.allocator import MIB, Allocator
 
+pytestmark = pytest.mark.timed
+
 Calls = list[tuple[Any, ...]]
 
 

@@ -23,6 +23,8 @@ from advisor.recording.steps import Found
 from advisor.recording.writer import Writer
 from advisor.rundir import Manifest, Rank, Step
 
+pytestmark = pytest.mark.timed
+
 USER = len(tape.PHASES)
 FETCH = [tape.FETCH, tape.FETCHED, tape.BATCH]
 LEARN = [tape.FORWARD, tape.FORWARD_END, tape.BACKWARD, tape.BACKWARD_END]

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from advisor.rundir import RankRecord
 
 torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
 Recorded = Callable[..., RankRecord]
 
 

@@ -15,6 +15,8 @@ from advisor.recording.host import HostSampler
 from advisor.recording.telemetry import MAX_HZ, Sampler, SampleSource
 from advisor.rundir import Sample
 
+pytestmark = pytest.mark.timed
+
 _spec = importlib.util.spec_from_file_location(
     "fake_nvml", Path(__file__).with_name("fake_nvml.py")
 )

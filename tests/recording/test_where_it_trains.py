@@ -13,6 +13,8 @@ from advisor.rundir import read_recording
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.timed
+
 PROGRAM = """
 import sys, threading, multiprocessing
 from concurrent.futures import ThreadPoolExecutor

@@ -21,6 +21,8 @@ from advisor.recording.writer import Writer
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.timed
+
 CALM = {"report": False, "guard": 1e9}
 """No guard: steps of a millisecond may take any time on a machine that runs other tests."""
 

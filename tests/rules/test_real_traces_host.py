@@ -20,6 +20,8 @@ from advisor.advice.engine import Options, analyze
 from advisor.model import Finding
 from advisor.report.data import Report
 
+pytestmark = pytest.mark.timed
+
 Find = Callable[[str], str]
 Event = dict[str, Any]
 

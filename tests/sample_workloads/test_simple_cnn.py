@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 
 from advisor.sample_workloads import Setup, running  # noqa: E402
 
+pytestmark = pytest.mark.timed
+
 TINY = 1 / 16  # 4 images a step
 ACTIVE = 3
 

@@ -28,6 +28,8 @@ from advisor.sample_workloads import (  # noqa: E402
     running,
 )
 
+pytestmark = pytest.mark.timed
+
 ALL = catalogue()
 RULES = {rule.id: rule for rule in load_rules(config={})}
 ATTEMPTS = 3

@@ -14,6 +14,8 @@ from advisor.trial.spec import Pull, Result
 from .conftest import TRAPS
 
 pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
 Run = Callable[..., Result]
 
 

@@ -24,6 +24,8 @@ from advisor.trial.words import headline
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.timed
+
 SLOW = """
 import time
 import torch

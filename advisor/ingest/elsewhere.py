@@ -49,7 +49,7 @@ def read_source(source: Source, options: ReadOptions) -> Trace:
 
     Raises AdvisorError as :func:`read_trace` and :func:`opened` do.
     """
-    with opened(source, most=options.max_bytes) as path:
+    with opened(source, most=options.max_bytes, progress=options.progress) as path:
         copy = str(path)
         if copy == source.at:
             return read_trace(copy, options)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +17,7 @@ from advisor.errors import AdvisorError
 from advisor.remote import archives, waiting
 from advisor.remote.failures import CutOffError
 from advisor.remote.places import LISTING
+from advisor.remote.scratch import scratch
 from advisor.remote.source import Source
 from advisor.remote.system import file_system
 from advisor.remote.urls import file_name, is_url
@@ -40,12 +40,14 @@ def opened(
     folder: str | Path | None = None,
     most: int = MOST,
     timeout: float | None = None,
+    progress: Callable[[str, int], None] | None = None,
 ) -> Iterator[Path]:
     """A local path to a file, for the time of the ``with`` block: its own if it is here, else a
     copy of the same name in a folder of its own, gone afterwards.
 
     ``folder``: for the copy; default: the system's for temporary files. ``most``: bytes that it may
-    have. ``timeout``: seconds that a block may take; default ``waiting.TIMEOUT``.
+    have. ``timeout``: seconds that a block may take; default ``waiting.TIMEOUT``. ``progress``:
+    called with (shown URL, bytes so far) after each block.
 
     Raises AdvisorError, with one line: missing, access denied, too large, no room on the disk, cut
     off or slow in spite of several attempts.
@@ -55,27 +57,32 @@ def opened(
     if not is_url(source.at):
         yield Path(source.at)
         return
-    try:
-        scratch = tempfile.TemporaryDirectory(
-            prefix="advisor-", dir=folder, ignore_cleanup_errors=True
-        )
-    except OSError as error:
-        raise AdvisorError(f"no folder for temporary files ({error.strerror or error})") from None
-    with scratch as inside:
-        copy = Path(inside, file_name(source.at))
-        _Copy(source, copy, most, waiting.TIMEOUT if timeout is None else timeout).make()
+    seconds = waiting.TIMEOUT if timeout is None else timeout
+    with scratch(folder) as inside:
+        copy = inside / file_name(source.at)
+        _Copy(source, copy, most, seconds, progress).make()
         yield copy
 
 
 class _Copy:
     """One file on its way here."""
 
-    def __init__(self, source: Source, path: Path, most: int, timeout: float) -> None:
+    def __init__(
+        self,
+        source: Source,
+        path: Path,
+        most: int,
+        timeout: float,
+        progress: Callable[[str, int], None] | None,
+    ) -> None:
         self._source = source
+        self._progress = progress
         self._path = path
         self._most = most
         self._timeout = timeout
         self._stream_only = False
+        self._goes_on = False
+        """What is here already stays for the next attempt."""
         self._same: tuple[object, ...] | None = None
 
     def make(self) -> None:
@@ -90,7 +97,7 @@ class _Copy:
                 except AdvisorError:
                     raise
                 except Exception as error:  # a file system's library may raise anything
-                    if out.tell() > before:
+                    if self._goes_on and out.tell() > before:
                         failures = 0
                     failures += 1
                     give_up_or_wait(error, self._source.at, failures)
@@ -136,6 +143,7 @@ class _Copy:
     def _ranged(self, system: Any, path: str, offset: int, size: int, out: BinaryIO) -> None:
         """The bytes that are not here yet, block by block."""
         self._refuse_large(size, size - out.tell())
+        self._goes_on = True
         file = within(
             self._timeout,
             lambda: system.open(path, "rb", block_size=BLOCK, cache_type="none"),
@@ -145,7 +153,7 @@ class _Copy:
                 self._stream_only = True
                 raise CutOffError("it can only be read from its start")
             while (left := size - out.tell()) > 0:
-                block = within(self._timeout, lambda: file.read(min(BLOCK, left)))
+                block = self._block(file, min(BLOCK, left))
                 if not block:
                     raise CutOffError(f"after {out.tell():,} of {size:,} bytes")
                 self._write(out, block)
@@ -192,13 +200,28 @@ class _Copy:
         self._refuse_short(out, size)
 
     def _from_start(self, out: BinaryIO) -> None:
+        self._goes_on = False
         out.seek(0)
         out.truncate()
 
     def _drain(self, file: Any, out: BinaryIO) -> None:
-        while block := within(self._timeout, lambda: file.read(BLOCK)):
+        while block := self._block(file, BLOCK):
             self._refuse_large(out.tell() + len(block), len(block))
             self._write(out, block)
+
+    def _block(self, file: Any, size: int) -> bytes:
+        """So many bytes, fewer only at the end, all of them in time: one that comes byte by byte
+        is as good as none."""
+
+        def read() -> bytes:
+            parts: list[bytes] = []
+            left = size
+            while left > 0 and (part := file.read(left)):
+                parts.append(part)
+                left -= len(part)
+            return b"".join(parts)
+
+        return within(self._timeout, read)
 
     def _refuse_short(self, out: BinaryIO, size: int | None) -> None:
         if size is not None and out.tell() != size:
@@ -224,6 +247,8 @@ class _Copy:
                 f"{self._source.url}: {self._path.parent.parent} takes no copy ({why}); name "
                 "another disk in TMPDIR"
             ) from None
+        if self._progress is not None:
+            self._progress(self._source.url, out.tell())
 
 
 def _close(file: Any) -> None:

@@ -26,7 +26,8 @@ def file_system(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError:
         raise AdvisorError(f"{scheme(url)}:// needs fsspec: {install('remote')}") from None
-    names = [scheme(part) if is_url(part) or "/" not in part else "file" for part in url.split("::")]
+    parts = url.split("::")
+    names = [scheme(one) if is_url(one) or "/" not in one else "file" for one in parts]
     for name in names:
         try:
             get_filesystem_class(name)

@@ -30,7 +30,7 @@ def trace_bytes() -> Callable[[int], bytes]:
     def make(rank: int) -> bytes:
         b = TraceBuilder(rank=rank)
         b.now = NOON
-        for _ in range(3):
+        for _ in range(8):
             with b.step(), b.op("aten::mm"):
                 b.launch("gemm", 100)
         return b.json()

@@ -24,6 +24,10 @@ class Fault:
     """Promise all, send half, close."""
     hang: bool = False
     """Send a byte, and nothing more."""
+    drip: bool = False
+    """Send a byte now and then."""
+    further: bool = False
+    """Close, each time a little later."""
     times: int | None = None
     heads: bool = True
     """HEAD, too."""
@@ -160,8 +164,19 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         if fault is not None and self.command == "GET":
-            self.wfile.write(body[:1] if fault.hang else body[: len(body) // 2])
+            end = 1 if fault.hang or fault.drip else len(body) // 2
+            if fault.further:
+                end = 1000 * sum(self.state.asked.values())
+            self.wfile.write(body[:end])
             self.wfile.flush()
+            for byte in body[1:] if fault.drip else b"":
+                if self.state.over.wait(0.05):
+                    break
+                try:
+                    self.wfile.write(bytes([byte]))
+                    self.wfile.flush()
+                except OSError:  # nobody listens any more
+                    break
             if fault.hang:
                 self.state.over.wait(120)
             self.close_connection = True

@@ -161,3 +161,25 @@ def test_sources_can_be_handed_to_another_process(
         assert path.read_bytes() == trace_bytes(4)
     assert not path.exists()
     assert not os.path.lexists(path.parent)
+
+
+def test_other_commands_take_urls_or_say_that_they_do_not(
+    s3: Any,
+    trace_bytes: Callable[[int], bytes],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = s3.put("b/rank0.json", trace_bytes(0))
+    baseline = tmp_path / "baseline.json"
+    assert advisor_cli(["report", url, "--html", str(tmp_path / "a.html")]) == 0
+    assert "rank0.json" in (tmp_path / "a.html").read_text()
+    assert advisor_cli(["gate", url, "--save", str(baseline)]) == 0
+    assert advisor_cli(["gate", str(baseline), url]) == 0
+    assert "no such file" not in capsys.readouterr().err
+    assert advisor_cli(["export", url, "--perfetto", str(tmp_path / "out.json")]) == 2
+    assert advisor_cli(["dashboard", url]) == 2
+    refused = capsys.readouterr().err.splitlines()
+    assert [line.partition(f"{url}: ")[2] for line in refused] == [
+        "is read twice for this; download it first",
+        "no such file or directory",
+    ]

@@ -53,6 +53,24 @@ def test_a_trace_is_read_from_a_web_server(web: Server, trace_bytes: Made) -> No
     assert run.traces[3, 0].meta.path == f"{web.url}/run/rank3.json.gz"
 
 
+def test_one_that_comes_byte_by_byte_is_given_up(
+    web: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "ATTEMPTS", 1)
+    web.state.files["/a.json"] = b"{}" * 10_000
+    web.state.faults["a.json"] = Fault(drip=True, heads=False)
+    for web.state.ranges in (True, False):
+        assert "no answer in time" in refused(f"{web.url}/a.json", timeout=1.0)
+
+
+def test_a_stream_that_gets_further_each_time_is_given_up_too(web: Server) -> None:
+    web.state.files["/a.json"] = b"{}" * 500_000
+    web.state.ranges = False
+    web.state.faults["a.json"] = Fault(further=True, heads=False)
+    assert "(4 attempts)" in refused(f"{web.url}/a.json")
+    assert web.state.asked["GET /a.json"] == 4
+
+
 @pytest.mark.parametrize("ranges", [True, False], ids=["with ranges", "without"])
 def test_all_blocks_of_a_file_come_in_order(web: Server, ranges: bool) -> None:
     web.state.files["/big.json"] = BIG
@@ -223,11 +241,37 @@ def test_nothing_is_left_after_an_interrupt(web: Server, tmp_path: Path) -> None
     end = time.monotonic() + DEADLINE
     while not web.state.asked["GET /a.json"] and time.monotonic() < end:
         time.sleep(0.05)
-    assert len(list(tmp_path.glob("advisor-*"))) == 1
+    assert len(list(tmp_path.glob("advisor-fetched-*"))) == 1
     program.send_signal(signal.SIGINT)
     output, _ = program.communicate(timeout=DEADLINE)
     assert (program.returncode, output) == (130, b"")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_what_a_killed_process_left_goes_next_time(
+    web: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web.state.files |= {"/a.json": BIG, "/b.json": b"{}"}
+    web.state.faults["a.json"] = Fault(hang=True, heads=False)
+    program = subprocess.Popen(
+        [sys.executable, "-m", "advisor", "analyze", f"{web.url}/a.json"],
+        env={"TMPDIR": str(tmp_path), "PATH": "", "NO_PROXY": "*"},
+    )
+    try:
+        end = time.monotonic() + DEADLINE
+        while not web.state.asked["GET /a.json"] and time.monotonic() < end:
+            time.sleep(0.05)
+        (left,) = tmp_path.iterdir()
+        monkeypatch.setattr("advisor.remote.scratch.YOUNG", 0.0)
+        source = Source(url="b", at=f"{web.url}/b.json")
+        with opened(source, folder=tmp_path):
+            assert left.exists()  # its process is there
+    finally:
+        program.kill()
+        program.wait(DEADLINE)
+    with opened(source, folder=tmp_path) as path:
+        assert list(tmp_path.iterdir()) == [path.parent]
 
 
 FETCH = """

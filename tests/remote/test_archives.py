@@ -104,7 +104,7 @@ def test_a_name_leads_out_of_nothing(
         assert path.name == "evil.json"
         assert path.resolve().is_relative_to(inside)
         assert path.read_bytes() == trace_bytes(0)
-        written = [one for one in tmp_path.rglob("*") if one.is_file()]
+        written = [one for one in tmp_path.rglob("[!.]*") if one.is_file()]
         assert written == [path]
     assert "good.json" in [
         one.at.partition("::")[0][6:] for one in locate([f"{kind}://::{web.url}/a"])

@@ -20,7 +20,7 @@ from advisor.remote.places import LISTING
 from advisor.remote.scratch import scratch
 from advisor.remote.source import Source
 from advisor.remote.system import file_system
-from advisor.remote.urls import file_name, is_url
+from advisor.remote.urls import file_name, is_url, is_web
 from advisor.remote.waiting import give_up_or_wait, within
 
 BLOCK = 4 << 20
@@ -105,40 +105,40 @@ class _Copy:
     def _attempt(self, out: BinaryIO) -> None:
         in_archive = archives.split(self._source.at)
         if in_archive is None:
-            self._whole(self._source.at, out)
-        elif self._source.offset is not None and self._source.size is not None:
-            self._part(in_archive[2], self._source.offset, self._source.size, out)
+            self._plain(self._source.at, out)
+        elif self._source.offset is not None:
+            self._plain(in_archive[2], out, self._source.offset, self._source.size)
         else:
             self._member(*in_archive, out)
 
-    def _whole(self, url: str, out: BinaryIO) -> None:
+    def _plain(self, url: str, out: BinaryIO, offset: int = 0, size: int | None = None) -> None:
+        """A file, or so many of its bytes from an offset on."""
         system, path = file_system(url)
         info = self._info(system, path)
         if info.get("type") == "directory":
             raise IsADirectoryError
-        self._refuse_changed(info, url)
-        size = info.get("size")
-        if size is not None and info.get("partial", True) and not self._stream_only:
-            self._ranged(system, path, 0, int(size), out)
+        self._refuse_changed(info)
+        web = is_web(url)
+        if size is None and (not web or info.get("size")):  # some servers say 0 of what they make
+            size = info.get("size")
+        in_parts = info.get("partial", True) and not self._stream_only
+        if size is not None and (in_parts or offset):
+            self._ranged(system, path, offset, int(size), out)
         else:
-            self._streamed(system, path, size, out)
+            self._streamed(system, path, 0 if web else BLOCK, size, out)
         with suppress(OSError, TimeoutError):  # all of it came; only a change counts
             system.invalidate_cache()
-            self._refuse_changed(self._info(system, path), url)
+            self._refuse_changed(self._info(system, path))
 
     def _info(self, system: Any, path: str) -> dict[str, Any]:
         found: dict[str, Any] = within(self._timeout, lambda: system.info(path))
         return found
 
-    def _refuse_changed(self, info: dict[str, Any], url: str) -> None:
+    def _refuse_changed(self, info: dict[str, Any]) -> None:
         now = (info.get("size"), *(info.get(name) for name in _SAME))
         if self._same is not None and now != self._same:
             raise AdvisorError(f"{self._source.url}: changed while it was read; try again")
         self._same = now
-
-    def _part(self, url: str, offset: int, size: int, out: BinaryIO) -> None:
-        system, path = file_system(url)
-        self._ranged(system, path, offset, size, out)
 
     def _ranged(self, system: Any, path: str, offset: int, size: int, out: BinaryIO) -> None:
         """The bytes that are not here yet, block by block."""
@@ -173,12 +173,14 @@ class _Copy:
             return True
         return False
 
-    def _streamed(self, system: Any, path: str, size: int | None, out: BinaryIO) -> None:
-        """All of it, from the start."""
+    def _streamed(
+        self, system: Any, path: str, block_size: int, size: int | None, out: BinaryIO
+    ) -> None:
+        """All of it, from the start. ``block_size``: 0 reads a web server's answer as it comes."""
         self._from_start(out)
         if size is not None:
             self._refuse_large(size, size)
-        file = within(self._timeout, lambda: system.open(path, "rb", block_size=0))
+        file = within(self._timeout, lambda: system.open(path, "rb", block_size=block_size))
         try:
             self._drain(file, out)
         finally:

@@ -41,6 +41,8 @@ class State:
     faults: dict[str, Fault] = field(default_factory=dict)
     upstream: tuple[str, int] | None = None
     ranges: bool = True
+    lengths: bool = True
+    """HEAD tells how long a file is; False: that it is empty."""
     etags: dict[str, str] = field(default_factory=lambda: defaultdict(lambda: '"1"'))
     asked: Counter[str] = field(default_factory=Counter)
     """``GET /name`` -> how often."""
@@ -158,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             if name.lower() != "content-length":
                 self.send_header(name, value)
-        length = headers.get("Content-Length", str(len(body)))
+        length = headers.get("Content-Length", str(len(body))) if self.state.lengths else "0"
         self.send_header("Content-Length", length if self.command == "HEAD" else str(len(body)))
         self.end_headers()
         if self.command == "HEAD":

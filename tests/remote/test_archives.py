@@ -8,13 +8,14 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from advisor.errors import AdvisorError
 from advisor.fleet.sources import locate, opened
 from advisor.ingest import open_run
-from advisor.remote import archives
+from advisor.remote import archives, fetch
 from advisor.remote.places import find
 from advisor.remote.source import Source
 from tests.remote.faulty import Fault, Server
@@ -82,6 +83,22 @@ def test_a_member_of_a_plain_tar_is_fetched_without_the_rest(web: Server) -> Non
     with opened(one) as path:
         assert path.read_bytes() == files["rank6.json"]
     assert web.state.asked["GET /a.tar"] == 2  # blocks of 4 MiB
+
+
+def test_a_tar_that_changes_meanwhile_is_not_believed(
+    web: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web.state.files["/a.tar"] = tarred({"rank0.json": bytes(10_000_000)})
+    (one,) = locate([f"tar://::{web.url}/a.tar"])
+    write = fetch._Copy._write
+
+    def changing(self: fetch._Copy, out: BinaryIO, block: bytes) -> None:
+        web.state.etags["/a.tar"] = '"2"'
+        write(self, out, block)
+
+    monkeypatch.setattr(fetch._Copy, "_write", changing)
+    with pytest.raises(AdvisorError, match="changed while it was read"), opened(one):
+        pass
 
 
 def test_one_in_an_archive_on_this_machine(tmp_path: Path, trace_bytes: Made) -> None:

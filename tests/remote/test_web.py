@@ -80,6 +80,13 @@ def test_all_blocks_of_a_file_come_in_order(web: Server, ranges: bool) -> None:
     assert (web.state.asked["GET /big.json"] == 5) is ranges
 
 
+def test_a_server_that_does_not_know_how_long_a_file_is(web: Server) -> None:
+    web.state.files["/big.json"] = BIG
+    web.state.lengths = False
+    assert read(f"{web.url}/big.json") == BIG
+    assert "larger than 1 MB" in refused(f"{web.url}/big.json", most=10**6)
+
+
 def test_what_breaks_off_goes_on_where_it_was(web: Server) -> None:
     web.state.files["/big.json"] = BIG
     web.state.faults["big"] = Fault(cut=True, times=2, heads=False)

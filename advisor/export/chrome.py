@@ -22,6 +22,7 @@ from advisor.export.rewrite import (
     written_head,
 )
 from advisor.export.tracks import microseconds
+from advisor.ingest.meta import OURS
 from advisor.ingest.source import DEFAULT_LIMIT
 from advisor.ingest.spelling import copy_parts
 from advisor.redact import Redactor
@@ -163,6 +164,9 @@ def head_of(trace: Trace) -> Event:
     distributed = {"backend": meta.backend, "rank": meta.rank, "world_size": meta.world_size}
     if any(value is not None for value in distributed.values()):
         head["distributedInfo"] = distributed
+    own = {"format": meta.format, "framework": meta.framework, "vendor": meta.vendor,
+           "step_marks": meta.step_marks}  # fmt: skip
+    head[OURS] = {key: value for key, value in own.items() if value is not None}
     return {key: value for key, value in head.items() if value is not None}
 
 

@@ -13,6 +13,7 @@ import typer
 from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.compare import parse_share
+from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import polars as pl
 from advisor.ingest.assemble import Assembler, Facts
 from advisor.ingest.split import Splitter
 from advisor.trace import (
+    CALLS,
     CUDA,
     JAX,
     KINETO,
@@ -29,6 +30,9 @@ _AMD = re.compile(r"\bamd\b|radeon|instinct|\bgfx\d|\bmi\d{2,3}", re.IGNORECASE)
 _NVIDIA = re.compile(
     r"nvidia|tesla|geforce|quadro|titan|\b[rg]tx\b|^[abghlptv]{1,2}\d{1,3}[a-z]?\b", re.IGNORECASE
 )
+
+MOST_CALLS = 10_000
+"""Names of calls that such a file may tell the class of."""
 
 
 def describe(
@@ -81,6 +85,19 @@ def _written(ours: dict[str, Any]) -> dict[str, str | None]:
         "format": (_text(ours.get("format")) or KINETO)[:40],
         "framework": _one_of(ours, "framework", (PYTORCH, TENSORFLOW, JAX, CUDA)),
         "step_marks": _one_of(ours, "step_marks", STEP_MARKS),
+    }
+
+
+def told_calls(head: dict[str, Any]) -> dict[str, str]:
+    """Name -> class (one of CALLS) of the calls that are not known by their names, in a file that
+    we wrote."""
+    ours = head.get(OURS)
+    told = ours.get("calls") if isinstance(ours, dict) else None
+    pairs = told[:MOST_CALLS] if isinstance(told, list) else []
+    return {
+        one[0]: one[1]
+        for one in pairs
+        if isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and one[1] in CALLS
     }
 
 

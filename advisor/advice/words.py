@@ -89,6 +89,8 @@ def worded(outcome: Outcome, rule: Rule, meta: TraceMeta) -> None:
     elif advice is not None and foreign(meta):
         if isinstance(outcome, Good):
             outcome.text = _plain(outcome.text)
+            if meta.vendor == "amd":
+                outcome.text = _as_hip(outcome.text)
         elif isinstance(outcome, Finding):
             outcome.title, outcome.summary = _plain(outcome.title), _plain(outcome.summary)
             _advise(outcome, advice)

@@ -166,8 +166,8 @@ def head_of(trace: Trace) -> Event:
         head["distributedInfo"] = distributed
     own = {"format": meta.format, "framework": meta.framework, "vendor": meta.vendor,
            "step_marks": meta.step_marks}  # fmt: skip
-    head[OURS] = {key: value for key, value in own.items() if value is not None}
-    head[OURS]["calls"] = _calls(trace)
+    told = {key: value for key, value in own.items() if value is not None}
+    head[OURS] = {**told, "calls": _calls(trace)}
     return {key: value for key, value in head.items() if value is not None}
 
 

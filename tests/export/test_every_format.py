@@ -4,6 +4,7 @@ HTML, what-if, comparison."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from importlib import util
@@ -144,6 +145,22 @@ def test_lines_fit_the_terminal(
     for more in ([], ["--operators"]):
         assert run("analyze", file, *more) == 0
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+TORCH = re.compile(
+    r"torch\.(?!org|profiler)|DataLoader|aten::|num_workers|pin_memory|profiler\.step|\bsynchronize\(\)"
+)
+
+
+def test_nothing_is_advised_in_pytorchs_words(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("analyze", file) == 0
+    told = capsys.readouterr().out
+    advice = told[told.index("What to change") : told.index("Not checked")]
+    assert not TORCH.search(advice), TORCH.search(advice)
+    if file.suffix in (".rpd", ".db") or "results" in file.name:
+        assert not re.search(r"\bcu(da)?[A-Z]|NCCL", advice)
 
 
 # -- memory snapshots -----------------------------------------------------------------------------

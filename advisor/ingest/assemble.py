@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.ingest import tables
 from advisor.ingest.columns import Columns, Piece
+from advisor.ingest.heap import give_back
 from advisor.ingest.launches import Launches, classify_calls
 from advisor.ingest.nesting import nest, release_ranges, stack_order
 from advisor.ingest.spelling import DEVICE_KINDS, HOST_KINDS
@@ -271,6 +272,7 @@ def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.
     host, device = given.host, given.device
     table = Assembler._order_threads(host, given.threads)
     launches = Assembler._nest(host, device, given.names, facts)
+    give_back(len(launches[0]) + len(host.get("ts", ())))
     return {
         "cpu": tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA),
         "gpu": tables.gpu_frame(device, names, given.names, *launches)
@@ -281,8 +283,9 @@ def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.
 
 
 def _reorder(columns: Columns, order: Array) -> None:
-    for key in columns:
-        columns[key] = columns[key][order]
+    for key, column in columns.items():
+        if not tables.is_blank(column):
+            columns[key] = column[order]
 
 
 def _exact_ns(us: float) -> int:

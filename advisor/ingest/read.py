@@ -33,10 +33,9 @@ def _read(source: Source, options: ReadOptions) -> Trace:
     if not isinstance(trace, Trace):  # somebody else's
         raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
     told = trace.meta.format if reader.name == KINETO else reader.name
-    written = told in {one.name for one in readers()}  # by us, from a file of that format
-    meta = replace(
-        trace.meta, format=told if written else reader.name, step_ranges=options.step_ranges
-    )
+    if told != reader.name and told not in {one.name for one in readers()}:
+        told = reader.name  # it says that we wrote it, from a file of a format that nobody knows
+    meta = replace(trace.meta, format=told, step_ranges=options.step_ranges)
     return replace(trace, meta=meta)
 
 

@@ -157,7 +157,7 @@ HEAD_KEYS = frozenset(
         record_shapes with_stack with_flops with_modules profile_memory
         cuda_runtime_version cuda_driver_version cupti_version trace_id
         hip_runtime_version hip_driver_version roctracer_version rocprofiler_version
-        torch_version
+        torch_version advisor
         """
     )
 )

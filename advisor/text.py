@@ -58,6 +58,10 @@ HOST: Final = {
 }
 """Classes of host time (``analysis.timeline.CLASSES``) as they are shown."""
 
+_INPUT: Final = {"loader": "input pipeline"}
+_ELSEWHERE: Final[Mapping[str | None, Mapping[str, str]]] = {"tensorflow": _INPUT, "jax": _INPUT}
+"""``TraceMeta.framework`` -> what is called otherwise there than in PyTorch."""
+
 
 def path(file: str, width: int) -> str:
     """A path in ``width`` characters: from here when it is below, else its end if it is long."""
@@ -298,11 +302,20 @@ def of(unit: Per) -> str:
     return f"of the {unit}"
 
 
-def cause_label(cause: str) -> str:
-    """An idle cause as words."""
-    return CAUSES.get(cause, clean(cause).replace("_", " "))
+def cause_label(cause: str, framework: str | None = None) -> str:
+    """An idle cause as words, those of the framework that the program is written with."""
+    return _own(cause, framework) or CAUSES.get(cause, clean(cause).replace("_", " "))
 
 
-def host_label(name: str) -> str:
-    """A class of host time as words."""
-    return HOST.get(name, clean(name).replace("_", " "))
+def host_label(name: str, framework: str | None = None) -> str:
+    """A class of host time as words, likewise."""
+    return _own(name, framework) or HOST.get(name, clean(name).replace("_", " "))
+
+
+def path_label(name: str, framework: str | None = None) -> str:
+    """A part of the critical path as words, likewise."""
+    return _own(name, framework) or clean(name)
+
+
+def _own(name: str, framework: str | None) -> str | None:
+    return _ELSEWHERE.get(framework, {}).get(name)

@@ -20,6 +20,9 @@ PYTORCH, TENSORFLOW, JAX, CUDA = "pytorch", "tensorflow", "jax", "cuda"
 """In ``TraceMeta.framework``."""
 TF_DATA = "tf.data::"
 """How the name of a wait for TensorFlow's input pipeline begins."""
+STEP_MARKS = ("StepTraceAnnotation", "step_num", "program")
+"""In ``TraceMeta.step_marks``: JAX's, TensorFlow's, and the period of a program that is called
+again and again."""
 LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#|^tf\.data::"
 """Names of ranges in which the loop waits for its next batch."""
 CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
@@ -183,7 +186,7 @@ class TraceMeta:
 
     path: str
     format: str = KINETO
-    """Name of the reader."""
+    """Name of the reader; of a trace that we wrote ourselves, of its source's."""
     framework: str | None = None
     """What the program is written with: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with
     CUDA or HIP and none of these), or ``None`` when nothing tells."""
@@ -222,6 +225,9 @@ class TraceMeta:
     """Written as code to show one thing: nothing is concluded from how little is in it."""
     snapshot: MemorySnapshot | None = None
     """The allocator's snapshot, of a file that is one: the tables of its trace are empty."""
+    step_marks: str | None = None
+    """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's; they are ranges
+    ``ProfilerStep#<n>`` all the same."""
     step_ranges: str | None = None
     """Regular expression of the ranges that were said to be steps; ``None``: nobody did."""
 

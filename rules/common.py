@@ -9,6 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.model import Location
+from advisor.trace import KINETO, PYTORCH
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -43,6 +44,12 @@ def of_step(a: Analysis, ns: float) -> str:
     ``of the recording`` when the trace has no steps."""
     unit = "the recording" if a.steps.source == "whole trace" else "each step"
     return f"{duration(ns / a.step_count)} of {unit} ({ns / max(a.span_ns, 1):.0%})"
+
+
+def of_pytorch(a: Analysis) -> bool:
+    """The program is written with PyTorch, as far as its trace tells."""
+    meta = a.trace.meta
+    return meta.framework == PYTORCH or (meta.framework is None and meta.format == KINETO)
 
 
 def per(a: Analysis) -> str:

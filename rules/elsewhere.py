@@ -7,13 +7,13 @@ from advisor.trace import CUDA
 
 
 def in_any_language(
-    fix: str, *, cuda: str = "", code: str = "", verify: str = ""
+    fix: str, *, cuda: str = "", code: str = "", verify: str = "", title: str = ""
 ) -> dict[str, Advice]:
     """Entries of ``Rule.elsewhere``: ``fix`` in any language, and in C++ with CUDA what to call
     and ``code`` too (HIP has the same under its own names, which the engine puts in)."""
     return {
-        ANY: Advice(fix, verify=verify),
-        CUDA: Advice(f"{fix} {cuda}".strip(), code, verify),
+        ANY: Advice(fix, verify=verify, title=title),
+        CUDA: Advice(f"{fix} {cuda}".strip(), code, verify, title),
     }
 
 

@@ -26,13 +26,15 @@ def steps_apart(a: Analysis) -> Uneven | None:
 
 def longer_steps(a: Analysis) -> str:
     """A sentence or two for steps that differ."""
-    found = a.uneven
+    found, own = a.uneven, a.trace.meta.framework
     if found is None:
         return "What makes one longer than another is not told by so few steps."
     said = f"The longer half takes {t.time(found.difference_ns)} more a step"
     if not found.classes:
         return f"{said}, spread over many causes."
-    said += f": {', '.join(f'{_class(part.name)} {t.time(part.ns)}' for part in found.classes)}."
+    said += (
+        f": {', '.join(f'{_class(part.name, own)} {t.time(part.ns)}' for part in found.classes)}."
+    )
     if not found.work:
         return said
     said += f" Most of it in {', '.join(_work(part) for part in found.work)}."
@@ -48,12 +50,13 @@ def _parts(parts: tuple[Part, ...]) -> list[LongerPart]:
     return [LongerPart(p.name, p.ns, p.short_count, p.long_count) for p in parts]
 
 
-def _class(name: str) -> str:
+def _class(name: str, framework: str | None) -> str:
     if name.startswith("host: "):
-        return t.host_label(name.removeprefix("host: "))
+        return t.host_label(name.removeprefix("host: "), framework)
     cause = name.removeprefix("idle: ")
     if cause != name:
-        return f"idle ({t.CAUSES.get(cause, 'no known cause')})"
+        told = t.cause_label(cause, framework) if cause in t.CAUSES else "no known cause"
+        return f"idle ({told})"
     return t.LABELS.get(name, name)
 
 

@@ -100,6 +100,7 @@ def _scope(a: Analysis) -> Scope:
         device_name=a.device.name if a.device else None,
         device_known=a.hardware is not None,
         devices_seen=a.trace.gpu["device"].n_unique(),
+        framework=a.trace.meta.framework,
     )
 
 
@@ -124,6 +125,7 @@ def _recorded_scope(a: Analysis) -> Scope:
         device_name=None if device is None else device.name,
         device_known=False,
         devices_seen=0,
+        framework=a.trace.meta.framework,
     )
 
 

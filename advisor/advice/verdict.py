@@ -66,10 +66,11 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
 def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     step = t.time(report.step_ns)
     unit: str = report.per
+    own = report.scope.framework
     if unit == "step" and report.recorded is not None and report.recorded.inference:
         unit = "inference step"
-    own = report.step
-    profiled = own is not None and own.longer is not None and abs(own.longer) >= APART
+    view = report.step
+    profiled = view is not None and view.longer is not None and abs(view.longer) >= APART
     if report.busy_share is None:
         top = report.host[0] if report.host else None
         if top is None:
@@ -78,7 +79,7 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
         why = "No GPU work in the trace."
         if report.scope.step_source == "record":
             why = "No window was profiled."
-        first = f"{t.host_label(top.name)} {t.percent(top.share)}"
+        first = f"{t.host_label(top.name, own)} {t.percent(top.share)}"
         if profiled:
             first = f"while profiled, {first}"
         text = f"{why} The host's {step} {unit}: {first}"
@@ -98,7 +99,7 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
         return "healthy", f"Healthy: the GPU is {busy_of}, and nothing stands out."
     idle = report.idle[0] if report.idle else None
     if idle is not None:
-        why = f"{t.cause_label(idle.cause)} ({t.percent(idle.share)} of the {unit})"
+        why = f"{t.cause_label(idle.cause, own)} ({t.percent(idle.share)} of the {unit})"
         return "limited", (
             f"{text}; it idles most for: {why}, but no rule has a fix that is worth showing."
         )

@@ -40,7 +40,7 @@ _TRAINING = re.compile(r"\btraining loop\b")
 
 def foreign(meta: TraceMeta) -> bool:
     """The trace is surely of no PyTorch program, or of none that is known to be one."""
-    return meta.framework != PYTORCH and meta.format != KINETO
+    return meta.framework != PYTORCH and (meta.framework is not None or meta.format != KINETO)
 
 
 def advises(rule: Rule, meta: TraceMeta) -> bool:
@@ -83,10 +83,14 @@ def worded(outcome: Outcome, rule: Rule, meta: TraceMeta) -> None:
             _advise(outcome, advice)
             _without_torch(outcome)
         elif isinstance(outcome, Good) and advice is not None:
-            outcome.text = _plain(outcome.text)
+            outcome.text = _said(_plain(outcome.text), advice)
+        elif isinstance(outcome, NotMeasured) and advice is not None:
+            outcome.what = _said(outcome.what, advice)
     elif advice is not None and foreign(meta):
         if isinstance(outcome, Good):
             outcome.text = _plain(outcome.text)
+            if meta.vendor == "amd":
+                outcome.text = _as_hip(outcome.text)
         elif isinstance(outcome, Finding):
             outcome.title, outcome.summary = _plain(outcome.title), _plain(outcome.summary)
             _advise(outcome, advice)
@@ -101,8 +105,14 @@ def _advise(finding: Finding, advice: Advice | None) -> None:
     finding.fix, finding.code = advice.fix, advice.code
     finding.check = advice.verify or finding.check
     finding.title = advice.title or finding.title
+    finding.summary = _said(finding.summary, advice)
+
+
+def _said(text: str, advice: Advice) -> str:
+    """The sentence with what is called otherwise there."""
     for old, new in advice.says:
-        finding.summary = finding.summary.replace(old, new)
+        text = text.replace(old, new)
+    return text
 
 
 def _without_torch(finding: Finding) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from advisor import text as t
 from advisor.advice.holes import holes
 from advisor.advice.pricing import BoundPricer, Price, Pricer
 from advisor.model import Worth
@@ -103,7 +104,10 @@ def worthless(findings: list[Finding], pricing: Pricer, a: Analysis, floor: floa
     told = []
     bound = BoundPricer(a)
     whole = sum(path.values()) or 1.0
-    hangs_on = " and ".join(f"{name} ({ns / whole:.0%})" for name, ns in list(path.items())[:2])
+    own = a.trace.meta.framework
+    hangs_on = " and ".join(
+        f"{t.path_label(name, own)} ({ns / whole:.0%})" for name, ns in list(path.items())[:2]
+    )
     unit = "the recording" if a.steps.source == "whole trace" else "each step"
     for finding in findings:
         if finding.other_rank or not finding.edits:

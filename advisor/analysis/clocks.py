@@ -211,7 +211,7 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     ``order``, ``seen`` (ranks).
     """
     numbers = tuple(ranks)
-    stepped = all(a.steps.source in ("ProfilerStep", "recorder") for a in ranks.values())
+    stepped = all(a.steps.numbered for a in ranks.values())
     every = pl.concat([_keyed(a, n, stepped=stepped) for n, a in ranks.items()])
     # what one rank has twice under one key cannot be told apart
     doubled = every.group_by(*_KEY, "rank").len().filter(pl.col("len") > 1).select(_KEY)

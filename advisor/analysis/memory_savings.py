@@ -117,27 +117,51 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
     return found
 
 
-def _logits(post: PostMortem) -> list[Saving]:
-    """What a loss over classes holds, and what of the same size is around it: the logits."""
+class Logits(NamedTuple):
+    """What a loss over classes held, and what of the same size was around it: the logits."""
+
+    largest: int
+    """Bytes of the loss's largest block."""
+    blocks: int
+    """Of the loss and of the logits' size."""
+    bytes: int
+    """In all of them."""
+    where: Origin
+    """Who called the loss."""
+
+    @property
+    def freed(self) -> int:
+        """Were they made in CHUNKS pieces, one at a time."""
+        return self.bytes - self.bytes // CHUNKS
+
+
+def logits(post: PostMortem) -> Logits | None:
+    """At the moment that is looked at; ``None``: no loss held anything large then."""
     h = post.history
     rows = _rows(post, "activations", "earlier steps", "outside modules", "backward temporaries")
     loss = np.array([o.loss for o in h.origins])[h.lives.stack[rows]]
     size = h.lives.size[rows]
     large = size >= LEAST * max(post.allocated, 1) / 4
     if not (loss & large).any():
-        return []
+        return None
     like = np.unique(size[loss & large])
     alike = np.isin(size, np.concatenate([like, like // 2]))  # the latter in 16 bits
     chosen = large & (loss | alike)
-    whole = int(size[chosen].sum())
     where = h.origins[int(h.lives.stack[rows[np.flatnonzero(loss & large)[0]]])]
+    return Logits(int(like.max()), int(chosen.sum()), int(size[chosen].sum()), where)
+
+
+def _logits(post: PostMortem) -> list[Saving]:
+    found = logits(post)
+    if found is None:
+        return []
     return [
         _at(
             "smaller logits",
-            whole - whole // CHUNKS,
-            f"the {int(chosen.sum())} blocks of the loss and of the logits' size are made in "
-            f"{CHUNKS} pieces, one at a time",
-            where,
+            found.freed,
+            f"the {found.blocks} blocks of the loss and of the logits' size are made in {CHUNKS} "
+            "pieces, one at a time",
+            found.where,
         )
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +14,7 @@ from advisor.analysis.names import matches
 from advisor.analysis.repeats import repeats
 from advisor.errors import AdvisorError
 from advisor.intervals import Intervals, union
-from advisor.trace import KINETO, LOADER, Trace
+from advisor.trace import KINETO, LOADER, STEP_MARKS, Trace
 
 MIN_OPTIMIZER_STEPS = 3
 OUTLIER_FACTOR = 1.5
@@ -42,8 +43,8 @@ STEPS_SCHEMA = {
 @dataclass(frozen=True)
 class Steps:
     """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
-    ``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``, ``device sequence`` or ``whole
-    trace``.
+    ``ProfilerStep`` (or what other frameworks call their marks, ``TraceMeta.step_marks``),
+    ``recorder``, ``optimizer``, ``ranges``, ``device sequence`` or ``whole trace``.
 
     Where the host runs ahead of the device, a step is the device's period, from the first work of
     a step to the first of the next (``backlog.py``): ``ahead_ns`` is the time that the work of a
@@ -63,6 +64,11 @@ class Steps:
             return self.table
         return self.table.with_columns(self.launched.get_columns())
 
+    @property
+    def numbered(self) -> bool:
+        """The program marked them: a step of that name is the same one on other ranks."""
+        return self.source in ("ProfilerStep", "recorder", *STEP_MARKS[:2])
+
     @cached_property
     def used(self) -> pl.DataFrame:
         """The steps that count."""
@@ -72,6 +78,11 @@ class Steps:
     def spans(self) -> Intervals:
         """The instants that count, ns."""
         return union(self.used["ts"].to_numpy(), self.used["end"].to_numpy())
+
+
+def plain_step(name: str) -> str:
+    """What a mark is called where it is none of PyTorch's (``TraceMeta.step_marks``)."""
+    return re.sub(r"^ProfilerStep\s*#?(?=\d+$)", "step ", name)
 
 
 def refuse_none(steps: Steps, path: str, rank: int, *, selected: bool) -> None:
@@ -123,8 +134,12 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
         ("recorder", r"^advisor::step\b"),
     ):
         marks = _marks(trace, pattern)
-        if marks.height:
-            return _finish(trace, marks, source, select)
+        if not marks.height:
+            continue
+        if source == "ProfilerStep" and trace.meta.step_marks is not None:
+            source = trace.meta.step_marks
+            marks = marks.with_columns(pl.Series("name", map(plain_step, marks["name"])))
+        return _finish(trace, marks, source, select)
     marks = _one_name(_marks(trace, r"^Optimizer\.step#"))
     if marks.height > MIN_OPTIMIZER_STEPS:
         # one step: from the end of one Optimizer.step to the end of the next

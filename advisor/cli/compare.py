@@ -13,6 +13,7 @@ import typer
 from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.analyze import Told
+from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def command(
     window: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Compare this window of both.")
     ] = None,
+    steps: Steps = None,
     redact: Annotated[
         bool, typer.Option(help="Leave out credentials, users, hosts and folders.")
     ] = False,
@@ -66,7 +68,7 @@ def command(
 ) -> None:
     """What became faster or slower from one run to another, and what became of the findings."""
     bound = parse_share(fail_if_slower)
-    paid = pricing.chosen(price, prices)
+    paid, chosen = pricing.chosen(price, prices), parse_steps(steps)
     from advisor.advice.engine import Options
     from advisor.compare.formats import COMPARISONS
     from advisor.report.formats import REPORTS
@@ -79,8 +81,8 @@ def command(
     if before == after == "-":
         raise AdvisorError("only one of the two can come from standard input")
     told = Told(redact)
-    options = Options(rank=rank, window=window, prices=paid, gpus=gpus)
-    comparison, names = _compare(before, after, options, progress, told)
+    options = Options(rank=rank, window=window, steps=chosen, prices=paid, gpus=gpus)
+    comparison, names = _compare(before, after, options, step_ranges(steps), progress, told)
     _remember(comparison)
     _deliver(comparison, wanted, output, redact=names)
     if bound is not None:
@@ -102,7 +104,7 @@ def _remember(comparison: Comparison) -> None:
 
 
 def _compare(
-    before: str, after: str, options: Options, progress: bool, told: Told
+    before: str, after: str, options: Options, ranges: str | None, progress: bool, told: Told
 ) -> tuple[Comparison, set[str] | None]:
     """The comparison, and the users and hosts to leave out of it."""
     from advisor.advice.engine import examine
@@ -114,10 +116,12 @@ def _compare(
     saved = [read_saved(path) for path in (before, after)]
     if any(saved) and (options.rank is not None or options.window is not None):
         raise AdvisorError("--rank and --window choose in traces; a saved report is of one of each")
+    if any(saved) and (options.steps is not None or ranges is not None):
+        raise AdvisorError("--steps: a saved report is of the steps it was made of; give the trace")
     if any(saved) and options.prices is not None:
         raise AdvisorError(f"{pricing.OPTIONS}: {pricing.SAVED}")
     with Progress(progress) as shown:
-        read = ReadOptions(progress=shown.reading, peek=told.peek)
+        read = ReadOptions(progress=shown.reading, peek=told.peek, step_ranges=ranges)
         options = dataclasses.replace(options, read=read)
         found = []
         for path, report in zip((before, after), saved, strict=True):

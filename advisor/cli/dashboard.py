@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 from advisor.install import install
 
@@ -67,14 +68,7 @@ def command(
         int | None,
         typer.Option(metavar="N", min=0, help="Which window of a rank that has several."),
     ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A:B|REGEX",
-            help="Steps A up to, not including, B, counted from 0; or the names of the ranges "
-            "that are steps.",
-        ),
-    ] = None,
+    steps: Steps = None,
     rules: Annotated[
         Path | None, typer.Option(metavar="DIR", help="More rules: every *.py in this folder.")
     ] = None,
@@ -91,7 +85,7 @@ def command(
 
     With several paths the first is compared with each of the others.
     """
-    from advisor.cli.analyze import parse_size, parse_steps, step_ranges
+    from advisor.cli.analyze import parse_size
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
     token = given_token(token_file, no_token=no_token)

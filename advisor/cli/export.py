@@ -11,6 +11,7 @@ import typer
 
 from advisor.cli import output as out
 from advisor.cli.analyze import Told, examine_paths, parse_size
+from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 from advisor.remote import urls
 
@@ -41,6 +42,7 @@ def command(
     window: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Of a rank: this window.")
     ] = None,
+    steps: Steps = None,
     max_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
@@ -50,7 +52,7 @@ def command(
     ] = True,
 ) -> None:
     """Write the trace again, with steps, idle gaps by cause and findings as extra tracks."""
-    limit = parse_size(max_size)
+    chosen, limit = parse_steps(steps), parse_size(max_size)
     if path == "-":
         raise AdvisorError("-: a trace to export is read twice; save it to a file first")
     if urls.is_url(path):
@@ -66,8 +68,14 @@ def command(
 
     told = Told(redact)
     with Progress(progress) as shown:
-        read = ReadOptions(max_bytes=limit or DEFAULT_LIMIT, progress=shown.reading, peek=told.peek)
-        examined = examine_paths([path], Options(rank=rank, window=window, read=read), shown)
+        read = ReadOptions(
+            max_bytes=limit or DEFAULT_LIMIT,
+            progress=shown.reading,
+            peek=told.peek,
+            step_ranges=step_ranges(steps),
+        )
+        options = Options(rank=rank, window=window, steps=chosen, read=read)
+        examined = examine_paths([path], options, shown)
         a, report = examined.main, examined.report
         if a.record_only:
             raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")

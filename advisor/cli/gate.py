@@ -13,6 +13,7 @@ import typer
 from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.compare import parse_share
+from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def command(
     window: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Which window of a rank.")
     ] = None,
+    steps: Steps = None,
     price: pricing.Price = None,
     prices: pricing.PriceTable = None,
     gpus: pricing.Gpus = None,
@@ -75,9 +77,17 @@ def command(
     In GitHub Actions it writes annotations, and appends to the summary of the job.
     """
     from advisor.advice.engine import Options
+    from advisor.ingest import ReadOptions
 
     paid = pricing.chosen(price, prices)
-    options = Options(rank=rank, window=window, prices=paid, gpus=gpus)
+    options = Options(
+        rank=rank,
+        window=window,
+        steps=parse_steps(steps),
+        prices=paid,
+        gpus=gpus,
+        read=ReadOptions(step_ranges=step_ranges(steps)),
+    )
     if save is not None:
         if len(paths) != 1:
             raise AdvisorError("--save keeps one run: advisor gate --save baseline.json RUN")
@@ -140,10 +150,9 @@ def _measure(path: str, options: Options, progress: bool) -> Baseline:
     from advisor.cli.analyze import examine_paths
     from advisor.cli.progress import Progress
     from advisor.gate import baseline_of
-    from advisor.ingest import ReadOptions
 
     with Progress(progress) as shown:
-        read = ReadOptions(progress=shown.reading)
+        read = dataclasses.replace(options.read, progress=shown.reading)
         return baseline_of(examine_paths([path], dataclasses.replace(options, read=read), shown))
 
 

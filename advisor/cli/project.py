@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
+from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def command(
     rank: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")
     ] = None,
+    steps: Steps = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
@@ -68,7 +70,8 @@ def command(
     if not gpu and not every:
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all")
     from advisor.analysis import Analysis
-    from advisor.ingest import open_run
+    from advisor.analysis.steps import refuse_none
+    from advisor.ingest import ReadOptions, open_run
     from advisor.prices import read_prices
     from advisor.project.choice import choose
     from advisor.project.project import Projector
@@ -76,14 +79,17 @@ def command(
 
     table = read_prices(prices)
     targets, told = _targets(gpu, table, every=every)
-    run = open_run(path, rank=rank, window="first")
+    chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps))
+    run = open_run(path, read, rank=rank, window="first")
     if not run.traces:
         raise AdvisorError(f"{path}: no profiled window, so nothing to project")
     number = run.ranks[0] if rank is None else rank
     if len(run.ranks) > 1:
         told.append(f"the step is that of rank {number}; the others are taken to move with it")
+    measured = Analysis(run.window(number), chosen)
+    refuse_none(measured.steps, measured.trace.meta.path, number, selected=chosen is not None)
     projector = Projector(
-        Analysis(run.window(number)),
+        measured,
         same_host=same_host,
         source=None if source is None else find(source).gpu,
     )

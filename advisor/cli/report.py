@@ -9,7 +9,8 @@ import typer
 
 from advisor.cli import output as out
 from advisor.cli import pricing
-from advisor.cli.analyze import Told, deliver, examine_paths, parse_size, parse_steps, step_ranges
+from advisor.cli.analyze import Told, deliver, examine_paths, parse_size
+from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 from advisor.files import open_regular
 from advisor.report.formats import REPORTS
@@ -53,14 +54,7 @@ def command(
     window: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Which window of a rank.")
     ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A:B|REGEX",
-            help="Steps A up to, not including, B, counted from 0; or the names of the ranges "
-            "that are steps.",
-        ),
-    ] = None,
+    steps: Steps = None,
     max_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),

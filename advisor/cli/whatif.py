@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def command(
     rank: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank, alone.")
     ] = None,
+    steps: Steps = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",
@@ -50,19 +52,26 @@ def command(
     from advisor.whatif.result import what_if
 
     edits = [parse_edit(line) for line in edit]
-    from advisor.ingest import open_run
+    from advisor.ingest import ReadOptions, open_run
 
-    run = open_run(path, rank=rank, window="first")
-    result = what_if(run, edits)
+    chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps))
+    run = open_run(path, read, rank=rank, window="first")
+    result = what_if(run, edits, steps=chosen)
     if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
-        raise AdvisorError("; ".join(_nothing(run, result, edit[i], i) for i in missed))
+        raise AdvisorError("; ".join(_nothing(run, result, edit[i], i, chosen) for i in missed))
     if form == "json":
         print(json.dumps(_plain(result, edit), indent=2))
     else:
         _show(_plain(result, edit), sys.stdout)
 
 
-def _nothing(run: Run, result: WhatIfResult, line: str, index: int) -> str:
+def _nothing(
+    run: Run,
+    result: WhatIfResult,
+    line: str,
+    index: int,
+    steps: tuple[int | None, int | None] | None,
+) -> str:
     """Why an edit selects nothing, and what could stand in its place."""
     from advisor.analysis import Analysis
     from advisor.text import clean, kernel
@@ -70,7 +79,8 @@ def _nothing(run: Run, result: WhatIfResult, line: str, index: int) -> str:
 
     made = result.edits[index].edit
     first = result.ranks[0] if result.ranks else run.ranks[0]
-    there = present(Analysis(run.window(first if made.rank is None else made.rank)), made.select)
+    window = run.window(first if made.rank is None else made.rank)
+    there = present(Analysis(window, steps), made.select)
     said = f"edit {clean(line.strip())!r} selects nothing in these steps"
     if not there.names:
         return f"{said}: there are no {there.what}"
@@ -94,7 +104,7 @@ def _plain(result: WhatIfResult, lines: list[str]) -> dict[str, Any]:
 
 def _show(result: dict[str, Any], file: Any) -> None:
     """The table a person reads, within 80 columns."""
-    from advisor.text import clean
+    from advisor.text import clean, path_label
 
     def ms(ns: float) -> str:
         return f"{ns / 1e6:,.3f}" if abs(ns) < 1e7 else f"{ns / 1e6:,.1f}"
@@ -168,5 +178,9 @@ def _show(result: dict[str, Any], file: Any) -> None:
         print("\n" + textwrap.fill(note, 80), file=file)
     path = {} if result["reason"] else result["critical_path"]
     total = sum(path.values()) or 1.0
-    parts = ", ".join(f"{name} {ns / total:.0%}" for name, ns in path.items() if ns > 0.005 * total)
+    parts = ", ".join(
+        f"{path_label(name, result['framework'])} {ns / total:.0%}"
+        for name, ns in path.items()
+        if ns > 0.005 * total
+    )
     print(f"\ncritical path   {parts or 'not known: the steps are not replayed'}", file=file)

@@ -114,6 +114,7 @@ def side(examined: Examined) -> Side:
         truncated=meta.truncated,
         samples=_samples(a.record),
         crash=t.crashes(report.crashes),
+        framework=report.scope.framework,
     )
 
 

@@ -51,6 +51,8 @@ class Side(Struct, kw_only=True):
     recorded."""
     crash: str = ""
     """Which ranks an exception ended, in a sentence; empty: none that is told."""
+    framework: str | None = None
+    """What the program is written with, as in a report's ``scope``; ``null``: not told."""
 
 
 class Distribution(Struct, kw_only=True):

@@ -78,6 +78,7 @@ def _side(report: Report, path: str) -> Side:
         profile_memory=None,
         truncated=any(item.truncated for item in report.inputs),
         crash=t.crashes(report.crashes),
+        framework=scope.framework,
     )
 
 

@@ -169,7 +169,7 @@ def breakdown_lines(c: Comparison) -> list[Line]:
                 Line(
                     group,
                     amount.name,
-                    _label(amount),
+                    _label(amount, c.after.framework),
                     amount.before,
                     amount.after,
                     (_value(amount.before, amount.unit), _value(amount.after, amount.unit)),
@@ -180,14 +180,14 @@ def breakdown_lines(c: Comparison) -> list[Line]:
     return found
 
 
-def _label(amount: Amount) -> str:
+def _label(amount: Amount, framework: str | None) -> str:
     match amount.group:
         case "time":
-            return t.LABELS.get(amount.name, t.cause_label(amount.name))
+            return t.LABELS.get(amount.name, t.cause_label(amount.name, framework))
         case "idle":
-            return f"– {t.cause_label(amount.name)}"
+            return f"– {t.cause_label(amount.name, framework)}"
         case "host":
-            return t.host_label(amount.name)
+            return t.host_label(amount.name, framework)
         case "kernels":
             return f"kernels: {amount.name}"
     return amount.name

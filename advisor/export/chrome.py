@@ -22,8 +22,9 @@ from advisor.export.rewrite import (
     written_head,
 )
 from advisor.export.tracks import microseconds
+from advisor.ingest.meta import MOST_CALLS, OURS
 from advisor.ingest.source import DEFAULT_LIMIT
-from advisor.ingest.spelling import copy_parts
+from advisor.ingest.spelling import call_class, copy_parts
 from advisor.redact import Redactor
 from advisor.trace import Trace
 
@@ -163,7 +164,22 @@ def head_of(trace: Trace) -> Event:
     distributed = {"backend": meta.backend, "rank": meta.rank, "world_size": meta.world_size}
     if any(value is not None for value in distributed.values()):
         head["distributedInfo"] = distributed
+    own = {"format": meta.format, "framework": meta.framework, "vendor": meta.vendor,
+           "step_marks": meta.step_marks}  # fmt: skip
+    told = {key: value for key, value in own.items() if value is not None}
+    head[OURS] = {**told, "calls": _calls(trace)}
     return {key: value for key, value in head.items() if value is not None}
+
+
+def _calls(trace: Trace) -> list[list[str]]:
+    """Name and class of the calls whose class does not follow from their name."""
+    calls = trace.cpu.filter(pl.col("call").is_not_null()).select("name", "call").unique()
+    told: dict[str, set[str]] = {}
+    for name, call in calls.cast(pl.String).iter_rows():
+        told.setdefault(name, set()).add(call)
+    # one that is now of one class, now of another, is left to its name
+    one = ((name, next(iter(found))) for name, found in told.items() if len(found) == 1)
+    return sorted([name, call] for name, call in one if call_class(name) != call)[:MOST_CALLS]
 
 
 def events(trace: Trace) -> Iterator[Event]:

@@ -135,6 +135,7 @@ def _gaps(a: Analysis, text: Shown) -> list[Slice]:
     chosen = gaps[keep]
     host = chosen["host"].to_list()
     names = a.trace.cpu["name"]
+    own = a.trace.meta.framework
     found = []
     for ts, dur, cause, gap, row in zip(
         chosen["ts"].to_list(),
@@ -147,7 +148,7 @@ def _gaps(a: Analysis, text: Shown) -> list[Slice]:
         args = {"cause": cause, "gap": gap}
         if row is not None:
             args["while"] = text(names[row], 200)
-        found.append(Slice(ts, dur, t.cause_label(cause), args))
+        found.append(Slice(ts, dur, t.cause_label(cause, own), args))
     return found
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.ingest import tables
 from advisor.ingest.columns import Columns, Piece
+from advisor.ingest.heap import give_back
 from advisor.ingest.launches import Launches, classify_calls
 from advisor.ingest.nesting import nest, release_ranges, stack_order
 from advisor.ingest.spelling import DEVICE_KINDS, HOST_KINDS
@@ -54,6 +55,8 @@ class Facts:
     python_frames: bool = False
     runtime_calls: list[str] = field(default_factory=list)
     """Names of the runtime and driver calls."""
+    told_calls: dict[str, str] = field(default_factory=dict)
+    """Name -> one of CALLS, where the name alone does not tell."""
 
 
 class _Merger:
@@ -121,11 +124,15 @@ class Assembler:
         for pid, tid, name in piece.thread_names:
             self.thread_names[pid, tid] = name
 
-    def build(self) -> tuple[dict[str, pl.DataFrame], Facts]:
+    def build(
+        self, told_calls: dict[str, str] | None = None
+    ) -> tuple[dict[str, pl.DataFrame], Facts]:
         """The frames of a Trace by name, and facts for its meta. Empties the assembler."""
+        told = told_calls or {}
         host, device, sync, memory, counters = (self._take(g) for g in tuple(self._parts))
         origin_us = self._clean(host, device, sync, memory, counters)
-        facts = Facts(origin_ns=(self._epoch or 0) * 1000 + _exact_ns(origin_us))
+        origin_ns = (self._epoch or 0) * 1000 + _exact_ns(origin_us)
+        facts = Facts(origin_ns=origin_ns, told_calls=told)
         ends = [
             self._to_ns(columns, origin_us) for columns in (host, device, sync, memory, counters)
         ]
@@ -241,7 +248,9 @@ class Assembler:
         facts.runtime_calls = [texts[code] for code in codes.tolist()]
         if "call" not in host:
             call = np.full(len(host["kind"]), -1, dtype=np.int8)
-            call[runtime] = classify_calls(host["name"][runtime], codes, facts.runtime_calls)
+            call[runtime] = classify_calls(
+                host["name"][runtime], codes, facts.runtime_calls, facts.told_calls
+            )
             host["call"] = call
         if not device:
             return none, none
@@ -263,6 +272,7 @@ def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.
     host, device = given.host, given.device
     table = Assembler._order_threads(host, given.threads)
     launches = Assembler._nest(host, device, given.names, facts)
+    give_back(len(launches[0]) + len(host.get("ts", ())))
     return {
         "cpu": tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA),
         "gpu": tables.gpu_frame(device, names, given.names, *launches)
@@ -273,8 +283,9 @@ def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.
 
 
 def _reorder(columns: Columns, order: Array) -> None:
-    for key in columns:
-        columns[key] = columns[key][order]
+    for key, column in columns.items():
+        if not tables.is_blank(column):
+            columns[key] = column[order]
 
 
 def _exact_ns(us: float) -> int:

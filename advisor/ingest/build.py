@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from advisor.errors import AdvisorError
 from advisor.ingest.assemble import Facts, Tables, as_names, joined
 from advisor.ingest.columns import NAME_LIMIT
+from advisor.ingest.heap import give_back
+from advisor.ingest.tables import blank
 from advisor.trace import (
     CALLS,
     COMMS_SCHEMA,
@@ -33,6 +35,8 @@ from advisor.trace import (
 
 DAY_NS = 86_400 * 10**9
 """No profiler window is a day long: durations and distances beyond that are damage."""
+MOST_PAIRS = 1 << 20
+"""Of processes and threads for which there is room in a table."""
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
 _HOST_IDS = ("correlation", "external", "sequence", "inputs", "comm")
 _DEVICE_IDS = ("correlation", "external", "comm")
@@ -90,21 +94,21 @@ def build_trace(
     timed, origin, end = _cleaned(timed, dropped)
     if not any(frame.height for frame in timed.values()):
         raise AdvisorError(f"{meta.path}: no usable event in it; record the trace again")
+    give_back(given)
     texts: dict[str, int] = {}
     threads: dict[tuple[str, str], int] = {}
+    told = timed["device"].select(name for name in _GIVEN if name in timed["device"].columns)
     rows = Tables(
-        host=_host(timed.pop("host"), texts, threads),
-        device=_device(timed["device"], texts),
+        host=_host(timed.pop("host"), origin, texts, threads),
+        device=_device(timed.pop("device"), origin, texts),
         names=list(texts),
         threads=list(threads),
         thread_names=thread_names or {},
     )
-    timed["device"] = timed["device"].select(
-        name for name in _GIVEN if name in timed["device"].columns
-    )
+    give_back(given)
     facts = Facts()
     frames, _ = joined(rows, as_names(rows.names), facts)
-    frames["gpu"] = _with_given(frames["gpu"], timed["device"], rows.device)
+    frames["gpu"] = _with_given(frames["gpu"], told, rows.device)
     frames |= {
         "sync": timed["sync"].sort("ts", maintain_order=True),
         "memory": timed["memory"].sort("ts", maintain_order=True),
@@ -112,6 +116,8 @@ def build_trace(
         "inputs": _frame(inputs, ("dims",), INPUTS_SCHEMA).fill_null(""),
         "comms": _frame(comms, ("collective",), COMMS_SCHEMA),
     }
+    del rows, told
+    give_back(given)
     start = meta.start_ns + origin
     return Trace(
         **frames,
@@ -153,8 +159,8 @@ def _frame(
 def _cleaned(
     frames: dict[str, pl.DataFrame], dropped: dict[str, int]
 ) -> tuple[dict[str, pl.DataFrame], int, int]:
-    """Without rows that have no usable times, counted by reason; times from the first start on,
-    that start, and the last end."""
+    """Without rows that have no usable times, counted by reason; the first start, from which on the
+    times of the small tables are, and the last end."""
 
     def keep(name: str, good: pl.Expr, why: str) -> None:
         mask = frames[name].select(good.fill_null(False)).to_series()
@@ -164,74 +170,130 @@ def _cleaned(
 
     for name, frame in frames.items():
         times = [column for column in ("ts", "dur") if column in frame.columns]
-        frames[name] = frame.with_columns(pl.col(times).cast(pl.Int64, strict=False))
+        if any(frame.schema[column] != pl.Int64 for column in times):
+            frame = frame.with_columns(pl.col(times).cast(pl.Int64, strict=False))
+            frames[name] = frame
+        if all(_within(frame[column], *_SANE[column]) for column in times):
+            continue
         keep(name, pl.col("ts").is_not_null(), "no start time")
         keep(name, pl.col("ts").is_between(-(1 << 61), 1 << 61), "absurd start time")
         if "dur" in times:
             keep(name, pl.col("dur").is_not_null(), "no duration")
             keep(name, pl.col("dur") >= 0, "negative duration")
             keep(name, pl.col("dur") <= DAY_NS, "absurd duration")
-    starts = pl.concat([frame["ts"] for frame in frames.values()])
-    if not len(starts):
+    if not any(frame.height for frame in frames.values()):
         return frames, 0, 0
-    middle = int(starts.sort()[len(starts) // 2])
-    for name in frames:
-        keep(name, pl.col("ts").is_between(middle - DAY_NS, middle + DAY_NS), "absurd start time")
+    if _last(frames) - _origin(frames) > DAY_NS:
+        starts = pl.concat([frame["ts"] for frame in frames.values()]).to_numpy()
+        middle = int(np.partition(starts, len(starts) // 2)[len(starts) // 2])
+        near = pl.col("ts").is_between(middle - DAY_NS, middle + DAY_NS)
+        for name in frames:
+            keep(name, near, "absurd start time")
+    origin = _origin(frames)
+    end = pl.col("ts") + pl.col("dur")
     ends = [
-        frame.select(pl.col("ts") + (pl.col("dur") if "dur" in frame.columns else 0)).to_series()
+        frame.select((end if "dur" in frame.columns else pl.col("ts")).max()).item()
         for frame in frames.values()
         if frame.height
     ]
-    origin = min(int(frame["ts"].min()) for frame in frames.values() if frame.height)  # type: ignore[arg-type]
-    last = max(int(column.max()) for column in ends)  # type: ignore[arg-type]
-    return {n: f.with_columns(pl.col("ts") - origin) for n, f in frames.items()}, origin, last
+    for name, frame in frames.items():
+        if name not in ("host", "device"):  # whose columns are taken one by one
+            frames[name] = frame.with_columns(pl.col("ts") - origin)
+    return frames, origin, int(max(ends))
+
+
+_SANE = {"ts": (-(1 << 61), 1 << 61), "dur": (0, DAY_NS)}
+
+
+def _within(column: pl.Series, low: int, high: int) -> bool:
+    """Every value is there and in the range."""
+    if column.null_count() or not len(column):
+        return not len(column)
+    return bool(column.min() >= low and column.max() <= high)  # type: ignore[operator]
+
+
+def _origin(frames: dict[str, pl.DataFrame]) -> int:
+    return min(int(frame["ts"].min()) for frame in frames.values() if frame.height)  # type: ignore[arg-type]
+
+
+def _last(frames: dict[str, pl.DataFrame]) -> int:
+    return max(int(frame["ts"].max()) for frame in frames.values() if frame.height)  # type: ignore[arg-type]
 
 
 def _host(
-    frame: pl.DataFrame, texts: dict[str, int], threads: dict[tuple[str, str], int]
+    frame: pl.DataFrame, origin: int, texts: dict[str, int], threads: dict[tuple[str, str], int]
 ) -> Columns:
     if not frame.height:
         return {}
-    # each column to its distinct texts first: they are few, rows are many
-    columns_of, numbers = [], []
-    for column in ("process", "thread"):
-        known: dict[str, int] = {}
-        numbers.append(_coded(_texts(frame, column), known).astype(np.int64))
-        columns_of.append(list(known))
-    pair, place = np.unique(numbers[0] << 32 | numbers[1], return_inverse=True)
-    codes = [
-        threads.setdefault(
-            (columns_of[0][one >> 32], columns_of[1][one & 0xFFFFFFFF]), len(threads)
-        )
-        for one in pair.tolist()
-    ]
-    thread = np.array(codes, dtype=np.int32)[place]
+    count = frame.height
     columns: Columns = {
-        "ts": frame["ts"].to_numpy().copy(),
-        "dur": frame["dur"].to_numpy().copy(),
-        "kind": _kinds(frame, CPU_KINDS, np.uint8),
-        "name": _coded(_texts(frame, "name"), texts),
-        "thread": thread,
-        **{key: _ids(frame, key) for key in _HOST_IDS},
+        "thread": _threads(
+            _taken(frame, "process", count), _taken(frame, "thread", count), threads
+        ),
+        "ts": _taken(frame, "ts", count).to_numpy() - origin,
+        "dur": _taken(frame, "dur", count).to_numpy(),
+        "kind": _kinds(_taken(frame, "kind", count), CPU_KINDS, np.uint8),
+        "name": _coded(_texts(_taken(frame, "name", count)), texts),
     }
+    for key in _HOST_IDS:
+        columns[key] = _ids(_taken(frame, key, count))
     if "call" in frame.columns:
-        columns["call"] = _kinds(frame, CALLS, np.int8, column="call")
+        columns["call"] = _kinds(_taken(frame, "call", count), CALLS, np.int8)
     return columns
 
 
-def _device(frame: pl.DataFrame, texts: dict[str, int]) -> Columns:
+def _taken(frame: pl.DataFrame, column: str, count: int) -> pl.Series:
+    """A column of so many rows, which the frame then has no more: what becomes of it need not be
+    in memory beside it. Nulls where there is none."""
+    if column in frame.columns:
+        return frame.drop_in_place(column)
+    return pl.Series(column, [None], dtype=pl.Null).new_from_index(0, count)
+
+
+def _threads(
+    process: pl.Series, thread: pl.Series, threads: dict[tuple[str, str], int]
+) -> NDArray[np.int32]:
+    """Codes into ``threads``, which takes up what is new."""
+    # each column to its distinct texts first: they are few, rows are many
+    of_process: dict[str, int] = {}
+    of_thread: dict[str, int] = {}
+    pair = _coded(_texts(process), of_process).astype(np.int64)
+    own = _coded(_texts(thread), of_thread)
+    pair *= max(len(of_thread), 1)
+    pair += own
+    del own
+    pids, tids = list(of_process), list(of_thread)
+    few = len(pids) * len(tids) <= MOST_PAIRS
+    distinct, place = (
+        (np.flatnonzero(np.bincount(pair)), pair) if few else np.unique(pair, return_inverse=True)
+    )
+    codes = [
+        threads.setdefault((pids[one // len(tids)], tids[one % len(tids)]), len(threads))
+        for one in distinct.tolist()
+    ]
+    table = np.zeros(int(distinct[-1]) + 1 if few else len(distinct), dtype=np.int32)
+    table[distinct if few else slice(None)] = codes
+    found: NDArray[np.int32] = table[place]
+    return found
+
+
+def _device(frame: pl.DataFrame, origin: int, texts: dict[str, int]) -> Columns:
     if not frame.height:
         return {}
-    return {
-        "ts": frame["ts"].to_numpy().copy(),
-        "dur": frame["dur"].to_numpy().copy(),
-        "kind": _kinds(frame, GPU_KINDS, np.uint8),
-        "name": _coded(_texts(frame, "name"), texts),
-        **{key: _ids(frame, key) for key in _DEVICE_IDS},
-        **{key: _floats(frame, key) for key in _DEVICE_FLOATS},
-        "limits": np.full(frame.height, -1, dtype=np.int32),
-        "row": np.arange(frame.height),
+    count = frame.height
+    columns: Columns = {
+        "row": np.arange(count, dtype=np.int32),
+        "ts": _taken(frame, "ts", count).to_numpy() - origin,
+        "dur": _taken(frame, "dur", count).to_numpy(),
+        "kind": _kinds(_taken(frame, "kind", count), GPU_KINDS, np.uint8),
+        "name": _coded(_texts(_taken(frame, "name", count)), texts),
+        "limits": blank(count, -1, np.int32),
     }
+    for key in _DEVICE_IDS:
+        columns[key] = _ids(_taken(frame, key, count))
+    for key in _DEVICE_FLOATS:
+        columns[key] = _floats(_taken(frame, key, count))
+    return columns
 
 
 def _with_given(gpu: pl.DataFrame, frame: pl.DataFrame, device: Columns) -> pl.DataFrame:
@@ -241,17 +303,18 @@ def _with_given(gpu: pl.DataFrame, frame: pl.DataFrame, device: Columns) -> pl.D
         return gpu
     ordered = frame.select(given)[device["row"]]
     return gpu.with_columns(
-        ordered[name].cast(pl.String).cast(GPU_SCHEMA[name], strict=False) for name in given
+        ordered[name]
+        if ordered.schema[name] == GPU_SCHEMA[name]
+        else ordered[name].cast(pl.String).cast(GPU_SCHEMA[name], strict=False)
+        for name in given
     )
 
 
-def _texts(frame: pl.DataFrame, column: str) -> pl.Series:
+def _texts(column: pl.Series) -> pl.Series:
     """Texts without null, no longer than names may be. Categories stay what they are."""
-    if column not in frame.columns:
-        return pl.Series(column, [""], dtype=pl.String).new_from_index(0, frame.height)
-    if frame.schema[column] == pl.Categorical and not frame[column].null_count():
-        return frame[column]
-    return frame[column].cast(pl.String).fill_null("").str.slice(0, NAME_LIMIT)
+    if column.dtype == pl.Categorical and not column.null_count():
+        return column
+    return column.cast(pl.String).fill_null("").str.slice(0, NAME_LIMIT)
 
 
 def _coded(column: pl.Series, texts: dict[str, int]) -> NDArray[np.int32]:
@@ -267,28 +330,30 @@ def _coded(column: pl.Series, texts: dict[str, int]) -> NDArray[np.int32]:
     return column.replace_strict(seen, codes, return_dtype=pl.Int32).to_numpy()
 
 
-def _kinds(
-    frame: pl.DataFrame, known: tuple[str, ...], dtype: Any, column: str = "kind"
-) -> NDArray[Any]:
+def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any]:
     """Places in ``known``; of a call, -1 for none. Raises ValueError for one that is not there."""
     codes = {name: number for number, name in enumerate(known)}
-    texts = frame[column].cast(pl.String)
-    found = texts.replace_strict(codes, default=-1, return_dtype=pl.Int16)
-    strange = texts.filter((found < 0) & (texts.is_not_null() | (column == "kind")))
-    if len(strange):
-        raise ValueError(f"{column} {str(strange[0])[:60]!r} is none of {', '.join(known)}")
+    distinct = column.unique().cast(pl.String)
+    strange = [one for one in distinct if one not in codes and (one or column.name == "kind")]
+    if strange:
+        raise ValueError(f"{column.name} {str(strange[0])[:60]!r} is none of {', '.join(known)}")
+    if column.dtype == pl.Categorical:
+        numbers, column = column.unique().drop_nulls(), column.to_physical()
+        codes = {n: codes[text] for n, text in
+                 zip(numbers.to_physical(), numbers.cast(pl.String), strict=True)}  # fmt: skip
+    found = column.replace_strict(codes, default=-1, return_dtype=pl.Int16)
     return found.to_numpy().astype(dtype)
 
 
-def _ids(frame: pl.DataFrame, column: str) -> NDArray[np.int64]:
+def _ids(column: pl.Series) -> NDArray[np.int64]:
     """-1 for none."""
-    if column not in frame.columns:
-        return np.full(frame.height, -1, dtype=np.int64)
-    return frame[column].cast(pl.Int64, strict=False).fill_null(-1).to_numpy().copy()
+    if column.null_count() == len(column):
+        return blank(len(column), -1, np.int64)
+    return column.cast(pl.Int64, strict=False).fill_null(-1).to_numpy()
 
 
-def _floats(frame: pl.DataFrame, column: str) -> NDArray[np.float64]:
+def _floats(column: pl.Series) -> NDArray[np.float64]:
     """NaN for none."""
-    if column not in frame.columns:
-        return np.full(frame.height, np.nan)
-    return frame[column].cast(pl.Float64, strict=False).fill_null(np.nan).to_numpy().copy()
+    if column.null_count() == len(column):
+        return blank(len(column), np.nan, np.float64)
+    return column.cast(pl.Float64, strict=False).fill_null(np.nan).to_numpy()

@@ -38,15 +38,18 @@ _LAUNCHES = (
 _CAUSED = np.array([CALLS.index({"kernel": "launch"}.get(kind, kind)) for kind in DEVICE_KINDS])
 
 
-def classify_calls(column: Array, codes: Array, texts: list[str]) -> NDArray[np.int8]:
+def classify_calls(
+    column: Array, codes: Array, texts: list[str], told: dict[str, str]
+) -> NDArray[np.int8]:
     """Call class (index in CALLS) of each runtime row; each distinct name is looked at once.
 
-    ``codes``: the distinct values of ``column``, in order; ``texts``: their names.
+    ``codes``: the distinct values of ``column``, in order; ``texts``: their names. ``told``:
+    the class of those whose name does not tell.
     """
     if not len(codes):
         return np.zeros(0, dtype=np.int8)
     table = np.full(int(codes[-1]) + 1, -1, dtype=np.int8)
-    table[codes] = [CALLS.index(call_class(text)) for text in texts]
+    table[codes] = [CALLS.index(told.get(text) or call_class(text)) for text in texts]
     return table[column]
 
 

@@ -10,14 +10,29 @@ import polars as pl
 
 from advisor.ingest.assemble import Assembler, Facts
 from advisor.ingest.split import Splitter
-from advisor.trace import PYTORCH, Device, TraceMeta
+from advisor.trace import (
+    CALLS,
+    CUDA,
+    JAX,
+    KINETO,
+    PYTORCH,
+    STEP_MARKS,
+    TENSORFLOW,
+    Device,
+    TraceMeta,
+)
 
+OURS = "advisor"
+"""Key of a trace that we wrote from another profiler's file: which one's, and what it told."""
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
 _MOST = 1 << 53  # of anything that a device has: beyond that floats are not exact
 _AMD = re.compile(r"\bamd\b|radeon|instinct|\bgfx\d|\bmi\d{2,3}", re.IGNORECASE)
 _NVIDIA = re.compile(
     r"nvidia|tesla|geforce|quadro|titan|\b[rg]tx\b|^[abghlptv]{1,2}\d{1,3}[a-z]?\b", re.IGNORECASE
 )
+
+MOST_CALLS = 10_000
+"""Names of calls that such a file may tell the class of."""
 
 
 def describe(
@@ -36,9 +51,10 @@ def describe(
         dropped["stretches without events"] = splitter.skipped
     for label, count in assembler.ignored.items():
         dropped[f"not used: {label}"] = count
+    ours = head.get(OURS)
     return TraceMeta(
         path=splitter.source.path,
-        framework=PYTORCH,
+        **(_written(ours) if isinstance(ours, dict) else {"framework": PYTORCH}),
         rank=whole(distributed.get("rank")),
         world_size=whole(distributed.get("world_size")),
         backend=_text(distributed.get("backend")),
@@ -51,7 +67,8 @@ def describe(
         profile_memory=_flag(head.get("profile_memory"), not frames["memory"].is_empty()),
         cuda_runtime=whole(head.get("cuda_runtime_version")),
         cuda_driver=whole(head.get("cuda_driver_version")),
-        vendor=_vendor(head, devices, facts.runtime_calls),
+        vendor=_one_of(ours, "vendor", ("amd", "nvidia"))
+        or _vendor(head, devices, facts.runtime_calls),
         events_read=assembler.events,
         events_dropped=dropped,
         truncated=splitter.truncated or splitter.source.truncated,
@@ -60,6 +77,33 @@ def describe(
         sync_events=not frames["sync"].is_empty(),
         nesting_repaired=facts.nesting_repaired,
     )
+
+
+def _written(ours: dict[str, Any]) -> dict[str, str | None]:
+    """What a file that we wrote says of the one that it was made from."""
+    return {
+        "format": (_text(ours.get("format")) or KINETO)[:40],
+        "framework": _one_of(ours, "framework", (PYTORCH, TENSORFLOW, JAX, CUDA)),
+        "step_marks": _one_of(ours, "step_marks", STEP_MARKS),
+    }
+
+
+def told_calls(head: dict[str, Any]) -> dict[str, str]:
+    """Name -> class (one of CALLS) of the calls that are not known by their names, in a file that
+    we wrote."""
+    ours = head.get(OURS)
+    told = ours.get("calls") if isinstance(ours, dict) else None
+    pairs = told[:MOST_CALLS] if isinstance(told, list) else []
+    return {
+        one[0]: one[1]
+        for one in pairs
+        if isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and one[1] in CALLS
+    }
+
+
+def _one_of(told: Any, key: str, known: tuple[str, ...]) -> str | None:
+    value = told.get(key) if isinstance(told, dict) else None
+    return next((one for one in known if one == value), None)
 
 
 def _flag(told: Any, seen: bool) -> bool:

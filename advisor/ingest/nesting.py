@@ -116,8 +116,10 @@ def nest(thread: Any, start: Ints, end: Ints) -> Nesting:
 def _parents(start: Ints, end: Ints) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Depth = events open at the start; parent = the last one before with a depth one less."""
     count = len(start)
-    closed = np.searchsorted(np.sort(end, kind="stable"), start, side="right")
-    depth = np.clip(np.arange(count) - closed, 0, MAX_DEPTH).astype(np.int32)
+    open_ = np.arange(count)
+    open_ -= np.searchsorted(np.sort(end, kind="stable"), start, side="right")
+    depth = np.clip(open_, 0, MAX_DEPTH, out=open_).astype(np.int32)
+    del open_
     order = np.argsort(depth.astype(np.uint16), kind="stable")
     bounds = np.searchsorted(depth[order], np.arange(int(depth.max()) + 2))
     parent = np.full(count, -1, dtype=np.int32)

@@ -7,6 +7,8 @@ versions: whatever is not there is not told.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import polars as pl
 
 from advisor.ingest.nvtx import inputs_of, parsed
@@ -77,37 +79,54 @@ class Tables:
         rows = [part for part in parts if part.height]
         return pl.concat(rows, how="diagonal") if rows else pl.DataFrame()
 
-    def _work(self, table: str, more: Types, kind: str) -> pl.DataFrame:
-        rows = self._db.read(table, {**_TIMES, **_PLACE, **more})
-        if not {"start", "end"} <= set(rows.columns) or not rows.height:
+    def _work(
+        self,
+        table: str,
+        more: Types,
+        kind: str,
+        made: Callable[[pl.DataFrame], pl.DataFrame] = lambda rows: rows,
+    ) -> pl.DataFrame:
+        """Rows of a table of device work. ``made``: what becomes of the columns ``more``, a batch
+        of rows at a time, so that a large table is never in memory as it stands in the file."""
+
+        def of(rows: pl.DataFrame) -> pl.DataFrame:
+            rows = _with_columns(rows, {**_PLACE, **more})
+            process = rows["globalPid"] // (1 << 24)
+            return made(
+                rows.with_columns(
+                    ts=pl.col("start"),
+                    dur=pl.col("end") - pl.col("start"),
+                    kind=pl.lit(kind, dtype=pl.Categorical),
+                    device=self._real_device(process, rows["deviceId"]).cast(
+                        pl.Int32, strict=False
+                    ),
+                    stream=pl.col("streamId").fill_null(0),
+                    correlation=self.processes.correlation(process, rows["correlationId"]),
+                ).drop("start", "end", *_PLACE)
+            )
+
+        if not self._db.has(table, "start", "end"):
             return pl.DataFrame()
-        rows = _with_columns(rows, {**_PLACE, **more})
-        process = rows["globalPid"] // (1 << 24)
-        return rows.with_columns(
-            ts=pl.col("start"),
-            dur=pl.col("end") - pl.col("start"),
-            kind=pl.lit(kind),
-            device=self._real_device(process, rows["deviceId"]),
-            stream=pl.col("streamId").fill_null(0),
-            correlation=self.processes.correlation(process, rows["correlationId"]),
-        ).drop("start", "end", *_PLACE)
+        rows = self._db.read(table, {**_TIMES, **_PLACE, **more}, each=of)
+        return rows if rows.height else pl.DataFrame()
 
     def _kernels(self) -> pl.DataFrame:
         whole = ("registersPerThread", "gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ")
         shared = ("staticSharedMemory", "dynamicSharedMemory")
         names = ("demangledName", "shortName", "mangledName")
         more = dict.fromkeys((*whole, *shared, *names, "graphId", "graphNodeId"), pl.Int64)
-        rows = self._work(KERNEL, more, "kernel")
-        if not rows.height:
-            return rows
-        return rows.with_columns(
-            name=self._text(rows, *names).fill_null("kernel"),
-            blocks=pl.col("gridX") * pl.col("gridY") * pl.col("gridZ"),
-            threads=pl.col("blockX") * pl.col("blockY") * pl.col("blockZ"),
-            registers=pl.col("registersPerThread"),
-            shared=pl.sum_horizontal(shared),
-            graph=_graph(),
-        ).drop(more)
+
+        def made(rows: pl.DataFrame) -> pl.DataFrame:
+            return rows.with_columns(
+                name=self._text(rows, *names).fill_null("kernel").cast(pl.Categorical),
+                blocks=pl.col("gridX") * pl.col("gridY") * pl.col("gridZ"),
+                threads=pl.col("blockX") * pl.col("blockY") * pl.col("blockZ"),
+                registers=pl.col("registersPerThread"),
+                shared=pl.sum_horizontal(shared),
+                graph=_graph(),
+            ).drop(more)
+
+        return self._work(KERNEL, more, "kernel", made)
 
     def _graphs(self) -> pl.DataFrame:
         """Launches of graphs that were recorded as a whole: ``--cuda-graph-trace=graph``."""
@@ -115,42 +134,49 @@ class Tables:
         if not rows.height:
             return rows
         return rows.with_columns(
-            name=pl.format("CUDA graph {}", pl.col("graphId").fill_null(0)), graph="graphId"
+            name=pl.format("CUDA graph {}", pl.col("graphId").fill_null(0)).cast(pl.Categorical),
+            graph="graphId",
         ).drop("graphId")
 
     def _copies(self) -> pl.DataFrame:
         kinds = ("copyKind", "srcKind", "dstKind")
         more = dict.fromkeys(("bytes", *kinds, "graphId", "graphNodeId"), pl.Int64)
-        rows = self._work(MEMCPY, more, "memcpy")
-        if not rows.height:
-            return rows
         memories = self._memories()
-        rows = rows.with_columns(
-            copy=_coded("copyKind", _COPIES).fill_null("other"),
-            src=_coded("srcKind", memories),
-            dst=_coded("dstKind", memories),
-            graph=_graph(),
-            gbps=_rate(),
-        )
-        arrow = pl.format(" ({} -> {})", pl.col("src"), pl.col("dst")).fill_null("")
-        return rows.with_columns(name=pl.format("Memcpy {}{}", pl.col("copy"), arrow)).drop(
-            *kinds, "graphId", "graphNodeId"
-        )
+
+        def made(rows: pl.DataFrame) -> pl.DataFrame:
+            rows = rows.with_columns(
+                copy=_coded("copyKind", _COPIES).fill_null("other"),
+                src=_coded("srcKind", memories),
+                dst=_coded("dstKind", memories),
+                graph=_graph(),
+                gbps=_rate(),
+            )
+            arrow = pl.format(" ({} -> {})", pl.col("src"), pl.col("dst")).fill_null("")
+            texts = pl.col("copy", "src", "dst", "name").cast(pl.Categorical)
+            return (
+                rows.with_columns(name=pl.format("Memcpy {}{}", pl.col("copy"), arrow))
+                .with_columns(texts)
+                .drop(*kinds, "graphId", "graphNodeId")
+            )
+
+        return self._work(MEMCPY, more, "memcpy", made)
 
     def _memsets(self) -> pl.DataFrame:
         more = dict.fromkeys(("bytes", "memKind", "graphId", "graphNodeId"), pl.Int64)
-        rows = self._work(MEMSET, more, "memset")
-        if not rows.height:
-            return rows
         memory = _coded("memKind", self._memories()).fill_null("Unknown")
-        return rows.with_columns(
-            name=pl.format("Memset ({})", memory), graph=_graph(), gbps=_rate()
-        ).drop("memKind", "graphId", "graphNodeId")
+
+        def made(rows: pl.DataFrame) -> pl.DataFrame:
+            name = pl.format("Memset ({})", memory).cast(pl.Categorical)
+            return rows.with_columns(name=name, graph=_graph(), gbps=_rate()).drop(
+                "memKind", "graphId", "graphNodeId"
+            )
+
+        return self._work(MEMSET, more, "memset", made)
 
     def syncs(self) -> pl.DataFrame | None:
         """Synchronisations, with the record of the event that is waited for where that is told."""
         more = {"syncType": pl.Int64, "eventId": pl.Int64, "eventSyncId": pl.Int64}
-        rows = self._work(SYNC, more, "")
+        rows = self._work(SYNC, more, "sync")
         if not rows.height:
             return None
         process = self._db.read(SYNC, {"globalPid": pl.Int64})
@@ -193,21 +219,23 @@ class Tables:
         columns = {"globalTid": pl.Int64, "correlationId": pl.Int64, named: pl.Int64}
         if not self._db.has(table, "start", "end", "globalTid"):
             return pl.DataFrame()
-        rows = self._db.read(table, {**_TIMES, **columns})
+
+        def made(rows: pl.DataFrame) -> pl.DataFrame:
+            rows = _with_columns(rows, columns)
+            process = rows["globalTid"] // (1 << 24)
+            return rows.select(
+                ts="start",
+                dur=pl.col("end") - pl.col("start"),
+                kind=pl.lit(kind, dtype=pl.Categorical),
+                name=self._text(rows, named).fill_null("call").cast(pl.Categorical),
+                correlation=self.processes.correlation(process, rows["correlationId"]),
+                **_thread(),
+            )
+
+        rows = self._db.read(table, {**_TIMES, **columns}, each=made)
         if not rows.height:
             return pl.DataFrame()
-        rows = _with_columns(rows, columns)
-        if table in CALLS:
-            rows = _without_wrappers(rows)
-        process = rows["globalTid"] // (1 << 24)
-        return rows.select(
-            ts="start",
-            dur=pl.col("end") - pl.col("start"),
-            kind=pl.lit(kind, dtype=pl.Categorical),
-            name=self._text(rows, named).fill_null("call").cast(pl.Categorical),
-            correlation=self.processes.correlation(process, rows["correlationId"]),
-            **_thread(),
-        )
+        return _without_wrappers(rows) if table in CALLS else rows
 
     def _ranges(self) -> pl.DataFrame:
         columns = {"eventType": pl.Int32, "text": pl.String, "textId": pl.Int64,
@@ -426,13 +454,16 @@ def _thread() -> dict[str, pl.Expr]:
 def _without_wrappers(rows: pl.DataFrame) -> pl.DataFrame:
     """Some versions write a call twice, as it was made and as CUPTI saw it (``cudaMemcpy`` around
     ``cudaMemcpy_v3020``), under one correlation number: the outer one goes."""
-    keys = ["globalTid", "correlationId"]
-    numbered = rows["correlationId"].fill_null(0) > 0
+    numbers = rows["correlation"].drop_nulls()
+    if numbers.n_unique() == len(numbers):  # as in nearly every file
+        return rows
+    keys = ["process", "thread", "correlation"]
+    numbered = rows["correlation"].is_not_null()
     doubled = rows.select(pl.struct(keys).is_duplicated()).to_series() & numbered
     if not doubled.any():
         return rows
-    length = pl.col("end") - pl.col("start")
-    inner = ((pl.col("start") >= pl.col("start").min()) & (length == length.min())).over(keys)
+    length = pl.col("dur")
+    inner = ((pl.col("ts") >= pl.col("ts").min()) & (length == length.min())).over(keys)
     lost = doubled & ~rows.select(inner).to_series().fill_null(True)
     return rows.filter(~lost)
 

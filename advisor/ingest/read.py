@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from advisor.errors import AdvisorError
 from advisor.ingest.reader import ReadOptions
-from advisor.ingest.registry import read_by, reader_of
+from advisor.ingest.registry import read_by, reader_of, readers
 from advisor.ingest.source import Source
-from advisor.trace import Trace
+from advisor.trace import KINETO, Trace
 
 
 def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
@@ -32,7 +32,10 @@ def _read(source: Source, options: ReadOptions) -> Trace:
     trace: object = read_by(reader, source, options)
     if not isinstance(trace, Trace):  # somebody else's
         raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
-    meta = replace(trace.meta, format=reader.name, step_ranges=options.step_ranges)
+    told = trace.meta.format if reader.name == KINETO else reader.name
+    if told != reader.name and told not in {one.name for one in readers()}:
+        told = reader.name  # it says that we wrote it, from a file of a format that nobody knows
+    meta = replace(trace.meta, format=told, step_ranges=options.step_ranges)
     return replace(trace, meta=meta)
 
 

@@ -24,6 +24,11 @@ MAX_ROWS = 1 << 31
 """Rows of one table: what 32-bit row numbers can count."""
 MAX_VALUE = 1 << 24
 """Bytes of one text or blob. Longer ones are damage, or made to fill memory."""
+MOST_TEXT = 1 << 16
+"""Characters of a text that are kept."""
+MOST_AT_ONCE = 1 << 24
+"""Bytes of texts that are Python objects at once, as far as SAMPLED rows tell."""
+SAMPLED = 32
 MAX_TABLES = 100_000
 _STEPS = 1_000_000
 """Instructions of SQLite's machine between two looks at how far it has come: some 10 ms."""
@@ -89,6 +94,7 @@ class Database:
         for rows in self._batches(query, table):
             values = zip(wanted.items(), zip(*rows, strict=True), strict=True)
             frame = pl.DataFrame([column(name, given, kind) for (name, kind), given in values])
+            del rows
             parts.append(frame if each is None else each(frame))
         return pl.concat(parts) if parts else pl.DataFrame(schema=wanted)
 
@@ -100,7 +106,7 @@ class Database:
         found: dict[int, str] = {}
         for rows in self._batches(query, table):
             found.update(
-                (number, text)
+                (number, text if len(text) <= MOST_TEXT else text[:MOST_TEXT])
                 for number, text in rows
                 if isinstance(number, int) and isinstance(text, str)
             )
@@ -110,8 +116,7 @@ class Database:
         done = 0
         try:
             try:
-                cursor = self._connection.execute(query)
-                while rows := cursor.fetchmany(BATCH):
+                for rows in _some_at_once(self._connection.execute(query)):
                     done += len(rows)
                     yield rows
             except sqlite3.OperationalError as error:
@@ -119,9 +124,7 @@ class Database:
                     raise
                 # a text that is no UTF-8: decoded by us from here on, which takes far longer
                 self._connection.text_factory = _text
-                cursor = self._connection.execute(f"{query} OFFSET {done}")
-                while rows := cursor.fetchmany(BATCH):
-                    yield rows
+                yield from _some_at_once(self._connection.execute(f"{query} OFFSET {done}"))
         except (sqlite3.Error, OverflowError, MemoryError):
             self.damaged.append(table)
 
@@ -132,10 +135,23 @@ class Database:
             raise AdvisorError(f"{self._path}: {_how(error)}") from None
 
 
+def _some_at_once(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows, fewer at a time where their texts are long."""
+    count = 16
+    while rows := cursor.fetchmany(count):
+        seen = rows[:: max(1, len(rows) // SAMPLED)]
+        size = sum(len(value) for row in seen for value in row if isinstance(value, str | bytes))
+        yield rows
+        count = min(BATCH, 8 * count, max(1, MOST_AT_ONCE * len(seen) // max(size, 1)))
+
+
 def column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
     """Values of any types as a column of one; what does not fit is null."""
     try:
-        return pl.Series(name, values, dtype=kind, strict=True)
+        found = pl.Series(name, values, dtype=kind, strict=True)
+        if kind == pl.String and (found.str.len_bytes().max() or 0) > MOST_TEXT:  # type: ignore[operator]
+            return found.str.slice(0, MOST_TEXT)
+        return found
     except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
         pass
     fitting: tuple[type, ...] = (int,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -35,56 +36,60 @@ _ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError, ValueError)
 _INT_LIMIT = 1 << 62
 
 
+def blank(count: int, value: float, dtype: Any) -> Array:
+    """A column of nothing but one value, which takes no memory: read-only."""
+    return np.broadcast_to(np.array(value, dtype=dtype), (count,))
+
+
+def is_blank(values: Array) -> bool:
+    """It is one of those."""
+    return len(values) > 1 and values.strides == (0,)
+
+
 def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
-    """``Trace.cpu`` from ordered, nested host columns."""
-    return _conform(
-        {
-            "ts": pl.Series(host["ts"]),
-            "dur": pl.Series(host["dur"]),
-            "kind": _decode(host["kind"], CPU_KINDS, CpuKind),
-            "name": names.gather(host["name"]),
-            "thread": pl.Series(host["thread"]),
-            "parent": _or_null(host["parent"]),
-            "depth": pl.Series(host["depth"]),
-            "call": _decode(host["call"], CALLS, Call),
-            "correlation": _or_null(host["correlation"]),
-            "external": _or_null(host["external"]),
-            "sequence": _or_null(host["sequence"]),
-            "inputs": _or_null(host["inputs"]),
-            "comm": _or_null(host["comm"]),
-        },
-        CPU_SCHEMA,
-    )
+    """``Trace.cpu`` from ordered, nested host columns, which are let go of one by one."""
+    made: dict[str, Callable[[Array], pl.Series]] = {
+        "kind": lambda codes: _decode(codes, CPU_KINDS, CpuKind),
+        "name": names.gather,
+        "call": lambda codes: _decode(codes, CALLS, Call),
+        **dict.fromkeys(("ts", "dur", "thread", "depth"), pl.Series),
+    }
+    columns = {}
+    for name, dtype in CPU_SCHEMA.items():
+        series = made.get(name, _or_null)(host.pop(name))
+        columns[name] = series if series.dtype == dtype else series.cast(dtype, strict=False)
+    return pl.DataFrame(columns)
 
 
 def gpu_frame(
     device: Columns, names: pl.Series, texts: list[str], launch: Array, op: Array
 ) -> pl.DataFrame:
-    """``Trace.gpu`` from ordered device columns; ``texts`` are the names as a list."""
+    """``Trace.gpu`` from ordered device columns, which are let go of; ``texts`` are the names as a
+    list."""
     direction, src, dst = _copies(device, texts)
-    ordinal = device["device"]
+    ordinal = device.pop("device")
     ordinal = np.where((ordinal >= 0) & (ordinal < 1 << 31), ordinal, 0)
     wholes = ("bytes", "blocks", "threads", "registers", "shared", "graph")
     reals = ("gbps", "blocks_per_sm", "warps_per_sm", "occupancy", "active_blocks")
     return _conform(
         {
-            "ts": pl.Series(device["ts"]),
-            "dur": pl.Series(device["dur"]),
-            "kind": _decode(device["kind"], GPU_KINDS, GpuKind),
-            "name": names.gather(device["name"]),
+            "ts": pl.Series(device.pop("ts")),
+            "dur": pl.Series(device.pop("dur")),
+            "kind": _decode(device.pop("kind"), GPU_KINDS, GpuKind),
+            "name": names.gather(device.pop("name")),
             "device": _whole(ordinal),
-            "stream": _whole(device["stream"]).fill_null(0),
-            "correlation": _or_null(device["correlation"]),
-            "external": _or_null(device["external"]),
+            "stream": _whole(device.pop("stream")).fill_null(0),
+            "correlation": _or_null(device.pop("correlation")),
+            "external": _or_null(device.pop("external")),
             "launch": _or_null(launch),
             "op": _or_null(op),
             "copy": direction,
             "src": src,
             "dst": dst,
             "limits": _gather(names, device["limits"]),
-            "comm": _or_null(device["comm"]),
-            **{key: _whole(device[key]) for key in wholes},
-            **{key: _real(device[key]) for key in reals},
+            "comm": _or_null(device.pop("comm")),
+            **{key: _whole(device.pop(key)) for key in wholes},
+            **{key: _real(device.pop(key)) for key in reals},
         },
         GPU_SCHEMA,
     )
@@ -231,6 +236,8 @@ def _string(part: bytes) -> str | None:
 
 def _or_null(values: Array, missing: int = -1) -> pl.Series:
     """Codes, rows and ids: ``missing`` and, unless another mark is given, all below 0 are null."""
+    if is_blank(values) and values[0] == missing:
+        return _nothing(len(values), pl.Int64)
     none = values < 0 if missing == -1 else values == missing
     series = pl.Series(values)
     return series.set(pl.Series(none), None) if none.any() else series
@@ -238,13 +245,22 @@ def _or_null(values: Array, missing: int = -1) -> pl.Series:
 
 def _whole(values: Array) -> pl.Series:
     """Floats that stand for integers, NaN for none."""
+    if is_blank(values) and values[0] != values[0]:
+        return _nothing(len(values), pl.Int64)
     good = np.abs(values) < float(_INT_LIMIT)
     if good.all():
         return pl.Series(values.astype(np.int64))
     return pl.Series(np.where(good, values, 0).astype(np.int64)).set(pl.Series(~good), None)
 
 
+def _nothing(count: int, dtype: Any) -> pl.Series:
+    """So many nulls, in memory that is never touched."""
+    return pl.Series([None], dtype=dtype).new_from_index(0, count)
+
+
 def _real(values: Array) -> pl.Series:
+    if is_blank(values) and values[0] != values[0]:
+        return _nothing(len(values), pl.Float64)
     return pl.Series(np.where(np.isfinite(values), values, np.nan), nan_to_null=True)
 
 
@@ -256,7 +272,7 @@ def _decode(codes: Array, values: tuple[str, ...], dtype: Any) -> pl.Series:
 def _gather(table: pl.Series, codes: Array) -> pl.Series:
     """Values of a small table by code, -1 to null."""
     if not len(table) or (none := codes < 0).all():
-        return pl.Series([None], dtype=table.dtype).new_from_index(0, len(codes))
+        return _nothing(len(codes), table.dtype)
     if not none.any():
         return table.gather(codes.astype(np.uint32))
     table = table.append(pl.Series([None], dtype=table.dtype))

@@ -76,6 +76,8 @@ class Host:
     """Time of XLA's modules, on the device or, without one, on the host; ns."""
     signs: set[str] = field(default_factory=set)
     """Which frameworks left names of theirs."""
+    step_marks: str | None = None
+    """As in ``TraceMeta``; ``None``: no steps are known."""
 
     def shown_threads(self, main: str | None) -> dict[tuple[str, str], str]:
         """Names of threads by process and thread, as :func:`all_rows` has them."""
@@ -244,19 +246,22 @@ _CALLS_SCHEMA = {"thread": pl.String, "name": pl.String, "ts": pl.Int64, "dur": 
 def step_rows(host: Host) -> tuple[pl.DataFrame, str | None]:
     """Steps as annotations, and the thread that drives the loop. Marks of the program (JAX's
     ``StepTraceAnnotation``, TensorFlow's ``Trace`` and Keras, which give a ``step_num``), else the
-    period of the program that runs longest and is called at least MIN_CALLS times."""
+    period of the program that runs longest and is called at least MIN_CALLS times. What the steps
+    are is said in ``Host.step_marks``."""
     marks = pl.concat(host.marks) if host.marks else pl.DataFrame()
     if marks.height:
         spent = marks.group_by("thread", maintain_order=True).agg(pl.col("dur").sum())
         thread = str(spent.sort("dur", descending=True)["thread"][0])
         own = _outermost(marks.filter(pl.col("thread") == thread))
         ts, dur = own["ts"].to_numpy(), own["dur"].to_numpy()
+        host.step_marks = "StepTraceAnnotation" if host.framework() == JAX else "step_num"
         return _as_steps(ts, dur, own["number"].to_list(), thread), thread
     calls, main = _longest_program(host)
     if calls is None or main is None:
         return pl.DataFrame(), main or _python_thread(host)
     ts = calls["ts"].to_numpy()
     dur = np.append(np.diff(ts), calls["dur"].to_numpy()[-1])
+    host.step_marks = "program"
     return _as_steps(ts, dur, list(range(len(ts))), main), main
 
 

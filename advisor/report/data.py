@@ -59,8 +59,10 @@ class Scope(Struct, kw_only=True):
     rank: int | None
     """The rank that the figures are of."""
     step_source: str
-    """``ProfilerStep``, ``recorder``, ``optimizer`` or ``whole trace``; ``record`` when no window
-    was profiled and the figures are the recorder's own; ``snapshot`` of a memory snapshot alone."""
+    """``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``, ``device sequence`` or ``whole
+    trace``; ``StepTraceAnnotation``, ``step_num`` or ``program`` of JAX and TensorFlow; ``record``
+    when no window was profiled and the figures are the recorder's own; ``snapshot`` of a memory
+    snapshot alone."""
     steps_found: int
     """Steps in the trace, or in the range that was asked for."""
     steps_used: int
@@ -85,6 +87,9 @@ class Scope(Struct, kw_only=True):
     """There is an entry in advisor/hardware: rooflines can be measured."""
     devices_seen: int
     """GPUs with work in the trace."""
+    framework: str | None = None
+    """``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or HIP and none of these);
+    ``null``: not told."""
 
     @property
     def per(self) -> Per:

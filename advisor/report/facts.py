@@ -166,7 +166,7 @@ def recorded(report: Report) -> list[str]:
         )
     if view.phases and report.scope.step_source != "record":
         shown = ", ".join(
-            f"{t.host_label(phase.name)} {t.percent(phase.share)}"
+            f"{t.host_label(phase.name, report.scope.framework)} {t.percent(phase.share)}"
             for phase in view.phases[:MOST_NAMES]
         )
         parts.append(f"host: {shown}")
@@ -194,9 +194,12 @@ def figures(report: Report) -> list[Line]:
     if report.families:
         lines.append(("work", _families(report)))
     if report.replay is not None:
-        lines.append(("path", path_parts(report.replay.critical)))
+        lines.append(("path", path_parts(report.replay.critical, report.scope.framework)))
     if report.host and report.time:
-        host = [f"{t.host_label(part.name)} {t.percent(part.share)}" for part in report.host]
+        host = [
+            f"{t.host_label(part.name, report.scope.framework)} {t.percent(part.share)}"
+            for part in report.host
+        ]
         host[0] += f" {t.of(report.per)}"
         lines.append(("host", host[:MOST_NAMES]))
     return lines
@@ -254,10 +257,12 @@ def _families(report: Report) -> list[str]:
     return [*shown, f"{work} {t.per(report.per)}"]
 
 
-def path_parts(critical: dict[str, float]) -> list[str]:
+def path_parts(critical: dict[str, float], framework: str | None = None) -> list[str]:
     """What the critical path consists of: what the step's length hangs on."""
     total = sum(critical.values()) or 1.0
-    parts = [f"{t.clean(name)} {t.percent(ns / total)}" for name, ns in critical.items()]
+    parts = [
+        f"{t.path_label(name, framework)} {t.percent(ns / total)}" for name, ns in critical.items()
+    ]
     return ["critical: " + parts[0], *parts[1:MOST_NAMES]] if parts else []
 
 
@@ -422,7 +427,8 @@ def outlook(report: Report) -> str:
     replay = report.replay
     if replay is None or not ranked(report):
         return ""
-    parts = ", ".join(path_parts(replay.critical_after)).removeprefix("critical: ")
+    critical = path_parts(replay.critical_after, report.scope.framework)
+    parts = ", ".join(critical).removeprefix("critical: ")
     fixed = "all are" if len(ranked(report)) > 1 else "it is"
     scale = report.step_ns / replay.measured_ns if replay.measured_ns else 1.0
     both = f"from {t.time(report.step_ns)} to {t.time(replay.step_after_ns * scale)}"

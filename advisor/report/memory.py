@@ -131,6 +131,17 @@ def _change(view: MemoryView, number: int) -> str:
     return f"{each.change} at {t.path(t.clean(each.file), 40)}:{each.line}"
 
 
+def sentences(device: Device) -> list[str]:
+    """A device as lines of text: its figures, then its tables, a row each."""
+    found = [f"{label}: {' · '.join(parts)}" for label, parts in device.lines]
+    for table in device.tables:
+        found.append(f"{table.title}:")
+        for row in table.rows:
+            cells = zip(table.head[1:], row[1:], strict=True)
+            found.append(f"- {row[0]}: {', '.join(f'{head} {cell}' for head, cell in cells)}")
+    return found
+
+
 def assumptions(view: MemoryView) -> list[str]:
     """What the savings take for granted."""
     return [f"{each.change}: {each.assumes}." for each in view.savings[:MOST_SAVINGS]]

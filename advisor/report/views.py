@@ -108,7 +108,7 @@ def _work(report: Report) -> list[Segment]:
         Segment(
             "work",
             part.name,
-            t.LABELS.get(part.name, t.cause_label(part.name)),
+            t.LABELS.get(part.name, t.cause_label(part.name, report.scope.framework)),
             palette.CLASSES.get(part.name, palette.REST),
             part.ns,
             part.share,
@@ -126,13 +126,17 @@ def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
     total = Segment("idle", "idle", t.LABELS["idle"], palette.CLASSES["idle"], part.ns, part.share)
     if not report.idle:
         return [total] if part.ns > 0 else [], total
-    causes = [(item.cause, t.cause_label(item.cause), item.ns, item.share) for item in report.idle]
+    own = report.scope.framework
+    causes = [
+        (item.cause, t.cause_label(item.cause, own), item.ns, item.share) for item in report.idle
+    ]
     return _ranked("idle", causes, palette.CAUSES.get, "other causes"), total
 
 
 def _host(report: Report) -> list[Segment]:
     """What the main thread did: the bar of a trace without device work."""
-    parts = [(item.name, t.host_label(item.name), item.ns, item.share) for item in report.host]
+    own = report.scope.framework
+    parts = [(item.name, t.host_label(item.name, own), item.ns, item.share) for item in report.host]
     return _ranked("host", parts, palette.host, "other")
 
 

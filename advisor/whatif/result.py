@@ -60,6 +60,8 @@ class WhatIfResult(NamedTuple):
     that is not saved."""
     families: tuple[str, ...]
     """Kernel families of the replayed window, the most time first: what ``kernel:`` can name."""
+    framework: str | None = None
+    """What the program is written with, as in ``TraceMeta``."""
 
 
 def counted_ranks(ranks: Sequence[int]) -> str:
@@ -68,11 +70,19 @@ def counted_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
 
 
-def what_if(run: Run, edits: Sequence[Edit | str], rank: int | None = None) -> WhatIfResult:
+def what_if(
+    run: Run,
+    edits: Sequence[Edit | str],
+    rank: int | None = None,
+    *,
+    steps: tuple[int | None, int | None] | None = None,
+) -> WhatIfResult:
     """Replay one rank's steps with edits (Edit objects, or lines of the edit language).
 
-    ``rank`` defaults to the first; the other ranks of the run are replayed with it. Raises
-    AdvisorError: an edit that cannot be read, a run without a profiled window, a rank without one.
+    ``rank`` defaults to the first; the other ranks of the run are replayed with it. ``steps`` is a
+    half-open range of their indices; default: all.
+    Raises AdvisorError: an edit that cannot be read, a run without a profiled window, a rank
+    without one, steps that are not there.
     """
     if not run.traces:
         raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
@@ -82,9 +92,9 @@ def what_if(run: Run, edits: Sequence[Edit | str], rank: int | None = None) -> W
         have = ", ".join(map(str, run.ranks))
         raise AdvisorError(f"{run.path or 'run'}: no trace of rank {rank} (ranks present: {have})")
     parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
-    analyses = {number: Analysis(run.window(number)) for number in (rank, *run.ranks)}
+    analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
     for number, a in analyses.items():
-        refuse_none(a.steps, a.trace.meta.path, number, selected=False)
+        refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
     whatif = WhatIf(analyses.pop(rank), rank, analyses)
     here = whatif.ranks or (rank,)
     for edit in parsed:
@@ -110,6 +120,7 @@ def what_if(run: Run, edits: Sequence[Edit | str], rank: int | None = None) -> W
         families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
         if whatif.a.device_id is not None
         else (),
+        framework=whatif.a.trace.meta.framework,
     )
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from advisor.analysis.gaps import CAUSES
 from advisor.analysis.names import map_names, matches
 from advisor.analysis.stacks import frame_rank
+from advisor.analysis.steps import plain_step
 from advisor.analysis.timeline import CLASSES, CODE
 from advisor.dashboard.timeline.categories import (
     ACTIVITY,
@@ -72,7 +73,7 @@ def build_index(a: Analysis, *, libraries: bool = True) -> Index:
 
     ``libraries``: with the frames of libraries in the call stacks of Python.
     """
-    b = Lanes()
+    b = Lanes(str if a.trace.meta.step_marks is None else plain_step)
     if a.record_only:
         _recorded(b, a)
     _steps(b, a)
@@ -84,7 +85,7 @@ def build_index(a: Analysis, *, libraries: bool = True) -> Index:
     _overhead(b, a)
     _tell_what_is_missing(b, a)
     index = b.index(counters(a))
-    return replace(index, place=_places(index, a))
+    return replace(index, place=_places(index, a), framework=a.trace.meta.framework)
 
 
 def _places(index: Index, a: Analysis) -> dict[str, NDArray[np.int32]]:
@@ -162,7 +163,8 @@ def _idle(b: Lanes, a: Analysis) -> None:
     if gaps.is_empty():
         return
     slot = gaps["cause"].to_physical().to_numpy()
-    labels = np.array([b.names.one(cause_label(cause)) for cause in CAUSES], dtype=np.uint32)
+    own = a.trace.meta.framework
+    labels = np.array([b.names.one(cause_label(cause, own)) for cause in CAUSES], dtype=np.uint32)
     start = gaps["ts"].to_numpy()
     columns = (start, start + gaps["dur"].to_numpy(), labels[slot], slot, np.arange(gaps.height))
     b.tracks("gaps", "GPU idle, by blame", "idle", "gaps", IDLE, columns)
@@ -318,7 +320,8 @@ def _activity(b: Lanes, a: Analysis) -> dict[int, Any]:
     end = line.end[np.append(at[1:] - 1, len(line.code) - 1)] if len(at) else start
     recorded = code != CODE["unrecorded"]
     owner, code, start, end, row = (c[recorded] for c in (owner, code, start, end, row))
-    labels = np.array([b.names.one(host_label(name)) for name in CLASSES], dtype=np.uint32)
+    own = a.trace.meta.framework
+    labels = np.array([b.names.one(host_label(name, own)) for name in CLASSES], dtype=np.uint32)
     found = {}
     for number in np.unique(owner).tolist():
         lo, hi = np.searchsorted(owner, [number, number + 1])

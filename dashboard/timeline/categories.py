@@ -81,3 +81,13 @@ TITLES = (
 
 SLOTS = max(len(part) for part in BASE)
 """Size of the largest set."""
+
+
+def called(category: Category, framework: str | None) -> str:
+    """The label of a category, in the words of the framework that the program is written with."""
+    kind, _, name = category.key.partition("-")
+    if kind == "idle" or category.key == "host-loader":
+        return cause_label(name, framework)
+    if kind == "act":
+        return host_label(name, framework)
+    return category.label

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.dashboard.timeline.categories import ALL
+from advisor.dashboard.timeline.categories import ALL, called
 from advisor.dashboard.timeline.search import locate
 from advisor.text import cause_label
 
@@ -35,7 +35,7 @@ def describe(a: Analysis, index: Index, position: int) -> dict[str, Any]:
         **locate(index, position),
         "name": index.names[int(index.name[position])][:MOST_TEXT],
         "group": group.label,
-        "category": ALL[lane.base + int(index.slot[position])].label,
+        "category": called(ALL[lane.base + int(index.slot[position])], index.framework),
         "facts": [],
         "links": [],
         "line": None,
@@ -200,7 +200,7 @@ def _gap(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:
     found["ts"], found["dur"] = of["ts"], of["dur"]
     pieces = a.gaps.filter(pl.col("gap") == of["gap"])
     whole = int(pieces["dur"].sum())
-    found["name"] = f"GPU idle: {cause_label(of['cause'])}"
+    found["name"] = f"GPU idle: {cause_label(of['cause'], a.trace.meta.framework)}"
     found["facts"] += [
         ("whole gap", whole if pieces.height > 1 else None, "ns"),
         ("step", of["step"], "id"),
@@ -263,5 +263,5 @@ def under(index: Index, lane: int, t: int, reach: int) -> dict[str, Any] | None:
     if hi <= lo:
         return None
     at = lo + int(np.argmax(index.end[lo:hi] - index.start[lo:hi]))
-    label = ALL[of.base + int(index.slot[at])].label
+    label = called(ALL[of.base + int(index.slot[at])], index.framework)
     return {**locate(index, at), "count": hi - lo, "category": label}

@@ -73,6 +73,8 @@ class Index:
     groups: tuple[Group, ...]
     names: list[str]
     """Distinct names, those with most time first."""
+    framework: str | None = field(default=None, kw_only=True)
+    """What the program is written with: some categories are called otherwise there."""
     place: dict[str, NDArray[np.int32]]
     """``cpu`` and ``gpu``: aligned with the table, the slice that shows each row, -1: none."""
     longest: Ints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ Set = tuple[Category, ...]
 class Lanes:
     """Lanes in the order of the picture; ``index`` joins their columns."""
 
-    def __init__(self) -> None:
-        self.names = Names()
+    def __init__(self, shown: Callable[[str], str] = str) -> None:
+        self.names = Names(shown)
         self.columns: list[tuple[NDArray[Any], ...]] = []
         self.lanes: list[Lane] = []
         self.groups: list[Group] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -12,11 +14,14 @@ from advisor.intervals import Ints
 class Names:
     """Collects the names of all tables."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: Callable[[str], str] = str) -> None:
+        """``shown``: what a name is called where that is not what it is."""
         self._number: dict[str, int] = {}
+        self._shown = shown
 
     def one(self, text: str) -> int:
         """Number of a name."""
+        text = self._shown(text)
         return self._number.setdefault(text, len(self._number))
 
     def column(self, names: pl.Series) -> NDArray[np.uint32]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.analysis.gaps import CAUSES
-from advisor.dashboard.timeline.categories import ALL
+from advisor.dashboard.timeline.categories import ALL, called
 from advisor.dashboard.timeline.search import locate
 from advisor.intervals import Intervals, intersect
 from advisor.text import cause_label
@@ -66,8 +66,9 @@ def _idle(a: Analysis, x0: int, x1: int) -> list[dict[str, Any]]:
     cause = gaps["cause"].to_physical().to_numpy()
     total = np.bincount(cause, weights=inside, minlength=len(CAUSES))
     order = np.argsort(-total, kind="stable").tolist()
+    own = a.trace.meta.framework
     return [
-        {"cause": CAUSES[i], "label": cause_label(CAUSES[i]), "ns": int(total[i])}
+        {"cause": CAUSES[i], "label": cause_label(CAUSES[i], own), "ns": int(total[i])}
         for i in order
         if total[i]
     ]
@@ -150,7 +151,7 @@ def table(index: Index, lanes: list[int], x0: int, x1: int, most: int) -> dict[s
             {
                 **locate(index, position),
                 "group": index.groups[of.group].label,
-                "category": ALL[of.base + int(index.slot[position])].label,
+                "category": called(ALL[of.base + int(index.slot[position])], index.framework),
             }
         )
     return {"rows": rows, "total": total}

@@ -12,7 +12,7 @@ from advisor.dashboard.query import texts
 from advisor.dashboard.timeline import focus as finding_of
 from advisor.dashboard.timeline import params
 from advisor.dashboard.timeline.beside import shift
-from advisor.dashboard.timeline.categories import ALL, BASE, TITLES
+from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, called
 from advisor.dashboard.timeline.details import describe, under
 from advisor.dashboard.timeline.level import level_of_detail
 from advisor.dashboard.timeline.ranges import statistics, table
@@ -151,6 +151,7 @@ def _info(line: RankTimeline, args: Any) -> Answer:
     index, a = line.index, line.analysis
     session = flask.current_app.config.get("ADVISOR_SESSION")
     device = a.device
+    own = a.trace.meta.framework
     steps = a.steps
     return flask.jsonify(
         {
@@ -171,7 +172,7 @@ def _info(line: RankTimeline, args: Any) -> Answer:
                 "median": steps.used["dur"].median(),
             },
             "span": [int(a.spans.start[0]), int(a.spans.end[-1])] if len(a.spans) else None,
-            "categories": [[c.key, c.label, c.colour] for c in ALL],
+            "categories": [[c.key, called(c, own), c.colour] for c in ALL],
             "sets": [[title, BASE[part], len(part)] for part, title in TITLES],
             "groups": [
                 {

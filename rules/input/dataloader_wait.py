@@ -27,6 +27,13 @@ from advisor.rules.sources import ENGINE_FLOOR, HAND_OVER, OURS, TENSORBOARD, XP
 from advisor.testing import TraceBuilder
 from advisor.trace import JAX, TENSORFLOW
 
+_TF_DATA = (
+    ("the loader's workers: they deliver", "tf.data: the input pipeline delivers"),
+    ("the DataLoader's wait", "the wait for tf.data"),
+    ("the DataLoader keeps up", "tf.data keeps up"),
+)
+"""What is called otherwise where tf.data is waited for."""
+
 
 class DataLoaderWait(Rule):
     """The device is idle while the training loop waits for the loader's workers, so the step is as
@@ -109,7 +116,7 @@ class DataLoaderWait(Rule):
             "files.interleave(tf.data.TFRecordDataset, num_parallel_calls=tf.data.AUTOTUNE)\n"
             + TF_PREFETCH,
             title="The step waits for tf.data",
-            says=(("the loader's workers: they deliver", "tf.data: the input pipeline delivers"),),
+            says=_TF_DATA,
         ),
         JAX: Advice(
             "Let the input pipeline work ahead of the step: prefetch last and map in parallel "
@@ -117,7 +124,7 @@ class DataLoaderWait(Rule):
             "this step runs.",
             TF_PREFETCH + "\n" + JAX_AHEAD,
             title="The step waits for its input",
-            says=(("the loader's workers: they deliver", "tf.data: the input pipeline delivers"),),
+            says=_TF_DATA,
         ),
     }
 

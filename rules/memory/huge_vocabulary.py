@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from advisor.analysis import Analysis
+from advisor.analysis.memory_savings import logits
 from advisor.analysis.names import matches
 from advisor.analysis.shapes import OpInputs
 from advisor.intervals import covered
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold, Worth
+from advisor.model import Evidence, Finding, Location, NotMeasured, Outcome, Rule, Threshold, Worth
 from advisor.rules.common import places, size
 from advisor.rules.kernel import facts
 from advisor.rules.memory.peaks import peaks
 from advisor.rules.sources import LLAMA, OURS, PEAKS
 from advisor.testing import TraceBuilder
+
+if TYPE_CHECKING:
+    from advisor.analysis.post_mortem import PostMortem
 
 _FORWARD = r"^aten::_log_softmax$"
 _LOSS = r"^aten::(?:_log_softmax|nll_loss|cross_entropy_loss)"
@@ -35,11 +40,17 @@ class HugeVocabulary(Rule):
     themselves, and an upcast to fp32 before, come on top.
 
     Needs shapes. A loss that is computed in chunks already has small calls and is not reported.
+
+    A memory snapshot shows the same without them, alone or beside a trace: what the loss made and
+    held at the peak, or when memory ran out, and what of the same size, or of half of it, was
+    around. It does not tell the vocabulary, so it may be a loss over the classes of pixels as well,
+    which chunks make smaller all the same.
     """
 
     id = "huge-vocabulary"
     title = "The loss over the vocabulary holds the logits several times"
     category = "memory"
+    reads_snapshot = True
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
@@ -76,9 +87,54 @@ class HugeVocabulary(Rule):
     falsified_by = "torch.cuda.memory._snapshot() shows the peak elsewhere"
     assumptions = ("the peak of memory is at the loss, where all activations are alive",)
     confidence = 0.7
+    cases: ClassVar = {
+        "as a snapshot shows it": {
+            "title": "The loss holds the logits several times",
+            "assumptions": ("the loss can be computed in eight pieces, one at a time",),
+            "falsified_by": "blocks of that size there that belong to something else",
+            "confidence": 0.8,
+        }
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare the largest log-softmax with the peak."""
+        """Compare the largest log-softmax with the peak; else what a snapshot says of the loss."""
+        found = list(self._of_trace(a))
+        told = any(isinstance(outcome, Finding) for outcome in found)
+        shown = [] if told else [self._of_snapshot(post) for post in a.post_mortems]
+        yield from [one for one in shown if one is not None] or found
+
+    def _of_snapshot(self, post: PostMortem) -> Finding | None:
+        held = logits(post)
+        if held is None or held.largest < self.min_memory * max(post.allocated, 1):
+            return None
+        share = held.largest / max(post.allocated, 1)
+        when = "when memory ran out" if post.history.failed is not None else "at the peak"
+        return Finding(
+            summary=(
+                f"{held.blocks} blocks of the loss and of the logits' size held {size(held.bytes)} "
+                f"of the {size(post.allocated)} in tensors {when}."
+            ),
+            evidence=[
+                Evidence("largest block of the loss", held.largest, "bytes"),
+                Evidence("share of what tensors held", share, "share", *self.limit("min_memory")),
+                Evidence("blocks of its size, or of half of it", held.blocks, "count"),
+                Evidence("in all of them", held.bytes, "bytes"),
+            ],
+            where=[
+                Location(
+                    file=held.where.file, line=held.where.line, function=held.where.function,
+                    count=held.blocks,
+                )
+            ] if held.where.file is not None else [],
+            worth=Worth(
+                currency="memory",
+                freed_bytes=held.freed,
+                method="the snapshot's blocks, less one piece in eight",
+            ),
+            **self.case("as a snapshot shows it"),
+        )  # fmt: skip
+
+    def _of_trace(self, a: Analysis) -> Iterator[Outcome]:
         cpu = a.trace.cpu
         if a.device_id is None or not matches(cpu["name"], _BACKWARD).any():
             return
@@ -151,6 +207,7 @@ class HugeVocabulary(Rule):
         return {
             "a tenth of the GPU": _training([20480, 128256]),
             "a tenth of the peak": _training([4096, 128256], peak=16 << 30),
+            "a snapshot's peak": _snapshot(96),
         }
 
     @staticmethod
@@ -169,7 +226,22 @@ class HugeVocabulary(Rule):
             ),
             "the rest is much larger": (_training([4096, 128256], peak=60 << 30), "min_memory"),
             "no shapes": (_training(None), "described.null_count() == len(calls)"),
+            "a snapshot in which the loss is small": (_snapshot(16), "min_memory"),
+            "a snapshot without a loss": (_snapshot(0), "held is None"),
         }
+
+
+def _snapshot(mib: int) -> TraceBuilder:
+    """The history of a training whose logits have so many MiB, beside some 240 of others."""
+    from advisor.testing.allocator import MIB, Allocator, Training
+
+    m = Allocator()
+    training = Training(m, logits=mib * MIB)
+    for _ in range(3):
+        training.step()
+    b = TraceBuilder()
+    b.memory_snapshot(m)
+    return b
 
 
 def _training(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Location, NotMeasured, Outcome, Rule, Threshold, Worth
-from advisor.rules.memory.peaks import peaks
+from advisor.rules.memory.peaks import held_most, peaks
+from advisor.rules.memory.recorded import capacity as recorded_capacity
 from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.testing import TraceBuilder
+
+if TYPE_CHECKING:
+    from advisor.analysis.post_mortem import PostMortem
 
 GIB = 1 << 30
 
@@ -25,11 +29,16 @@ class MemoryNearCapacity(Rule):
     allocated is far below reserved, the rest is fragmentation or cache, and the cure is another
     allocator setting rather than a smaller model. Memory of NCCL, cuBLAS, CUDA graphs' private
     pools and other processes comes on top and is not in the trace.
+
+    Where there is a memory snapshot, alone or beside a trace, its history counts too, and the lines
+    that held most at the peak are named. A snapshot does not say how much the GPU has: the trace or
+    the record beside it does. One whose history ends out of memory is ``out-of-memory``'s.
     """
 
     id = "memory-near-capacity"
     title = "Device memory is almost full"
     category = "memory"
+    reads_snapshot = True
     silent_in = (
         "traces/h100_bert_small_inference",
         "traces/pairs/particle_batch128",
@@ -81,10 +90,20 @@ class MemoryNearCapacity(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the highest reserved memory with the device's capacity."""
-        if a.device_id is None:
+        post = _shown(a)
+        if a.device_id is None and post is None:
             return
         reserved, allocated, capacity = peaks(a)
         reserved = allocated if reserved is None else reserved  # it is at least what tensors hold
+        held: list[Location] = []
+        if post is not None:
+            if post.history.failed is not None:
+                return
+            told = int(post.history.reserved.max())
+            if reserved is None or told > reserved:
+                reserved, allocated = told, int(post.history.allocated.max())
+            capacity = capacity or _capacity(a, post.device)
+            held = held_most(post)
         if reserved is None:
             yield NotMeasured(
                 what="device memory: peak, capacity, what could be freed",
@@ -93,10 +112,14 @@ class MemoryNearCapacity(Rule):
             )
             return
         if not capacity:
+            alone = a.snapshot_only
             yield NotMeasured(
                 what="how full device memory is",
-                why="the trace does not say how much memory the GPU has",
-                record="a profiler that writes deviceProperties (any recent PyTorch)",
+                why=f"the {'snapshot' if alone else 'trace'} does not say how much memory the GPU "
+                "has",
+                record="a profiler trace, or 'advisor record', and the snapshot with --memory"
+                if alone
+                else "a profiler that writes deviceProperties (any recent PyTorch)",
             )
             return
         share = reserved / capacity
@@ -121,7 +144,7 @@ class MemoryNearCapacity(Rule):
                 Evidence("allocated at its peak, share of reserved", used, "share",
                          *self.limit("fragmented")),
             ],
-            where=self._where(a, reserved),
+            where=[*self._where(a, reserved), *held],
             worth=Worth(
                 currency="risk",
                 reason=f"{1 - share:.0%} of device memory is left before the run stops",
@@ -133,7 +156,7 @@ class MemoryNearCapacity(Rule):
     def _where(self, a: Analysis, reserved: int) -> list[Location]:
         """The step of the peak."""
         at = a.memory.filter(
-            (pl.col("device") == a.device_id)
+            pl.col("device").eq_missing(a.device_id)
             & (pl.coalesce("peak_reserved", "peak_allocated") == reserved)
         )["step"]
         steps = a.steps.table.filter(pl.col("index").is_in(at.implode()))
@@ -148,6 +171,7 @@ class MemoryNearCapacity(Rule):
         return {
             "tensors": _step(76_000_000_000, 80_000_000_000),
             "fragments": _step(45_000_000_000, 82_000_000_000),
+            "a snapshot beside a trace": _snapshot(1340),
         }
 
     @staticmethod
@@ -160,7 +184,52 @@ class MemoryNearCapacity(Rule):
                 _step(30_000_000_000, 0),
                 "max_share",
             ),
+            "a snapshot of less": (_snapshot(300), "max_share"),
+            "a snapshot that ends out of memory": (
+                _snapshot(1340, total=1 << 33),
+                "post.history.failed is not None",
+            ),
+            "a snapshot alone, of a GPU that is not told": (
+                _snapshot(1340, trace=False),
+                "not capacity",
+            ),
         }
+
+
+def _shown(a: Analysis) -> PostMortem | None:
+    """What the snapshot tells of the device that is looked at, else of the fullest."""
+    posts = a.post_mortems
+    mine = [post for post in posts if post.device == a.device_id]
+    return next(iter(mine or posts), None)
+
+
+def _capacity(a: Analysis, device: int) -> int | None:
+    """Memory of a GPU, bytes, as the trace or the record tells it; ``None``: neither does."""
+    told = a.trace.device(device)
+    if told is not None and told.memory_bytes:
+        return told.memory_bytes
+    return None if a.recorded is None else recorded_capacity(a)
+
+
+def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBuilder:
+    """The history of a training, most of it activations and logits of eleven times so many MiB;
+    beside a trace of a V100 with 16.9 GB."""
+    from contextlib import suppress
+
+    from advisor.testing.allocator import MIB, Allocator, DeviceFull, Training
+
+    m = Allocator(total=total)
+    b = TraceBuilder(gpu="V100")
+    with suppress(DeviceFull):
+        training = Training(m, activation=mib * MIB, logits=mib * MIB)
+        for _ in range(3):
+            training.step()
+    if trace:
+        with b.step(), b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+            b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", 2000)
+            b.sync()
+    b.memory_snapshot(m)
+    return b
 
 
 def _step(allocated: int | None, reserved: int) -> TraceBuilder:

@@ -11,6 +11,7 @@ from advisor.analysis.fragments import placement
 from advisor.analysis.memory_savings import Saving, savings
 from advisor.model import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
 from advisor.rules.common import size
+from advisor.rules.memory.peaks import held_most
 from advisor.rules.memory.recorded import capacity
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN
@@ -212,7 +213,7 @@ class OutOfMemory(Rule):
                 *[Evidence(f"held: {name}", held, "bytes")
                   for name, held in list(post.by_category.items())[:4]],
             ],
-            where=_asked(post) + _places(post),
+            where=_asked(post) + held_most(post),
             worth=Worth(currency="risk", reason=f"the run stopped with {size(post.reserved)} held"),
             fix=self._ways(found),
             code=self.case((enough or found)[0].change)["code"] if found else "",
@@ -255,15 +256,6 @@ class OutOfMemory(Rule):
             "it did not happen": (b, "not events"),
             "a snapshot that does not say so": (_snapshot(80), "a.recorded is None"),
         }
-
-
-def _places(post: PostMortem, most: int = 3) -> list[Location]:
-    """The user's lines that held most."""
-    held = post.held.filter(post.held["file"].is_not_null()).head(most)
-    return [
-        Location(file=row["file"], line=row["line"], function=row["function"], count=row["blocks"])
-        for row in held.iter_rows(named=True)
-    ]
 
 
 def _holders(post: PostMortem, most: int = 3) -> str:

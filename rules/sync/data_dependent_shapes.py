@@ -89,7 +89,7 @@ class DataDependentShapes(Rule):
                 Evidence(
                     f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
                 ),
-                Evidence("by cause", causes(held)),
+                Evidence("by cause", causes(a, held)),
             ],
             where=where(a, held),
             edits=[edit(a, held, Select(on="host", kind=("runtime",), under=_OPS))],

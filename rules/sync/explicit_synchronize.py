@@ -19,6 +19,9 @@ from advisor.trace import JAX, TENSORFLOW
 
 _CALLS = r"^torch\.cuda\.(?:synchronize|Stream\.synchronize|Event\.synchronize)$"
 
+_TITLE = "A wait for the device inside the step leaves it idle"
+"""Where it is no call of PyTorch's."""
+
 
 class ExplicitSynchronize(Rule):
     """``torch.cuda.synchronize()``, or waiting for a stream or an event, inside the step: the host
@@ -69,13 +72,14 @@ class ExplicitSynchronize(Rule):
 
     elsewhere: ClassVar = {
         **in_any_language(
-            "Wait only for what is needed, where it is needed: order work of several streams by "
-            "events, and let the host wait once, for the result.",
+            title=_TITLE,
+            fix="Wait only for what is needed, where it is needed: order work of several streams "
+            "by events, and let the host wait once, for the result.",
             cuda="cudaStreamWaitEvent in place of cudaDeviceSynchronize between kernels.",
             code="cudaEventRecord(done, producer);\ncudaStreamWaitEvent(consumer, done, 0);",
         ),
-        TENSORFLOW: Advice("Do not wait for the device inside the loop. " + NO_READS),
-        JAX: Advice("Call block_until_ready() outside of the loop only. " + NO_READS),
+        TENSORFLOW: Advice("Do not wait for the device inside the loop. " + NO_READS, title=_TITLE),
+        JAX: Advice("Call block_until_ready() outside of the loop only. " + NO_READS, title=_TITLE),
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -101,7 +105,7 @@ class ExplicitSynchronize(Rule):
                 Evidence(
                     f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
                 ),
-                Evidence("by call", causes(held)),
+                Evidence("by call", causes(a, held)),
             ],
             where=where(a, held),
             edits=[

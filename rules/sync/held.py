@@ -12,7 +12,7 @@ from advisor.analysis.names import matches
 from advisor.analysis.stacks import nearest, parents
 from advisor.intervals import covered
 from advisor.model import Edit, Location, Select
-from advisor.rules.common import column, places, rows
+from advisor.rules.common import column, of_pytorch, places, rows
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -60,11 +60,15 @@ def where(a: Analysis, held: Held) -> list[Location]:
     return places(a, rows(held.table["host"]), held.lost)
 
 
-def causes(held: Held) -> str:
-    """``aten::item 12 times, aten::nonzero 3 times``, by what they lose."""
+def causes(a: Analysis, held: Held) -> str:
+    """``aten::item 12 times, aten::nonzero 3 times``, by what they lose; by the calls' own names
+    where the program is none of PyTorch's."""
+    table = held.table.with_columns(lost=pl.Series(held.lost))
+    if not of_pytorch(a):
+        own = a.trace.cpu["name"].gather(rows(table["host"])).cast(pl.String)
+        table = table.with_columns(cause=own)
     by = (
-        held.table.with_columns(lost=pl.Series(held.lost))
-        .group_by("cause")
+        table.group_by("cause")
         .agg(pl.col("lost").sum(), pl.len())
         .sort("lost", "len", "cause", descending=[True, True, False])
     )

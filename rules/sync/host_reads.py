@@ -154,7 +154,7 @@ class HostReads(Rule):
                     "count",
                     *self.limit("max_apart"),
                 ),
-                Evidence("by cause", causes(reads)),
+                Evidence("by cause", causes(a, reads)),
             ],
             where=places(a, calls, waited + 1),
             edits=[

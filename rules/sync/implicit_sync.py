@@ -184,7 +184,7 @@ class ImplicitSync(Rule):
             Evidence(
                 f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
             ),
-            Evidence("by cause", causes(held)),
+            Evidence("by cause", causes(a, held)),
         ]
         if inside:
             evidence.append(Evidence("of that inside the optimizer step", inside, "ns"))
@@ -226,7 +226,7 @@ class ImplicitSync(Rule):
                 "device computes. The device has work meanwhile, but the launches that follow come "
                 "later for it."
             ),
-            evidence=[Evidence("by cause", causes(held))],
+            evidence=[Evidence("by cause", causes(a, held))],
             where=places(a, calls, waited),
             edits=[
                 Edit(

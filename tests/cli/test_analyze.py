@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from advisor.cli.analyze import is_hit, parse_size, parse_steps
+from advisor.cli.analyze import is_hit, parse_size
+from advisor.cli.stepping import parse_steps
 from advisor.errors import AdvisorError
 from advisor.model import Finding
 from advisor.report import Report

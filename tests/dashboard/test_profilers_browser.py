@@ -1,4 +1,5 @@
-"""A program in C++, recorded with Nsight Systems, in the browser."""
+"""Files of other profilers, and memory snapshots, in the browser: the timeline draws what is in
+them, the advice is in the program's own terms, and nothing goes wrong on any page."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ import pytest
 
 pytest.importorskip("dash")
 
+from advisor.dashboard.timeline.categories import ALL
+from advisor.testing.allocator import GIB, MIB, Allocator, Training
 
-def _files() -> ModuleType:
-    file = Path(__file__).resolve().parents[1] / "ingest" / "profiler_files.py"
-    spec = util.spec_from_file_location("dashboard_profiler_files", file)
+
+def _load(path: str) -> ModuleType:
+    file = Path(__file__).resolve().parents[1] / path
+    spec = util.spec_from_file_location(f"dashboard_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -24,23 +28,85 @@ def _files() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = _files().nsys(tmp_path_factory.mktemp("nsys") / "solver.sqlite")
-    return made
+files, xspace = _load("ingest/profiler_files.py"), _load("ingest/xspace_writer.py")
+timeline = _load("dashboard/test_timeline_browser.py")
+COLOUR = {category.key: category.colour for category in ALL}
 
 
-def test_a_file_of_nsight_systems_is_shown_and_speaks_of_cuda(
-    export: Path, show: Any, tab: Callable[..., Any]
+def _jax(path: Path) -> Path:
+    path.write_bytes(xspace.jax_training())
+    return path
+
+
+FORMATS: dict[str, tuple[str, Callable[[Path], Path], str, str]] = {
+    "nsys": ("solver.sqlite", files.nsys, "third", "cudaHostAlloc"),
+    "xplane": ("host.xplane.pb", _jax, "loop_fusion_2", "jax"),
+    "rpd": ("run.rpd", files.rpd, "third", "hipDeviceSynchronize"),
+    "rocpd": ("run.db", lambda path: files.rocpd(path, 4), "third", "hipStreamWaitEvent"),
+    "rocprofv3": ("run_results.json", files.rocprof_json, "third", "hipStreamWaitEvent"),
+}
+"""The file's name, what makes it, one of its kernels, and a word of its advice."""
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def recording(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str, str]:
+    name, make, kernel, word = FORMATS[request.param]
+    return make(tmp_path_factory.mktemp(request.param) / name), kernel, word
+
+
+def test_a_recording_is_drawn_and_advised_in_its_own_terms(
+    recording: tuple[Path, str, str], show: Any, tab: Callable[..., Any]
 ) -> None:
-    t = tab(show(export))
-    page = t.open("/")
-    page.locator("main h1").wait_for()
-    assert "GPU busy 60%" in page.locator("main").inner_text()
+    path, kernel, word = recording
+    t = tab(show(path))
+    page = t.open("/timeline")
+    timeline.settle(page)
+    seen = timeline.colours(page)
+    drawn = [key for key, colour in COLOUR.items() if seen[colour] > 100]
+    assert "step" in drawn
+    assert any(key.startswith("gpu-") for key in drawn), drawn
+    assert any(key.startswith("copy-htod") for key in drawn), drawn
+    labels = page.locator(".tl-label .tl-text").all_inner_texts()
+    assert any("stream" in text for text in labels)
+    page = t.open("/kernels")
     # the table's rows come after the page
-    t.open("/kernels").wait_for_function(
-        "() => document.querySelector('main').innerText.includes('third')"
+    page.wait_for_function(
+        "name => document.querySelector('main').innerText.includes(name)", arg=kernel
     )
     told = t.open("/findings").locator("main").inner_text()
-    assert "DataLoader(" not in told
-    t.open("/timeline").locator("main h1").wait_for()
+    assert word in told
+    assert "DataLoader(" not in told and "pin_memory" not in told
+    assert t.wrong == []
+
+
+def test_every_page_of_it_opens(
+    recording: tuple[Path, str, str], show: Any, tab: Callable[..., Any]
+) -> None:
+    t = tab(show(recording[0]))
+    assert len(list(t.walk())) > 5
+    assert t.wrong == []
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    m = Allocator(total=4 * GIB)
+    training = Training(m, leak=4 * MIB, logits=96 * MIB)
+    for _ in range(9):
+        training.step()
+    return m.write(tmp_path_factory.mktemp("memory") / "memory.pickle")
+
+
+def test_a_snapshot_is_drawn_and_its_advice_is_there(
+    snapshot: Path, show: Any, tab: Callable[..., Any]
+) -> None:
+    t = tab(show(snapshot))
+    page = t.open("/memory")
+    page.wait_for_function("() => document.querySelectorAll('main .js-plotly-plot').length >= 2")
+    told = page.locator("main").inner_text()
+    assert "Left behind by each step" in told and "train.py" in told
+    found = t.open("/findings").locator("main").inner_text()
+    assert "The loss holds the logits several times" in found
+    assert len(list(t.walk())) > 5
+    assert t.wrong == []

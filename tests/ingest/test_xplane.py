@@ -173,14 +173,15 @@ def test_a_copy_has_its_size_direction_and_memories() -> None:
 
 def test_steps_are_those_that_the_program_marked() -> None:
     a = Analysis(read_bytes(w.jax_training(), "host.xplane.pb"))
-    assert a.steps.source == "ProfilerStep"
-    assert a.steps.table["name"].to_list() == [f"ProfilerStep#{n}" for n in range(6)]
+    assert a.steps.source == "StepTraceAnnotation"
+    assert a.steps.table["name"].to_list() == [f"step {n}" for n in range(6)]
     assert a.trace.threads["name"][a.trace.main_thread] == "python"
 
 
 def test_without_marks_a_step_is_the_period_of_the_program() -> None:
     a = Analysis(read_bytes(w.jax_training(marks=False), "host.xplane.pb"))
     assert a.steps.table["dur"].to_list()[:5] == [10_000_000] * 5
+    assert a.steps.source == "program"
 
 
 def test_a_python_frame_is_told_as_other_profilers_do() -> None:
@@ -337,6 +338,52 @@ def test_nobody_who_writes_jax_is_told_to_use_pytorch(jax_file: Path) -> None:
     assert not [line for line in report.limits if TORCH.search(line)]
 
 
+PYTORCHS = re.compile(r"ProfilerStep|data loader|DataLoader", re.I)
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown", "github", "sarif", "html", "json"])
+def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, faster = tmp_path / "input.xplane.pb", tmp_path / "compute.xplane.pb"
+    path.write_bytes(_resnet("input"))
+    faster.write_bytes(_resnet("compute"))
+    assert cli.run(["analyze", str(path), "--format", form]) == 0
+    told = capsys.readouterr().out
+    if form in ("json", "sarif"):  # what a rule looks for anywhere is told in its own words
+        whole = json.loads(told)
+        (whole if form == "json" else whole["runs"][0]["tool"]["driver"]).pop("rules")
+        told = json.dumps(whole)
+    assert not PYTORCHS.search(told.replace("dataloader-wait", ""))  # but for the rule's name
+    if form in ("terminal", "html", "json"):
+        assert "step_num" in told
+    if form in ("terminal", "html"):
+        assert "input pipeline" in told
+    if form != "terminal":
+        return
+    for line in (
+        ["compare", str(path), str(faster)],
+        ["analyze", str(faster)],
+    ):
+        assert cli.run(line) == 0
+        told = capsys.readouterr().out
+        assert not PYTORCHS.search(told.replace("dataloader-wait", "")), told
+        assert "input pipeline" in told or "tf.data" in told
+
+
+def test_the_timeline_names_the_input_pipeline(tmp_path: Path) -> None:
+    pytest.importorskip("dash", reason="the dashboard's packages are not installed")
+    from advisor.dashboard.timeline.build import build_index
+    from advisor.dashboard.timeline.categories import ALL, called
+
+    path = tmp_path / "input.xplane.pb"
+    path.write_bytes(_resnet("input"))
+    index = build_index(Analysis(read_trace(str(path))))
+    shown = {*index.names, *(called(category, index.framework) for category in ALL)}
+    assert "input pipeline" in shown
+    assert not [name for name in shown if PYTORCHS.search(name)]
+
+
 # -- all that works on a trace works on it --------------------------------------------------------
 
 
@@ -479,7 +526,7 @@ def test_what_is_recorded_on_the_cpu_is_read(framework: str, program: str, tmp_p
     assert trace.meta.clock == "unix"
     assert trace.gpu.is_empty()
     steps = Analysis(trace).steps
-    assert steps.table["name"].to_list() == [f"ProfilerStep#{n}" for n in range(4)]
+    assert steps.table["name"].to_list() == [f"step {n}" for n in range(4)]
     if framework == "jax":
         assert steps.table["dur"].min() > 10e6  # each slept so long  # type: ignore[operator]
     else:

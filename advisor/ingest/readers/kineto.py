@@ -11,7 +11,7 @@ from advisor.errors import AdvisorError
 from advisor.ingest.assemble import Assembler
 from advisor.ingest.columns import Piece
 from advisor.ingest.decode import decode_piece
-from advisor.ingest.meta import describe
+from advisor.ingest.meta import describe, told_calls
 from advisor.ingest.reader import Claim, Reader, ReadOptions
 from advisor.ingest.source import Source
 from advisor.ingest.split import Splitter, without_mark
@@ -125,7 +125,7 @@ def _processes(options: ReadOptions) -> int:
 
 def _finish(splitter: Splitter, assembler: Assembler) -> Trace:
     source = splitter.source
-    frames, facts = assembler.build()
+    frames, facts = assembler.build(told_calls(splitter.head))
     if all(frames[key].is_empty() for key in ("cpu", "gpu", "sync", "memory", "counters")):
         raise AdvisorError(f"{source.path}: {_nothing(splitter, assembler)}")
     return Trace(**frames, meta=describe(splitter, assembler, frames, facts))

@@ -160,6 +160,7 @@ def space_to_trace(space: Space, source: Source) -> Trace:
         TraceMeta(
             path=path,
             framework=hosts.framework(),
+            step_marks=hosts.step_marks,
             devices=tuple(devices),
             start_ns=_start(facts, host, device),
             vendor=vendor,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from advisor import text as t
 from advisor.model import Finding
+from advisor.report import memory
 from advisor.report.data import Report
 from advisor.report.places import code_place, relative
 from advisor.report.renderer import DEFAULT, Options, Renderer
@@ -15,6 +16,8 @@ from advisor.report.renderer import DEFAULT, Options, Renderer
 COMMANDS = {"critical": "error", "warning": "warning", "info": "notice"}
 LONGEST = 3000
 """Characters of a message; GitHub cuts what is longer than 4 KB or so."""
+MOST_HOLDERS = 5
+"""Rows of each table of memory."""
 
 
 class Github(Renderer[Report]):
@@ -22,11 +25,13 @@ class Github(Renderer[Report]):
 
     def render(self, subject: Report, options: Options = DEFAULT) -> str:
         """An annotation for the verdict and one for each finding and risk that is no symptom of
-        another, in the order of worth."""
+        another, in the order of worth; and one for each device's memory, where a snapshot was
+        read."""
         found = [f for f in (*subject.findings, *subject.risks) if f.folded_under is None]
         level = "error" if subject.crashes else "notice"
         lines = [_command(level, {"title": "advisor"}, subject.verdict)]
         lines += [_annotation(finding) for finding in found]
+        lines += [_held(device) for device in memory.devices(subject, MOST_HOLDERS)]
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -45,6 +50,12 @@ def _annotation(finding: Finding) -> str:
         lines.append(f"Where: {' · '.join(t.place_names(finding.where[0]))}")
     text = "\n".join(t.clean(line) for line in lines if line)
     return _command(COMMANDS[finding.severity], properties, text, lines=True)
+
+
+def _held(device: memory.Device) -> str:
+    """What held a device's memory: its figures, then its tables, a row a line."""
+    title = {"title": f"{device.title} {device.aside}"}
+    return _command("notice", title, "\n".join(memory.sentences(device)), lines=True)
 
 
 def _command(name: str, properties: dict[str, str], text: str, *, lines: bool = False) -> str:

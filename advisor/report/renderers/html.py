@@ -117,13 +117,14 @@ def _timeline(report: Report, options: Options) -> dict[str, Any] | None:
             paths[name] = f"{paths.get(name, '')}M{run.first},0h{length}v20h-{length}z"
         lanes.append((lane.label, t.percent(lane.busy), paths))
     kinds = {run.kind for lane in shown.lanes for run in lane.runs}
+    own = report.scope.framework
     return {
         "title": f"{title}, {t.time(shown.dur_ns)}",
         "cells": CELLS,
         "lanes": lanes,
         "ticks": [t.time(shown.dur_ns * part / 4) if part else "0" for part in range(5)],
         "keys": [
-            (_kind(kind), kind if kind in palette.CLASSES else f"idle: {t.cause_label(kind)}")
+            (_kind(kind), kind if kind in palette.CLASSES else f"idle: {t.cause_label(kind, own)}")
             for kind in sorted(kinds, key=_kind)
         ],
         "more": f"{t.counted(shown.more, 'more stream')} with less work." if shown.more else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor import text as t
 from advisor.model import Finding, Location
-from advisor.report import facts, views
+from advisor.report import facts, memory, views
 from advisor.report.data import Report
 from advisor.report.markdown import block, code, escape, table
 from advisor.report.renderer import DEFAULT, Options, Renderer
@@ -19,7 +19,7 @@ class Markdown(Renderer[Report]):
     def render(self, subject: Report, options: Options = DEFAULT) -> str:
         """The report, with ``top`` findings."""
         parts = [f"**{escape(subject.verdict)}**", _scope(subject), _time(subject)]
-        parts += [_ranks(subject), *_findings(subject, options.top)]
+        parts += [_ranks(subject), *_memory(subject), *_findings(subject, options.top)]
         parts += [*_apart(subject), *_rest(subject)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -58,6 +58,24 @@ def _ranks(report: Report) -> str:
     figures = table(ranks.head, "r" * len(ranks.head), [row.cells for row in ranks.rows])
     notes = "\n\n".join(escape(note) for note in (ranks.more, ranks.note) if note)
     return f"### Ranks\n\n{figures}\n\n{notes}"
+
+
+def _memory(report: Report) -> list[str]:
+    """What a memory snapshot shows."""
+    parts = []
+    for device in memory.devices(report):
+        parts.append(f"### {device.title}, {device.aside}")
+        parts.append(
+            "\n".join(
+                f"- {label}: {' · '.join(escape(part) for part in told)}"
+                for label, told in device.lines
+            )
+        )
+        for one in device.tables:
+            align = "l" + "r" * (len(one.head) - 1)
+            rows = [[escape(cell) for cell in row] for row in one.rows]
+            parts.append(f"**{one.title}**\n\n{table(one.head, align, rows)}")
+    return parts
 
 
 def _findings(report: Report, top: int | None) -> list[str]:

@@ -18,7 +18,7 @@ import msgspec
 
 from advisor import text as t
 from advisor.model import Finding, Location
-from advisor.report import facts
+from advisor.report import facts, memory
 from advisor.report.data import Report, RuleText
 from advisor.report.places import code_place, relative
 from advisor.report.renderer import DEFAULT, Options, Renderer
@@ -93,6 +93,9 @@ def _log(report: Report) -> dict[str, Any]:
 def _notifications(report: Report) -> Iterable[str]:
     """What is true of the run as a whole, and what could not be checked."""
     yield _plain(report.verdict)
+    for device in memory.devices(report):
+        for sentence in memory.sentences(device):
+            yield _plain(f"{device.title} {device.aside}: {sentence}")
     for what, why in facts.abstentions(report):
         yield _plain(f"Not checked: {what}: {why}")
     for limit in report.limits:

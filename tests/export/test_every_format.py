@@ -1,0 +1,210 @@
+"""What works on a trace of PyTorch's works on every other profiler's: redaction, export and back,
+HTML, what-if, comparison."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import advisor
+from advisor import cli
+from advisor.testing.allocator import Allocator, Training
+
+SECRET = b"/home/gracehop/x/k.py"
+"""A kernel of that name: as long as what it stands in the place of, so that files stay sound."""
+
+
+def _load(name: str) -> ModuleType:
+    file = Path(__file__).resolve().parents[1] / "ingest" / f"{name}.py"
+    spec = util.spec_from_file_location(f"every_{name}", file)
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+files, xspace = _load("profiler_files"), _load("xspace_writer")
+
+
+def _xplane(folder: Path) -> Path:
+    path = folder / "host.xplane.pb"
+    path.write_bytes(xspace.jax_training())
+    return path
+
+
+FORMATS: dict[str, tuple[Callable[[Path], Path], bytes]] = {
+    "nsys": (lambda folder: files.nsys(folder / "run.sqlite"), b"void second<int>(int)"),
+    "nsys 2020": (lambda folder: files.nsys(folder / "run.sqlite", 2020), b"void second<int>(int)"),
+    "xplane": (_xplane, b"volta_sgemm_128x64_nn"),
+    "rpd": (lambda folder: files.rpd(folder / "run.rpd"), b"void second<int>(int)"),
+    "rocpd": (lambda folder: files.rocpd(folder / "run.db"), b"void second<int>(int)"),
+    "rocpd 4": (lambda folder: files.rocpd(folder / "run.db", 4), b"void second<int>(int)"),
+    "rocprofv3": (
+        lambda folder: files.rocprof_json(folder / "run_results.json"),
+        b"void second<int>(int)",
+    ),
+}
+"""How to make a small one, and a kernel's name in it."""
+
+
+@pytest.fixture(params=FORMATS)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file in which one kernel's name tells a user and a folder."""
+    make, kernel = FORMATS[request.param]
+    path = make(tmp_path)
+    data = path.read_bytes()
+    assert kernel in data and len(kernel) == len(SECRET)
+    path.write_bytes(data.replace(kernel, SECRET))
+    return path
+
+
+def run(*arguments: object) -> int:
+    return cli.run([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("suffix", ["json", "html", "md", "sarif"])
+def test_a_redacted_report_tells_nobody_s_name(file: Path, suffix: str, tmp_path: Path) -> None:
+    out = tmp_path / f"out.{suffix}"
+    assert run("analyze", file, "-o", out, "--csv", tmp_path / "open") == 0
+    tables = "".join(path.read_text() for path in (tmp_path / "open").iterdir())
+    assert "gracehop" in tables  # else what follows proves nothing
+    assert run("analyze", file, "-o", out, "--csv", tmp_path / "shut", "--redact") == 0
+    tables = "".join(path.read_text() for path in (tmp_path / "shut").iterdir())
+    for text in (out.read_text(), tables):
+        assert "gracehop" not in text
+        assert str(tmp_path) not in text
+
+
+def test_a_redacted_trace_tells_nobody_s_name(file: Path, tmp_path: Path) -> None:
+    plain, shut = tmp_path / "plain.json", tmp_path / "shut.json"
+    assert run("export", file, "--perfetto", plain) == 0
+    assert run("export", file, "--perfetto", shut, "--redact") == 0
+    assert "gracehop" in plain.read_text()
+    assert "gracehop" not in shut.read_text()
+    events = [len(json.loads(path.read_text())["traceEvents"]) for path in (plain, shut)]
+    assert events[0] == events[1]
+
+
+@pytest.mark.parametrize(("packed", "redact"), [("", []), (".gz", ["--redact"])])
+def test_the_exported_trace_is_analysed_as_the_file_is(
+    file: Path, packed: str, redact: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / f"out.json{packed}"
+    assert run("export", file, "--perfetto", out, *redact) == 0
+    one, other = advisor.analyze(str(file)), advisor.analyze(str(out))
+    assert other.scope.step_ns == one.scope.step_ns > 0
+    assert other.busy_share == pytest.approx(one.busy_share, rel=1e-9)
+    assert (other.busy_share or 0) > 0.1
+    for field in ("step_source", "steps_used", "framework", "device", "device_name"):
+        assert getattr(other.scope, field) == getattr(one.scope, field), field
+    assert [f.rule for f in other.findings] == [f.rule for f in one.findings]
+    assert [f.fix for f in other.findings] == [f.fix for f in one.findings]
+    assert {(p.name, p.ns) for p in other.families} == {(p.name, p.ns) for p in one.families}
+
+
+def test_a_page_of_it_is_whole(file: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert run("report", file, "--html", page) == 0
+    text = page.read_text()
+    assert "<html" in text and text.rstrip().endswith("</html>")
+    assert file.name in text
+
+
+def test_half_the_kernel_time_saves_at_most_half(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("whatif", file, "-e", "scale kernel 0.5", "--format", "json") == 0
+    told = json.loads(capsys.readouterr().out)
+    kernels = sum(part.ns for part in advisor.analyze(str(file)).families if part.name != "copy")
+    (edit,) = told["edits"]
+    assert edit["selected"] > 0
+    assert 0 < edit["gain_ns"] <= 0.5 * kernels * 1.001
+    assert told["edited_step_ns"] < told["measured_step_ns"]
+
+
+def test_nothing_differs_from_itself(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("compare", file, file, "--format", "json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"]["difference_ns"] == 0
+    assert all(one["before"] == one["after"] for one in told["amounts"])
+    assert {one["change"] for one in told["findings"]} <= {"remaining"}
+
+
+def test_lines_fit_the_terminal(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for more in ([], ["--operators"]):
+        assert run("analyze", file, *more) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+TORCH = re.compile(
+    r"torch\.(?!org|profiler)|DataLoader|aten::|num_workers|pin_memory|profiler\.step|\bsynchronize\(\)"
+)
+
+
+def test_nothing_is_advised_in_pytorchs_words(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("analyze", file) == 0
+    told = capsys.readouterr().out
+    advice = told[told.index("What to change") : told.index("Not checked")]
+    assert not TORCH.search(advice), TORCH.search(advice)
+    if file.suffix in (".rpd", ".db") or "results" in file.name:
+        assert not re.search(r"\bcu(da)?[A-Z]|NCCL", advice)
+
+
+# -- memory snapshots -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    m = Allocator()
+    training = Training(m)
+    for _ in range(4):
+        training.step()
+    return m.write(tmp_path / "memory.pickle")
+
+
+@pytest.mark.parametrize("suffix", ["json", "html", "md", "sarif"])
+def test_a_snapshot_s_report_is_redacted_too(snapshot: Path, suffix: str, tmp_path: Path) -> None:
+    out = tmp_path / f"out.{suffix}"
+    assert run("analyze", snapshot, "-o", out) == 0
+    assert "/home/ada" in out.read_text()
+    assert run("analyze", snapshot, "-o", out, "--redact") == 0
+    assert "/home/ada" not in out.read_text()
+    assert "train.py" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["export", "{}", "--perfetto", "out.json"],
+        ["whatif", "{}"],
+        ["project", "{}", "--gpu", "h100"],
+        ["compare", "{}", "{}"],
+    ],
+)
+def test_what_takes_time_says_so_of_a_snapshot_in_a_line(
+    line: list[str],
+    snapshot: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = run(*(part.format(snapshot) for part in line))
+    told = capsys.readouterr()
+    assert code == 2 or line[0] == "compare"
+    assert "Traceback" not in told.err
+    if code == 2:
+        assert len(told.err.strip().splitlines()) == 1

@@ -9,9 +9,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, duration, per, places, rows, size
+from advisor.rules.common import column, figure, places, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS
 from advisor.testing import TraceBuilder
@@ -117,19 +118,19 @@ class SmallCollectives(Rule):
         median = float(np.median(column(table, "bytes")[runs.chosen]))
         yield Finding(
             summary=(
-                f"{count:.0f} collectives of {size(median)} (median) a step follow each other in "
-                f"{len(np.unique(runs.run)) / a.step_count:.0f} runs; {duration(latency)} of each "
-                "is latency."
+                f"{count:.0f} collectives of {t.memory(median)} (median) {t.per(a.per)} follow "
+                f"each other in {len(np.unique(runs.run)) / a.step_count:.0f} runs; "
+                f"{t.time(latency)} of each is latency."
             ),
             evidence=[
                 Evidence(
-                    f"small collectives in runs{per(a)}", count, "count", *self.limit("min_count")
+                    "small collectives in runs", count, "count", *self.limit("min_count"), per=a.per
                 ),
                 Evidence("median message", median, "bytes", *self.limit("max_bytes")),
-                Evidence(f"exposed{per(a)}", float(cost.sum()) / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "exposed", float(cost.sum())),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("shortest of them", latency, "ns"),
-                Evidence(f"their time{per(a)}", int(dur.sum()) / a.step_count, "ns"),
+                figure(a, "their time", int(dur.sum())),
                 Evidence("the same merged (estimate)", merged / a.step_count, "ns"),
             ],
             where=places(

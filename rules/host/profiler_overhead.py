@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.intervals import intersect, union
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import duration
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
@@ -83,7 +83,7 @@ class ProfilerOverhead(Rule):
             .agg(pl.col("dur").sum())
             .sort("dur", descending=True)
         )
-        parts = [f"{name} {duration(ns)}" for name, ns in by_name.head(3).iter_rows()]
+        parts = [f"{name} {t.time(ns)}" for name, ns in by_name.head(3).iter_rows()]
         yield Finding(
             summary=(
                 f"{share:.0%} of the window the profiler or the loading of device code was at "

@@ -11,7 +11,7 @@ import polars as pl
 from advisor.analysis import Analysis
 from advisor.analysis.host import python_hot_spots
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, of_step, per, places, rows
+from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 from advisor.text import counted
@@ -116,8 +116,8 @@ class PythonHotSpot(Rule):
                 f"{counted(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)}."
             ),
             evidence=[
-                Evidence(f"device idle in them{per(a)}", total / a.step_count, "ns"),
-                Evidence("share of the step", total / a.span_ns, "share", *self.limit("min_share")),
+                figure(a, "device idle in them", total),
+                Evidence("share", total / a.span_ns, "share", *self.limit("min_share"), per=a.per),
                 *(
                     Evidence(
                         f"{spot['function']} ({spot['file']}:{spot['line']})",

@@ -124,9 +124,18 @@ class PaddingWaste(Rule):
 
 
 _TOKENS = (
-    "gemm", "convolution", "attention", "softmax", "normalisation", "elementwise", "reduction",
-    "layout", "embedding", "random", "loss",
-)  # fmt: skip
+    "gemm",
+    "convolution",
+    "attention",
+    "softmax",
+    "normalisation",
+    "elementwise",
+    "reduction",
+    "layout",
+    "embedding",
+    "random",
+    "loss",
+)
 """Kernel families whose work grows with the tokens of a batch."""
 
 

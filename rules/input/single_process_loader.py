@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import duration, of_step, per, places
+from advisor.rules.common import of_step, places
 from advisor.rules.input.waits import SINGLE, culprits, find_waits, recurs
 from advisor.rules.sources import HAND_OVER, OURS, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
@@ -105,7 +106,7 @@ class SingleProcessLoader(Rule):
             return
         if not recurs(waits, self.min_share * a.step_ns):
             yield NotMeasured(
-                what=f"whether the DataLoader's wait of {duration(waits.by_step.max())} recurs",
+                what=f"whether the DataLoader's wait of {t.time(waits.by_step.max())} recurs",
                 why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
                 "an epoch",
                 record="more steps: schedule(wait=1, warmup=2, active=8)",
@@ -132,8 +133,8 @@ class SingleProcessLoader(Rule):
                 "process itself loads the next batch (num_workers=0)." + inside.summary
             ),
             evidence=[
-                Evidence(f"exposed loading{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                Evidence("exposed loading", per_step, "ns", per=a.per),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence(
                     "mean time of one batch",
                     batch,
@@ -150,7 +151,7 @@ class SingleProcessLoader(Rule):
                 + ("" if cores is None else f" (the process may use {cores}{spare})"),
                 "the dataset can be pickled",
             ],
-            fix=fix.format(needed=needed, workers=workers, batch=duration(batch)),
+            fix=fix.format(needed=needed, workers=workers, batch=t.time(batch)),
             code=code.format(workers=workers),
         )
 

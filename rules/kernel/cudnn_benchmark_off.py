@@ -66,14 +66,15 @@ class CudnnBenchmarkOff(Rule):
                 "have one shape, and cudnn.benchmark is off."
             ),
             evidence=[
-                Evidence("convolutions, share of kernel time", share, "share",
-                         *self.limit("min_share")),
+                Evidence(
+                    "convolutions, share of kernel time", share, "share", *self.limit("min_share")
+                ),
                 Evidence("batches of one shape", constant, "share", *self.limit("min_constant")),
                 Evidence("cudnn.benchmark", "False"),
                 Evidence("batches", len(shapes), "count"),
             ],
             worth=measure_it("the fastest algorithm is only known by trying: compare both"),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

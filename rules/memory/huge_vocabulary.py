@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.shapes import OpInputs
 from advisor.intervals import covered
 from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import places, size
+from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
 from advisor.rules.memory.peaks import peaks
 from advisor.rules.sources import LLAMA, OURS, PEAKS
@@ -115,16 +116,19 @@ class HugeVocabulary(Rule):
         under = facts.launched_under(a, _LOSS) & a.in_window
         yield Finding(
             summary=(
-                f"The log-softmax of {shape} takes {size(largest)} ({largest / whole:.0%} "
+                f"The log-softmax of {shape} takes {t.memory(largest)} ({largest / whole:.0%} "
                 f"{source}), and its gradient as much again."
             ),
             evidence=[
                 Evidence("largest log-softmax", largest, "bytes"),
                 Evidence(f"share {source}", largest / whole, "share", *self.limit("min_memory")),
-                Evidence("last dimension", tensor.shape[-1] if tensor else None, "count",
-                         *self.limit("min_vocabulary")),
-                Evidence("device time of the loss a step",
-                         facts.duration(a, under) / a.step_count, "ns"),
+                Evidence(
+                    "last dimension",
+                    tensor.shape[-1] if tensor else None,
+                    "count",
+                    *self.limit("min_vocabulary"),
+                ),
+                figure(a, "device time of the loss", facts.duration(a, under)),
             ],
             where=places(a, calls.astype(np.int64), taken),
             worth=Worth(
@@ -132,7 +136,7 @@ class HugeVocabulary(Rule):
                 freed_bytes=2 * largest,
                 method="log-softmax and one gradient of its size",
             ),
-        )  # fmt: skip
+        )
 
     def _bytes(self, inputs: OpInputs) -> int:
         """Bytes of the result; 0: not over a vocabulary, or not known."""
@@ -183,10 +187,15 @@ def _training(
         with b.step():
             if peak is not None:
                 b.memory(1 << 20, peak, peak + (1 << 30))
-            with b.op("aten::cross_entropy_loss"), b.op(
-                "aten::_log_softmax", shapes, ["float", "Scalar", "Scalar"],
-                concrete=["", dim, "False"],
-            ):  # fmt: skip
+            with (
+                b.op("aten::cross_entropy_loss"),
+                b.op(
+                    "aten::_log_softmax",
+                    shapes,
+                    ["float", "Scalar", "Scalar"],
+                    concrete=["", dim, "False"],
+                ),
+            ):
                 b.launch("cunn_SoftMaxForward", 3000)
             if backward:
                 with b.op("aten::_log_softmax_backward_data"):

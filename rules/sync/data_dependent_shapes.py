@@ -8,7 +8,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import of_step, per, total
+from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import causes, edit, held_by, where
 from advisor.testing import TraceBuilder
@@ -83,12 +83,10 @@ class DataDependentShapes(Rule):
                 "size the host has to read from the device."
             ),
             evidence=[
-                Evidence(f"device idle after them{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(f"waits that left a bubble{per(a)}", count / a.step_count, "count"),
-                Evidence(
-                    f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
-                ),
+                Evidence("device idle after them", per_step, "ns", per=a.per),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "waits that left a bubble", count, "count"),
+                figure(a, "host waited in them", total(held.table["waited"])),
                 Evidence("by cause", causes(held)),
             ],
             where=where(a, held),

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, of_step, per, places, rows
+from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import OURS, TENSORBOARD
 from advisor.rules.sync.held import Held, causes, held_by
@@ -139,15 +139,16 @@ class HostReads(Rule):
                 f"{of_step(a, int(idle))} the device idles: neither gets ahead of the other."
             ),
             evidence=[
-                Evidence(f"host waits in reads{per(a)}", wait / a.step_count, "ns"),
-                Evidence(f"device idle{per(a)}", idle / a.step_count, "ns"),
+                figure(a, "host waits in reads", wait),
+                figure(a, "device idle", idle),
                 Evidence(
-                    "the lesser, share of the step",
+                    "the lesser, share",
                     share,
                     "share",
                     *self.limit("min_share"),
+                    per=a.per,
                 ),
-                Evidence(f"reads{per(a)}", copies / a.step_count, "count"),
+                figure(a, "reads", copies, "count"),
                 Evidence(
                     "launches from read to read",
                     launches / copies,

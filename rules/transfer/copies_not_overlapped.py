@@ -8,10 +8,11 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.intervals import intersect
 from advisor.model import Advice, Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, duration, of_step, per, places, rows, size
+from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.elsewhere import JAX_AHEAD, in_any_language
 from advisor.rules.sources import OURS, TRACELENS
 from advisor.testing import TraceBuilder
@@ -123,7 +124,7 @@ class CopiesNotOverlapped(Rule):
             if overlap >= self.max_overlap and busy.total >= self.min_share * a.span_ns:
                 yield Good(
                     text=f"{overlap:.0%} of copy time between host and device runs under compute "
-                    f"({duration(busy.total / a.step_count)}{per(a)})"
+                    f"({t.time(busy.total / a.step_count)}{per(a)})"
                 )
             return
         same = copies.filter("same_stream")
@@ -132,15 +133,15 @@ class CopiesNotOverlapped(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed)} the device only "
-                f"copies ({size(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy time hidden)"
-                + (", on the stream it computes on." if on_compute > 0.5 else ".")
+                f"copies ({t.memory(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy time "
+                "hidden)" + (", on the stream it computes on." if on_compute > 0.5 else ".")
             ),
             evidence=[
-                Evidence(f"exposed copies{per(a)}", exposed / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "exposed copies", exposed),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("hidden under compute", overlap, "share", *self.limit("max_overlap")),
                 Evidence("exposed on the compute stream", on_compute, "share"),
-                Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
+                figure(a, "bytes", moved, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
             ],
             where=places(

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.intervals import intersect
 from advisor.model import (
@@ -22,12 +23,11 @@ from advisor.model import (
     Select,
     Threshold,
 )
-from advisor.rules.common import column, of_step, per, places, rows, size, total
+from advisor.rules.common import column, figure, of_step, per, places, rows, total
 from advisor.rules.elsewhere import JAX_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG
 from advisor.rules.sync.held import edit, held_by
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 from advisor.trace import JAX, TENSORFLOW
 
 _CALLS = (
@@ -152,7 +152,7 @@ class PageableCopies(Rule):
             if up.height and (up["memory"] == "pinned").all():
                 yield Good(
                     text="copies to the device come from pinned memory "
-                    f"({counted(up.height, 'larger copy')}, {size(total(up['bytes']))})"
+                    f"({t.counted(up.height, 'larger copy')}, {t.memory(total(up['bytes']))})"
                 )
             return
         held = held_by(
@@ -170,17 +170,17 @@ class PageableCopies(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed + held.total)} goes to "
-                f"{counted(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
-                f"{size(total(slow['bytes']) / a.step_count)} through pageable memory that nothing "
-                "hides."
+                f"{t.counted(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
+                f"{t.memory(total(slow['bytes']) / a.step_count)} through pageable memory that "
+                "nothing hides."
             ),
             evidence=[
-                Evidence(f"copy time that nothing hides{per(a)}", exposed / a.step_count, "ns"),
-                Evidence(f"device idle after them{per(a)}", held.total / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "copy time that nothing hides", exposed),
+                figure(a, "device idle after them", held.total),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
-                Evidence(f"bytes{per(a)}", total(slow["bytes"]) / a.step_count, "bytes"),
+                figure(a, "bytes", total(slow["bytes"]), "bytes"),
             ],
             where=places(
                 a,

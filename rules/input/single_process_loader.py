@@ -135,12 +135,7 @@ class SingleProcessLoader(Rule):
             evidence=[
                 Evidence("exposed loading", per_step, "ns", per=a.per),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence(
-                    "mean time of one batch",
-                    batch,
-                    "ns",
-                    *self.limit("min_batch_ms", 1e6),
-                ),
+                Evidence("mean time of one batch", batch, "ns", *self.limit("min_batch_ms", 1e6)),
                 Evidence("workers that would keep up", needed, "count"),
                 *inside.evidence,
             ],

@@ -138,10 +138,7 @@ class SingleTensorOptimizer(Rule):
             ),
             evidence=[
                 Evidence(
-                    "kernels inside Optimizer.step",
-                    a_step,
-                    "count",
-                    *self.limit("min_kernels"),
+                    "kernels inside Optimizer.step", a_step, "count", *self.limit("min_kernels")
                 ),
                 Evidence(
                     "median kernel", float(np.median(dur)), "ns", *self.limit("max_median_ns")

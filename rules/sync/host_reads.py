@@ -141,13 +141,7 @@ class HostReads(Rule):
             evidence=[
                 figure(a, "host waits in reads", wait),
                 figure(a, "device idle", idle),
-                Evidence(
-                    "the lesser, share",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                    per=a.per,
-                ),
+                Evidence("the lesser, share", share, "share", *self.limit("min_share"), per=a.per),
                 figure(a, "reads", copies, "count"),
                 Evidence(
                     "launches from read to read",

@@ -121,7 +121,7 @@ def memory(size: float | None) -> str:
     if size is None:
         return NOT_MEASURED
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(size) >= scale:
+        if abs(size) >= 0.9995 * scale:  # what would be told with four digits of the smaller one
             return f"{_digits(size / scale)} {unit}"
     return f"{size:.0f} B"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
+from advisor.cli import options as o
 from advisor.errors import AdvisorError
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ def command(
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
     ] = False,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")
-    ] = None,
+    rank: o.Rank = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
     ] = "terminal",

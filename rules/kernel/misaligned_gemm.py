@@ -30,8 +30,6 @@ from advisor.testing import TraceBuilder
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Ops that multiply two matrices -> position of the first one among the inputs."""
-UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
-"""Elements in 16 bytes: what one vectorised load takes."""
 LAYOUT = re.compile(r"_([nt])([nt])(?=[_>\s(]|$)")
 ALIGNED = re.compile(r"_align(\d+)|_ldg(\d+)[_>]")
 ALWAYS_ALIGNED = re.compile(r"nvjet|_tma_|sm90_xmma|sm100_xmma|warpgroup")
@@ -216,7 +214,7 @@ class MisalignedGemm(Rule):
         cases = []
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
         for name, inputs, op, dtype, tensor, members, dur in groups.iter_rows():
-            unit = UNIT.get(str(dtype)) if dtype is not None else None
+            unit = facts.UNIT.get(str(dtype)) if dtype is not None else None
             if str(dtype) == "fp32" and not tensor and not tf32:
                 continue  # full fp32: alignment decides nothing
             shape = self._shape(a, inputs, op)

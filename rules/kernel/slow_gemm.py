@@ -12,7 +12,6 @@ from advisor.analysis import Analysis
 from advisor.analysis.matmuls import Product, product
 from advisor.model import Finding, Outcome, Threshold
 from advisor.rules.kernel import facts, rates
-from advisor.rules.kernel.misaligned_gemm import UNIT
 from advisor.rules.sources import RATES
 from advisor.testing import TraceBuilder
 from advisor.text import percent
@@ -132,7 +131,7 @@ class SlowGemm(rates.Rated):
         """The product; None: not told, or its rows are off 16-byte boundaries."""
         inputs = rates.inputs_of(a, row["inputs"])
         found = None if inputs is None else product(row["op"], inputs)
-        unit = UNIT.get(row["dtype"] or "")
+        unit = facts.UNIT.get(row["dtype"] or "")
         if found is None or unit is None or (found.n >= unit and found.n % unit):
             return None
         return None if found.k >= unit and found.k % unit else found

@@ -16,9 +16,6 @@ from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS, SMALL_GRIDS_TRACES
 from advisor.testing import TraceBuilder
 
-PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"
-"""Kernels that launch at most one block a multiprocessor on purpose and loop over their tiles."""
-
 
 class SmallGrids(Rule):
     """A kernel with fewer blocks than the GPU has multiprocessors leaves some of them without
@@ -110,7 +107,7 @@ class SmallGrids(Rule):
         gpu = a.trace.gpu
         rows = facts.compute_rows(a)
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
-        small = rows & (blocks < 1) & ~matches(gpu["name"], PERSISTENT).to_numpy()
+        small = rows & (blocks < 1) & ~matches(gpu["name"], facts.PERSISTENT).to_numpy()
         total = facts.duration(a, rows)
         if not total:
             return

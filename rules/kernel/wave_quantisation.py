@@ -25,7 +25,6 @@ from advisor.model import (
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
-from advisor.rules.kernel.small_grids import PERSISTENT
 from advisor.rules.sources import ARITHMETIC, MATMUL_GUIDE, OURS, SMALL_GRIDS_TRACES
 from advisor.testing import TraceBuilder
 
@@ -114,7 +113,7 @@ class WaveQuantisation(Rule):
         upto = np.ceil(waves)
         waste = np.where(upto > 0, 1 - waves / np.maximum(upto, 1), 0.0)
         rows = heavy & known & (waves >= 1) & (waves < self.max_waves)
-        rows &= ~matches(gpu["name"], PERSISTENT).to_numpy()
+        rows &= ~matches(gpu["name"], facts.PERSISTENT).to_numpy()
         at = np.flatnonzero(rows)
         dur = gpu["dur"].to_numpy()[at]
         waste = np.minimum(waste[at], _room(a, at))

@@ -17,6 +17,7 @@ import advisor.compare.data
 import advisor.model
 import advisor.recording.options
 import advisor.report.data
+import advisor.report.drawn
 import advisor.report.resources
 from advisor.advice.registry import load_rules
 from advisor.model import Source
@@ -246,7 +247,12 @@ def schema_text() -> str:
         "a trace is as it was recorded: escape it before you show it; characters that terminals "
         "obey are written as `\\u` escapes.",
     ]
-    modules = (advisor.report.data, advisor.report.resources, advisor.model)
+    modules = (
+        advisor.report.data,
+        advisor.report.drawn,
+        advisor.report.resources,
+        advisor.model,
+    )
     return "\n\n".join([*parts, *_tables("Report", *modules)]) + "\n"
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.model import Finding, Good, HotLine, NotMeasured, Per, unit_of
+from advisor.report.drawn import Views
 from advisor.report.resources import Cost, EnergyUse
 from advisor.saved import decoded
 
@@ -597,6 +598,8 @@ class Report(Struct, kw_only=True):
     """What a memory snapshot shows, one entry a device, the fullest first. Empty: no snapshot."""
     rules: list[RuleText] = field(default_factory=list)
     """The rules of all findings, risks and notes, by id."""
+    views: Views | None = None
+    """The report's pictures as data; ``null``: written before there were any."""
 
     @property
     def step_ns(self) -> float:

@@ -256,8 +256,11 @@ def _detail(p: Projection, file: TextIO) -> None:
     fit = p.fit
     gib = 1 << 30
     if fit.verdict == "not measured":
-        print(f"\nmemory: not measured (the GPU has {fit.capacity / gib:.0f} GiB; record with "
-              "profile_memory=True)", file=file)  # fmt: skip
+        print(
+            f"\nmemory: not measured (the GPU has {fit.capacity / gib:.0f} GiB; record with "
+            "profile_memory=True)",
+            file=file,
+        )
         return
     sizes = [
         f"{size / gib:.1f} GiB {word}"

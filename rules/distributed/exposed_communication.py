@@ -301,8 +301,7 @@ class ExposedCommunication(Rule):
                     hidden.launch("ampere_bf16_s16816gemm_bf16_128x128", 3000)
                 hidden.sync()
             with alone.step():
-                with alone.op("aten::mm"):
-                    alone.launch("ampere_bf16_s16816gemm_bf16_128x128", 3000)
+                alone.run("aten::mm", "ampere_bf16_s16816gemm_bf16_128x128", 3000)
                 alone.sync()
         return {
             "hidden under compute": (hidden, "min_share"),

@@ -164,8 +164,7 @@ class PoorOverlap(Rule):
             with stream.step():
                 for _ in range(5):
                     _compute(stream)
-                    with stream.op("symm_mem::multimem_all_reduce_"):
-                        stream.launch("multimem_all_reduce_kernel", 500)
+                    stream.run("symm_mem::multimem_all_reduce_", "multimem_all_reduce_kernel", 500)
                 stream.sync()
             with waited.step():
                 for _ in range(5):
@@ -203,8 +202,7 @@ class PoorOverlap(Rule):
 
 
 def _compute(b: TraceBuilder) -> None:
-    with b.op("aten::mm"):
-        b.launch("ampere_sgemm_128x64_nn", 700)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 700)
 
 
 def _waited_at_once(a: Analysis, kernels: NDArray[np.int64], stream: int) -> NDArray[np.bool_]:

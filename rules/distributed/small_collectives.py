@@ -184,9 +184,7 @@ class SmallCollectives(Rule):
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
-                for _ in range(10):
-                    with b.op("aten::mm"):
-                        b.launch("ampere_sgemm_128x64_nn", 300)
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=10)
                 for _ in range(60):
                     b.collective("allreduce", 40_000, 30)
                 b.wait_stream(7, 20)
@@ -200,20 +198,16 @@ class SmallCollectives(Rule):
         for _ in range(4):
             with layers.step():
                 for _ in range(40):
-                    for _ in range(3):
-                        with layers.op("aten::mm"):
-                            layers.launch("ampere_sgemm_128x64_nn", 60)
+                    layers.run("aten::mm", "ampere_sgemm_128x64_nn", 60, times=3)
                     layers.collective("allreduce", 40_000, 30, wait=True)
                 layers.sync()
             with buckets.step():
-                with buckets.op("aten::mm"):
-                    buckets.launch("ampere_sgemm_128x64_nn", 3000)
+                buckets.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
                 for _ in range(4):
                     buckets.collective("allreduce", 25 << 20, 400)
                 buckets.sync()
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000, stream=9)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=9)
                 for _ in range(60):
                     hidden.collective("allreduce", 40_000, 30)
                 hidden.sync()

@@ -301,8 +301,7 @@ def _ranks(
             work[late[step]] += 1000
         for b, us in zip(builders, work, strict=True):
             with b.step():
-                with b.op("aten::mm"):
-                    b.launch("ampere_sgemm_128x64_nn", us)
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", us)
                 b.collective(
                     "allreduce", 20 << 20, 300 + max(work) - us, wait=True, group_size=len(compute)
                 )

@@ -112,8 +112,7 @@ def _run(
     for _ in range(4 if trace else 0):
         with b.step():
             b.copy("HtoD", 60_000_000, blocking=True)
-            with b.op("aten::mm"):
-                b.launch("ampere_sgemm_128x64_nn", 2000)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
             b.sync()
     r = b.record_of_run()
     r.steps(60, 10)

@@ -155,8 +155,7 @@ class CpuBeforeFirstKernel(Rule):
         for number in range(4):
             with ahead.step():
                 ahead.host(3000)
-                with ahead.op("aten::mm"):
-                    ahead.launch("ampere_sgemm_128x64_nn", 6000)
+                ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
             with loader.step():
                 loader.loader_wait(3000)
                 _train(loader)
@@ -175,7 +174,5 @@ class CpuBeforeFirstKernel(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(10):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 500)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 500, times=10)
     b.sync()

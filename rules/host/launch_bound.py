@@ -261,8 +261,7 @@ class LaunchBound(Rule):
                 for _ in range(60):
                     with python.python("model.py(20): forward"):
                         python.host(25)
-                        with python.op("aten::add"):
-                            python.launch("elementwise_kernel", 4)
+                        python.run("aten::add", "elementwise_kernel", 4)
         return {"eager, small kernels": eager, "Python between operators": python}
 
     @staticmethod
@@ -272,9 +271,7 @@ class LaunchBound(Rule):
         queue, few, loader, slow, calls, later, graph = (TraceBuilder() for _ in range(7))
         for _ in range(4):
             with queue.step():
-                for _ in range(300):  # the device needs longer for each than the host
-                    with queue.op("aten::add", host_us=1):
-                        queue.launch("elementwise_kernel", 9)
+                queue.run("aten::add", "elementwise_kernel", 9, times=300, host_us=1)
             with few.step():
                 _small_kernels(few, 4)
             with loader.step():
@@ -288,14 +285,10 @@ class LaunchBound(Rule):
                 for _ in range(300):
                     with calls.python("data.py(5): lookup"):
                         calls.host(30)
-                for _ in range(60):
-                    with calls.op("aten::add", host_us=1):
-                        calls.launch("elementwise_kernel", 30)
+                calls.run("aten::add", "elementwise_kernel", 30, times=60, host_us=1)
                 calls.sync()
             with later.step(), later.python("train.py(10): step"):
-                for _ in range(60):
-                    with later.op("aten::add", host_us=1):
-                        later.launch("elementwise_kernel", 30)
+                later.run("aten::add", "elementwise_kernel", 30, times=60, host_us=1)
                 later.sync()
                 for _ in range(300):
                     with later.python("data.py(5): lookup"):
@@ -317,9 +310,7 @@ class LaunchBound(Rule):
 
 
 def _small_kernels(b: TraceBuilder, count: int) -> None:
-    for _ in range(count):
-        with b.op("aten::add", host_us=20):
-            b.launch("elementwise_kernel", 4)
+    b.run("aten::add", "elementwise_kernel", 4, times=count, host_us=20)
 
 
 def _told(static: bool | None) -> str | None:

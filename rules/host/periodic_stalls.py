@@ -210,8 +210,7 @@ def _training(
     b = TraceBuilder()
     for n in range(steps):
         with b.step():
-            with b.op("aten::mm"):
-                b.launch("ampere_sgemm_128x64_nn", 2000)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
             b.sync()
             if n % every == every - 1:
                 _stall(b, frame, annotation, thread)

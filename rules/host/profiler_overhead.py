@@ -105,8 +105,7 @@ class ProfilerOverhead(Rule):
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
-                with b.op("aten::mm"):
-                    b.launch("ampere_sgemm_128x64_nn", 1000)
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
                 b.overhead("Buffer Flush", 200)
                 b.sync()
         return {"a buffer flush a step": b}
@@ -119,8 +118,7 @@ class ProfilerOverhead(Rule):
         for _ in range(4):
             for b in (short, outside):
                 with b.step():
-                    with b.op("aten::mm"):
-                        b.launch("ampere_sgemm_128x64_nn", 3000)
+                    b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
                     b.sync()
         short.overhead("Activity Buffer Request", 5)
         return {

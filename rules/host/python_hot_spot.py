@@ -201,20 +201,17 @@ class PythonHotSpot(Rule):
         hidden, quick, bare = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with hidden.step(), hidden.python("train.py(30): train_step"):
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 8000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 8000)
                 with hidden.python("text.py(12): tokenise"):
                     hidden.host(3000)
             with quick.step(), quick.python("train.py(30): train_step"):
                 for _ in range(40):
                     with quick.python("model.py(5): forward"):
                         quick.host(30)
-                        with quick.op("aten::add"):
-                            quick.launch("elementwise_kernel", 20)
+                        quick.run("aten::add", "elementwise_kernel", 20)
             with bare.step():
                 bare.host(3000)
-                with bare.op("aten::mm"):
-                    bare.launch("ampere_sgemm_128x64_nn", 4000)
+                bare.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
                 bare.sync()
         return {
             "behind a full queue": (hidden, "spots.is_empty()"),

@@ -180,8 +180,7 @@ class DataLoaderWait(Rule):
         for _ in range(4):
             with slow.step():
                 slow.loader_wait(4000)
-                with slow.op("aten::mm"):
-                    slow.launch("ampere_sgemm_128x64_nn", 3000)
+                slow.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
                 slow.sync()
             with host_only.step():
                 host_only.loader_wait(4000)
@@ -195,18 +194,15 @@ class DataLoaderWait(Rule):
         hidden, single, first = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for number in range(4):
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 6000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
                 hidden.loader_wait(4000)
             with single.step():
                 single.loader_wait(4000, workers=0)
-                with single.op("aten::mm"):
-                    single.launch("ampere_sgemm_128x64_nn", 3000)
+                single.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
                 single.sync()
             with first.step():
                 first.loader_wait(14000 if number == 0 else 30)
-                with first.op("aten::mm"):
-                    first.launch("ampere_sgemm_128x64_nn", 30000)
+                first.run("aten::mm", "ampere_sgemm_128x64_nn", 30000)
                 first.sync()
         return {
             "hidden behind device work": (hidden, "share < self.min_share"),

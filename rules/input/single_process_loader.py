@@ -157,8 +157,7 @@ class SingleProcessLoader(Rule):
         for _ in range(4):
             with device.step():
                 device.loader_wait(5000, workers=0)
-                with device.op("aten::mm"):
-                    device.launch("ampere_sgemm_128x64_nn", 4000)
+                device.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
                 device.sync()
             with host_only.step():
                 host_only.loader_wait(5000, workers=0)
@@ -172,18 +171,15 @@ class SingleProcessLoader(Rule):
         hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 7000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 7000)
                 hidden.loader_wait(5000, workers=0)
             with workers.step():
                 workers.loader_wait(5000, workers=4)
-                with workers.op("aten::mm"):
-                    workers.launch("ampere_sgemm_128x64_nn", 4000)
+                workers.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
                 workers.sync()
             with memory.step():
                 memory.loader_wait(300, workers=0)
-                with memory.op("aten::mm"):
-                    memory.launch("ampere_sgemm_128x64_nn", 2000)
+                memory.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
                 memory.sync()
         return {
             "hidden behind device work": (hidden, "share < self.min_share"),

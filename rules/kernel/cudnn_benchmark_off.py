@@ -112,8 +112,7 @@ def _run(
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
-            with b.op(op, [[32, 64, 56, 56], [64, 64, 3, 3]]):
-                b.launch(kernel, 3000)
+            b.run(op, kernel, 3000, [[32, 64, 56, 56], [64, 64, 3, 3]])
             b.sync()
     r = b.record_of_run(flags={"cudnn.benchmark": False} if flags is None else flags)
     for n in range(60):

@@ -469,8 +469,6 @@ def _training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:
     b = TraceBuilder(gpu)
     for _ in range(4):
         with b.step():
-            for _ in range(3):
-                with b.op("aten::mm", [[4096, 4096], [4096, 4096]], dtype):
-                    b.launch(kernel, us)
+            b.run("aten::mm", kernel, us, [[4096, 4096], [4096, 4096]], dtype, times=3)
             b.sync()
     return b

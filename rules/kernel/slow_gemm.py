@@ -214,8 +214,6 @@ def _products(
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
-            for _ in range(6):
-                with b.op(op, [left, right], dtype):
-                    b.launch(kernel, us)
+            b.run(op, kernel, us, [left, right], dtype, times=6)
             b.sync()
     return b

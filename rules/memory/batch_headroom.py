@@ -156,8 +156,7 @@ def _run(
     b = TraceBuilder()
     for _ in range(4 if window else 0):
         with b.step():
-            with b.op("aten::mm"):
-                b.launch("ampere_sgemm_128x64_nn", 1000)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
             b.sync()
             b.host(2000)
     devices = [] if held is None else [Device(total_bytes=80 * 10**9)]

@@ -198,7 +198,6 @@ def _training(
             ):
                 b.launch("cunn_SoftMaxForward", 3000)
             if backward:
-                with b.op("aten::_log_softmax_backward_data"):
-                    b.launch("cunn_SoftMaxBackward", 3000)
+                b.run("aten::_log_softmax_backward_data", "cunn_SoftMaxBackward", 3000)
             b.sync()
     return b

@@ -136,11 +136,9 @@ class PinnedAllocationInLoop(Rule):
                     warm.call("cudaHostAlloc", 2500)
                 _train(warm)
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
                 hidden.call("cudaHostAlloc", 2500)
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
                 hidden.sync()
             with device.step():
                 device.call("cudaMalloc", 2500)
@@ -159,7 +157,5 @@ class PinnedAllocationInLoop(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(4):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=4)
     b.sync()

@@ -217,9 +217,7 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
     b = TraceBuilder()
 
     def loop(count: int, us: float) -> None:
-        for _ in range(count):
-            with b.op("aten::addcmul_", host_us=4):
-                b.launch(POINTWISE, us)
+        b.run("aten::addcmul_", POINTWISE, us, times=count, host_us=4)
 
     for _ in range(4):
         with b.step():
@@ -241,7 +239,6 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
                         with b.op("aten::_foreach_add_"):
                             b.launch(MULTI + "BinaryOpListAlphaFunctor<float>>", 60)
                 else:
-                    with b.op("aten::_fused_adamw_"):
-                        b.launch(MULTI + "FusedAdamMathFunctor<float>>", 200)
+                    b.run("aten::_fused_adamw_", MULTI + "FusedAdamMathFunctor<float>>", 200)
             b.sync()
     return b

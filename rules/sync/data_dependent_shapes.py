@@ -111,8 +111,7 @@ class DataDependentShapes(Rule):
         for _ in range(4):
             with integers.step():
                 _kernels(integers, 6)
-                with integers.op("aten::index"):
-                    integers.launch("index_elementwise_kernel", 10)
+                integers.run("aten::index", "index_elementwise_kernel", 10)
                 integers.host(400)
                 _kernels(integers, 6)
             with host.step():
@@ -132,9 +131,7 @@ class DataDependentShapes(Rule):
 
 
 def _kernels(b: TraceBuilder, count: int) -> None:
-    for _ in range(count):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 300)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=count)
 
 
 def _masked_index(b: TraceBuilder) -> None:

@@ -138,8 +138,7 @@ class ExplicitSynchronize(Rule):
                 done.host(1000)
             with hidden.step():
                 _kernels(hidden, 5)
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000, stream=13)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=13)
                 hidden.sync("cudaStreamSynchronize", stream=7)
                 hidden.host(1000)
         own.sync()
@@ -151,6 +150,4 @@ class ExplicitSynchronize(Rule):
 
 
 def _kernels(b: TraceBuilder, count: int) -> None:
-    for _ in range(count):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 300)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=count)

@@ -164,9 +164,7 @@ class HostReads(Rule):
         for _ in range(4):
             with b.step():
                 for _ in range(40):
-                    for _ in range(4):
-                        with b.op("aten::mul"):
-                            b.launch("elementwise_kernel", 60)
+                    b.run("aten::mul", "elementwise_kernel", 60, times=4)
                     b.item()
                     b.host(120)
         return {"one read after four kernels": b}
@@ -178,27 +176,21 @@ class HostReads(Rule):
         once, ready, busy, bulk = TraceBuilder(), TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with once.step():
-                for _ in range(120):
-                    with once.op("aten::mul"):
-                        once.launch("elementwise_kernel", 60)
+                once.run("aten::mul", "elementwise_kernel", 60, times=120)
                 once.item()
                 once.host(2000)
             with ready.step():
                 for _ in range(40):
-                    with ready.op("aten::mul"):
-                        ready.launch("elementwise_kernel", 3)
+                    ready.run("aten::mul", "elementwise_kernel", 3)
                     ready.host(400)
                     ready.item()
             with busy.step():
                 for _ in range(8):
-                    for _ in range(20):
-                        with busy.op("aten::mm"):
-                            busy.launch("ampere_sgemm_128x64_nn", 900)
+                    busy.run("aten::mm", "ampere_sgemm_128x64_nn", 900, times=20)
                     busy.item()
             with bulk.step():
                 for _ in range(10):
-                    with bulk.op("aten::mul"):
-                        bulk.launch("elementwise_kernel", 100)
+                    bulk.run("aten::mul", "elementwise_kernel", 100)
                     with bulk.op("aten::copy_"):
                         bulk.copy("DtoH", 64 << 20, 5000, pinned=False, op=None)
                     bulk.host(3000)

@@ -294,9 +294,7 @@ class ImplicitSync(Rule):
 
 
 def _work(b: TraceBuilder) -> None:
-    for _ in range(10):
-        with b.op("aten::mm", [[1024, 1024], [1024, 1024]]):
-            b.launch("ampere_sgemm_128x64_nn", 500)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 500, [[1024, 1024], [1024, 1024]], times=10)
 
 
 def _runtime_recorded(a: Analysis) -> bool:

@@ -138,6 +138,4 @@ class BlockingPinnedCopy(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(6):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)

@@ -171,8 +171,7 @@ class CopiesNotOverlapped(Rule):
         ahead, small, pageable, within = (TraceBuilder() for _ in range(4))
         for _ in range(4):
             with ahead.step():
-                with ahead.op("aten::mm"):
-                    ahead.launch("ampere_sgemm_128x64_nn", 4000)
+                ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
                 ahead.copy("HtoD", 24 << 20, stream=13)
                 ahead.sync()
             with small.step():
@@ -193,9 +192,7 @@ class CopiesNotOverlapped(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(4):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=4)
     b.sync()
 
 

@@ -168,8 +168,7 @@ class DeviceCopies(Rule):
                 few.copy("DtoD", 64 << 20)
                 _train(few)
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 6000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
                 hidden.copy("DtoD", 1 << 30, stream=13)
                 hidden.sync()
             with host.step():
@@ -183,7 +182,5 @@ class DeviceCopies(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(6):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)
     b.sync()

@@ -266,6 +266,4 @@ def _training(how: str, *, stream: int = 7, shapes: bool = True, more: int = 0) 
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(4):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 2000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000, times=4)

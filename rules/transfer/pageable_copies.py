@@ -218,8 +218,7 @@ class PageableCopies(Rule):
             with b.step():
                 with b.op("aten::to"), b.op("aten::_to_copy"):
                     b.copy("HtoD", 24 << 20, pinned=False)
-                with b.op("aten::mm"):
-                    b.launch("ampere_sgemm_128x64_nn", 6000)
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
                 b.sync()
         return {"a batch from pageable memory": b}
 
@@ -236,8 +235,7 @@ class PageableCopies(Rule):
                     small.copy("HtoD", 512, 1.5, pinned=False)
                 _train(small)
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
                 hidden.copy("HtoD", 24 << 20, pinned=False, stream=13)
             with results.step():
                 _train(results)
@@ -252,9 +250,7 @@ class PageableCopies(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(6):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)
     b.sync()
 
 

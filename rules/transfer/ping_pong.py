@@ -250,8 +250,7 @@ class PingPong(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    with b.op("aten::mm"):
-        b.launch("ampere_sgemm_128x64_nn", 2000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
 
 
 def _round_trip(b: TraceBuilder) -> None:

@@ -122,6 +122,21 @@ def places(
     return found
 
 
+def device_places(
+    a: Analysis, work: pl.DataFrame, cost: str | Rows = "exposed", host: str | Rows = "op"
+) -> list[Location]:
+    """The same of rows of device work, with columns ``gpu``, ``ts`` and ``dur``. ``cost``,
+    ``host``: a column of theirs, or numbers."""
+    return places(
+        a,
+        rows(work[host]) if isinstance(host, str) else host,
+        column(work, cost) if isinstance(cost, str) else cost,
+        ts=column(work, "ts"),
+        dur=column(work, "dur"),
+        kernel=rows(work["gpu"]),
+    )
+
+
 def ops_around(a: Analysis, host: Rows) -> Rows:
     """The innermost op around each of the given rows of ``trace.cpu``, or the row itself when it
     is an op; -1: none."""

@@ -26,7 +26,7 @@ from advisor.model import (
     Select,
     Threshold,
 )
-from advisor.rules.common import figure, places, rows
+from advisor.rules.common import device_places, figure, rows
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
 
@@ -164,14 +164,7 @@ class MissingNoSync(Rule):
                 figure(a, "needless reductions", needless.height, "count"),
                 Evidence("their time", time, "ns", per=a.per),
             ],
-            where=places(
-                a,
-                rows(needless["op"]),
-                needless["dur"].to_numpy(),
-                kernel=rows(needless["gpu"]),
-                ts=needless["ts"].to_numpy(),
-                dur=needless["dur"].to_numpy(),
-            ),
+            where=device_places(a, needless, "dur"),
             edits=[_edit(a, table, needless)],
             code=self.code.format(passes=k),
         )

@@ -13,7 +13,7 @@ from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.copies import compute_stream
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, figure, of_step, places, rows
+from advisor.rules.common import column, device_places, figure, of_step, rows
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, TRACELENS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
@@ -131,14 +131,7 @@ class PoorOverlap(Rule):
                 figure(a, "exposed and waited for at once", waited),
                 figure(a, "such collectives", int(chosen.sum()), "count"),
             ],
-            where=places(
-                a,
-                np.where(chosen, rows(table["op"]), -1),
-                cost,
-                ts=column(table, "ts"),
-                dur=column(table, "dur"),
-                kernel=rows(table["gpu"]),
-            ),
+            where=device_places(a, table, cost, np.where(chosen, rows(table["op"]), -1)),
             edits=self._edits(a, table, same, at_once),
         )
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, figure, places, rows
+from advisor.rules.common import column, device_places, figure, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS
 from advisor.testing import TraceBuilder
@@ -133,14 +133,7 @@ class SmallCollectives(Rule):
                 figure(a, "their time", int(dur.sum())),
                 Evidence("the same merged (estimate)", merged / a.step_count, "ns"),
             ],
-            where=places(
-                a,
-                rows(table["op"]),
-                cost,
-                ts=column(table, "ts"),
-                dur=column(table, "dur"),
-                kernel=rows(table["gpu"]),
-            ),
+            where=device_places(a, table, cost),
             edits=[
                 Edit(
                     op="merge",

@@ -23,7 +23,7 @@ from advisor.model import (
 )
 from advisor.rules.common import figure, of_step, places
 from advisor.rules.elsewhere import JAX_AHEAD, TF_PREFETCH
-from advisor.rules.input.waits import OTHERS, culprits, find_waits, recurs
+from advisor.rules.input.waits import OTHERS, culprits, find_waits, in_one_step, recurs
 from advisor.rules.sources import ENGINE_FLOOR, HAND_OVER, OURS, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 from advisor.trace import JAX, TENSORFLOW
@@ -143,12 +143,7 @@ class DataLoaderWait(Rule):
                 )
             return
         if not recurs(waits, self.min_share * a.step_ns):
-            yield NotMeasured(
-                what=f"whether the DataLoader's wait of {t.time(waits.by_step.max())} recurs",
-                why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
-                "an epoch",
-                record="more steps: schedule(wait=1, warmup=2, active=8)",
-            )
+            yield in_one_step(waits)
             return
         per_step = waits.exposed / a.step_count
         inside = culprits(a, waits)

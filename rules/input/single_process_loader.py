@@ -9,9 +9,9 @@ import numpy as np
 
 from advisor import text as t
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.rules.common import of_step, places
-from advisor.rules.input.waits import SINGLE, culprits, find_waits, recurs
+from advisor.rules.input.waits import SINGLE, culprits, find_waits, in_one_step, recurs
 from advisor.rules.sources import HAND_OVER, OURS, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
@@ -105,12 +105,7 @@ class SingleProcessLoader(Rule):
         if share < self.min_share or batch < self.min_batch_ms * 1e6:
             return
         if not recurs(waits, self.min_share * a.step_ns):
-            yield NotMeasured(
-                what=f"whether the DataLoader's wait of {t.time(waits.by_step.max())} recurs",
-                why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
-                "an epoch",
-                record="more steps: schedule(wait=1, warmup=2, active=8)",
-            )
+            yield in_one_step(waits)
             return
         per_step = waits.exposed / a.step_count
         inside = culprits(a, waits)

@@ -11,12 +11,11 @@ import polars as pl
 from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.intervals import intersect
-from advisor.model import Advice, Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, figure, of_step, per, places, rows
-from advisor.rules.elsewhere import JAX_AHEAD, in_any_language
+from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
+from advisor.rules.common import device_places, figure, of_step, per, rows
+from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import OURS, TRACELENS
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 DIRECTIONS = ("HtoD", "DtoH")
 
@@ -99,11 +98,7 @@ class CopiesNotOverlapped(Rule):
             "cudaStreamWaitEvent(compute, arrived[next], 0);",
             verify="Profile again: copies lie beside kernels.",
         ),
-        TENSORFLOW: Advice(
-            "Let tf.data bring batches to the device ahead of the step.",
-            'dataset.apply(tf.data.experimental.prefetch_to_device("/GPU:0"))',
-        ),
-        JAX: Advice("Bring batches to the device ahead of the step.", JAX_AHEAD),
+        **BATCHES_AHEAD,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -144,14 +139,7 @@ class CopiesNotOverlapped(Rule):
                 figure(a, "bytes", moved, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
             ],
-            where=places(
-                a,
-                rows(copies["op"]),
-                column(copies, "exposed"),
-                ts=column(copies, "ts"),
-                dur=column(copies, "dur"),
-                kernel=rows(copies["gpu"]),
-            ),
+            where=device_places(a, copies),
             edits=[Edit(op="overlap", select=select) for select in _groups(copies)],
         )
 

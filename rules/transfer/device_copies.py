@@ -14,7 +14,7 @@ from advisor.analysis.names import matches
 from advisor.analysis.stacks import nearest, parents
 from advisor.intervals import intersect
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, figure, of_step, per, places, rows
+from advisor.rules.common import column, device_places, figure, of_step, per, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import TRACELENS
 from advisor.testing import TraceBuilder
@@ -125,14 +125,7 @@ class DeviceCopies(Rule):
                 figure(a, "inside compiled functions", border),
                 figure(a, "graph launches", graphs, "count"),
             ],
-            where=places(
-                a,
-                rows(copies["op"]),
-                column(copies, "exposed"),
-                ts=column(copies, "ts"),
-                dur=column(copies, "dur"),
-                kernel=rows(copies["gpu"]),
-            ),
+            where=device_places(a, copies),
             edits=[Edit(op="remove", select=Select(on="gpu", kind=("memcpy",), copy=("DtoD",)))],
             **(self.case("at the border of CUDA graphs") if of_graphs else {}),
         )

@@ -14,7 +14,7 @@ from advisor.analysis.shapes import OpInputs
 from advisor.analysis.stacks import climb, parents
 from advisor.analysis.steps import step_of
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, figure, of_step, places, rows, total
+from advisor.rules.common import device_places, figure, of_step, total
 from advisor.rules.sources import OURS, PAGEABLE_64K, TRACELENS
 from advisor.testing import TraceBuilder
 
@@ -126,14 +126,7 @@ class DtypeInflation(Rule):
                 figure(a, "bytes before the conversion", needed, "bytes"),
                 Evidence("steps that show it", steps, "count"),
             ],
-            where=places(
-                a,
-                rows(found["made"]),
-                column(found, "exposed"),
-                ts=column(found, "ts"),
-                dur=column(found, "dur"),
-                kernel=rows(found["gpu"]),
-            ),
+            where=device_places(a, found, "exposed", "made"),
             edits=[
                 Edit(
                     op="scale",

@@ -12,7 +12,6 @@ from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.intervals import intersect
 from advisor.model import (
-    Advice,
     Edit,
     Evidence,
     Finding,
@@ -23,12 +22,11 @@ from advisor.model import (
     Select,
     Threshold,
 )
-from advisor.rules.common import column, figure, of_step, per, places, rows, total
-from advisor.rules.elsewhere import JAX_AHEAD, in_any_language
+from advisor.rules.common import device_places, figure, of_step, per, rows, total
+from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG
 from advisor.rules.sync.held import edit, held_by
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 _CALLS = (
     Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
@@ -124,11 +122,7 @@ class PageableCopies(Rule):
             "cudaDeviceSynchronize();                                        // once, at the end",
             verify="Profile again: copies read 'Pinned -> Device' and lie beside kernels.",
         ),
-        TENSORFLOW: Advice(
-            "Let tf.data bring batches to the device ahead of the step.",
-            'dataset.apply(tf.data.experimental.prefetch_to_device("/GPU:0"))',
-        ),
-        JAX: Advice("Bring batches to the device ahead of the step.", JAX_AHEAD),
+        **BATCHES_AHEAD,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -182,14 +176,7 @@ class PageableCopies(Rule):
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
                 figure(a, "bytes", total(slow["bytes"]), "bytes"),
             ],
-            where=places(
-                a,
-                rows(slow["op"]),
-                column(slow, "exposed"),
-                ts=column(slow, "ts"),
-                dur=column(slow, "dur"),
-                kernel=rows(slow["gpu"]),
-            ),
+            where=device_places(a, slow),
             edits=[
                 Edit(
                     op="scale",

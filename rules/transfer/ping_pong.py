@@ -12,7 +12,7 @@ from advisor.analysis import Analysis
 from advisor.analysis.names import map_names, matches
 from advisor.analysis.stacks import climb, frame_rank, parents
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import figure, of_step, per, places, rows, total
+from advisor.rules.common import device_places, figure, of_step, per, rows, total
 from advisor.rules.sources import ENGINE_FLOOR, OURS
 from advisor.testing import TraceBuilder
 
@@ -123,14 +123,7 @@ class PingPong(Rule):
                 figure(a, "copy time that nothing hides", cost),
                 figure(a, "host waits for these copies", waits.height, "count"),
             ],
-            where=places(
-                a,
-                rows(table["launch"]),
-                table["bytes"].to_numpy(),
-                ts=table["ts"].to_numpy(),
-                dur=table["dur"].to_numpy(),
-                kernel=rows(table["gpu"]),
-            ),
+            where=device_places(a, table, "bytes", "launch"),
             edits=[
                 Edit(
                     op="remove",

@@ -322,7 +322,7 @@ def test_the_input_bound_resnet_is_told_to_wait_for_its_input(tmp_path: Path) ->
     first = report.findings[0]
     assert (first.rule, first.severity) == ("dataloader-wait", "critical")
     assert first.title == "The step waits for tf.data"
-    told = next(e.value for e in first.evidence if e.label == "share of the step")
+    told = next(e.value for e in first.evidence if e.label == "share")
     assert told == pytest.approx(share, rel=1e-3)
     assert "prefetch(tf.data.AUTOTUNE)" in first.code
     assert not TORCH.search(f"{first.title} {first.summary} {first.fix} {first.code} {first.check}")

@@ -168,8 +168,10 @@ class Rule:
         twin = copy.copy(self)
         other = dict(self.inference)
         if "cases" in other:
-            changed = {name: {**self.cases.get(name, {}), **texts}
-                       for name, texts in other["cases"].items()}  # fmt: skip
+            changed = {
+                name: {**self.cases.get(name, {}), **texts}
+                for name, texts in other["cases"].items()
+            }
             other["cases"] = {**self.cases, **changed}
         vars(twin).update(other)
         return twin

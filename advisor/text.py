@@ -89,9 +89,13 @@ def _time(ns: float) -> tuple[str, str]:
         return "0", "ms"
     for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         if abs(ns) >= 0.9995 * size:  # what rounds to 1,000 of the smaller unit
-            value = ns / size
-            return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"), unit
+            return _digits(ns / size), unit
     return f"{ns:.0f}", "ns"
+
+
+def _digits(value: float) -> str:
+    """Three significant ones, or all of them before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def between(low: float, high: float) -> str:
@@ -121,8 +125,8 @@ def memory(size: float | None) -> str:
     if size is None:
         return NOT_MEASURED
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(size) >= scale:
-            return f"{size / scale:.1f} {unit}"
+        if abs(size) >= 0.9995 * scale:  # what would be told with four digits of the smaller one
+            return f"{_digits(size / scale)} {unit}"
     return f"{size:.0f} B"
 
 
@@ -146,10 +150,8 @@ def _plural(noun: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, or all of them before the point."""
-    if value == round(value) or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    """Three significant digits, or all of them before the point; a whole number with all."""
+    return f"{value:,.0f}" if value == round(value) else _digits(value)
 
 
 def rate(amount: float, unit: str) -> str:

@@ -27,8 +27,9 @@ from pathlib import Path
 ROUNDS = 2
 BATCH = 50_000
 OPS = ("aten::addmm", "aten::copy_", "aten::native_layer_norm", "aten::mul", "aten::add_")
-KERNELS = [f"void at::native::elementwise_kernel<128, {n}, Functor{n}>(int, Functor{n})"
-           for n in range(40)]  # fmt: skip
+KERNELS = [
+    f"void at::native::elementwise_kernel<128, {n}, Functor{n}>(int, Functor{n})" for n in range(40)
+]
 TABLES = {
     "StringIds": ("id", "value"),
     "CUPTI_ACTIVITY_KIND_KERNEL": (
@@ -88,8 +89,10 @@ def write(path: Path, megabytes: int) -> int:
     names = [*KERNELS, "cudaLaunchKernel_v7000", "cudaMemcpyAsync_v3020"]
     db.executemany("INSERT INTO StringIds VALUES (?, ?)", enumerate(names, 1))
     pids = [(1 << 48) + (100 + n << 24) for n in range(2)]
-    db.executemany("INSERT INTO PROCESSES VALUES (?, ?, ?)",
-                   [(pid, 100 + n, "python3") for n, pid in enumerate(pids)])  # fmt: skip
+    db.executemany(
+        "INSERT INTO PROCESSES VALUES (?, ?, ?)",
+        [(pid, 100 + n, "python3") for n, pid in enumerate(pids)],
+    )
     rows = first = 0
     block = 20_000
 
@@ -113,8 +116,9 @@ def write(path: Path, megabytes: int) -> int:
             for depth in range(2):
                 text = f"{op}, seq = {number}, op_id = {2 * number + depth}"
                 at = call - 2_000 + 500 * depth
-                ranges.append((at, call + 5_000 - 500 * depth, 59, text, None, tid, None, 0,
-                               None, None, None))  # fmt: skip
+                ranges.append(
+                    (at, call + 5_000 - 500 * depth, 59, text, None, tid, None, 0, None, None, None)
+                )
             if number % 5 == 0:
                 calls.append((call + 4_500, call + 4_900, tid, number + (1 << 30), 42, 1, 0, None))
                 copies.append((begin + 7_100, begin + 7_500, who, 7, number + (1 << 30), pid, 4096,

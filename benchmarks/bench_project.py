@@ -26,8 +26,10 @@ def key(pair: Crossing) -> tuple[str, str, str]:
 
 def table() -> str:
     """All pairs as Markdown."""
-    lines = ["| work | from → to | measured there | projected | projected / measured |",
-             "| --- | --- | --- | --- | --- |"]  # fmt: skip
+    lines = [
+        "| work | from → to | measured there | projected | projected / measured |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for (source, target, what), group in groupby(measurements().crossings, key):
         pairs = list(group)
         gpus = f"{source.removeprefix('NVIDIA ')} → {target.removeprefix('NVIDIA ')}"

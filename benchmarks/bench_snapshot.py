@@ -67,8 +67,11 @@ def measure(way: str, path: Path) -> tuple[float, float]:
     """CPU seconds and megabytes of one process."""
     done = subprocess.run(
         [sys.executable, __file__, "--one", way, str(path)],
-        check=True, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "0"},
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
     told = json.loads(done.stdout.splitlines()[-1])
     return told["cpu"], told["kb"] / 1e3
 

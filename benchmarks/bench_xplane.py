@@ -20,10 +20,14 @@ FIELDS = {
     "XSpace": (("planes", 1, "XPlane"),),
     "XPlane": (("lines", 3, "XLine"),),
     "XLine": (("events", 4, "XEvent"),),
-    "XEvent": (("metadata_id", 1, ""), ("offset_ps", 2, ""), ("duration_ps", 3, ""),
-               ("stats", 4, "XStat")),
+    "XEvent": (
+        ("metadata_id", 1, ""),
+        ("offset_ps", 2, ""),
+        ("duration_ps", 3, ""),
+        ("stats", 4, "XStat"),
+    ),
     "XStat": (("metadata_id", 1, ""), ("int64_value", 4, "")),
-}  # fmt: skip
+}
 
 
 def message_class() -> Any:
@@ -93,11 +97,13 @@ def main() -> None:
     parse = best(lambda: space.FromString(data))
     rows = (
         ("protobuf: parse", parse),
-        ("protobuf: parse, read names, times and stats", best(
-            lambda: read_columns(space.FromString(data)))),
+        (
+            "protobuf: parse, read names, times and stats",
+            best(lambda: read_columns(space.FromString(data))),
+        ),
         ("advisor: columns of all events", best(decode)),
         ("advisor: file to tables, joined", best(lambda: read_bytes(data, "bench.xplane.pb"))),
-    )  # fmt: skip
+    )
     print(f"{len(data) / 1e6:.0f} MB, {read_columns(space.FromString(data)):,} events")
     for name, seconds in rows:
         print(

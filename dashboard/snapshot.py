@@ -105,19 +105,26 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     for name in names:
         made.add_trace(
             go.Scatter(
-                x=x, y=(table_[name] / (1 << 30)).to_list(), name=name, stackgroup="held",
-                mode="lines", line={"width": 0, "shape": "hv", "color": COLOURS[name]},
+                x=x,
+                y=(table_[name] / (1 << 30)).to_list(),
+                name=name,
+                stackgroup="held",
+                mode="lines",
+                line={"width": 0, "shape": "hv", "color": COLOURS[name]},
                 fillcolor=COLOURS[name],
                 hovertemplate=f"{name} %{{y:.3g}} GiB<extra></extra>",
             )
-        )  # fmt: skip
+        )
     made.add_trace(
         go.Scatter(
-            x=x, y=(table_["reserved"] / (1 << 30)).to_list(), name="reserved", mode="lines",
+            x=x,
+            y=(table_["reserved"] / (1 << 30)).to_list(),
+            name="reserved",
+            mode="lines",
             line={"width": 1.5, "shape": "hv", "color": RESERVED, "dash": "dot"},
             hovertemplate="reserved %{y:.3g} GiB<extra></extra>",
         )
-    )  # fmt: skip
+    )
     at = int(np.searchsorted(table_["event"].to_numpy(), post.moment))
     label = "out of memory" if post.history.failed is not None else "peak"
     made.add_annotation(
@@ -190,11 +197,11 @@ def _segments(post: PostMortem) -> Any:
                 hovertemplate="%{customdata[0]}<extra></extra>",
             )
         )  # fmt: skip
-    made.update_layout(barmode="overlay", showlegend=True, bargap=0.15,
-                       margin={"t": 64, "l": 150})  # fmt: skip
+    made.update_layout(barmode="overlay", showlegend=True, bargap=0.15, margin={"t": 64, "l": 150})
     made.update_xaxes(title="MiB into the segment")
-    made.update_yaxes(categoryorder="array", categoryarray=names[::-1], showgrid=False,
-                      tickfont={"size": 10})  # fmt: skip
+    made.update_yaxes(
+        categoryorder="array", categoryarray=names[::-1], showgrid=False, tickfont={"size": 10}
+    )
     return made
 
 
@@ -236,10 +243,13 @@ def _post_mortem(told: MemoryView) -> Any:
         body += [
             el("H4", each.title),
             table(
-                list(each.head), [list(row) for row in each.rows],
-                numbers=tuple(range(1, len(each.head))), names=(0,), caption=each.title,
+                list(each.head),
+                [list(row) for row in each.rows],
+                numbers=tuple(range(1, len(each.head))),
+                names=(0,),
+                caption=each.title,
             ),
-        ]  # fmt: skip
+        ]
     if told.savings:
         items = [el("Li", line) for line in memory.assumptions(told)]
         body += [el("P", "Taken for granted:", cls="note-line"), el("Ul", *items, cls="plain")]

@@ -8,7 +8,7 @@ from typing import Any
 from advisor import text as t
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import swatch
-from advisor.report.views import Segment, StepBar
+from advisor.report.drawn import Segment, StepBar
 
 
 def bar(shown: StepBar) -> Any:

@@ -1,4 +1,4 @@
-"""What several rules need to word a finding: times as text, and the places that cost most."""
+"""What several rules need to word a finding: amounts a step, and the places that cost most."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.model import Location
+from advisor import text as t
+from advisor.model import Evidence, Location
 from advisor.trace import KINETO, PYTORCH
 
 if TYPE_CHECKING:
@@ -17,33 +18,26 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 
 
-def duration(ns: float) -> str:
-    """A time with three significant digits in the unit a person would use."""
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if abs(ns) >= size:
-            value = ns / size
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return f"{ns:.0f} ns"
-
-
-def size(amount: float) -> str:
-    """Bytes in binary units."""
-    for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if amount >= one:
-            return f"{amount / one:.3g} {unit}"
-    return f"{amount:.0f} B"
-
-
 def total(values: pl.Series) -> int:
     """Sum of a column of integers; nulls do not count."""
     return int(values.sum() or 0)
 
 
+def figure(a: Analysis, label: str, amount: float, unit: str = "ns") -> Evidence:
+    """What the analysed window has of something, as a figure a step; of the recording when the
+    trace has no steps."""
+    return Evidence(label, amount / a.step_count, unit, per=a.per)
+
+
 def of_step(a: Analysis, ns: float) -> str:
     """Time inside the analysed window as a person thinks of it: ``3 ms of each step (12%)``, or
     ``of the recording`` when the trace has no steps."""
-    unit = "the recording" if a.steps.source == "whole trace" else "each step"
-    return f"{duration(ns / a.step_count)} of {unit} ({ns / max(a.span_ns, 1):.0%})"
+    return f"{t.time(ns / a.step_count)} {of_each(a)} ({ns / max(a.span_ns, 1):.0%})"
+
+
+def of_each(a: Analysis) -> str:
+    """``of each step``, or ``of the recording`` when the trace has no steps."""
+    return "of each step" if a.per == "step" else t.of(a.per)
 
 
 def of_pytorch(a: Analysis) -> bool:
@@ -54,7 +48,7 @@ def of_pytorch(a: Analysis) -> bool:
 
 def per(a: Analysis) -> str:
     """`` a step``, or nothing when the trace has no steps."""
-    return "" if a.steps.source == "whole trace" else " a step"
+    return " a step" if a.per == "step" else ""
 
 
 def rows(column: pl.Series) -> Rows:
@@ -133,6 +127,21 @@ def places(
             )
         )
     return found
+
+
+def device_places(
+    a: Analysis, work: pl.DataFrame, cost: str | Rows = "exposed", host: str | Rows = "op"
+) -> list[Location]:
+    """The same of rows of device work, with columns ``gpu``, ``ts`` and ``dur``. ``cost``,
+    ``host``: a column of theirs, or numbers."""
+    return places(
+        a,
+        rows(work[host]) if isinstance(host, str) else host,
+        column(work, cost) if isinstance(cost, str) else cost,
+        ts=column(work, "ts"),
+        dur=column(work, "dur"),
+        kernel=rows(work["gpu"]),
+    )
 
 
 def ops_around(a: Analysis, host: Rows) -> Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from advisor.model import ANY, Advice
-from advisor.trace import CUDA
+from advisor.trace import CUDA, JAX, TENSORFLOW
 
 
 def in_any_language(
@@ -54,3 +54,10 @@ JAX_AHEAD = (
     "    batch, following = following, jax.device_put(next(batches))  # returns at once\n"
     "    state = train_step(state, batch)"
 )
+BATCHES_AHEAD = {
+    TENSORFLOW: Advice(
+        "Let tf.data bring batches to the device ahead of the step.",
+        'dataset.apply(tf.data.experimental.prefetch_to_device("/GPU:0"))',
+    ),
+    JAX: Advice("Bring batches to the device ahead of the step.", JAX_AHEAD),
+}

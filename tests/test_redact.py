@@ -406,8 +406,10 @@ def test_time_grows_with_the_length_of_the_text_whatever_it_is() -> None:
     dice = random.Random(7)
     mixed = ["".join(dice.choices(UNITS, k=dice.choice([2, 3]))) for _ in range(40)]
     acts: list[Callable[[str], object]] = [
-        r._redact, clean_value, lambda text: names_in(text.encode())
-    ]  # fmt: skip
+        r._redact,
+        clean_value,
+        lambda text: names_in(text.encode()),
+    ]
     for unit in [*UNITS, *mixed]:
         for number, act in enumerate(acts):
             short, long = (unit * (n // len(unit)) for n in (4_000, 32_000))
@@ -561,8 +563,11 @@ def test_relative_folders_go_and_places_of_libraries_stay() -> None:
         "torch/nn/modules/module.py(1518): _call_impl",
         "transformers/models/gpt2/modeling_gpt2.py(9): forward",
         "json/decoder.py(3): decode",
-        "and/or", "GB/s", "train.py(1): f", "aten::div/2.5",
-    ):  # fmt: skip
+        "and/or",
+        "GB/s",
+        "train.py(1): f",
+        "aten::div/2.5",
+    ):
         assert clean(kept) == kept
     begin = time.perf_counter()
     clean("a/" * 200_000)

@@ -19,6 +19,7 @@ from advisor.advice.verdict import verdict
 from advisor.advice.words import limit_worded
 from advisor.advice.worth import MIN_GAIN_SHARE, WARNING_SHARE, may_be_nothing, worthless
 from advisor.report.data import Report, RuleText
+from advisor.report.views import drawn
 
 if TYPE_CHECKING:
     from advisor.advice.pricing import Pricer
@@ -95,6 +96,7 @@ def assemble(
         names = ", ".join(map(str, sorted(pricing.ranks)))
         report.ranks.note += f" Gains are of ranks {names} replayed together."
     report.status, report.verdict = verdict(report, a)
+    report.views = drawn(report)
     return report
 
 

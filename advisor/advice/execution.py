@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
-
-from msgspec.structs import replace
 
 from advisor.advice.completion import complete
 from advisor.advice.holes import holes, without_holes
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
 
 FAILED = "the rule failed"
 Subject = TypeVar("Subject", Analysis, dict[int, Analysis])
-_A_STEP = re.compile(r"\b(?:of )?(?:a|the|each) step\b")
 
 
 @dataclass
@@ -185,8 +181,6 @@ def _sort_out(
     pricing: Pricer | None,
 ) -> None:
     for outcome in outcomes:
-        if a.steps.source == "whole trace" and not a.record_only:
-            _without_steps(outcome)
         if isinstance(outcome, Finding):
             finding = complete(outcome, rule, a, number)
             worded(finding, rule, a.trace.meta)
@@ -202,16 +196,3 @@ def _sort_out(
             worded(outcome, rule, a.trace.meta)
             outcome.rule = rule.id
             result.not_measured.append(outcome)
-
-
-def _without_steps(outcome: Outcome) -> None:
-    """Rules word their figures a step; where no step is marked they are of the recording."""
-
-    def reworded(text: str) -> str:
-        return _A_STEP.sub("of the recording", text)
-
-    if isinstance(outcome, Good):
-        outcome.text = reworded(outcome.text)
-    elif isinstance(outcome, Finding):
-        outcome.summary = reworded(outcome.summary)
-        outcome.evidence = [replace(item, label=reworded(item.label)) for item in outcome.evidence]

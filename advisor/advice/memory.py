@@ -187,6 +187,7 @@ def memory_limits(a: Analysis) -> list[str]:
             f"{unmatched:,} allocations in the memory history have no end and are not in its "
             "state: history was switched off, or frees were not recorded."
         )
-    found += [f"Memory snapshot: {count:,} left out: {why}." for why, count in
-              a.snapshot.dropped.items()]  # fmt: skip
+    found += [
+        f"Memory snapshot: {count:,} left out: {why}." for why, count in a.snapshot.dropped.items()
+    ]
     return found

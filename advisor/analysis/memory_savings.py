@@ -204,8 +204,9 @@ def _set_to_none(post: PostMortem) -> list[Saving]:
     rows = _rows(post, "gradients")
     if post.moment < 0 or not len(rows):
         return []
-    acts = np.flatnonzero(h.is_action["alloc"][: post.moment + 1] | h.is_action["oom"][
-        : post.moment + 1])  # fmt: skip
+    acts = np.flatnonzero(
+        h.is_action["alloc"][: post.moment + 1] | h.is_action["oom"][: post.moment + 1]
+    )
     acting = h.origins[int(h.event_stack[acts[-1]])].role if len(acts) else ""
     if acting != "forward":
         return []

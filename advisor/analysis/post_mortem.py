@@ -142,9 +142,11 @@ class PostMortem:
         parameter = is_("parameter")
         sizes = np.unique(lives.size[parameter])
         engine = is_("backward") | (is_("nothing") & known & tells)
-        stays = past_forward | self._crosses(self._happens("optimizer")) | (
-            np.isin(lives.size, sizes) & (lives.ended > self.moment)
-        )  # fmt: skip
+        stays = (
+            past_forward
+            | self._crosses(self._happens("optimizer"))
+            | (np.isin(lives.size, sizes) & (lives.ended > self.moment))
+        )
         kind = np.full(len(lives), CATEGORIES.index("not told"), dtype=np.int8)
 
         def put(rows: Mask, name: str) -> None:
@@ -160,8 +162,10 @@ class PostMortem:
         put(is_("input"), "inputs")
         put(is_("own"), "outside modules")
         put(is_("communication"), "communication")
-        put(is_("workspace") | (is_("nothing") & np.isin(lives.size, CUBLAS_WORKSPACES)),
-            "workspace")  # fmt: skip
+        put(
+            is_("workspace") | (is_("nothing") & np.isin(lives.size, CUBLAS_WORKSPACES)),
+            "workspace",
+        )
         put(self.of_earlier_steps & (is_("forward") | is_("recomputed")), "earlier steps")
         return kind
 
@@ -235,10 +239,13 @@ class PostMortem:
                 "label": self._labels(rows),
             },
             schema={
-                "category": pl.String, "file": pl.String, "line": pl.Int64,
-                "function": pl.String, "label": pl.String,
+                "category": pl.String,
+                "file": pl.String,
+                "line": pl.Int64,
+                "function": pl.String,
+                "label": pl.String,
             },
-        )  # fmt: skip
+        )
 
     def _labels(self, rows: Ints) -> list[str | None]:
         """The user's metadata of lives."""
@@ -350,10 +357,12 @@ class PostMortem:
         count = h.count
         at = np.unique(
             np.concatenate(
-                [np.linspace(-1, count - 1, min(points, count + 1)).astype(np.int64),
-                 [self.moment, h.peak]]
+                [
+                    np.linspace(-1, count - 1, min(points, count + 1)).astype(np.int64),
+                    [self.moment, h.peak],
+                ]
             )
-        )  # fmt: skip
+        )
         columns: dict[str, Any] = {"event": at}
         times = h.events["time_us"]
         if count and not times.is_null().any():

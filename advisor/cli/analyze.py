@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
@@ -40,18 +41,8 @@ def command(
             "(.pickle), or - for stdin.",
         ),
     ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar=out.metavar(REPORTS.package),
-            help="Default: by the suffix of --output, else terminal.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the report to a file."),
-    ] = None,
+    form: Annotated[str | None, o.form(REPORTS.package)] = None,
+    output: o.Output = None,
     csv: Annotated[
         Path | None,
         typer.Option(
@@ -68,21 +59,14 @@ def command(
             "what bounds them, what could be saved.",
         ),
     ] = False,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Analyse this rank only.")
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="Which window of a rank that has several."),
-    ] = None,
+    rank: o.Rank = None,
+    window: o.Window = None,
     steps: Steps = None,
     top: Annotated[
         int | None,
         typer.Option(metavar="N", min=0, help="Show the N findings worth most (JSON has all)."),
     ] = None,
-    rules: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="More rules: every *.py in this folder.")
-    ] = None,
+    rules: o.Rules = None,
     fail_on: Annotated[
         FailOn | None,
         typer.Option(
@@ -98,20 +82,12 @@ def command(
             "it can be a PATH.",
         ),
     ] = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
-    ] = None,
-    redact: Annotated[
-        bool,
-        typer.Option(help="Leave out credentials, users, hosts and folders."),
-    ] = False,
+    max_size: o.MaxSize = None,
+    redact: o.Redact = False,
     price: pricing.Price = None,
     prices: pricing.PriceTable = None,
     gpus: pricing.Gpus = None,
-    progress: Annotated[
-        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
-    ] = True,
+    progress: o.Progress = True,
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, what it is worth."""
     if not paths:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.analyze import Told
@@ -30,18 +31,8 @@ def command(
         ),
     ],
     after: Annotated[str, typer.Argument(metavar="AFTER", help="The same after the change.")],
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar=out.metavar("advisor.compare.renderers"),
-            help="Default: by the suffix of --output, else terminal.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write to a file."),
-    ] = None,
+    form: Annotated[str | None, o.form("advisor.compare.renderers")] = None,
+    output: o.Output = None,
     fail_if_slower: Annotated[
         str | None,
         typer.Option(
@@ -49,22 +40,14 @@ def command(
             help="Exit with 1 when steps are surely slower by more than this, such as 5%.",
         ),
     ] = None,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Compare this rank of both.")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Compare this window of both.")
-    ] = None,
+    rank: o.Rank = None,
+    window: o.Window = None,
     steps: Steps = None,
-    redact: Annotated[
-        bool, typer.Option(help="Leave out credentials, users, hosts and folders.")
-    ] = False,
+    redact: o.Redact = False,
     price: pricing.Price = None,
     prices: pricing.PriceTable = None,
     gpus: pricing.Gpus = None,
-    progress: Annotated[
-        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
-    ] = True,
+    progress: o.Progress = True,
 ) -> None:
     """What became faster or slower from one run to another, and what became of the findings."""
     bound = parse_share(fail_if_slower)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 from advisor.install import install
@@ -61,25 +62,15 @@ def command(
     live: Annotated[
         bool, typer.Option("--live", help="Follow the run while it is being recorded.")
     ] = False,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Analyse this rank only.")
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="Which window of a rank that has several."),
-    ] = None,
+    rank: o.Rank = None,
+    window: o.Window = None,
     steps: Steps = None,
-    rules: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="More rules: every *.py in this folder.")
-    ] = None,
+    rules: o.Rules = None,
     memory: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A memory snapshot that belongs to the first path."),
     ] = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
-    ] = None,
+    max_size: o.MaxSize = None,
 ) -> None:
     """Show traces and runs in the browser: what the step is made of, what to fix, and the timeline.
 

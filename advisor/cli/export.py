@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import Told, examine_paths, parse_size
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
@@ -36,20 +37,11 @@ def command(
     tracks: Annotated[
         bool, typer.Option("--tracks/--no-tracks", help="Add steps, idle gaps and findings.")
     ] = True,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of a rank: this window.")
-    ] = None,
+    rank: o.Rank = None,
+    window: o.Window = None,
     steps: Steps = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
-    ] = None,
-    progress: Annotated[
-        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
-    ] = True,
+    max_size: o.MaxSize = None,
+    progress: o.Progress = True,
 ) -> None:
     """Write the trace again, with steps, idle gaps by cause and findings as extra tracks."""
     chosen, limit = parse_steps(steps), parse_size(max_size)

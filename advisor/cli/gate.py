@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.compare import parse_share
@@ -46,30 +47,15 @@ def command(
         bool,
         typer.Option("--strict", help="Fail too when the steps are not shown to be within bounds."),
     ] = False,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar=out.metavar("advisor.gate.renderers"),
-            help="Default: by the suffix of --output, else terminal.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of a run: measure this rank.")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Which window of a rank.")
-    ] = None,
+    form: Annotated[str | None, o.form("advisor.gate.renderers")] = None,
+    output: o.Output = None,
+    rank: o.Rank = None,
+    window: o.Window = None,
     steps: Steps = None,
     price: pricing.Price = None,
     prices: pricing.PriceTable = None,
     gpus: pricing.Gpus = None,
-    progress: Annotated[
-        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
-    ] = True,
+    progress: o.Progress = True,
 ) -> None:
     """Hold a run against a baseline. Exit code 0: not slower, or not shown to be; 1: a regression;
     2: the two cannot be held against each other.
@@ -126,24 +112,11 @@ def command(
 
 def _read(path: str) -> Baseline | None:
     """A baseline that ``--save`` wrote; ``None``: it is something else."""
-    if path == "-":
-        return None
-    from advisor.files import open_regular
     from advisor.gate import Baseline
-    from advisor.gate.baseline import MAX_BYTES
+    from advisor.gate.baseline import MAX_BYTES, SCHEMA
+    from advisor.saved import read_saved
 
-    try:
-        with open_regular(path) as opened:
-            head = opened.read(200)
-            if b'"advisor.baseline/' not in head:
-                return None
-            text = head + opened.read(MAX_BYTES)
-    except (OSError, ValueError):
-        return None  # the reader of traces says what is wrong with it
-    try:
-        return Baseline.from_json(text)
-    except AdvisorError as error:
-        raise AdvisorError(f"{path}: {error}") from None
+    return read_saved(path, Baseline, SCHEMA, MAX_BYTES)
 
 
 def _measure(path: str, options: Options, progress: bool) -> Baseline:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 
@@ -55,9 +56,7 @@ def command(
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
     ] = False,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank.")
-    ] = None,
+    rank: o.Rank = None,
     steps: Steps = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")
@@ -263,8 +262,11 @@ def _detail(p: Projection, file: TextIO) -> None:
     fit = p.fit
     gib = 1 << 30
     if fit.verdict == "not measured":
-        print(f"\nmemory: not measured (the GPU has {fit.capacity / gib:.0f} GiB; record with "
-              "profile_memory=True)", file=file)  # fmt: skip
+        print(
+            f"\nmemory: not measured (the GPU has {fit.capacity / gib:.0f} GiB; record with "
+            "profile_memory=True)",
+            file=file,
+        )
         return
     sizes = [
         f"{size / gib:.1f} GiB {word}"

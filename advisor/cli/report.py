@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.analyze import Told, deliver, examine_paths, parse_size
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
-from advisor.files import open_regular
 from advisor.report.formats import REPORTS
 
 if TYPE_CHECKING:
@@ -34,37 +34,17 @@ def command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file."),
     ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar=out.metavar(REPORTS.package),
-            help="Default: by the suffix of --output, else terminal.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
-    ] = None,
-    redact: Annotated[
-        bool, typer.Option(help="Leave out credentials, users, hosts and folders.")
-    ] = False,
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Analyse this rank only.")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Which window of a rank.")
-    ] = None,
+    form: Annotated[str | None, o.form(REPORTS.package)] = None,
+    output: o.Output = None,
+    redact: o.Redact = False,
+    rank: o.Rank = None,
+    window: o.Window = None,
     steps: Steps = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Stop at this uncompressed size (default 16G)."),
-    ] = None,
+    max_size: o.MaxSize = None,
     price: pricing.Price = None,
     prices: pricing.PriceTable = None,
     gpus: pricing.Gpus = None,
-    progress: Annotated[
-        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
-    ] = True,
+    progress: o.Progress = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
     chosen, limit = parse_steps(steps), parse_size(max_size)
@@ -110,21 +90,7 @@ def command(
 
 def read_saved(path: str) -> Report | None:
     """A report that ``analyze --format json`` wrote; ``None``: it is something else."""
-    if path == "-":
-        return None
-    try:
-        with open_regular(path) as opened:
-            head = opened.read(200)
-            if b'"advisor.report/' not in head:
-                return None
-            text = head + opened.read(MAX_REPORT + 1)
-    except (OSError, ValueError):
-        return None  # the reader of traces says what is wrong with it
-    if len(text) > MAX_REPORT:
-        raise AdvisorError(f"{path}: a report larger than {MAX_REPORT >> 20} MiB; write it again")
-    from advisor.report import Report
+    from advisor import saved
+    from advisor.report.data import SCHEMA, Report
 
-    try:
-        return Report.from_json(text)
-    except AdvisorError as error:
-        raise AdvisorError(f"{path}: {error}") from None
+    return saved.read_saved(path, Report, SCHEMA, MAX_REPORT)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.errors import AdvisorError
 
@@ -47,12 +48,8 @@ def command(
         str, typer.Option("--out", metavar="DIR", help="Run directory (a new one).")
     ] = "",
     form: Annotated[Literal["terminal", "json"] | None, typer.Option("--format")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
-    ] = None,
-    progress: Annotated[
-        bool, typer.Option("--progress/--no-progress", help="Progress on stderr, on a terminal.")
-    ] = True,
+    output: o.Output = None,
+    progress: o.Progress = True,
 ) -> None:
     """Try the fixes that can be made while a program starts, and measure each.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 
@@ -36,9 +37,7 @@ def command(
             "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
         ),
     ] = [],  # noqa: B006
-    rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of a run: this rank, alone.")
-    ] = None,
+    rank: o.Rank = None,
     steps: Steps = None,
     form: Annotated[
         Literal["terminal", "json"], typer.Option("--format", help="How to print it.")

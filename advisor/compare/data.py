@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.errors import AdvisorError
+from advisor.saved import decoded
 
 SCHEMA = "advisor.comparison/1"
 
@@ -257,15 +257,7 @@ class Comparison(Struct, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes | str) -> Comparison:
         """Read what :meth:`to_json` wrote. Raises AdvisorError for anything else."""
-        try:
-            found = msgspec.json.decode(text, type=cls)
-        except RecursionError:
-            raise AdvisorError("not a comparison: nested too deeply") from None
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise AdvisorError(f"not a comparison: {str(error)[:200]}") from None
-        if found.schema != SCHEMA:
-            raise AdvisorError(f"comparison schema {found.schema[:60]!r} is not {SCHEMA!r}")
-        return found
+        return decoded(text, cls, "comparison", SCHEMA)
 
     def __repr__(self) -> str:
         """One line: the verdict."""

@@ -23,6 +23,7 @@ from advisor.rundir import LARGEST
 if TYPE_CHECKING:
     from advisor.advice.engine import Examined
     from advisor.analysis import Analysis
+from advisor.saved import decoded
 
 SCHEMA = "advisor.baseline/1"
 MOST_STEPS = 5000
@@ -93,16 +94,7 @@ class Baseline(Struct, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes | str) -> Baseline:
         """Read what :meth:`to_json` wrote. Raises AdvisorError for anything else."""
-        if len(text) > MAX_BYTES:
-            raise AdvisorError(f"not a baseline: larger than {MAX_BYTES >> 20} MiB")
-        try:
-            found = msgspec.json.decode(text, type=cls)
-        except RecursionError:
-            raise AdvisorError("not a baseline: nested too deeply") from None
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise AdvisorError(f"not a baseline: {str(error)[:200]}") from None
-        if found.schema != SCHEMA:
-            raise AdvisorError(f"baseline schema {found.schema[:60]!r} is not {SCHEMA!r}")
+        found = decoded(text, cls, "baseline", SCHEMA, MAX_BYTES)
         if not all(0 <= ns < LARGEST for ns in found.durations_ns):
             raise AdvisorError("not a baseline: a step's duration is not a time")
         if len(found.numbers) != len(found.durations_ns):

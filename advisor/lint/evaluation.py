@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from advisor.lint.hint import Hint
+from advisor.lint.hint import Hint, place
 from advisor.lint.source import Function, Script, is_method, names_in
 
 _EVAL = re.compile(
@@ -46,9 +46,7 @@ def check(source: Script) -> Iterator[Hint]:
             fix="Put it under torch.inference_mode(), or torch.no_grad().",
             code=code,
             confirmed_by="eval-without-no-grad",
-            line=node.lineno,
-            column=node.col_offset,
-            end_line=node.end_lineno,
+            **place(node),
         )
 
 

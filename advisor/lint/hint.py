@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from typing import Any
+
 from msgspec import Struct
 
 
@@ -25,3 +28,8 @@ class Hint(Struct, kw_only=True):
     file: str = ""
     code: str | None = None
     """The fix as a line or two to take over by hand; ``null``: ``fix`` says all."""
+
+
+def place(node: ast.stmt | ast.expr) -> dict[str, Any]:
+    """Where a hint stands, as its fields."""
+    return {"line": node.lineno, "column": node.col_offset, "end_line": node.end_lineno}

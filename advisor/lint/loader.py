@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from advisor.lint.hint import Hint
+from advisor.lint.hint import Hint, place
 from advisor.lint.source import Script, is_constant, is_method, keyword
 
 LOADERS = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
@@ -69,9 +69,7 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
         ),
         code=f"DataLoader(..., {', '.join(wanted)})",
         confirmed_by=confirmed,
-        line=call.lineno,
-        column=call.col_offset,
-        end_line=call.end_lineno,
+        **place(call),
     )
 
 
@@ -103,9 +101,7 @@ def _blocking(source: Script) -> Iterator[Hint]:
             fix="Copy with non_blocking=True.",
             code=f"{_receiver(source, call)}, non_blocking=True)",
             confirmed_by="blocking-pinned-copy",
-            line=call.lineno,
-            column=call.col_offset,
-            end_line=call.end_lineno,
+            **place(call),
         )
 
 
@@ -138,7 +134,5 @@ def _epoch(source: Script) -> Iterator[Hint]:
             fix="Call sampler.set_epoch(epoch) at the start of each epoch.",
             code="sampler.set_epoch(epoch)   # before the epoch's loop over the loader",
             confirmed_by="",
-            line=call.lineno,
-            column=call.col_offset,
-            end_line=call.end_lineno,
+            **place(call),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from advisor.lint.hint import Hint
+from advisor.lint.hint import Hint, place
 from advisor.lint.source import (
     Loop,
     Script,
@@ -67,9 +67,7 @@ def _forbidden(source: Script, call: ast.Call) -> Iterator[Hint]:
         why=why,
         fix="Take it out of the loop.",
         confirmed_by=rule,
-        line=call.lineno,
-        column=call.col_offset,
-        end_line=call.end_lineno,
+        **place(call),
     )
 
 
@@ -132,9 +130,7 @@ def _sync(source: Script, call: ast.Call, statement: ast.stmt, what: str) -> Hin
         fix=fix,
         code=code,
         confirmed_by="implicit-sync",
-        line=call.lineno,
-        column=call.col_offset,
-        end_line=call.end_lineno,
+        **place(call),
     )
 
 
@@ -174,9 +170,7 @@ def _kept(source: Script, value: ast.Name, title: str) -> Hint:
         fix="Detach it first; .item() would do as well, but waits for the device.",
         code=f"{value.id}.detach()",
         confirmed_by="memory-leak",
-        line=value.lineno,
-        column=value.col_offset,
-        end_line=value.end_lineno,
+        **place(value),
     )
 
 
@@ -208,7 +202,5 @@ def _backward(source: Script, call: ast.Call) -> Iterator[Hint]:
                 fix=f"Leave {name} at its default.",
                 code=f"{method}()",
                 confirmed_by=rule,
-                line=call.lineno,
-                column=call.col_offset,
-                end_line=call.end_lineno,
+                **place(call),
             )

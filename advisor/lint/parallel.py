@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from advisor.lint.hint import Hint
+from advisor.lint.hint import Hint, place
 from advisor.lint.source import Script, is_method, seldom
 
 _DDP = {"torch.nn.parallel.DistributedDataParallel", "DistributedDataParallel", "DDP"}
@@ -36,9 +36,7 @@ def _data_parallel(source: Script, call: ast.Call) -> Hint:
         ),
         code=f"DistributedDataParallel({model}, device_ids=[local_rank])",
         confirmed_by="data-parallel",
-        line=call.lineno,
-        column=call.col_offset,
-        end_line=call.end_lineno,
+        **place(call),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from advisor.lint.hint import Hint
+from advisor.lint.hint import Hint, place
 from advisor.lint.source import Script, is_constant
 
 
@@ -25,9 +25,7 @@ def check(source: Script) -> Iterator[Hint]:
                 why="a new compiled function each step looks for its graph again",
                 fix="Compile once, before the loop.",
                 confirmed_by="recompilation",
-                line=call.lineno,
-                column=call.col_offset,
-                end_line=call.end_lineno,
+                **place(call),
             )
     for node in ast.walk(source.tree):
         if (
@@ -43,9 +41,7 @@ def check(source: Script) -> Iterator[Hint]:
                 why="the host waits for every kernel: nothing overlaps any more",
                 fix="Set it for the run in which an error is looked for.",
                 confirmed_by="debug-switches",
-                line=node.lineno,
-                column=node.col_offset,
-                end_line=node.end_lineno,
+                **place(node),
             )
 
 
@@ -56,7 +52,5 @@ def _switch(call: ast.Call) -> Hint:
         why="the stack of every operation is kept, and every gradient is checked for NaN",
         fix="Switch it on for the run in which an error is looked for.",
         confirmed_by="debug-switches",
-        line=call.lineno,
-        column=call.col_offset,
-        end_line=call.end_lineno,
+        **place(call),
     )

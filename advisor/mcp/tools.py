@@ -265,7 +265,7 @@ def _full(key: str, f: Finding) -> FindingFull:
             "wrong_if": b.said(f.falsified_by),
             "assumes": [b.said(line) for line in f.assumptions[:5]],
             "evidence": [
-                {"label": b.name(e.label), "value": _value(e), "limit": _limit(e)}
+                {"label": b.name(t.label(e)), "value": _value(e), "limit": _limit(e)}
                 for e in f.evidence[: b.MOST_EVIDENCE]
             ],
             "places": [

@@ -7,9 +7,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.errors import AdvisorError
 from advisor.model import Finding, Good, HotLine, NotMeasured, Per, unit_of
+from advisor.report.drawn import Views
 from advisor.report.resources import Cost, EnergyUse
+from advisor.saved import decoded
 
 SCHEMA = "advisor.report/1"
 
@@ -602,6 +603,8 @@ class Report(Struct, kw_only=True):
     """What a memory snapshot shows, one entry a device, the fullest first. Empty: no snapshot."""
     rules: list[RuleText] = field(default_factory=list)
     """The rules of all findings, risks and notes, by id."""
+    views: Views | None = None
+    """The report's pictures as data; ``null``: written before there were any."""
 
     @property
     def step_ns(self) -> float:
@@ -646,12 +649,4 @@ class Report(Struct, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes | str) -> Report:
         """Read a report written by :meth:`to_json`. Raises AdvisorError for anything else."""
-        try:
-            report = msgspec.json.decode(text, type=cls)
-        except RecursionError:
-            raise AdvisorError("not a report: nested too deeply") from None
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise AdvisorError(f"not a report: {str(error)[:200]}") from None
-        if report.schema != SCHEMA:
-            raise AdvisorError(f"report schema {report.schema[:60]!r} is not {SCHEMA!r}")
-        return report
+        return decoded(text, cls, "report", SCHEMA)

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from advisor import text as t
 from advisor.report import palette
-from advisor.report.views import Segment
+from advisor.report.drawn import Segment
 
 LONGEST: Final = 2000
 """Characters of any one text on a page; what is longer is cut in its middle."""

@@ -87,13 +87,19 @@ def device(view: MemoryView, rows: int = MOST_ROWS, *, named: bool = False) -> D
             Table(
                 "What a change frees (they overlap)",
                 ["change", "frees"],
-                [[_change(view, n), t.memory(s.bytes)]
-                 for n, s in enumerate(view.savings[:MOST_SAVINGS])],
+                [
+                    [_change(view, n), t.memory(s.bytes)]
+                    for n, s in enumerate(view.savings[:MOST_SAVINGS])
+                ],
             )
-        )  # fmt: skip
+        )
     kept = [(label, [part for part in parts if part]) for label, parts in lines]
-    return Device(title, when, [(label, parts) for label, parts in kept if parts],
-                  [table for table in tables if table.rows])  # fmt: skip
+    return Device(
+        title,
+        when,
+        [(label, parts) for label, parts in kept if parts],
+        [table for table in tables if table.rows],
+    )
 
 
 def _held(view: MemoryView, rows: int) -> Table:

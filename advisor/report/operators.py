@@ -20,24 +20,19 @@ class Operators(Renderer["Report"]):
 
     def render(self, subject: Report, options: Options = DEFAULT) -> str:
         """The table in at most ``width`` columns, of ``top`` operators."""
-        return render(subject, width=options.width, colour=options.colour, top=options.top)
-
-
-def render(report: Report, *, width: int = 80, colour: bool = False, top: int | None = None) -> str:
-    """The table as text of at most ``width`` columns. ``top``: only so many operators."""
-    page = Page(width, colour=colour)
-    rows = report.rooflines[: MOST_ROWS if top is None else top]
-    if not rows:
-        page.wrapped("No kernels were recorded: what operators attain is not measured.")
+        page = Page(options.width, colour=options.colour)
+        found = subject.rooflines
+        rows = found[: MOST_ROWS if options.top is None else options.top]
+        if not rows:
+            page.wrapped("No kernels were recorded: what operators attain is not measured.")
+            return page.getvalue()
+        shown = "all" if len(rows) == len(found) else f"the {len(rows)} longest"
+        page.section("Operators by shape", f"{shown}, {t.per(subject.per)}")
+        _table(page, rows)
+        page.blank()
+        for line in _notes(subject, rows):
+            page.wrapped(line, style="dim")
         return page.getvalue()
-    unit = t.per(report.per)
-    shown = "all" if len(rows) == len(report.rooflines) else f"the {len(rows)} longest"
-    page.section("Operators by shape", f"{shown}, {unit}")
-    _table(page, rows)
-    page.blank()
-    for line in _notes(report, rows):
-        page.wrapped(line, style="dim")
-    return page.getvalue()
 
 
 def _table(page: Page, rows: list[OperatorRate]) -> None:

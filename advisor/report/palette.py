@@ -7,19 +7,9 @@ colour alone: where there is no text beside it, a glyph differs too.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
-
-class Look(NamedTuple):
-    """How one class of time is drawn."""
-
-    colour: str
-    """``#rrggbb``."""
-    glyph: str
-    """One column of a terminal; no two classes of one bar have the same."""
-    style: str
-    """The nearest of a terminal's own colours."""
-
+from advisor.report.drawn import Look
 
 CLASSES: Final = {
     "compute": Look("#2f9e6e", "█", "green"),

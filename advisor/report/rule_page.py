@@ -10,11 +10,13 @@ import inspect
 import io
 import textwrap
 import tokenize
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from advisor import text as t
-from advisor.model import Rule, Source, Threshold
+from advisor.model import ANY, Rule, Source, Threshold
 from advisor.report.page import Page
+from advisor.trace import CUDA, JAX, TENSORFLOW
 
 CATEGORIES = {
     "input": "Input pipeline",
@@ -29,6 +31,13 @@ CATEGORIES = {
     "hardware": "Hardware",
     "inference": "Inference",
 }
+FRAMEWORKS = {
+    ANY: ("In any language", "text"),
+    CUDA: ("C++ with CUDA", "cpp"),
+    TENSORFLOW: ("TensorFlow", "python"),
+    JAX: ("JAX", "python"),
+}
+"""As ``Rule.elsewhere`` names them: what a person calls it, and the language of its snippets."""
 VALIDATION = {
     "real traces": "right on public real traces",
     "recordings": "right on recordings of programs that are slow on purpose",
@@ -46,6 +55,18 @@ class Option(NamedTuple):
     sources: tuple[Source, ...]
 
 
+class Told(NamedTuple):
+    """What a rule advises a kind of program that is not written with PyTorch."""
+
+    program: str
+    """As a person calls it."""
+    language: str
+    """Of the snippet, as Markdown has it."""
+    words: str
+    """The fix, and how to see that it worked; of what is common to all, only what differs."""
+    code: str
+
+
 class RulePage(NamedTuple):
     """A rule's documentation, taken apart."""
 
@@ -61,6 +82,9 @@ class RulePage(NamedTuple):
     assumptions: list[str]
     cases: dict[str, dict[str, Any]]
     """Case -> attribute -> what it is then."""
+    inference: dict[str, Any]
+    """Attribute -> what it is where nothing is trained."""
+    elsewhere: list[Told]
     thresholds: list[Option]
     sources: tuple[Source, ...]
     """Of the numbers in the paragraphs that are no thresholds."""
@@ -89,13 +113,9 @@ def describe(rule: Rule) -> RulePage:
         verify=cls.verify,
         falsified_by=cls.falsified_by,
         assumptions=rule.filled(cls.assumptions),
-        cases={
-            name: {
-                key: rule.filled(text) if key == "assumptions" else text
-                for key, text in case.items()
-            }
-            for name, case in cls.cases.items()
-        },
+        cases=_filled_cases(rule, cls.cases),
+        inference=_inference(rule, cls.inference),
+        elsewhere=list(_elsewhere(cls)),
         thresholds=[
             Option(name, value, *_told(cls, name, comments))
             for name, value in cls.options().items()
@@ -109,6 +129,32 @@ def describe(rule: Rule) -> RulePage:
         fires_on=list(cls.fires_on()),
         silent_on=list(cls.silent_on()),
     )
+
+
+def _filled(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: rule.filled(text) if key == "assumptions" else text for key, text in texts.items()}
+
+
+def _filled_cases(rule: Rule, cases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: _filled(rule, case) for name, case in cases.items()}
+
+
+def _inference(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
+    filled = _filled(rule, texts)
+    if "cases" in texts:
+        filled["cases"] = _filled_cases(rule, texts["cases"])
+    return filled
+
+
+def _elsewhere(cls: type[Rule]) -> Iterator[Told]:
+    common = cls.elsewhere.get(ANY)
+    for framework, advice in cls.elsewhere.items():
+        words = " ".join(filter(None, (advice.fix, advice.verify)))
+        if common is not None and advice is not common:
+            if (advice.fix, advice.code) == (common.fix, common.code):
+                continue
+            words = advice.fix.removeprefix(common.fix).strip()  # what is called there, alone
+        yield Told(*FRAMEWORKS[framework], words, advice.code)
 
 
 def _told(cls: type[Rule], name: str, comments: dict[str, str]) -> tuple[str, tuple[Source, ...]]:
@@ -200,19 +246,17 @@ def render(rule: Rule, *, width: int = 80, colour: bool = False) -> str:
         _paragraph(page, paragraph)
     if about.fix:
         page.section("What to do")
-        page.wrapped(t.clean(about.fix), indent=2)
-        if about.code:
-            page.code("", about.code, indent=2)
-        page.field("check", about.verify, indent=2)
-        page.field("unless", about.falsified_by, indent=2)
-        page.field("assumes", "; ".join(about.assumptions), indent=2)
-    for name, case in about.cases.items():
-        page.section("Case", name)
-        for key in ("title", "fix"):
-            if key in case:
-                page.wrapped(t.clean(case[key]), indent=2)
-        if "code" in case:
-            page.code("", case["code"], indent=2)
+        _advice(page, about._asdict())
+    _cases(page, about.cases)
+    if about.inference:
+        page.section("Where nothing is trained")
+        _advice(page, about.inference)
+        _cases(page, about.inference.get("cases", {}))
+    for told in about.elsewhere:
+        page.section("Without PyTorch", told.program)
+        page.wrapped(t.clean(told.words), indent=2)
+        if told.code:
+            page.code("", told.code, indent=2)
     if about.thresholds:
         page.section("Thresholds")
         for item in about.thresholds:
@@ -234,6 +278,27 @@ def render(rule: Rule, *, width: int = 80, colour: bool = False) -> str:
         for reference in about.references:
             page.wrapped(t.clean(reference), indent=2)
     return page.getvalue()
+
+
+def _advice(page: Page, texts: Mapping[str, Any]) -> None:
+    """Fix, code, and how far to trust them."""
+    if texts.get("fix"):
+        page.wrapped(t.clean(texts["fix"]), indent=2)
+    if texts.get("code"):
+        page.code("", texts["code"], indent=2)
+    page.field("check", texts.get("verify", ""), indent=2)
+    page.field("unless", texts.get("falsified_by", ""), indent=2)
+    page.field("assumes", "; ".join(texts.get("assumptions", ())), indent=2)
+
+
+def _cases(page: Page, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, case in cases.items():
+        page.section("Case", name)
+        for key in ("title", "fix"):
+            if key in case:
+                page.wrapped(t.clean(case[key]), indent=2)
+        if "code" in case:
+            page.code("", case["code"], indent=2)
 
 
 def _paragraph(page: Page, paragraph: str) -> None:

@@ -6,17 +6,32 @@ Each is made here, once, as data with its words: whoever draws it folds, sums an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from advisor import text as t
 from advisor.report import facts, palette
-from advisor.report.palette import Look
+from advisor.report.drawn import (
+    Kind,
+    Look,
+    RankRow,
+    RankTable,
+    Segment,
+    Stair,
+    Stairs,
+    StepBar,
+    Views,
+)
 
 if TYPE_CHECKING:
-    from advisor.model import Finding, Per
     from advisor.report.data import RankLine, Report
 
-Kind = Literal["work", "idle", "host"]
+
+def drawn(report: Report) -> Views:
+    """All that there is to draw of a report."""
+    return Views(step_bar(report), stairs(report), rank_table(report))
+
 
 # -- where the time goes ------------------------------------------------------------------------
 
@@ -25,71 +40,6 @@ MOST_CAUSES = 5
 SMALL = 0.005
 """Share of the step below which a cause has no segment of its own: it would be less than half a
 cell of a terminal wide."""
-
-
-class Segment(NamedTuple):
-    """One part of the bar, with its line in the legend."""
-
-    kind: Kind
-    """Device work, idle time of the device, or time of the host's main thread."""
-    key: str
-    """Class, cause, or class of host time; ``rest``: several of them."""
-    label: str
-    look: Look
-    ns: float
-    share: float
-    """Of the step."""
-
-    @property
-    def time(self) -> str:
-        """The duration in words."""
-        return t.time(self.ns)
-
-    @property
-    def percent(self) -> str:
-        """The share in words."""
-        return t.percent(self.share)
-
-    @property
-    def name(self) -> str:
-        """The label where it stands by itself."""
-        return f"idle: {self.label}" if self.kind == "idle" and self.key != "idle" else self.label
-
-
-class StepBar(NamedTuple):
-    """The step's time, each instant once."""
-
-    title: str
-    aside: str
-    """The step that the figures add up to, where the report leads with another; else empty."""
-    per: Per
-    work: list[Segment]
-    """Device work by class; without any in the trace, the host's main thread."""
-    idle: list[Segment]
-    """Idle time of the device by cause."""
-    idle_total: Segment | None
-    """All of it; ``None``: it was not measured."""
-
-    @property
-    def segments(self) -> list[Segment]:
-        """All parts in their order; they add up to the step."""
-        return [*self.work, *self.idle]
-
-    @property
-    def heading(self) -> str:
-        """Title and aside in a line."""
-        return " · ".join(part for part in (self.title, self.aside) if part)
-
-    @property
-    def idle_title(self) -> str:
-        """What the idle parts are parts of."""
-        total = self.idle_total
-        return "idle" if total is None else f"idle {total.time}, {total.percent}, by cause"
-
-    @property
-    def words(self) -> str:
-        """The bar for who does not see it."""
-        return ", ".join(f"{segment.label} {segment.percent}" for segment in self.segments)
 
 
 def step_bar(report: Report) -> StepBar | None:
@@ -165,62 +115,12 @@ def _ranked(
     def drawn(key: str) -> Look:
         if key == "rest":
             return palette.REST
-        return look(key) or palette.REST._replace(glyph=next(spare, "?"))
+        return look(key) or replace(palette.REST, glyph=next(spare, "?"))
 
     return [Segment(kind, key, label, drawn(key), ns, share) for key, label, ns, share in parts]
 
 
 # -- what the step could come down to ------------------------------------------------------------
-
-
-class Stair(NamedTuple):
-    """The step once a finding and all before it are mended."""
-
-    finding: Finding | None
-    """``None``: the first, as measured."""
-    label: str
-    saved_ns: float
-    """What this fix saves on top of those before it."""
-    left_ns: float
-    """What is left of the step."""
-    saved_share: float
-    """Of the step as measured."""
-    left_share: float
-
-    @property
-    def number(self) -> str:
-        """Of the finding, in words."""
-        return "" if self.finding is None or self.finding.rank is None else str(self.finding.rank)
-
-    @property
-    def saved(self) -> str:
-        """In words; empty: nothing."""
-        return t.time(self.saved_ns) if self.saved_ns else ""
-
-    @property
-    def left(self) -> str:
-        """In words."""
-        return t.time(self.left_ns)
-
-    @property
-    def percent(self) -> str:
-        """What it saves, as a share of the step, in words."""
-        return t.percent(self.saved_share)
-
-
-class Stairs(NamedTuple):
-    """The step, fix by fix."""
-
-    per: Per
-    bound: str
-    """``up to `` where a gain is an upper bound; else empty."""
-    measured: Stair
-    fixes: list[Stair]
-
-    @property
-    def all(self) -> list[Stair]:
-        """The measured step, then each fix."""
-        return [self.measured, *self.fixes]
 
 
 def stairs(report: Report) -> Stairs | None:
@@ -234,15 +134,15 @@ def stairs(report: Report) -> Stairs | None:
     for finding in found:
         saved = float(max(0, finding.rank_gain_ns or 0))
         left = max(0.0, left - saved)
-        label = t.clean(finding.title)
-        fixes.append(Stair(finding, label, saved, left, saved / whole, left / whole))
-    measured = Stair(None, "as measured", 0.0, whole, 0.0, 1.0)
-    return Stairs(report.per, "up to " if facts.bounded(report) else "", measured, fixes)
+        named = (finding.rank, finding.severity, t.clean(finding.title))
+        fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
+    measured = Stair(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
+    return Stairs(report.per, facts.bounded(report), measured, fixes)
 
 
 # -- ranks side by side ---------------------------------------------------------------------------
 
-RANK_HEAD: Final = (
+RANK_HEAD: Final = [
     "rank",
     "step",
     "GPU busy",
@@ -250,38 +150,9 @@ RANK_HEAD: Final = (
     "idle",
     "comes last",
     "others wait",
-)
+]
 NONE: Final = "–"
 """A cell of what was not measured."""
-
-
-class RankRow(NamedTuple):
-    """One rank."""
-
-    line: RankLine
-    cells: list[str]
-    """As ``RANK_HEAD`` names them."""
-    latest: bool
-    """It makes the others wait longest."""
-
-
-class RankTable(NamedTuple):
-    """The ranks that are listed, by number."""
-
-    head: tuple[str, ...]
-    rows: list[RankRow]
-    total: int
-    """Ranks there are."""
-    note: str
-    """How they were aligned, or why not."""
-
-    @property
-    def more(self) -> str:
-        """What is said of those that are not listed; empty: all are."""
-        left = self.total - len(self.rows)
-        if not left:
-            return ""
-        return f"{t.counted(left, 'more rank')} wait{'s' * (left == 1)} less; the JSON has all."
 
 
 def rank_table(report: Report, most: int = 1024) -> RankTable | None:
@@ -291,7 +162,7 @@ def rank_table(report: Report, most: int = 1024) -> RankTable | None:
     lines = sorted(report.ranks.lines, key=_slowness, reverse=True)
     latest = lines[0] if lines and lines[0].caused_wait_ns else None
     rows = [
-        RankRow(line, _rank_cells(line), line is latest)
+        RankRow(line.rank, _rank_cells(line), line is latest)
         for line in sorted(lines[:most], key=lambda line: line.rank)
     ]
     return RankTable(RANK_HEAD, rows, len(lines), t.clean(report.ranks.note))

@@ -287,9 +287,11 @@ class Allocator:
             blocks = []
             for b in s.blocks:
                 told: dict[str, Any] = {
-                    "address": b.address, "size": b.size, "requested_size": b.requested,
+                    "address": b.address,
+                    "size": b.size,
+                    "requested_size": b.requested,
                     "state": b.state,
-                }  # fmt: skip
+                }
                 if b.label:
                     told["user_metadata"] = b.label
                 told["frames"] = b.frames or []
@@ -397,9 +399,10 @@ class Training:
                 with m.at((MODEL, 62, "forward"), *CALLED):
                     for line, share in ((20, 4), (22, 4), (25, 1)):
                         with m.at(
-                            (MODEL, line, "forward"), *CALLED,
+                            (MODEL, line, "forward"),
+                            *CALLED,
                             (f"{TORCH}nn/modules/linear.py", 125, "forward"),
-                        ):  # fmt: skip
+                        ):
                             held.append(m.alloc(self.activation * share // 4))
             with m.at(
                 (MODEL, 66, "forward"), *CALLED, (f"{TORCH}nn/modules/linear.py", 125, "forward")

@@ -238,6 +238,23 @@ class TraceBuilder:
             args["est. achieved occupancy %"] = occupancy
         return self._work("kernel", kernel, us, stream, call, args | (comm or {}), after)
 
+    def run(
+        self,
+        op: str,
+        kernel: str,
+        us: float,
+        shapes: Sequence[Sequence[int]] | None = None,
+        dtypes: str | Sequence[str] = "float",
+        *,
+        times: int = 1,
+        host_us: float = 2.0,
+        **launch: Any,
+    ) -> None:
+        """An operator around one kernel, ``times`` over; ``launch``: see :meth:`launch`."""
+        for _ in range(times):
+            with self.op(op, shapes, dtypes, host_us=host_us):
+                self.launch(kernel, us, **launch)
+
     def graph_launch(self, kernels: Sequence[tuple[str, float]], *, stream: int = 7) -> None:
         """One ``cudaGraphLaunch`` with many kernels: (name, us) each."""
         correlation = self._next()

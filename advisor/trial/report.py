@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.errors import AdvisorError
+from advisor.saved import decoded
 from advisor.trial.lever import Safety
 from advisor.trial.spec import Pull
 
@@ -132,12 +132,6 @@ class TrialReport(Struct, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
     @classmethod
-    def from_json(cls, text: bytes) -> TrialReport:
-        """Raises AdvisorError for what is none."""
-        try:
-            report = msgspec.json.decode(text[:MAX_BYTES], type=cls)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise AdvisorError(f"no report of trials: {str(error)[:200]}") from None
-        if report.schema != SCHEMA:
-            raise AdvisorError(f"schema {report.schema[:60]!r} is not {SCHEMA!r}")
-        return report
+    def from_json(cls, text: bytes | str) -> TrialReport:
+        """Read what :meth:`to_json` wrote. Raises AdvisorError for anything else."""
+        return decoded(text, cls, "report of trials", SCHEMA, MAX_BYTES)

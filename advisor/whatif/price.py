@@ -353,9 +353,10 @@ class WhatIf:
             return ()
         share = float(np.clip(waited - np.abs(error), 0.0, None).sum()) / total
         return (
-            PartQuality("waits for other ranks", len(nodes), share,
-                     float(np.median(np.abs(error))), total),
-        )  # fmt: skip
+            PartQuality(
+                "waits for other ranks", len(nodes), share, float(np.median(np.abs(error))), total
+            ),
+        )
 
     @cached_property
     def unusable(self) -> str:

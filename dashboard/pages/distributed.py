@@ -110,7 +110,7 @@ def _lines(view: View) -> Any:
         return None
     rows = [
         [
-            link(f"rank {row.line.rank}", href=view.href("/timeline", rank=row.line.rank)),
+            link(f"rank {row.rank}", href=view.href("/timeline", rank=row.rank)),
             *row.cells[1:],
         ]
         for row in shown.rows

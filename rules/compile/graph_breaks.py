@@ -24,7 +24,7 @@ from advisor.model import (
     Select,
     Threshold,
 )
-from advisor.rules.common import column, of_step, per, places, rows
+from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
 from advisor.text import counted
@@ -115,9 +115,9 @@ class GraphBreaks(Rule):
                 "between two compiled graphs."
             ),
             evidence=[
-                Evidence(f"graph breaks{per(a)}", count, "count"),
-                Evidence(f"idle at them{per(a)}", idle.total / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                Evidence("graph breaks", count, "count", per=a.per),
+                figure(a, "idle at them", idle.total),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("idle time a break", idle.total / len(broken), "ns"),
                 Evidence("where the graph breaks", _told(lines)),
             ],
@@ -165,9 +165,12 @@ def _lines(a: Analysis) -> list[Location]:
     if not len(named):
         return []
     frames = pl.DataFrame(
-        {"name": cpu["name"].gather(named).cast(pl.String), "row": named,
-         "dur": cpu["dur"].gather(named)}
-    ).sort("dur", descending=True)  # fmt: skip
+        {
+            "name": cpu["name"].gather(named).cast(pl.String),
+            "row": named,
+            "dur": cpu["dur"].gather(named),
+        }
+    ).sort("dur", descending=True)
     found = []
     for name, row, count in (
         frames.group_by("name", maintain_order=True)

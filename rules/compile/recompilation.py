@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import covered, intersect, union
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import duration, of_step, per, places
+from advisor.rules.common import figure, of_step, places
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 COMPILING = r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"
 """What Dynamo calls the compilation of a function, and AOTAutograd that of its backward pass."""
@@ -95,7 +95,7 @@ class Recompilation(Rule):
         hit = int((by_step > 0).sum())
         if hit < self.min_steps:
             yield NotMeasured(
-                what=f"whether {duration(compiling.total)} of compilation recur",
+                what=f"whether {t.time(compiling.total)} of compilation recur",
                 why="it is in one step only, and every function is compiled once",
                 record="more steps, after a longer warm-up",
             )
@@ -105,11 +105,11 @@ class Recompilation(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, compiling.total)} torch.compile compiles a function again, in "
-                f"{counted(hit, 'step')} of {steps.height}."
+                f"{t.counted(hit, 'step')} of {steps.height}."
             ),
             evidence=[
-                Evidence(f"compilation{per(a)}", compiling.total / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "compilation", compiling.total),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("steps with compilation", hit, "count", *self.limit("min_steps")),
                 Evidence("compilations", len(here), "count"),
                 Evidence("the longest", int(cost.max()) if len(cost) else None, "ns"),

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import intersect, union
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
-from advisor.rules.common import duration, per, places
+from advisor.rules.common import figure, per, places
 from advisor.testing import TraceBuilder
 
 FORWARD = r"^DataParallel\.forward$"
@@ -81,23 +82,24 @@ class DataParallel(Rule):
         yield Finding(
             summary=(
                 f"One process drives {devices} devices with nn.DataParallel: it copies the model "
-                f"and the batch to them in each step ({duration(host / a.step_count)} of host "
-                "time a step), and its threads share one interpreter."
+                f"and the batch to them in each forward pass ({t.time(host / a.step_count)} of "
+                f"host time{per(a)}), and its threads share one interpreter."
             ),
             evidence=[
-                Evidence(f"DataParallel.forward calls{per(a)}", len(found) / a.step_count, "count"),
+                figure(a, "DataParallel.forward calls", len(found), "count"),
                 Evidence("devices with work", devices, "count"),
-                Evidence(f"host time in broadcast, scatter and gather{per(a)}",
-                         host / a.step_count, "ns"),
-                Evidence("most and least device time", f"{duration(max(busy.values()))}, "
-                         f"{duration(min(busy.values()))}"),
+                figure(a, "host time in broadcast, scatter and gather", host),
+                Evidence(
+                    "most and least device time",
+                    f"{t.time(max(busy.values()))}, {t.time(min(busy.values()))}",
+                ),
             ],
             where=places(a, found.astype(np.int64), cpu["dur"].to_numpy()[found].astype(np.int64)),
             edits=[
                 Edit(op="remove", select=Select(on="gpu", under=EXTRA)),
                 Edit(op="remove", select=Select(on="host", kind=("op",), name=EXTRA)),
             ],
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import (
     Advice,
@@ -20,11 +21,10 @@ from advisor.model import (
     Select,
     Threshold,
 )
-from advisor.rules.common import duration, of_step, per
+from advisor.rules.common import figure, of_step
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, TRACELENS
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 from advisor.trace import JAX, TENSORFLOW
 
 
@@ -227,8 +227,8 @@ class ExposedCommunication(Rule):
             .sort("exposed", descending=True)
         )
         kinds = [
-            f"{kind} {duration(ns / a.step_count)} in "
-            f"{counted(max(1, round(count / a.step_count)), 'call')}"
+            f"{kind} {t.time(ns / a.step_count)} in "
+            f"{t.counted(max(1, round(count / a.step_count)), 'call')}"
             for kind, ns, count in by_kind.head(3).iter_rows()
         ]
         yield Finding(
@@ -237,9 +237,9 @@ class ExposedCommunication(Rule):
                 f"communicates: {overlap:.0%} of communication runs under compute."
             ),
             evidence=[
-                Evidence(f"exposed communication{per(a)}", exposed / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(f"all communication{per(a)}", total / a.step_count, "ns"),
+                figure(a, "exposed communication", exposed),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "all communication", total),
                 Evidence("hidden under compute", overlap, "share"),
                 Evidence("largest exposed", "; ".join(kinds)),
             ],
@@ -301,8 +301,7 @@ class ExposedCommunication(Rule):
                     hidden.launch("ampere_bf16_s16816gemm_bf16_128x128", 3000)
                 hidden.sync()
             with alone.step():
-                with alone.op("aten::mm"):
-                    alone.launch("ampere_bf16_s16816gemm_bf16_128x128", 3000)
+                alone.run("aten::mm", "ampere_bf16_s16816gemm_bf16_128x128", 3000)
                 alone.sync()
         return {
             "hidden under compute": (hidden, "min_share"),

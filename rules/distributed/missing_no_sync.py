@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.comms import describe
 from advisor.analysis.names import matches
@@ -25,7 +26,7 @@ from advisor.model import (
     Select,
     Threshold,
 )
-from advisor.rules.common import duration, places, rows, size
+from advisor.rules.common import device_places, figure, rows
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
 
@@ -150,8 +151,8 @@ class MissingNoSync(Rule):
         yield Finding(
             summary=(
                 f"{k} backward passes make one optimizer step, and each reduces gradients over "
-                f"all ranks: {size(sent)} are sent where {size(once)} would do. The needless "
-                f"reductions take {duration(time)} a step."
+                f"all ranks: {t.memory(sent)} are sent where {t.memory(once)} would do. The "
+                f"needless reductions take {t.time(time)} {t.per(a.per)}."
             ),
             evidence=[
                 Evidence("passes an optimizer step", k, "count", 2, "one needs no no_sync"),
@@ -160,17 +161,10 @@ class MissingNoSync(Rule):
                 ),
                 Evidence("gradients reduced an optimizer step", sent, "bytes"),
                 Evidence("gradients of one pass", once, "bytes"),
-                Evidence("needless reductions a step", needless.height / a.step_count, "count"),
-                Evidence("their time a step", time, "ns"),
+                figure(a, "needless reductions", needless.height, "count"),
+                Evidence("their time", time, "ns", per=a.per),
             ],
-            where=places(
-                a,
-                rows(needless["op"]),
-                needless["dur"].to_numpy(),
-                kernel=rows(needless["gpu"]),
-                ts=needless["ts"].to_numpy(),
-                dur=needless["dur"].to_numpy(),
-            ),
+            where=device_places(a, needless, "dur"),
             edits=[_edit(a, table, needless)],
             code=self.code.format(passes=k),
         )

@@ -9,10 +9,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.copies import compute_stream
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, duration, of_step, per, places, rows
+from advisor.rules.common import column, device_places, figure, of_step, rows
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, TRACELENS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
@@ -115,7 +116,7 @@ class PoorOverlap(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed)} is exposed "
-                f"communication; {duration((on_stream + waited) / a.step_count)} of it in "
+                f"communication; {t.time((on_stream + waited) / a.step_count)} of it in "
                 "collectives that "
                 + (
                     "run on the stream that computes."
@@ -125,19 +126,12 @@ class PoorOverlap(Rule):
             ),
             evidence=[
                 Evidence("hidden under compute", overlap, "share", *self.limit("max_overlap")),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(f"exposed on the compute stream{per(a)}", on_stream / a.step_count, "ns"),
-                Evidence(f"exposed and waited for at once{per(a)}", waited / a.step_count, "ns"),
-                Evidence(f"such collectives{per(a)}", int(chosen.sum()) / a.step_count, "count"),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "exposed on the compute stream", on_stream),
+                figure(a, "exposed and waited for at once", waited),
+                figure(a, "such collectives", int(chosen.sum()), "count"),
             ],
-            where=places(
-                a,
-                np.where(chosen, rows(table["op"]), -1),
-                cost,
-                ts=column(table, "ts"),
-                dur=column(table, "dur"),
-                kernel=rows(table["gpu"]),
-            ),
+            where=device_places(a, table, cost, np.where(chosen, rows(table["op"]), -1)),
             edits=self._edits(a, table, same, at_once),
         )
 
@@ -163,8 +157,7 @@ class PoorOverlap(Rule):
             with stream.step():
                 for _ in range(5):
                     _compute(stream)
-                    with stream.op("symm_mem::multimem_all_reduce_"):
-                        stream.launch("multimem_all_reduce_kernel", 500)
+                    stream.run("symm_mem::multimem_all_reduce_", "multimem_all_reduce_kernel", 500)
                 stream.sync()
             with waited.step():
                 for _ in range(5):
@@ -202,8 +195,7 @@ class PoorOverlap(Rule):
 
 
 def _compute(b: TraceBuilder) -> None:
-    with b.op("aten::mm"):
-        b.launch("ampere_sgemm_128x64_nn", 700)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 700)
 
 
 def _waited_at_once(a: Analysis, kernels: NDArray[np.int64], stream: int) -> NDArray[np.bool_]:

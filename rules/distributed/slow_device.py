@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.families import FAMILIES
 from advisor.analysis.rank_kernels import compare_kernels, device_speed
@@ -24,7 +25,7 @@ from advisor.model import (
     Threshold,
     Worth,
 )
-from advisor.rules.common import duration
+from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import CHOSEN, GREYHOUND
 from advisor.testing import TraceBuilder
@@ -164,14 +165,19 @@ class SlowDevice(Rule):
             ),
             evidence=[
                 Evidence("slow rank", rank),
-                Evidence("duration over the peers' (median by time)", ratio, "",
-                         *self.limit("min_ratio")),
-                Evidence("share of compared time in slower kernels", worst["slow"], "share",
-                         *self.limit("min_slow_share")),
-                Evidence("kernels compared", int(worst["kernels"]), "count",
-                         *self.limit("min_kernels")),
-                Evidence("compute of this rank a step", a.breakdown.compute.total / a.step_count,
-                         "ns"),
+                Evidence(
+                    "duration over the peers' (median by time)", ratio, "", *self.limit("min_ratio")
+                ),
+                Evidence(
+                    "share of compared time in slower kernels",
+                    worst["slow"],
+                    "share",
+                    *self.limit("min_slow_share"),
+                ),
+                Evidence(
+                    "kernels compared", int(worst["kernels"]), "count", *self.limit("min_kernels")
+                ),
+                figure(a, "compute of this rank", a.breakdown.compute.total),
                 Evidence("its GPU", names[rank]),
             ],
             where=[
@@ -185,12 +191,16 @@ class SlowDevice(Rule):
                 if mixed
                 else {"fix": self.fix.format(rank=rank)}
             ),
-        )  # fmt: skip
+        )
         families = tuple(f for f in FAMILIES if f != "communication")
         finding.edits = [
-            Edit(op="scale", factor=1 / ratio, rank=rank,
-                 select=Select(on="gpu", kind=("kernel",), family=families))
-        ]  # fmt: skip
+            Edit(
+                op="scale",
+                factor=1 / ratio,
+                rank=rank,
+                select=Select(on="gpu", kind=("kernel",), family=families),
+            )
+        ]
         if rank == main:
             return finding
         compute = a.breakdown.compute.total / a.step_count
@@ -203,7 +213,7 @@ class SlowDevice(Rule):
             share=gain / a.step_ns if a.step_ns else None,
             method="compute time that the slow device takes longer",
         )
-        late = f"the others wait all the {duration(gain)} a step for it"
+        late = f"the others wait all the {t.time(gain)} a step for it"
         finding.assumptions = [*self.assumptions, late]
         return finding
 

@@ -9,9 +9,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, duration, per, places, rows, size
+from advisor.rules.common import column, device_places, figure, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS
 from advisor.testing import TraceBuilder
@@ -117,29 +118,22 @@ class SmallCollectives(Rule):
         median = float(np.median(column(table, "bytes")[runs.chosen]))
         yield Finding(
             summary=(
-                f"{count:.0f} collectives of {size(median)} (median) a step follow each other in "
-                f"{len(np.unique(runs.run)) / a.step_count:.0f} runs; {duration(latency)} of each "
-                "is latency."
+                f"{count:.0f} collectives of {t.memory(median)} (median) {t.per(a.per)} follow "
+                f"each other in {len(np.unique(runs.run)) / a.step_count:.0f} runs; "
+                f"{t.time(latency)} of each is latency."
             ),
             evidence=[
                 Evidence(
-                    f"small collectives in runs{per(a)}", count, "count", *self.limit("min_count")
+                    "small collectives in runs", count, "count", *self.limit("min_count"), per=a.per
                 ),
                 Evidence("median message", median, "bytes", *self.limit("max_bytes")),
-                Evidence(f"exposed{per(a)}", float(cost.sum()) / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "exposed", float(cost.sum())),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("shortest of them", latency, "ns"),
-                Evidence(f"their time{per(a)}", int(dur.sum()) / a.step_count, "ns"),
+                figure(a, "their time", int(dur.sum())),
                 Evidence("the same merged (estimate)", merged / a.step_count, "ns"),
             ],
-            where=places(
-                a,
-                rows(table["op"]),
-                cost,
-                ts=column(table, "ts"),
-                dur=column(table, "dur"),
-                kernel=rows(table["gpu"]),
-            ),
+            where=device_places(a, table, cost),
             edits=[
                 Edit(
                     op="merge",
@@ -183,9 +177,7 @@ class SmallCollectives(Rule):
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
-                for _ in range(10):
-                    with b.op("aten::mm"):
-                        b.launch("ampere_sgemm_128x64_nn", 300)
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=10)
                 for _ in range(60):
                     b.collective("allreduce", 40_000, 30)
                 b.wait_stream(7, 20)
@@ -199,20 +191,16 @@ class SmallCollectives(Rule):
         for _ in range(4):
             with layers.step():
                 for _ in range(40):
-                    for _ in range(3):
-                        with layers.op("aten::mm"):
-                            layers.launch("ampere_sgemm_128x64_nn", 60)
+                    layers.run("aten::mm", "ampere_sgemm_128x64_nn", 60, times=3)
                     layers.collective("allreduce", 40_000, 30, wait=True)
                 layers.sync()
             with buckets.step():
-                with buckets.op("aten::mm"):
-                    buckets.launch("ampere_sgemm_128x64_nn", 3000)
+                buckets.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
                 for _ in range(4):
                     buckets.collective("allreduce", 25 << 20, 400)
                 buckets.sync()
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000, stream=9)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=9)
                 for _ in range(60):
                     hidden.collective("allreduce", 40_000, 30)
                 hidden.sync()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.host_comms import has_host_collectives
 from advisor.analysis.ranks import Alignment, Skew, align, skew, working
@@ -24,7 +25,7 @@ from advisor.model import (
     Threshold,
     Worth,
 )
-from advisor.rules.common import duration, total
+from advisor.rules.common import figure, of_each, total
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import CHOSEN, SIGNIFICANCE, TRACEML
 from advisor.testing import TraceBuilder
@@ -139,11 +140,11 @@ class StragglerRank(Rule):
         step = max(a.step_ns for a in ranks.values())
         share = worst["caused_exposed_ns"] / step if step else 0.0
         if share < self.min_share or worst["last_share"] < self.min_last:
-            lost = worst["caused_exposed_ns"]
+            lost = t.time(worst["caused_exposed_ns"])
+            unit = t.per(next(iter(ranks.values())).per)
             yield Good(
-                text=f"no rank keeps the others waiting: the worst costs them {duration(lost)} a "
-                f"step that no compute hides ({share:.0%}), clocks aligned to "
-                f"{duration(alignment.error_ns)}"
+                text=f"no rank keeps the others waiting: the worst costs them {lost} {unit} that "
+                f"no compute hides ({share:.0%}), clocks aligned to {t.time(alignment.error_ns)}"
             )
             return
         if _chance(worst["last_share"], worst["collectives"], table.height) > self.max_chance:
@@ -165,6 +166,7 @@ class StragglerRank(Rule):
         share: float,
     ) -> Finding:
         late, main = int(worst["rank"]), next(iter(ranks))
+        a = ranks[main]
         others = [n for n in alignment.shift_ns if n != late]
         compute = {n: working(ranks[n]).total / ranks[n].step_count for n in ranks}
         on_host = ranks[late].device_id is None
@@ -178,17 +180,17 @@ class StragglerRank(Rule):
             title=f"Rank {late} keeps the others waiting",
             summary=(
                 f"Rank {late} arrives last at {worst['last']} of {worst['collectives']} "
-                f"collectives; the others wait {duration(gain)} of each step ({share:.0%}) for it "
+                f"collectives; the others wait {t.time(gain)} {of_each(a)} ({share:.0%}) for it "
                 "with nothing to compute."
             ),
             evidence=[
                 Evidence("late rank", late),
                 Evidence("last at", worst["last_share"], "share", *self.limit("min_last")),
-                Evidence("exposed wait of the others a step", gain, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                Evidence("exposed wait of the others", gain, "ns", per=a.per),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("error of the clocks' alignment", alignment.error_ns, "ns"),
-                Evidence("its compute a step", compute[late], "ns"),
-                Evidence("compute of the others a step", peers, "ns"),
+                Evidence("its compute", compute[late], "ns", per=a.per),
+                Evidence("compute of the others", peers, "ns", per=a.per),
                 *self._idle(ranks[late]),
             ],
             where=self._where(found, late),
@@ -202,7 +204,7 @@ class StragglerRank(Rule):
                 self.case(
                     "the late rank computes more",
                     rank=late,
-                    more=duration(more),
+                    more=t.time(more),
                     what="operators there" if on_host else "kernels on its device",
                 )
                 if uneven
@@ -234,17 +236,20 @@ class StragglerRank(Rule):
     def _idle(a: Analysis) -> list[Evidence]:
         if a.device_id is None:
             return []
-        return [Evidence("its idle time a step", a.breakdown.idle.total / a.step_count, "ns")]
+        return [figure(a, "its idle time", a.breakdown.idle.total)]
 
     @staticmethod
     def _where(found: Skew, late: int) -> list[Location]:
         """The collectives with the longest waits for this rank."""
         table = found.collectives.filter(pl.col("last") == late)
         return [
-            Location(op=row["annotation"] or row["collective"], step=row["step"],
-                     dur_ns=round(row["mean_wait_ns"]))
+            Location(
+                op=row["annotation"] or row["collective"],
+                step=row["step"],
+                dur_ns=round(row["mean_wait_ns"]),
+            )
             for row in table.sort("mean_wait_ns", descending=True).head(3).iter_rows(named=True)
-        ]  # fmt: skip
+        ]
 
     @staticmethod
     def fires_on() -> dict[str, Any]:
@@ -296,10 +301,10 @@ def _ranks(
             work[late[step]] += 1000
         for b, us in zip(builders, work, strict=True):
             with b.step():
-                with b.op("aten::mm"):
-                    b.launch("ampere_sgemm_128x64_nn", us)
-                b.collective("allreduce", 20 << 20, 300 + max(work) - us, wait=True,
-                             group_size=len(compute))  # fmt: skip
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", us)
+                b.collective(
+                    "allreduce", 20 << 20, 300 + max(work) - us, wait=True, group_size=len(compute)
+                )
                 b.sync()
     return builders
 

@@ -49,13 +49,14 @@ class ClocksLocked(Rule):
                 f"{share:.0%} of the samples under load."
             ),
             evidence=[
-                Evidence("samples held by application clocks", share, "share",
-                         *self.limit("min_share")),
+                Evidence(
+                    "samples held by application clocks", share, "share", *self.limit("min_share")
+                ),
                 Evidence("clock in them, of the highest", ratio, "share", *self.limit("max_clock")),
                 Evidence("samples under load", len(seen.samples), "count"),
             ],
             worth=at_full_clock(a, share, ratio),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -77,7 +78,8 @@ def _run(throttle: int, clock: int, *, load: int = 98) -> TraceBuilder:
     r = b.record_of_run()
     r.steps(60, 10)
     r.watch(
-        gpu=Gpu(uuid="GPU-x", utilisation=load, sm_clock=clock, sm_clock_max=1980,
-                throttle=throttle)
-    )  # fmt: skip
+        gpu=Gpu(
+            uuid="GPU-x", utilisation=load, sm_clock=clock, sm_clock_max=1980, throttle=throttle
+        )
+    )
     return b

@@ -137,8 +137,12 @@ def _run(
     r.steps(60, 10)
     r.watch(
         gpu=lambda share: Gpu(
-            uuid="GPU-x", xid=xid or [] if share == 0 else [], ecc_uncorrected=uncorrected,
-            ecc_corrected=corrected, remap_pending=pending, remapped_rows=3,
+            uuid="GPU-x",
+            xid=xid or [] if share == 0 else [],
+            ecc_uncorrected=uncorrected,
+            ecc_corrected=corrected,
+            remap_pending=pending,
+            remapped_rows=3,
         )
-    )  # fmt: skip
+    )
     return b

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
-from advisor.rules.common import size
 from advisor.rules.memory.recorded import capacity
 from advisor.rules.recorded import measure_it, record
 from advisor.rules.sources import CHOSEN
@@ -61,17 +61,21 @@ class GpuShared(Rule):
         who = "other process holds" if most == 1 else "other processes hold"
         yield Finding(
             summary=(
-                f"Up to {most} {who} {size(float(held.max()))} of the device's {size(total)} "
-                f"during {share:.0%} of the run."
+                f"Up to {most} {who} {t.memory(float(held.max()))} of the device's "
+                f"{t.memory(total)} during {share:.0%} of the run."
             ),
             evidence=[
                 Evidence("other processes, at most", most, "count"),
-                Evidence("memory that they hold, at most", float(held.max()), "bytes",
-                         *self.limit("min_memory", total)),
+                Evidence(
+                    "memory that they hold, at most",
+                    float(held.max()),
+                    "bytes",
+                    *self.limit("min_memory", total),
+                ),
                 Evidence("samples with them", share, "share", *self.limit("min_samples")),
             ],
             worth=measure_it("how long the others computed is not in the record"),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

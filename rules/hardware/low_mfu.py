@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
-from advisor.rules.common import duration
 from advisor.rules.recorded import measure_it, record
 from advisor.rules.sources import CHOSEN, GPUPROF
 from advisor.testing import TraceBuilder
@@ -60,20 +60,25 @@ class LowMfu(Rule):
             return
         yield Finding(
             summary=(
-                f"The step of {duration(step)} reaches {mfu:.0%} of the GPU's arithmetic peak for "
+                f"The step of {t.time(step)} reaches {mfu:.0%} of the GPU's arithmetic peak for "
                 "its data types, though most of its kernels are matrix work."
             ),
             evidence=[
                 Evidence("model FLOP utilisation", mfu, "share", *self.limit("max_mfu")),
                 Evidence("in the profiled window", a.mfu, "share"),
-                Evidence("matrix work, share of kernel time", matrix, "share",
-                         *self.limit("min_matrix")),
-                Evidence("device busy, share of the step",
-                         a.breakdown.busy.total / max(a.span_ns, 1), "share"),
+                Evidence(
+                    "matrix work, share of kernel time", matrix, "share", *self.limit("min_matrix")
+                ),
+                Evidence(
+                    "device busy, share",
+                    a.breakdown.busy.total / max(a.span_ns, 1),
+                    "share",
+                    per=a.per,
+                ),
             ],
             worth=measure_it("it is a sum of causes, which have findings of their own"),
             informational=True,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

@@ -65,10 +65,14 @@ class PcieDowngraded(Rule):
                 Evidence("link", f"PCIe {gen} x{width}"),
                 Evidence("possible", f"PCIe {most} x{wide}"),
                 Evidence("share of the speed", ratio, "share"),
-                Evidence("samples under load with the slower link", float(np.mean(low)), "share",
-                         *self.limit("min_share")),
+                Evidence(
+                    "samples under load with the slower link",
+                    float(np.mean(low)),
+                    "share",
+                    *self.limit("min_share"),
+                ),
             ],
-        )  # fmt: skip
+        )
         if a.device_id is not None:
             finding.edits = [
                 Edit(
@@ -108,13 +112,18 @@ def _run(
     for _ in range(4 if trace else 0):
         with b.step():
             b.copy("HtoD", 60_000_000, blocking=True)
-            with b.op("aten::mm"):
-                b.launch("ampere_sgemm_128x64_nn", 2000)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
             b.sync()
     r = b.record_of_run()
     r.steps(60, 10)
     r.watch(
-        gpu=Gpu(uuid="GPU-x", utilisation=load, pcie_gen=generation, pcie_width=width,
-                pcie_gen_max=4, pcie_width_max=16)
-    )  # fmt: skip
+        gpu=Gpu(
+            uuid="GPU-x",
+            utilisation=load,
+            pcie_gen=generation,
+            pcie_width=width,
+            pcie_gen_max=4,
+            pcie_width_max=16,
+        )
+    )
     return b

@@ -81,7 +81,7 @@ class PowerThrottling(Rule):
             ],
             worth=at_full_clock(a, share, ratio),
             informational=True,
-        )  # fmt: skip
+        )
 
     def _brake(self, a: Analysis, share: float, ratio: float | None) -> Finding:
         return Finding(
@@ -123,10 +123,14 @@ def _run(throttle: int | None, *, clock: int, load: int = 98, part: float = 0.9)
     def gpu(share: float) -> Gpu:
         held = share >= 1 - part
         return Gpu(
-            uuid="GPU-x", utilisation=load, sm_clock=clock if held else 1980, sm_clock_max=1980,
+            uuid="GPU-x",
+            utilisation=load,
+            sm_clock=clock if held else 1980,
+            sm_clock_max=1980,
             throttle=None if throttle is None else throttle if held else 0,
-            power=690_000, power_limit=700_000,
-        )  # fmt: skip
+            power=690_000,
+            power_limit=700_000,
+        )
 
     r.watch(gpu=gpu)
     return b

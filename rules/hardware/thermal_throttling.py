@@ -72,7 +72,7 @@ class ThermalThrottling(Rule):
                 Evidence("slowdown from, °C", float(limit.max()) if len(limit) else None),
             ],
             worth=at_full_clock(a, share, ratio),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -98,10 +98,14 @@ def _run(throttle: int | None, *, load: int = 98, part: float = 0.4) -> TraceBui
     def gpu(share: float) -> Gpu:
         hot = throttle is not None and share >= 1 - part
         return Gpu(
-            uuid="GPU-x", utilisation=load, sm_clock=1200 if hot else 1980, sm_clock_max=1980,
+            uuid="GPU-x",
+            utilisation=load,
+            sm_clock=1200 if hot else 1980,
+            sm_clock_max=1980,
             throttle=None if throttle is None else throttle if hot else 0,
-            temperature=88 if hot else 70, temperature_slowdown=87,
-        )  # fmt: skip
+            temperature=88 if hot else 70,
+            temperature_slowdown=87,
+        )
 
     r.watch(gpu=gpu)
     return b

@@ -80,7 +80,7 @@ class UtilisationIllusion(Rule):
                 Evidence("samples", len(both), "count", *self.limit("min_samples")),
             ],
             worth=measure_it("how much of the room can be used, the kernels' findings say"),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

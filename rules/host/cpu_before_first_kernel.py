@@ -8,11 +8,12 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.moments import step_starts
 from advisor.intervals import covered, intersect, union
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, duration, of_step, per, places, rows
+from advisor.rules.common import column, figure, of_step, places, rows
 from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
@@ -90,7 +91,7 @@ class CpuBeforeFirstKernel(Rule):
             return
         if a.step_count < 2:
             yield NotMeasured(
-                what=f"whether {duration(idle.total)} of host work before the first launch recur",
+                what=f"whether {t.time(idle.total)} of host work before the first launch recur",
                 why="there is one step only",
                 record="schedule(wait=1, warmup=2, active=5) and profiler.step() in the loop",
             )
@@ -101,17 +102,17 @@ class CpuBeforeFirstKernel(Rule):
             for cause in CAUSES
         }
         stacks = bool((a.trace.cpu["kind"] == "python").any())
-        known = f"{duration(by_cause['dispatch'])} in operators"
+        known = f"{t.time(by_cause['dispatch'])} in operators"
         yield Finding(
             summary=(
                 f"{of_step(a, idle.total)} the device "
                 f"idles before the step's first launch: {known}, "
-                f"{duration(by_cause['python'] + by_cause['unknown'])} in Python"
+                f"{t.time(by_cause['python'] + by_cause['unknown'])} in Python"
                 + ("." if stacks else " or whatever else runs outside operators.")
             ),
             evidence=[
-                Evidence(f"idle before the first launch{per(a)}", idle.total / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "idle before the first launch", idle.total),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence(
                     "median of the steps",
                     float(np.median(by_step)),
@@ -154,8 +155,7 @@ class CpuBeforeFirstKernel(Rule):
         for number in range(4):
             with ahead.step():
                 ahead.host(3000)
-                with ahead.op("aten::mm"):
-                    ahead.launch("ampere_sgemm_128x64_nn", 6000)
+                ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
             with loader.step():
                 loader.loader_wait(3000)
                 _train(loader)
@@ -174,7 +174,5 @@ class CpuBeforeFirstKernel(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(10):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 500)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 500, times=10)
     b.sync()

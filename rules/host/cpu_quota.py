@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
-from advisor.rules.common import duration
 from advisor.rules.recorded import measure_it, record
 from advisor.rules.sources import ENGINE_FLOOR
 from advisor.testing import TraceBuilder
@@ -57,8 +57,8 @@ class CpuQuota(Rule):
         periods = (told[-1][1].throttled_periods or 0) - (told[0][1].throttled_periods or 0)
         yield Finding(
             summary=(
-                f"In {duration(time)} the kernel stopped threads of this container for "
-                f"{duration(stopped)} in {periods} periods, because its quota of CPU time was "
+                f"In {t.time(time)} the kernel stopped threads of this container for "
+                f"{t.time(stopped)} in {periods} periods, because its quota of CPU time was "
                 "spent."
             ),
             evidence=[
@@ -68,7 +68,7 @@ class CpuQuota(Rule):
                 Evidence("CPUs that the quota allows", recorded.record.rank.cpus, "count"),
             ],
             worth=measure_it("which steps it held up is not in the record"),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

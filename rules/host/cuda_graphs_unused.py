@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Advice, Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
-from advisor.rules.common import duration, per
+from advisor.rules.common import figure
 from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
 from advisor.rules.host.late import blockers, edit, how_late, same_kernels, where
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 from advisor.trace import JAX, TENSORFLOW
 
 
@@ -144,12 +144,15 @@ class CudaGraphsUnused(Rule):
             return
         waits = blockers(a)
         compiled = bool(
-            a.trace.cpu["name"].unique().cast(pl.String)
-            .str.contains(r"^Torch-Compiled Region|^## Call CompiledFxGraph").any()
-        )  # fmt: skip
+            a.trace.cpu["name"]
+            .unique()
+            .cast(pl.String)
+            .str.contains(r"^Torch-Compiled Region|^## Call CompiledFxGraph")
+            .any()
+        )
         fix = self.fix
         if waits.each_step:
-            told = counted(waits.each_step, "wait")
+            told = t.counted(waits.each_step, "wait")
             fix = self.case("something waits for the device", waits=told, names=waits.names)["fix"]
         if compiled:
             fix += " The model is compiled already: only the mode has to change."
@@ -158,12 +161,14 @@ class CudaGraphsUnused(Rule):
             summary=(
                 f"All {a.step_count} steps launch the same {late.launches:,.0f} pieces of work in "
                 f"the same order, call by call, and the device idles "
-                f"{duration(late.idle / a.step_count)} a step ({share:.0%}) meanwhile."
+                f"{t.time(late.idle / a.step_count)} a step ({share:.0%}) meanwhile."
             ),
             evidence=[
-                Evidence(f"idle for launches{per(a)}", late.idle / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(f"launch calls{per(a)}", late.calls, "count", *self.limit("min_launches")),
+                figure(a, "idle for launches", late.idle),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                Evidence(
+                    "launch calls", late.calls, "count", *self.limit("min_launches"), per=a.per
+                ),
                 Evidence("steps with the same kernels", a.step_count, "count"),
                 Evidence("graph launches", 0, "count"),
                 Evidence("waits for the device inside a step", waits.each_step, "count"),
@@ -201,6 +206,4 @@ class CudaGraphsUnused(Rule):
 
 
 def _launches(b: TraceBuilder, count: int, us: float = 4) -> None:
-    for _ in range(count):
-        with b.op("aten::add", host_us=20):
-            b.launch("elementwise_kernel", us)
+    b.run("aten::add", "elementwise_kernel", us, times=count, host_us=20)

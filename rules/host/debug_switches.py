@@ -25,7 +25,9 @@ _FLAGS: dict[str, tuple[tuple[Any, ...], str, str]] = {
 _VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "the host waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (
-        ("1",), "every tensor is a cudaMalloc and a cudaFree, which wait for the device"),
+        ("1",),
+        "every tensor is a cudaMalloc and a cudaFree, which wait for the device",
+    ),
     "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked across all ranks first"),
     "NCCL_DEBUG": (("TRACE",), "NCCL logs every call"),
     "TORCH_SHOW_DISPATCH_TRACE": (("1",), "every operator call is printed"),
@@ -37,7 +39,7 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     "PYTORCH_JIT": (("0",), "scripted modules run uncompiled"),
     "TORCHDYNAMO_DISABLE": (("1",), "torch.compile does nothing"),
     "TORCH_COMPILE_DISABLE": (("1",), "torch.compile does nothing"),
-}  # fmt: skip
+}
 """Variable: the values that switch it on (none: any but 0 and empty), and what it costs."""
 
 
@@ -88,8 +90,11 @@ class DebugSwitches(Rule):
                 found.append((f"{name} = {value}", why, cure))
         for name, (settings, why) in _VARIABLES.items():
             setting = recorded.record.rank.env.get(name, "").strip()
-            on = setting.upper() in {s.upper() for s in settings} if settings else (
-                setting not in {"", "0"})  # fmt: skip
+            on = (
+                setting.upper() in {s.upper() for s in settings}
+                if settings
+                else (setting not in {"", "0"})
+            )
             if on:
                 found.append((f"{name}={setting}", why, f"unset {name}"))
         if not found:
@@ -117,11 +122,18 @@ class DebugSwitches(Rule):
         """All off; the quieter settings of the same variables."""
         return {
             "all off": (_run({"anomaly_mode": False, "sync_debug_mode": 0}), "not found"),
-            "harmless values": (_run(
-                {}, CUDA_LAUNCH_BLOCKING="0", NCCL_DEBUG="WARN", TORCH_DISTRIBUTED_DEBUG="INFO",
-                PYTHONTRACEMALLOC="0", PYTORCH_JIT="1",
-            ), "not found"),
-        }  # fmt: skip
+            "harmless values": (
+                _run(
+                    {},
+                    CUDA_LAUNCH_BLOCKING="0",
+                    NCCL_DEBUG="WARN",
+                    TORCH_DISTRIBUTED_DEBUG="INFO",
+                    PYTHONTRACEMALLOC="0",
+                    PYTORCH_JIT="1",
+                ),
+                "not found",
+            ),
+        }
 
 
 def _run(flags: dict[str, Any], **env: str) -> TraceBuilder:

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
-from advisor.rules.common import duration
 from advisor.rules.recorded import a_step, device_bound, record, steps_seen
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, GPUPROF
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 
 class GcPauses(Rule):
@@ -78,7 +77,7 @@ class GcPauses(Rule):
             if recorded.count:
                 yield NotMeasured(
                     what="pauses of the garbage collector",
-                    why=f"{counted(recorded.count, 'step')} without a profiler say too little",
+                    why=f"{t.counted(recorded.count, 'step')} without a profiler say too little",
                     record=f"a run of {2 * self.min_steps} steps or more",
                 )
             return
@@ -94,12 +93,12 @@ class GcPauses(Rule):
             return  # the device had work meanwhile: the steps are no longer
         yield Finding(
             summary=(
-                f"The collector stops the loop for {duration(float(pause.mean()))} a step on "
-                f"average ({share:.1%}), up to {duration(longest)} in one step; steps with a pause "
+                f"The collector stops the loop for {t.time(float(pause.mean()))} a step on "
+                f"average ({share:.1%}), up to {t.time(longest)} in one step; steps with a pause "
                 "are that much longer."
             ),
             evidence=[
-                Evidence("pauses a step", float(pause.mean()), "ns"),
+                Evidence("pauses", float(pause.mean()), "ns", per="step"),
                 Evidence("share of the steps' time", share, "share", *self.limit("min_share")),
                 Evidence("longest in a step", longest, "ns", *self.limit("min_pause_ms", 1e6)),
                 Evidence("steps with a pause of 1 ms or more", int((pause >= 1e6).sum()), "count"),
@@ -107,10 +106,13 @@ class GcPauses(Rule):
                 steps_seen(recorded),
             ],
             worth=a_step(
-                a, lost, low=0.0, high=float(pause.mean()),
+                a,
+                lost,
+                low=0.0,
+                high=float(pause.mean()),
                 method="upper bound (pauses, where the step was longer)",
             ),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import (
     Advice,
@@ -17,7 +18,7 @@ from advisor.model import (
     Source,
     Threshold,
 )
-from advisor.rules.common import duration, of_step, per
+from advisor.rules.common import figure, of_step, per
 from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
 from advisor.rules.host.late import (
     Blockers,
@@ -30,7 +31,6 @@ from advisor.rules.host.late import (
 )
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 from advisor.trace import JAX, TENSORFLOW
 
 
@@ -187,7 +187,7 @@ class LaunchBound(Rule):
         if late.busy_share > self.max_busy:
             if share < self.min_share and late.launches >= self.min_launches:
                 yield Good(
-                    text=f"launches keep up: the device idles {share:.1%} of the step for them"
+                    text=f"launches keep up: the device idles {share:.1%} {t.of(a.per)} for them"
                 )
             return
         if share < self.min_share or late.launches < self.min_launches:
@@ -200,14 +200,14 @@ class LaunchBound(Rule):
             summary=(
                 f"{of_step(a, late.idle)} the device idles "
                 f"while the host prepares the next launch: {late.calls:,.0f} launches{per(a)}, "
-                f"{duration(late.per_launch)} of idle time each, for kernels of "
-                f"{duration(late.kernel_ns)} (median)."
+                f"{t.time(late.per_launch)} of idle time each, for kernels of "
+                f"{t.time(late.kernel_ns)} (median)."
             ),
             evidence=[
-                Evidence(f"idle for launches{per(a)}", late.idle / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "idle for launches", late.idle),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("device busy", late.busy_share, "share", *self.limit("max_busy")),
-                Evidence(f"launches{per(a)}", late.calls, "count", *self.limit("min_launches")),
+                Evidence("launches", late.calls, "count", *self.limit("min_launches"), per=a.per),
                 Evidence("median kernel", late.kernel_ns, "ns"),
                 Evidence("kernels below 10 µs", late.short, "share", None, "TraceLens"),
                 Evidence("the same kernels in every step", _told(static)),
@@ -246,7 +246,7 @@ class LaunchBound(Rule):
             first = self.case("the same kernels in every step")["fix"]
         remove = ""
         if waits.each_step and not late.graph_launches:
-            told = counted(waits.each_step, "wait")
+            told = t.counted(waits.each_step, "wait")
             remove = self.case("something waits", waits=told, names=waits.names)["fix"]
         return " ".join(filter(None, [first, remove, self.case("in every case")["fix"]]))
 
@@ -261,8 +261,7 @@ class LaunchBound(Rule):
                 for _ in range(60):
                     with python.python("model.py(20): forward"):
                         python.host(25)
-                        with python.op("aten::add"):
-                            python.launch("elementwise_kernel", 4)
+                        python.run("aten::add", "elementwise_kernel", 4)
         return {"eager, small kernels": eager, "Python between operators": python}
 
     @staticmethod
@@ -272,9 +271,7 @@ class LaunchBound(Rule):
         queue, few, loader, slow, calls, later, graph = (TraceBuilder() for _ in range(7))
         for _ in range(4):
             with queue.step():
-                for _ in range(300):  # the device needs longer for each than the host
-                    with queue.op("aten::add", host_us=1):
-                        queue.launch("elementwise_kernel", 9)
+                queue.run("aten::add", "elementwise_kernel", 9, times=300, host_us=1)
             with few.step():
                 _small_kernels(few, 4)
             with loader.step():
@@ -288,14 +285,10 @@ class LaunchBound(Rule):
                 for _ in range(300):
                     with calls.python("data.py(5): lookup"):
                         calls.host(30)
-                for _ in range(60):
-                    with calls.op("aten::add", host_us=1):
-                        calls.launch("elementwise_kernel", 30)
+                calls.run("aten::add", "elementwise_kernel", 30, times=60, host_us=1)
                 calls.sync()
             with later.step(), later.python("train.py(10): step"):
-                for _ in range(60):
-                    with later.op("aten::add", host_us=1):
-                        later.launch("elementwise_kernel", 30)
+                later.run("aten::add", "elementwise_kernel", 30, times=60, host_us=1)
                 later.sync()
                 for _ in range(300):
                     with later.python("data.py(5): lookup"):
@@ -317,9 +310,7 @@ class LaunchBound(Rule):
 
 
 def _small_kernels(b: TraceBuilder, count: int) -> None:
-    for _ in range(count):
-        with b.op("aten::add", host_us=20):
-            b.launch("elementwise_kernel", 4)
+    b.run("aten::add", "elementwise_kernel", 4, times=count, host_us=20)
 
 
 def _told(static: bool | None) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
-from advisor.rules.common import duration
 from advisor.rules.recorded import measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, TRACEML
 from advisor.testing import TraceBuilder
@@ -54,7 +54,7 @@ class ObserverEffect(Rule):
         assert around is not None and inside is not None
         yield Finding(
             summary=(
-                f"Around the window a step takes {duration(around)}, and {duration(inside)} "
+                f"Around the window a step takes {t.time(around)}, and {t.time(inside)} "
                 f"({effect:+.0%}) while it is profiled: host times and idle time in this report "
                 "are longer than in an ordinary step."
             ),

@@ -9,14 +9,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import covered, union
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import duration, places
+from advisor.rules.common import places
 from advisor.rules.sources import GPUPROF, OURS, STEP_SERIES
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 _CAUSES = {
     "a checkpoint is written": (
@@ -117,8 +117,16 @@ class PeriodicStalls(Rule):
             stalls = long & (more >= self.min_explained * excess)
             lost = float(more[stalls].sum())
             if int(stalls.sum()) >= self.min_stalls and lost >= self.min_share * dur.sum():
-                yield self._finding(a, cause, rows, steps.filter(pl.Series(stalls)), lost, median,
-                                    float(dur.sum()), steps.height)  # fmt: skip
+                yield self._finding(
+                    a,
+                    cause,
+                    rows,
+                    steps.filter(pl.Series(stalls)),
+                    lost,
+                    median,
+                    float(dur.sum()),
+                    steps.height,
+                )
 
     @staticmethod
     def _rows(a: Analysis, pattern: str, thread: int) -> NDArray[np.int64]:
@@ -146,9 +154,9 @@ class PeriodicStalls(Rule):
         saving = cause.startswith("a checkpoint")
         return Finding(
             summary=(
-                f"{counted(stalls.height, 'step')} of {count} take "
-                f"{duration(float(stalls['dur'].mean()))} instead of {duration(median)}, because "  # type: ignore[arg-type]
-                f"{cause} in them: {duration(lost)} of the recorded window ({lost / window:.1%})."
+                f"{t.counted(stalls.height, 'step')} of {count} take "
+                f"{t.time(float(stalls['dur'].mean()))} instead of {t.time(median)}, because "  # type: ignore[arg-type]
+                f"{cause} in them: {t.time(lost)} of the recorded window ({lost / window:.1%})."
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
@@ -166,7 +174,7 @@ class PeriodicStalls(Rule):
                 method="what the stalled steps take beyond the median step",
             ),
             **(self.case("saving") if saving else {}),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -202,8 +210,7 @@ def _training(
     b = TraceBuilder()
     for n in range(steps):
         with b.step():
-            with b.op("aten::mm"):
-                b.launch("ampere_sgemm_128x64_nn", 2000)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
             b.sync()
             if n % every == every - 1:
                 _stall(b, frame, annotation, thread)

@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.intervals import intersect, union
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import duration
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
@@ -83,7 +83,7 @@ class ProfilerOverhead(Rule):
             .agg(pl.col("dur").sum())
             .sort("dur", descending=True)
         )
-        parts = [f"{name} {duration(ns)}" for name, ns in by_name.head(3).iter_rows()]
+        parts = [f"{name} {t.time(ns)}" for name, ns in by_name.head(3).iter_rows()]
         yield Finding(
             summary=(
                 f"{share:.0%} of the window the profiler or the loading of device code was at "
@@ -105,8 +105,7 @@ class ProfilerOverhead(Rule):
         b = TraceBuilder()
         for _ in range(4):
             with b.step():
-                with b.op("aten::mm"):
-                    b.launch("ampere_sgemm_128x64_nn", 1000)
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
                 b.overhead("Buffer Flush", 200)
                 b.sync()
         return {"a buffer flush a step": b}
@@ -119,8 +118,7 @@ class ProfilerOverhead(Rule):
         for _ in range(4):
             for b in (short, outside):
                 with b.step():
-                    with b.op("aten::mm"):
-                        b.launch("ampere_sgemm_128x64_nn", 3000)
+                    b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
                     b.sync()
         short.overhead("Activity Buffer Request", 5)
         return {

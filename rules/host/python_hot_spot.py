@@ -11,7 +11,7 @@ import polars as pl
 from advisor.analysis import Analysis
 from advisor.analysis.host import python_hot_spots
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, of_step, per, places, rows
+from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 from advisor.text import counted
@@ -116,8 +116,8 @@ class PythonHotSpot(Rule):
                 f"{counted(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)}."
             ),
             evidence=[
-                Evidence(f"device idle in them{per(a)}", total / a.step_count, "ns"),
-                Evidence("share of the step", total / a.span_ns, "share", *self.limit("min_share")),
+                figure(a, "device idle in them", total),
+                Evidence("share", total / a.span_ns, "share", *self.limit("min_share"), per=a.per),
                 *(
                     Evidence(
                         f"{spot['function']} ({spot['file']}:{spot['line']})",
@@ -201,20 +201,17 @@ class PythonHotSpot(Rule):
         hidden, quick, bare = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with hidden.step(), hidden.python("train.py(30): train_step"):
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 8000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 8000)
                 with hidden.python("text.py(12): tokenise"):
                     hidden.host(3000)
             with quick.step(), quick.python("train.py(30): train_step"):
                 for _ in range(40):
                     with quick.python("model.py(5): forward"):
                         quick.host(30)
-                        with quick.op("aten::add"):
-                            quick.launch("elementwise_kernel", 20)
+                        quick.run("aten::add", "elementwise_kernel", 20)
             with bare.step():
                 bare.host(3000)
-                with bare.op("aten::mm"):
-                    bare.launch("ampere_sgemm_128x64_nn", 4000)
+                bare.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
                 bare.sync()
         return {
             "behind a full queue": (hidden, "spots.is_empty()"),

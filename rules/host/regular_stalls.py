@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
-from advisor.rules.common import duration
 from advisor.rules.host.stalls import blame, find_stalls
 from advisor.rules.recorded import over_the_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, STEP_SERIES
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 
 class RegularStalls(Rule):
@@ -72,19 +71,20 @@ class RegularStalls(Rule):
             return
         causes = blame(recorded, stalls)
         phase = causes[0][0] if causes else "other"
-        parts = ", ".join(f"{name} {duration(ns)}" for name, ns in causes[:3] if ns > 0)
+        parts = ", ".join(f"{name} {t.time(ns)}" for name, ns in causes[:3] if ns > 0)
         yield Finding(
             title=f"Every {stalls.every}th step stalls",
             summary=(
-                f"{counted(len(stalls.rows), 'step')}, {stalls.every} steps apart, take "
-                f"{duration(float(stalls.excess.mean()))} more than the median of "
-                f"{duration(recorded.median)}: {duration(lost)} of the run ({lost / total:.1%}). "
+                f"{t.counted(len(stalls.rows), 'step')}, {stalls.every} steps apart, take "
+                f"{t.time(float(stalls.excess.mean()))} more than the median of "
+                f"{t.time(recorded.median)}: {t.time(lost)} of the run ({lost / total:.1%}). "
                 f"What is longer in them: {parts}."
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
-                Evidence("share of the steps' time", lost / total, "share",
-                         *self.limit("min_share")),
+                Evidence(
+                    "share of the steps' time", lost / total, "share", *self.limit("min_share")
+                ),
                 Evidence("stalled steps", len(stalls.rows), "count", 4),
                 Evidence("steps apart", stalls.every, "count"),
                 Evidence("longest phase in them", phase),
@@ -94,7 +94,7 @@ class RegularStalls(Rule):
             fix=(self.case("while data is fetched")["fix"] if phase == "data" else self.fix).format(
                 every=stalls.every
             ),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

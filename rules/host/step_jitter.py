@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.record import Floats, Recorded
 from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
-from advisor.rules.common import duration
 from advisor.rules.host.stalls import blame, find_stalls
 from advisor.rules.recorded import over_the_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, GPUPROF
@@ -77,7 +77,7 @@ class StepJitter(Rule):
         if len(stalls.rows) < 2:
             return  # one may be chance
         causes = [(name, ns) for name, ns in blame(recorded, stalls)[:3] if ns > 0]
-        parts = ", ".join(f"{name} {duration(ns)}" for name, ns in causes)
+        parts = ", ".join(f"{name} {t.time(ns)}" for name, ns in causes)
         others = _others(recorded)
         if others is not None and others >= self.max_others:
             yield NotMeasured(
@@ -89,21 +89,23 @@ class StepJitter(Rule):
         yield Finding(
             summary=(
                 f"One step in a hundred takes {ratio:.1f} times the usual "
-                f"{duration(recorded.median)} or more; together the long ones lose "
-                f"{duration(lost)}. What is longer in them: {parts or 'not told'}."
+                f"{t.time(recorded.median)} or more; together the long ones lose "
+                f"{t.time(lost)}. What is longer in them: {parts or 'not told'}."
             ),
             evidence=[
-                Evidence("99th percentile over the usual step", ratio, "",
-                         *self.limit("min_ratio")),
-                Evidence("lost in long steps, of all time", excess, "share",
-                         *self.limit("min_excess")),
+                Evidence(
+                    "99th percentile over the usual step", ratio, "", *self.limit("min_ratio")
+                ),
+                Evidence(
+                    "lost in long steps, of all time", excess, "share", *self.limit("min_excess")
+                ),
                 Evidence("long steps", len(stalls.rows), "count"),
                 Evidence("longest phase in them", causes[0][0] if causes else None),
                 Evidence("CPUs used by other programs", others, "share", *self.limit("max_others")),
                 steps_seen(recorded),
             ],
             worth=over_the_run(lost, method="what the long steps take beyond the usual one"),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

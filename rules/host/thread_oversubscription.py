@@ -90,7 +90,7 @@ class ThreadOversubscription(Rule):
             worth=measure_it("what fewer threads save is not in the record: try it"),
             fix=self.fix.format(threads=counted(best, "thread")),
             code=self.code.format(best=best),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
-from advisor.rules.common import duration
 from advisor.rules.recorded import (
     a_step,
     device_bound,
@@ -19,7 +19,6 @@ from advisor.rules.recorded import (
 from advisor.rules.sources import GPUPROF
 from advisor.rundir import Host
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 
 class CpuBoundTransforms(Rule):
@@ -94,12 +93,12 @@ class CpuBoundTransforms(Rule):
         wait = share * (recorded.mean or 0.0)
         yield Finding(
             summary=(
-                f"{duration(wait)} of each step ({share:.0%}) waits for data while the main "
-                f"process and its workers keep {busy:.0%} of {counted(int(cores), 'core')} busy."
+                f"{t.time(wait)} of each step ({share:.0%}) waits for data while the main "
+                f"process and its workers keep {busy:.0%} of {t.counted(int(cores), 'core')} busy."
             ),
             evidence=[
-                Evidence("wait for data a step", wait, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_wait")),
+                Evidence("wait for data", wait, "ns", per="step"),
+                Evidence("share", share, "share", *self.limit("min_wait"), per="step"),
                 Evidence("use of the cores", busy, "share", *self.limit("min_cpu")),
                 Evidence("cores for each main process", cores, "count"),
                 Evidence("disk reads", disk, "bytes/s", *self.limit("max_disk")),

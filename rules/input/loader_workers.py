@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import duration
 from advisor.rules.input.waits import OTHERS, SINGLE
 from advisor.rules.recorded import (
     a_step,
@@ -23,7 +23,6 @@ from advisor.rules.recorded import (
 )
 from advisor.rules.sources import HAND_OVER, SAGEMAKER, SAGEMAKER_CPU, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 
 class LoaderWorkers(Rule):
@@ -133,9 +132,14 @@ class LoaderWorkers(Rule):
                 yield self._too_many(a, workers, cores, float(usage.mean()) / 100)
 
     def _too_few(
-        self, a: Analysis, used: dict[str, object], workers: int, cores: float, wait: float,
+        self,
+        a: Analysis,
+        used: dict[str, object],
+        workers: int,
+        cores: float,
+        wait: float,
         share: float,
-    ) -> Finding:  # fmt: skip
+    ) -> Finding:
         recorded = record(a)
         step = recorded.mean or 0.0
         best = max(1, int(cores) - (0 if cores < 2 else 1)) if workers else max(1, int(cores) - 1)
@@ -157,12 +161,13 @@ class LoaderWorkers(Rule):
                 else "Fewer DataLoader workers than the cores allow"
             ),
             summary=(
-                f"{duration(wait)} of each step ({share:.0%}) goes into waiting for data with "
-                f"num_workers={workers}, while this process may use {counted(int(cores), 'core')}."
+                f"{t.time(wait)} of each step ({share:.0%}) goes into waiting for data with "
+                f"num_workers={workers}, while this process may use "
+                f"{t.counted(int(cores), 'core')}."
             ),
             evidence=[
-                Evidence("wait for data a step", wait, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_wait")),
+                Evidence("wait for data", wait, "ns", per="step"),
+                Evidence("share", share, "share", *self.limit("min_wait"), per="step"),
                 Evidence("workers", workers, "count"),
                 Evidence("cores for each main process", cores, "count"),
                 Evidence("workers a core", workers / cores, "", *self.limit("few")),
@@ -170,7 +175,7 @@ class LoaderWorkers(Rule):
             ],
             edits=edits,
             worth=None if edits else a_step(a, gain, low=0.5 * gain),
-            fix=self.fix.format(workers=counted(best, "worker")),
+            fix=self.fix.format(workers=t.counted(best, "worker")),
             code=self.code.format(best=best),
             alternatives="loader",
         )
@@ -179,7 +184,7 @@ class LoaderWorkers(Rule):
         best = max(1, int(cores) - 1)
         return Finding(
             summary=(
-                f"{workers} workers share {counted(int(cores), 'core')} with the main process, "
+                f"{workers} workers share {t.counted(int(cores), 'core')} with the main process, "
                 f"and all of them are busy ({busy:.1f} cores): they interrupt it and each other."
             ),
             evidence=[
@@ -189,7 +194,7 @@ class LoaderWorkers(Rule):
                 Evidence("cores in use", busy, "", *self.limit("busy_cpus", cores)),
             ],
             worth=measure_it("what fewer workers save is not in the record: try it"),
-            **self.case("too many", workers=counted(best, "worker"), best=best),
+            **self.case("too many", workers=t.counted(best, "worker"), best=best),
         )
 
     @staticmethod

@@ -124,9 +124,18 @@ class PaddingWaste(Rule):
 
 
 _TOKENS = (
-    "gemm", "convolution", "attention", "softmax", "normalisation", "elementwise", "reduction",
-    "layout", "embedding", "random", "loss",
-)  # fmt: skip
+    "gemm",
+    "convolution",
+    "attention",
+    "softmax",
+    "normalisation",
+    "elementwise",
+    "reduction",
+    "layout",
+    "embedding",
+    "random",
+    "loss",
+)
 """Kernel families whose work grows with the tokens of a batch."""
 
 
@@ -134,8 +143,7 @@ def _run(padding: float | None, *, samples: int = 30, device: bool = False) -> T
     b = TraceBuilder()
     for _ in range(4 if device else 0):
         with b.step():
-            with b.op("aten::mm", [[512, 512], [512, 512]]):
-                b.launch("ampere_sgemm_128x64_nn", 9000)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, [[512, 512], [512, 512]])
             b.sync()
     r = b.record_of_run()
     for n in range(60):

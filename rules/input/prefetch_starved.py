@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
-from advisor.rules.common import duration
 from advisor.rules.recorded import (
     a_step,
     device_bound,
@@ -101,24 +101,29 @@ class PrefetchStarved(Rule):
         lost = float(wait[held].sum()) / len(wait)
         yield Finding(
             summary=(
-                f"{held.mean():.0%} of the steps wait for data, up to {duration(wait.max())}, "
+                f"{held.mean():.0%} of the steps wait for data, up to {t.time(wait.max())}, "
                 f"while {1 - float(np.mean(stretches)):.0%} of the stretches of {length} steps "
                 "wait for nothing: batches of very different cost, and too short a queue "
                 f"({workers} workers x prefetch_factor {factor})."
             ),
             evidence=[
-                Evidence("steps that wait", float(held.mean()), "share",
-                         *self.limit("min_starved")),
+                Evidence(
+                    "steps that wait", float(held.mean()), "share", *self.limit("min_starved")
+                ),
                 Evidence("wait at the 95th percentile", p95, "ns", *self.limit("min_p95_ms", 1e6)),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence("stretches without a wait", 1 - float(np.mean(stretches)), "share",
-                         *self.limit("free")),
+                Evidence("share", share, "share", *self.limit("min_share"), per="step"),
+                Evidence(
+                    "stretches without a wait",
+                    1 - float(np.mean(stretches)),
+                    "share",
+                    *self.limit("free"),
+                ),
                 Evidence("prefetched batches", workers * factor, "count"),
                 steps_seen(recorded),
             ],
             worth=a_step(a, lost),
             code=self.code.format(workers=workers, twice=2 * factor),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

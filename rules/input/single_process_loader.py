@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import duration, of_step, per, places
-from advisor.rules.input.waits import SINGLE, culprits, find_waits, recurs
+from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import of_step, places
+from advisor.rules.input.waits import SINGLE, culprits, find_waits, in_one_step, recurs
 from advisor.rules.sources import HAND_OVER, OURS, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
@@ -104,12 +105,7 @@ class SingleProcessLoader(Rule):
         if share < self.min_share or batch < self.min_batch_ms * 1e6:
             return
         if not recurs(waits, self.min_share * a.step_ns):
-            yield NotMeasured(
-                what=f"whether the DataLoader's wait of {duration(waits.by_step.max())} recurs",
-                why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
-                "an epoch",
-                record="more steps: schedule(wait=1, warmup=2, active=8)",
-            )
+            yield in_one_step(waits)
             return
         per_step = waits.exposed / a.step_count
         inside = culprits(a, waits)
@@ -132,14 +128,9 @@ class SingleProcessLoader(Rule):
                 "process itself loads the next batch (num_workers=0)." + inside.summary
             ),
             evidence=[
-                Evidence(f"exposed loading{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(
-                    "mean time of one batch",
-                    batch,
-                    "ns",
-                    *self.limit("min_batch_ms", 1e6),
-                ),
+                Evidence("exposed loading", per_step, "ns", per=a.per),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                Evidence("mean time of one batch", batch, "ns", *self.limit("min_batch_ms", 1e6)),
                 Evidence("workers that would keep up", needed, "count"),
                 *inside.evidence,
             ],
@@ -150,7 +141,7 @@ class SingleProcessLoader(Rule):
                 + ("" if cores is None else f" (the process may use {cores}{spare})"),
                 "the dataset can be pickled",
             ],
-            fix=fix.format(needed=needed, workers=workers, batch=duration(batch)),
+            fix=fix.format(needed=needed, workers=workers, batch=t.time(batch)),
             code=code.format(workers=workers),
         )
 
@@ -161,8 +152,7 @@ class SingleProcessLoader(Rule):
         for _ in range(4):
             with device.step():
                 device.loader_wait(5000, workers=0)
-                with device.op("aten::mm"):
-                    device.launch("ampere_sgemm_128x64_nn", 4000)
+                device.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
                 device.sync()
             with host_only.step():
                 host_only.loader_wait(5000, workers=0)
@@ -176,18 +166,15 @@ class SingleProcessLoader(Rule):
         hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 7000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 7000)
                 hidden.loader_wait(5000, workers=0)
             with workers.step():
                 workers.loader_wait(5000, workers=4)
-                with workers.op("aten::mm"):
-                    workers.launch("ampere_sgemm_128x64_nn", 4000)
+                workers.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
                 workers.sync()
             with memory.step():
                 memory.loader_wait(300, workers=0)
-                with memory.op("aten::mm"):
-                    memory.launch("ampere_sgemm_128x64_nn", 2000)
+                memory.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
                 memory.sync()
         return {
             "hidden behind device work": (hidden, "share < self.min_share"),

@@ -10,11 +10,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.analysis.contents import contents
 from advisor.analysis.names import matches
 from advisor.analysis.stacks import parse_frame
 from advisor.intervals import covered, intersect, union
-from advisor.model import Evidence, Location
+from advisor.model import Evidence, Location, NotMeasured
 from advisor.rules.common import per, rows
 
 if TYPE_CHECKING:
@@ -79,6 +80,16 @@ def recurs(waits: Waits, minimum: float) -> bool:
         return True
     rest = waits.by_step.sum() - waits.by_step.max()
     return bool(rest / (len(waits.by_step) - 1) >= minimum)
+
+
+def in_one_step(waits: Waits) -> NotMeasured:
+    """What is said of a wait that does not recur."""
+    return NotMeasured(
+        what=f"whether the DataLoader's wait of {t.time(waits.by_step.max())} recurs",
+        why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
+        "an epoch",
+        record="more steps: schedule(wait=1, warmup=2, active=8)",
+    )
 
 
 class Culprits(NamedTuple):

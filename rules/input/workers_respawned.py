@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
-from advisor.rules.common import duration
 from advisor.rules.recorded import loader, over_the_run, record, workers_of
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 
 class WorkersRespawned(Rule):
@@ -98,14 +97,15 @@ class WorkersRespawned(Rule):
             return
         yield Finding(
             summary=(
-                f"Each of {counted(len(costs), 'epoch')} after the first begins with "
-                f"{duration(float(np.median(starting)))} of starting {workers_of(used)} workers "
+                f"Each of {t.counted(len(costs), 'epoch')} after the first begins with "
+                f"{t.time(float(np.median(starting)))} of starting {workers_of(used)} workers "
                 f"again and waiting for their first batch: {lost / time:.1%} of the time."
             ),
             evidence=[
                 Evidence("time lost", lost, "ns"),
-                Evidence("share of the epochs' time", lost / time, "share",
-                         *self.limit("min_share")),
+                Evidence(
+                    "share of the epochs' time", lost / time, "share", *self.limit("min_share")
+                ),
                 Evidence("wait for a first batch, median", float(np.median(costs)), "ns"),
                 Evidence("wait for a batch, median", usual, "ns"),
                 Evidence("starting the workers, median", float(np.median(spawns)), "ns"),
@@ -116,7 +116,7 @@ class WorkersRespawned(Rule):
                 low=min(lost, float(np.sum(spawns))),
                 method="what the first batches of epochs take beyond the others",
             ),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

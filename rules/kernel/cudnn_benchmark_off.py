@@ -66,14 +66,15 @@ class CudnnBenchmarkOff(Rule):
                 "have one shape, and cudnn.benchmark is off."
             ),
             evidence=[
-                Evidence("convolutions, share of kernel time", share, "share",
-                         *self.limit("min_share")),
+                Evidence(
+                    "convolutions, share of kernel time", share, "share", *self.limit("min_share")
+                ),
                 Evidence("batches of one shape", constant, "share", *self.limit("min_constant")),
                 Evidence("cudnn.benchmark", "False"),
                 Evidence("batches", len(shapes), "count"),
             ],
             worth=measure_it("the fastest algorithm is only known by trying: compare both"),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -111,8 +112,7 @@ def _run(
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
-            with b.op(op, [[32, 64, 56, 56], [64, 64, 3, 3]]):
-                b.launch(kernel, 3000)
+            b.run(op, kernel, 3000, [[32, 64, 56, 56], [64, 64, 3, 3]])
             b.sync()
     r = b.record_of_run(flags={"cudnn.benchmark": False} if flags is None else flags)
     for n in range(60):

@@ -19,6 +19,10 @@ MIN_BUSY = 0.5
 """Below this busy share of the step the shape of kernels matters little: the device waits for
 something else, and small kernels are a symptom of that (TensorBoard's plugin and Nsight's
 ``gpu_time_util`` call a device idle below 50 %)."""
+UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
+"""Elements in 16 bytes: what one vectorised load takes."""
+PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"
+"""Kernels that launch at most one block a multiprocessor on purpose and loop over their tiles."""
 
 
 def kernel_rows(a: Analysis) -> Mask:

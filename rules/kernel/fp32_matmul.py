@@ -24,6 +24,7 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import (
@@ -340,9 +341,13 @@ class Fp32Matmul(Rule):
                 f"{target.format.upper()}."
             ),
             evidence=[
-                Evidence("fp32 matrix time, share of kernel time", share, "share",
-                         *self.limit("min_share")),
-                Evidence("fp32 matrix time a step", facts.duration(a, slow) / a.step_count, "ns"),
+                Evidence(
+                    "fp32 matrix time, share of kernel time",
+                    share,
+                    "share",
+                    *self.limit("min_share"),
+                ),
+                figure(a, "fp32 matrix time", facts.duration(a, slow)),
                 Evidence("peak in fp32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format}", target.peak, "FLOP/s"),
                 *_switches(a),
@@ -362,7 +367,7 @@ class Fp32Matmul(Rule):
             else ["shapes are not recorded: matrices bound by memory bandwidth gain less"],
             **(self.case(CASES[target.format]) if target.format in CASES else {}),
             **({} if known else self.case("shapes are not recorded")),
-        )  # fmt: skip
+        )
 
     def _saved(
         self,
@@ -464,8 +469,6 @@ def _training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:
     b = TraceBuilder(gpu)
     for _ in range(4):
         with b.step():
-            for _ in range(3):
-                with b.op("aten::mm", [[4096, 4096], [4096, 4096]], dtype):
-                    b.launch(kernel, us)
+            b.run("aten::mm", kernel, us, [[4096, 4096], [4096, 4096]], dtype, times=3)
             b.sync()
     return b

@@ -10,12 +10,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.operators import KERNEL_NS, roofs
 from advisor.analysis.shapes import OpInputs
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import duration, per
+from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
@@ -97,12 +98,32 @@ PATTERNS = (
 """Tried in this order; what one has taken is not asked again."""
 
 _NAMES = {
-    "square": "square", "pow": "pow", "mul": "mul", "multiply": "mul", "mean": "mean", "add": "add",
-    "rsqrt": "rsqrt", "sqrt": "sqrt", "reciprocal": "reciprocal", "div": "div", "sub": "sub",
-    "rsub": "sub", "var": "var", "exp": "exp", "sum": "sum", "amax": "amax", "max": "max",
-    "neg": "neg", "cat": "cat", "tanh": "tanh", "copy": "copy", "to": "to", "true_divide": "div",
-    "std": "std", "erf": "erf",
-}  # fmt: skip
+    "square": "square",
+    "pow": "pow",
+    "mul": "mul",
+    "multiply": "mul",
+    "mean": "mean",
+    "add": "add",
+    "rsqrt": "rsqrt",
+    "sqrt": "sqrt",
+    "reciprocal": "reciprocal",
+    "div": "div",
+    "sub": "sub",
+    "rsub": "sub",
+    "var": "var",
+    "exp": "exp",
+    "sum": "sum",
+    "amax": "amax",
+    "max": "max",
+    "neg": "neg",
+    "cat": "cat",
+    "tanh": "tanh",
+    "copy": "copy",
+    "to": "to",
+    "true_divide": "div",
+    "std": "std",
+    "erf": "erf",
+}
 """Operator -> its word in the patterns."""
 STEPS = "^aten::(?:" + "|".join(sorted(_NAMES)) + ")_?$"
 ALREADY = r"^triton_|multi_tensor_|foreach|jit::"
@@ -221,22 +242,25 @@ class HandwrittenOperator(Rule):
                 "each read and write the whole tensor; a fused operator does it in one pass."
             ),
             evidence=[
-                Evidence("such chains, share of kernel time", share, "share",
-                         *self.limit("min_share")),
-                Evidence(f"such chains{per(a)}", float(table["dur"].sum()) / a.step_count, "ns"),
+                Evidence(
+                    "such chains, share of kernel time", share, "share", *self.limit("min_share")
+                ),
+                figure(a, "such chains", float(table["dur"].sum())),
                 *(
                     Evidence(
                         kind.name,
                         f"{count / a.step_count:,.0f} a step of {length:.0f} kernels, "
-                        f"{duration(dur / a.step_count)} a step",
+                        f"{t.time(dur / a.step_count)} a step",
                     )
                     for kind, (_, count, dur, length) in zip(kinds, each.iter_rows(), strict=True)
                 ),
             ],
             where=facts.locations(a, rows),
             fix=" ".join(
-                [*(self.case(kind.name)["fix"] for kind in kinds),
-                 "Compiling the model fuses such chains too."]
+                [
+                    *(self.case(kind.name)["fix"] for kind in kinds),
+                    "Compiling the model fuses such chains too.",
+                ]
             ),
             code="\n".join(self.case(kind.name)["code"] for kind in kinds),
             edits=[
@@ -249,7 +273,7 @@ class HandwrittenOperator(Rule):
                     factor_high=factors[2],
                 )
             ],
-        )  # fmt: skip
+        )
 
     def _title(self, kinds: list[Pattern]) -> str:
         first = kinds[0].name
@@ -270,9 +294,11 @@ class HandwrittenOperator(Rule):
         if not able.any():
             return empty
         op = names.cast(pl.String)
-        bare = op.str.strip_prefix("aten::").str.strip_suffix("_").replace_strict(
-            _NAMES, default="_", return_dtype=pl.String
-        )  # fmt: skip
+        bare = (
+            op.str.strip_prefix("aten::")
+            .str.strip_suffix("_")
+            .replace_strict(_NAMES, default="_", return_dtype=pl.String)
+        )
         words = [word if ok else "_" for word, ok in zip(bare, able, strict=True)]
         stream = gpu["stream"].to_numpy()[at]
         call = kernels["op_row"].gather(at).fill_null(-1).to_numpy()
@@ -327,16 +353,17 @@ class HandwrittenOperator(Rule):
         return {
             "RMS normalisation, in fp32": _step(cast),
             "layer normalisation": _step(
-                ["mean", "sub", "pow", "mean", "add", "sqrt", "div", "mul", "add"]),
+                ["mean", "sub", "pow", "mean", "add", "sqrt", "div", "mul", "add"]
+            ),
             "layer normalisation, with std": _step(
-                ["mean", "std", "sub", "mul", "add", "div", "add"]),
+                ["mean", "std", "sub", "mul", "add", "div", "add"]
+            ),
             "softmax": _step(["amax", "sub", "exp", "sum", "div"]),
             "rotary embedding": _step(["mul", "neg", "cat", "mul", "add"]),
-            "rotary embedding, by halves": _step(
-                ["mul", "mul", "sub", "mul", "mul", "add", "cat"]),
+            "rotary embedding, by halves": _step(["mul", "mul", "sub", "mul", "mul", "add", "cat"]),
             "GELU, with erf": _step(["mul", "div", "erf", "add", "mul"]),
             "GELU": _step(["pow", "mul", "add", "mul", "tanh", "add", "mul"]),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:

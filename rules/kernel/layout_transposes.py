@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
-from advisor.rules.common import duration
+from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
@@ -110,21 +111,24 @@ class LayoutTransposes(Rule):
         amd = a.trace.meta.vendor == "amd"
         yield Finding(
             summary=(
-                f"{share:.0%} of convolution time ({duration(moved_ns / a.step_count)} a step) "
+                f"{share:.0%} of convolution time "
+                f"({t.time(moved_ns / a.step_count)} {t.per(a.per)}) "
                 "goes into kernels that only reorder tensors between NCHW and NHWC."
             ),
             evidence=[
-                Evidence("layout transposes, share of convolution time", share, "share",
-                         *self.limit("min_share")),
-                Evidence("layout transposes a step", moved_ns / a.step_count, "ns"),
-                Evidence("transposes a step", int(moving.sum()) / a.step_count, "count"),
+                Evidence(
+                    "layout transposes, share of convolution time",
+                    share,
+                    "share",
+                    *self.limit("min_share"),
+                ),
+                figure(a, "layout transposes", moved_ns),
+                figure(a, "transposes", int(moving.sum()), "count"),
             ],
             where=facts.locations(a, moving),
-            edits=[
-                Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))
-            ],
+            edits=[Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))],
             **(self.case("on ROCm") if amd else {}),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -172,4 +176,4 @@ def _network(transpose: str | None, us: float) -> TraceBuilder:
                 with b.op("aten::cudnn_batch_norm", [[64, 256, 56, 56]], "c10::Half"):
                     b.launch("void cudnn::bn_fw_tr_1C11_kernel_NCHW<__half, float>", 100)
             b.sync()
-    return b  # fmt: skip
+    return b

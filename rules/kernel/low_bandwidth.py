@@ -95,12 +95,15 @@ class LowBandwidth(rates.Rated):
         """A transposed input; a layer norm over short rows: 134 MB take 0.08 ms at the rate."""
         return {
             "a transposed input": _step(
-                "aten::add", [[4096, 8192], [4096, 8192]], 600,
-                strides=[[1, 4096], [8192, 1]]),
+                "aten::add", [[4096, 8192], [4096, 8192]], 600, strides=[[1, 4096], [8192, 1]]
+            ),
             "short rows": _step(
-                "aten::native_layer_norm", [[524288, 64], [], [64], [64], []], 600,
-                types=["c10::Half", "ScalarList", "c10::Half", "c10::Half", "Scalar"]),
-        }  # fmt: skip
+                "aten::native_layer_norm",
+                [[524288, 64], [], [64], [64], []],
+                600,
+                types=["c10::Half", "ScalarList", "c10::Half", "c10::Half", "Scalar"],
+            ),
+        }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:

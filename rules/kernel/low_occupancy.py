@@ -18,9 +18,18 @@ from advisor.rules.sources import FOURNEX, NCU, OURS, SMALL_GRIDS_TRACES, TRACEL
 from advisor.testing import TraceBuilder
 
 MOVING = (
-    "softmax", "normalisation", "elementwise", "reduction", "layout", "copy", "embedding",
-    "random", "pooling", "loss", "optimizer",
-)  # fmt: skip
+    "softmax",
+    "normalisation",
+    "elementwise",
+    "reduction",
+    "layout",
+    "copy",
+    "embedding",
+    "random",
+    "pooling",
+    "loss",
+    "optimizer",
+)
 """Families that are bound by memory. Matrix kernels run best at one block a multiprocessor."""
 
 
@@ -131,13 +140,25 @@ class LowOccupancy(Rule):
                 "bandwidth."
             ),
             evidence=[
-                Evidence("occupancy of the largest, percent", worst["occupancy"], "",
-                         *self.limit("max_occupancy")),
+                Evidence(
+                    "occupancy of the largest, percent",
+                    worst["occupancy"],
+                    "",
+                    *self.limit("max_occupancy"),
+                ),
                 Evidence("limited by", worst["limit"]),
-                Evidence("bandwidth reached, share of peak", worst["rate"], "share",
-                         *self.limit("max_bandwidth")),
-                Evidence("such kernels, share of kernel time", float(low["dur"].sum()) / total,
-                         "share", *self.limit("min_share")),
+                Evidence(
+                    "bandwidth reached, share of peak",
+                    worst["rate"],
+                    "share",
+                    *self.limit("max_bandwidth"),
+                ),
+                Evidence(
+                    "such kernels, share of kernel time",
+                    float(low["dur"].sum()) / total,
+                    "share",
+                    *self.limit("min_share"),
+                ),
             ],
             where=facts.locations(a, chosen),
             edits=[
@@ -149,7 +170,7 @@ class LowOccupancy(Rule):
                     factor_high=factor[2],
                 )
             ],
-        )  # fmt: skip
+        )
 
     def _low(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:
         """By kernel name, largest first: ``dur``, ``moved`` (null: not known), ``occupancy``,
@@ -226,7 +247,7 @@ class LowOccupancy(Rule):
             "full bandwidth": (_kernel(168, 130, 1), "max_bandwidth"),
             "a small grid": (_kernel(32, 600, 1, blocks=16), "max_occupancy"),
             "a tensor-core kernel": (product, "facts.duration(a, rows) < self.min_share * total"),
-        }  # fmt: skip
+        }
 
 
 def _kernel(registers: int, us: float, count: int, blocks: int = 4096) -> TraceBuilder:
@@ -236,8 +257,12 @@ def _kernel(registers: int, us: float, count: int, blocks: int = 4096) -> TraceB
             for _ in range(count):
                 with b.op("aten::add", [[32, 1024, 1024], [32, 1024, 1024]], "c10::BFloat16"):
                     b.launch(
-                        "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", us,
-                        registers=registers, threads=384, blocks=blocks, occupancy=18,
-                    )  # fmt: skip
+                        "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>",
+                        us,
+                        registers=registers,
+                        threads=384,
+                        blocks=blocks,
+                        occupancy=18,
+                    )
             b.sync()
     return b

@@ -22,6 +22,7 @@ from advisor.model import (
     Source,
     Threshold,
 )
+from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import ALIGNED_RATE, ENGINE_FLOOR, MATMUL_GUIDE, SMALL_GRIDS_TRACES
@@ -29,8 +30,6 @@ from advisor.testing import TraceBuilder
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Ops that multiply two matrices -> position of the first one among the inputs."""
-UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
-"""Elements in 16 bytes: what one vectorised load takes."""
 LAYOUT = re.compile(r"_([nt])([nt])(?=[_>\s(]|$)")
 ALIGNED = re.compile(r"_align(\d+)|_ldg(\d+)[_>]")
 ALWAYS_ALIGNED = re.compile(r"nvjet|_tma_|sm90_xmma|sm100_xmma|warpgroup")
@@ -163,9 +162,13 @@ class MisalignedGemm(Rule):
                 + "."
             ),
             evidence=[
-                Evidence("misaligned products, share of kernel time", share, "share",
-                         *self.limit("min_share")),
-                Evidence("misaligned products a step", saved / a.step_count, "ns"),
+                Evidence(
+                    "misaligned products, share of kernel time",
+                    share,
+                    "share",
+                    *self.limit("min_share"),
+                ),
+                figure(a, "misaligned products", saved),
                 *(
                     Evidence("shape", f"{case.op} {case.dims}: {case.guilty}")
                     for case in cases[:3]
@@ -182,7 +185,7 @@ class MisalignedGemm(Rule):
                     factor_high=high,
                 )
             ],
-        )  # fmt: skip
+        )
 
     def _judge(self, a: Analysis, rows: facts.Mask) -> tuple[facts.Mask, list[Case], facts.Mask]:
         """Rows that are misaligned, their cases by time, and rows about which nothing is known."""
@@ -211,7 +214,7 @@ class MisalignedGemm(Rule):
         cases = []
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
         for name, inputs, op, dtype, tensor, members, dur in groups.iter_rows():
-            unit = UNIT.get(str(dtype)) if dtype is not None else None
+            unit = facts.UNIT.get(str(dtype)) if dtype is not None else None
             if str(dtype) == "fp32" and not tensor and not tf32:
                 continue  # full fp32: alignment decides nothing
             shape = self._shape(a, inputs, op)
@@ -248,19 +251,27 @@ class MisalignedGemm(Rule):
             "the kernel was compiled for narrow loads": _products(
                 "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_tn_"
                 "align2>",
-                [[8192, 1024], [1024, 50258]], "c10::BFloat16"),
+                [[8192, 1024], [1024, 50258]],
+                "c10::BFloat16",
+            ),
             "odd N, by the strides": _products(
-                name, [[8192, 1024], [1024, 50257]], "c10::BFloat16", rows),
+                name, [[8192, 1024], [1024, 50257]], "c10::BFloat16", rows
+            ),
             "odd K, by the layout in the name": _products(
-                name, [[8192, 1021], [1021, 4096]], "c10::BFloat16"),
+                name, [[8192, 1021], [1021, 4096]], "c10::BFloat16"
+            ),
             "an odd N, in every layout": _products(
-                "Cijk_some_kernel_MT128x128x32", [[8192, 1024], [1024, 50257]], "c10::BFloat16"),
+                "Cijk_some_kernel_MT128x128x32", [[8192, 1024], [1024, 50257]], "c10::BFloat16"
+            ),
             "odd K and M, in every layout": _products(
-                "Cijk_some_kernel_MT128x128x32", [[8191, 1021], [1021, 4096]], "c10::BFloat16"),
+                "Cijk_some_kernel_MT128x128x32", [[8191, 1021], [1021, 4096]], "c10::BFloat16"
+            ),
             "TF32 with an odd N": _products(
                 "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align1>",
-                [[4096, 1024], [1024, 9375]], "float"),
-        }  # fmt: skip
+                [[4096, 1024], [1024, 9375]],
+                "float",
+            ),
+        }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:

@@ -14,7 +14,7 @@ from advisor.analysis.operators import rows_of, share_in
 from advisor.analysis.shapes import OpInputs
 from advisor.model import Edit, Evidence, NotMeasured, Rule, Select, Threshold
 from advisor.report.rooflines import shape_text
-from advisor.rules.common import per
+from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.kernel.unfused_attention import unfused
 from advisor.rules.sources import OURS, SAM_PAIR
@@ -76,11 +76,12 @@ class Rated(Rule):
         share, dur = float(table["share"].sum()), int(table["dur"].sum())
         reached = float((table["dur"] * table["efficiency"]).sum() / max(dur, 1))
         lines = [
-            Evidence("such operators, share of kernel time", share, "share",
-                     *self.limit("min_share")),
-            Evidence(f"such operators{per(a)}", dur / a.step_count, "ns"),
+            Evidence(
+                "such operators, share of kernel time", share, "share", *self.limit("min_share")
+            ),
+            figure(a, "such operators", dur),
             Evidence("of the attainable rate", reached, "share", *self.limit("max_efficiency")),
-        ]  # fmt: skip
+        ]
         for row in table.sort("saved", descending=True).head(3).iter_rows(named=True):
             by = "flops_per_s" if row["bound"] == "compute" else "bytes_per_s"
             unit, scale = ("TFLOP/s", 1e12) if by == "flops_per_s" else ("GB/s", 1e9)

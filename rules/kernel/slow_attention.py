@@ -153,10 +153,12 @@ class SlowAttention(rates.Rated):
         """Small heads in fp32; flash attention 2 on a Hopper GPU at a tenth of its rate."""
         return {
             "small heads in fp32": _model(
-                16, 4096, "float", 9000, "fmha_cutlassF_f32_aligned_64x64_rf_sm80"),
+                16, 4096, "float", 9000, "fmha_cutlassF_f32_aligned_64x64_rf_sm80"
+            ),
             "flash attention 2 on Hopper": _model(
-                64, 1024, "c10::BFloat16", 1000, "void pytorch_flash::flash_fwd_kernel", "H100"),
-        }  # fmt: skip
+                64, 1024, "c10::BFloat16", 1000, "void pytorch_flash::flash_fwd_kernel", "H100"
+            ),
+        }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:

@@ -130,10 +130,11 @@ class SlowConvolution(rates.Rated):
         """A kernel without tensor cores; a few channels."""
         return {
             # 3.7 GFLOP: 14 us at the rate; 51 MB: 30 us
-            "no tensor cores": _network([64, 256, 28, 28], [64, 256, 1, 1], 900,
-                                        "implicit_convolve_sgemm<__half, 128>"),
+            "no tensor cores": _network(
+                [64, 256, 28, 28], [64, 256, 1, 1], 900, "implicit_convolve_sgemm<__half, 128>"
+            ),
             "a few channels": _network([64, 6, 224, 224], [6, 6, 3, 3], 2000),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
@@ -181,10 +182,19 @@ def _network(
                 with b.op(
                     "aten::convolution",
                     [data, weight, [], [], [], [], [], [], []],
-                    [dtype, dtype, "", "ScalarList", "ScalarList", "ScalarList", "Scalar",
-                     "ScalarList", "Scalar"],
+                    [
+                        dtype,
+                        dtype,
+                        "",
+                        "ScalarList",
+                        "ScalarList",
+                        "ScalarList",
+                        "Scalar",
+                        "ScalarList",
+                        "Scalar",
+                    ],
                     concrete=concrete if arguments else None,
-                ):  # fmt: skip
+                ):
                     b.launch(kernel, us)
             b.sync()
     return b

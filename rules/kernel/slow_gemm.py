@@ -12,7 +12,6 @@ from advisor.analysis import Analysis
 from advisor.analysis.matmuls import Product, product
 from advisor.model import Finding, Outcome, Threshold
 from advisor.rules.kernel import facts, rates
-from advisor.rules.kernel.misaligned_gemm import UNIT
 from advisor.rules.sources import RATES
 from advisor.testing import TraceBuilder
 from advisor.text import percent
@@ -132,7 +131,7 @@ class SlowGemm(rates.Rated):
         """The product; None: not told, or its rows are off 16-byte boundaries."""
         inputs = rates.inputs_of(a, row["inputs"])
         found = None if inputs is None else product(row["op"], inputs)
-        unit = UNIT.get(row["dtype"] or "")
+        unit = facts.UNIT.get(row["dtype"] or "")
         if found is None or unit is None or (found.n >= unit and found.n % unit):
             return None
         return None if found.k >= unit and found.k % unit else found
@@ -215,8 +214,6 @@ def _products(
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
-            for _ in range(6):
-                with b.op(op, [left, right], dtype):
-                    b.launch(kernel, us)
+            b.run(op, kernel, us, [left, right], dtype, times=6)
             b.sync()
     return b

@@ -10,13 +10,11 @@ import numpy as np
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS, SMALL_GRIDS_TRACES
 from advisor.testing import TraceBuilder
-
-PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"
-"""Kernels that launch at most one block a multiprocessor on purpose and loop over their tiles."""
 
 
 class SmallGrids(Rule):
@@ -109,7 +107,7 @@ class SmallGrids(Rule):
         gpu = a.trace.gpu
         rows = facts.compute_rows(a)
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
-        small = rows & (blocks < 1) & ~matches(gpu["name"], PERSISTENT).to_numpy()
+        small = rows & (blocks < 1) & ~matches(gpu["name"], facts.PERSISTENT).to_numpy()
         total = facts.duration(a, rows)
         if not total:
             return
@@ -129,10 +127,14 @@ class SmallGrids(Rule):
                 f"multiprocessors; {empty / dur.sum():.0%} of the GPU is empty meanwhile."
             ),
             evidence=[
-                Evidence("compute time with less than one block a multiprocessor", share, "share",
-                         *self.limit("min_share")),
+                Evidence(
+                    "compute time with less than one block a multiprocessor",
+                    share,
+                    "share",
+                    *self.limit("min_share"),
+                ),
                 Evidence("of the GPU empty meanwhile", empty / float(dur.sum()), "share"),
-                Evidence("such kernels a step", int(small.sum()) / a.step_count, "count"),
+                figure(a, "such kernels", int(small.sum()), "count"),
                 Evidence("device busy", facts.busy_share(a), "share", *self.limit("min_busy")),
             ],
             where=facts.locations(a, small),
@@ -145,7 +147,7 @@ class SmallGrids(Rule):
                     factor_high=high,
                 )
             ],
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -187,4 +189,4 @@ class SmallGrids(Rule):
             "an all-reduce takes few blocks": (comm, "share < self.min_share"),
             "persistent kernels": (persistent, "share < self.min_share"),
             "the host is late": (starved, "min_busy"),
-        }  # fmt: skip
+        }

@@ -22,6 +22,7 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FLASH, OURS
 from advisor.testing import TraceBuilder
@@ -173,9 +174,13 @@ class UnfusedAttention(Rule):
                 "each writes and reads the whole matrix of scores."
             ),
             evidence=[
-                Evidence("unfused attention, share of kernel time", share, "share",
-                         *self.limit("min_share")),
-                Evidence("unfused attention a step", spent / a.step_count, "ns"),
+                Evidence(
+                    "unfused attention, share of kernel time",
+                    share,
+                    "share",
+                    *self.limit("min_share"),
+                ),
+                figure(a, "unfused attention", spent),
                 Evidence("under the math fallback", facts.duration(a, fallback) / total, "share"),
                 Evidence("tokens a sequence", tokens, "count"),
             ],
@@ -184,10 +189,12 @@ class UnfusedAttention(Rule):
             confidence_notes=(
                 [f"sequences of {tokens} tokens gain little"]
                 if short
-                else [] if tokens is not None else ["sequence length not known"]
+                else []
+                if tokens is not None
+                else ["sequence length not known"]
             ),
             **(self.case("short sequences") if short else {}),
-        )  # fmt: skip
+        )
 
     def _healthy(
         self, a: Analysis, rows: facts.Mask, total: int, share: float

@@ -13,6 +13,7 @@ from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.shapes import OpInputs
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.rules.common import figure
 from advisor.rules.elsewhere import TF_COMPILE
 from advisor.rules.kernel import facts
 from advisor.rules.sources import ARITHMETIC, OURS, REAL_KERNEL, SMALL_GRIDS_TRACES, TRACELENS
@@ -148,12 +149,15 @@ class UnfusedElementwise(Rule):
                 f"about {length:.0f} kernels long: tensors are written and read again in between."
             ),
             evidence=[
-                Evidence("chains of pointwise kernels, share of kernel time", share, "share",
-                         *self.limit("min_share")),
-                Evidence("kernels in chains a step", int(in_chain.sum()) / a.step_count, "count"),
-                Evidence("chains a step", chains.height / a.step_count, "count"),
-                Evidence("time that merging all links would save a step", saved / a.step_count,
-                         "ns"),
+                Evidence(
+                    "chains of pointwise kernels, share of kernel time",
+                    share,
+                    "share",
+                    *self.limit("min_share"),
+                ),
+                figure(a, "kernels in chains", int(in_chain.sum()), "count"),
+                figure(a, "chains", chains.height, "count"),
+                figure(a, "time that merging all links would save", saved),
             ],
             where=facts.locations(a, in_chain),
             edits=[
@@ -170,7 +174,7 @@ class UnfusedElementwise(Rule):
             if known >= 0.5
             else ["shapes are not recorded: bytes are estimated from the number of kernels"],
             **({} if known >= 0.5 else self.case("shapes are not recorded")),
-        )  # fmt: skip
+        )
 
     def _chains(
         self, a: Analysis, rows: facts.Mask, fusible: facts.Mask

@@ -22,9 +22,9 @@ from advisor.model import (
     Source,
     Threshold,
 )
+from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
-from advisor.rules.kernel.small_grids import PERSISTENT
 from advisor.rules.sources import ARITHMETIC, MATMUL_GUIDE, OURS, SMALL_GRIDS_TRACES
 from advisor.testing import TraceBuilder
 
@@ -113,22 +113,29 @@ class WaveQuantisation(Rule):
         upto = np.ceil(waves)
         waste = np.where(upto > 0, 1 - waves / np.maximum(upto, 1), 0.0)
         rows = heavy & known & (waves >= 1) & (waves < self.max_waves)
-        rows &= ~matches(gpu["name"], PERSISTENT).to_numpy()
+        rows &= ~matches(gpu["name"], facts.PERSISTENT).to_numpy()
         at = np.flatnonzero(rows)
         dur = gpu["dur"].to_numpy()[at]
         waste = np.minimum(waste[at], _room(a, at))
         table = (
             pl.DataFrame(
-                {"name": gpu["name"].gather(at), "dur": dur, "lost": dur * waste,
-                 "waves": waves[at]}
+                {
+                    "name": gpu["name"].gather(at),
+                    "dur": dur,
+                    "lost": dur * waste,
+                    "waves": waves[at],
+                }
             )
             .group_by("name")
-            .agg(pl.col("dur").sum(), pl.col("lost").sum(),
-                 ((pl.col("waves") * pl.col("dur")).sum() / pl.col("dur").sum()).alias("waves"))
+            .agg(
+                pl.col("dur").sum(),
+                pl.col("lost").sum(),
+                ((pl.col("waves") * pl.col("dur")).sum() / pl.col("dur").sum()).alias("waves"),
+            )
             .filter(pl.col("dur") >= self.min_share * total)
             .filter(pl.col("lost") >= self.min_waste * pl.col("dur"))
             .sort("lost", descending=True)
-        )  # fmt: skip
+        )
         if table.is_empty():
             return
         names = table["name"].cast(pl.String).to_list()
@@ -142,10 +149,9 @@ class WaveQuantisation(Rule):
                 "leaves multiprocessors empty."
             ),
             evidence=[
-                Evidence("waste in these kernels", lost / spent, "share",
-                         *self.limit("min_waste")),
+                Evidence("waste in these kernels", lost / spent, "share", *self.limit("min_waste")),
                 Evidence("waves of the largest", top["waves"], "", *self.limit("max_waves")),
-                Evidence("time of these kernels a step", spent / a.step_count, "ns"),
+                figure(a, "time of these kernels", spent),
             ],
             where=facts.locations(a, chosen),
             edits=[
@@ -157,7 +163,7 @@ class WaveQuantisation(Rule):
                     factor_high=1.0,
                 )
             ],
-        )  # fmt: skip
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -203,8 +209,9 @@ def _room(a: Analysis, at: NDArray[np.int64]) -> NDArray[np.float64]:
     )
     known = a.rooflines.filter(pl.col("op").is_not_null() & pl.col("efficiency").is_not_null())
     known = known.select("op", "inputs", "efficiency").unique(["op", "inputs"])
-    reached = ops.join(known, on=["op", "inputs"], how="left", nulls_equal=True,
-                       maintain_order="left")["efficiency"]  # fmt: skip
+    reached = ops.join(
+        known, on=["op", "inputs"], how="left", nulls_equal=True, maintain_order="left"
+    )["efficiency"]
     return 1 - reached.fill_null(0.0).clip(0.0, 1.0).to_numpy()
 
 

@@ -111,14 +111,20 @@ class AllocationsInLoop(Rule):
                 "over: cudaFree waits for the whole device, and cudaMalloc holds the host."
             ),
             evidence=[
-                Evidence("allocation calls a step", rate, "count", *self.limit("min_a_step")),
-                Evidence("steps with such calls", calls["step"].n_unique(), "count",
-                         *self.limit("min_steps")),
-                Evidence("host time in these calls a step", int(calls["dur"].sum()) / steps, "ns"),
+                Evidence("allocation calls", rate, "count", *self.limit("min_a_step"), per=a.per),
+                Evidence(
+                    "steps with such calls",
+                    calls["step"].n_unique(),
+                    "count",
+                    *self.limit("min_steps"),
+                ),
+                Evidence(
+                    "host time in these calls", int(calls["dur"].sum()) / steps, "ns", per=a.per
+                ),
             ],
             where=self._where(a, calls),
             edits=[Edit(op="remove", select=Select(on="gap", cause=("allocation",)))],
-        )  # fmt: skip
+        )
 
     def _where(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
         """The lines (else the ops) with most time in such calls."""

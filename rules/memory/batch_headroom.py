@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
-from advisor.rules.common import size
 from advisor.rules.memory.recorded import capacity, last
 from advisor.rules.recorded import measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
@@ -95,9 +95,9 @@ class BatchHeadroom(Rule):
         now = float(np.median(batch)) if len(batch) else None
         yield Finding(
             summary=(
-                f"The run holds {size(held)} of {size(total)} ({held / total:.0%}), and the device "
-                f"is not kept busy ({label} {value:.0%}): a batch up to {min(factor, 16)} times as "
-                "large may fit."
+                f"The run holds {t.memory(held)} of {t.memory(total)} ({held / total:.0%}), and "
+                f"the device is not kept busy ({label} {value:.0%}): a batch up to "
+                f"{min(factor, 16)} times as large may fit."
             ),
             evidence=[
                 Evidence("device memory held", held, "bytes"),
@@ -145,16 +145,18 @@ def _activity(a: Analysis) -> tuple[str, float, str] | None:
 
 
 def _run(
-    held: float | None, *, gpm: float | None = None, utilisation: int | None = None,
+    held: float | None,
+    *,
+    gpm: float | None = None,
+    utilisation: int | None = None,
     window: bool = False,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     from advisor.rundir import Device, Gpu
 
     b = TraceBuilder()
     for _ in range(4 if window else 0):
         with b.step():
-            with b.op("aten::mm"):
-                b.launch("ampere_sgemm_128x64_nn", 1000)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
             b.sync()
             b.host(2000)
     devices = [] if held is None else [Device(total_bytes=80 * 10**9)]
@@ -162,6 +164,9 @@ def _run(
     told = {} if held is None else {"peak": round(held), "reserved": round(held), "samples": 32}
     r.steps(60, 10, fields=told)
     if gpm is not None or utilisation is not None:
-        r.watch(gpu=Gpu(uuid="GPU-x", utilisation=utilisation,
-                        gpm=None if gpm is None else {"sm_util": gpm}))  # fmt: skip
+        r.watch(
+            gpu=Gpu(
+                uuid="GPU-x", utilisation=utilisation, gpm=None if gpm is None else {"sm_util": gpm}
+            )
+        )
     return b

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, Location, Outcome, Rule, Select, Threshold
+from advisor.rules.common import figure
 from advisor.rules.sources import OURS
 from advisor.select import under_names
 from advisor.testing import TraceBuilder
@@ -96,11 +97,15 @@ class EmptyCacheInLoop(Rule):
                 f"({mallocs.height / a.step_count:.0f} cudaMalloc a step)."
             ),
             evidence=[
-                Evidence("steps with the call", frees["step"].n_unique(), "count",
-                         *self.limit("min_steps")),
-                Evidence("cudaFree a step", bursts, "count"),
-                Evidence("cudaMalloc a step", mallocs.height / a.step_count, "count"),
-                Evidence("host time in both a step", int(calls["dur"].sum()) / a.step_count, "ns"),
+                Evidence(
+                    "steps with the call",
+                    frees["step"].n_unique(),
+                    "count",
+                    *self.limit("min_steps"),
+                ),
+                Evidence("cudaFree", bursts, "count", per=a.per),
+                figure(a, "cudaMalloc", mallocs.height, "count"),
+                figure(a, "host time in both", int(calls["dur"].sum())),
             ],
             where=[
                 Location(
@@ -118,7 +123,7 @@ class EmptyCacheInLoop(Rule):
             if with_stack
             else ["no Python stacks: told by cudaFree bursts outside any operator"],
             **({} if with_stack else self.case("without stacks")),
-        )  # fmt: skip
+        )
 
     def _bursts(self, calls: pl.DataFrame) -> NDArray[np.bool_]:
         """Frees outside any operator, at least ``min_burst`` in a row with no malloc between."""

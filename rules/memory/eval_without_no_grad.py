@@ -11,7 +11,7 @@ from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import Intervals, covered, intersect, union
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import of_step, per, places, rows
+from advisor.rules.common import figure, of_step, per, places, rows
 from advisor.rules.sources import OURS, REAL_EVAL, REAL_KERNEL
 from advisor.testing import TraceBuilder
 from advisor.text import counted
@@ -125,18 +125,23 @@ class EvalWithoutNoGrad(Rule):
                 f"pass follows: {counted(count, 'node')}{per(a)}, whose activations are kept."
             ),
             evidence=[
-                Evidence(f"nodes without a backward pass{per(a)}", count, "count",
-                         *self.limit("min_numbers")),
-                Evidence(f"host time in them{per(a)}", lost / a.step_count, "ns"),
+                Evidence(
+                    "nodes without a backward pass",
+                    count,
+                    "count",
+                    *self.limit("min_numbers"),
+                    per=a.per,
+                ),
+                figure(a, "host time in them", lost),
                 Evidence("share of the forward pass", share, "share", *self.limit("min_share")),
-                Evidence("share of the step", lost / a.span_ns, "share", *self.limit("min_step")),
+                Evidence("share", lost / a.span_ns, "share", *self.limit("min_step"), per=a.per),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
             worth=Worth(
                 currency="risk",
                 reason="how much memory the graphs hold depends on how long results are kept",
             ),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _forward(a: Analysis, number: Rows) -> Rows:

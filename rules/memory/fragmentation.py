@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.fragments import fragments, placement
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import size
 from advisor.rules.memory.recorded import GIB, capacity, last
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN
@@ -101,8 +101,8 @@ class Fragmentation(Rule):
         setting = conf.get("PYTORCH_ALLOC_CONF") or conf.get("PYTORCH_CUDA_ALLOC_CONF")
         yield Finding(
             summary=(
-                f"The allocator holds {size(reserved)}, though tensors never filled more than "
-                f"{size(peak)} at a time"
+                f"The allocator holds {t.memory(reserved)}, though tensors never filled more than "
+                f"{t.memory(peak)} at a time"
                 + (f", and {retries} times it gave its cache back to go on." if retries else ".")
             ),
             evidence=[
@@ -118,7 +118,7 @@ class Fragmentation(Rule):
                 freed_bytes=max(0, round(loose)),
                 method="reserved beyond the highest allocated",
             ),
-        )  # fmt: skip
+        )
 
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
         """Free memory that a failed request could not use because it is in pieces; or, where none
@@ -138,22 +138,33 @@ class Fragmentation(Rule):
                 case |= self.case("of a snapshot in which a request failed")
             yield Finding(
                 summary=(
-                    f"{size(found.split)} of the {size(reserved)} reserved are free in segments "
-                    f"that also hold tensors, the largest piece {size(found.largest)}"
-                    + (f": a request of {size(placed.request)} failed beside them."
-                       if failed and placed is not None else ".")
+                    f"{t.memory(found.split)} of the {t.memory(reserved)} reserved are free in "
+                    f"segments that also hold tensors, the largest piece {t.memory(found.largest)}"
+                    + (
+                        f": a request of {t.memory(placed.request)} failed beside them."
+                        if failed and placed is not None
+                        else "."
+                    )
                 ),
                 evidence=[
-                    Evidence("free beside tensors", found.split, "bytes",
-                             *self.limit("min_split", GIB)),
-                    Evidence("of what is reserved", found.split / max(reserved, 1), "share",
-                             *self.limit("min_unused")),
+                    Evidence(
+                        "free beside tensors", found.split, "bytes", *self.limit("min_split", GIB)
+                    ),
+                    Evidence(
+                        "of what is reserved",
+                        found.split / max(reserved, 1),
+                        "share",
+                        *self.limit("min_unused"),
+                    ),
                     Evidence("largest free block", found.largest, "bytes"),
                     Evidence("lost to rounding", found.rounding, "bytes"),
                     Evidence("whole pages in the pieces", found.expandable, "bytes"),
-                    Evidence("allocator settings",
-                             a.snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF") or None
-                             if a.snapshot is not None else None),
+                    Evidence(
+                        "allocator settings",
+                        a.snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF") or None
+                        if a.snapshot is not None
+                        else None,
+                    ),
                 ],
                 worth=Worth(
                     currency="memory",
@@ -161,7 +172,7 @@ class Fragmentation(Rule):
                     method="whole pages of the free blocks",
                 ),
                 **case,
-            )  # fmt: skip
+            )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -198,9 +209,11 @@ def _run(
         told: dict[str, int] = {}
         if reserved is not None and peak is not None and allocated is not None:
             told = {
-                "reserved": round(reserved), "peak": round(peak), "allocated": round(allocated),
+                "reserved": round(reserved),
+                "peak": round(peak),
+                "allocated": round(allocated),
                 "retries": round(retries * n / 99),
-            }  # fmt: skip
+            }
         r.step(10, fields=told)
     return b
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.memory_savings import logits
 from advisor.analysis.names import matches
 from advisor.analysis.shapes import OpInputs
 from advisor.intervals import covered
 from advisor.model import Evidence, Finding, Location, NotMeasured, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import places, size
+from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
 from advisor.rules.memory.peaks import peaks
 from advisor.rules.sources import LLAMA, OURS, PEAKS
@@ -111,8 +112,8 @@ class HugeVocabulary(Rule):
         when = "when memory ran out" if post.history.failed is not None else "at the peak"
         return Finding(
             summary=(
-                f"{held.blocks} blocks of the loss and of the logits' size held {size(held.bytes)} "
-                f"of the {size(post.allocated)} in tensors {when}."
+                f"{held.blocks} blocks of the loss and of the logits' size held "
+                f"{t.memory(held.bytes)} of the {t.memory(post.allocated)} in tensors {when}."
             ),
             evidence=[
                 Evidence("largest block of the loss", held.largest, "bytes"),
@@ -171,16 +172,19 @@ class HugeVocabulary(Rule):
         under = facts.launched_under(a, _LOSS) & a.in_window
         yield Finding(
             summary=(
-                f"The log-softmax of {shape} takes {size(largest)} ({largest / whole:.0%} "
+                f"The log-softmax of {shape} takes {t.memory(largest)} ({largest / whole:.0%} "
                 f"{source}), and its gradient as much again."
             ),
             evidence=[
                 Evidence("largest log-softmax", largest, "bytes"),
                 Evidence(f"share {source}", largest / whole, "share", *self.limit("min_memory")),
-                Evidence("last dimension", tensor.shape[-1] if tensor else None, "count",
-                         *self.limit("min_vocabulary")),
-                Evidence("device time of the loss a step",
-                         facts.duration(a, under) / a.step_count, "ns"),
+                Evidence(
+                    "last dimension",
+                    tensor.shape[-1] if tensor else None,
+                    "count",
+                    *self.limit("min_vocabulary"),
+                ),
+                figure(a, "device time of the loss", facts.duration(a, under)),
             ],
             where=places(a, calls.astype(np.int64), taken),
             worth=Worth(
@@ -188,7 +192,7 @@ class HugeVocabulary(Rule):
                 freed_bytes=2 * largest,
                 method="log-softmax and one gradient of its size",
             ),
-        )  # fmt: skip
+        )
 
     def _bytes(self, inputs: OpInputs) -> int:
         """Bytes of the result; 0: not over a vocabulary, or not known."""
@@ -255,13 +259,17 @@ def _training(
         with b.step():
             if peak is not None:
                 b.memory(1 << 20, peak, peak + (1 << 30))
-            with b.op("aten::cross_entropy_loss"), b.op(
-                "aten::_log_softmax", shapes, ["float", "Scalar", "Scalar"],
-                concrete=["", dim, "False"],
-            ):  # fmt: skip
+            with (
+                b.op("aten::cross_entropy_loss"),
+                b.op(
+                    "aten::_log_softmax",
+                    shapes,
+                    ["float", "Scalar", "Scalar"],
+                    concrete=["", dim, "False"],
+                ),
+            ):
                 b.launch("cunn_SoftMaxForward", 3000)
             if backward:
-                with b.op("aten::_log_softmax_backward_data"):
-                    b.launch("cunn_SoftMaxBackward", 3000)
+                b.run("aten::_log_softmax_backward_data", "cunn_SoftMaxBackward", 3000)
             b.sync()
     return b

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.memory_savings import savings
 from advisor.model import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import size
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
@@ -62,22 +62,29 @@ class KeptReferences(Rule):
                     continue
                 yield Finding(
                     summary=(
-                        f"{size(each.bytes)} of the {size(post.allocated)} in tensors at the peak "
-                        "were made by the forward pass of an earlier step."
+                        f"{t.memory(each.bytes)} of the {t.memory(post.allocated)} in tensors at "
+                        "the peak were made by the forward pass of an earlier step."
                     ),
                     evidence=[
                         Evidence("of earlier steps", each.bytes, "bytes"),
-                        Evidence("of what tensors held", each.bytes / max(post.allocated, 1),
-                                 "share", *self.limit("least")),
+                        Evidence(
+                            "of what tensors held",
+                            each.bytes / max(post.allocated, 1),
+                            "share",
+                            *self.limit("least"),
+                        ),
                         Evidence("steps told by", post.step_source),
                     ],
-                    where=[] if each.file is None else [
-                        Location(file=each.file, line=each.line, function=each.function)
-                    ],
-                    worth=Worth(currency="memory", freed_bytes=each.bytes,
-                                method="held at the peak, by the snapshot"),
+                    where=[]
+                    if each.file is None
+                    else [Location(file=each.file, line=each.line, function=each.function)],
+                    worth=Worth(
+                        currency="memory",
+                        freed_bytes=each.bytes,
+                        method="held at the peak, by the snapshot",
+                    ),
                     assumptions=[each.assumes],
-                )  # fmt: skip
+                )
                 break
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.record import Floats, Recorded
 from advisor.model import (
@@ -19,7 +20,6 @@ from advisor.model import (
     Threshold,
     Worth,
 )
-from advisor.rules.common import size
 from advisor.rules.memory.recorded import capacity, growth, last
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN, TRACEML
@@ -151,20 +151,23 @@ class MemoryLeak(Rule):
         until = f"; at that rate it is full in {left:,} more steps" if left is not None else ""
         return Finding(
             title=f"{what[0].upper()}{what[1:]} grows from step to step",
-            summary=f"It grew by {size(grown)} in {steps:,} steps, {size(each)} a step{until}.",
+            summary=(
+                f"It grew by {t.memory(grown)} in {steps:,} steps, {t.memory(each)} a step{until}."
+            ),
             evidence=[
                 Evidence("grown by", grown, "bytes", *self.limit("min_growth")),
-                Evidence("a step", each, "bytes"),
+                Evidence("left behind", each, "bytes", per="step"),
                 Evidence("at the end", now, "bytes"),
                 Evidence("there is", total, "bytes"),
                 Evidence("steps", steps, "count", *self.limit("min_steps")),
             ],
             worth=Worth(
                 currency="risk",
-                reason=f"out of memory in {left:,} steps" if left is not None
+                reason=f"out of memory in {left:,} steps"
+                if left is not None
                 else "the run ends out of memory",
             ),
-        )  # fmt: skip
+        )
 
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
         """Lines that leave something behind in each step, where the steps of the history alone
@@ -188,12 +191,12 @@ class MemoryLeak(Rule):
             yield Finding(
                 title="Device memory in tensors grows from step to step",
                 summary=(
-                    f"{place} leaves {size(row['step_bytes'])} behind in {row['steps']:,} of "
-                    f"{steps:,} steps, and all of it is held to the end: {size(whole)} so far"
-                    + (f", {size(each)} a step with other lines." if table.height > 1 else ".")
+                    f"{place} leaves {t.memory(row['step_bytes'])} behind in {row['steps']:,} of "
+                    f"{steps:,} steps, and all of it is held to the end: {t.memory(whole)} so far"
+                    + (f", {t.memory(each)} a step with other lines." if table.height > 1 else ".")
                 ),
                 evidence=[
-                    Evidence("left behind a step", each, "bytes"),
+                    Evidence("left behind", each, "bytes", per="step"),
                     Evidence("held of it", whole, "bytes", *self.limit("min_growth")),
                     Evidence("steps that left something", int(row["steps"]), "count"),
                     Evidence("steps looked at", steps, "count"),
@@ -206,7 +209,7 @@ class MemoryLeak(Rule):
                     for r in table.head(3).iter_rows(named=True)
                     if r["file"] is not None
                 ],
-                worth=Worth(currency="risk", reason=f"{size(each)} a step are never freed"),
+                worth=Worth(currency="risk", reason=f"{t.memory(each)} a step are never freed"),
                 confidence_notes=["of snapshots, shown on simulated ones only"],
                 **self.case("of a snapshot"),
             )

@@ -141,8 +141,12 @@ class MemoryNearCapacity(Rule):
                 Evidence("peak reserved", reserved, "bytes"),
                 Evidence("capacity", capacity, "bytes"),
                 Evidence("reserved, share of capacity", share, "share", *self.limit("max_share")),
-                Evidence("allocated at its peak, share of reserved", used, "share",
-                         *self.limit("fragmented")),
+                Evidence(
+                    "allocated at its peak, share of reserved",
+                    used,
+                    "share",
+                    *self.limit("fragmented"),
+                ),
             ],
             where=[*self._where(a, reserved), *held],
             worth=Worth(
@@ -151,7 +155,7 @@ class MemoryNearCapacity(Rule):
             ),
             **(self.case("most of it is reserved, not used") if loose else {}),
             **(self.case("all but full") if share >= self.critical_share else {}),
-        )  # fmt: skip
+        )
 
     def _where(self, a: Analysis, reserved: int) -> list[Location]:
         """The step of the peak."""

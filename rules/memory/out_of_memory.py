@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.fragments import placement
 from advisor.analysis.memory_savings import Saving, savings
 from advisor.model import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
-from advisor.rules.common import size
 from advisor.rules.memory.peaks import held_most
 from advisor.rules.memory.recorded import capacity
 from advisor.rules.recorded import record
@@ -176,7 +176,7 @@ class OutOfMemory(Rule):
                 currency="risk",
                 reason="the run stopped"
                 if reserved is None
-                else f"the run stopped with {size(reserved)} held",
+                else f"the run stopped with {t.memory(reserved)} held",
             ),
             **(
                 self.case("fragments")
@@ -194,34 +194,37 @@ class OutOfMemory(Rule):
         if scattered:  # the cure for fragments first
             found.sort(key=lambda each: (each.change != "expandable segments", -each.bytes))
         why = (
-            f"{size(placed.usable)} were free for it, but in pieces of at most "
-            f"{size(placed.largest)}"
+            f"{t.memory(placed.usable)} were free for it, but in pieces of at most "
+            f"{t.memory(placed.largest)}"
             if placed is not None and scattered
-            else f"tensors held {size(post.allocated)} of the {size(post.reserved)} reserved: "
-            f"{_holders(post)}"
+            else f"tensors held {t.memory(post.allocated)} of the {t.memory(post.reserved)} "
+            f"reserved: {_holders(post)}"
         )
         enough = [each for each in found if each.bytes >= request]
         return Finding(
-            summary=f"A request of {size(request)} could not be met; {why}.",
+            summary=f"A request of {t.memory(request)} could not be met; {why}.",
             evidence=[
                 Evidence("request", request, "bytes"),
                 Evidence("in tensors", post.allocated, "bytes"),
                 Evidence("held by the allocator", post.reserved, "bytes"),
                 Evidence("left with the driver", post.device_free, "bytes"),
-                Evidence("largest free block for it", None if placed is None else placed.largest,
-                         "bytes"),
-                *[Evidence(f"held: {name}", held, "bytes")
-                  for name, held in list(post.by_category.items())[:4]],
+                Evidence(
+                    "largest free block for it", None if placed is None else placed.largest, "bytes"
+                ),
+                *[
+                    Evidence(f"held: {name}", held, "bytes")
+                    for name, held in list(post.by_category.items())[:4]
+                ],
             ],
             where=_asked(post) + held_most(post),
-            worth=Worth(currency="risk", reason=f"the run stopped with {size(post.reserved)} held"),
+            worth=Worth(
+                currency="risk", reason=f"the run stopped with {t.memory(post.reserved)} held"
+            ),
             fix=self._ways(found),
             code=self.case((enough or found)[0].change)["code"] if found else "",
             confidence=0.85,
-            assumptions=[
-                f"{self._way(each)}: {each.assumes}" for each in found[:MOST_WAYS]
-            ],
-        )  # fmt: skip
+            assumptions=[f"{self._way(each)}: {each.assumes}" for each in found[:MOST_WAYS]],
+        )
 
     def _way(self, saving: Saving) -> str:
         fix = str(self.case(saving.change)["fix"])
@@ -231,10 +234,12 @@ class OutOfMemory(Rule):
         """What would have freed most, in words."""
         told = []
         for each in found[:MOST_WAYS]:
-            where = "" if each.line is None or each.file is None else (
-                f" ({each.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{each.line})"
-            )  # fmt: skip
-            told.append(f"{self.case(each.change)['fix']}{where}: frees {size(each.bytes)}.")
+            where = (
+                ""
+                if each.line is None or each.file is None
+                else (f" ({each.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{each.line})")
+            )
+            told.append(f"{self.case(each.change)['fix']}{where}: frees {t.memory(each.bytes)}.")
         return " ".join([*told, "They overlap."] if told[1:] else told)
 
     @staticmethod
@@ -260,7 +265,7 @@ class OutOfMemory(Rule):
 
 def _holders(post: PostMortem, most: int = 3) -> str:
     """Categories that held most, in words."""
-    named = [f"{name} {size(held)}" for name, held in list(post.by_category.items())[:most]]
+    named = [f"{name} {t.memory(held)}" for name, held in list(post.by_category.items())[:most]]
     return ", ".join(named)
 
 
@@ -268,8 +273,11 @@ def _asked(post: PostMortem) -> list[Location]:
     asked = post.failed_at
     if asked is None or asked.file is None:
         return []
-    return [Location(file=asked.file, line=asked.line, function=asked.function,
-                     op="the request that failed")]  # fmt: skip
+    return [
+        Location(
+            file=asked.file, line=asked.line, function=asked.function, op="the request that failed"
+        )
+    ]
 
 
 def _number(value: object) -> float | None:
@@ -284,9 +292,12 @@ def _run(allocated: float, reserved: float, *, last: float = 1.0) -> TraceBuilde
     for n in range(20):
         r.step(10, fields={"bytes": round(1e6 * (last if n == 19 else 1.0))})
     r.event(
-        "oom", message="CUDA out of memory. Tried to allocate 2.00 GiB.", snapshot="x.pickle",
-        allocated=allocated, reserved=reserved,
-    )  # fmt: skip
+        "oom",
+        message="CUDA out of memory. Tried to allocate 2.00 GiB.",
+        snapshot="x.pickle",
+        allocated=allocated,
+        reserved=reserved,
+    )
     r.event("end", steps=20, reason="exception")
     return b
 

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, duration, places, rows, total
+from advisor.rules.common import column, places, rows, total
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import CACHING_ALLOCATOR, OURS
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 _CALLS = r"HostAlloc|MallocHost|HostRegister|AllocHost"
 
@@ -97,20 +97,22 @@ class PinnedAllocationInLoop(Rule):
         time = total(calls["dur"])
         yield Finding(
             summary=(
-                f"{counted(round(rate), 'allocation')} of pinned host memory a step, "
-                f"{duration(time / calls.height)} each, although the warm-up is over."
+                f"{t.counted(round(rate), 'allocation')} of pinned host memory a step, "
+                f"{t.time(time / calls.height)} each, although the warm-up is over."
             ),
             evidence=[
-                Evidence("pinned allocations a step", rate, "count", *self.limit("min_a_step")),
-                Evidence("steps with such calls", calls["step"].n_unique(), "count",
-                         *self.limit("min_steps")),
-                Evidence("host time in these calls a step", time / steps, "ns"),
+                Evidence("pinned allocations", rate, "count", *self.limit("min_a_step"), per=a.per),
+                Evidence(
+                    "steps with such calls",
+                    calls["step"].n_unique(),
+                    "count",
+                    *self.limit("min_steps"),
+                ),
+                Evidence("host time in these calls", time / steps, "ns", per=a.per),
             ],
             where=places(a, rows(calls["host"]), column(calls, "dur")),
-            edits=[
-                Edit(op="remove", select=Select(on="gap", cause=("allocation",), name=_CALLS))
-            ],
-        )  # fmt: skip
+            edits=[Edit(op="remove", select=Select(on="gap", cause=("allocation",), name=_CALLS))],
+        )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -134,11 +136,9 @@ class PinnedAllocationInLoop(Rule):
                     warm.call("cudaHostAlloc", 2500)
                 _train(warm)
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
                 hidden.call("cudaHostAlloc", 2500)
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
                 hidden.sync()
             with device.step():
                 device.call("cudaMalloc", 2500)
@@ -157,7 +157,5 @@ class PinnedAllocationInLoop(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(4):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=4)
     b.sync()

@@ -20,6 +20,7 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.rules.common import figure, of_each
 from advisor.rules.kernel import facts
 from advisor.rules.memory.peaks import peaks
 from advisor.rules.sources import CHECKPOINT, OURS
@@ -118,16 +119,18 @@ class RecomputeWithFreeMemory(Rule):
         select, factor = self._select(a)
         yield Finding(
             summary=(
-                f"{share:.0%} of each step recomputes activations of the forward pass, while "
+                f"{share:.0%} {of_each(a)} recomputes activations of the forward pass, while "
                 f"{free / GIB:.1f} GiB ({1 - full:.0%}) of the device's memory is never used."
             ),
             evidence=[
-                Evidence("recomputation, share of the step", share, "share",
-                         *self.limit("min_share")),
-                Evidence("recomputation a step", again / a.step_count, "ns"),
+                Evidence(
+                    "recomputation, share", share, "share", *self.limit("min_share"), per=a.per
+                ),
+                figure(a, "recomputation", again),
                 Evidence("peak reserved", reserved, "bytes"),
-                Evidence("peak reserved, share of capacity", full, "share",
-                         *self.limit("max_reserved")),
+                Evidence(
+                    "peak reserved, share of capacity", full, "share", *self.limit("max_reserved")
+                ),
             ],
             where=self._where(a),
             edits=[
@@ -135,7 +138,7 @@ class RecomputeWithFreeMemory(Rule):
                 if factor is None
                 else Edit(op="scale", select=select, factor=factor)
             ],
-        )  # fmt: skip
+        )
 
     def _select(self, a: Analysis) -> tuple[Select, float | None]:
         """The recomputed kernels; and, where the op holds backward work too, what stays of it."""

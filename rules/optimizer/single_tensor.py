@@ -8,9 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.model import Edit, Evidence, Finding, Good, Location, Outcome, Rule, Select, Threshold
+from advisor.rules.common import per
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOREACH, OURS
 from advisor.select import under_names
@@ -130,18 +132,20 @@ class SingleTensorOptimizer(Rule):
         where, optimizer, told = self._where(a)
         yield Finding(
             summary=(
-                f"{optimizer}.step launches {a_step:.0f} kernels a step, of "
+                f"{optimizer}.step launches {a_step:.0f} kernels{per(a)}, of "
                 f"{np.median(dur) / 1e3:.1f} µs each; with the gaps between them it takes "
-                f"{share:.0%} of the step."
+                f"{share:.0%} {t.of(a.per)}."
             ),
             evidence=[
-                Evidence("kernels inside Optimizer.step, a step", a_step, "count",
-                         *self.limit("min_kernels")),
-                Evidence("median kernel", float(np.median(dur)), "ns",
-                         *self.limit("max_median_ns")),
+                Evidence(
+                    "kernels inside Optimizer.step", a_step, "count", *self.limit("min_kernels")
+                ),
+                Evidence(
+                    "median kernel", float(np.median(dur)), "ns", *self.limit("max_median_ns")
+                ),
                 Evidence("kernels on many tensors", 0, "count"),
-                Evidence("device idle inside Optimizer.step, a step", idle / a.step_count, "ns"),
-                Evidence("optimizer, share of the step", share, "share", *self.limit("min_share")),
+                Evidence("device idle inside Optimizer.step", idle / a.step_count, "ns"),
+                Evidence("optimizer, share", share, "share", *self.limit("min_share"), per=a.per),
             ],
             where=where,
             edits=[
@@ -163,7 +167,7 @@ class SingleTensorOptimizer(Rule):
             confidence_notes=[] if told else ["told by kernels alone: no Python stacks"],
             code=self.code.format(optimizer=optimizer),
             **({} if told else self.case("told by the kernels alone")),
-        )  # fmt: skip
+        )
 
     def _where(self, a: Analysis) -> tuple[list[Location], str, bool]:
         """The longest optimizer step, the class's name, and whether stacks name the reason."""
@@ -213,9 +217,7 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
     b = TraceBuilder()
 
     def loop(count: int, us: float) -> None:
-        for _ in range(count):
-            with b.op("aten::addcmul_", host_us=4):
-                b.launch(POINTWISE, us)
+        b.run("aten::addcmul_", POINTWISE, us, times=count, host_us=4)
 
     for _ in range(4):
         with b.step():
@@ -237,7 +239,6 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
                         with b.op("aten::_foreach_add_"):
                             b.launch(MULTI + "BinaryOpListAlphaFunctor<float>>", 60)
                 else:
-                    with b.op("aten::_fused_adamw_"):
-                        b.launch(MULTI + "FusedAdamMathFunctor<float>>", 200)
+                    b.run("aten::_fused_adamw_", MULTI + "FusedAdamMathFunctor<float>>", 200)
             b.sync()
     return b

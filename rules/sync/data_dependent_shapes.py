@@ -8,7 +8,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import of_step, per, total
+from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import causes, edit, held_by, where
 from advisor.testing import TraceBuilder
@@ -83,12 +83,10 @@ class DataDependentShapes(Rule):
                 "size the host has to read from the device."
             ),
             evidence=[
-                Evidence(f"device idle after them{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(f"waits that left a bubble{per(a)}", count / a.step_count, "count"),
-                Evidence(
-                    f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
-                ),
+                Evidence("device idle after them", per_step, "ns", per=a.per),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "waits that left a bubble", count, "count"),
+                figure(a, "host waited in them", total(held.table["waited"])),
                 Evidence("by cause", causes(a, held)),
             ],
             where=where(a, held),
@@ -113,8 +111,7 @@ class DataDependentShapes(Rule):
         for _ in range(4):
             with integers.step():
                 _kernels(integers, 6)
-                with integers.op("aten::index"):
-                    integers.launch("index_elementwise_kernel", 10)
+                integers.run("aten::index", "index_elementwise_kernel", 10)
                 integers.host(400)
                 _kernels(integers, 6)
             with host.step():
@@ -134,9 +131,7 @@ class DataDependentShapes(Rule):
 
 
 def _kernels(b: TraceBuilder, count: int) -> None:
-    for _ in range(count):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 300)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=count)
 
 
 def _masked_index(b: TraceBuilder) -> None:

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Advice, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import of_step, per, total
+from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import causes, edit, held_by, where
@@ -99,12 +99,10 @@ class ExplicitSynchronize(Rule):
                 "the host, which stood still meanwhile, launches again."
             ),
             evidence=[
-                Evidence(f"device idle after them{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(f"waits that left a bubble{per(a)}", count / a.step_count, "count"),
-                Evidence(
-                    f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
-                ),
+                Evidence("device idle after them", per_step, "ns", per=a.per),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "waits that left a bubble", count, "count"),
+                figure(a, "host waited in them", total(held.table["waited"])),
                 Evidence("by call", causes(a, held)),
             ],
             where=where(a, held),
@@ -144,8 +142,7 @@ class ExplicitSynchronize(Rule):
                 done.host(1000)
             with hidden.step():
                 _kernels(hidden, 5)
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000, stream=13)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=13)
                 hidden.sync("cudaStreamSynchronize", stream=7)
                 hidden.host(1000)
         own.sync()
@@ -157,6 +154,4 @@ class ExplicitSynchronize(Rule):
 
 
 def _kernels(b: TraceBuilder, count: int) -> None:
-    for _ in range(count):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 300)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=count)

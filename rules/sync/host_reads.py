@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, of_step, per, places, rows
+from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import OURS, TENSORBOARD
 from advisor.rules.sync.held import Held, causes, held_by
@@ -139,15 +139,10 @@ class HostReads(Rule):
                 f"{of_step(a, int(idle))} the device idles: neither gets ahead of the other."
             ),
             evidence=[
-                Evidence(f"host waits in reads{per(a)}", wait / a.step_count, "ns"),
-                Evidence(f"device idle{per(a)}", idle / a.step_count, "ns"),
-                Evidence(
-                    "the lesser, share of the step",
-                    share,
-                    "share",
-                    *self.limit("min_share"),
-                ),
-                Evidence(f"reads{per(a)}", copies / a.step_count, "count"),
+                figure(a, "host waits in reads", wait),
+                figure(a, "device idle", idle),
+                Evidence("the lesser, share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "reads", copies, "count"),
                 Evidence(
                     "launches from read to read",
                     launches / copies,
@@ -169,9 +164,7 @@ class HostReads(Rule):
         for _ in range(4):
             with b.step():
                 for _ in range(40):
-                    for _ in range(4):
-                        with b.op("aten::mul"):
-                            b.launch("elementwise_kernel", 60)
+                    b.run("aten::mul", "elementwise_kernel", 60, times=4)
                     b.item()
                     b.host(120)
         return {"one read after four kernels": b}
@@ -183,27 +176,21 @@ class HostReads(Rule):
         once, ready, busy, bulk = TraceBuilder(), TraceBuilder(), TraceBuilder(), TraceBuilder()
         for _ in range(4):
             with once.step():
-                for _ in range(120):
-                    with once.op("aten::mul"):
-                        once.launch("elementwise_kernel", 60)
+                once.run("aten::mul", "elementwise_kernel", 60, times=120)
                 once.item()
                 once.host(2000)
             with ready.step():
                 for _ in range(40):
-                    with ready.op("aten::mul"):
-                        ready.launch("elementwise_kernel", 3)
+                    ready.run("aten::mul", "elementwise_kernel", 3)
                     ready.host(400)
                     ready.item()
             with busy.step():
                 for _ in range(8):
-                    for _ in range(20):
-                        with busy.op("aten::mm"):
-                            busy.launch("ampere_sgemm_128x64_nn", 900)
+                    busy.run("aten::mm", "ampere_sgemm_128x64_nn", 900, times=20)
                     busy.item()
             with bulk.step():
                 for _ in range(10):
-                    with bulk.op("aten::mul"):
-                        bulk.launch("elementwise_kernel", 100)
+                    bulk.run("aten::mul", "elementwise_kernel", 100)
                     with bulk.op("aten::copy_"):
                         bulk.copy("DtoH", 64 << 20, 5000, pinned=False, op=None)
                     bulk.host(3000)

@@ -23,7 +23,7 @@ from advisor.model import (
     Select,
     Threshold,
 )
-from advisor.rules.common import column, of_step, per, places, rows, total
+from advisor.rules.common import column, figure, of_step, per, places, rows, total
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, TENSORBOARD, XPROF
 from advisor.rules.sync.held import MAX_CORRELATIONS, Held, causes, edit, held_by, where
@@ -178,12 +178,10 @@ class ImplicitSync(Rule):
         waiting = held.table.filter(pl.Series(held.lost > 0))
         inside = self._in_optimizer(a, held)
         evidence = [
-            Evidence(f"device idle after them{per(a)}", per_step, "ns"),
-            Evidence("share of the step", share, "share", *self.limit("min_share")),
-            Evidence(f"reads that left a bubble{per(a)}", waiting.height / a.step_count, "count"),
-            Evidence(
-                f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
-            ),
+            Evidence("device idle after them", per_step, "ns", per=a.per),
+            Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+            figure(a, "reads that left a bubble", waiting.height, "count"),
+            figure(a, "host waited in them", total(held.table["waited"])),
             Evidence("by cause", causes(a, held)),
         ]
         if inside:
@@ -296,9 +294,7 @@ class ImplicitSync(Rule):
 
 
 def _work(b: TraceBuilder) -> None:
-    for _ in range(10):
-        with b.op("aten::mm", [[1024, 1024], [1024, 1024]]):
-            b.launch("ampere_sgemm_128x64_nn", 500)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 500, [[1024, 1024], [1024, 1024]], times=10)
 
 
 def _runtime_recorded(a: Analysis) -> bool:

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import of_step, per, total
+from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import edit, held_by, where
@@ -80,13 +80,11 @@ class BlockingPinnedCopy(Rule):
                 "is pinned and the copy could go on alone."
             ),
             evidence=[
-                Evidence(f"device idle after them{per(a)}", per_step, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(f"such copies{per(a)}", held.table.height / a.step_count, "count"),
-                Evidence(
-                    f"host waited in them{per(a)}", total(held.table["waited"]) / a.step_count, "ns"
-                ),
-                Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
+                Evidence("device idle after them", per_step, "ns", per=a.per),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "such copies", held.table.height, "count"),
+                figure(a, "host waited in them", total(held.table["waited"])),
+                figure(a, "bytes", moved, "bytes"),
             ],
             where=where(a, held),
             edits=[
@@ -140,6 +138,4 @@ class BlockingPinnedCopy(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(6):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)

@@ -8,14 +8,14 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.intervals import intersect
-from advisor.model import Advice, Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, duration, of_step, per, places, rows, size
-from advisor.rules.elsewhere import JAX_AHEAD, in_any_language
+from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
+from advisor.rules.common import device_places, figure, of_step, per, rows
+from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import OURS, TRACELENS
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 DIRECTIONS = ("HtoD", "DtoH")
 
@@ -98,11 +98,7 @@ class CopiesNotOverlapped(Rule):
             "cudaStreamWaitEvent(compute, arrived[next], 0);",
             verify="Profile again: copies lie beside kernels.",
         ),
-        TENSORFLOW: Advice(
-            "Let tf.data bring batches to the device ahead of the step.",
-            'dataset.apply(tf.data.experimental.prefetch_to_device("/GPU:0"))',
-        ),
-        JAX: Advice("Bring batches to the device ahead of the step.", JAX_AHEAD),
+        **BATCHES_AHEAD,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -123,7 +119,7 @@ class CopiesNotOverlapped(Rule):
             if overlap >= self.max_overlap and busy.total >= self.min_share * a.span_ns:
                 yield Good(
                     text=f"{overlap:.0%} of copy time between host and device runs under compute "
-                    f"({duration(busy.total / a.step_count)}{per(a)})"
+                    f"({t.time(busy.total / a.step_count)}{per(a)})"
                 )
             return
         same = copies.filter("same_stream")
@@ -132,25 +128,18 @@ class CopiesNotOverlapped(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed)} the device only "
-                f"copies ({size(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy time hidden)"
-                + (", on the stream it computes on." if on_compute > 0.5 else ".")
+                f"copies ({t.memory(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy time "
+                "hidden)" + (", on the stream it computes on." if on_compute > 0.5 else ".")
             ),
             evidence=[
-                Evidence(f"exposed copies{per(a)}", exposed / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "exposed copies", exposed),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("hidden under compute", overlap, "share", *self.limit("max_overlap")),
                 Evidence("exposed on the compute stream", on_compute, "share"),
-                Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
+                figure(a, "bytes", moved, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),
             ],
-            where=places(
-                a,
-                rows(copies["op"]),
-                column(copies, "exposed"),
-                ts=column(copies, "ts"),
-                dur=column(copies, "dur"),
-                kernel=rows(copies["gpu"]),
-            ),
+            where=device_places(a, copies),
             edits=[Edit(op="overlap", select=select) for select in _groups(copies)],
         )
 
@@ -170,8 +159,7 @@ class CopiesNotOverlapped(Rule):
         ahead, small, pageable, within = (TraceBuilder() for _ in range(4))
         for _ in range(4):
             with ahead.step():
-                with ahead.op("aten::mm"):
-                    ahead.launch("ampere_sgemm_128x64_nn", 4000)
+                ahead.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
                 ahead.copy("HtoD", 24 << 20, stream=13)
                 ahead.sync()
             with small.step():
@@ -192,9 +180,7 @@ class CopiesNotOverlapped(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(4):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=4)
     b.sync()
 
 

@@ -8,16 +8,16 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.analysis.stacks import nearest, parents
 from advisor.intervals import intersect
 from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, of_step, per, places, rows, size
+from advisor.rules.common import column, device_places, figure, of_step, per, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import TRACELENS
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 from advisor.trace import JAX
 
 _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"
@@ -113,26 +113,19 @@ class DeviceCopies(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed)} the device does "
-                f"nothing but copy its own memory: {counted(per_step, 'copy')} of "
-                f"{size(moved / a.step_count)}{per(a)}"
+                f"nothing but copy its own memory: {t.counted(per_step, 'copy')} of "
+                f"{t.memory(moved / a.step_count)}{per(a)}"
                 + (", most into and out of the buffers of CUDA graphs." if of_graphs else ".")
             ),
             evidence=[
-                Evidence(f"exposed copies within the device{per(a)}", exposed / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
-                Evidence(f"copies{per(a)}", copies.height / a.step_count, "count"),
-                Evidence(f"bytes{per(a)}", moved / a.step_count, "bytes"),
-                Evidence(f"inside compiled functions{per(a)}", border / a.step_count, "ns"),
-                Evidence(f"graph launches{per(a)}", graphs / a.step_count, "count"),
+                figure(a, "exposed copies within the device", exposed),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "copies", copies.height, "count"),
+                figure(a, "bytes", moved, "bytes"),
+                figure(a, "inside compiled functions", border),
+                figure(a, "graph launches", graphs, "count"),
             ],
-            where=places(
-                a,
-                rows(copies["op"]),
-                column(copies, "exposed"),
-                ts=column(copies, "ts"),
-                dur=column(copies, "dur"),
-                kernel=rows(copies["gpu"]),
-            ),
+            where=device_places(a, copies),
             edits=[Edit(op="remove", select=Select(on="gpu", kind=("memcpy",), copy=("DtoD",)))],
             **(self.case("at the border of CUDA graphs") if of_graphs else {}),
         )
@@ -168,8 +161,7 @@ class DeviceCopies(Rule):
                 few.copy("DtoD", 64 << 20)
                 _train(few)
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 6000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
                 hidden.copy("DtoD", 1 << 30, stream=13)
                 hidden.sync()
             with host.step():
@@ -183,7 +175,5 @@ class DeviceCopies(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(6):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)
     b.sync()

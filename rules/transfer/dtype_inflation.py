@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis, dtypes
 from advisor.analysis.names import matches
 from advisor.analysis.shapes import OpInputs
 from advisor.analysis.stacks import climb, parents
 from advisor.analysis.steps import step_of
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import column, of_step, per, places, rows, size, total
+from advisor.rules.common import device_places, figure, of_step, total
 from advisor.rules.sources import OURS, PAGEABLE_64K, TRACELENS
 from advisor.testing import TraceBuilder
 
@@ -114,28 +115,28 @@ class DtypeInflation(Rule):
         ids = a.trace.gpu["correlation"].gather(found["gpu"]).drop_nulls().unique().sort()
         yield Finding(
             summary=(
-                f"{of_step(a, cost)} goes to copies of {size(moved / a.step_count)} of floats that "
-                f"were {size(needed / a.step_count)} of bytes before the host converted them."
+                f"{of_step(a, cost)} goes to copies of {t.memory(moved / a.step_count)} of floats "
+                f"that were {t.memory(needed / a.step_count)} of bytes before the host "
+                "converted them."
             ),
             evidence=[
-                Evidence(f"copy time that nothing hides{per(a)}", cost / a.step_count, "ns"),
-                Evidence("share of the step", cost / a.span_ns, "share", *self.limit("min_share")),
-                Evidence(f"bytes sent{per(a)}", moved / a.step_count, "bytes"),
-                Evidence(f"bytes before the conversion{per(a)}", needed / a.step_count, "bytes"),
+                figure(a, "copy time that nothing hides", cost),
+                Evidence("share", cost / a.span_ns, "share", *self.limit("min_share"), per=a.per),
+                figure(a, "bytes sent", moved, "bytes"),
+                figure(a, "bytes before the conversion", needed, "bytes"),
                 Evidence("steps that show it", steps, "count"),
             ],
-            where=places(a, rows(found["made"]), column(found, "exposed"),
-                         ts=column(found, "ts"), dur=column(found, "dur"),
-                         kernel=rows(found["gpu"])),
+            where=device_places(a, found, "exposed", "made"),
             edits=[
                 Edit(
                     op="scale",
-                    select=Select(on="gpu", kind=("memcpy",),
-                                  correlation=tuple(ids[:MAX_CORRELATIONS])),
+                    select=Select(
+                        on="gpu", kind=("memcpy",), correlation=tuple(ids[:MAX_CORRELATIONS])
+                    ),
                     factor=needed / moved,
                 )
             ],
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _conversions(a: Analysis) -> pl.DataFrame:
@@ -258,6 +259,4 @@ def _training(how: str, *, stream: int = 7, shapes: bool = True, more: int = 0) 
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(4):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 2000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000, times=4)

@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.intervals import intersect
 from advisor.model import (
-    Advice,
     Edit,
     Evidence,
     Finding,
@@ -22,13 +22,11 @@ from advisor.model import (
     Select,
     Threshold,
 )
-from advisor.rules.common import column, of_step, per, places, rows, size, total
-from advisor.rules.elsewhere import JAX_AHEAD, in_any_language
+from advisor.rules.common import device_places, figure, of_step, per, rows, total
+from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG
 from advisor.rules.sync.held import edit, held_by
 from advisor.testing import TraceBuilder
-from advisor.text import counted
-from advisor.trace import JAX, TENSORFLOW
 
 _CALLS = (
     Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
@@ -124,11 +122,7 @@ class PageableCopies(Rule):
             "cudaDeviceSynchronize();                                        // once, at the end",
             verify="Profile again: copies read 'Pinned -> Device' and lie beside kernels.",
         ),
-        TENSORFLOW: Advice(
-            "Let tf.data bring batches to the device ahead of the step.",
-            'dataset.apply(tf.data.experimental.prefetch_to_device("/GPU:0"))',
-        ),
-        JAX: Advice("Bring batches to the device ahead of the step.", JAX_AHEAD),
+        **BATCHES_AHEAD,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -152,7 +146,7 @@ class PageableCopies(Rule):
             if up.height and (up["memory"] == "pinned").all():
                 yield Good(
                     text="copies to the device come from pinned memory "
-                    f"({counted(up.height, 'larger copy')}, {size(total(up['bytes']))})"
+                    f"({t.counted(up.height, 'larger copy')}, {t.memory(total(up['bytes']))})"
                 )
             return
         held = held_by(
@@ -170,26 +164,19 @@ class PageableCopies(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed + held.total)} goes to "
-                f"{counted(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
-                f"{size(total(slow['bytes']) / a.step_count)} through pageable memory that nothing "
-                "hides."
+                f"{t.counted(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
+                f"{t.memory(total(slow['bytes']) / a.step_count)} through pageable memory that "
+                "nothing hides."
             ),
             evidence=[
-                Evidence(f"copy time that nothing hides{per(a)}", exposed / a.step_count, "ns"),
-                Evidence(f"device idle after them{per(a)}", held.total / a.step_count, "ns"),
-                Evidence("share of the step", share, "share", *self.limit("min_share")),
+                figure(a, "copy time that nothing hides", exposed),
+                figure(a, "device idle after them", held.total),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
-                Evidence(f"bytes{per(a)}", total(slow["bytes"]) / a.step_count, "bytes"),
+                figure(a, "bytes", total(slow["bytes"]), "bytes"),
             ],
-            where=places(
-                a,
-                rows(slow["op"]),
-                column(slow, "exposed"),
-                ts=column(slow, "ts"),
-                dur=column(slow, "dur"),
-                kernel=rows(slow["gpu"]),
-            ),
+            where=device_places(a, slow),
             edits=[
                 Edit(
                     op="scale",
@@ -218,8 +205,7 @@ class PageableCopies(Rule):
             with b.step():
                 with b.op("aten::to"), b.op("aten::_to_copy"):
                     b.copy("HtoD", 24 << 20, pinned=False)
-                with b.op("aten::mm"):
-                    b.launch("ampere_sgemm_128x64_nn", 6000)
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 6000)
                 b.sync()
         return {"a batch from pageable memory": b}
 
@@ -236,8 +222,7 @@ class PageableCopies(Rule):
                     small.copy("HtoD", 512, 1.5, pinned=False)
                 _train(small)
             with hidden.step():
-                with hidden.op("aten::mm"):
-                    hidden.launch("ampere_sgemm_128x64_nn", 9000)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
                 hidden.copy("HtoD", 24 << 20, pinned=False, stream=13)
             with results.step():
                 _train(results)
@@ -252,9 +237,7 @@ class PageableCopies(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    for _ in range(6):
-        with b.op("aten::mm"):
-            b.launch("ampere_sgemm_128x64_nn", 1000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)
     b.sync()
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import map_names, matches
 from advisor.analysis.stacks import climb, frame_rank, parents
 from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
-from advisor.rules.common import of_step, places, rows, size, total
+from advisor.rules.common import device_places, figure, of_step, per, rows, total
 from advisor.rules.sources import ENGINE_FLOOR, OURS
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 _DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"
 MAX_CORRELATIONS = 500
@@ -106,33 +106,47 @@ class PingPong(Rule):
         cost = total(both["exposed"])
         yield Finding(
             summary=(
-                f"{counted(max(1, round(rate)), 'time')} a step the same function copies data to "
-                f"the host and as many bytes back ({size(total(table['bytes']) / table.height)}): "
-                f"{of_step(a, cost)} in copies that nothing hides, and the host waits for the "
-                "first."
+                f"{t.counted(max(1, round(rate)), 'time')}{per(a)} the same function copies data "
+                "to the host and as many bytes back "
+                f"({t.memory(total(table['bytes']) / table.height)}): {of_step(a, cost)} in copies "
+                "that nothing hides, and the host waits for the first."
             ),
             evidence=[
-                Evidence("round trips a step", rate, "count"),
-                Evidence("steps with a round trip", table["step"].n_unique(), "count",
-                         *self.limit("min_steps")),
-                Evidence("bytes to the host a step", total(table["bytes"]) / a.step_count,
-                         "bytes"),
-                Evidence("copy time that nothing hides a step", cost / a.step_count, "ns"),
-                Evidence("host waits for these copies a step", waits.height / a.step_count,
-                         "count"),
+                Evidence("round trips", rate, "count", per=a.per),
+                Evidence(
+                    "steps with a round trip",
+                    table["step"].n_unique(),
+                    "count",
+                    *self.limit("min_steps"),
+                ),
+                figure(a, "bytes to the host", total(table["bytes"]), "bytes"),
+                figure(a, "copy time that nothing hides", cost),
+                figure(a, "host waits for these copies", waits.height, "count"),
             ],
-            where=places(a, rows(table["launch"]), table["bytes"].to_numpy(),
-                         ts=table["ts"].to_numpy(), dur=table["dur"].to_numpy(),
-                         kernel=rows(table["gpu"])),
+            where=device_places(a, table, "bytes", "launch"),
             edits=[
-                Edit(op="remove", select=Select(on="gpu", kind=("memcpy",),
-                                                correlation=tuple(ids[:MAX_CORRELATIONS]))),
-                *([Edit(op="asynchronous",
-                        select=Select(on="host", kind=("runtime",),
-                                      correlation=tuple(calls[:MAX_CORRELATIONS])))]
-                  if len(calls) else []),
+                Edit(
+                    op="remove",
+                    select=Select(
+                        on="gpu", kind=("memcpy",), correlation=tuple(ids[:MAX_CORRELATIONS])
+                    ),
+                ),
+                *(
+                    [
+                        Edit(
+                            op="asynchronous",
+                            select=Select(
+                                on="host",
+                                kind=("runtime",),
+                                correlation=tuple(calls[:MAX_CORRELATIONS]),
+                            ),
+                        )
+                    ]
+                    if len(calls)
+                    else []
+                ),
             ],
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _pairs(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
@@ -229,8 +243,7 @@ class PingPong(Rule):
 
 
 def _train(b: TraceBuilder) -> None:
-    with b.op("aten::mm"):
-        b.launch("ampere_sgemm_128x64_nn", 2000)
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
 
 
 def _round_trip(b: TraceBuilder) -> None:

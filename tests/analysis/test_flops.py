@@ -573,10 +573,13 @@ def test_damaged_and_absurd_text_gives_nothing() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    batch=st.integers(1, 3), groups=st.integers(1, 3), ins=st.integers(1, 4),
-    outs=st.integers(1, 4), size=st.lists(st.integers(4, 9), min_size=1, max_size=3),
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    ins=st.integers(1, 4),
+    outs=st.integers(1, 4),
+    size=st.lists(st.integers(4, 9), min_size=1, max_size=3),
     data=st.data(),
-)  # fmt: skip
+)
 def test_transposed_convolutions_agree_with_the_shapes_pytorch_makes(
     batch: int, groups: int, ins: int, outs: int, size: list[int], data: st.DataObject
 ) -> None:

@@ -90,14 +90,16 @@ def test_a_real_recording_says_what_its_long_steps_have_more_of(shared_trace: Sh
     a = Analysis(read_trace(path))
     mark = a.trace.cpu.filter(pl.col("name").cast(pl.String).str.starts_with("ProfilerStep#"))[0]
     (same,) = {
-        e["ts"] for e in events
+        e["ts"]
+        for e in events
         if e.get("name") == mark["name"][0] and str(e.get("cat")).lower() != "gpu_user_annotation"
-    }  # fmt: skip
+    }
     shift = same - mark["ts"][0] / 1e3
     reduce = [
-        (e["ts"] - shift, e["dur"]) for e in events
+        (e["ts"] - shift, e["dur"])
+        for e in events
         if "AllReduce" in str(e.get("name")) and str(e.get("cat")).lower() == "kernel"
-    ]  # fmt: skip
+    ]
     used = a.steps.used
     order = np.argsort(used["dur"].to_numpy(), kind="stable")
     starts, ends = used["ts"].to_numpy() / 1e3, used["end"].to_numpy() / 1e3

@@ -57,8 +57,10 @@ def test_with_prices_the_cheapest_that_can_run_it_comes_first(
     rows = json.loads(done.out)["gpus"]
     # by hand: 6.83 ms at 3.0 and 8.11 ms at 2.0 an hour; 30 GiB do not fit into 24
     assert [r["gpu"] for r in rows] == [
-        "AMD Instinct MI300X", "NVIDIA H100 SXM5 80GB", "NVIDIA L4",
-    ]  # fmt: skip
+        "AMD Instinct MI300X",
+        "NVIDIA H100 SXM5 80GB",
+        "NVIDIA L4",
+    ]
     assert rows[0]["cost_per_million_steps"] == pytest.approx(2 * 8.115e-3 / 3600 * 1e6, rel=0.01)
     assert rows[1]["cost_per_million_steps"] == pytest.approx(3 * 6.827e-3 / 3600 * 1e6, rel=0.01)
     assert rows[2]["memory"]["verdict"] == "too small"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,11 @@ def test_the_list_has_every_rule_and_fits(advisor: Run) -> None:
     assert advisor("rules") == (code, shown, err)
 
 
+def first(text: str) -> str:
+    """The words of a text up to its first comma or full stop, which say which text it is."""
+    return re.split(r"[.,:;]", " ".join(text.split()))[0]
+
+
 def test_every_rule_can_be_shown(advisor: Run) -> None:
     for rule in load_rules(config={}):
         code, shown, err = advisor("rules", "show", rule.id)
@@ -57,6 +63,9 @@ def test_every_rule_can_be_shown(advisor: Run) -> None:
         assert rule.title in " ".join(shown.split())
         assert "Why it matters" in shown
         assert f"[tool.advisor.rules.{rule.id}]" in shown
+        assert ("Where nothing is trained" in shown) == bool(rule.inference)
+        for text in (rule.inference.get("fix"), *(told.fix for told in rule.elsewhere.values())):
+            assert text is None or first(text) in " ".join(shown.split())
         assert max(map(len, shown.splitlines())) <= 80
 
 

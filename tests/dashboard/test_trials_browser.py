@@ -10,7 +10,7 @@ from typing import Any
 from advisor.trial.report import FILE, Together, Trial, TrialReport
 from advisor.trial.spec import Pull
 
-NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
+NASTY = '<img src=x onerror="window.hit=1">'
 
 
 def report() -> TrialReport:

@@ -79,9 +79,12 @@ def nsys(
     """An export with the columns of that year's schema. ``graphs``: the kernels of an iteration
     are one graph, recorded as a whole."""
     ranges, calls, work = program()
-    texts = {text: place + 1 for place, text in enumerate(
-        {c.name + "_v3020" for c in calls} | set(NAMES) | {r[0] for r in ranges} | {"main"}
-    )}  # fmt: skip
+    texts = {
+        text: place + 1
+        for place, text in enumerate(
+            {c.name + "_v3020" for c in calls} | set(NAMES) | {r[0] for r in ranges} | {"main"}
+        )
+    }
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
         db.executemany("INSERT INTO StringIds VALUES (?, ?)", [(n, t) for t, n in texts.items()])
@@ -129,17 +132,23 @@ def nsys(
             for n in range(processes)
         ])  # fmt: skip
         if year > 2020:
-            _table(db, "TARGET_INFO_GPU", "id, name, totalMemory, smCount", [
-                (n, "NVIDIA A100-SXM4-40GB", 42_297_524_224, 108) for n in range(processes)
-            ])  # fmt: skip
+            _table(
+                db,
+                "TARGET_INFO_GPU",
+                "id, name, totalMemory, smCount",
+                [(n, "NVIDIA A100-SXM4-40GB", 42_297_524_224, 108) for n in range(processes)],
+            )
             session = [(1_700_000_000_000_000_000,)]
             _table(db, "TARGET_INFO_SESSION_START_TIME", "utcEpochNs", session)
         _table(db, "TARGET_INFO_SYSTEM_ENV", "name, value", [("TOKEN", "hunter2 /home/jemima")])
     return path
 
 
-_HIP = {"cudaMemcpy": "hipMemcpy", "cudaLaunchKernel": "hipLaunchKernel",
-        "cudaDeviceSynchronize": "hipDeviceSynchronize"}  # fmt: skip
+_HIP = {
+    "cudaMemcpy": "hipMemcpy",
+    "cudaLaunchKernel": "hipLaunchKernel",
+    "cudaDeviceSynchronize": "hipDeviceSynchronize",
+}
 
 
 def rocpd(path: Path, version: int = 3) -> Path:
@@ -184,8 +193,11 @@ def rocpd(path: Path, version: int = 3) -> Path:
             row["event_id"] = event("MEMORY_COPY", one.number)
             copies.append(timed(row, one.start, one.end, 2))
     with sqlite3.connect(path) as db:
-        for name, rows in (("region", regions), ("kernel_dispatch", kernels),
-                           ("memory_copy", copies)):  # fmt: skip
+        for name, rows in (
+            ("region", regions),
+            ("kernel_dispatch", kernels),
+            ("memory_copy", copies),
+        ):
             columns = ", ".join(f'"{key}"' for key in rows[0])
             _table(db, f"rocpd_{name}{tail}", columns, [tuple(row.values()) for row in rows])
         _table(db, f"rocpd_string{tail}", "id, string", [(n, t) for t, n in texts.items()])
@@ -271,8 +283,10 @@ def rpd(path: Path) -> Path:
     texts: dict[str, int] = {"": 1}
     code = lambda text: texts.setdefault(text, len(texts) + 1)  # noqa: E731
     api = [(c.number, PID, TID, c.start, c.end, code(_HIP[c.name]), 1) for c in calls]
-    api += [(900 + n, PID, TID, s, e, code("UserMarker"), code(text))
-            for n, (text, s, e) in enumerate(ranges)]  # fmt: skip
+    api += [
+        (900 + n, PID, TID, s, e, code("UserMarker"), code(text))
+        for n, (text, s, e) in enumerate(ranges)
+    ]
     ops = [
         (n + 1, 0, 0, w.start, w.end, code(w.name), code("KernelExecution" if w.name else
                                                          "CopyHostToDevice"))
@@ -286,10 +300,15 @@ def rpd(path: Path) -> Path:
         ties = [(n + 1, w.number, n + 1) for n, w in enumerate(work)]
         _table(db, "rocpd_api_ops", "id, api_id, op_id", ties)
         columns = "api_ptr_id, gridX, gridY, gridZ, workgroupX, workgroupY, workgroupZ"
-        _table(db, "rocpd_kernelapi", columns, [(w.number, 24, 1, 1, 64, 1, 1)
-                                                for w in work if w.name])  # fmt: skip
-        _table(db, "rocpd_copyapi", "api_ptr_id, size, pinned",
-               [(w.number, BYTES, 0) for w in work if not w.name])  # fmt: skip
+        _table(
+            db, "rocpd_kernelapi", columns, [(w.number, 24, 1, 1, 64, 1, 1) for w in work if w.name]
+        )
+        _table(
+            db,
+            "rocpd_copyapi",
+            "api_ptr_id, size, pinned",
+            [(w.number, BYTES, 0) for w in work if not w.name],
+        )
         _table(db, "rocpd_string", "id, string", [(n, t) for t, n in texts.items()])
         db.execute("CREATE VIEW api AS SELECT * FROM rocpd_api")
     return path

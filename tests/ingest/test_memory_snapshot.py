@@ -88,7 +88,7 @@ PROGRAMS = {
     "a frozen set": pickle.dumps({"segments": [frozenset({1})]}),
     "text opcodes": pickle.dumps({"segments": []}, 0),
     "behind a frame": b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00cos\nsystem\n.",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -129,18 +129,25 @@ def test_every_opcode_of_python_is_either_plain_or_refused() -> None:
 
 def nested_tuples(depth: int) -> bytes:
     """A key whose hash takes 2 to the depth steps: each tuple is twice the one before."""
-    return b"\x80\x04}K\x01" + b"\x942\x86".replace(b"2", b"h\x00") + b"".join(
-        b"\x94h" + bytes([n]) + b"\x86" for n in range(1, depth)
-    ) + b"K\x01s."  # fmt: skip
+    return (
+        b"\x80\x04}K\x01"
+        + b"\x942\x86".replace(b"2", b"h\x00")
+        + b"".join(b"\x94h" + bytes([n]) + b"\x86" for n in range(1, depth))
+        + b"K\x01s."
+    )
 
 
 BOMBS = {
     "a key whose hash never ends": nested_tuples(200),
     "lists of lists, each twice the one before": b"\x80\x04]\x94"
-    + b"".join(b"]\x94(h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(200)) + b".",
+    + b"".join(b"]\x94(h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(200))
+    + b".",
     "keys that collide": b"\x80\x04}("
-    + b"".join(b"\x8a\x09" + (n * ((1 << 61) - 1)).to_bytes(9, "little") + b"N"
-               for n in range(2000)) * 50 + b"u.",
+    + b"".join(
+        b"\x8a\x09" + (n * ((1 << 61) - 1)).to_bytes(9, "little") + b"N" for n in range(2000)
+    )
+    * 50
+    + b"u.",
     "nested a million deep": b"\x80\x04" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
     "nested tuples a million deep": b"\x80\x04)" + b"\x85" * 1_000_000 + b".",
     "a string of 8 EiB": b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f",
@@ -153,7 +160,7 @@ BOMBS = {
     "a list that holds itself": b"\x80\x04]\x94h\x00a.",
     "the start alone": b"\x80",
     "the start and no more": b"\x80\x04",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -194,10 +201,13 @@ def as_dicts(value: Any, like: Any) -> Any:
 def test_plain_values_are_read_as_python_does_whatever_the_blocks(protocol: int, size: int) -> None:
     snapshot = trained(2).snapshot()
     snapshot["more"] = {
-        "one": {"only": 1}, "numbers": [0, -1, 255, 65536, 1 << 40, -(1 << 62), 0.5, True, None],
-        "texts": ["", "é" * 300, "x" * 70_000], "tuple": (1, (2, 3), ()),
-        "many": {f"k{n}": n for n in range(90)}, "lists": [[n] for n in range(1200)],
-    }  # fmt: skip
+        "one": {"only": 1},
+        "numbers": [0, -1, 255, 65536, 1 << 40, -(1 << 62), 0.5, True, None],
+        "texts": ["", "é" * 300, "x" * 70_000],
+        "tuple": (1, (2, 3), ()),
+        "many": {f"k{n}": n for n in range(90)},
+        "lists": [[n] for n in range(1200)],
+    }
     data = pickle.dumps(snapshot, protocol)
     blocks = [data[n : n + size] for n in range(0, len(data), size)]
     if size == 1:
@@ -226,9 +236,10 @@ def test_sums_are_those_of_torchs_own_viewer() -> None:
     free = found.segments["total"].sum() - active["requested"].sum()
     inside = (active["size"] - active["requested"]).sum()
     assert f"total_free: {viz._report_free(free - inside, inside)}" in text
-    assert viz.trace(m.snapshot()).count(" = cudaMalloc") == found.events.filter(
-        pl.col("action") == "segment_alloc"
-    ).height  # fmt: skip
+    assert (
+        viz.trace(m.snapshot()).count(" = cudaMalloc")
+        == found.events.filter(pl.col("action") == "segment_alloc").height
+    )
     assert viz.profile_plot is not None and viz.trace_plot(m.snapshot())  # it takes the layout
 
 
@@ -243,9 +254,12 @@ def old_layout(snapshot: dict[str, Any], version: str) -> Any:
                 del block["requested_size"], block["frames"]
                 if b["state"] == "active_allocated":
                     block["history"] = [
-                        {"addr": b["address"], "real_size": b["requested_size"],
-                         "frames": b["frames"]}
-                    ]  # fmt: skip
+                        {
+                            "addr": b["address"],
+                            "real_size": b["requested_size"],
+                            "frames": b["frames"],
+                        }
+                    ]
             blocks.append(block)
         keys = ("device", "address", "total_size", "allocated_size", "active_size", "stream",
                 "segment_type")  # fmt: skip

@@ -85,9 +85,13 @@ def space(*planes: Plane, host: str = "worker0") -> bytes:
 
 
 V100 = {
-    "clock_rate": 1530000, "core_count": 80, "memory_bandwidth": 898048000000,
-    "memory_size": 16945512448, "compute_cap_major": 7, "compute_cap_minor": 0,
-}  # fmt: skip
+    "clock_rate": 1530000,
+    "core_count": 80,
+    "memory_bandwidth": 898048000000,
+    "memory_size": 16945512448,
+    "compute_cap_major": 7,
+    "compute_cap_minor": 0,
+}
 
 
 def jax_training(steps: int = 6, *, marks: bool = True, shift_ns: int = 0) -> bytes:
@@ -108,8 +112,9 @@ def jax_training(steps: int = 6, *, marks: bool = True, shift_ns: int = 0) -> by
         python.event("cuMemcpyHtoDAsync_v2", t + 2_100_000, 100_000, **copy)
         copies.event("MemcpyH2D", t + 2_300_000, 1_000_000, **copy)
         python.event("PjitFunction(train_step)", t + 2_300_000, 300_000)
-        for nth, (op, start, dur) in enumerate((("dot.1", 3_400_000, 3_000_000),
-                                                ("fusion.2", 6_400_000, 2_000_000))):  # fmt: skip
+        for nth, (op, start, dur) in enumerate(
+            (("dot.1", 3_400_000, 3_000_000), ("fusion.2", 6_400_000, 2_000_000))
+        ):
             link = {"correlation_id": call + 2 + nth}
             python.event("cuLaunchKernel", t + 2_400_000 + nth * 50_000, 20_000, **link)
             kernel = f"->regs:32 static_shared:0 dynamic_shared:1024 grid:16{nth},2,1 block:128,1,1"
@@ -168,9 +173,12 @@ def device_events(data: bytes) -> list[tuple[str, str, str, int, int, dict[str, 
         if not name.startswith("/device:GPU"):
             continue
         names, stat_names = (
-            {entry[1][0]: message(entry[2][0]).get(2, [b""])[0].decode()
-             for entry in map(message, plane.get(key, []))} for key in (4, 5)
-        )  # fmt: skip
+            {
+                entry[1][0]: message(entry[2][0]).get(2, [b""])[0].decode()
+                for entry in map(message, plane.get(key, []))
+            }
+            for key in (4, 5)
+        )
         for line in map(message, plane.get(3, [])):
             stream = line[2][0].decode()
             if not stream.lower().startswith("stream"):

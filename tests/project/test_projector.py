@@ -209,8 +209,9 @@ def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
     gpus = [(find(name).gpu, price) for name, price in prices.items()]
     found = choose(Projector(trace(product)), gpus)
     assert [c.projection.gpu for c in found] == [
-        "NVIDIA A100 SXM4 80GB", "NVIDIA H100 SXM5 80GB",
-    ]  # fmt: skip
+        "NVIDIA A100 SXM4 80GB",
+        "NVIDIA H100 SXM5 80GB",
+    ]
     assert found[0].cost is not None and found[1].cost is not None
     assert found[1].cost / found[0].cost == pytest.approx(5 * 271.2 / 794.5, rel=0.01)
 

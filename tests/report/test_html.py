@@ -139,7 +139,7 @@ def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., ob
         "400 ms",
         "82%",  # busy
         "38%",  # MFU
-        "30.0 GiB of 40.0 GiB",
+        "30 GiB of 40 GiB",
         "Finding number 2 of the step",
         "20 ms a step",
         "5% (XProf)",

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from advisor import analyze
 from advisor.errors import AdvisorError
 from advisor.report import Report
 from advisor.report.data import SCHEMA, Ranks, Replay
 from advisor.report.formats import REPORTS
+from advisor.report.views import drawn
+from advisor.testing import TraceBuilder
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -32,6 +35,29 @@ def test_a_report_with_hostile_names_reads_back_as_it_was(
     assert Report.from_json(text) == full
     assert standard.loads(text) == full.to_dict()
     assert all(char == "\n" or 32 <= ord(char) < 127 or ord(char) > 0x9F for char in text)
+
+
+def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in range(4):  # 11 ms, of which the device waits 10 for a loader
+        with b.step():
+            b.loader_wait(10_000, workers=0)
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", 900)
+            b.sync()
+    found = analyze(b.write(tmp_path / "trace.json"))
+    read = Report.from_json(REPORTS.render("json", found))
+    assert read.views == drawn(found)
+    shown = standard.loads(found.to_json())["views"]
+    bar, stairs = shown["bar"], shown["stairs"]
+    assert shown["ranks"] is None
+    parts = [*bar["work"], *bar["idle"]]
+    assert {part["key"] for part in parts} >= {"compute", "loader"}
+    assert sum(part["ns"] for part in parts) == pytest.approx(found.scope.step_ns)
+    assert len({part["look"]["colour"] for part in parts}) == len(parts)
+    assert stairs["measured"]["left_ns"] == found.step_ns
+    assert [stair["rank"] for stair in stairs["fixes"]] == [1]
+    assert stairs["fixes"][0]["saved_ns"] == found.findings[0].rank_gain_ns
 
 
 def test_another_schema_is_refused(report: Callable[..., Report]) -> None:

@@ -11,6 +11,8 @@ from rich.cells import cell_len
 
 from advisor.report import operators
 from advisor.report.data import AttainableRate, OperatorRate, Report
+from advisor.report.operators import Operators
+from advisor.report.renderer import Options
 from advisor.report.rooflines import shape_text
 
 from .conftest import HOSTILE
@@ -38,7 +40,7 @@ def shown(make: Make, *rows: OperatorRate, width: int = 80, **more: Any) -> str:
         AttainableRate(of="bf16", rate=794.5e12, source="a benchmark", url="https://x.org/y"),
         AttainableRate(of="memory", rate=2791e9, source=None, url=None),
     ]
-    return operators.render(report, width=width, **more)
+    return Operators().render(report, Options(width=width, **more))
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

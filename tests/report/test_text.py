@@ -42,6 +42,24 @@ def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
     assert float(number) * scale == pytest.approx(ns, rel=0.0051)
 
 
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (None, "not measured"),
+        (0, "0 B"),
+        (900, "900 B"),
+        (1536, "1.5 KiB"),
+        (1000 << 20, "1,000 MiB"),
+        ((1 << 30) - 1, "1 GiB"),
+        (12.34 * (1 << 30), "12.3 GiB"),
+        (1234 * (1 << 30), "1,234 GiB"),
+        (-(5 << 20), "-5 MiB"),
+    ],
+)
+def test_a_size_has_three_digits_in_the_unit_it_is_read_in(size: float | None, shown: str) -> None:
+    assert t.memory(size) == shown
+
+
 def test_a_range_says_its_unit_once() -> None:
     assert t.between(390e6, 412e6) == "390 to 412 ms"
     assert t.between(0, 412e6) == "0 to 412 ms"
@@ -80,7 +98,7 @@ def test_evidence_shows_value_unit_limit_and_where_the_limit_comes_from() -> Non
     assert t.evidence(item) == "wait 19% (limit 5%, XProf)"
     assert t.evidence(Evidence("wait", None, "ns")) == "wait not measured"
     assert t.evidence(Evidence("rate", 12.34, "GB/s")) == "rate 12.3 GB/s"
-    assert t.evidence(Evidence("peak", 3 << 30, "bytes")) == "peak 3.0 GiB"
+    assert t.evidence(Evidence("peak", 3 << 30, "bytes")) == "peak 3 GiB"
     assert t.evidence(Evidence("speed", 2.5e13, "FLOP/s")) == "speed 25 TFLOP/s"
     assert t.evidence(Evidence("kernels", 1234, "count")) == "kernels 1,234"
     assert t.evidence(Evidence("kinds", "a; b")) == "kinds a; b"
@@ -98,7 +116,7 @@ def test_a_gain_says_its_currency() -> None:
     )
     assert shown(currency="step_time", gain_ns=4_000_000, method="replay") == "4 ms a step"
     assert shown(currency="run_time", gain_ns=20_000_000_000) == "20 s over the run"
-    assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2.0 GiB"
+    assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2 GiB"
     assert shown(currency="risk", reason="may run out of memory") == "risk: may run out of memory"
     assert shown(currency="unpriced", reason="no edit") == "not priced: no edit"
 

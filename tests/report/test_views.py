@@ -13,9 +13,10 @@ from advisor.cli.output import _ASCII
 from advisor.dashboard import theme
 from advisor.report import palette
 from advisor.report.data import IdleCause, Report
+from advisor.report.drawn import Segment
 from advisor.report.formats import REPORTS
 from advisor.report.renderers.terminal import cells
-from advisor.report.views import MOST_CAUSES, Segment, step_bar
+from advisor.report.views import MOST_CAUSES, step_bar
 
 
 def idle_of(made: Report) -> list[Segment]:

@@ -73,8 +73,12 @@ def test_a_number_that_is_neither_is_noticed() -> None:
     assert text == "5 %"
     assert not fits(value, unit, 0.02) and fits(2.0, "%", 0.02)
     assert [n for _, n, _ in said("1.5 ms for 8 KiB, 40 to 55 %, of fifty steps")] == [
-        1.5, 8, 40, 55, 50,
-    ]  # fmt: skip
+        1.5,
+        8,
+        40,
+        55,
+        50,
+    ]
 
 
 def sources() -> list[tuple[str, Source]]:

@@ -97,8 +97,11 @@ def test_workloads_that_rules_name_are_held_to_it_by_their_own_tests() -> None:
 
 
 def test_every_proof_names_something_that_there_is() -> None:
-    kinds = {"traces": set(PUBLIC), "recorded": {p.name for p in RECORDED.iterdir()},
-             "workloads": set(catalogue())}  # fmt: skip
+    kinds = {
+        "traces": set(PUBLIC),
+        "recorded": {p.name for p in RECORDED.iterdir()},
+        "workloads": set(catalogue()),
+    }
     for proof in PROOFS:
         kind, _, name = proof.partition("/")
         assert name in kinds[kind], proof

@@ -108,9 +108,13 @@ def test_what_is_bound_by_launches_is_never_far_below(shared_trace: Callable[[st
 
 
 BUSY = (
-    "a100_train_6steps", "v100_train_copy_heavy", "h100_qwen_inference",
-    "pairs/sam_2_fp32_few_syncs", "pairs/sam_3_bf16_compiled_sdpa", "pairs/particle_batch128",
-)  # fmt: skip
+    "a100_train_6steps",
+    "v100_train_copy_heavy",
+    "h100_qwen_inference",
+    "pairs/sam_2_fp32_few_syncs",
+    "pairs/sam_3_bf16_compiled_sdpa",
+    "pairs/particle_batch128",
+)
 
 
 def test_what_products_and_memory_bound_operators_reach(shared_trace: Callable[[str], str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from advisor import text as t
 from advisor.advice.engine import Options, analyze
 from advisor.model import Finding
 from advisor.report.data import Report
@@ -68,8 +69,8 @@ def shown(result: Report, rule: str) -> Finding:
 
 
 def figure(finding: Finding, label: str) -> float:
-    """The first figure whose label begins so: `` a step`` is left out where there are none."""
-    value = next(e.value for e in finding.evidence if e.label.startswith(label))
+    """The first figure whose label, with what it is of, begins so."""
+    value = next(e.value for e in finding.evidence if t.label(e).startswith(label))
     assert isinstance(value, int | float)
     return float(value)
 

@@ -16,6 +16,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from advisor import text as t
 from advisor.advice.engine import Options, analyze
 from advisor.advice.execution import run_rules
 from advisor.advice.registry import load_rules
@@ -75,7 +76,7 @@ def fired(path: str, rule_id: str, **options: float) -> bool:
 
 
 def figure(found: Finding, label: str) -> float:
-    (evidence,) = [e for e in found.evidence if e.label == label]
+    (evidence,) = [e for e in found.evidence if t.label(e) == label]
     assert isinstance(evidence.value, int | float)
     return float(evidence.value)
 
@@ -232,7 +233,7 @@ def test_miopens_transposes_are_found_in_a_trace_without_operators(shared_trace:
     found = finding(path, "layout-transposes")
     moving = time_of(kernels(path), r"^batched_transpose")
     convolving = time_of(kernels(path), r"igemm_(fwd|bwd|wrw)|^MIOpenConv|naive_conv")
-    assert figure(found, "layout transposes a step") == pytest.approx(moving, rel=1e-6)
+    assert figure(found, "layout transposes of the recording") == pytest.approx(moving, rel=1e-6)
     assert figure(found, "layout transposes, share of convolution time") == pytest.approx(
         moving / (moving + convolving), abs=0.02
     )

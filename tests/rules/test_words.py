@@ -23,13 +23,17 @@ TRAINING = re.compile(
 )
 OF_TRAINING = {
     # what they look for is only there where something is trained, or would be
-    "eval-without-no-grad", "huge-vocabulary", "missing-no-sync", "recompute-with-free-memory",
+    "eval-without-no-grad",
+    "huge-vocabulary",
+    "missing-no-sync",
+    "recompute-with-free-memory",
     "single-tensor-optimizer",
-}  # fmt: skip
+}
 OF_OPTIMIZERS = {
-    ("implicit-sync", "inside the optimizer"), ("out-of-memory", "set_to_none"),
+    ("implicit-sync", "inside the optimizer"),
+    ("out-of-memory", "set_to_none"),
     ("out-of-memory", "8-bit optimizer"),
-}  # fmt: skip
+}
 """Cases that need an optimizer in the recording."""
 TORCH = re.compile(r"torch|DataLoader|num_workers|autograd|\.item\(\)|non_blocking", re.IGNORECASE)
 

@@ -72,8 +72,12 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Re
         script = folder / "program.py"
         script.write_text(text)
         # in the folder, as a user would be
-        words = [sys.executable, "-c", f"import os,runpy;os.chdir({str(folder)!r});"
-                 f"runpy.run_path({str(script)!r},run_name='__main__')"]  # fmt: skip
+        words = [
+            sys.executable,
+            "-c",
+            f"import os,runpy;os.chdir({str(folder)!r});"
+            f"runpy.run_path({str(script)!r},run_name='__main__')",
+        ]
         program = Program(words, tmp_path_factory.mktemp("trial").resolve())
         return program.run(pulls, warmup=4, steps=steps, seconds=60, timeout=120)
 

@@ -216,8 +216,9 @@ def remove_host(start: str = "train.py") -> Fix:
 
 def scale_host(start: str, factor: float) -> Fix:
     """A Python frame takes ``factor`` of its time."""
-    edit = Edit(op="scale", select=Select(on="host", kind=("python",), name=f"^{start}"),
-                factor=factor)  # fmt: skip
+    edit = Edit(
+        op="scale", select=Select(on="host", kind=("python",), name=f"^{start}"), factor=factor
+    )
 
     def change(s: Span) -> Sequence[Any]:
         return (replace(s, body=tuple(replace(h, us=h.us * factor) for h in s.body)),)

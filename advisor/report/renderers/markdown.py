@@ -6,9 +6,9 @@ from advisor import text as t
 from advisor.model import Finding, Location
 from advisor.report import facts, memory, views
 from advisor.report.data import Report
+from advisor.report.drawn import Segment
 from advisor.report.markdown import block, code, escape, table
 from advisor.report.renderer import DEFAULT, Options, Renderer
-from advisor.report.views import Segment
 
 
 class Markdown(Renderer[Report]):

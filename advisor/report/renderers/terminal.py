@@ -12,7 +12,7 @@ from advisor.report.page import Page
 from advisor.report.renderer import DEFAULT, Options, Renderer
 
 if TYPE_CHECKING:
-    from advisor.report.views import Segment, StepBar
+    from advisor.report.drawn import Segment, StepBar
 
 MOST_RANKS = 16
 _STATUS = {"bottlenecks": "bold yellow", "healthy": "bold green", "limited": "bold"}
@@ -164,9 +164,8 @@ def _index(page: Page, report: Report) -> None:
     page.line((f"{saves:>{wide + room + 4}}  {then:>{wider}}", "dim"), indent=1)
     for stair in stairs.fixes:
         title = stair.label if len(stair.label) <= room else f"{stair.label[: room - 1]}…"
-        severity = "info" if stair.finding is None else stair.finding.severity
         page.line(
-            (f"{stair.number:>2}  ", _SEVERITY[severity]),
+            (f"{stair.number:>2}  ", _SEVERITY[stair.severity]),
             (f"{title:<{room}}", ""),
             (f"{f'{stair.saved} {stair.percent:>4}':>{wide + 1}}", "green"),
             (f"  {stair.left:>{wider}}", "dim"),

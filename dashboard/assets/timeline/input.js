@@ -5,10 +5,12 @@ import * as words from "./words.js";
 const CLICK = 4;
 
 export class Input {
+  /** @type {any} what a pressed pointer does; null: nothing */
+  drag = null;
+
   constructor(timeline) {
     this.t = timeline;
     this.pointers = new Map();
-    this.drag = null;
     this.off = [];
     const t = timeline;
     const self = this;
@@ -191,10 +193,8 @@ export class Input {
     const d = this.drag;
     this.pointers.delete(e.pointerId);
     if (this.pointers.size) {
-      this.drag = null;
       return;
     }
-    this.drag = null;
     if (!d || d.kind === "pinch") {
       return;
     }
@@ -209,7 +209,6 @@ export class Input {
 
   cancel(e) {
     this.pointers.delete(e.pointerId);
-    this.drag = null;
   }
 
   // Axis and overview: a drag zooms to what it spans; a click on the overview goes there.

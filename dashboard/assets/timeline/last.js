@@ -17,7 +17,7 @@ function begin() {
       const ahead = document.createElement("link");
       ahead.rel = "preload";
       ahead.as = "script";
-      ahead.href = one.getAttribute("src");
+      ahead.href = one.getAttribute("src") || "";
       document.head.appendChild(ahead);
     });
   (function next() {

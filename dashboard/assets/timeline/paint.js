@@ -109,6 +109,8 @@ function luminance(hex) {
 }
 
 export class Paint {
+  dpr = 1; // device pixels in one of the page
+
   // colours of the page, by the names of its style sheet (theme)
   bg = "";
   card = "";
@@ -205,29 +207,15 @@ export class Paint {
     this.grounds(ctx, layout, w, h, top);
     this.grid(ctx, w, h);
     const answers = t.covered() ? [t.answer] : [t.base, t.answer];
-    answers.forEach((answer, i) => {
-      if (answer) {
-        self.cells(
-          ctx,
-          answer,
-          scale,
-          layout,
-          top,
-          answers.length > 1 && i === 0 ? t.answer : null,
-        );
-      }
-    });
-    answers.forEach((answer, i) => {
-      if (answer) {
-        self.slices(
-          ctx,
-          answer,
-          scale,
-          layout,
-          top,
-          answers.length > 1 && i === 0 ? t.answer : null,
-        );
-      }
+    // all cells first, then all slices on them
+    const drawn = /** @type {const} */ (["cells", "slices"]);
+    drawn.forEach((kind) => {
+      answers.forEach((answer, i) => {
+        if (answer) {
+          const except = answers.length > 1 && i === 0 ? t.answer : null;
+          self[kind](ctx, answer, scale, layout, top, except);
+        }
+      });
     });
     if (t.answer) {
       this.flagged(ctx, t.answer, scale, layout, top);

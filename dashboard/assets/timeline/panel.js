@@ -40,6 +40,16 @@ function button(label, title, onclick, cls) {
   });
 }
 
+// A line of a list that leads somewhere: what it is, and a figure beside it.
+function way(text, figure, onclick) {
+  return words.el("li", {}, [
+    words.el("button", { type: "button", cls: "tl-link", onclick }, [
+      words.el("span", { text }),
+      words.el("span", { cls: "num", text: figure }),
+    ]),
+  ]);
+}
+
 function kept(value) {
   try {
     if (value) {
@@ -52,6 +62,9 @@ function kept(value) {
 }
 
 export class Panel {
+  /** @type {Record<string, number>} */
+  timers = {};
+
   constructor(timeline) {
     this.t = timeline;
     this.build();
@@ -199,7 +212,6 @@ export class Panel {
         self.dialog.close();
       }),
     ]);
-    this.timers = {};
   }
 
   later(name, ms, f) {
@@ -378,22 +390,9 @@ export class Panel {
               "ul",
               {},
               by[kind].map((link) => {
-                return words.el("li", {}, [
-                  words.el(
-                    "button",
-                    {
-                      type: "button",
-                      cls: "tl-link",
-                      onclick() {
-                        t.go(link);
-                      },
-                    },
-                    [
-                      words.el("span", { text: link.label }),
-                      words.el("span", { cls: "num", text: words.time(link.dur) }),
-                    ],
-                  ),
-                ]);
+                return way(link.label, words.time(link.dur), () => {
+                  t.go(link);
+                });
               }),
             ),
           ]);
@@ -551,22 +550,9 @@ export class Panel {
             "ul",
             { cls: "tl-links" },
             chosen.places.map((place) => {
-              return words.el("li", {}, [
-                words.el(
-                  "button",
-                  {
-                    type: "button",
-                    cls: "tl-link",
-                    onclick() {
-                      t.showPlace(place);
-                    },
-                  },
-                  [
-                    words.el("span", { text: place.label || "worst instance" }),
-                    words.el("span", { cls: "num", text: words.time(place.dur) }),
-                  ],
-                ),
-              ]);
+              return way(place.label || "worst instance", words.time(place.dur), () => {
+                t.showPlace(place);
+              });
             }),
           ),
         );
@@ -581,22 +567,9 @@ export class Panel {
             .filter(seen)
             .slice(0, 12)
             .map((f) => {
-              return words.el("li", {}, [
-                words.el(
-                  "button",
-                  {
-                    type: "button",
-                    cls: "tl-link",
-                    onclick() {
-                      t.setFinding(f.key, true);
-                    },
-                  },
-                  [
-                    words.el("span", { text: f.title }),
-                    words.el("span", { cls: "num", text: f.places.length ? "show" : "outline" }),
-                  ],
-                ),
-              ]);
+              return way(f.title, f.places.length ? "show" : "outline", () => {
+                t.setFinding(f.key, true);
+              });
             }),
         ),
       );

@@ -3,8 +3,11 @@
 import { Timeline } from "./view.js";
 import * as words from "./words.js";
 
-/** The timeline that is shown, for who looks on: tests, benchmarks, the console. */
-export const state = { /** @type {Timeline | null} */ current: null };
+/**
+ * The timeline that is shown, for who looks on: tests, benchmarks, the console.
+ * @type {{ current: Timeline | null }}
+ */
+export const state = { current: null };
 let begun = false;
 
 function look() {

@@ -19,8 +19,8 @@ export class Timeline {
   answer = null;
   /** @type {import("./data.js").Answer | null} the one before, of a wider span */
   base = null;
-  /** @type {Data} */
-  data;
+  /** @type {Data} asked for by "build" */
+  data = /** @type {any} */ (null);
   written = ""; // the address as this view wrote it
   moving = 0; // the frame in which a zoom goes on
   linked = false; // it follows the other one, and does not lead
@@ -32,6 +32,7 @@ export class Timeline {
   main = null;
   /** @type {any} */
   touched = null;
+  narrow = false; // labels have lines of their own
   early = false; // begun before the page's frame was there
   gone = false;
 
@@ -75,13 +76,14 @@ export class Timeline {
     this.panel = new Panel(this);
     if (parent) {
       root.replaceChildren(this.stage);
-      parent.main.appendChild(this.panel.side);
+      /** @type {HTMLElement} */ (parent.main).appendChild(this.panel.side);
     } else {
       this.left = words.el("div", { cls: "tl-left" }, [this.stage]);
-      this.main = words.el("div", { cls: "tl-main wide" }, [this.left, this.panel.side]);
+      const main = words.el("div", { cls: "tl-main wide" }, [this.left, this.panel.side]);
+      this.main = main;
       root.replaceChildren(
         this.panel.bar,
-        this.main,
+        main,
         this.panel.status,
         this.panel.table,
         this.panel.dialog,
@@ -447,7 +449,7 @@ export class Timeline {
     }
     clearTimeout(this.urlTimer);
     this.urlTimer = setTimeout(() => {
-      self.urlTimer = null;
+      self.urlTimer = undefined;
       if (self.gone || !self.data.info) {
         return;
       }
@@ -481,7 +483,7 @@ export class Timeline {
 
   resize() {
     const gutter = this.stage.clientWidth < 620 ? 0 : 188;
-    const turned = this.narrow !== undefined && this.narrow !== !gutter;
+    const turned = this.narrow !== !gutter;
     this.narrow = !gutter;
     this.stage.classList.toggle("narrow", this.narrow);
     this.stage.style.setProperty("--tl-gutter", gutter + "px");
@@ -503,9 +505,9 @@ export class Timeline {
     this.stage.style.setProperty("--tl-pins", layout.pins + "px");
     const labelled = layout.boxes.map((box) => {
       const group = box.group;
-      const key = box.counters ? "counters" : group.key;
-      const text = box.counters ? "Counters" : group.label;
-      const many = box.counters || group.count > 1;
+      const key = group ? group.key : "counters";
+      const text = group ? group.label : "Counters";
+      const many = !group || group.count > 1;
       const node = words.el(
         "button",
         {
@@ -566,7 +568,7 @@ export class Timeline {
             return row.counter !== undefined;
           })
           .map((row) => {
-            const counter = info.counters[row.counter];
+            const counter = info.counters[/** @type {number} */ (row.counter)];
             const node = words.el("p", { cls: "tl-counter" }, [
               words.el("span", { text: counter.label }),
               words.el("span", {
@@ -601,11 +603,9 @@ export class Timeline {
     }
     this.arrange();
     this.toUrl();
-    const groups = this.layout.boxes.filter((box) => {
-      return box.group;
-    });
-    const i = groups.findIndex((box) => {
-      return box.group.key === key;
+    const groups = (this.layout ? this.layout.boxes : []).flatMap((box) => box.group || []);
+    const i = groups.findIndex((group) => {
+      return group.key === key;
     });
     const moved = Array.from(this.pins.children).concat(
       Array.from(this.labels.querySelectorAll(".tl-box")),
@@ -735,12 +735,13 @@ export class Timeline {
     if (group && this.folded[group.key]) {
       this.fold(group.key);
     }
-    const row = this.layout && this.layout.rows[this.layout.byLane[slice.lane]];
+    const layout = this.layout;
+    const row = layout && layout.rows[layout.byLane[slice.lane]];
     if (!row || row.pin) {
       return;
     }
     if (
-      row.y < this.body.scrollTop + this.layout.pins + 10 ||
+      row.y < this.body.scrollTop + layout.pins + 10 ||
       row.y + row.h > this.body.scrollTop + this.height - 10
     ) {
       this.body.scrollTop = Math.max(row.y - this.height / 2, 0);
@@ -1075,11 +1076,12 @@ export class Timeline {
   counterAt(x, y) {
     const row = this.rowAt(y);
     const a = this.answer;
-    const at = row && row.counter !== undefined && a ? a.asked.indexOf(row.counter) : -1;
-    if (at < 0) {
+    const number = row ? row.counter : undefined;
+    if (!a || number === undefined || a.asked.indexOf(number) < 0) {
       return null;
     }
-    const counter = this.data.info.counters[row.counter];
+    const at = a.asked.indexOf(number);
+    const counter = this.data.info.counters[number];
     const i = Math.floor(((this.timeAt(x) - a.x0) / (a.x1 - a.x0)) * a.px);
     const low = a.low[at * a.px + i];
     const high = a.high[at * a.px + i];
@@ -1171,7 +1173,7 @@ export class Timeline {
     const counters = [];
     const top = this.scroll - this.height;
     const bottom = this.scroll + 2 * this.height;
-    this.layout.rows.forEach((row) => {
+    (this.layout ? this.layout.rows : []).forEach((row) => {
       if (!row.pin && (row.y > bottom || row.y + row.h < top)) {
         return;
       }
@@ -1192,7 +1194,7 @@ export class Timeline {
   // Whether the last answer is as good as a new one would be.
   enough(want) {
     const a = this.answer;
-    if (!this.covered() || a.focus !== this.finding || a.q !== this.query) {
+    if (!a || !this.covered() || a.focus !== this.finding || a.q !== this.query) {
       return false;
     }
     const ideal = (this.x1 - this.x0) / (this.width * this.sharp());
@@ -1331,7 +1333,7 @@ export class Timeline {
       return;
     }
     this.frame = requestAnimationFrame(() => {
-      self.frame = null;
+      self.frame = 0;
       if (self.gone) {
         return;
       }
@@ -1372,7 +1374,7 @@ export class Timeline {
       return;
     }
     this.overFrame = requestAnimationFrame(() => {
-      self.overFrame = null;
+      self.overFrame = 0;
       self.paint.over();
     });
   }

@@ -18,8 +18,7 @@ export function clamp(value, low, high) {
  */
 export function el(tag, props, children) {
   const node = document.createElement(tag);
-  Object.keys(props || {}).forEach((key) => {
-    const value = props[key];
+  Object.entries(props || {}).forEach(([key, value]) => {
     if (value === null || value === undefined || value === false) {
       return;
     }

@@ -22,9 +22,12 @@ class Loaders:
         self.last: int | None = None
         """The loader whose batch is being worked on."""
 
-    def iterated(self, loader: Any, iterator: Any, took_ns: int) -> dict[str, Any] | None:
-        """A loader handed out an iterator. Called in the training thread; what it returns is for
-        ``began`` (``None``: there are too many loaders)."""
+    def iterated(
+        self, loader: Any, iterator: Any, began: int, took_ns: int
+    ) -> dict[str, Any] | None:
+        """A loader handed out an iterator, asked for at ``began`` (clock of the steps, ns). Called in
+        the training thread; what it returns is for ``began`` (``None``: there are too many
+        loaders)."""
         number = self._ids.get(id(loader))
         if number is None:
             if len(self._ids) >= MAX_LOADERS:
@@ -38,6 +41,7 @@ class Loaders:
         self.numbers[id(iterator)] = number
         return {
             "id": number,
+            "began_ns": began,
             "workers_started_ns": took_ns if getattr(loader, "num_workers", 0) else None,
             "evaluation": True,
         }

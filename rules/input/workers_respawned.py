@@ -9,7 +9,7 @@ import numpy as np
 from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.common import duration
-from advisor.rules.recorded import loader, over_the_run, record, workers_of
+from advisor.rules.recorded import began, loader, over_the_run, record, workers_of
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 from advisor.text import counted
@@ -78,7 +78,7 @@ class WorkersRespawned(Rule):
         end = recorded.ts + recorded.dur
         costs, spawns = [], []
         for event in starts:
-            at = int(np.searchsorted(end, event.t, side="right"))
+            at = int(np.searchsorted(end, began(event), side="right"))
             if at >= len(wait):
                 continue
             spawn = event.data.get("workers_started_ns")
@@ -88,11 +88,11 @@ class WorkersRespawned(Rule):
             costs.append(max(0.0, float(near.max()) - usual))
         if len(costs) < self.min_epochs:
             return
-        first = max(int(np.searchsorted(end, starts[0].t)), 0)
+        first = max(int(np.searchsorted(end, began(starts[0]))), 0)
         time = float((recorded.dur + recorded.column("evaluation"))[first:].sum())
         starting = np.array(costs) + np.array(spawns)
         lost = float(starting.sum())
-        if lost < self.min_share * time or float(np.median(costs)) < self.min_factor * max(
+        if lost < self.min_share * time or float(np.median(starting)) < self.min_factor * max(
             usual, 1.0
         ):
             return
@@ -124,6 +124,9 @@ class WorkersRespawned(Rule):
         return {
             "a second for each of three epochs": _run(),
             "the start lies between two steps": _run(wait=30, between=700),
+            "short epochs whose starts are told two steps later": _run(
+                epochs=20, steps=4, wait=15, usual=1, spawn=18, between=31, late=2
+            ),
         }
 
     @staticmethod
@@ -153,17 +156,27 @@ def _run(
     persistent: bool = False,
     evaluation: bool = False,
     between: float = 0.0,
+    usual: float = 0.2,
+    spawn: float = 600,
+    late: int = 0,
 ) -> TraceBuilder:
+    """``late``: steps after which the start of an epoch is told; all times ms."""
     b = TraceBuilder()
     r = b.record_of_run(cpus=8)
     r.event("loader", id=1, workers=workers, persistent_workers=persistent)
     for epoch in range(epochs):
-        r.event(
-            "loader_iter",
-            id=1,
-            workers_started_ns=600_000_000,
-            evaluation=evaluation and epoch > 0,
-        )
+        told = {
+            "id": 1,
+            "workers_started_ns": round(spawn * 1e6),
+            "evaluation": evaluation and epoch > 0,
+        }
+        if late:
+            told["began_ns"] = r.now
+        else:
+            r.event("loader_iter", **told)
         r.step(wait + 20, data=wait, evaluation=between)
-        r.steps(steps - 1, 20, data=0.2)
+        r.steps(max(0, late - 1), 20, data=usual)
+        if late:
+            r.event("loader_iter", **told)
+        r.steps(steps - max(1, late), 20, data=usual)
     return b

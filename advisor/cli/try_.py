@@ -35,7 +35,7 @@ def command(
     ] = 10,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="LEVER[=N]", help="Try this lever alone; repeatable."),
+        typer.Option(metavar="LEVER[=SETTING]", help="Try this lever alone; repeatable."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Record, and say what would be tried.")

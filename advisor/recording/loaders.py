@@ -25,9 +25,9 @@ class Loaders:
     def iterated(
         self, loader: Any, iterator: Any, began: int, took_ns: int
     ) -> dict[str, Any] | None:
-        """A loader handed out an iterator, asked for at ``began`` (clock of the steps, ns). Called in
-        the training thread; what it returns is for ``began`` (``None``: there are too many
-        loaders)."""
+        """A loader handed out an iterator, for which it was asked at ``began`` (clock of the steps,
+        ns). Called in the training thread; what it returns is for ``began`` (``None``: there are
+        too many loaders)."""
         number = self._ids.get(id(loader))
         if number is None:
             if len(self._ids) >= MAX_LOADERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,20 +60,31 @@ def plan(run: Path, machine: Machine) -> Plan:
 def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> list[Trial]:
     """Trials of levers that the user names and no finding does: nothing is promised of them."""
     found = []
-    for name in dict.fromkeys(one.partition("=")[0] for one in names):
+    known = {trial.pull for trial in there}
+    for text in dict.fromkeys(names):
+        name, _, given = text.partition("=")
         one = lever(name)
-        if any(trial.pull.lever == name for trial in there) or not _fits(one, machine):
+        if not _fits(one, machine):
             continue
-        found += [
-            Trial(
-                rule="",
-                pull=Pull(name, value),
-                title=one.title,
-                safety=one.safety,
-                lines=one.lines(value),
-            )
-            for value in one.values(None, machine)
-        ]
+        if given:
+            values: Sequence[Value] = [one.setting(given, machine)]
+        elif any(pull.lever == name for pull in known):
+            continue
+        else:
+            values = one.values(None, machine)
+        for value in values:
+            pull = Pull(name, value)
+            if pull not in known:
+                known.add(pull)
+                found.append(
+                    Trial(
+                        rule="",
+                        pull=pull,
+                        title=one.title,
+                        safety=one.safety,
+                        lines=one.lines(value),
+                    )
+                )
     return found
 
 

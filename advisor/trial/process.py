@@ -46,6 +46,8 @@ class Program:
         self.words = list(words)
         self.root = root
         self.seed = seed
+        self.samples = False
+        """Count the samples of batches."""
         self.count = 0
         self.cache = root / "cache"
         self.cache.mkdir()
@@ -77,6 +79,7 @@ class Program:
             seconds=seconds,
             least=least,
             seed=self.seed,
+            samples=self.samples,
             record=record is not None,
         )
         (home / "spec.json").write_bytes(encode(spec))

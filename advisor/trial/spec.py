@@ -47,6 +47,8 @@ class Spec(Struct, frozen=True, kw_only=True):
     """… for so long, once there are some (``least``)."""
     least: int = 12
     seed: int = 0
+    samples: bool = False
+    """Count the samples of each batch."""
     record: bool = False
     """Record the run (``ADVISOR_RUN_DIR``), instead of timing it."""
 
@@ -61,6 +63,10 @@ class Result(Struct, kw_only=True):
     norms: list[float | None] = field(default_factory=list)
     """Norm of all gradients, of the first steps (``warmup``)."""
     loss_dtype: str = ""
+    samples: float | None = None
+    """Of a batch that was trained on, mean; ``null``: not counted, or no DataLoader was seen."""
+    batch: int | None = None
+    """The same, median."""
     device_bytes: int | None = None
     """Peak of allocated device memory; ``null``: no device."""
     host_bytes: int | None = None

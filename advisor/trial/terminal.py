@@ -58,6 +58,8 @@ def _more(page: Page, trial: Trial) -> None:
         return
     page.section(t.clean(trial.name), trial.title)
     page.field("cures", trial.rule, indent=2)
+    if trial.schedule:
+        page.field("changes", t.clean(f"by the sample; {trial.schedule}"), indent=2)
     if trial.why:
         page.field(trial.outcome, t.clean(trial.why), indent=2, style=STYLES.get(trial.outcome, ""))
     elif trial.losses:

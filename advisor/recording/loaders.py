@@ -16,6 +16,7 @@ class Loaders:
         self._tell = tell
         self._ids: dict[int, int] = {}
         self._open: dict[int, dict[str, Any]] = {}
+        self._ended: dict[int, int] = {}
         self._lengths: dict[int, int | None] = {}
         self.numbers: dict[int, int] = {}
         """Number of the loader, by id of the iterator that it handed out last."""
@@ -49,6 +50,7 @@ class Loaders:
     def began(self, data: dict[str, Any]) -> None:
         """An epoch of a loader began."""
         self._settle(data["id"])
+        data["workers_ended_ns"] = self._ended.pop(data["id"], None)
         self._open[data["id"]] = data
 
     def fetching_from(self, number: int) -> None:
@@ -71,9 +73,11 @@ class Loaders:
             self._open[self.last]["evaluation"] = False
             self._settle(self.last)
 
-    def exhausted(self) -> None:
-        """The loader that is being worked on has no more batches."""
+    def exhausted(self, took_ns: int) -> None:
+        """The loader that is being worked on has no more batches. ``took_ns``: to find that out,
+        which is when workers that do not outlive the epoch are ended."""
         if self.last is not None:
+            self._ended[self.last] = took_ns
             self._settle(self.last)
 
     def finish(self) -> None:

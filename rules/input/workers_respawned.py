@@ -11,6 +11,7 @@ from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.common import duration
 from advisor.rules.recorded import began, loader, over_the_run, record, workers_of
 from advisor.rules.sources import CHOSEN
+from advisor.rundir import LARGEST
 from advisor.testing import TraceBuilder
 from advisor.text import counted
 
@@ -20,11 +21,11 @@ class WorkersRespawned(Rule):
     for every epoch, and the first batch of the epoch waits for them: for the processes, for the
     import of every module in them where they are spawned, and for the first batch itself.
 
-    What an epoch's start costs is the time to start the workers, as measured, and what its first
-    batch takes beyond the median wait for data. The first epoch has to start workers in any case;
+    What an epoch's start costs is the time to end the old workers and to start the new ones, as
+    measured, and what its first batch takes beyond the median wait for data. The first epoch has to start workers in any case;
     at least one more is needed. It is reported from 2 % of the time of the epochs. Of that,
-    starting the workers is saved for certain; the first batch still has to be fetched, unless the
-    workers can fetch it while the epoch before ends, so the lower end is the start alone.
+    ending and starting workers is saved for certain; the first batch still has to be fetched, unless
+    the workers can fetch it while the epoch before ends, so the lower end is without it.
     """
 
     id = "workers-respawned"
@@ -81,8 +82,8 @@ class WorkersRespawned(Rule):
             at = int(np.searchsorted(end, began(event), side="right"))
             if at >= len(wait):
                 continue
-            spawn = event.data.get("workers_started_ns")
-            spawns.append(float(spawn) if isinstance(spawn, int | float) else 0.0)
+            both = (event.data.get(name) for name in ("workers_ended_ns", "workers_started_ns"))
+            spawns.append(sum(map(_told, both)))
             # the batch may be fetched in the step in which the iterator starts, or in the next
             near = wait[at : at + 2]
             costs.append(max(0.0, float(near.max()) - usual))
@@ -98,7 +99,7 @@ class WorkersRespawned(Rule):
             return
         yield Finding(
             summary=(
-                f"Each of {counted(len(costs), 'epoch')} after the first begins with "
+                f"Each of {counted(len(costs), 'epoch', 'epochs')} after the first begins with "
                 f"{duration(float(np.median(starting)))} of starting {workers_of(used)} workers "
                 f"again and waiting for their first batch: {lost / time:.1%} of the time."
             ),
@@ -108,7 +109,7 @@ class WorkersRespawned(Rule):
                          *self.limit("min_share")),
                 Evidence("wait for a first batch, median", float(np.median(costs)), "ns"),
                 Evidence("wait for a batch, median", usual, "ns"),
-                Evidence("starting the workers, median", float(np.median(spawns)), "ns"),
+                Evidence("ending and starting workers, median", float(np.median(spawns)), "ns"),
                 Evidence("epochs after the first", len(costs), "count", *self.limit("min_epochs")),
             ],
             worth=over_the_run(
@@ -145,6 +146,12 @@ class WorkersRespawned(Rule):
                 "len(starts) < self.min_epochs",
             ),
         }
+
+
+def _told(value: object) -> float:
+    """Of what was measured, ns; else nothing."""
+    known = isinstance(value, int | float) and 0 <= value < LARGEST
+    return float(value) if known and isinstance(value, int | float) else 0.0
 
 
 def _run(

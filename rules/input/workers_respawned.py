@@ -22,10 +22,11 @@ class WorkersRespawned(Rule):
     import of every module in them where they are spawned, and for the first batch itself.
 
     What an epoch's start costs is the time to end the old workers and to start the new ones, as
-    measured, and what its first batch takes beyond the median wait for data. The first epoch has to start workers in any case;
-    at least one more is needed. It is reported from 2 % of the time of the epochs. Of that,
-    ending and starting workers is saved for certain; the first batch still has to be fetched, unless
-    the workers can fetch it while the epoch before ends, so the lower end is without it.
+    measured, and what its first batch takes beyond the median wait for data. The first epoch has to
+    start workers in any case; at least one more is needed. It is reported from 2 % of the time of
+    the epochs. Of that, ending and starting workers is saved for certain; the first batch still has
+    to be fetched, unless the workers can fetch it while the epoch before ends, so the lower end is
+    without it.
     """
 
     id = "workers-respawned"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,6 +84,8 @@ def command(
         remember=remember,
         out=folder,
     )
+    # what ends us in CI, or an agent's server: a report of what is known, and no orphans
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Progress(progress) as shown:
         report, run = try_program(words, recorded, wanted, shown.say)
     if chosen == "json":

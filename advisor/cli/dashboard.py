@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from advisor.cli import pricing
 from advisor.errors import AdvisorError
 from advisor.install import install
 
@@ -78,6 +79,9 @@ def command(
     rules: Annotated[
         Path | None, typer.Option(metavar="DIR", help="More rules: every *.py in this folder.")
     ] = None,
+    price: pricing.Price = None,
+    prices: pricing.PriceTable = None,
+    gpus: pricing.Gpus = None,
     memory: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A memory snapshot that belongs to the first path."),
@@ -94,6 +98,7 @@ def command(
     from advisor.cli.analyze import parse_size, parse_steps, step_ranges
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
+    paid = pricing.chosen(price, prices)
     token = given_token(token_file, no_token=no_token)
     viewer = parse_perfetto(perfetto_url)
     for path in paths:
@@ -120,6 +125,8 @@ def command(
         window=window,
         steps=chosen,
         rules_folder=rules,
+        prices=paid,
+        gpus=gpus,
         read=ReadOptions(
             max_bytes=limit or DEFAULT_LIMIT,
             memory=None if memory is None else str(memory),

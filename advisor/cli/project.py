@@ -196,10 +196,9 @@ def _show(
         if projector.same_host
         else "hosts of other machines lie in it too (--same-host: this one)"
     )
-    paragraph(
-        "The band is as wide as the same work, measured on two GPUs, differed most from its "
-        f"projection; {host}. See docs/project.md."
-    )
+    from advisor.project.choice import RESTS_ON
+
+    paragraph(f"{RESTS_ON}; {host}. See docs/project.md.")
 
 
 def _table(found: tuple[Choice, ...], currency: str, file: TextIO) -> None:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 HOUR_NS = 3.6e12
 MOST_NAMES = 4
+RESTS_ON = (
+    "The band is as wide as the same work, measured on two GPUs, differed most from its "
+    "projection; it was not held against a whole step on two GPUs"
+)
 ANY = ""
 """The name under which one price for any GPU stands in a table."""
 

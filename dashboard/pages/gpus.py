@@ -11,7 +11,7 @@ from advisor.dashboard.dom import el
 from advisor.dashboard.parts import banner, card, empty, facts, head, page, table
 from advisor.errors import AdvisorError
 from advisor.prices import Prices, money, read_prices
-from advisor.project.choice import ANY, Choice, cheapest, choose, offered
+from advisor.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
 from advisor.project.project import Projector
 from advisor.report.facts import cost, energy
 
@@ -65,9 +65,7 @@ def layout(**query: object) -> Any:
             el(
                 "P",
                 f"Measured on {t.clean(projector.source.name)}: {t.time(projector.a.step_ns)} a "
-                "step. The band is as wide as the same work, measured on two GPUs, differed most "
-                "from its projection; hosts of other machines lie in it too "
-                "(docs/project.md).",
+                f"step. {RESTS_ON}; hosts of other machines lie in it too (docs/project.md).",
             ),
             el("Ul", *(el("Li", t.clean(note)) for note in notes)) if notes else None,
         ),

@@ -143,7 +143,7 @@ class Program:
                 if killed
                 else said or f"it left with exit code {process.returncode}"
             )
-            result.kind = "memory" if killed else "error"
+            result.kind = "memory" if killed else "late" if late else "error"
             if process.returncode == 0 and not late and not said:
                 result.problem = ""
         return result

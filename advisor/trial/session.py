@@ -320,6 +320,11 @@ def why_not(result: Result) -> str:
             f"the program would {result.refused[0]}, which is not done while it is only tried "
             f"({result.problem or 'it went on without'})"
         )
+    if result.kind == "late":
+        return (
+            f"the unchanged program did not make its steps in time ({result.problem}): give it more "
+            "--budget, or fewer --steps and --warmup"
+        )
     if result.problem:
         return f"the unchanged program ended: {result.problem}"
     return (

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
+
+from advisor.errors import AdvisorError
 from advisor.trial.lever import Machine
 from advisor.trial.plan import asked_for
 from advisor.trial.process import Program
@@ -83,3 +86,31 @@ def test_a_setting_that_is_none_of_a_levers_own_is_tried_where_it_is_asked_for()
     assert Pull("workers", 3) not in [trial.pull for trial in there]
     more = asked_for(("workers=3", "workers=3", "workers=2"), machine, there)
     assert [trial.pull for trial in more] == [Pull("workers", 3)]
+
+
+def test_a_program_that_is_too_slow_for_the_budget_is_told_what_to_change() -> None:
+    late = Result(problem="no end after 20 s", kind="late")
+    with pytest.raises(AdvisorError, match="give it more --budget, or fewer --steps"):
+        tried(("set-to-none",), lambda pulls: late)
+
+
+def test_levers_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dropped() -> None:
+    def answer(pulls: tuple[Pull, ...]) -> Result:
+        found = steps(7 if pulls else 10)
+        name = pulls[0].lever if pulls else ""
+        if name == "set-to-none":
+            found.losses = [1.0, 0.9, 0.81]
+        if name == "gc-freeze":
+            found = Result(problem="RuntimeError: no more", kind="memory")
+        if name == "loader-persistent":
+            found.idle = ["loader-persistent"]
+        return found
+
+    names = ("set-to-none", "gc-freeze", "loader-persistent", "channels-last")
+    report = tried(names, answer)
+    told = {trial.name: (trial.outcome, trial.why) for trial in report.trials}
+    assert told["set-to-none"] == ("dropped", "losses: differs from loss 3 on, and must not")
+    assert told["gc-freeze"] == ("dropped", "out of memory: RuntimeError: no more")
+    assert told["loader-persistent"] == ("dropped", "it met nothing to change")
+    assert told["channels-last"] == ("gain", "")
+    assert report.together is not None and report.together.pulls == [Pull("channels-last")]

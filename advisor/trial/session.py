@@ -322,8 +322,8 @@ def why_not(result: Result) -> str:
         )
     if result.kind == "late":
         return (
-            f"the unchanged program did not make its steps in time ({result.problem}): give it more "
-            "--budget, or fewer --steps and --warmup"
+            f"the unchanged program did not make its steps in time ({result.problem}): give it "
+            "more --budget, or fewer --steps and --warmup"
         )
     if result.problem:
         return f"the unchanged program ended: {result.problem}"

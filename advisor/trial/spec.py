@@ -77,8 +77,8 @@ class Result(Struct, kw_only=True):
     problem: str = ""
     """Why the run ended before its steps; empty: it did not."""
     kind: Literal["", "memory", "error", "lever", "late"] = ""
-    """Of the problem: out of memory, an error of the program, a lever that did not apply, too little
-    time."""
+    """Of the problem: out of memory, an error of the program, a lever that did not apply, too
+    little time."""
     moved: int = 0
     """Files that the program wrote, elsewhere than it meant to."""
     refused: list[str] = field(default_factory=list)

@@ -38,6 +38,8 @@ class Entry(Struct, kw_only=True, omit_defaults=True):
     """When, s since 1970."""
     source: Literal["try", "compare", "workload", "pair"] = "try"
     """A trial; a comparison of two runs; ours: a bundled workload, a public pair of traces."""
+    of: str = ""
+    """Ours: which pair or workload, as docs/accuracy.md names it; empty: the user's."""
     rule: str = ""
     lever: str = ""
     """With its setting; empty: done by hand."""

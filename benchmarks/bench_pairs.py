@@ -1,8 +1,10 @@
 """Predicted against measured on real pairs: the same program before and after one change.
 
     python benchmarks/bench_pairs.py [--traces DIR] [--only NAME] [--write docs/accuracy.md]
+        [--ledger advisor/whatif/trials.jsonl]
 
-A prediction is made from the first file alone, by the edit that stands for the change. Both files
+A prediction is made from the first file alone, by the edit that stands for the change, with bands
+that know nothing of this pair. Both files
 are measured by interval arithmetic of this file, which reads the JSON itself. Without --traces
 they are looked for in $ADVISOR_SHARED_TRACES, else ../shared/traces. All times in ms.
 """
@@ -22,6 +24,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shipped_ledger import replace
+
+from advisor import ledger
+from advisor.whatif.bands import without
+
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
 CLOSE = 0.25
@@ -36,7 +43,7 @@ HEAD = (
     "measured change",
     "predicted (band)",
     "off by",
-    "half the band",
+    "half the band that is shown",
     "inside",
     "exposed time says",
     "finding says",
@@ -74,6 +81,9 @@ class Row(NamedTuple):
     pair: Pair
     truth: Truth
     predicted: Band
+    """With a band that knows nothing of this pair."""
+    shown: Band
+    """As it is shown: with all that is known."""
     exposed: float
     """What the exposed time of the same edits would say, ms."""
     found: Band | None
@@ -97,8 +107,8 @@ class Row(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Half the band, as a share of ``scale``."""
-        return (self.predicted.high - self.predicted.low) / 2 / self.scale
+        """Half the band that is shown, as a share of ``scale``."""
+        return (self.shown.high - self.shown.low) / 2 / self.scale
 
     @property
     def inside(self) -> bool:
@@ -198,6 +208,13 @@ class Pair:
     """Why these edits stand for the change, or where the published figure is from."""
     whole_step: bool = False
     """Errors are a share of the step: a change near zero is what is to be predicted."""
+    nothing_else: bool = False
+    """The change is the finding's fix and no more: its price can be held against it."""
+
+    @property
+    def title(self) -> str:
+        """By which it is told apart: in the table, in ``past.json`` and in the ledger."""
+        return f"{self.name}: {self.change}" if self.whole_step else self.name
 
 
 def work(op: str, factors: tuple[float, float, float], **select: Any) -> dict[str, Any]:
@@ -244,6 +261,7 @@ PAIRS = (
         ("spread loader 4",),
         both(marked),
         rule="single-process-loader",
+        nothing_else=True,
     ),
     Pair(
         "loader, steps not marked",
@@ -253,6 +271,7 @@ PAIRS = (
         ("spread loader 4",),
         both(asked),
         rule="single-process-loader",
+        nothing_else=True,
     ),
     Pair(
         "SAM, host reads",
@@ -336,8 +355,9 @@ def edit(given: Any) -> Any:
     return Edit(**{**given, "select": Select(**given["select"])})
 
 
-def predict(path: Path, edits: Sequence[Any]) -> tuple[Band, float]:
-    """What a replay of the edits together saves a step, ms, and what their exposed time says."""
+def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, float]:
+    """What a replay of the edits together saves a step, ms, with a band that knows nothing of the
+    pair and with that which is shown; and what their exposed time says."""
     import advisor
     from advisor.advice.pricing import BoundPricer
     from advisor.analysis import Analysis
@@ -346,14 +366,16 @@ def predict(path: Path, edits: Sequence[Any]) -> tuple[Band, float]:
     run = advisor.open(path)
     a = Analysis(run.window(run.ranks[0]))
     whatif = WhatIf(a)
-    low, high = whatif.band(edits)
+    gain = whatif.gain(edits) / 1e6
+    bands = [Band(gain, *(end / 1e6 for end in whatif.band(edits)))]
+    with without(title):
+        bands.append(Band(gain, *(end / 1e6 for end in whatif.band(edits))))
     bound = BoundPricer(a).price(
         advisor.Finding(rule="", title="", summary="", fix="", edits=list(edits))
     )
-    return Band(whatif.gain(edits) / 1e6, low / 1e6, high / 1e6), bound.gain / 1e6
+    return bands[1], bands[0], bound.gain / 1e6
 
 
-@functools.lru_cache(maxsize=16)
 def findings(path: Path) -> dict[str, Band]:
     """By rule: what findings with a price are worth, ms a step."""
     import advisor
@@ -370,9 +392,10 @@ def findings(path: Path) -> dict[str, Band]:
 def row(pair: Pair, traces: Path) -> Row:
     """Prediction and truth of one pair."""
     before, after = (traces / f"{name}.json.gz" for name in (pair.before, pair.after))
-    predicted, exposed = predict(before, [edit(e) for e in pair.edits])
-    found = findings(before).get(pair.rule) if pair.rule else None
-    return Row(pair, pair.truth(before, after), predicted, exposed, found)
+    predicted, shown, exposed = predict(before, [edit(e) for e in pair.edits], pair.title)
+    with without(pair.title):
+        found = findings(before).get(pair.rule) if pair.rule else None
+    return Row(pair, pair.truth(before, after), predicted, shown, exposed, found)
 
 
 # -- telling -------------------------------------------------------------------------------------
@@ -428,12 +451,39 @@ def table(rows: Sequence[Row]) -> str:
     return text + "\n\n" + "\n".join(notes) if notes else text
 
 
+def entry(r: Row, traces: Path) -> ledger.Entry | None:
+    """A line of the ledger; ``None``: no finding's price was put to the test by this pair."""
+    if not r.pair.nothing_else or r.found is None or r.truth.after is None:
+        return None
+    step = r.truth.before
+    return ledger.Entry(
+        source="pair",
+        of=r.pair.title,
+        rule=r.pair.rule,
+        device=device(traces / f"{r.pair.before}.json.gz"),
+        predicted=round(r.found.point / step, 4),
+        low=round(r.found.low / step, 4),
+        high=round(r.found.high / step, 4),
+        measured=round((r.truth.low + r.truth.high) / 2 / step, 4),
+        measured_low=round(r.truth.low / step, 4),
+        measured_high=round(r.truth.high / step, 4),
+    )
+
+
+def device(path: Path) -> str:
+    """Name of the GPU of a trace, as far as it is told."""
+    import advisor
+
+    return advisor.analyze(path).scope.device_name or "a GPU that is not named"
+
+
 def main() -> None:
-    """Print the table; write it into a document if told."""
+    """Print the table; write it into a document, and lines into the ledger, if told."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, default=SHARED)
     parser.add_argument("--only", default="")
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--ledger", type=Path)
     args = parser.parse_args()
     rows = []
     for pair in PAIRS:
@@ -444,6 +494,8 @@ def main() -> None:
             continue
         rows.append(row(pair, args.traces))
         print("  ".join(cells(rows[-1])), flush=True)
+    if args.ledger:
+        replace(args.ledger, "pair", filter(None, (entry(r, args.traces) for r in rows)))
     text = f"{BEGIN}\n{table(rows)}\n{END}"
     if not args.write:
         print(f"\n{table(rows)}")

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+from shipped_ledger import replace
 
 from advisor import ledger
 from advisor.sample_workloads import Workload, catalogue
@@ -122,8 +123,11 @@ def summary(found: dict[str, TrialReport | str]) -> str:
 
 def entries(found: dict[str, TrialReport | str], folder: Path) -> list[ledger.Entry]:
     """What the runs' own ledgers hold, as ours."""
-    lines = [e for name in found for e in ledger.read(folder / name / ledger.FILE).entries]
-    return [msgspec.structs.replace(entry, source="workload") for entry in lines]
+    return [
+        msgspec.structs.replace(entry, source="workload", of=name)
+        for name in found
+        for entry in ledger.read(folder / name / ledger.FILE).entries
+    ]
 
 
 def main() -> None:
@@ -153,8 +157,7 @@ def main() -> None:
             rows.append(row(workload, found[workload.name]))
             print(rows[-1], file=sys.stderr, flush=True)
         if args.ledger:
-            args.ledger.unlink(missing_ok=True)
-            ledger.append(args.ledger, entries(found, folder))
+            replace(args.ledger, "workload", entries(found, folder))
     load = f", load {os.getloadavg()[0]:.1f} at the end" if hasattr(os, "getloadavg") else ""
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
     text = f"PyTorch {torch.__version__}, {where}{load}. {summary(found)}\n{head}" + "\n".join(rows)

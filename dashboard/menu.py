@@ -23,6 +23,7 @@ PAGES = (
     Page("distributed", "/distributed", "Distributed"),
     Page("run", "/run", "Run"),
     Page("trials", "/trials", "Trials"),
+    Page("gpus", "/gpus", "Cost and GPUs"),
     Page("compare", "/compare", "Compare"),
     Page("live", "/live", "Live"),
 )

@@ -238,13 +238,7 @@ class Session:
         common = set.intersection(*({w for r, w in run.traces if r == n} for n in run.ranks))
         if not common:
             return self.options
-        return Options(
-            rank=self.options.rank,
-            window=max(common),
-            steps=self.options.steps,
-            rules_folder=self.options.rules_folder,
-            config=self.options.config,
-        )
+        return replace(self.options, window=max(common))
 
     def _refresh(self, entry: Entry) -> None:
         if entry.state == "failed" or landed(entry.path) != self._seen:

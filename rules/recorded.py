@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from advisor.model import Evidence, Worth
+from advisor.rundir import LARGEST
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.analysis.record import Recorded
-    from advisor.rundir import Gpu
+    from advisor.rundir import Event, Gpu
 
 DEVICE_BOUND = 0.90
 """Busy share of the device from which nothing on the host holds the step up (gpu-idle: 80 %)."""
@@ -87,6 +88,14 @@ def loader(a: Analysis) -> dict[str, Any] | None:
         return None
     iterations = [e.get("id") for e in recorded.record.of_kind("loader_iter")]
     return max(recorded.loaders, key=lambda event: iterations.count(event.get("id")))
+
+
+def began(event: Event) -> int:
+    """When an iterator of a loader was asked for, ns. The event is written once it is known what it
+    is for, which may be steps later; records of older versions have nothing but that."""
+    at = event.data.get("began_ns")
+    known = isinstance(at, int) and not isinstance(at, bool) and abs(at) < LARGEST
+    return at if known and isinstance(at, int) else event.t
 
 
 def workers_of(event: dict[str, Any]) -> int | None:

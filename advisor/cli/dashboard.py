@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import typer
 
 from advisor.cli import options as o
+from advisor.cli import pricing
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.errors import AdvisorError
 from advisor.install import install
@@ -66,6 +67,9 @@ def command(
     window: o.Window = None,
     steps: Steps = None,
     rules: o.Rules = None,
+    price: pricing.Price = None,
+    prices: pricing.PriceTable = None,
+    gpus: pricing.Gpus = None,
     memory: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A memory snapshot that belongs to the first path."),
@@ -79,6 +83,7 @@ def command(
     from advisor.cli.analyze import parse_size
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
+    paid = pricing.chosen(price, prices)
     token = given_token(token_file, no_token=no_token)
     viewer = parse_perfetto(perfetto_url)
     for path in paths:
@@ -105,6 +110,8 @@ def command(
         window=window,
         steps=chosen,
         rules_folder=rules,
+        prices=paid,
+        gpus=gpus,
         read=ReadOptions(
             max_bytes=limit or DEFAULT_LIMIT,
             memory=None if memory is None else str(memory),

@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 def command(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN|FILE]…", help="Runs or ledgers; default: your own ledger."),
+        typer.Argument(
+            metavar="[RUN|FILE]…",
+            help="Runs or ledgers; default: what bands know of: your own ledger, and ours.",
+        ),
     ] = None,
     form: Annotated[Literal["terminal", "json"], typer.Option("--format")] = "terminal",
 ) -> None:
     """How past predictions compare with what was measured."""
     from advisor import ledger
+    from advisor.whatif.learnt import shipped
 
     files = [path / ledger.FILE if path.is_dir() else path for path in paths or []]
-    entries: list[Entry] = []
+    entries: list[Entry] = [] if files else list(shipped())
     passed_over = 0
     for file in files or [ledger.user_file()]:
         found = ledger.read(file)

@@ -201,10 +201,9 @@ def _show(
         if projector.same_host
         else "hosts of other machines lie in it too (--same-host: this one)"
     )
-    paragraph(
-        "The band is as wide as the same work, measured on two GPUs, differed most from its "
-        f"projection; {host}. See docs/project.md."
-    )
+    from advisor.project.choice import RESTS_ON
+
+    paragraph(f"{RESTS_ON}; {host}. See docs/project.md.")
 
 
 def _table(found: tuple[Choice, ...], currency: str, file: TextIO) -> None:
@@ -234,18 +233,11 @@ def _times(ratio: float) -> str:
 
 def _cheapest(found: tuple[Choice, ...], file: TextIO) -> None:
     """The cheapest, and which could be it as well by the bands."""
-    able = [c for c in found if c.possible and c.cost is not None]
-    if not able:
-        print("\nno GPU with a price can run this step", file=file)
+    from advisor.project.choice import cheapest
+
+    print("\n" + textwrap.fill(cheapest(found), WIDTH), file=file)
+    if not any(c.possible and c.cost is not None for c in found):
         return
-    best = able[0]
-    assert best.high_cost is not None
-    also = [c for c in able[1:] if c.low_cost is not None and c.low_cost <= best.high_cost]
-    text = f"cheapest: {best.projection.gpu}"
-    if also:
-        names = ", ".join(c.projection.gpu for c in also[:4]) + (" …" if len(also) > 4 else "")
-        text += f"; within the bands it could be {names}"
-    print("\n" + textwrap.fill(text, WIDTH), file=file)
     for c in found:
         if c.projection.fit.verdict == "too small":
             print(f"! {c.projection.gpu}: too little memory", file=file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -36,7 +37,7 @@ def command(
     ] = 10,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="LEVER[=N]", help="Try this lever alone; repeatable."),
+        typer.Option(metavar="LEVER[=SETTING]", help="Try this lever alone; repeatable."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Record, and say what would be tried.")
@@ -80,6 +81,8 @@ def command(
         remember=remember,
         out=folder,
     )
+    # what ends us in CI, or an agent's server: a report of what is known, and no orphans
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Progress(progress) as shown:
         report, run = try_program(words, recorded, wanted, shown.say)
     if chosen == "json":

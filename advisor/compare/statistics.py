@@ -1,8 +1,7 @@
-"""Two samples of step times: how far apart they are, and how sure that is.
+"""Two samples of step times that do not depend on each other, and what intervals are made of.
 
-Few steps (a profiler window): Welch's interval for the difference of means (B. L. Welch,
-Biometrika 34, 1947). Many (the recorder's): a circular block bootstrap of the difference of
-medians, whose blocks keep neighbouring steps together because they are not independent.
+Welch's interval for the difference of means (B. L. Welch, Biometrika 34, 1947) is for the three or
+four steps that say nothing of how one depends on the next; ``dependent`` is for all others.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ MIN_STEPS = 3
 BOOTSTRAP_FROM = 40
 """Steps on both sides from which medians are compared: below that, a resampled median takes so
 few values that its percentiles mean little."""
-RESAMPLES = 2000
-_SEED = 20_140_601
-"""The same samples give the same interval."""
 
 
 class Difference(NamedTuple):
@@ -41,15 +37,6 @@ class Difference(NamedTuple):
     def amount(self) -> float:
         """After minus before."""
         return self.after - self.before
-
-
-def difference(before: Sample, after: Sample, level: float = LEVEL) -> Difference | None:
-    """The difference of two samples in order of time; ``None``: too few to say."""
-    if min(len(before), len(after)) < MIN_STEPS:
-        return None
-    if min(len(before), len(after)) >= BOOTSTRAP_FROM:
-        return block_bootstrap(before, after, level)
-    return welch(before, after, level)
 
 
 def welch(before: Sample, after: Sample, level: float = LEVEL) -> Difference:
@@ -70,48 +57,6 @@ def welch(before: Sample, after: Sample, level: float = LEVEL) -> Difference:
         amount - reach,
         amount + reach,
     )
-
-
-def block_bootstrap(before: Sample, after: Sample, level: float = LEVEL) -> Difference:
-    """Percentile interval of the difference of medians, from resampled blocks of steps."""
-    random = np.random.default_rng(_SEED)
-    medians = [_resampled_medians(sample, random) for sample in (before, after)]
-    low, high = np.quantile(medians[1] - medians[0], [0.5 - level / 2, 0.5 + level / 2])
-    return Difference(
-        f"block bootstrap, {RESAMPLES:,} resamples, blocks of {block_length(before)} and "
-        f"{block_length(after)} steps",
-        "median",
-        float(np.median(before)),
-        float(np.median(after)),
-        float(low),
-        float(high),
-    )
-
-
-def _resampled_medians(sample: Sample, random: np.random.Generator) -> Sample:
-    count, block = len(sample), block_length(sample)
-    found = np.empty(RESAMPLES)
-    blocks = math.ceil(count / block)
-    # in rounds, so that a run of a million steps does not take its size 2,000 times
-    rounds = max(1, 4_000_000 // count)
-    for first in range(0, RESAMPLES, rounds):
-        many = min(rounds, RESAMPLES - first)
-        starts = random.integers(0, count, size=(many, blocks, 1))
-        rows = ((starts + np.arange(block)) % count).reshape(many, -1)[:, :count]
-        found[first : first + many] = np.median(sample[rows], axis=1)
-    return found
-
-
-def block_length(sample: Sample) -> int:
-    """Steps in a block: what suits a first-order autoregression of the same correlation.
-
-    D. N. Politis and H. White, Econometric Reviews 23 (2004), for the circular bootstrap:
-    (1.5 (2r / (1 - r²))² n)^(1/3), with r the correlation of neighbours.
-    """
-    count = len(sample)
-    rho = min(0.98, max(0.0, autocorrelation(sample) or 0.0))
-    length = (1.5 * (2 * rho / (1 - rho * rho)) ** 2 * count) ** (1 / 3)
-    return max(1, min(int(length + 0.5), count // 4))
 
 
 def autocorrelation(sample: Sample) -> float | None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from advisor.analysis.record import Recorded
 from advisor.compare.data import Distribution, StepTimes, Verdict
-from advisor.compare.statistics import LEVEL, MIN_STEPS, Sample, autocorrelation, difference
+from advisor.compare.dependent import LEAST, difference
+from advisor.compare.statistics import (
+    BOOTSTRAP_FROM,
+    LEVEL,
+    MIN_STEPS,
+    Sample,
+    autocorrelation,
+    welch,
+)
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -21,13 +32,17 @@ CORRELATED = 0.3
 
 def compare_steps(before: Analysis, after: Analysis) -> StepTimes:
     """The recorder's unprofiled steps where both runs have them, else the profiled ones."""
-    samples = [unprofiled(a.record) for a in (before, after)]
+    samples, numbers = _sides(unprofiled_numbers, unprofiled, [before.record, after.record])
     source = "recorder"
     if min(map(len, samples)) < MIN_STEPS:
-        samples = [profiled(a) for a in (before, after)]
+        samples, numbers = _sides(profiled_numbers, profiled, [before, after])
         source = "trace" if all(map(len, samples)) else ""
     shapes = [distribution(sample) if len(sample) else None for sample in samples]
-    found = difference(samples[0], samples[1])
+    shortest = min(map(len, samples))
+    if shortest >= LEAST:
+        found = difference(samples[0], samples[1], paired=numbers[0] == numbers[1])
+    else:
+        found = welch(samples[0], samples[1]) if shortest >= MIN_STEPS else None
     if found is None:
         reason = _too_few(before, after, samples)
         return StepTimes(
@@ -55,15 +70,38 @@ def compare_steps(before: Analysis, after: Analysis) -> StepTimes:
     )
 
 
+_Side = TypeVar("_Side")
+
+
+def _sides(
+    numbers: Callable[[_Side], list[int]], durations: Callable[[_Side], Sample], of: list[_Side]
+) -> tuple[list[Sample], list[list[int]]]:
+    """Durations of both sides, and the numbers of their steps."""
+    return [durations(one) for one in of], [numbers(one) for one in of]
+
+
 def unprofiled(record: RankRecord | None) -> Sample:
     """Durations of the recorder's steps, ns: without warm-up, profiled steps, the step after a
     window (which writes the trace), and steps with an evaluation or a checkpoint in them."""
     if record is None:
         return np.zeros(0)
     recorded = Recorded(record)
-    plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
-    kept: Sample = recorded.dur[recorded.used & plain].astype(np.float64)
+    kept: Sample = recorded.dur[_plain(recorded)].astype(np.float64)
     return kept
+
+
+def unprofiled_numbers(record: RankRecord | None) -> list[int]:
+    """Of the same steps, ascending."""
+    if record is None:
+        return []
+    recorded = Recorded(record)
+    return [recorded.steps[i].n for i in np.flatnonzero(_plain(recorded))]
+
+
+def _plain(recorded: Recorded) -> NDArray[np.bool_]:
+    plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
+    found: NDArray[np.bool_] = recorded.used & plain
+    return found
 
 
 def profiled(a: Analysis) -> Sample:
@@ -71,6 +109,17 @@ def profiled(a: Analysis) -> Sample:
     if a.steps.source == "whole trace":
         return np.zeros(0)
     return a.steps.used["dur"].to_numpy().astype(np.float64)
+
+
+def profiled_numbers(a: Analysis) -> list[int]:
+    """Of the same steps, ascending; where they are not numbered, their places in the recording."""
+    if a.steps.source == "whole trace":
+        return []
+    found = [re.search(r"#(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
+    numbers = [int(match[1]) for match in found if match is not None]
+    if len(numbers) != a.steps.used.height or sorted(set(numbers)) != numbers:
+        numbers = a.steps.used["index"].to_list()
+    return numbers
 
 
 def distribution(sample: Sample) -> Distribution:
@@ -122,18 +171,22 @@ def _notes(
             "operators. Two recorded runs are compared by their unprofiled steps."
         )
         found += _recorded_differently(before, after)
-    if statistic == "mean":
+    shortest = min(map(len, samples))
+    if shortest < LEAST:
+        found.append(
+            "So few steps say nothing of how one depends on the next: the interval is for "
+            "independent ones, and the true one is wider."
+        )
+    elif statistic == "mean":
         worst = max((autocorrelation(sample) or 0.0) for sample in samples)
-        told = f" (here up to {worst:.2f})" if worst >= CORRELATED else ""
+        told = f" (here by up to {worst:.2f})" if worst >= CORRELATED else ""
         found.append(
-            "Steps of one window follow one another and are not independent"
-            f"{told}, and another run of the same program may differ by more than its steps do: "
-            "the true interval is wider."
+            f"Few steps: where one depends much on the next{told}, the true interval is wider. "
+            f"Record {BOOTSTRAP_FROM} or more."
         )
-    else:
-        found.append(
-            "One run each: another run of the same program may differ by more than its steps do."
-        )
+    found.append(
+        "One run each: another run of the same program may differ by more than its steps do."
+    )
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,12 @@ from advisor import text as t
 from advisor.compare.compare import side
 from advisor.compare.dependent import LEAST
 from advisor.compare.findings import place
-from advisor.compare.steps import profiled, unprofiled
+from advisor.compare.steps import (
+    profiled,
+    profiled_numbers,
+    unprofiled,
+    unprofiled_numbers,
+)
 from advisor.errors import AdvisorError
 from advisor.rundir import LARGEST
 
@@ -141,18 +145,8 @@ def baseline_of(examined: Examined) -> Baseline:
 
 def _steps(a: Analysis) -> tuple[list[int], NDArray[np.float64], str]:
     """(numbers, durations in ns, source): the recorder's unprofiled steps, else the profiled."""
-    record = a.recorded
-    if record is not None:
+    if a.recorded is not None:
         durations = unprofiled(a.record)
         if len(durations) >= LEAST or a.record_only:
-            plain = np.array([not step.evaluation for step in record.steps], dtype=bool)
-            kept = np.flatnonzero(record.used & plain)
-            return [record.steps[i].n for i in kept], durations, "recorder"
-    durations = profiled(a)
-    if not len(durations):
-        return [], durations, "trace"
-    found = [re.search(r"#(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
-    numbers = [int(match[1]) for match in found if match is not None]
-    if len(numbers) != len(durations) or sorted(set(numbers)) != numbers:
-        numbers = a.steps.used["index"].to_list()
-    return numbers, durations, "trace"
+            return unprofiled_numbers(a.record), durations, "recorder"
+    return profiled_numbers(a), profiled(a), "trace"

@@ -197,3 +197,63 @@ class Ran(TypedDict):
     seconds: float
     untrusted: str
     from_program: str
+
+
+class TrialText(TypedDict):
+    """Of a trial, from the program: why it was dropped, and the change to keep, as lines to write
+    or as a unified diff where the place is certain."""
+
+    why: str
+    lines: str
+    diff: str
+
+
+class TrialLine(TypedDict):
+    """A lever as it was measured. Shares are of the mean step, 0 to 1; null: not measured, or
+    nothing was promised of this setting."""
+
+    lever: str
+    rule: str
+    safety: str
+    outcome: str
+    predicted_low: float | None
+    predicted_high: float | None
+    gain: float | None
+    gain_low: float | None
+    gain_high: float | None
+    inside: bool | None
+    runs: int
+    losses: str
+    schedule: str
+    device_bytes: int | None
+    host_bytes: int | None
+    from_program: TrialText
+
+
+class TogetherLine(TypedDict):
+    """The winners at once."""
+
+    levers: list[str]
+    adds_nothing: list[str]
+    step_ns: float
+    gain: float
+    gain_low: float
+    gain_high: float
+
+
+class Tried(TypedDict):
+    """What fixes brought that could be made while the program started. complete: false where the
+    time ended before all was known."""
+
+    path: str
+    exit_code: int | None
+    seconds: float
+    complete: bool
+    step_ns: float | None
+    repeats_its_losses: bool | None
+    trials: list[TrialLine]
+    more_trials: int
+    together: TogetherLine | None
+    by_hand: list[str]
+    untrusted: str
+    from_program: str

@@ -1,4 +1,4 @@
-"""Records a program that a client names: where the user allowed it, below the folders."""
+"""Records and tries programs that a client names: where the user allowed it, below the folders."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from advisor import text as t
 from advisor.errors import AdvisorError
+from advisor.files import read_regular
 from advisor.mcp import bounds as b
 from advisor.mcp.allowed import Allowed
-from advisor.mcp.answers import Ran
+from advisor.mcp.answers import Ran, Tried
+from advisor.mcp.trials import tried
+from advisor.trial.catalogue import lever
+from advisor.trial.report import FILE, MAX_BYTES, TrialReport
 
 MOST_SECONDS = 3600
 MOST_ARGUMENTS, LONGEST_ARGUMENT = 100, 2000
+MOST_LEVERS, LONGEST_LEVER = 20, 60
+LEAST_BUDGET = 10.0
+OVER_BUDGET, SLACK = 1.5, 60.0
+"""Times the budget, and seconds more, after which trials are ended: the budget begins no run, and
+one that it has begun may end."""
 TAIL = 2000
 """Characters of the program's output, the last ones."""
 GRACE = 10.0
@@ -28,6 +38,50 @@ def record(allowed: Allowed, script: str, arguments: list[str], out: str, timeou
 
     Raises AdvisorError: the script is outside, or the run directory is there already.
     """
+    program, folder = _asked(allowed, script, arguments, out)
+    seconds = min(max(1.0, timeout_s), MOST_SECONDS)
+    command = ["record", "--no-report", "--out", str(folder), "--", str(program), *arguments]
+    code, took, said = _run(command, program.parent, seconds)
+    recorded = folder.is_dir() and any(folder.iterdir())
+    return Ran(
+        path=str(folder) if recorded else "",
+        exit_code=code,
+        seconds=took,
+        untrusted=b.UNTRUSTED,
+        from_program=said,
+    )
+
+
+def try_levers(
+    allowed: Allowed,
+    script: str,
+    arguments: list[str],
+    out: str,
+    only: list[str],
+    budget_s: float,
+) -> Tried:
+    """``advisor try`` of a script, in its own folder, into a new run directory.
+
+    Raises AdvisorError: the script is outside, the run directory is there already, or there is no
+    such lever.
+    """
+    program, folder = _asked(allowed, script, arguments, out)
+    for name in only[:MOST_LEVERS]:
+        lever(name.partition("=")[0])
+    budget = min(max(LEAST_BUDGET, budget_s), MOST_SECONDS)
+    command = ["try", "--no-progress", "--format", "json", "--budget", f"{budget:.0f}s"]
+    command += [word for name in only[:MOST_LEVERS] for word in ("--only", name)]
+    command += ["--out", str(folder), "--", str(program), *arguments]
+    code, took, said = _run(command, program.parent, budget * OVER_BUDGET + SLACK, errors=True)
+    if not (folder / FILE).is_file():
+        return tried(None, "", code, took, said)
+    return tried(
+        TrialReport.from_json(read_regular(folder / FILE, MAX_BYTES)), str(folder), code, took, said
+    )
+
+
+def _asked(allowed: Allowed, script: str, arguments: list[str], out: str) -> tuple[Path, Path]:
+    """The script and the run directory that is to be made. Raises AdvisorError."""
     program, folder = allowed.path(script), allowed.new(out)
     if not program.is_file():
         raise AdvisorError(f"{script}: not a file; give a Python script")
@@ -35,17 +89,23 @@ def record(allowed: Allowed, script: str, arguments: list[str], out: str, timeou
         raise AdvisorError("too many arguments, or one that is too long")
     if any("\0" in argument for argument in arguments):
         raise AdvisorError("an argument holds a null character")
-    seconds = min(max(1.0, timeout_s), MOST_SECONDS)
-    command = [sys.executable, "-m", "advisor", "record", "--no-report", "--out", str(folder), "--"]
+    return program, folder
+
+
+def _run(
+    command: list[str], folder: Path, seconds: float, *, errors: bool = False
+) -> tuple[int | None, float, str]:
+    """(exit code, seconds, last output) of one of our own commands. ``errors``: standard error
+    alone, the rest is for programs."""
     started = time.monotonic()
     with tempfile.TemporaryFile() as output:
         # a group of its own: what the program started ends with it
         process = subprocess.Popen(
-            [*command, str(program), *arguments],
-            cwd=program.parent,
+            [sys.executable, "-m", "advisor", *command],
+            cwd=folder,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.DEVNULL if errors else output,
+            stderr=output if errors else subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
@@ -53,14 +113,7 @@ def record(allowed: Allowed, script: str, arguments: list[str], out: str, timeou
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - 4 * TAIL))
         tail = output.read().decode("utf-8", "replace")
-    recorded = folder.is_dir() and any(folder.iterdir())
-    return Ran(
-        path=str(folder) if recorded else "",
-        exit_code=code,
-        seconds=round(time.monotonic() - started, 1),
-        untrusted=b.UNTRUSTED,
-        from_program=t.clean(tail, lines=True)[-TAIL:],
-    )
+    return code, round(time.monotonic() - started, 1), t.clean(tail, lines=True)[-TAIL:]
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:

@@ -24,6 +24,7 @@ from advisor.mcp.answers import (
     Operators,
     Ran,
     Replayed,
+    Tried,
 )
 from advisor.mcp.tools import LONGEST_EDIT, MOST_EDITS, Tools
 
@@ -52,7 +53,7 @@ Edits = Annotated[
 
 
 def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
-    """A server whose tools read below the allowed folders; ``allow_run``: and record programs."""
+    """A server whose tools read below the allowed folders; ``allow_run``: and run programs."""
     server: MCPServer[Any] = MCPServer(
         "advisor",
         version=advisor.__version__,
@@ -117,6 +118,32 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
             """Run a Python training script in its folder and record it into a new run directory,
             for analyze and compare. The script runs with the user's rights."""
             return running.record(allowed, script, list(arguments), out, timeout_s)
+
+        @server.tool(
+            name="try", annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True)
+        )
+        @_told
+        def try_levers(
+            script: Place,
+            out: Place,
+            arguments: Annotated[list[str], Field(max_length=running.MOST_ARGUMENTS)] = [],  # noqa: B006
+            only: Annotated[
+                list[Annotated[str, Field(max_length=running.LONGEST_LEVER)]],
+                Field(
+                    max_length=running.MOST_LEVERS,
+                    description="Levers, such as 'workers' or 'workers=2'; none: those that the "
+                    "findings name.",
+                ),
+            ] = [],  # noqa: B006
+            budget_s: Annotated[
+                float, Field(ge=running.LEAST_BUDGET, le=running.MOST_SECONDS)
+            ] = 300,
+        ) -> Tried:
+            """Run a Python training script again and again for some steps, as it is and with each
+            fix that needs no edit (loader workers, precision, compiling, ...), and measure what
+            each brings, with a check of the losses. What the script writes goes to a scratch
+            folder; else it runs with the user's rights."""
+            return running.try_levers(allowed, script, list(arguments), out, list(only), budget_s)
 
     return server
 

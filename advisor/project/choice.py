@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from advisor.project.project import Projection, Projector
 
 HOUR_NS = 3.6e12
+MOST_NAMES = 4
+RESTS_ON = (
+    "The band is as wide as the same work, measured on two GPUs, differed most from its "
+    "projection; it was not held against a whole step on two GPUs"
+)
+ANY = ""
+"""The name under which one price for any GPU stands in a table."""
 
 
 class Choice(NamedTuple):
@@ -31,6 +38,11 @@ class Choice(NamedTuple):
     def possible(self) -> bool:
         """It has the units and, as far as is known, the memory."""
         return not self.projection.refused and self.projection.fit.verdict != "too small"
+
+    def beats(self, other: Choice) -> bool:
+        """Whether it could cost less, by the bands of both."""
+        low, high = self.low_cost, other.high_cost
+        return low is not None and high is not None and low <= high
 
 
 def cost(price: float | None, step_ns: float) -> float | None:
@@ -71,3 +83,27 @@ def choose(
         return (not c.possible, c.cost is None, figure if not c.projection.refused else 0.0)
 
     return tuple(sorted(found, key=order))
+
+
+def offered(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
+    """All known GPUs that have a price, with it; all that are known where none is priced by its
+    name. Raises AdvisorError as ``priced``."""
+    money = {} if ANY in prices.table else priced(prices)
+    return [(gpu, money.get(gpu.name)) for gpu in known() if not money or gpu.name in money]
+
+
+def cheapest(found: tuple[Choice, ...]) -> str:
+    """In words, with those that could be it as well by the bands; empty: no GPU has a price."""
+    if all(c.price is None for c in found):
+        return ""
+    able = [c for c in found if c.possible and c.cost is not None]
+    if not able:
+        return "no GPU with a price can run this step"
+    best = able[0]
+    also = [c for c in able[1:] if c.beats(best)]
+    text = f"cheapest: {best.projection.gpu}"
+    if also:
+        names = ", ".join(c.projection.gpu for c in also[:MOST_NAMES])
+        more = " …" if len(also) > MOST_NAMES else ""
+        text += f"; within the bands it could be {names}{more}"
+    return text

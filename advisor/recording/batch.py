@@ -88,6 +88,13 @@ class Batches:
         return kind, size, samples
 
 
+def samples_of(batch: Any) -> int | None:
+    """First dimension of the first tensor; ``None``: there is none."""
+    found: list[tuple[Any, Any]] = []
+    _collect(batch, found, 0)
+    return int(found[0][0][0]) if found and len(found[0][0]) else None
+
+
 def _collect(value: Any, found: list[tuple[Any, Any]], depth: int) -> None:
     """Tensors in the usual containers, in order. Others are not looked into: iterating over an
     object of somebody's could have an effect."""

@@ -337,7 +337,7 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
             put((ITERATE, begin))
             iterator = original(self)
             try:
-                data = on.loaders.iterated(self, iterator, now() - begin)
+                data = on.loaders.iterated(self, iterator, begin, now() - begin)
                 if data is not None:
                     put((ITERATED, data))
             except Exception as error:

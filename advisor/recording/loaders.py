@@ -16,15 +16,19 @@ class Loaders:
         self._tell = tell
         self._ids: dict[int, int] = {}
         self._open: dict[int, dict[str, Any]] = {}
+        self._ended: dict[int, int] = {}
         self._lengths: dict[int, int | None] = {}
         self.numbers: dict[int, int] = {}
         """Number of the loader, by id of the iterator that it handed out last."""
         self.last: int | None = None
         """The loader whose batch is being worked on."""
 
-    def iterated(self, loader: Any, iterator: Any, took_ns: int) -> dict[str, Any] | None:
-        """A loader handed out an iterator. Called in the training thread; what it returns is for
-        ``began`` (``None``: there are too many loaders)."""
+    def iterated(
+        self, loader: Any, iterator: Any, began: int, took_ns: int
+    ) -> dict[str, Any] | None:
+        """A loader handed out an iterator, for which it was asked at ``began`` (clock of the steps,
+        ns). Called in the training thread; what it returns is for ``began`` (``None``: there are
+        too many loaders)."""
         number = self._ids.get(id(loader))
         if number is None:
             if len(self._ids) >= MAX_LOADERS:
@@ -38,6 +42,7 @@ class Loaders:
         self.numbers[id(iterator)] = number
         return {
             "id": number,
+            "began_ns": began,
             "workers_started_ns": took_ns if getattr(loader, "num_workers", 0) else None,
             "evaluation": True,
         }
@@ -45,6 +50,7 @@ class Loaders:
     def began(self, data: dict[str, Any]) -> None:
         """An epoch of a loader began."""
         self._settle(data["id"])
+        data["workers_ended_ns"] = self._ended.pop(data["id"], None)
         self._open[data["id"]] = data
 
     def fetching_from(self, number: int) -> None:
@@ -67,9 +73,11 @@ class Loaders:
             self._open[self.last]["evaluation"] = False
             self._settle(self.last)
 
-    def exhausted(self) -> None:
-        """The loader that is being worked on has no more batches."""
+    def exhausted(self, took_ns: int) -> None:
+        """The loader that is being worked on has no more batches. ``took_ns``: to find that out,
+        which is when workers that do not outlive the epoch are ended."""
         if self.last is not None:
+            self._ended[self.last] = took_ns
             self._settle(self.last)
 
     def finish(self) -> None:

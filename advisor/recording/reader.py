@@ -49,6 +49,7 @@ class Reader:
         self.paused = 0
         """Garbage collection since the last step, ns."""
         self._optimizer = 0
+        self._fetch_began = 0
         self._handlers: dict[int, Callable[[Any], None]] = {
             tape.LEAVE: self.clock.leave,
             tape.FETCH: self._fetch,
@@ -144,6 +145,7 @@ class Reader:
         self._emit(segment, micro, gap)
 
     def _fetch(self, now: int) -> None:
+        self._fetch_began = now
         self.steps.fetching(now)
         self.clock.enter(DATA, now)
 
@@ -154,7 +156,7 @@ class Reader:
     def _exhausted(self, now: int) -> None:
         self.clock.leave(now)
         self.steps.exhausted(now)
-        self.loaders.exhausted()
+        self.loaders.exhausted(now - self._fetch_began)
 
     def _forward_end(self, now: int) -> None:
         self.clock.leave(now)

@@ -114,6 +114,7 @@ class Timer:
         self.ticks: list[int] = []
         self.losses: list[Any] = []
         self.norms: list[Any] = []
+        self.batches: list[int] = []
         self.step = 0
         self.written = False
         self.counter = Counter(self._ended)
@@ -136,6 +137,8 @@ class Timer:
             return original(tensors, *args, **kwargs)
 
         setattr(autograd, name, backward)
+        if self.spec.samples:
+            self._count_samples()
         optim.register_optimizer_step_pre_hook(self._norm)
         self.counter.start()
         atexit.register(self._leave)
@@ -143,6 +146,26 @@ class Timer:
             from multiprocessing.util import Finalize
 
             Finalize(None, self._leave, exitpriority=0)
+
+    def _count_samples(self) -> None:
+        from torch import is_grad_enabled
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        from advisor.recording.batch import samples_of
+
+        original = _BaseDataLoaderIter.__next__
+
+        @functools.wraps(original)
+        def __next__(self_: Any) -> Any:
+            batch = original(self_)
+            # without gradients it is an evaluation
+            if is_grad_enabled() and len(self.batches) < MOST_LOSSES:
+                count = samples_of(batch)
+                if count is not None:
+                    self.batches.append(count)
+            return batch
+
+        _BaseDataLoaderIter.__next__ = __next__
 
     def _norm(self, optimizer: Any, *_: Any) -> None:
         if len(self.norms) >= NORMS:
@@ -206,6 +229,8 @@ class Timer:
                 losses=losses,
                 norms=norms,
                 loss_dtype=dtype,
+                samples=sum(self.batches) / len(self.batches) if self.batches else None,
+                batch=sorted(self.batches)[len(self.batches) // 2] if self.batches else None,
                 device_bytes=device,
                 host_bytes=_resident(),
                 device=name,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
+from advisor.errors import AdvisorError
 from advisor.trial.spec import Value
 
-Safety = Literal["exact", "reordered", "precision"]
+Safety = Literal["exact", "reordered", "precision", "learning"]
 """What a lever may do to the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal
-within what another order of the same sums makes. ``precision``: the loss curve stays in a band."""
+within what another order of the same sums makes. ``precision``: the loss curve stays in a band.
+``learning``: it is another training, so losses are not compared; tried only where it is asked for,
+alone, and by the time a sample takes."""
 
 
 class Machine(NamedTuple):
@@ -56,6 +60,18 @@ class Lever:
         names (workers)."""
         return (None,)
 
+    def setting(self, text: str, machine: Machine) -> Value:
+        """That which the user wrote behind ``LEVER=``: one of the values, or another number where
+        they are numbers. Raises AdvisorError: the lever has no such setting."""
+        known = [one for one in self.values(None, machine) if one is not None]
+        for one in known:
+            if str(one) == text:
+                return one
+        if re.fullmatch(r"\d{1,6}", text) and any(isinstance(one, int) for one in known):
+            return int(text)
+        there = f"there are {', '.join(map(str, known))}" if known else "it is on or off"
+        raise AdvisorError(f"{self.id}={text}: no setting of this lever; {there}")
+
     def environment(self, value: Value) -> dict[str, str | None]:
         """Variables of the process; ``None``: without it."""
         return {}
@@ -71,6 +87,11 @@ class Lever:
         """Calls, by their full names, and the keyword arguments that keep the change in one of
         them; empty: it is more than that."""
         return frozenset(), {}
+
+    def schedule(self, before: float, after: float) -> str:
+        """What it does to a schedule of the training, samples of a batch before and after; empty:
+        nothing."""
+        return ""
 
     def met(self) -> None:
         """Something was changed."""

@@ -16,6 +16,18 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
+def hold(owner: Any, *names: str) -> None:
+    """Keep attributes of ``torch.backends``: what is assigned to them is passed over."""
+    kind: Any = type(owner)
+    original = kind.__setattr__
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if self is not owner or name not in names:
+            original(self, name, value)
+
+    kind.__setattr__ = __setattr__
+
+
 def loader_arguments(change: Callable[[dict[str, Any]], None]) -> None:
     """Let ``change`` edit the arguments of each DataLoader, by name, as they are given."""
     from torch.utils.data import DataLoader

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from advisor.advice.engine import Examined, Options, examine
@@ -59,20 +61,31 @@ def plan(run: Path, machine: Machine) -> Plan:
 def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> list[Trial]:
     """Trials of levers that the user names and no finding does: nothing is promised of them."""
     found = []
-    for name in dict.fromkeys(one.partition("=")[0] for one in names):
+    known = {trial.pull for trial in there}
+    for text in dict.fromkeys(names):
+        name, _, given = text.partition("=")
         one = lever(name)
-        if any(trial.pull.lever == name for trial in there) or not _fits(one, machine):
+        if not _fits(one, machine):
             continue
-        found += [
-            Trial(
-                rule="",
-                pull=Pull(name, value),
-                title=one.title,
-                safety=one.safety,
-                lines=one.lines(value),
-            )
-            for value in one.values(None, machine)
-        ]
+        if given:
+            values: Sequence[Value] = [one.setting(given, machine)]
+        elif any(pull.lever == name for pull in known):
+            continue
+        else:
+            values = one.values(None, machine)
+        for value in values:
+            pull = Pull(name, value)
+            if pull not in known:
+                known.add(pull)
+                found.append(
+                    Trial(
+                        rule="",
+                        pull=pull,
+                        title=one.title,
+                        safety=one.safety,
+                        lines=one.lines(value),
+                    )
+                )
     return found
 
 
@@ -85,11 +98,23 @@ def _number(finding: Finding) -> int | None:
     return next((edit.workers for edit in finding.edits if edit.workers), None)
 
 
+def _recorded_ns(seen: Examined) -> float | None:
+    """From the first step to the last, what lay between them included: a share of it is that of the
+    mean step, as trials measure it from one end of a step to the next."""
+    recorded = seen.main.recorded
+    if recorded is None or not len(recorded.dur):
+        return None
+    return float(recorded.dur.sum() + np.nansum(recorded.column("evaluation")[1:]))
+
+
 def _predict(trial: Trial, finding: Finding, seen: Examined, value: Value, *, first: bool) -> None:
     """The band of the finding; of another number of workers, the same edit with that number."""
-    step = seen.report.step_ns
     worth = finding.worth
-    if not step or worth is None or worth.currency != "step_time" or worth.gain_ns is None:
+    if worth is None or worth.gain_ns is None:
+        return
+    whole = {"step_time": seen.report.step_ns, "run_time": _recorded_ns(seen)}
+    step = whole.get(worth.currency)
+    if not step:
         return
     wanted = _number(finding)
     if wanted is not None and isinstance(value, int) and value != wanted:

@@ -46,6 +46,8 @@ class Program:
         self.words = list(words)
         self.root = root
         self.seed = seed
+        self.samples = False
+        """Count the samples of batches."""
         self.count = 0
         self.cache = root / "cache"
         self.cache.mkdir()
@@ -77,6 +79,7 @@ class Program:
             seconds=seconds,
             least=least,
             seed=self.seed,
+            samples=self.samples,
             record=record is not None,
         )
         (home / "spec.json").write_bytes(encode(spec))
@@ -140,7 +143,7 @@ class Program:
                 if killed
                 else said or f"it left with exit code {process.returncode}"
             )
-            result.kind = "memory" if killed else "error"
+            result.kind = "memory" if killed else "late" if late else "error"
             if process.returncode == 0 and not late and not said:
                 result.problem = ""
         return result

@@ -50,6 +50,8 @@ class Trial(Struct, kw_only=True):
     step_ns: float | None = None
     losses: str = ""
     """What the check of the losses says."""
+    schedule: str = ""
+    """What it does to the training's schedule; not empty: shares are of the time of a sample."""
     device_bytes: int | None = None
     host_bytes: int | None = None
     lines: str = ""

@@ -62,6 +62,7 @@ class Session:
         self.runs: dict[tuple[Pull, ...], list[Result]] = {}
         self.longest = 0.0
         report.confined = version() > 0
+        program.samples = any(trial.safety == "learning" for trial in report.trials)
 
     def run(self) -> None:
         """All of it. Raises AdvisorError: the program cannot be tried at all."""
@@ -143,7 +144,7 @@ class Session:
     def measured(self, pulls: tuple[Pull, ...], before: tuple[Pull, ...] = ()) -> Gain | None:
         """From all runs so far."""
         one = [r.steps_ns for r in self.runs.get(before, []) if not r.problem]
-        other = [r.steps_ns for r in self.runs.get(pulls, []) if not r.problem]
+        other = [self._steps(pulls, r) for r in self.runs.get(pulls, []) if not r.problem]
         if before:  # those that were made in turn with these are the last ones
             one = one[-len(other) :]
         others = (
@@ -153,8 +154,23 @@ class Session:
         )
         return paired(one, other, [r for r in others if r]) or gain(one, other)
 
+    def _steps(self, pulls: tuple[Pull, ...], result: Result) -> list[int]:
+        """Steps of a run, ns; of another batch size as long as they would be for the samples of the
+        program's own."""
+        if not any(lever(pull.lever).safety == "learning" for pull in pulls):
+            return result.steps_ns
+        before = self.samples
+        if not before or not result.samples:
+            return []
+        return [round(ns * before / result.samples) for ns in result.steps_ns]
+
+    @property
+    def samples(self) -> float | None:
+        """Of a batch of the unchanged program; ``None``: not seen."""
+        return next((r.samples for r in self.runs.get((), []) if r.samples), None)
+
     def _ratios(self, pull: Pull) -> list[float]:
-        runs = [r.steps_ns for r in self.runs.get((pull,), []) if not r.problem]
+        runs = [self._steps((pull,), r) for r in self.runs.get((pull,), []) if not r.problem]
         return ratios([r.steps_ns for r in self.runs[()] if not r.problem], runs)
 
     def _judge(self, trial: Trial) -> None:
@@ -181,6 +197,12 @@ class Session:
         if not found.passed:
             trial.outcome, trial.why = "dropped", f"losses: {found.text}"
             return
+        if trial.safety == "learning":
+            before = self.runs[()][0]
+            if not self.samples or not last.samples or not before.batch or not last.batch:
+                trial.outcome, trial.why = "dropped", "no DataLoader says how large a batch is"
+                return
+            trial.schedule = one.schedule(before.batch, last.batch)
         got = self.measured((trial.pull,))
         if got is None:
             return
@@ -237,6 +259,8 @@ class Session:
         """Greedily: the best setting of each lever, the most first, as long as each adds to it."""
         winners: list[Trial] = []
         for trial in self.report.winners:
+            if trial.safety == "learning":
+                continue  # another training: for the user to decide
             one = lever(trial.pull.lever)
             same = [lever(t.pull.lever) for t in winners]
             if any(one.id == o.id or (one.group and one.group == o.group) for o in same):
@@ -295,6 +319,11 @@ def why_not(result: Result) -> str:
         return (
             f"the program would {result.refused[0]}, which is not done while it is only tried "
             f"({result.problem or 'it went on without'})"
+        )
+    if result.kind == "late":
+        return (
+            f"the unchanged program did not make its steps in time ({result.problem}): give it "
+            "more --budget, or fewer --steps and --warmup"
         )
     if result.problem:
         return f"the unchanged program ended: {result.problem}"

@@ -47,6 +47,8 @@ class Spec(Struct, frozen=True, kw_only=True):
     """… for so long, once there are some (``least``)."""
     least: int = 12
     seed: int = 0
+    samples: bool = False
+    """Count the samples of each batch."""
     record: bool = False
     """Record the run (``ADVISOR_RUN_DIR``), instead of timing it."""
 
@@ -61,6 +63,10 @@ class Result(Struct, kw_only=True):
     norms: list[float | None] = field(default_factory=list)
     """Norm of all gradients, of the first steps (``warmup``)."""
     loss_dtype: str = ""
+    samples: float | None = None
+    """Of a batch that was trained on, mean; ``null``: not counted, or no DataLoader was seen."""
+    batch: int | None = None
+    """The same, median."""
     device_bytes: int | None = None
     """Peak of allocated device memory; ``null``: no device."""
     host_bytes: int | None = None
@@ -70,8 +76,9 @@ class Result(Struct, kw_only=True):
     torch: str = ""
     problem: str = ""
     """Why the run ended before its steps; empty: it did not."""
-    kind: Literal["", "memory", "error", "lever"] = ""
-    """Of the problem: out of memory, an error of the program, a lever that did not apply."""
+    kind: Literal["", "memory", "error", "lever", "late"] = ""
+    """Of the problem: out of memory, an error of the program, a lever that did not apply, too
+    little time."""
     moved: int = 0
     """Files that the program wrote, elsewhere than it meant to."""
     refused: list[str] = field(default_factory=list)

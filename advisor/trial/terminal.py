@@ -7,6 +7,10 @@ from advisor.report.page import Page
 from advisor.trial.report import Trial, TrialReport
 from advisor.trial.words import band, headline, interval, losses, runs
 
+NOTHING = (
+    "No finding of the recording names a lever. One of your choice is tried with --only LEVER: "
+    "see docs/try.md for those there are, and advisor analyze RUN for what was found."
+)
 STYLES = {"gain": "bold green", "slower": "bold red", "dropped": "yellow"}
 
 
@@ -24,6 +28,9 @@ def render(report: TrialReport, *, width: int = 80, colour: bool = False) -> str
             ["lever", "predicted", "measured", "band", "runs", "outcome"],
             [_row(trial) for trial in report.trials],
         )
+    else:
+        page.blank()
+        page.wrapped(t.clean(NOTHING))
     for trial in report.trials:
         _more(page, trial)
     _together(page, report)
@@ -58,6 +65,8 @@ def _more(page: Page, trial: Trial) -> None:
         return
     page.section(t.clean(trial.name), trial.title)
     page.field("cures", trial.rule, indent=2)
+    if trial.schedule:
+        page.field("changes", t.clean(f"by the sample; {trial.schedule}"), indent=2)
     if trial.why:
         page.field(trial.outcome, t.clean(trial.why), indent=2, style=STYLES.get(trial.outcome, ""))
     elif trial.losses:

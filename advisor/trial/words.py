@@ -22,6 +22,12 @@ def headline(report: TrialReport) -> str:
     )
     both = report.together
     if both is None:
+        if report.winners and report.winners[0].schedule:
+            best = report.winners[0]
+            return (
+                f"{how}{best.name}: a sample takes {interval(best.gain_low, best.gain_high)} less. "
+                "It is another training: see what it does to the schedule."
+            )
         return f"{how}None of {count} trials makes the step surely faster."
     names = " and ".join(map(str, both.pulls))
     return (

@@ -10,7 +10,9 @@ is then near zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import resources
 from typing import NamedTuple
@@ -37,6 +39,8 @@ class Past(msgspec.Struct, frozen=True):
     predicted: float
     measured: float
     source: str
+    of: str = ""
+    """Name of the public pair; empty: of another table."""
 
     @property
     def error(self) -> float:
@@ -64,9 +68,29 @@ def kind(edit: Edit) -> str:
     return "device" if edit.select.on == "gpu" and edit.op != "drop_launch" else "host"
 
 
-@cache
+left_out: ContextVar[str] = ContextVar("left_out", default="")
+"""The pair or workload whose own outcome no band may know of now."""
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """Bands as if a pair or a workload had never been measured: what is predicted of it is then
+    not held against a band that it has made itself."""
+    token = left_out.set(name)
+    try:
+        yield
+    finally:
+        left_out.reset(token)
+
+
 def past() -> tuple[Past, ...]:
     """What is known of predictions so far."""
+    name = left_out.get()
+    return tuple(p for p in _all() if p.of != name) if name else _all()
+
+
+@cache
+def _all() -> tuple[Past, ...]:
     text = resources.files("advisor.whatif").joinpath("past.json").read_bytes()
     return tuple(msgspec.json.decode(text, type=list[Past]))
 

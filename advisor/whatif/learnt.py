@@ -1,6 +1,7 @@
 """Bands made as wide as the promises of a rule were wrong: what the ledgers hold of it.
 
-Ours (``trials.jsonl``), where it is there, is of the bundled workloads; so with the user's own.
+Ours (``trials.jsonl``) is of public pairs of traces and of the bundled workloads; so with the
+user's own.
 Errors of the same hardware are taken where there are enough of them, else all. As in ``bands``:
 with n errors, the one in place ⌈0.8 (n + 1)⌉ by size. A band never becomes narrower by this.
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from advisor import ledger
 from advisor.errors import AdvisorError
-from advisor.whatif.bands import ENOUGH, Band, spread
+from advisor.whatif.bands import ENOUGH, Band, left_out, spread
 
 OURS = "trials.jsonl"
 
@@ -29,16 +30,22 @@ class Learnt(NamedTuple):
 
 def known() -> tuple[ledger.Entry, ...]:
     """All past trials: ours, and those of the user."""
+    name = left_out.get()
+    return tuple(one for one in _known() if one.of != name) if name else _known()
+
+
+def _known() -> tuple[ledger.Entry, ...]:
     path = ledger.user_file()
     try:
         state = path.stat()
     except OSError:
-        return _ours()
-    return (*_ours(), *_theirs(path, state.st_mtime_ns, state.st_size))
+        return shipped()
+    return (*shipped(), *_theirs(path, state.st_mtime_ns, state.st_size))
 
 
 @cache
-def _ours() -> tuple[ledger.Entry, ...]:
+def shipped() -> tuple[ledger.Entry, ...]:
+    """Ours, as the benchmarks wrote them."""
     file = resources.files("advisor.whatif").joinpath(OURS)
     return tuple(ledger.decode(file.read_bytes()).entries) if file.is_file() else ()
 

@@ -99,6 +99,7 @@ def _table(trials: list[Trial]) -> Any:
 def _changes(trial: Trial) -> Any:
     return card(
         t.clean(trial.title),
+        el("P", t.clean(f"Measured by the sample. {trial.schedule}")) if trial.schedule else None,
         el("Pre", el("Code", t.clean(trial.diff or trial.lines, lines=True))),
         aside=t.clean(trial.name),
     )

@@ -82,6 +82,7 @@ class MissingNoSync(Rule):
         "messages that are then needless, with the bytes that the file's shapes give; PyTorch 2.13 "
         "names hooks, passes and optimizer so, with and without no_sync (recorded on the CPU)"
     )
+    levers = ("ddp-no-sync",)
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html#torch.nn.parallel.DistributedDataParallel.no_sync",
         "https://pytorch.org/docs/stable/notes/ddp.html",

@@ -11,6 +11,7 @@ from advisor.analysis import Analysis
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.rules.recorded import (
     a_step,
+    began,
     device_bound,
     loader,
     record,
@@ -151,7 +152,7 @@ def _begins(a: Analysis) -> np.ndarray:
     """Steps in which, or right before which, an iterator of a loader begins."""
     recorded = record(a)
     starts = np.array(
-        sorted(e.t for e in recorded.record.events if e.kind == "loader_iter"), dtype=np.int64
+        sorted(began(e) for e in recorded.record.events if e.kind == "loader_iter"), dtype=np.int64
     )
     end = recorded.ts + recorded.dur
     before = np.concatenate([[0], recorded.ts[:-1]]) if len(recorded.ts) else recorded.ts

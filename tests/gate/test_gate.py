@@ -226,6 +226,33 @@ def test_a_real_trace_does_not_differ_from_itself(
     assert decision["share_high"] - decision["share_low"] < 0.05
 
 
+@pytest.mark.parametrize(("before", "after"), [(8, 8), (6, 9), (60, 60), (50, 45)])
+def test_a_comparison_of_the_same_runs_has_the_same_interval(
+    advisor: Run, tmp_path: Path, before: int, after: int
+) -> None:
+    """One method for steps that depend on each other, in both; pairs where the numbers are."""
+    runs = [
+        run_directory(tmp_path / name, [10 + slower + (n * n) % 7 / 10 for n in range(count + 20)])
+        for name, count, slower in (("one", before, 0.0), ("two", after, 0.3))
+    ]
+    decision = json.loads(advisor("gate", *runs, "--format", "json")[1])
+    steps = json.loads(advisor("compare", *runs, "--format", "json")[1])["steps"]
+    assert decision["paired"] is (before == after)
+    for name in ("share", "share_low", "share_high", "method", "statistic"):
+        assert decision[name] == steps[name], name
+
+
+def test_three_or_four_steps_are_compared_and_nothing_is_said_of_their_dependence(
+    advisor: Run, tmp_path: Path
+) -> None:
+    few, more = (trace(tmp_path / f"{n}.json", 1000, steps=n) for n in (4, 5))
+    for path, method in ((few, "Welch's t interval"), (more, "circular block bootstrap")):
+        steps = json.loads(advisor("compare", path, more, "--format", "json")[1])["steps"]
+        assert steps["method"].startswith(method)
+        told = [note for note in steps["notes"] if note.startswith("So few steps")]
+        assert bool(told) is (path == few)
+
+
 def test_a_real_pair_differs_as_its_traces_do(
     advisor: Run, shared_file: Callable[[str], str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,6 +150,40 @@ def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "run" / "trials.json").read_text())
     assert report["interrupted"] is True
     assert {trial["outcome"] for trial in report["trials"]} >= {"not run"}
+
+
+HANGS = """
+import os, socket, time
+import torch
+with socket.create_connection(("127.0.0.1", PORT)) as told:
+    told.sendall(str(os.getpid()).encode())
+time.sleep(3600)
+"""
+
+
+def test_what_ends_it_ends_the_program_too(tmp_path: Path) -> None:
+    """SIGTERM is what CI and servers send; the program has a session of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(120)
+        (tmp_path / "hangs.py").write_text(HANGS.replace("PORT", str(server.getsockname()[1])))
+        process = command(tmp_path, "--out", "run", "hangs.py")
+        connection, _ = server.accept()
+        with connection:
+            pid = int(connection.recv(20))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_program_that_does_not_train_is_one_line(

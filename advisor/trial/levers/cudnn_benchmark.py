@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from advisor.trial.lever import Lever
+from advisor.trial.patch import hold
 from advisor.trial.spec import Value
 
 
@@ -15,12 +16,13 @@ class CudnnBenchmark(Lever):
     needs_cuda = True
 
     def apply(self, value: Value) -> None:
-        """At once."""
+        """At once, and against being set back."""
         import torch
 
         if not torch.backends.cudnn.benchmark:
             self.met()
         torch.backends.cudnn.benchmark = True
+        hold(torch.backends.cudnn, "benchmark")
 
     def lines(self, value: Value) -> str:
         """See Lever."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from advisor.trial.lever import Lever
+from advisor.trial.patch import hold
 from advisor.trial.spec import Value
 
 
@@ -30,6 +31,8 @@ class MatmulPrecision(Lever):
             original("high")
 
         torch.set_float32_matmul_precision = keep
+        hold(torch.backends.cuda.matmul, "allow_tf32", "fp32_precision")
+        hold(torch.backends.cudnn, "allow_tf32", "fp32_precision")
 
     def lines(self, value: Value) -> str:
         """See Lever."""

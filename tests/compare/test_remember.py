@@ -1,0 +1,103 @@
+"""A comparison of two recorded runs is a line of the ledger where one fix was put to the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from advisor import cli, ledger
+from advisor.advice.engine import Options
+from advisor.compare import compare
+from advisor.compare.remember import entry, remember
+from advisor.testing import TraceBuilder
+
+Record = Callable[..., Path]
+STEPS = [11_000.0 + n % 3 for n in range(30)]
+
+
+def training(wait: float = 0.0) -> TraceBuilder:
+    """Steps with a wait for the loader and 1 ms of the host's work."""
+    b = TraceBuilder("A100")
+    for number in range(8):
+        with b.step():
+            if wait:
+                b.loader_wait(wait + number % 3, workers=0)
+            with b.op("aten::mm", [[512, 512], [512, 512]], "c10::BFloat16"):
+                b.launch("ampere_bf16_gemm", 900)
+            b.host(970 + number % 3)
+    return b
+
+
+@pytest.fixture
+def runs(recorded: Record) -> tuple[Path, Path]:
+    """Before: 10 of 11 ms are a wait for the loader. After: none is."""
+    return (
+        recorded("before", STEPS, training(wait=10_000)),
+        recorded("after", [us - 10_000 for us in STEPS], training()),
+    )
+
+
+def lines(run: Path) -> list[ledger.Entry]:
+    return ledger.read(run / ledger.FILE).entries
+
+
+def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
+    runs: tuple[Path, Path],
+) -> None:
+    before, after = runs
+    c = compare(before, after, Options(config={}))
+    assert remember(c, unix=7)
+    (line,) = lines(after)
+    assert lines(before) == []
+    assert (line.unix, line.source, line.rule) == (7, "compare", "single-process-loader")
+    # by hand: 10 of 11 ms, of which the replay keeps what hides behind the device
+    assert line.measured == pytest.approx(10 / 11, abs=0.01)
+    assert line.measured_low <= line.measured <= line.measured_high
+    assert line.low <= line.predicted <= line.high
+    assert line.predicted == pytest.approx(10 / 11, abs=0.05)
+    assert line.inside
+    assert line.device == "NVIDIA A100-SXM4-80GB"
+    assert not remember(c, unix=8), "it was compared before"
+    assert len(lines(after)) == 1
+
+
+def test_what_is_written_names_no_program_file_or_host(runs: tuple[Path, Path]) -> None:
+    before, after = runs
+    remember(compare(before, after, Options(config={})), unix=1)
+    text = (after / ledger.FILE).read_text()
+    assert not any(word in text for word in (str(before.parent), "before", "gemm", "sgemm"))
+
+
+def test_nothing_is_remembered_where_nothing_was_fixed_or_traces_are_no_runs(
+    runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before, after = runs
+    assert entry(compare(before, before, Options(config={})), unix=1) is None
+    assert not remember(compare(after, before, Options(config={})), unix=1)
+    files = [training(wait=wait).write(tmp_path / f"{wait}.json") for wait in (10_000.0, 0.0)]
+    c = compare(files[0], files[1], Options(config={}))
+    assert entry(c, unix=1) is not None, "there is something to say"
+    assert not remember(c, unix=1), "and no folder of a run to say it in"
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_two_fixes_at_once_say_nothing_of_either(runs: tuple[Path, Path]) -> None:
+    from msgspec.structs import replace
+
+    c = compare(*runs, Options(config={}))
+    two = replace(c, realised=replace(c.realised, rules=("one", "other")))
+    assert entry(two, unix=1) is None
+
+
+def test_the_command_line_remembers_and_a_folder_that_cannot_be_written_to_is_no_error(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = map(str, runs)
+    assert cli.run(["compare", before, after]) == 0
+    assert len(lines(runs[1])) == 1
+    (runs[1] / ledger.FILE).unlink()
+    (runs[1] / ledger.FILE).mkdir()
+    assert cli.run(["compare", before, after]) == 0
+    assert "Traceback" not in capsys.readouterr().err

@@ -46,6 +46,8 @@ class Played:
     """All that happened, by rank and in order of the host's calls; local clocks, whole ns."""
 
     job: Job
+    step_ns: float
+    """Mean of the steps on the true clock."""
     catalogue: list[Kernel]
     calls: list[Call]
     steps: Table
@@ -61,8 +63,6 @@ class Played:
     reads: Table
     """The host reads the loss: ``rank step op call called wait closed start end``: the copy's call
     begins and ends, the wait ends with the operator; start and end of the copy."""
-    step_ns: float
-    """Mean of the steps on the true clock."""
 
 
 @dataclass
@@ -124,8 +124,8 @@ class Engine:
         self.data = np.ones(count)
         """Of a rank in this step."""
         self._at = {name: groups.of(np.arange(count)) for name, groups in job.groups.items()}
-        common = ("rank", "step", "spec", "thread", "op", "call", "called", "closed")
-        common = (*common, "start", "end", "held")
+        host = ("rank", "step", "spec", "thread", "op", "call", "called", "closed")
+        common = (*host, "start", "end", "held")
         self.kernels = _Log(common)
         extra = ("row", "sequence", "stream", "peer", "given", "out")
         self.talks = _Log((*common, *extra))
@@ -383,7 +383,7 @@ class Engine:
             order = np.lexsort((first, rank))
             for column in table:
                 table[column] = table[column][order]
-        return Played(job, self.catalogue, self.calls, *tables, step_ns=mean)
+        return Played(job, mean, self.catalogue, self.calls, *tables)
 
 
 def _factor(fault: Fault, kind: str, count: int) -> Times:

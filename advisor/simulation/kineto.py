@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ _RANGES = {
     "send": "nccl:send",
     "recv": "nccl:recv",
 }
+_FROM_HOST = re.compile(r'\{"ph": "X", "cat": "(cpu_op|user_annotation)"')
 COPY = "Memcpy DtoH (Device -> Pinned)"
 
 
@@ -139,7 +141,8 @@ class _Events:
         self.identity = 0
 
     def all(self) -> Iterator[str]:
-        """Every event, host first, as the profiler sorts them."""
+        """Every event: operators and ranges first, then calls and device work, as they come out of
+        the profiler's buffers."""
         played = self.played
         name = {"name": "process_name", "ph": "M", "ts": 0, "pid": self.pid, "tid": 0}
         yield json.dumps({**name, "args": {"name": "python3"}})
@@ -153,8 +156,14 @@ class _Events:
             *((row["call"], self._talk, row) for row in self._rows(played.talks)),
             *((row["call"], self._read, row) for row in self._rows(played.reads)),
         ]
+        later: list[str] = []
         for _, write, row in sorted(calls, key=lambda each: each[0]):
-            yield from write(row)
+            for text in write(row):
+                if _FROM_HOST.match(text):
+                    yield text
+                else:
+                    later.append(text)
+        yield from later
 
     def _rows(self, table: Table) -> Iterator[dict[str, int]]:
         mine = table["rank"] == self.rank

@@ -217,13 +217,17 @@ class Engine:
         kind: str,
         share: float = 1.0,
         *,
+        back: bool = False,
         wait: bool = False,
         key: str = "",
         after: str = "",
     ) -> None:
-        """A collective of groups ``name``, behind all compute so far. ``share``: of the groups'
-        message; ``wait``: the compute stream waits for it at once; ``key``: what ``wait`` and
-        ``after`` call it, the groups' name otherwise; ``after``: it begins behind that one."""
+        """A collective of groups ``name``, behind all compute so far.
+
+        ``share``: of the groups' message; ``back``: an all-to-all that brings tokens back;
+        ``wait``: the compute stream waits for it at once; ``key``: what ``wait`` and ``after`` call
+        it, the groups' name otherwise; ``after``: it begins behind that one.
+        """
         groups = self.job.groups[name]
         rows = np.unique(self._at[name][ranks])
         members = groups.members[rows]
@@ -239,7 +243,6 @@ class Engine:
         heavy = 1.0
         if kind == "all_to_all":
             got = np.round(out * self.load[members]).astype(np.int64)
-            back = share < 1.0
             given_all, out_all = (got, out_all) if back else (given_all, got)
             heavy = np.maximum(1.0, self.load[members].max(axis=1))
         ns = ALPHA_NS + whole * DTYPE_BYTES / self.job.rate[name] * self._link(members) * heavy

@@ -134,7 +134,7 @@ def _layer(engine: Engine, ranks: Ranks, kernels: tuple[Kernel, ...], *, backwar
         engine.talk(ranks, "ep", "all_to_all", wait=True)
         for _ in range(2 if backward else 1):
             engine.work(ranks, job.expert, expert=True)
-        engine.talk(ranks, "ep", "all_to_all", 0.999, wait=True)
+        engine.talk(ranks, "ep", "all_to_all", back=True, wait=True)
     if job.tp > 1:
         engine.talk(ranks, "tp", "allreduce", wait=True)
 

@@ -45,16 +45,22 @@ class Places:
         self.racks = dict(sorted(of_rack.items()))
 
 
-def find_who(excess: Floats, floor: float, limit: float, places: Places) -> list[Who]:
+def find_who(
+    excess: Floats, floor: float, limit: float, places: Places, *, spreads: bool = False
+) -> list[Who]:
     """Ranks whose ``excess`` (over those that are like them; NaN: not comparable) is above
     ``floor`` and would come by chance in less than ``limit``; told as hosts and racks where most
-    of these have it. The largest excess first."""
+    of these have it. ``spreads``: ranks that wait for one of their host hide what they have of the
+    same (the host runs ahead meanwhile), so that of the others any excess counts that chance does
+    not explain. The largest excess first."""
     chance = chances(excess)
     high = np.isfinite(excess) & (excess > floor)
     flagged = {
         place: float(chance[place]) for place in np.flatnonzero(high & (chance < limit)).tolist()
     }
     by_host = _hosts(excess, floor, limit, places, flagged)
+    if spreads:
+        _shared(excess, chance < limit, places, flagged, by_host)
     found = _racks(excess, floor, limit, places, by_host)
     covered = {place for who in found for place in who.places}
     for host, p in by_host.items():
@@ -86,6 +92,22 @@ def _hosts(
         if middle > floor and np.nanmean(values > middle / 2) >= MOST_OF_IT:
             found[name] = min(p, found.get(name, 1.0))
     return found
+
+
+def _shared(
+    excess: Floats,
+    unlikely: NDArray[np.bool_],
+    places: Places,
+    flagged: dict[int, float],
+    found: dict[str, float],
+) -> None:
+    """Add hosts of which one rank is odd and most of the others unlikely in the same direction."""
+    for name, own in places.hosts.items():
+        there = [place for place in own if place in flagged]
+        known = [place for place in own if np.isfinite(excess[place])]
+        also = [place for place in known if unlikely[place] and excess[place] > 0]
+        if there and name not in found and len(known) > 2 and len(also) >= MOST_OF_IT * len(known):
+            found[name] = min(flagged[place] for place in there)
 
 
 def _racks(

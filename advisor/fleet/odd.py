@@ -104,10 +104,11 @@ def persistent(fleet: Fleet) -> list[Seen]:
         left[name] = _middle(own.by_step[name], fleet.stage)
     left["host"] = _middle(own.by_step["host"] + own.by_step["copies"], fleet.stage)
     found: list[Seen] = []
-    for excess in left.values():
-        for who in find_who(excess, floor, CHANCE / len(left), fleet.places):
+    for name, excess in left.items():
+        limit, spreads = CHANCE / len(left), name in ("host", "input")
+        for who in find_who(excess, floor, limit, fleet.places, spreads=spreads):
             # others wait for the whole of a rank's work, not for a class of it
-            if float(np.nanmedian(total[list(who.places)])) > floor:
+            if float(np.nanmax(total[list(who.places)])) > floor:
                 _add(found, _seen(fleet, who, total))
     return _together(fleet, found)
 
@@ -115,10 +116,7 @@ def persistent(fleet: Fleet) -> list[Seen]:
 def _middle(by_step: Floats, stage: Ints) -> Floats:
     """By rank: median over the steps of how much it is above the ranks of its stage."""
     left = np.stack([residuals(column, stage) for column in by_step.T], axis=1)
-    found = np.full(len(left), np.nan)
-    known = np.isfinite(left).any(axis=1)
-    found[known] = np.nanmedian(left[known], axis=1)
-    return found
+    return middles(left, axis=1)
 
 
 def _add(found: list[Seen], fresh: Seen) -> None:
@@ -140,10 +138,10 @@ def _seen(fleet: Fleet, who: Who, total: Floats) -> Seen:
         place
         for place in range(len(fleet.summaries))
         if place not in inside and fleet.stage[place] in set(fleet.stage[at].tolist())
-    ]
+    ] or [place for place in range(len(fleet.summaries)) if place not in inside]
     values = fleet.own.values
-    usual = np.nanmedian(values[like], axis=0)
-    more = dict(zip(OWN, np.nanmean(values[at], axis=0) - usual, strict=False))
+    usual = middles(values[like], axis=0)
+    more = dict(zip(OWN, means(values[at], axis=0) - usual, strict=False))
     kind, device, families = _kind(fleet, at, like, more)
     return Seen(
         kind=kind,
@@ -152,7 +150,7 @@ def _seen(fleet: Fleet, who: Who, total: Floats) -> Seen:
         more={name: float(ns) for name, ns in more.items()},
         device=device,
         families=families,
-        others_ns=float(np.nanmedian(fleet.own.own[like])),
+        others_ns=float(middles(fleet.own.own[like][None, :], axis=1)[0]),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.fleet.chance import binomial_tail, chances, residuals
+from advisor.fleet.chance import binomial_tail, chances, means, middles, residuals
 from advisor.fleet.join import Joined, Waits
 from advisor.fleet.kernels import device_slower, longer_families
 from advisor.fleet.members import Places, Who, find_who
@@ -210,11 +210,8 @@ def stages(fleet: Fleet) -> list[Seen]:
     inside = np.concatenate([own[fleet.stage == n] - m for n, m in zip(names, middle, strict=True)])
     p = float(chances(np.append(inside, middle[top] - np.median(rest)))[-1])
     values = fleet.own.values
-    more = dict(
-        zip(
-            OWN, np.nanmedian(values[at], axis=0) - np.nanmedian(values[like], axis=0), strict=False
-        )
-    )
+    above = middles(values[at], axis=0) - middles(values[like], axis=0)
+    more = dict(zip(OWN, above, strict=False))
     odd = [fleet.summaries[place] for place in at.tolist()]
     others = [fleet.summaries[place] for place in like.tolist()]
     return [
@@ -241,7 +238,7 @@ def moving(fleet: Fleet, blamed: set[int]) -> list[Seen]:
     own = own.copy()
     own[sorted(blamed)] = np.nan
     # what a rank has in every step is no part of what moves
-    usual = np.nanmedian(own, axis=1, keepdims=True) if np.isfinite(own).any() else own[:, :1]
+    usual = middles(own, axis=1)[:, None]
     left = np.stack([residuals(column, fleet.stage) for column in (own - usual).T], axis=1)
     steps = np.flatnonzero(np.isfinite(left).sum(axis=0) >= 4)
     if len(steps) < MIN_STEPS:
@@ -262,7 +259,7 @@ def moving(fleet: Fleet, blamed: set[int]) -> list[Seen]:
     more = {}
     for name in OWN:
         each = fleet.own.by_step[name][:, steps]
-        each = each - np.nanmedian(each, axis=1, keepdims=True)
+        each = each - middles(each, axis=0)
         more[name] = float(np.nanmean(each[last, np.arange(len(steps))]))
     host = more["host"] + more["copies"]
     most = max(more["compute"], more["input"], host)
@@ -300,7 +297,7 @@ def late(fleet: Fleet) -> list[Seen]:
         return []
     like = np.flatnonzero(np.arange(len(fleet.summaries)) != place)
     values = fleet.own.values
-    more = dict(zip(OWN, values[place] - np.nanmedian(values[like], axis=0), strict=False))
+    more = dict(zip(OWN, values[place] - middles(values[like], axis=0), strict=False))
     if steps > 2 and sum(more.values()) <= 0:
         return []
     sizes = fleet.joined.seen[waits.row]

@@ -404,7 +404,7 @@ def _usual_transfer(joined: Joined, cells: Ints, transfer: Floats) -> Floats:
         dtype=np.int64,
     )[key]
     size = np.array([k.size for k in joined.keys], dtype=np.int64)[key]
-    seen = joined.seen[row]
+    seen = np.bincount(row)[row]  # of the ranks that are replayed
     lacking = (size > 0) & (seen < size)
     for kind in np.unique(of[lacking]).tolist():
         whole = (of == kind) & ~lacking

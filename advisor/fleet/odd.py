@@ -252,7 +252,8 @@ def moving(fleet: Fleet, blamed: set[int]) -> list[Seen]:
     hits = int((single < 0.05).sum())
     p = binomial_tail(hits, len(steps), 0.05)
     extreme = p < CHANCE and hits * 2 >= len(steps) and excess > MOVING_SHARE * fleet.step_ns
-    if not extreme and excess < BROAD_SHARE * fleet.step_ns:
+    # in most of the steps, not in one that was long
+    if not extreme and float(np.median(above)) < BROAD_SHARE * fleet.step_ns:
         return []
     if counts.max() > max(1.0, NEW_EACH_STEP * len(steps)):
         return []

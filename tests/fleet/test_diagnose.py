@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from msgspec.structs import replace
 from advisor.fleet.diagnose import diagnose
 from advisor.fleet.measure import summarise
 from advisor.fleet.report import JobReport, numbers
-from advisor.fleet.summary import Advice, Kernel, Summary, Unread
+from advisor.fleet.summary import Advice, Kernel, Step, Summary, Unread, pack
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job_by_hand import MS, Item, Meet, Program, Ran, Work, run
@@ -273,3 +275,70 @@ def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> Non
     assert exposed / first.step_ns == pytest.approx(0.38, abs=0.005)
     assert "by rank: 0 38%, 1 56%" in told_of.summary
     assert "all-to-all" in told_of.summary
+
+
+def large(ranks: int, steps: int, per: int, slow: int) -> list[Summary]:
+    """Data-parallel, whole columns at once: each collective ends when the last rank has come."""
+    rng = np.random.default_rng(9)
+    work = MS * rng.normal(1.0, 0.02, (ranks, steps * per))
+    work[slow] *= 1.3
+    end = np.cumsum(work.max(axis=0) + 0.1 * MS)
+    start = np.concatenate([[0.0], end[:-1]]) + work
+    clock = 3 * MS * rng.normal(size=ranks // 8)
+    base = run(2, 1, lambda rank, step: [Work(MS), Meet("world", (0, 1), 9.0)]).summaries[0]
+    assert base.collectives is not None
+    found = []
+    for rank in range(ranks):
+        own = start[rank] + clock[rank // 8]
+        over = end + clock[rank // 8]
+        begin = np.concatenate([[clock[rank // 8]], over[per - 1 : -1 : per]])
+        lines = [
+            Step(f"ProfilerStep#{n}", round(a) + 10**18, round(b) + 10**18)
+            for n, (a, b) in enumerate(zip(begin, over[per - 1 :: per], strict=True))
+        ]
+        waited = np.rint(over).astype(np.int64) - np.rint(own).astype(np.int64)
+        by_step = waited.reshape(steps, per).sum(axis=1)
+        length = np.array([line.end - line.start for line in lines])
+        index = np.arange(steps * per, dtype=np.int64)
+        columns = {
+            "key": np.zeros_like(index),
+            "order": index,
+            "step": index // per,
+            "start": np.rint(own).astype(np.int64) + 10**18,
+            "end": np.rint(over).astype(np.int64) + 10**18,
+            "exposed": waited,
+            "work": np.rint(work[rank]).astype(np.int64),
+        }
+        packed = {name: pack(values) for name, values in columns.items()}
+        found.append(
+            replace(
+                base,
+                rank=rank,
+                host=f"node-{rank // 8:03d}",
+                world=ranks,
+                steps=lines,
+                step_ns=float(length.mean()),
+                time={"compute": float((length - by_step).mean()), "idle": 0.0},
+                per_step={"compute": pack(length - by_step), "communication": pack(by_step)},
+                collectives=replace(base.collectives, size=[ranks], **packed),
+            )
+        )
+    return found
+
+
+def test_a_thousand_ranks_are_diagnosed_in_seconds_and_in_little_memory() -> None:
+    summaries = large(1024, 10, 100, slow=77)
+    tracemalloc.start()
+    begin = time.process_time()
+    report = diagnose(summaries)
+    took = time.process_time() - begin
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    (odd,) = report.odd
+    assert (odd.what, odd.name, odd.kind) == ("rank", "77", "compute")
+    # a million collectives, 100 a step: without it the last of 1,023 is some 3.2 deviations late
+    assert odd.gain_ns == pytest.approx(100 * (1.3 - 1.065) * MS, rel=0.1)
+    assert report.aligned == 1024
+    assert peak < 1 << 30
+    assert took < 60, "seconds of CPU; some 5 where memory is not traced"
+    assert len(report.to_json()) < 1 << 20

@@ -28,6 +28,8 @@ MAX_ERROR = 0.1
 """Of the step: a replay that misses the measured one by more prices nothing."""
 MAX_LOST_ERROR = 0.03
 """Of the step: how far the replay may be off with usual transfers for those of lost ranks."""
+HIDDEN = 0.05
+"""Of a send, exposed: less is what its stream's order leaves over."""
 TOUCHING_NS = 1_000.0
 """A collective that begins within this of the end of the one before may have waited for it."""
 QUEUED_NS = 5_000.0
@@ -170,6 +172,9 @@ class Replay:
         self.key = joined.key[joined.row[cells]]
         self.row = joined.row[cells]
         self.exposed = joined.exposed[cells]
+        sent = np.array([kind == "send_recv" for kind in self.kinds], dtype=np.bool_)[self.key]
+        self.unwaited = sent & (self.exposed <= HIDDEN * (end - start))
+        """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
         here = np.arange(len(cells))
         self.same = _before_in_group(joined, self.row, rank)
         self.follows = _waited_for(rank, start, end)
@@ -278,6 +283,7 @@ class Replay:
         progress, until, took = progress[cells], until[cells], took[cells]
         before, slot = self.before[cells], slot[cells]
         follows, same = self.follows[cells], self.same[cells]
+        free = np.where(self.unwaited[cells], np.inf, 0.0)
         for begin, end, rows, which in self.levels:
             part = slice(begin, end)
             ready = np.maximum(progress[part] + delay[before[part]], done[follows[part]])
@@ -285,7 +291,7 @@ class Replay:
             over = np.maximum.reduceat(ready, rows)[which] + took[part]
             done[cells[part]] = over
             here = slot[part]
-            delay[here] = np.maximum(delay[here - 1], over - until[part])
+            delay[here] = np.maximum(delay[here - 1], over - until[part] - free[part])
         final = delay[self.first[1:] + np.arange(ranks)]
         return np.asarray(own + final)
 

@@ -174,8 +174,7 @@ class Replay:
         self.exposed = joined.exposed[cells]
         sent = np.array([kind == "send_recv" for kind in self.kinds], dtype=np.bool_)[self.key]
         self.unwaited = sent & (self.exposed <= HIDDEN * (end - start))
-        """Sends that nobody waited for: they are over when the receiver has come, the work goes on.
-        Of other collectives that were hidden it is not known how much later would have done."""
+        """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
         here = np.arange(len(cells))
         self.same = _before_in_group(joined, self.row, rank)
         self.follows = _waited_for(rank, start, end)

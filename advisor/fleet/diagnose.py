@@ -149,7 +149,9 @@ def _odd(report: JobReport, fleet: Fleet, replay: Replay) -> None:
     told: list[tuple[Seen, Gain | None]] = []
     found = [*find_odd(fleet), *slow_links(fleet)]
     for seen in _joined(fleet, replay, found) if priced else found:
-        gain = price(fleet, replay, seen) if priced else None
+        # a rank that is not replayed (its file is cut off) has no price
+        there = priced and replay.whole[list(seen.who.places)].any()
+        gain = price(fleet, replay, seen) if there else None
         if gain is None or gain.gain >= MIN_GAIN_SHARE * step:
             told.append((seen, gain))
     told.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
@@ -232,7 +234,7 @@ def _not_checked(report: JobReport, fleet: Fleet, replay: Replay) -> None:
     damaged = [s.rank for s in fleet.summaries if s.damage]
     if damaged:
         report.not_checked["the work of damaged files"] = (
-            f"ranks {numbers(damaged)} are not compared with the others"
+            f"ranks {numbers(damaged)} are compared by the steps before the damage alone"
         )
     if fleet.joined.dropped:
         report.not_checked["all collectives"] = (

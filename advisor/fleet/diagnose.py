@@ -41,7 +41,7 @@ def diagnose(
 
     Raises AdvisorError: a summary's columns do not belong together.
     """
-    ordered = sorted(summaries, key=lambda s: (s.rank, s.path))
+    ordered, again = _one_each(summaries)
     report = JobReport(
         version=advisor.__version__,
         source=source,
@@ -72,7 +72,22 @@ def diagnose(
     report.findings, report.not_checked = merge(ordered, replay, fleet.step_ns)
     _communication(report, fleet, values)
     _not_checked(report, fleet, replay)
+    if again:
+        report.not_checked["further files of the same ranks"] = f"of ranks {numbers(again)}"
     return report
+
+
+def _one_each(summaries: Sequence[Summary]) -> tuple[list[Summary], list[int]]:
+    """By rank, of each the one with most steps, and the ranks of which there are more."""
+    kept: dict[object, Summary] = {}
+    again: list[int] = []
+    for place, summary in enumerate(sorted(summaries, key=lambda s: (-len(s.steps), s.path))):
+        key: object = summary.rank if summary.rank >= 0 else ("unknown", place)
+        if key in kept:
+            again.append(summary.rank)
+        else:
+            kept[key] = summary
+    return sorted(kept.values(), key=lambda s: (s.rank, s.path)), again
 
 
 def _most(names: Iterable[str]) -> str:

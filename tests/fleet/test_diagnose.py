@@ -243,6 +243,14 @@ def test_a_damaged_file_blames_nobody() -> None:
     assert "7" in report.not_checked["the work of damaged files"]
 
 
+def test_a_rank_counts_once_however_many_files_it_has() -> None:
+    ran = run(RANKS, STEPS, data_parallel(nothing))
+    report = diagnose([*ran.summaries, replace(ran.summaries[4], path="copy.json")])
+    assert report.read == RANKS
+    assert len(report.rows) == RANKS
+    assert "4" in report.not_checked["further files of the same ranks"]
+
+
 def test_no_rank_at_all_and_one_without_collectives() -> None:
     assert diagnose([]).verdict == "No rank could be read."
     lone = Summary(rank=0, path="a.json", step_ns=0.0)

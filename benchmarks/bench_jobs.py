@@ -130,8 +130,8 @@ pipeline parallel, experts. The same job with the same noise is then played with
 difference is the true gain. Every fault costs at least {LEAST_SHARE:.0%} of the step.
 
 Right is who names the kind of the fault first and exactly the ranks that have it, of those whose
-files are whole. A link is slow only where groups tell: over one group of all ranks nothing among the
-ranks says where it is.
+files are whole. A link is slow only where groups tell: over one group of all ranks nothing among
+the ranks says where it is, and what such groups lose is in the true gain all the same.
 
 {arguments.jobs} jobs with a fault and {arguments.healthy} without, {arguments.ranks} ranks each,
 seeds from {arguments.seed:,} on:

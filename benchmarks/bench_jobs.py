@@ -53,7 +53,7 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     report = diagnose(summaries, unread, source=f"simulated, seed {seed}")
     done = time.perf_counter()
     layout = played.job.layout
-    score = judge(report, truth)
+    score = judge(report, truth, played.job.cut)
     times = there - begin, told - there, done - told
     return Case(seed, layout, truth, score, *times, len(report.to_json()))
 
@@ -129,9 +129,9 @@ and up to three ranks that are lost or cut off. Layouts: DDP, FSDP, FSDP within 
 pipeline parallel, experts. The same job with the same noise is then played without the fault: the
 difference is the true gain. Every fault costs at least {LEAST_SHARE:.0%} of the step.
 
-Right is who names the kind of the fault first and exactly the ranks that have it, of those that
-were read. A link is slow only where groups tell: over one group of all ranks nothing among the
-ranks says where it is.
+Right is who names the kind of the fault first and exactly the ranks that have it, of those whose
+files are whole. A link is slow only where groups tell: over one group of all ranks nothing among
+the ranks says where it is, and what such groups lose is in the true gain all the same.
 
 {arguments.jobs} jobs with a fault and {arguments.healthy} without, {arguments.ranks} ranks each,
 seeds from {arguments.seed:,} on:
@@ -207,7 +207,7 @@ def single(arguments: argparse.Namespace) -> None:
         summaries, unread = summarise_all(played)
         report = diagnose(summaries, unread, source=f"simulated, seed {arguments.seed}")
         arguments.job.write_bytes(report.to_json())
-        print(judge(report, truth))
+        print(judge(report, truth, played.job.cut))
 
 
 if __name__ == "__main__":

@@ -186,13 +186,11 @@ class Engine:
         if not kernels:
             return
         job, shape = self.job, (len(ranks), len(kernels))
-        spec = np.array([self._spec_of(kernel) for kernel in kernels])
+        size = self.data[ranks] * (self.load[ranks] if expert else 1.0)
+        spec = self._specs_of(kernels, size)
         base = np.array([kernel.ns for kernel in kernels])
         noise = np.exp(self.rng.normal(0.0, job.noise, shape))
-        factor = self.device[ranks] * self.data[ranks]
-        if expert:
-            factor = factor * self.load[ranks]
-        ns = base * noise * factor[:, None]
+        ns = base * noise * (self.device[ranks] * size)[:, None]
         op, call, called, closed = self._launches(ranks, shape)
         ready = called + job.latency_ns
         busy = np.cumsum(ns + BETWEEN_NS, axis=1)
@@ -346,6 +344,15 @@ class Engine:
         if self.fault.kind == "slow_link":
             slow[np.isin(members, self.fault.ranks).any(axis=1)] = self.fault.factor
         return slow
+
+    def _specs_of(self, kernels: tuple[Kernel, ...], size: Times) -> NDArray[np.int64]:
+        """By rank and kernel. More data is more blocks: on other ranks it is another launch."""
+        sizes, which = np.unique(size, return_inverse=True)
+        rows = [
+            [self._spec_of(k._replace(blocks=max(1, round(k.blocks * each)))) for k in kernels]
+            for each in sizes.tolist()
+        ]
+        return np.array(rows)[which]
 
     def _spec_of(self, kernel: Kernel) -> int:
         if kernel not in self._spec:

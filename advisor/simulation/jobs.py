@@ -280,10 +280,14 @@ def _layer(
         Kernel("aten::mm", gemm, "gemm", dense[1]),
         Kernel("aten::add", add, "elementwise", small),
     ]
+    grouped = (
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<GroupProblemShape> >"
+    )
+    up, product = ("aten::_grouped_mm", grouped) if experts else ("aten::mm", gemm)
     feed = [
-        Kernel("aten::mm", gemm, "gemm", dense[2]),
+        Kernel(up, product, "gemm", dense[2]),
         Kernel("aten::gelu", gelu, "elementwise", small),
-        Kernel("aten::mm", gemm, "gemm", dense[3]),
+        Kernel(up, product, "gemm", dense[3]),
     ]
     forward = [*start, *([] if experts else feed), Kernel("aten::add_", add, "elementwise", small)]
     backward: list[Kernel] = []

@@ -117,7 +117,8 @@ def _parallel(engine: Engine) -> None:
             _more(engine, ranks, number, job.backward)
             for _ in range(job.layers):
                 _layer(engine, ranks, job.backward, backward=True)
-    for ranks in stages:
+    for number, ranks in enumerate(stages):
+        engine.wait(ranks, f"pp{number - 1}", f"pp{number}")  # sends are over before the optimizer
         engine.talk(ranks, "dp", "allreduce")
         engine.talk(ranks, "dp", "allreduce", 0.5)
         engine.wait(ranks, "dp")

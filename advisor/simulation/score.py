@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from advisor.fleet.report import JobReport, Odd
@@ -42,8 +43,9 @@ class Score(NamedTuple):
         return self.kind and self.who
 
 
-def judge(report: JobReport, truth: Truth) -> Score:
-    """Hold a report against the truth. Ranks that were not read cannot be named."""
+def judge(report: JobReport, truth: Truth, cut: Collection[int] = ()) -> Score:
+    """Hold a report against the truth. Ranks that were not read cannot be named; whether those are
+    whose files are ``cut`` off is not asked."""
     told = "; ".join(
         f"{odd.kind}{' moving' if odd.moves else ''} {odd.what} {odd.name} ({odd.ranks})"
         for odd in report.odd[:6]
@@ -54,7 +56,7 @@ def judge(report: JobReport, truth: Truth) -> Score:
     wanted = KIND[truth.kind]
     hits = [odd for odd in report.odd if odd.kind == wanted and odd.moves == truth.moves]
     kind = bool(report.odd) and report.odd[0] in hits
-    read = {row.rank for row in report.rows}
+    read = {row.rank for row in report.rows} - set(cut)
     guilty = set(truth.ranks) & read
     named = set().union(*(_ranks(odd) for odd in hits))
     who = bool(hits) if truth.moves else bool(hits) and named & read == guilty

@@ -40,6 +40,11 @@ def test_ranks_that_were_not_read_need_not_be_named() -> None:
     assert judge(whole, TRUTH).right
 
 
+def test_a_rank_whose_file_is_cut_off_may_be_named_or_not() -> None:
+    for ranks in ("8-14", "8-15"):
+        assert judge(report(blamed("input", ranks)), TRUTH, cut=(15,)).right
+
+
 def test_another_kind_first_is_wrong_and_later_is_counted_beside() -> None:
     wrong = judge(report(blamed("network", "8-15"), blamed("input", "8-15")), TRUTH)
     assert not wrong.kind and wrong.who and wrong.beside == 1

@@ -15,7 +15,7 @@ from advisor.analysis.host_comms import describe_on_host, has_host_collectives
 from advisor.analysis.names import map_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from advisor.analysis import Analysis
 
@@ -34,7 +34,17 @@ END_TOLERANCE_NS = 1_000_000.0
 MIN_MATCHES = 3
 """One difference of ends always agrees with itself: fewer say nothing about the error."""
 
-_SAME = ("group", "ranks", "collective", "bytes", "annotation", "step", "sequence")
+_SAME = (
+    "group",
+    "ranks",
+    "collective",
+    "bytes",
+    "annotation",
+    "step",
+    "sequence",
+    "source",
+    "target",
+)
 _DIGITS = re.compile(r"\d+")
 _KEY = (*_SAME, "order", "count")
 Times = NDArray[np.float64]
@@ -212,7 +222,7 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     """
     numbers = tuple(ranks)
     stepped = all(a.steps.numbered for a in ranks.values())
-    every = pl.concat([_keyed(a, n, stepped=stepped) for n, a in ranks.items()])
+    every = pl.concat([keyed(a, n, stepped=stepped) for n, a in ranks.items()])
     # what one rank has twice under one key cannot be told apart
     doubled = every.group_by(*_KEY, "rank").len().filter(pl.col("len") > 1).select(_KEY)
     table = (
@@ -233,10 +243,15 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     return Matches(table.drop("row", "count"), numbers, start, end)
 
 
-def _keyed(a: Analysis, rank: int, *, stepped: bool) -> pl.DataFrame:
-    """Synchronising collectives of one rank, with the key that they are matched by."""
+def keyed(
+    a: Analysis, rank: int, *, stepped: bool, kinds: Sequence[str] = SYNCHRONISING
+) -> pl.DataFrame:
+    """Collectives of one rank, by their start, with the key that they are matched by:
+    ``group``, ``ranks``, ``collective``, ``bytes``, ``annotation``, ``step`` (see
+    :func:`match_collectives`), ``sequence``, ``order`` and ``count`` (among those of the same
+    key), ``group_size``, ``start``, ``end`` (ns of the trace), ``rank``."""
     described = describe_on_host(a) if a.device_id is None else describe(a)
-    table = described.filter(pl.col("collective").is_in(SYNCHRONISING))
+    table = described.filter(pl.col("collective").is_in(kinds))
     marks = a.steps.marks
     name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
     if stepped and marks.height:
@@ -246,13 +261,17 @@ def _keyed(a: Analysis, rank: int, *, stepped: bool) -> pl.DataFrame:
         inside = (at >= 0) & (launch < marks["end"].to_numpy()[np.maximum(at, 0)])
         name = marks["name"].gather(np.maximum(at, 0)).set(pl.Series(~inside), None)
     own_amount = pl.col("collective") == "all_to_all"
-    recorded = pl.col("sequence").is_not_null()
+    # ranks of a pipeline count their sends each for itself: they are matched by who sends to whom
+    pair = pl.col("source").is_not_null() & pl.col("target").is_not_null()
+    recorded = pl.col("sequence").is_not_null() & ~pair
     table = table.select(
         "group",
         "ranks",
         "collective",
-        "sequence",
         "group_size",
+        "source",
+        "target",
+        sequence=pl.when(recorded).then("sequence"),
         bytes=pl.when(~own_amount).then("bytes"),
         step=pl.when(~recorded).then(name),
         annotation=map_names(
@@ -263,5 +282,5 @@ def _keyed(a: Analysis, rank: int, *, stepped: bool) -> pl.DataFrame:
         rank=pl.lit(rank, dtype=pl.Int64),
     )
     if stepped:  # the traces may begin at different ones of those launched before the first step
-        table = table.filter(pl.col("step").is_not_null() | recorded)
+        table = table.filter(pl.col("step").is_not_null() | pl.col("sequence").is_not_null())
     return table.with_columns(order=pl.int_range(pl.len()).over(_SAME), count=pl.len().over(_SAME))

@@ -1,0 +1,43 @@
+"""Diagnoses of a few simulated jobs; ``benchmarks.bench_jobs`` holds hundreds against the truth."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.fleet.diagnose import diagnose
+from advisor.fleet.report import JobReport
+from advisor.simulation.jobs import FAULTS, HEALTHY
+from advisor.simulation.programs import play
+from advisor.simulation.score import Score, judge
+from advisor.simulation.summaries import summarise_all
+
+RANKS = 32
+
+
+def diagnosed(seed: int, kind: str) -> Score:
+    """A small job, held against its truth; its report survives being sent."""
+    played, truth = play(seed, RANKS, kind)
+    report = diagnose(*summarise_all(played))
+    assert report.world == RANKS and report.read == RANKS - len(played.job.lost)
+    assert JobReport.from_json(report.to_json()) == report
+    return judge(report, truth, played.job.cut)
+
+
+def test_nearly_all_faults_are_told_for_what_they_are_and_where() -> None:
+    jobs = [(seed, FAULTS[seed % len(FAULTS)]) for seed in range(2 * len(FAULTS))]
+    found = {job: diagnosed(*job) for job in jobs}
+    wrong = {job: score.told for job, score in found.items() if not score.right}
+    assert len(wrong) <= 1, wrong
+    assert sum(score.beside for score in found.values()) <= 1
+
+
+def test_what_a_fault_costs_is_told_about_right() -> None:
+    for seed, kind in ((0, "slow_device"), (5, "slow_input"), (3, "slow_host")):
+        played, truth = play(seed, RANKS, kind)
+        score = judge(diagnose(*summarise_all(played)), truth)
+        assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.3)
+
+
+def test_jobs_without_a_fault_alarm_nobody() -> None:
+    told = [diagnosed(seed, HEALTHY).told for seed in range(8)]
+    assert told == [""] * len(told)

@@ -14,9 +14,7 @@ from advisor.report import palette
 from advisor.report.html import fill
 from advisor.report.renderer import DEFAULT, Options, Renderer
 
-POLICY: Final = (
-    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-)
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """Content security policy: styles of the page itself, and nothing else from anywhere."""
 SHADES: Final = 4
 """Colours on either side of the median's."""

@@ -15,7 +15,7 @@ from advisor.analysis.host_comms import describe_on_host, has_host_collectives
 from advisor.analysis.names import map_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from advisor.analysis import Analysis
 
@@ -212,7 +212,7 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     """
     numbers = tuple(ranks)
     stepped = all(a.steps.source in ("ProfilerStep", "recorder") for a in ranks.values())
-    every = pl.concat([_keyed(a, n, stepped=stepped) for n, a in ranks.items()])
+    every = pl.concat([keyed(a, n, stepped=stepped) for n, a in ranks.items()])
     # what one rank has twice under one key cannot be told apart
     doubled = every.group_by(*_KEY, "rank").len().filter(pl.col("len") > 1).select(_KEY)
     table = (
@@ -233,10 +233,15 @@ def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
     return Matches(table.drop("row", "count"), numbers, start, end)
 
 
-def _keyed(a: Analysis, rank: int, *, stepped: bool) -> pl.DataFrame:
-    """Synchronising collectives of one rank, with the key that they are matched by."""
+def keyed(
+    a: Analysis, rank: int, *, stepped: bool, kinds: Sequence[str] = SYNCHRONISING
+) -> pl.DataFrame:
+    """Collectives of one rank, by their start, with the key that they are matched by:
+    ``group``, ``ranks``, ``collective``, ``bytes``, ``annotation``, ``step`` (see
+    :func:`match_collectives`), ``sequence``, ``order`` and ``count`` (among those of the same
+    key), ``group_size``, ``start``, ``end`` (ns of the trace), ``rank``."""
     described = describe_on_host(a) if a.device_id is None else describe(a)
-    table = described.filter(pl.col("collective").is_in(SYNCHRONISING))
+    table = described.filter(pl.col("collective").is_in(kinds))
     marks = a.steps.marks
     name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
     if stepped and marks.height:

@@ -41,7 +41,7 @@ class Odd(Struct, frozen=True, kw_only=True):
     """A rank, host or rack that is not like the others."""
 
     what: str
-    """``rank``, ``host`` or ``rack``."""
+    """``rank``, ``host``, ``rack`` or ``stage`` (of a pipeline)."""
     name: str
     """``7``, ``node-03`` …"""
     ranks: str
@@ -57,6 +57,11 @@ class Odd(Struct, frozen=True, kw_only=True):
     """Chance that ranks that are alike would not look like this (0 to 1)."""
     why: str = ""
     """The measurement, in words."""
+    fix: str = ""
+    gain_ns: float | None = None
+    """What the job's step would gain without it, by replay; ``null``: not replayed."""
+    low_ns: float | None = None
+    high_ns: float | None = None
 
 
 class WhatIf(Struct, frozen=True, kw_only=True):

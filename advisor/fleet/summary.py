@@ -42,6 +42,20 @@ class Advice(Struct, frozen=True, kw_only=True):
     high_ns: float | None = None
     place: str = ""
     """``file:line (function)``."""
+    category: str = ""
+    """Of the rule."""
+    fix: str = ""
+    verify: str = ""
+
+
+class Kernel(Struct, array_like=True, frozen=True):
+    """One compute kernel of one launch size, inside the used steps."""
+
+    count: int
+    total_ns: float
+    """A step."""
+    median_ns: float
+    """Of one."""
 
 
 class Packed(Struct, frozen=True):
@@ -81,7 +95,8 @@ class Collectives(Struct, frozen=True, kw_only=True):
     key: Packed
     """Row of ``keys``."""
     order: Packed
-    """The how many-th of this key in the whole trace, or its sequence number."""
+    """Its sequence number where the trace has it (``sequenced``); else the how many-th of this key
+    it is: in the step that launched it where steps are marked, in the whole trace where not."""
     step: Packed
     """Row of ``Summary.steps``; -1: outside."""
     start: Packed
@@ -90,8 +105,9 @@ class Collectives(Struct, frozen=True, kw_only=True):
     exposed: Packed
     """ns of it with no compute on this rank."""
     work: Packed
-    """ns of the rank's own time before it: from the end of the collective before (or of the step's
-    start) to this one's start, without waiting for others."""
+    """ns of the rank's own time before it: from the start of the collective before (or of the
+    step's start) to this one's start, without communication that nothing hid. Where collectives
+    are not overlapped that is from the end of the one before."""
     synchronising: list[bool] = field(default_factory=list)
     """By key: whether no rank leaves it before all are there."""
     group: list[str] = field(default_factory=list)
@@ -102,6 +118,8 @@ class Collectives(Struct, frozen=True, kw_only=True):
     """By key: ``all_reduce`` …"""
     message: list[int] = field(default_factory=list)
     """By key: bytes; 0: not known."""
+    sequenced: list[bool] = field(default_factory=list)
+    """By key: ``order`` is a sequence number; empty: none is."""
     dropped: int = 0
     """Collectives that were left out to keep the summary small."""
 
@@ -136,6 +154,12 @@ class Summary(Struct, frozen=True, kw_only=True):
     """What the main thread does, by class."""
     families: dict[str, float] = field(default_factory=dict)
     """Kernels by family."""
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    """Compute kernels with most time, by the start of their name and a digest of name and launch
+    size: the same on every rank that runs the same."""
+    per_step: dict[str, Packed] = field(default_factory=dict)
+    """``time`` (with ``idle: <cause>`` for idle) of each of ``steps``, ns; where no device works
+    ``host_time`` and ``communication``."""
     communication: float = 0.0
     """All of it, hidden or not."""
     memory_peak: int | None = None

@@ -1,0 +1,93 @@
+"""How probable it is that the most extreme of ranks that are alike looks like this."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NORMAL_MAD = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+MOST_DEGREES = 30.0
+"""Of freedom: tails of measured times are heavier than the normal distribution's, and a thousand
+ranks reach far into them. Student's t of 30 leaves six deviations to one of a million."""
+MAD_EFFICIENCY = 0.37
+"""Of the median absolute deviation for normal scatter (Huber, Robust Statistics, 1981)."""
+
+
+def upper_tail(t: float, degrees: float) -> float:
+    """Probability of a larger value in Student's t distribution, to a few per cent of itself
+    (Wallace, Biometrika 46, 1959)."""
+    if not math.isfinite(t):
+        return 0.0 if t > 0 else 1.0
+    size = math.sqrt(degrees * math.log1p(t * t / degrees)) * (8 * degrees + 1) / (8 * degrees + 3)
+    tail = 0.5 * math.erfc(size / math.sqrt(2))
+    return tail if t >= 0 else 1 - tail
+
+
+def of_the_largest(tail: float, count: int) -> float:
+    """Probability that the largest of ``count`` is beyond what one is with probability ``tail``."""
+    if tail >= 1:
+        return 1.0
+    return -math.expm1(count * math.log1p(-tail))
+
+
+def binomial_tail(hits: int, tries: int, chance: float) -> float:
+    """Probability of ``hits`` or more."""
+    if hits <= 0:
+        return 1.0
+    total = 0.0
+    for k in range(hits, tries + 1):
+        log = math.lgamma(tries + 1) - math.lgamma(k + 1) - math.lgamma(tries - k + 1)
+        log += k * math.log(chance) + (tries - k) * math.log1p(-chance) if chance < 1 else 0.0
+        total += math.exp(log)
+    return min(1.0, total)
+
+
+def residuals(values: Floats, group: Ints) -> Floats:
+    """Each value less the median of its group; NaN in a group of fewer than three, where nobody
+    can be told from the others."""
+    left = np.full(len(values), np.nan)
+    for number in np.unique(group):
+        rows = np.flatnonzero((group == number) & np.isfinite(values))
+        if len(rows) >= 3:
+            left[rows] = values[rows] - np.median(values[rows])
+    return left
+
+
+def chances(left: Floats) -> Floats:
+    """For each residual: probability that the largest of as many alike ones is as large.
+
+    Two scales, and the smaller probability of the two, doubled: the median absolute deviation,
+    which several odd ones do not spoil, and the deviation of all others than the one in
+    question (Student's deleted residual), which is sharper where there are few.
+    """
+    found = np.ones(len(left))
+    known = np.flatnonzero(np.isfinite(left))
+    count = len(known)
+    if count < 4:
+        return found
+    values = left[known]
+    scale = NORMAL_MAD * float(np.median(np.abs(values)))
+    robust = min(MOST_DEGREES, max(2.0, MAD_EFFICIENCY * count - 1))
+    total, squares = float(values.sum()), float((values**2).sum())
+    for place, value in zip(known.tolist(), values.tolist(), strict=True):
+        if value <= 0:
+            continue
+        others = count - 1
+        mean = (total - value) / others
+        spread = math.sqrt(max(0.0, (squares - value * value) / others - mean * mean))
+        spread *= math.sqrt(others / (others - 1)) * math.sqrt(1 + 1 / others)
+        best = 1.0
+        if scale > 0:
+            best = upper_tail(value / scale, robust)
+        if spread > 0:
+            best = min(best, upper_tail((value - mean) / spread, min(MOST_DEGREES, count - 2)))
+        if scale == 0 and spread == 0:
+            best = 0.0
+        found[place] = min(1.0, 2 * of_the_largest(best, count))
+    return found

@@ -203,7 +203,7 @@ class Session:
         seen = landed(entry.path) if self.live else None
         try:
             memory = self.options.read.memory if entry is self.entries[0] else None
-            read = replace(self.options.read, progress=reading, memory=memory)
+            read = replace(self.options.read, progress=reading, memory=memory, urls=False)
             run = open_run(entry.path, read, rank=self.options.rank)
             entry.doing = "measuring"
             loaded = Loaded(entry.path, examine(run, self._options(run)))

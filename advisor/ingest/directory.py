@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from advisor.errors import AdvisorError
+from advisor.ingest.elsewhere import named_like_traces, read_source, traces_at
 from advisor.ingest.hosts import as_ranks, without_copies
 from advisor.ingest.memory import joined, with_memory
 from advisor.ingest.merged import ranks_in
@@ -19,12 +20,15 @@ from advisor.ingest.read import read_trace, with_window
 from advisor.ingest.reader import ReadOptions
 from advisor.ingest.registry import is_trace_name, trace_names
 from advisor.ingest.runs import SeveralRuns, runs_in
+from advisor.remote.source import Source
+from advisor.remote.urls import Ranks, is_url, local_path, rank_in, shown
 from advisor.rundir import is_run, read_recording
 from advisor.trace import Run, Trace
 
-_RANK = re.compile(r"(?:(?<![A-Za-z])rank|Rank|RANK)[-_. =]?(\d{1,6})(?!\d)")
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 MAX_FILES = 4096
+MOST_ELSEWHERE = 64
+"""Files of a URL that are held at once."""
 OVERLAP_NS = 1_000_000
 """Device times are converted to the host's clock: ends and starts this close are not an overlap."""
 
@@ -37,16 +41,18 @@ def open_run(
     window: int | Literal["first", "all"] = "all",
     executor: Executor | None = None,
 ) -> Run:
-    """Open a trace file, a directory of traces, or several of either, as one Run.
+    """Open a trace file, a directory of traces, or several of either, as one Run. Each can be a URL
+    that fsspec knows (``s3://bucket/run/``, ``zip://*.json::https://…``), unless
+    ``options.urls`` says otherwise; then it is the path of a file.
 
     A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its
     name or the nearest folder that has one, else -1; one file may hold several ranks that were
     merged into it (``merged.py``). Files of one rank are its windows, in order
     of time; ones that overlap in time are an error, because two recordings of one rank cannot.
     A run directory of the recorder is opened with all that was recorded, with or without traces.
-    ``rank`` keeps one rank only. ``window``: of a run directory, read only this window of each
-    rank, or its first that can be read; the others are told in ``Run.unread``. ``executor`` reads
-    files in parallel.
+    ``rank`` keeps one rank only, ``options.ranks`` several. ``window``: of a run directory,
+    read only this window of each rank, or its first that can be read; the others are told in
+    ``Run.unread``. ``executor`` reads files in parallel.
 
     One file must be a trace. Of several, those that are none are left out and told in
     ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, a directory
@@ -54,16 +60,19 @@ def open_run(
     not there, overlapping windows.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
+    given = [_here(path, options) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
         run = _open_recording(Path(given[0]), options, rank, window, executor)
         return with_memory(run, options)
-    files = _distinct([file for path in given for file in _files(str(path), len(given) > 1)])
+    ranks = Ranks(options.ranks) if options is not None and options.ranks else None
+    files = _distinct([file for path in given for file in trace_files(path, len(given) > 1)])
     if not files:
         raise AdvisorError("no trace given")
+    files = _of_ranks(files, range(rank, rank + 1) if rank is not None else ranks)
     problems: list[str] = []
     traces: list[Trace] = []
     if len(files) == 1:
-        traces.append(read_trace(files[0], options))
+        traces.append(_read(files[0], options))
     else:
         for trace in _read_all(files, options, executor):
             if isinstance(trace, str):
@@ -71,24 +80,31 @@ def open_run(
             else:
                 traces.append(trace)
     if not traces:
-        raise AdvisorError(
-            f"{given[0]}: none of the {len(files)} files is a readable trace; first: {problems[0]}"
-        )
+        none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
+        raise AdvisorError(f"{_shown(given[0])}: {none}")
     traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
     traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
     by_rank = _group(traces)
     if rank is not None:
         if rank not in by_rank:
             have = ", ".join(map(str, sorted(by_rank)))
-            raise AdvisorError(f"{given[0]}: no trace of rank {rank} (ranks present: {have})")
+            raise AdvisorError(
+                f"{_shown(given[0])}: no trace of rank {rank} (ranks present: {have})"
+            )
         by_rank = {rank: by_rank[rank]}
+    elif ranks is not None:
+        kept = {number: windows for number, windows in by_rank.items() if number in ranks}
+        if not kept:
+            have = ", ".join(map(str, sorted(by_rank)[:20]))
+            raise AdvisorError(f"--ranks {ranks.text}: no trace of these (ranks present: {have})")
+        by_rank = kept
     keyed = {}
     for number, windows in by_rank.items():
         _refuse_overlap(number, windows)
         for window, trace in enumerate(windows):
             shown = None if number < 0 else number
             keyed[number, window] = with_window(trace, shown, window)
-    path = Path(given[0]) if len(given) == 1 else None
+    path = Path(given[0]) if len(given) == 1 and not _is_elsewhere(given[0]) else None
     snapshots = {
         number: trace.meta.snapshot
         for number, trace in memory.items()
@@ -167,8 +183,45 @@ def _listed(folder: Path) -> list[Path]:
         raise AdvisorError(f"{folder}: cannot be read ({error.strerror or error})") from None
 
 
+def _here(path: str | Path, options: ReadOptions | None) -> str | Path:
+    """A path as it is given, a URL as text; what is not to be taken for one, and what is here all
+    the same (``file://…``), as Path."""
+    text = str(path)
+    if isinstance(path, Path) or not is_url(text):
+        return path
+    here = text if options is not None and not options.urls else local_path(text)
+    return text if here is None else Path(here)
+
+
+def _is_elsewhere(given: str | Path) -> bool:
+    return isinstance(given, str) and is_url(given)
+
+
+def _shown(given: str | Path) -> str:
+    return shown(given) if isinstance(given, str) else str(given)
+
+
+def _of_ranks(files: list[str | Source], ranks: Ranks | range | None) -> list[str | Source]:
+    """Without files elsewhere whose names tell another rank: those are not fetched. Raises
+    AdvisorError: there are more than can be held at once."""
+    kept = [
+        file
+        for file in files
+        if isinstance(file, str) or ranks is None or file.rank is None or file.rank in ranks
+    ]
+    if sum(isinstance(file, Source) for file in kept) > MOST_ELSEWHERE:
+        raise AdvisorError(
+            f"{len(kept)} traces elsewhere, more than {MOST_ELSEWHERE} to hold at once; choose "
+            "with --ranks, such as --ranks 0-7"
+        )
+    if not kept:
+        have = ", ".join(str(file.rank) for file in files[:20] if isinstance(file, Source))
+        raise AdvisorError(f"no trace of the ranks that were chosen (by the names: {have})")
+    return kept
+
+
 def _read_all(
-    files: list[str], options: ReadOptions | None, executor: Executor | None
+    files: Sequence[str | Source], options: ReadOptions | None, executor: Executor | None
 ) -> list[Trace | str]:
     if executor is None:
         return [_try_read(file, options) for file in files]
@@ -176,17 +229,30 @@ def _read_all(
     return list(executor.map(_try_read, files, [plain] * len(files)))
 
 
-def _try_read(file: str, options: ReadOptions | None) -> Trace | str:
+def _read(file: str | Source, options: ReadOptions | None) -> Trace:
+    if isinstance(file, str):
+        return read_trace(file, options)
+    return read_source(file, options or ReadOptions())
+
+
+def _try_read(file: str | Source, options: ReadOptions | None) -> Trace | str:
     """A trace, or the line that says why it is none."""
     try:
-        return read_trace(file, options)
+        return _read(file, options)
     except AdvisorError as error:
         return str(error)
 
 
+def trace_files(given: str | Path, one_of_several: bool) -> list[str | Source]:
+    """The trace files that a path, or a URL given as text, stands for. Raises AdvisorError: a
+    directory without any, or a path that is not there (the reader says so when it is the only
+    one)."""
+    if isinstance(given, str) and _is_elsewhere(given):
+        return list(traces_at(given))
+    return list(_files(str(given), one_of_several))
+
+
 def _files(path: str, one_of_several: bool) -> list[str]:
-    """The trace files that a path stands for. Raises AdvisorError: a directory without any, or a
-    path that is not there (the reader says so when it is the only one)."""
     if path == "-":
         return [path]
     if "\0" in path:
@@ -224,21 +290,18 @@ def _traces_under(folder: Path) -> Iterator[str]:
     os.scandir(folder).close()  # os.walk is silent about a folder that may not be read
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        exported = {name.removesuffix(".sqlite") for name in names if name.endswith(".sqlite")}
-        for name in names:
-            if name.endswith((".nsys-rep", ".qdrep")) and name.rpartition(".")[0] in exported:
-                continue  # nsys leaves a report beside its export
-            if is_trace_name(name) and not name.startswith("."):
-                file = Path(where, name)
-                if file.is_file():
-                    yield str(file)
+        for name in named_like_traces(names):
+            file = Path(where, name)
+            if file.is_file():
+                yield str(file)
 
 
-def _distinct(files: list[str]) -> list[str]:
+def _distinct(files: list[str | Source]) -> list[str | Source]:
     """Each file once, however often and by whichever path it was given."""
-    kept: dict[str, str] = {}
+    kept: dict[str, str | Source] = {}
     for file in files:
-        kept.setdefault(file if file == "-" else os.path.realpath(file), file)
+        at = file.at if isinstance(file, Source) else file
+        kept.setdefault(at if at == "-" or is_url(at) else os.path.realpath(at), file)
     return list(kept.values())
 
 
@@ -267,7 +330,5 @@ def _refuse_overlap(number: int, windows: list[Trace]) -> None:
 def _rank(trace: Trace) -> int:
     if trace.meta.rank is not None and trace.meta.rank >= 0:
         return trace.meta.rank
-    for part in reversed(Path(trace.meta.path).parts):
-        if found := _RANK.findall(part):
-            return int(found[-1])
-    return -1
+    number = rank_in(trace.meta.path)
+    return -1 if number is None else number

@@ -35,6 +35,10 @@ class ReadOptions:
     """A memory snapshot that belongs to what is read (``--memory``)."""
     step_ranges: str | None = None
     """Regular expression of the names of the ranges that are steps."""
+    ranks: str = ""
+    """Ranks to keep, such as ``0-63,512``; empty: all."""
+    urls: bool = True
+    """Whether a URL is fetched. False: what is given are paths, whatever they look like."""
     piece_bytes: int = PIECE
     """Bytes of text that are decoded at once."""
     parallel_from: int = PARALLEL_FROM

@@ -187,7 +187,7 @@ class Tools:
         with self._lock:
             found = self._kept.pop(key, None)
             if found is None:
-                read = ReadOptions(max_bytes=MOST_BYTES)
+                read = ReadOptions(max_bytes=MOST_BYTES, urls=False)
                 # no settings from a folder that a client may write to
                 found = examine(path, Options(rank=rank, read=read, config={}, prices=NO_PRICES))
             self._kept[key] = found

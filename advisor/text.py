@@ -105,7 +105,9 @@ def edges(low: float, high: float) -> str:
         (one for one in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)) if high >= one[1]), ("ns", 1.0)
     )
     width = (high - low) / size
-    places = max(0, min(6, 1 - math.floor(math.log10(width)))) if 0 < width < 10 else 0
+    if width <= 0:
+        return time(low)
+    places = max(0, min(6, 1 - math.floor(math.log10(width)))) if width < 10 else 0
     exact = places - 1 if places and round(width, places - 1) == round(width, 6) else places
     return f"{low / size:,.{exact}f} to {high / size:,.{exact}f} {unit}"
 

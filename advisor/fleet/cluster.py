@@ -37,7 +37,8 @@ class Cluster:
             raise AdvisorError(f"--cluster needs {error.name}: {install('cluster')}") from None
         self._patience = patience
         try:
-            self._client = Client(address, timeout=patience, set_as_default=False)
+            make: Any = Client  # with its types or without, as the version has it
+            self._client: Any = make(address, timeout=patience, set_as_default=False)
         except Exception as error:  # each kind of address fails in its own way
             why = reason(error) or type(error).__name__
             raise AdvisorError(f"--cluster {address}: no scheduler answers there ({why})") from None

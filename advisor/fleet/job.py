@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct, structs
@@ -18,6 +19,7 @@ from advisor.fleet.sources import Source, locate
 from advisor.fleet.summary import Summary, Unread
 from advisor.fleet.task import Order, Wanted
 from advisor.fleet.work import SECONDS, results
+from advisor.remote.urls import shown
 
 if TYPE_CHECKING:
     from advisor.fleet.cluster import Cluster
@@ -36,8 +38,8 @@ class Done(Struct):
     unread: int = 0
     moved: int = 0
     """Bytes of answers."""
-    waiting_for: str = ""
-    """Dask's dashboard."""
+    dashboard: str = ""
+    """Address of Dask's; empty: there is none."""
 
     @property
     def ranks(self) -> int:
@@ -50,12 +52,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def is_url(place: str) -> bool:
-    """``s3://bucket/run`` and the like; ``zip://`` and others without a host too."""
-    scheme, found, _ = place.partition("://")
-    return bool(found) and scheme.replace("+", "").replace("::", "").isalnum()
 
 
 def study(
@@ -81,7 +77,7 @@ def study(
     started = time.monotonic()
     found = list(locate(places, ranks) if sources is None else sources)
     if not found:
-        raise AdvisorError(f"{places[0]}: no traces there")
+        raise AdvisorError(f"{named(places)}: no traces there")
     chosen = wanted or Wanted()
     if not chosen.config:
         chosen = structs.replace(chosen, config=read_config())
@@ -95,7 +91,7 @@ def study(
         done.moved += size
 
     with _workers(workers, cluster, len(orders)) as crew:
-        done.waiting_for = getattr(crew, "link", "")
+        done.dashboard = getattr(crew, "link", "")
         say(done)
         for result in results(orders, crew, seconds=seconds, said=moved):
             if isinstance(result, Unread):
@@ -108,16 +104,35 @@ def study(
     summaries.sort(key=lambda one: (one.rank, one.path))
     unread.sort(key=lambda one: (one.rank, one.path))
     if not summaries:
-        first = unread[0]
         raise AdvisorError(
-            f"{places[0]}: none of the {len(unread)} ranks can be read; first: {first.why}"
+            f"{named(places)}: none of the {len(unread)} files can be read; first: "
+            f"{unread[0].path}: {unread[0].why}"
         )
     from advisor.fleet.diagnose import diagnose
 
-    report = diagnose(summaries, unread, source=places[0])
+    report = diagnose(summaries, unread, source=named(places))
     report.version = report.version or advisor.__version__
     report.seconds = time.monotonic() - started
     return report
+
+
+def count_ranks(places: Sequence[str]) -> int:
+    """How many ranks there are, by the names of the files: numbers behind ``rank``, else processes
+    as PyTorch names their files (``<host>_<pid>.<time>.pt.trace.json``). What has neither name may
+    be one rank's windows and is not counted. 0: nothing there that can be read."""
+    try:
+        found = locate(places)
+    except AdvisorError:
+        return 0
+    names = (Path(source.url).name for source in found if source.rank is None)
+    processes = {name.partition(".")[0] for name in names if ".pt.trace.json" in name}
+    return len({source.rank for source in found} - {None}) + len(processes)
+
+
+def named(places: Sequence[str]) -> str:
+    """What is analysed, without credentials."""
+    first = shown(places[0]) if places else ""
+    return f"{first} and {len(places) - 1} more" if len(places) > 1 else first
 
 
 def _workers(

@@ -1,4 +1,4 @@
-"""What a worker does for one file: fetch it, measure it, and say what came of it, whatever that is."""
+"""What a worker does for one file: fetches it, measures it, and says what came of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from advisor import __version__
 from advisor.errors import AdvisorError
 from advisor.fleet.sources import Source, opened
 from advisor.fleet.summary import MAX_DECODED, Unread, encode
+from advisor.remote.urls import placed
 
 if TYPE_CHECKING:
     from advisor.advice.engine import Options
@@ -121,10 +122,23 @@ def told(error: BaseException) -> str:
 
 
 def _measured(order: Order) -> bytes:
+    from advisor.fleet.hosts import host_of
     from advisor.fleet.measure import summarise
 
-    with opened(order.source) as path:
-        data = encode(summarise(path, order.source.rank, order.wanted.options()))
+    source = order.source
+    with opened(source) as path:
+        try:
+            summary = summarise(str(path), source.rank, order.wanted.options())
+        except AdvisorError as error:
+            raise AdvisorError(_without(str(error), str(path), source.url)) from None
+    if str(path) != source.url:  # a copy, in a folder that says nothing of where it came from
+        summary = structs.replace(summary, path=source.url, host=host_of(placed(source.url)))
+    data = encode(summary)
     if len(data) > MAX_DECODED:
         raise AdvisorError("its summary is too large to be sent")
     return data
+
+
+def _without(why: str, path: str, url: str) -> str:
+    """The reason without the file's name, which is told beside it: the same reason for many."""
+    return why.removeprefix(f"{path}: ").replace(path, url)

@@ -30,7 +30,7 @@ class Bin(NamedTuple):
 
     low: float
     high: float
-    count: int
+    ranks: int
 
     @property
     def words(self) -> str:

@@ -56,7 +56,7 @@ class Html(Renderer[JobReport]):
         """The page."""
         heat = views.heat_map(subject)
         bins = views.histogram(subject)
-        most = max((one.count for one in bins), default=1)
+        most = max((one.ranks for one in bins), default=1)
         found = [] if heat is None else strips(heat)
         high = 0
         if found and heat is not None:
@@ -68,7 +68,7 @@ class Html(Renderer[JobReport]):
             views=views,
             policy=POLICY,
             style=style(),
-            bins=[(one, f"{views.bar(one.count, most, 1000) / 10:.1f}") for one in bins],
+            bins=[(one, f"{views.bar(one.ranks, most, 1000) / 10:.1f}") for one in bins],
             heat=heat,
             strips=found,
             size=(LABELS + WIDE, high),

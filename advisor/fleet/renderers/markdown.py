@@ -49,8 +49,8 @@ def _steps(report: JobReport) -> list[str]:
     bins = views.histogram(report)
     if not bins:
         return []
-    most = max(one.count for one in bins)
-    rows = [[one.words, t.count(one.count), "█" * views.bar(one.count, most, 30)] for one in bins]
+    most = max(one.ranks for one in bins)
+    rows = [[one.words, t.count(one.ranks), "█" * views.bar(one.ranks, most, 30)] for one in bins]
     return [f"### The ranks' steps\n\n{table(['mean step', 'ranks', ''], 'rrl', rows)}"]
 
 

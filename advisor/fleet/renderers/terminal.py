@@ -53,13 +53,13 @@ def _steps(page: Page, report: JobReport) -> None:
     if not bins:
         return
     page.section("The ranks' steps", "mean step, ranks")
-    most = max(one.count for one in bins)
+    most = max(one.ranks for one in bins)
     names = [one.words for one in bins]
     wide, digits = max(map(len, names)), len(t.count(most))
     room = page.width - wide - digits - 6
     for one, name in zip(bins, names, strict=True):
-        length = views.bar(one.count, most, room)
-        told = f"{name:>{wide}}  {t.count(one.count):>{digits}}  "
+        length = views.bar(one.ranks, most, room)
+        told = f"{name:>{wide}}  {t.count(one.ranks):>{digits}}  "
         page.line(told, ("█" * length, "green"), indent=2)
 
 

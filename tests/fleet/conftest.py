@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from advisor.fleet.report import (
     Alike,
@@ -16,6 +20,8 @@ from advisor.fleet.report import (
     Spread,
     WhatIf,
 )
+from advisor.fleet.task import Wanted
+from advisor.testing import TraceBuilder
 
 NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
 CLASSES = ["compute", "communication", "copies", "idle"]
@@ -114,6 +120,82 @@ def job(ranks: int = 512, *, nasty: str = "", slow: int = 7) -> JobReport:
 
 
 @pytest.fixture
-def make_job() -> object:
+def make_job() -> Callable[..., JobReport]:
     """:func:`job`."""
     return job
+
+
+@pytest.fixture
+def same() -> Callable[[JobReport], bytes]:
+    """All of a report but how long it took."""
+    return lambda report: structs.replace(report, seconds=0.0).to_json()
+
+
+@pytest.fixture
+def nasty() -> str:
+    """A name that is markup to whoever does not escape it."""
+    return NASTY
+
+
+RULE = """
+import os, signal, time
+from pathlib import Path
+from advisor.model import Rule
+
+HERE = Path(__file__).parent
+
+
+class Trap(Rule):
+    '''Kills its process or waits in it where a file beside it says so.'''
+
+    id = "trap"
+    category = "host"
+
+    def check(self, a):
+        name = Path(a.trace.meta.path).name
+        if (HERE / f"{name}.always").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        once = HERE / f"{name}.once"
+        if once.exists():
+            once.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (HERE / f"{name}.waits").exists():
+            time.sleep(600)
+        return iter(())
+"""
+"""A rule of somebody's own, which runs where ranks are measured."""
+
+
+@dataclass
+class Fleet:
+    """Traces of a job in a folder, and a folder of rules with traps in it."""
+
+    folder: Path
+    rules: Path
+    ranks: int
+
+    def trap(self, rank: int, kind: str) -> None:
+        """``once`` or ``always``: who measures this rank is killed; ``waits``: he never ends."""
+        (self.rules / f"rank{rank}.json.{kind}").touch()
+
+    @property
+    def wanted(self) -> Wanted:
+        """With the traps."""
+        return Wanted(rules_folder=str(self.rules))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    """Six ranks of two steps; rank n computes n µs longer."""
+    made = Fleet(tmp_path / "job", tmp_path / "traps", 6)
+    made.folder.mkdir()
+    made.rules.mkdir()
+    (made.rules / "trap.py").write_text(RULE)
+    for rank in range(made.ranks):
+        b = TraceBuilder()
+        for _ in range(2):
+            with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", 900 + rank)
+                b.sync()
+        b.write(made.folder / f"rank{rank}.json")
+    return made

@@ -16,4 +16,4 @@ class Json(Renderer[JobReport]):
 
     def render(self, subject: JobReport, options: Options = DEFAULT) -> str:
         """Nothing is shortened or left out."""
-        return harmless(msgspec.json.format(subject.to_json(), indent=2))
+        return harmless(msgspec.json.format(subject.to_json(), indent=2)) + "\n"

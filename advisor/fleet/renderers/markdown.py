@@ -78,7 +78,8 @@ def _odd(report: JobReport) -> list[str]:
     lines = []
     for odd in report.odd[:MOST]:
         told = " · ".join([w.odd_kind(odd), *w.odd_figures(odd)])
-        why = f" {escape(odd.why)}" if odd.why else ""
+        why = f" {escape(odd.why)}." if odd.why else ""
+        why += f" Fix: {escape(odd.fix)}" if odd.fix else ""
         lines.append(f"- **{escape(w.odd_name(odd))}**: {escape(told)}.{why}")
     return ["\n".join(["### Not like the others", "", *lines, *_more(len(report.odd))])]
 

@@ -96,6 +96,8 @@ def _odd(page: Page, report: JobReport) -> None:
         page.wrapped(" · ".join(w.odd_figures(odd)), indent=3)
         if odd.why:
             page.wrapped(t.clean(odd.why), indent=3, style="dim")
+        if odd.fix:
+            page.wrapped(f"fix: {t.clean(odd.fix)}", indent=3)
     _more(page, len(report.odd), "rank or host", MOST_ODD)
 
 

@@ -27,7 +27,10 @@ PERFETTO = "https://ui.perfetto.dev"
 def command(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="PATH", help="Each a trace file, or a folder of one run's traces."),
+        typer.Argument(
+            metavar="PATH",
+            help="Each a trace file, a folder of one run's traces, or a job's report (JSON).",
+        ),
     ],
     host: Annotated[
         str,

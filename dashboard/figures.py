@@ -366,17 +366,18 @@ def ranks(
 
 
 def counts(labels: Sequence[str], values: Sequence[int], unit: str) -> Any:
-    """How many there are in each of several ranges."""
-    made = base(260)
+    """How many there are in each of several ranges, below each other."""
+    made = base(60 + 24 * len(labels))
     made.add_trace(
         go.Bar(
-            x=[plain(label) for label in labels],
-            y=list(values),
+            x=list(values),
+            y=[plain(label) for label in labels],
+            orientation="h",
             marker={"color": theme.CLASSES["compute"]},
-            hovertemplate=f"%{{x}}: %{{y:,}} {unit}<extra></extra>",
+            hovertemplate=f"%{{y}}: %{{x:,}} {unit}<extra></extra>",
         )
     )
-    made.update_xaxes(type="category")
-    made.update_yaxes(title=unit, rangemode="tozero")
-    made.update_layout(bargap=0.12)
+    made.update_xaxes(title=unit, rangemode="tozero", showgrid=True)
+    made.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    made.update_layout(bargap=0.15, margin={"l": 150, "t": 4})
     return made

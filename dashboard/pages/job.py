@@ -166,7 +166,12 @@ def _steps(report: JobReport) -> Any:
     told = "; ".join(f"{one.words}: {t.count(one.ranks)}" for one in bins if one.ranks)
     return card(
         "The ranks' steps",
-        figure(made, "job-steps", height=260, description=f"Ranks by mean step: {told}."),
+        figure(
+            made,
+            "job-steps",
+            height=60 + 24 * len(bins),
+            description=f"Ranks by mean step: {told}.",
+        ),
     )
 
 

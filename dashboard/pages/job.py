@@ -15,8 +15,8 @@ from advisor.dashboard.grid import Column, grid, register_search
 from advisor.dashboard.jobs import key_of, split
 from advisor.dashboard.parts import banner, card, empty, facts, figure, head, page, table, tiles
 from advisor.dashboard.session import Session
+from advisor.fleet import sentences as w
 from advisor.fleet import views
-from advisor.fleet import words as w
 from advisor.fleet.report import JobReport
 
 STRIP = 128

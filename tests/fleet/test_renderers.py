@@ -14,7 +14,7 @@ from advisor.errors import AdvisorError
 from advisor.fleet import views
 from advisor.fleet.formats import JOBS
 from advisor.fleet.report import JobReport, Row
-from advisor.fleet.words import sure
+from advisor.fleet.sentences import sure
 
 Make = Callable[..., JobReport]
 

@@ -7,8 +7,8 @@ from importlib.resources import files
 from typing import Final, NamedTuple
 
 from advisor import text as t
+from advisor.fleet import sentences as w
 from advisor.fleet import views
-from advisor.fleet import words as w
 from advisor.fleet.report import JobReport
 from advisor.report import palette
 from advisor.report.html import fill

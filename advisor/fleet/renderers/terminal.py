@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from advisor import text as t
+from advisor.fleet import sentences as w
 from advisor.fleet import views
-from advisor.fleet import words as w
 from advisor.fleet.report import JobReport
 from advisor.report.page import Page
 from advisor.report.renderer import DEFAULT, Options, Renderer

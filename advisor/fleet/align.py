@@ -16,8 +16,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-MIN_FOR_DRIFT = 24
-"""Collectives of a rank from which its clock's drift is told from scatter."""
+MIN_FOR_DRIFT = 12
+"""Collectives of a group from which the drift of its clocks is told from scatter."""
 MAX_DRIFT = 5e-4
 """Ten times what a quartz clock may drift: what looks like more is no drift."""
 ROUNDS = 6
@@ -134,15 +134,15 @@ class _Part:
         """Shift, drift and spread by rank; NaN: not placed."""
         ends = end[self.cells]
         counts = np.bincount(self.rank, minlength=ranks)
-        shift = self._place(ends, ranks)
+        shift, drift = self._place(ends, ranks)
         shift[counts < MIN_MATCHES] = np.nan
-        drift = np.zeros(ranks)
         placed = np.isfinite(shift)
         if not placed.any():
             return shift, drift, np.full(ranks, np.nan)
-        for turn in range(4):
+        for _ in range(2):
             residual = self._residual(ends, shift, drift)
-            self._correct(ends, residual, shift, drift, slope=turn > 0)
+            for each in np.flatnonzero(placed).tolist():
+                shift[each] += float(np.median(residual[self._of(each)]))
         residual = self._residual(ends, shift, drift)
         spread = np.full(ranks, np.nan)
         # distance from the others' middle: from the middle of all, times k / (k - 1)
@@ -171,62 +171,31 @@ class _Part:
         middle[rows] = medians(moved[kept], np.append(begin, len(kept)))
         return np.asarray(middle[self.which] - moved)
 
-    def _correct(
-        self, ends: Floats, residual: Floats, shift: Floats, drift: Floats, *, slope: bool
-    ) -> None:
-        """Move each rank to the middle of its residuals, and turn it where they lean."""
-        for rank in np.flatnonzero(np.isfinite(shift)).tolist():
-            cells = self._of(rank)
-            left = residual[cells]
-            if slope and len(cells) >= MIN_FOR_DRIFT:
-                when = ends[cells]
-                third = len(cells) // 3
-                order = np.argsort(when, kind="stable")
-                early, late = order[:third], order[-third:]
-                length = float(np.median(when[late]) - np.median(when[early]))
-                lean = float(np.median(left[late]) - np.median(left[early]))
-                if length > 0 and abs(lean) < MAX_DRIFT * length:
-                    drift[rank] += lean / length
-                    left = left - lean / length * when
-            shift[rank] += float(np.median(left))
-
-    def _place(self, ends: Floats, ranks: int) -> Floats:
-        """First offsets: group by group, each group brought to those that it shares ranks with."""
-        shift = np.full(ranks, np.nan)
-        relative = ends - medians(ends, self.at)[self.which]
+    def _place(self, ends: Floats, ranks: int) -> tuple[Floats, Floats]:
+        """Offsets and drifts: of the members of each group among themselves, then group by group,
+        each brought to those that it shares ranks with."""
+        shift, drift = np.full(ranks, np.nan), np.zeros(ranks)
         groups = self._groups(ranks)
-        inside: list[tuple[Ints, Floats]] = []
-        for members, cells in groups:
-            # the cells of a group are a matrix: a row a collective, a column a member
-            inside.append((members, np.median(relative[cells], axis=0)))
+        inside = [(members, *_within(ends[cells])) for members, cells in groups]
         of_rank: dict[int, list[int]] = {}
-        for number, (members, _) in enumerate(inside):
+        for number, (members, _, _) in enumerate(inside):
             for rank in members.tolist():
                 of_rank.setdefault(rank, []).append(number)
         weight = [len(cells) * len(members) for members, cells in groups]
-        done: set[int] = set()
-        start = int(np.argmax(weight))
-        members, middle = inside[start]
-        shift[members] = -middle
-        queue = [start]
-        while queue:  # groups in the order in which they are reached
-            reached = queue.pop(0)
-            if reached in done:
-                continue
-            done.add(reached)
-            members, middle = inside[reached]
+        reached = [int(np.argmax(weight))]
+        known_groups = set(reached)
+        shift[inside[reached[0]][0][0]] = 0.0
+        for number in reached:  # grows: groups in the order in which they are reached
+            members, offset, lean = inside[number]
             known = np.isfinite(shift[members])
-            level = float(np.median(shift[members][known] + middle[known]))
+            level = float(np.median(shift[members][known] + offset[known]))
+            turn = float(np.median(drift[members][known] + lean[known]))
             fresh = members[~known]
-            shift[fresh] = level - middle[~known]
-            around = {
-                number
-                for rank in members.tolist()
-                for number in of_rank[rank]
-                if number not in done
-            }
-            queue += sorted(around, key=lambda number: (-weight[number], number))
-        return shift
+            shift[fresh], drift[fresh] = level - offset[~known], turn - lean[~known]
+            around = {other for rank in members.tolist() for other in of_rank[rank]}
+            reached += sorted(around - known_groups, key=lambda other: (-weight[other], other))
+            known_groups |= around
+        return shift, drift
 
     def _groups(self, ranks: int) -> list[tuple[Ints, Ints]]:
         """Rows with the same members: (members, cells as rows x members)."""
@@ -241,3 +210,20 @@ class _Part:
             cells = self.at[rows][:, None] + np.arange(size[rows[0]])
             found.append((self.rank[cells[0]], cells))
         return found
+
+
+def _within(ends: Floats) -> tuple[Floats, Floats]:
+    """Offset and drift of each member (column) from the mean of the members, at time 0; each row
+    is a collective, in order of time or not. Drift is 0 where there are too few to tell."""
+    middle = ends.mean(axis=1)
+    apart = ends - middle[:, None]
+    lean = np.zeros(ends.shape[1])
+    if len(ends) >= MIN_FOR_DRIFT:
+        order = np.argsort(middle, kind="stable")
+        third = len(ends) // 3
+        early, late = order[:third], order[-third:]
+        length = float(np.median(middle[late]) - np.median(middle[early]))
+        if length > 0:
+            lean = (np.median(apart[late], axis=0) - np.median(apart[early], axis=0)) / length
+            lean[np.abs(lean) > MAX_DRIFT] = 0.0
+    return np.median(apart - lean * middle[:, None], axis=0), lean

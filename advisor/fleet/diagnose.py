@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 import advisor
-from advisor.fleet.join import Joined, join, waits
-from advisor.fleet.odd import find_odd
+from advisor.fleet import words
+from advisor.fleet.alike import find_alike
+from advisor.fleet.join import Joined, Waits, join, waits
+from advisor.fleet.members import Places
+from advisor.fleet.merged import merge
+from advisor.fleet.network import slow_links
+from advisor.fleet.odd import MIN_SHARE, Fleet, Seen, find_odd
+from advisor.fleet.price import no_stragglers, no_transfers, price
 from advisor.fleet.profile import CLASSES, Profile, profile
-from advisor.fleet.report import JobReport, Missing, Row, Spread, numbers
+from advisor.fleet.replay import Gain, Replay
+from advisor.fleet.report import JobReport, Missing, Row, Spread, WhatIf, numbers
+from advisor.fleet.stages import find_stages
 from advisor.fleet.summary import Summary, Unread
+from advisor.text import count, counted, percent, time
+
+Floats = NDArray[np.float64]
+
+MOST_ODD = 20
+MIN_GAIN_SHARE = 0.005
+"""Of the step: what is worth less by replay holds nobody up."""
 
 
 def diagnose(
@@ -30,7 +46,7 @@ def diagnose(
         read=len(ordered),
         device=_most(s.device for s in ordered),
         hosts=len({s.host for s in ordered if s.host}),
-        classes=list(CLASSES),
+        classes=[*CLASSES, "waiting"],
         bytes_read=sum(s.bytes_read for s in ordered),
         missing=_missing(unread),
     )
@@ -39,16 +55,25 @@ def diagnose(
         return report
     joined = join(ordered)
     own = profile(ordered)
+    found = waits(joined)
+    stage = find_stages(joined, len(ordered), len(own.steps))
+    fleet = Fleet(ordered, own, joined, found, stage, Places(ordered))
+    values = _values(own, found, joined)
     report.step = _spread(own)
-    report.rows = _rows(ordered, own)
+    report.rows = _rows(ordered, values)
+    report.alike = find_alike(ordered, values, report.classes, stage)
     _clocks(report, joined)
-    report.odd = find_odd(ordered, own, joined, waits(joined))
+    replay = Replay(ordered, own, joined)
+    report.replay_error = replay.error
+    _odd(report, fleet, replay)
+    report.findings, report.not_checked = merge(ordered, replay, fleet.step_ns)
+    _not_checked(report, fleet, replay)
     return report
 
 
-def _most(names: object) -> str:
-    counts = Counter(name for name in names if name)  # type: ignore[attr-defined]
-    return str(counts.most_common(1)[0][0]) if counts else ""
+def _most(names: Iterable[str]) -> str:
+    counts = Counter(name for name in names if name)
+    return counts.most_common(1)[0][0] if counts else ""
 
 
 def _missing(unread: Sequence[Unread]) -> list[Missing]:
@@ -74,9 +99,20 @@ def _spread(own: Profile) -> Spread | None:
     return Spread(least=least, low=low, median=median, high=high, most=most)
 
 
-def _rows(summaries: Sequence[Summary], own: Profile) -> list[Row]:
+def _values(own: Profile, found: Waits, joined: Joined) -> Floats:
+    """ns a step by class, with what a rank waits for others apart from transfers."""
+    open_wait = np.bincount(
+        joined.rank[found.cells], weights=found.exposed, minlength=len(own.step_ns)
+    )
+    steps = np.maximum(np.array([np.isfinite(row).sum() for row in own.own_by_step]), 1)
+    communication = own.values[:, -1]
+    waiting = np.minimum(open_wait / steps, communication)
+    return np.column_stack([own.values[:, :-1], communication - waiting, waiting])
+
+
+def _rows(summaries: Sequence[Summary], values: Floats) -> list[Row]:
     return [
-        Row(s.rank, s.host, s.path, s.step_ns, np.nan_to_num(own.values[place]).round().tolist())
+        Row(s.rank, s.host, s.path, s.step_ns, np.nan_to_num(values[place]).round().tolist())
         for place, s in enumerate(summaries)
     ]
 
@@ -86,3 +122,72 @@ def _clocks(report: JobReport, joined: Joined) -> None:
     report.aligned = int(np.isfinite(clocks.shift).sum())
     report.error_ns = clocks.error_ns
     report.not_aligned = clocks.reason
+
+
+def _odd(report: JobReport, fleet: Fleet, replay: Replay) -> None:
+    """Who is odd, what that costs, and what the job would gain without."""
+    step, priced = fleet.step_ns, not replay.reason
+    told: list[tuple[Seen, Gain | None]] = []
+    for seen in [*find_odd(fleet), *slow_links(fleet)]:
+        gain = price(fleet, replay, seen) if priced else None
+        if gain is None or gain.gain >= MIN_GAIN_SHARE * step:
+            told.append((seen, gain))
+    told.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
+    steps = len(fleet.own.steps)
+    report.odd = [words.odd(fleet, seen, gain, steps) for seen, gain in told[:MOST_ODD]]
+    changes = [(words.what_if(fleet, seen), gain) for seen, gain in told[:MOST_ODD] if gain]
+    if priced:
+        changes.append(
+            ("no stragglers: every rank at the median in every step", no_stragglers(fleet, replay))
+        )
+        for kind in sorted({key.kind for key in fleet.joined.keys}):
+            name = kind.replace("_", "-")
+            changes.append(
+                (f"all {name} transfers hidden under compute", no_transfers(replay, kind))
+            )
+    report.what_if = [
+        WhatIf(text=text, gain_ns=gain.gain, low_ns=gain.low, high_ns=gain.high)
+        for text, gain in sorted(changes, key=lambda item: -item[1].gain)
+        if gain.gain >= MIN_GAIN_SHARE * step
+    ]
+    report.verdict = _verdict(report, fleet, told)
+
+
+def _verdict(report: JobReport, fleet: Fleet, told: list[tuple[Seen, Gain | None]]) -> str:
+    """The job in one sentence, a second where nobody is odd."""
+    who = counted(report.read, "rank")
+    if report.missing:
+        who += f" of {count(report.read + sum(m.count for m in report.missing))}"
+    if report.step is None:
+        return f"{who}: no step was measured."
+    begin = f"{who}, {time(report.step.median)} a step"
+    if told:
+        text = f"{begin}: {words.headline(fleet, *told[0])}"
+        if len(told) > 1:
+            text += f"; {counted(len(told) - 1, 'more odd one')}"
+        return f"{text}."
+    column = dict(zip(report.classes, np.array([row.values for row in report.rows]).T, strict=True))
+    step = fleet.own.step_ns
+    share = (column["communication"] + column["waiting"]).sum() / max(step.sum(), 1.0)
+    waiting = column["waiting"].sum() / max(step.sum(), 1.0)
+    text = f"{begin}: no rank is told from the others"
+    if share >= MIN_SHARE:
+        text += f"; {percent(share)} of it is communication that nothing hides"
+        if waiting >= MIN_SHARE:
+            text += f", {percent(waiting)} waiting for whoever is last"
+    return f"{text}."
+
+
+def _not_checked(report: JobReport, fleet: Fleet, replay: Replay) -> None:
+    """What could not be looked at."""
+    if replay.reason:
+        report.not_checked["gains for the job"] = replay.reason
+    damaged = [s.rank for s in fleet.summaries if s.damage]
+    if damaged:
+        report.not_checked["the work of damaged files"] = (
+            f"ranks {numbers(damaged)} are not compared with the others"
+        )
+    if fleet.joined.dropped:
+        report.not_checked["all collectives"] = (
+            f"{count(fleet.joined.dropped)} of later steps are left out to keep summaries small"
+        )

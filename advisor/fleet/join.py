@@ -59,6 +59,8 @@ class Joined:
     clocks: Clocks
     dropped: int
     """Collectives that summaries left out."""
+    origin: int = 0
+    """ns on the ranks' own clocks at which ``start`` and ``end`` are 0."""
 
     @property
     def rows(self) -> int:
@@ -131,9 +133,9 @@ def join(summaries: Sequence[Summary]) -> Joined:
     cells = {name: values[order] for name, values in cells.items()}
     row = row[order]
     first = np.flatnonzero(np.concatenate([[True], row[1:] != row[:-1]])) if len(row) else row
-    base = float(cells["start"].min()) if len(row) else 0.0
-    start = (cells["start"] - np.int64(base)).astype(np.float64)
-    end = (cells["end"] - np.int64(base)).astype(np.float64)
+    origin = int(cells["start"].min()) if len(row) else 0
+    start = (cells["start"] - origin).astype(np.float64)
+    end = (cells["end"] - origin).astype(np.float64)
     row = np.cumsum(np.concatenate([[True], row[1:] != row[:-1]])) - 1 if len(row) else row
     key = cells["key"][first] if len(row) else row
     bounds = np.append(first, len(row)).astype(np.int64)
@@ -156,6 +158,7 @@ def join(summaries: Sequence[Summary]) -> Joined:
         key=key.astype(np.int64),
         clocks=clocks,
         dropped=sum(s.collectives.dropped for s in summaries if s.collectives is not None),
+        origin=origin,
     )
 
 

@@ -30,7 +30,7 @@ class Profile:
     """A row a rank (place in the list of summaries)."""
 
     values: Floats
-    """Mean ns a step by class (columns: CLASSES); NaN: not measured."""
+    """Mean ns a step by class (columns: CLASSES); NaN: not measured, or the file is damaged."""
     steps: list[str]
     """Names of the steps that most ranks have."""
     by_step: dict[str, Floats]
@@ -62,8 +62,8 @@ def profile(summaries: Sequence[Summary]) -> Profile:
     by_step = {name: np.full((len(summaries), len(steps)), np.nan) for name in OWN}
     for place, summary in enumerate(summaries):
         columns = own_columns(summary)
-        if columns is None:
-            continue
+        if columns is None or summary.damage:
+            continue  # of a file that is cut off, what is missing would pass for idle time
         for column, name in enumerate(CLASSES):
             values[place, column] = float(columns[name].mean()) if len(columns[name]) else np.nan
         where = [at.get(step.name, -1) for step in summary.steps]

@@ -1,0 +1,118 @@
+"""The files of simulated jobs are read as any other, to the numbers that the short way has."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from advisor.advice.engine import examine
+from advisor.fleet.measure import summarise
+from advisor.fleet.summary import Packed, Summary, unpack
+from advisor.simulation import kineto
+from advisor.simulation.engine import Played
+from advisor.simulation.jobs import HEALTHY
+from advisor.simulation.programs import play, simulate
+from advisor.simulation.summaries import summarise_all
+
+APART = ("path", "events", "bytes_read", "findings", "not_checked")
+"""What only a file has."""
+
+
+def small(seed: int, kind: str) -> Played:
+    """A job of 16 ranks and three steps, all of whose files are whole."""
+    played, _ = play(seed, 16, kind, steps=3)
+    return simulate(replace(played.job, lost=(), cut=()))
+
+
+def plain(value: object) -> object:
+    """Without packing, to be compared."""
+    if isinstance(value, Packed):
+        return unpack(value).tolist()
+    if isinstance(value, float):
+        return float(f"{value:.12g}")
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [(1, "slow_host"), (2, "pipeline_imbalance"), (4, "expert_imbalance"), (5, "slow_input")],
+)
+def test_a_file_says_what_the_summary_without_a_file_says(
+    tmp_path: Path, seed: int, kind: str
+) -> None:
+    played = small(seed, kind)
+    fast, unread = summarise_all(played)
+    assert not unread and len(fast) == 16
+    for rank in (0, 13):
+        path = tmp_path / kineto.file_name(played.job, rank)
+        path.write_bytes(gzip.compress(kineto.trace(played, rank), 1))
+        read = summarise(str(path))
+        for name in Summary.__struct_fields__:
+            if name not in APART:
+                told, expected = plain(getattr(fast[rank], name)), plain(getattr(read, name))
+                assert told == expected, name
+        assert read.findings or read.not_checked
+
+
+def test_analyze_reads_a_simulated_file_without_complaint(tmp_path: Path) -> None:
+    played = small(3, HEALTHY)
+    path = tmp_path / kineto.file_name(played.job, 5)
+    path.write_bytes(gzip.compress(kineto.trace(played, 5), 1))
+    done = examine(path)
+    assert list(done.analyses) == [5] and done.main.step_count == 3
+    trace = done.main.trace
+    assert not trace.meta.truncated and trace.meta.nesting_repaired == 0
+    lost = {why for why in trace.meta.events_dropped if not why.startswith("not used")}
+    assert not lost
+    assert trace.gpu["launch"].null_count() == 0
+    kernels = played.kernels["rank"] == 5
+    assert (trace.gpu["name"].cast(str).str.contains("nccl")).sum() == (
+        played.talks["rank"] == 5
+    ).sum()
+    assert trace.gpu.height == kernels.sum() + (played.talks["rank"] == 5).sum() + 3
+
+
+def test_lost_ranks_have_no_file_and_cut_ones_say_so(tmp_path: Path) -> None:
+    played = small(7, HEALTHY)
+    played = simulate(replace(played.job, lost=(2,), cut=(9,)))
+    files = kineto.write(played, tmp_path)
+    assert len(files) == 15
+    cut = next(path for path in files if f"_{kineto.PID + 9}." in path.name)
+    assert summarise(str(cut)).damage
+    fast = {summary.rank: summary for summary in summarise_all(played)[0]}
+    assert sorted(fast) == [rank for rank in range(16) if rank != 2]
+    assert fast[9].damage and not fast[8].damage
+    assert fast[9].time["compute"] < 0.7 * fast[8].time["compute"]
+
+
+def test_clocks_of_hosts_are_apart_and_drift() -> None:
+    played = small(8, HEALTHY)
+    steps = played.steps
+    begin = [int(steps["start"][steps["rank"] == rank][0]) for rank in range(16)]
+    same = [abs(begin[rank] - begin[0]) for rank in range(8)]
+    other = [abs(begin[rank] - begin[0]) for rank in range(8, 16)]
+    assert max(same) < 1_000 < min(other)
+    true = simulate(replace(played.job, offset_ns=0.0, drift=0.0)).steps
+    stretch = [
+        np.ptp(steps["end"][steps["rank"] == rank]) / np.ptp(true["end"][true["rank"] == rank]) - 1
+        for rank in (0, 8)
+    ]
+    assert all(0 < abs(part) <= 51e-6 for part in stretch)
+    assert not math.isclose(*stretch, rel_tol=1e-3)
+
+
+def test_long_lists_of_ranks_are_cut_as_pytorch_cuts_them() -> None:
+    assert kineto.told_ranks([0, 8]) == "[0, 8]"
+    assert kineto.told_ranks(list(range(64))).endswith("27, 28, ..., 63]")

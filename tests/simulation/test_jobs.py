@@ -1,0 +1,175 @@
+"""Simulated jobs: hosts, streams and collectives behave as real ones, and faults as they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from advisor.simulation.engine import COMPUTE_STREAM, Played
+from advisor.simulation.jobs import FAULTS, HEALTHY, LAYOUTS, Job, draw
+from advisor.simulation.measured import measured
+from advisor.simulation.programs import LEAST_SHARE, play, simulate
+
+
+def of_layout(layout: str, kind: str = HEALTHY, **given: object) -> Job:
+    """The first job of a layout, on true clocks."""
+    for seed in range(200):
+        job = draw(seed, 16, kind, steps=2)
+        if job.layout == layout:
+            return replace(job, offset_ns=0.0, drift=0.0, lost=(), cut=(), **given)
+    raise AssertionError(layout)
+
+
+def kernel_time(played: Played) -> np.ndarray:
+    """ns by rank."""
+    table = played.kernels
+    return np.bincount(table["rank"], weights=table["end"] - table["start"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nobody_leaves_a_collective_before_all_are_there(layout: str) -> None:
+    played = simulate(of_layout(layout))
+    talks = played.talks
+    met: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for spec, row, sequence, start, end in zip(
+        *(talks[c] for c in ("spec", "row", "sequence", "start", "end")), strict=True
+    ):
+        call = played.calls[spec]
+        if call.kind not in ("send", "recv"):
+            met.setdefault((row, sequence), []).append((start, end))
+    assert met
+    for (row, _), times in met.items():
+        groups = next(g for g in played.job.groups.values() if g.first <= row < g.first + 500)
+        assert len(times) <= 16 and groups.members.shape[1] >= 2
+        last_in = max(start for start, _ in times)
+        assert min(end for _, end in times) > last_in
+        assert max(end for _, end in times) - min(end for _, end in times) < 100_000
+    sizes = {groups.members.shape[1] for groups in played.job.groups.values()}
+    assert {len(times) for times in met.values()} <= sizes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_streams_run_their_work_in_order_and_after_its_launch(layout: str) -> None:
+    played = simulate(of_layout(layout))
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for table in (played.kernels, played.talks):
+        assert (table["start"] >= table["called"]).all()
+        assert (table["call"] >= table["op"]).all() and (table["called"] <= table["closed"]).all()
+        streams = table.get("stream", np.full(len(table["rank"]), COMPUTE_STREAM))
+        for rank, stream, start, end in zip(
+            table["rank"], streams, table["start"], table["end"], strict=True
+        ):
+            lanes.setdefault((rank, stream), []).append((start, end))
+    for work in lanes.values():
+        assert all(first[1] <= second[0] for first, second in pairwise(sorted(work)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_host_does_one_thing_after_the_other(layout: str) -> None:
+    played = simulate(of_layout(layout))
+    for rank in (0, 15):
+        busy = []
+        for table in (played.kernels, played.talks, played.reads):
+            mine = table["rank"] == rank
+            busy += list(zip(table["op"][mine], table["closed"][mine], strict=True))
+        assert all(first[1] <= second[0] for first, second in pairwise(sorted(busy)))
+
+
+def test_a_throttled_device_takes_its_factor_longer_for_the_same_kernels() -> None:
+    job = of_layout("ddp", "slow_device")
+    assert job.fault is not None
+    with_fault, without = kernel_time(simulate(job)), kernel_time(simulate(job.healthy()))
+    ratio = with_fault / without
+    guilty = job.fault.ranks[0]
+    assert ratio[guilty] == pytest.approx(job.fault.factor, rel=1e-4)
+    assert np.delete(ratio, guilty) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_rank_whose_loader_is_late_holds_up_all_by_about_that() -> None:
+    job = of_layout("ddp", "slow_input")
+    assert job.fault is not None
+    one = replace(job.fault, unit="rank", ranks=(3,), wait_ns=20e6)
+    late = simulate(replace(job, fault=one)).step_ns - simulate(job.healthy()).step_ns
+    assert late == pytest.approx(20e6, rel=0.25)
+
+
+def test_experts_share_a_number_of_tokens_that_does_not_change() -> None:
+    job = of_layout("experts", "expert_imbalance")
+    assert job.fault is not None
+    played = simulate(job)
+    talks = played.talks
+    kinds = np.array([call.kind == "all_to_all" for call in played.calls])[talks["spec"]]
+    got = talks["out"][kinds & (talks["sequence"] == 1)]
+    mean = talks["given"][kinds & (talks["sequence"] == 1)].mean()
+    assert got.mean() == pytest.approx(mean, rel=0.1)
+    assert got.max() > 1.3 * mean
+
+
+def test_a_longer_stage_runs_more_kernels_and_no_slower_ones() -> None:
+    job = of_layout("parallel", "pipeline_imbalance")
+    assert job.fault is not None
+    ran = np.bincount(simulate(job).kernels["rank"])
+    before = np.bincount(simulate(job.healthy()).kernels["rank"])
+    inside = np.isin(np.arange(16), job.fault.ranks)
+    assert (ran[inside] > before[inside]).all() and (ran[~inside] == before[~inside]).all()
+
+
+def test_a_slow_link_slows_the_groups_that_use_it_and_no_others() -> None:
+    job = of_layout("hybrid", "slow_link")
+    assert job.fault is not None
+    host = replace(job.fault, unit="host", index=1, ranks=tuple(range(8, 16)), factor=3.0)
+    lengths = []
+    for each in (replace(job, fault=host), job.healthy()):
+        played = simulate(each)
+        talks = played.talks
+        shard = np.array([call.groups == "shard" for call in played.calls])[talks["spec"]]
+        least = [
+            (talks["end"] - talks["start"])[shard & (talks["rank"] // 8 == number)].min()
+            for number in (0, 1)
+        ]
+        lengths.append(least)
+    (same, slow), (same_before, before) = lengths
+    assert same == pytest.approx(same_before, rel=0.05)
+    assert slow > 2 * before
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_costs_the_job_what_it_says(kind: str) -> None:
+    played, truth = play(11, 16, kind, steps=3)
+    assert truth.kind == kind and truth.step_ns == played.step_ns
+    assert truth.gain_ns >= LEAST_SHARE * truth.step_ns
+    again = simulate(played.job.healthy()).step_ns
+    assert truth.step_ns - truth.gain_ns == pytest.approx(again)
+
+
+def test_the_same_seed_is_the_same_job() -> None:
+    first, second = (play(5, 16, "moving", steps=2)[0] for _ in range(2))
+    assert (first.kernels["start"] == second.kernels["start"]).all()
+    assert (
+        play(6, 16, "moving", steps=2)[0].kernels["start"][:9] != first.kernels["start"][:9]
+    ).any()
+
+
+def test_ranks_that_are_lost_are_never_the_one_to_be_found() -> None:
+    for seed in range(40):
+        job = draw(seed, 16)
+        assert job.fault is not None
+        if len(job.fault.ranks) == 1:
+            assert not set(job.fault.ranks) & {*job.lost, *job.cut}
+        assert not set(job.lost) & set(job.cut)
+
+
+def test_what_is_drawn_from_names_its_sources() -> None:
+    known = measured()
+    assert all("MIT" in source for source in known.sources.values())
+    assert {"gemm", "attention", "elementwise"} <= known.kernel_ns.keys()
+    for values in (*known.kernel_ns.values(), *known.host_ns.values()):
+        assert len(values) == len(known.quantiles) and values == sorted(values)
+
+
+def test_a_number_of_ranks_that_fills_no_hosts_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 16"):
+        draw(0, 20)

@@ -1,0 +1,68 @@
+"""A diagnosis is right when it first blames the right ranks, and for the right thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from advisor.fleet.report import JobReport, Odd, Row
+from advisor.simulation.jobs import HEALTHY, Truth
+from advisor.simulation.score import judge
+
+TRUTH = Truth("slow_input", "host", "rack0-node01", tuple(range(8, 16)), False, 100e6, 20e6)
+
+
+def report(*odd: Odd, ranks: int = 32) -> JobReport:
+    rows = [Row(rank, "", "", 100e6, []) for rank in range(ranks)]
+    return JobReport(odd=list(odd), rows=rows)
+
+
+def blamed(kind: str, ranks: str, **given: Any) -> Odd:
+    return Odd(
+        **{"what": "host", "name": "x", "ranks": ranks, "kind": kind, "moves": False} | given
+    )
+
+
+def test_the_host_by_name_or_all_its_ranks_one_by_one_are_right() -> None:
+    assert judge(report(blamed("input", "8-15")), TRUTH).right
+    each = [blamed("input", str(rank), what="rank") for rank in range(8, 16)]
+    assert judge(report(*each), TRUTH).right
+
+
+def test_a_rank_of_the_host_alone_or_one_too_many_is_not_who() -> None:
+    some = judge(report(blamed("input", "8-14")), TRUTH)
+    assert some.kind and not some.who
+    assert not judge(report(blamed("input", "7-15")), TRUTH).who
+
+
+def test_ranks_that_were_not_read_need_not_be_named() -> None:
+    whole = report(blamed("input", "8-14"))
+    whole.rows = [row for row in whole.rows if row.rank != 15]
+    assert judge(whole, TRUTH).right
+
+
+def test_another_kind_first_is_wrong_and_later_is_counted_beside() -> None:
+    wrong = judge(report(blamed("network", "8-15"), blamed("input", "8-15")), TRUTH)
+    assert not wrong.kind and wrong.who and wrong.beside == 1
+    after = judge(report(blamed("input", "8-15"), blamed("host", "3")), TRUTH)
+    assert after.right and after.beside == 1
+
+
+def test_saying_nothing_is_right_only_where_nothing_is() -> None:
+    healthy = Truth(HEALTHY, "", "", (), False, 100e6, 0.0)
+    assert judge(report(), healthy).right and not judge(report(), TRUTH).right
+    assert not judge(report(blamed("host", "3")), healthy).right
+
+
+def test_what_moves_is_told_as_moving() -> None:
+    truth = Truth("moving", "", "", (), True, 100e6, 20e6)
+    assert judge(report(blamed("imbalance", "0-31", moves=True)), truth).right
+    assert not judge(report(blamed("imbalance", "3")), truth).right
+
+
+def test_the_gain_is_that_of_the_first_that_is_right() -> None:
+    odd = blamed("input", "8-15", gain_ns=19e6, low_ns=15e6, high_ns=22e6)
+    score = judge(report(odd), TRUTH)
+    assert score.gain_ns == 19e6 and score.inside is True
+    low = blamed("input", "8-15", gain_ns=9e6, low_ns=5e6, high_ns=12e6)
+    assert judge(report(low), TRUTH).inside is False
+    assert judge(report(blamed("input", "8-15")), TRUTH).inside is None

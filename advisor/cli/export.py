@@ -12,6 +12,7 @@ import typer
 from advisor.cli import output as out
 from advisor.cli.analyze import Told, examine_paths, parse_size
 from advisor.errors import AdvisorError
+from advisor.remote import urls
 
 
 def command(
@@ -52,6 +53,8 @@ def command(
     limit = parse_size(max_size)
     if path == "-":
         raise AdvisorError("-: a trace to export is read twice; save it to a file first")
+    if urls.is_url(path):
+        raise AdvisorError(f"{urls.shown(path)}: is read twice for this; download it first")
     out.check(perfetto, [path])
 
     from advisor.advice.engine import Options

@@ -9,8 +9,6 @@ from advisor.ingest.hosts import without_copies
 from advisor.ingest.read import read_trace
 from advisor.ingest.reader import ReadOptions
 from advisor.ingest.registry import is_trace_name
-from advisor.remote.fetch import opened
-from advisor.remote.places import find
 from advisor.remote.source import Source
 from advisor.rundir import MANIFEST, RANK, SCALENE
 from advisor.trace import Trace
@@ -18,6 +16,8 @@ from advisor.trace import Trace
 
 def traces_at(url: str) -> list[Source]:
     """The trace files that a URL stands for. Raises AdvisorError as :func:`find` does."""
+    from advisor.remote.places import find
+
     return find(url, _wanted)
 
 
@@ -49,7 +49,9 @@ def read_source(source: Source, options: ReadOptions) -> Trace:
 
     Raises AdvisorError as :func:`read_trace` and :func:`opened` do.
     """
-    with opened(source, most=options.max_bytes) as path:
+    from advisor.remote.fetch import opened
+
+    with opened(source, most=options.max_bytes, progress=options.progress) as path:
         copy = str(path)
         if copy == source.at:
             return read_trace(copy, options)

@@ -14,6 +14,8 @@ def kind_of(start: bytes) -> tuple[str, str | None] | None:
         return "an SQLite file without the tables of a profiler that is known", None
     if start.startswith(b"\x80") and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
         return "a pickle (a memory snapshot?)", None
+    if start[:1000].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "a web page", "give the address of the file itself; perhaps one must log in first"
     if start[257:262] == b"ustar":
         return "a tar archive", "unpack it and give the JSON in it"
     return None

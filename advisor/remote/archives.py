@@ -46,7 +46,7 @@ def split(url: str) -> tuple[str, str, str] | None:
     kind, mark, path = first.partition("://")
     if not sep or not mark or kind.lower() not in KINDS:
         return None
-    return kind.lower(), path.strip("/"), rest
+    return kind.lower(), path, rest
 
 
 def members(kind: str, archive: str) -> list[Member]:
@@ -136,11 +136,21 @@ def _file(archive: str, kind: str) -> Iterator[_Bounded]:
     block = _ZIP_BLOCK if kind == "zip" else _TAR_BLOCK
     file = system.open(path, "rb", block_size=block, cache_type="readahead")
     try:
-        if not file.seekable():
+        if not _can_seek(file):
             raise AdvisorError(f"{shown(archive)}: cannot be read in parts; download it first")
         yield _Bounded(file, archive)
     finally:
         file.close()
+
+
+def _can_seek(file: Any) -> bool:
+    """Tried, because a server's stream says that it can."""
+    try:
+        file.seek(0, 2)
+        file.seek(0)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 _DAMAGE = (

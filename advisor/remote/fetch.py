@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,9 +17,10 @@ from advisor.errors import AdvisorError
 from advisor.remote import archives, waiting
 from advisor.remote.failures import CutOffError
 from advisor.remote.places import LISTING
+from advisor.remote.scratch import scratch
 from advisor.remote.source import Source
 from advisor.remote.system import file_system
-from advisor.remote.urls import file_name, is_url
+from advisor.remote.urls import file_name, is_url, is_web
 from advisor.remote.waiting import give_up_or_wait, within
 
 BLOCK = 4 << 20
@@ -40,12 +40,14 @@ def opened(
     folder: str | Path | None = None,
     most: int = MOST,
     timeout: float | None = None,
+    progress: Callable[[str, int], None] | None = None,
 ) -> Iterator[Path]:
     """A local path to a file, for the time of the ``with`` block: its own if it is here, else a
     copy of the same name in a folder of its own, gone afterwards.
 
     ``folder``: for the copy; default: the system's for temporary files. ``most``: bytes that it may
-    have. ``timeout``: seconds that a block may take; default ``waiting.TIMEOUT``.
+    have. ``timeout``: seconds that a block may take; default ``waiting.TIMEOUT``. ``progress``:
+    called with (shown URL, bytes so far) after each block.
 
     Raises AdvisorError, with one line: missing, access denied, too large, no room on the disk, cut
     off or slow in spite of several attempts.
@@ -55,27 +57,32 @@ def opened(
     if not is_url(source.at):
         yield Path(source.at)
         return
-    try:
-        scratch = tempfile.TemporaryDirectory(
-            prefix="advisor-", dir=folder, ignore_cleanup_errors=True
-        )
-    except OSError as error:
-        raise AdvisorError(f"no folder for temporary files ({error.strerror or error})") from None
-    with scratch as inside:
-        copy = Path(inside, file_name(source.at))
-        _Copy(source, copy, most, waiting.TIMEOUT if timeout is None else timeout).make()
+    seconds = waiting.TIMEOUT if timeout is None else timeout
+    with scratch(folder) as inside:
+        copy = inside / file_name(source.at)
+        _Copy(source, copy, most, seconds, progress).make()
         yield copy
 
 
 class _Copy:
     """One file on its way here."""
 
-    def __init__(self, source: Source, path: Path, most: int, timeout: float) -> None:
+    def __init__(
+        self,
+        source: Source,
+        path: Path,
+        most: int,
+        timeout: float,
+        progress: Callable[[str, int], None] | None,
+    ) -> None:
         self._source = source
+        self._progress = progress
         self._path = path
         self._most = most
         self._timeout = timeout
         self._stream_only = False
+        self._goes_on = False
+        """What is here already stays for the next attempt."""
         self._same: tuple[object, ...] | None = None
 
     def make(self) -> None:
@@ -90,7 +97,7 @@ class _Copy:
                 except AdvisorError:
                     raise
                 except Exception as error:  # a file system's library may raise anything
-                    if out.tell() > before:
+                    if self._goes_on and out.tell() > before:
                         failures = 0
                     failures += 1
                     give_up_or_wait(error, self._source.at, failures)
@@ -98,44 +105,45 @@ class _Copy:
     def _attempt(self, out: BinaryIO) -> None:
         in_archive = archives.split(self._source.at)
         if in_archive is None:
-            self._whole(self._source.at, out)
-        elif self._source.offset is not None and self._source.size is not None:
-            self._part(in_archive[2], self._source.offset, self._source.size, out)
+            self._plain(self._source.at, out)
+        elif self._source.offset is not None:
+            self._plain(in_archive[2], out, self._source.offset, self._source.size)
         else:
             self._member(*in_archive, out)
 
-    def _whole(self, url: str, out: BinaryIO) -> None:
+    def _plain(self, url: str, out: BinaryIO, offset: int = 0, size: int | None = None) -> None:
+        """A file, or so many of its bytes from an offset on."""
         system, path = file_system(url)
         info = self._info(system, path)
         if info.get("type") == "directory":
             raise IsADirectoryError
-        self._refuse_changed(info, url)
-        size = info.get("size")
-        if size is not None and info.get("partial", True) and not self._stream_only:
-            self._ranged(system, path, 0, int(size), out)
+        self._refuse_changed(info)
+        web = is_web(url)
+        if size is None and (not web or info.get("size")):  # some servers say 0 of what they make
+            size = info.get("size")
+        in_parts = info.get("partial", True) and not self._stream_only
+        if size is not None and (in_parts or offset):
+            self._ranged(system, path, offset, int(size), out)
         else:
-            self._streamed(system, path, size, out)
+            self._streamed(system, path, 0 if web else BLOCK, size, out)
         with suppress(OSError, TimeoutError):  # all of it came; only a change counts
             system.invalidate_cache()
-            self._refuse_changed(self._info(system, path), url)
+            self._refuse_changed(self._info(system, path))
 
     def _info(self, system: Any, path: str) -> dict[str, Any]:
         found: dict[str, Any] = within(self._timeout, lambda: system.info(path))
         return found
 
-    def _refuse_changed(self, info: dict[str, Any], url: str) -> None:
+    def _refuse_changed(self, info: dict[str, Any]) -> None:
         now = (info.get("size"), *(info.get(name) for name in _SAME))
         if self._same is not None and now != self._same:
             raise AdvisorError(f"{self._source.url}: changed while it was read; try again")
         self._same = now
 
-    def _part(self, url: str, offset: int, size: int, out: BinaryIO) -> None:
-        system, path = file_system(url)
-        self._ranged(system, path, offset, size, out)
-
     def _ranged(self, system: Any, path: str, offset: int, size: int, out: BinaryIO) -> None:
         """The bytes that are not here yet, block by block."""
         self._refuse_large(size, size - out.tell())
+        self._goes_on = True
         file = within(
             self._timeout,
             lambda: system.open(path, "rb", block_size=BLOCK, cache_type="none"),
@@ -145,7 +153,7 @@ class _Copy:
                 self._stream_only = True
                 raise CutOffError("it can only be read from its start")
             while (left := size - out.tell()) > 0:
-                block = within(self._timeout, lambda: file.read(min(BLOCK, left)))
+                block = self._block(file, min(BLOCK, left))
                 if not block:
                     raise CutOffError(f"after {out.tell():,} of {size:,} bytes")
                 self._write(out, block)
@@ -165,12 +173,14 @@ class _Copy:
             return True
         return False
 
-    def _streamed(self, system: Any, path: str, size: int | None, out: BinaryIO) -> None:
-        """All of it, from the start."""
+    def _streamed(
+        self, system: Any, path: str, block_size: int, size: int | None, out: BinaryIO
+    ) -> None:
+        """All of it, from the start. ``block_size``: 0 reads a web server's answer as it comes."""
         self._from_start(out)
         if size is not None:
             self._refuse_large(size, size)
-        file = within(self._timeout, lambda: system.open(path, "rb", block_size=0))
+        file = within(self._timeout, lambda: system.open(path, "rb", block_size=block_size))
         try:
             self._drain(file, out)
         finally:
@@ -192,13 +202,28 @@ class _Copy:
         self._refuse_short(out, size)
 
     def _from_start(self, out: BinaryIO) -> None:
+        self._goes_on = False
         out.seek(0)
         out.truncate()
 
     def _drain(self, file: Any, out: BinaryIO) -> None:
-        while block := within(self._timeout, lambda: file.read(BLOCK)):
+        while block := self._block(file, BLOCK):
             self._refuse_large(out.tell() + len(block), len(block))
             self._write(out, block)
+
+    def _block(self, file: Any, size: int) -> bytes:
+        """So many bytes, fewer only at the end, all of them in time: one that comes byte by byte
+        is as good as none."""
+
+        def read() -> bytes:
+            parts: list[bytes] = []
+            left = size
+            while left > 0 and (part := file.read(left)):
+                parts.append(part)
+                left -= len(part)
+            return b"".join(parts)
+
+        return within(self._timeout, read)
 
     def _refuse_short(self, out: BinaryIO, size: int | None) -> None:
         if size is not None and out.tell() != size:
@@ -224,6 +249,8 @@ class _Copy:
                 f"{self._source.url}: {self._path.parent.parent} takes no copy ({why}); name "
                 "another disk in TMPDIR"
             ) from None
+        if self._progress is not None:
+            self._progress(self._source.url, out.tell())
 
 
 def _close(file: Any) -> None:

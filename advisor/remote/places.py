@@ -184,7 +184,8 @@ def _in_archive(url: str, choose: Choose) -> list[Source]:
     if re.search(r"[*?[]", path):
         wanted = [name for name in named if _matches(name, path)]
     else:
-        wanted = [name for name in named if not path or name.startswith(f"{path}/")]
+        folder = path.strip("/")
+        wanted = [name for name in named if not folder or name.startswith(f"{folder}/")]
     wanted = [name for name in wanted if not _hidden(name)]
     return [_member(kind, archive, named[name]) for name in sorted(choose(wanted))]
 

@@ -7,7 +7,7 @@ from typing import Any
 from advisor.errors import AdvisorError
 from advisor.install import install
 from advisor.remote.failures import not_installed
-from advisor.remote.urls import LONGEST_URL, WEB, scheme, shown
+from advisor.remote.urls import LONGEST_URL, WEB, is_url, scheme, shown
 
 CONNECT, ANSWER = 10.0, 60.0
 """Seconds: until a connection stands; between two pieces of an answer."""
@@ -26,7 +26,8 @@ def file_system(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError:
         raise AdvisorError(f"{scheme(url)}:// needs fsspec: {install('remote')}") from None
-    names = [scheme(part) for part in url.split("::")]
+    parts = url.split("::")
+    names = [scheme(one) if is_url(one) or "/" not in one else "file" for one in parts]
     for name in names:
         try:
             get_filesystem_class(name)

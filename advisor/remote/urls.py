@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from advisor.credentials import hide_known
 from advisor.errors import AdvisorError
 
 HIDDEN = "[redacted]"
@@ -54,6 +53,8 @@ def shown(url: str) -> str:
 
 
 def _shown(part: str) -> str:
+    from advisor.credentials import hide_known  # its patterns cost a local trace nothing
+
     before, sep, rest = part.partition("://")
     if not sep:
         return part

@@ -65,6 +65,7 @@ def give_up_or_wait(error: Exception, place: str, failures: int) -> None:
     if not what.passing:
         raise AdvisorError(f"{shown(place)}: {what.said}") from None
     if failures >= ATTEMPTS:
-        raise AdvisorError(f"{shown(place)}: {what.said} ({failures} attempts)") from None
+        often = f" ({failures} attempts)" if failures > 1 else ""
+        raise AdvisorError(f"{shown(place)}: {what.said}{often}") from None
     wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
     time.sleep(wait * random.uniform(0.5, 1.0))  # not all of many processes at once

@@ -13,8 +13,11 @@ from advisor.report.renderer import DEFAULT, Options, Renderer
 
 MOST_ALIKE: Final = 6
 MOST_ODD: Final = 6
-MOST_FINDINGS: Final = 5
-MOST_LINES: Final = 4
+MOST_FINDINGS: Final = 2
+"""Told in full; of as many again a line."""
+MOST_LINES: Final = 3
+LONGEST: Final = 200
+"""Characters of a reason."""
 COLUMNS: Final = 4
 """Classes in the table of groups, largest first."""
 _SEVERITY: Final = {"critical": "bold red", "warning": "yellow"}
@@ -24,7 +27,7 @@ class Terminal(Renderer[JobReport]):
     """Text of at most ``width`` columns; JSON and HTML have what is left out."""
 
     def render(self, subject: JobReport, options: Options = DEFAULT) -> str:
-        """The page; ``top`` findings are told in full."""
+        """The page; ``top`` findings are told in full, not two."""
         page = Page(options.width, colour=options.colour)
         page.wrapped(t.clean(subject.verdict), style="bold")
         page.blank()
@@ -112,7 +115,9 @@ def _findings(page: Page, report: JobReport, most: int) -> None:
         page.field("why", t.clean(found.summary))
         page.field("fix", t.clean(found.fix))
         page.field("check", t.clean(found.verify))
-    _more(page, len(report.findings), "finding", most)
+    for number, found in enumerate(report.findings[most : 3 * most], start=most + 1):
+        page.line(f"{number:>2}  {t.clean(found.title)} · {w.gain(found) or 'not priced'}")
+    _more(page, len(report.findings), "finding", 3 * most)
 
 
 def _what_if(page: Page, report: JobReport) -> None:
@@ -131,5 +136,5 @@ def _missing(page: Page, report: JobReport) -> None:
         if found:
             page.section(title)
             for line in found[:MOST_LINES]:
-                page.wrapped(t.shorten(line, 300), first=" !", indent=3)
+                page.wrapped(t.shorten(line, LONGEST), first=" !", indent=3)
             _more(page, len(found), "reason", MOST_LINES)

@@ -13,7 +13,7 @@ window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor ||
     var chosen = window.dash_clientside.callback_context.triggered_id;
     var key = null;
     if (chosen === "job-map" && clicked && clicked.points.length) {
-      key = (clicked.points[0].customdata || [])[1];
+      key = clicked.points[0].text;
     } else if (chosen === "job-ranks" && selected && selected.length) {
       key = selected[0].id;
     }

@@ -97,7 +97,8 @@ def _map(report: JobReport, key: str) -> Any:
         return empty("No map", "No rank has steps that were measured.")
     keys = {id(row): key_of(key, place) for place, row in enumerate(report.rows)}
     values: list[list[float | None]] = []
-    about: list[list[list[str] | None]] = []
+    about: list[list[str | None]] = []
+    places: list[list[str | None]] = []
     labels: list[str] = []
     several = len(heat.rows) > STRIP
     for first in range(0, len(heat.rows), STRIP):
@@ -105,17 +106,19 @@ def _map(report: JobReport, key: str) -> Any:
         if labels:  # a line between two strips
             values.append([None])
             about.append([None])
+            places.append([None])
             labels.append("")
         for place, name in enumerate(heat.classes):
             values.append([heat.tint(row, place) * heat.scale_ns / 1e6 for row in rows])
-            about.append([[figures.plain(heat.words(row, place)), keys[id(row)]] for row in rows])
+            about.append([figures.plain(heat.words(row, place)) for row in rows])
+            places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
             labels.append(start + views.label(name))
     height = 70 + ROW * len(labels)
     return card(
         "Ranks × classes of time",
         figure(
-            figures.ranks(values, about, labels, heat.scale_ns / 1e6, height),
+            figures.ranks(values, about, places, labels, heat.scale_ns / 1e6, height),
             "job",
             height=height,
             id=MAP,

@@ -127,9 +127,7 @@ def run(
             name: pack(np.array([round(step.get(name, 0.0)) for step in spent[rank]], np.int64))
             for name in names
         }
-        mean = {
-            name: sum(step.get(name, 0.0) for step in spent[rank]) / steps for name in names
-        }
+        mean = {name: sum(step.get(name, 0.0) for step in spent[rank]) / steps for name in names}
         summaries.append(
             Summary(
                 rank=rank,

@@ -19,15 +19,16 @@ _KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
 
 
 def report_of(path: str, options: Options, told: Callable[[str], object]) -> JobReport | None:
-    """The report of a job: from a file that holds one, of a folder of many ranks, of a URL.
-    ``None``: it is a trace or a run of few ranks. ``told``: what is being done.
+    """The report of a job: from a file that holds one, or of a folder of many ranks, here or at a
+    URL. ``None``: it is a trace or a run of few ranks. ``told``: what is being done.
 
     Raises AdvisorError: no rank can be read; the file holds a damaged one.
     """
     if is_saved(path):
         return JobReport.from_json(read_regular(path, MAX_JSON))
-    several = is_url(path) or (_is_folder(path) and count_ranks([path]) > MANY)
-    if not several or options.rank is not None:
+    if options.rank is not None or not (is_url(path) or _is_folder(path)):
+        return None
+    if count_ranks([path]) <= MANY:
         return None
 
     def say(done: Done) -> None:

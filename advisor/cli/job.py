@@ -31,8 +31,8 @@ def is_job(
     ranks: str | None,
     single: Sequence[str],
 ) -> bool:
-    """Whether these places are measured rank by rank: asked for by an option, by a URL, or by more
-    ranks than are held at once. ``single``: options that were given and are of one rank.
+    """Whether these places are measured rank by rank: asked for by an option, or because they hold
+    more ranks than are held at once. ``single``: options that were given and are of one rank.
 
     Raises AdvisorError: both are asked for.
     """
@@ -40,14 +40,13 @@ def is_job(
         raise AdvisorError("--workers and --cluster: choose one; a cluster has its own workers")
     given = {"--workers": workers, "--cluster": cluster, "--ranks": ranks}
     asked = [name for name, value in given.items() if value is not None]
-    asked += [f"the URL {_shown(path)}" for path in paths if is_url(path)]
     if asked and single:
         raise AdvisorError(
             f"{single[0]} is of one rank and {asked[0]} of many; give the trace of that rank alone"
         )
     if asked and "-" in paths:
         raise AdvisorError(f"{asked[0]}: give files and folders, not standard input")
-    if asked or single or not any(_is_folder(path) for path in paths):
+    if asked or single or not any(is_url(path) or _is_folder(path) for path in paths):
         return bool(asked)
     from advisor.fleet.job import MANY, count_ranks
 
@@ -127,9 +126,3 @@ def exit_if_hit(report: JobReport, level: Literal["critical", "warning"] | None)
 
 def _is_folder(path: str) -> bool:
     return "\0" not in path and Path(path).is_dir()
-
-
-def _shown(url: str) -> str:
-    from advisor.remote.urls import shown
-
-    return shown(url)

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from advisor.fleet.processes import Processes
 
 MANY: Final = 16
-"""Ranks up to which all traces are held at once and compared in full. A trace of 100 MB takes some
-1.5 GB of memory while it is measured: 16 of them are what a machine with 32 GB has room for."""
+"""Ranks up to which all traces are held at once and compared in full. A trace of 20 MB takes some
+0.15 GB while it is measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB: sixteen of them
+are what a machine with 16 GB has room for."""
 
 
 class Done(Struct):

@@ -95,12 +95,13 @@ def command(
     With several paths the first is compared with each of the others.
     """
     from advisor.cli.analyze import parse_size, parse_steps, step_ranges
+    from advisor.remote.urls import is_url
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
     token = given_token(token_file, no_token=no_token)
     viewer = parse_perfetto(perfetto_url)
     for path in paths:
-        if path != "-" and not Path(path).exists():
+        if path != "-" and not is_url(path) and not Path(path).exists():
             raise AdvisorError(f"{path}: no such file or directory")
     try:
         from advisor.dashboard.app import create_app
@@ -110,7 +111,8 @@ def command(
     from advisor.ingest.directory import refuse_several
 
     for path in paths:
-        refuse_several(path)
+        if not is_url(path):
+            refuse_several(path)
     from advisor.dashboard.access import Access
     from advisor.dashboard.opening import open_browser
     from advisor.dashboard.serve import bind

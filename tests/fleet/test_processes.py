@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -112,6 +113,21 @@ def test_a_job_of_which_nothing_can_be_read_is_one_line(tmp_path: Path) -> None:
         (tmp_path / f"rank{rank}.json").write_text("{")
     with pytest.raises(AdvisorError, match=r"none of the 2 files can be read; first: .*rank0"):
         study([str(tmp_path)], workers=1)
+
+
+def test_ranks_in_an_archive_are_fetched_by_the_workers(fleet: Any, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec", reason="the remote extra is not installed")
+    archive = tmp_path / "job.zip"
+    with zipfile.ZipFile(archive, "w") as made:
+        for file in sorted(fleet.folder.iterdir()):
+            made.write(file, f"gpu-01/{file.name}")
+    place = f"zip://gpu-01/*.json::{archive}"
+    assert count_ranks([place]) == fleet.ranks
+    here, there = (study([one], workers=2) for one in (str(fleet.folder), place))
+    assert [row.rank for row in there.rows] == list(range(fleet.ranks))
+    assert [row.step_ns for row in there.rows] == [row.step_ns for row in here.rows]
+    assert [row.host for row in there.rows] == ["gpu-01"] * fleet.ranks
+    assert there.rows[2].path == f"zip://gpu-01/rank2.json::{archive}"
 
 
 def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def scope(report: JobReport) -> list[tuple[str, list[str]]]:
         lines.append(("step", [f"{t.time(step.median)} on the median rank", middle, ends]))
     lines.append(("clocks", [clocks(report)]))
     if report.replay_error is not None:
-        lines.append(("replay", [f"misses the measured step by {t.percent(report.replay_error)}"]))
+        lines.append(
+            ("replay", [f"misses the measured step by {t.percent(abs(report.replay_error))}"])
+        )
     return lines
 
 

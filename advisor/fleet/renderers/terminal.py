@@ -75,16 +75,22 @@ def _alike(page: Page, report: JobReport) -> None:
         for name, ns in group.time.items():
             total[name] = total.get(name, 0.0) + ns * group.count
     classes = sorted(total, key=lambda name: -total[name])[:COLUMNS]
-    rows = [
-        [
-            t.shorten(t.clean(group.name), 24),
-            t.count(group.count),
-            t.time(group.step_ns),
-            *(t.time(group.time.get(name)) for name in classes),
+    while True:  # as many classes as there is room for
+        head = ["group", "ranks", "step", *(t.shorten(t.clean(name), 14) for name in classes)]
+        rows = [
+            [
+                t.shorten(t.clean(group.name), 24),
+                t.count(group.count),
+                t.time(group.step_ns),
+                *(t.time(group.time.get(name)) for name in classes),
+            ]
+            for group in report.alike[:MOST_ALIKE]
         ]
-        for group in report.alike[:MOST_ALIKE]
-    ]
-    page.table(["group", "ranks", "step", *(t.shorten(t.clean(n), 14) for n in classes)], rows)
+        wide = sum(max(map(len, column)) + 2 for column in zip(head, *rows, strict=True))
+        if wide <= page.width or not classes:
+            break
+        classes.pop()
+    page.table(head, rows)
     for group in report.alike[:MOST_ALIKE] if len(report.alike) > 1 else []:
         page.wrapped(f"{t.clean(group.name)}: {w.ranks(group.ranks)}", indent=2, style="dim")
     _more(page, len(report.alike), "group", MOST_ALIKE)

@@ -51,12 +51,22 @@ def medians(values: Floats, first: Ints) -> Floats:
 
 
 def align_cells(
-    rank: Ints, first: Ints, start: Floats, end: Floats, usable: Bools, ranks: int, *, unix: bool
+    rank: Ints,
+    first: Ints,
+    start: Floats,
+    end: Floats,
+    usable: Bools,
+    ranks: int,
+    *,
+    unix: bool,
+    pairs: Bools | None = None,
 ) -> Clocks:
     """Offsets and drifts of ``ranks`` clocks.
 
     ``rank``, ``start``, ``end``: by cell, sorted by row; ``first``: first cell of each row and the
-    number of cells; ``usable``: rows that nobody leaves before all have entered.
+    number of cells; ``usable``: rows that nobody leaves before all have entered; ``pairs``: rows
+    of a send and its receive, which end together too, about: they join what nothing else does (the
+    stages of a pipeline).
     """
     seen = np.diff(first)
     broken = np.zeros(len(seen), dtype=np.bool_)
@@ -64,15 +74,18 @@ def align_cells(
     if ranks < 2:
         return Clocks(nothing, np.zeros(ranks), None, "only one rank is here", 0, broken)
     use = usable & (seen > 1)
-    if not use.any():
+    sends = _Part(rank, first, pairs & (seen == 2)) if pairs is not None else None
+    if sends is not None and not len(sends.rows):
+        sends = None
+    if not use.any() and sends is None:
         reason = "the ranks have no collectives that can be matched"
         return Clocks(nothing, np.zeros(ranks), None, reason, 0, broken)
     total = int(use.sum())
     shift, drift, spread = nothing, np.zeros(ranks), nothing
     for _ in range(ROUNDS):  # each drops collectives that cannot be one; most need one round
         part = _Part(rank, first, use)
-        shift, drift, spread = part.settle(end, ranks)
-        if not np.isfinite(spread).any():
+        shift, drift, spread = part.settle(end, ranks, sends)
+        if not np.isfinite(spread).any() or not len(part.rows):
             break
         move = shift[part.rank] + drift[part.rank] * end[part.cells]
         ends = end[part.cells] + move
@@ -87,7 +100,7 @@ def align_cells(
             break
         broken[part.rows[impossible]] = True
         use &= ~broken
-        if not use.any():
+        if not use.any() and sends is None:
             break
     left = int(use.sum())
     if int(broken.sum()) > left:
@@ -130,11 +143,13 @@ class _Part:
         self.by_rank = order
         self.bounds = np.searchsorted(self.rank[order], np.arange(int(rank.max()) + 2))
 
-    def settle(self, end: Floats, ranks: int) -> tuple[Floats, Floats, Floats]:
+    def settle(self, end: Floats, ranks: int, sends: _Part | None) -> tuple[Floats, Floats, Floats]:
         """Shift, drift and spread by rank; NaN: not placed."""
         ends = end[self.cells]
         counts = np.bincount(self.rank, minlength=ranks)
-        shift, drift = self._place(ends, ranks)
+        shift, drift = self._place(ends, ranks, sends, end)
+        if sends is not None:
+            counts = counts + np.bincount(sends.rank, minlength=ranks)
         shift[counts < MIN_MATCHES] = np.nan
         placed = np.isfinite(shift)
         if not placed.any():
@@ -142,14 +157,21 @@ class _Part:
         for _ in range(2):
             residual = self._residual(ends, shift, drift)
             for each in np.flatnonzero(placed).tolist():
-                shift[each] += float(np.median(residual[self._of(each)]))
+                if len(cells := self._of(each)):
+                    shift[each] += float(np.median(residual[cells]))
         residual = self._residual(ends, shift, drift)
         spread = np.full(ranks, np.nan)
         # distance from the others' middle: from the middle of all, times k / (k - 1)
         count = np.diff(self.at)[self.which]
         far = np.abs(residual) * count / (count - 1)
         for each in np.flatnonzero(placed).tolist():
-            spread[each] = np.median(far[self._of(each)])
+            if len(cells := self._of(each)):
+                spread[each] = np.median(far[cells])
+        if sends is not None:  # of ranks that only send and receive: half of what pairs miss
+            apart = np.abs(sends._residual(end[sends.cells], shift, drift))
+            for each in np.flatnonzero(placed & ~np.isfinite(spread)).tolist():
+                if len(cells := sends._of(each)):
+                    spread[each] = np.median(apart[cells])
         reference = int(np.argmax(np.where(placed, counts, -1)))
         return shift - shift[reference], drift - drift[reference], spread
 
@@ -171,31 +193,76 @@ class _Part:
         middle[rows] = medians(moved[kept], np.append(begin, len(kept)))
         return np.asarray(middle[self.which] - moved)
 
-    def _place(self, ends: Floats, ranks: int) -> tuple[Floats, Floats]:
+    def _place(
+        self, ends: Floats, ranks: int, sends: _Part | None, end: Floats
+    ) -> tuple[Floats, Floats]:
         """Offsets and drifts: of the members of each group among themselves, then group by group,
-        each brought to those that it shares ranks with."""
+        each brought to those that it shares ranks with; what is not connected by that is then
+        joined by sends."""
         shift, drift = np.full(ranks, np.nan), np.zeros(ranks)
-        groups = self._groups(ranks)
+        groups = self._groups(ranks) if len(self.rows) else []
         inside = [(members, *_within(ends[cells])) for members, cells in groups]
         of_rank: dict[int, list[int]] = {}
         for number, (members, _, _) in enumerate(inside):
             for rank in members.tolist():
                 of_rank.setdefault(rank, []).append(number)
         weight = [len(cells) * len(members) for members, cells in groups]
-        reached = [int(np.argmax(weight))]
-        known_groups = set(reached)
-        shift[inside[reached[0]][0][0]] = 0.0
-        for number in reached:  # grows: groups in the order in which they are reached
-            members, offset, lean = inside[number]
-            known = np.isfinite(shift[members])
-            level = float(np.median(shift[members][known] + offset[known]))
-            turn = float(np.median(drift[members][known] + lean[known]))
-            fresh = members[~known]
-            shift[fresh], drift[fresh] = level - offset[~known], turn - lean[~known]
-            around = {other for rank in members.tolist() for other in of_rank[rank]}
-            reached += sorted(around - known_groups, key=lambda other: (-weight[other], other))
-            known_groups |= around
+        island = np.full(ranks, -1, dtype=np.int64)
+        left = set(range(len(groups)))
+        islands = 0
+        while left:  # an island of connected groups a round
+            reached = [max(left, key=lambda number: (weight[number], -number))]
+            shift[inside[reached[0]][0][0]] = 0.0
+            left -= set(reached)
+            for number in reached:  # grows: groups in the order in which they are reached
+                members, offset, lean = inside[number]
+                known = np.isfinite(shift[members])
+                level = float(np.median(shift[members][known] + offset[known]))
+                turn = float(np.median(drift[members][known] + lean[known]))
+                fresh = members[~known]
+                shift[fresh], drift[fresh] = level - offset[~known], turn - lean[~known]
+                island[members] = islands
+                around = {other for rank in members.tolist() for other in of_rank[rank]} & left
+                reached += sorted(around, key=lambda other: (-weight[other], other))
+                left -= around
+            islands += 1
+        if sends is not None:
+            alone = np.setdiff1d(np.unique(sends.rank), np.flatnonzero(island >= 0))
+            island[alone] = islands + np.arange(len(alone))
+            shift[alone] = 0.0
+            sends.bridge(end[sends.cells], island, shift, drift)
+        largest = np.argmax(np.bincount(island[island >= 0])) if (island >= 0).any() else -1
+        shift[island != largest] = np.nan
         return shift, drift
+
+    def bridge(self, ends: Floats, island: Ints, shift: Floats, drift: Floats) -> None:
+        """Move islands of ranks to each other, by the ends of the pairs between them."""
+        moved = ends + shift[self.rank] + drift[self.rank] * ends
+        one, two = self.at[:-1], self.at[:-1] + 1  # the cells of each pair
+        here, there = self.rank[one], self.rank[two]
+        for _ in range(len(np.unique(island[self.rank]))):  # each joins two islands
+            a, b = island[here], island[there]
+            across = np.flatnonzero(a != b)
+            if not len(across):
+                return
+            low, high = np.minimum(a, b)[across], np.maximum(a, b)[across]
+            names, which, counts = np.unique(
+                low * (int(island.max()) + 1) + high, return_inverse=True, return_counts=True
+            )
+            most = int(np.argmax(counts))
+            rows = across[which == most]
+            keep, move = divmod(int(names[most]), int(island.max()) + 1)
+            kept_first = a[rows] == keep
+            kept = np.where(kept_first, moved[one[rows]], moved[two[rows]])
+            other = np.where(kept_first, moved[two[rows]], moved[one[rows]])
+            offset, lean = _within(np.column_stack([kept, other]))
+            turn, level = float(lean[0] - lean[1]), float(offset[0] - offset[1])
+            members = np.flatnonzero(island == move)
+            shift[members] += level
+            drift[members] += turn
+            cells = np.isin(self.rank, members)
+            moved[cells] += level + turn * ends[cells]
+            island[members] = keep
 
     def _groups(self, ranks: int) -> list[tuple[Ints, Ints]]:
         """Rows with the same members: (members, cells as rows x members)."""

@@ -15,7 +15,7 @@ from advisor.fleet.join import Joined, Waits, join, waits
 from advisor.fleet.members import Places
 from advisor.fleet.merged import merge
 from advisor.fleet.network import slow_links
-from advisor.fleet.odd import MIN_SHARE, Fleet, Seen, find_odd
+from advisor.fleet.odd import MIN_SHARE, Fleet, Seen, find_odd, together
 from advisor.fleet.price import no_stragglers, no_transfers, price
 from advisor.fleet.profile import CLASSES, Profile, profile
 from advisor.fleet.replay import Gain, Replay
@@ -27,6 +27,8 @@ from advisor.text import count, counted, percent, time
 Floats = NDArray[np.float64]
 
 MOST_ODD = 20
+ALONE_SHARE = 0.5
+"""Of what several are worth together: ranks that are worth less one by one are told as one."""
 MIN_GAIN_SHARE = 0.005
 """Of the step: what is worth less by replay holds nobody up."""
 
@@ -128,7 +130,8 @@ def _odd(report: JobReport, fleet: Fleet, replay: Replay) -> None:
     """Who is odd, what that costs, and what the job would gain without."""
     step, priced = fleet.step_ns, not replay.reason
     told: list[tuple[Seen, Gain | None]] = []
-    for seen in [*find_odd(fleet), *slow_links(fleet)]:
+    found = [*find_odd(fleet), *slow_links(fleet)]
+    for seen in _joined(fleet, replay, found) if priced else found:
         gain = price(fleet, replay, seen) if priced else None
         if gain is None or gain.gain >= MIN_GAIN_SHARE * step:
             told.append((seen, gain))
@@ -151,6 +154,22 @@ def _odd(report: JobReport, fleet: Fleet, replay: Replay) -> None:
         if gain.gain >= MIN_GAIN_SHARE * step
     ]
     report.verdict = _verdict(report, fleet, told)
+
+
+def _joined(fleet: Fleet, replay: Replay, found: list[Seen]) -> list[Seen]:
+    """Ranks that are odd in the same way as one, where only all of them together hold the job up:
+    each alone is worth little while the next one is as late."""
+    told: list[Seen] = []
+    for kind in dict.fromkeys(seen.kind for seen in found):
+        same = [seen for seen in found if seen.kind == kind]
+        single = [seen for seen in same if seen.who.what == "rank" and not seen.moves]
+        if kind != "network" and len(single) > 1 and all(seen.note != "late" for seen in single):
+            joint = together(fleet, single)
+            alone = sum(max(0.0, price(fleet, replay, seen).gain) for seen in single)
+            if alone < ALONE_SHARE * price(fleet, replay, joint).gain:
+                same = [joint, *(seen for seen in same if seen not in single)]
+        told += same
+    return told
 
 
 def _verdict(report: JobReport, fleet: Fleet, told: list[tuple[Seen, Gain | None]]) -> str:

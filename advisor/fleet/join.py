@@ -141,8 +141,12 @@ def join(summaries: Sequence[Summary]) -> Joined:
     bounds = np.append(first, len(row)).astype(np.int64)
     sync = np.array([each.synchronising for each in keys], dtype=np.bool_)
     usable = sync[key] if len(key) else np.zeros(0, dtype=np.bool_)
+    sent = np.array([each.kind == "send_recv" for each in keys], dtype=np.bool_)
+    pairs = sent[key] if len(key) else usable
     unix = all(summary.clock == "unix" for summary in summaries)
-    clocks = align_cells(cells["rank"], bounds, start, end, usable, len(summaries), unix=unix)
+    clocks = align_cells(
+        cells["rank"], bounds, start, end, usable, len(summaries), unix=unix, pairs=pairs
+    )
     moved = np.where(np.isfinite(clocks.shift), clocks.shift, 0.0)[cells["rank"]]
     drift = clocks.drift[cells["rank"]]
     return Joined(

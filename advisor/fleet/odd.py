@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from advisor.fleet.chance import binomial_tail, chances, residuals
 from advisor.fleet.join import Joined, Waits
-from advisor.fleet.kernels import ALL_OF_IT, longer_families, slower_share
+from advisor.fleet.kernels import device_slower, longer_families
 from advisor.fleet.members import Places, Who, find_who
 from advisor.fleet.profile import OWN, Profile
+from advisor.fleet.report import numbers
 from advisor.fleet.summary import Summary
 
 Floats = NDArray[np.float64]
@@ -96,11 +97,12 @@ def persistent(fleet: Fleet) -> list[Seen]:
     if step <= 0:
         return []
     floor = MIN_SHARE * step
-    total = residuals(own.own, fleet.stage)
+    # the middle of the steps: what a rank has in one of them is not what it always has
+    total = _middle(own.own_by_step, fleet.stage)
     left = {"own": total}
-    for column, name in enumerate(OWN):
-        left[name] = residuals(own.values[:, column], fleet.stage)
-    left["host"] = left["host"] + left.pop("copies")
+    for name in ("compute", "input"):
+        left[name] = _middle(own.by_step[name], fleet.stage)
+    left["host"] = _middle(own.by_step["host"] + own.by_step["copies"], fleet.stage)
     found: list[Seen] = []
     for excess in left.values():
         for who in find_who(excess, floor, CHANCE / len(left), fleet.places):
@@ -108,6 +110,15 @@ def persistent(fleet: Fleet) -> list[Seen]:
             if float(np.nanmedian(total[list(who.places)])) > floor:
                 _add(found, _seen(fleet, who, total))
     return _together(fleet, found)
+
+
+def _middle(by_step: Floats, stage: Ints) -> Floats:
+    """By rank: median over the steps of how much it is above the ranks of its stage."""
+    left = np.stack([residuals(column, stage) for column in by_step.T], axis=1)
+    found = np.full(len(left), np.nan)
+    known = np.isfinite(left).any(axis=1)
+    found[known] = np.nanmedian(left[known], axis=1)
+    return found
 
 
 def _add(found: list[Seen], fresh: Seen) -> None:
@@ -156,9 +167,9 @@ def _kind(
         return "host", None, []
     odd = [fleet.summaries[place] for place in at]
     others = [fleet.summaries[place] for place in like]
-    share = slower_share(odd, others)
-    if share is None or share[0] >= ALL_OF_IT:
-        return "compute", None if share is None else share[1], []
+    device = device_slower(odd, others)
+    if device is None or device[0]:
+        return "compute", None if device is None else device[1], []
     return "imbalance", None, longer_families(odd, others)
 
 
@@ -167,19 +178,15 @@ def _together(fleet: Fleet, found: list[Seen]) -> list[Seen]:
     uneven = [seen for seen in found if seen.kind == "imbalance"]
     if len(uneven) < 2:
         return found
-    largest = max(uneven, key=lambda seen: seen.excess_ns)
-    places = tuple(sorted({place for seen in uneven for place in seen.who.places}))
-    name = ", ".join(str(fleet.places.ranks[place]) for place in places[:6])
-    who = Who("rank", name, places, min(seen.who.chance for seen in uneven))
-    joint = Seen(
-        kind="imbalance",
-        who=who,
-        excess_ns=largest.excess_ns,
-        more=largest.more,
-        families=largest.families,
-        others_ns=largest.others_ns,
-    )
-    return [*(seen for seen in found if seen.kind != "imbalance"), joint]
+    return [*(seen for seen in found if seen.kind != "imbalance"), together(fleet, uneven)]
+
+
+def together(fleet: Fleet, found: Sequence[Seen]) -> Seen:
+    """Several that are odd in the same way, as one: the figures are of the largest."""
+    places = tuple(sorted({place for seen in found for place in seen.who.places}))
+    name = numbers([fleet.places.ranks[place] for place in places])
+    who = Who("rank", name, places, min(seen.who.chance for seen in found))
+    return replace(max(found, key=lambda seen: seen.excess_ns), who=who)
 
 
 # -- parts of a pipeline ----------------------------------------------------------------------

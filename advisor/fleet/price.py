@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.fleet.align import medians
 from advisor.fleet.network import transfer_excess
 from advisor.fleet.odd import Fleet, Seen
-from advisor.fleet.replay import Gain, Replay
+from advisor.fleet.replay import Change, Gain, Replay
 from advisor.fleet.summary import Advice
 
 Floats = NDArray[np.float64]
@@ -19,24 +23,79 @@ def price(fleet: Fleet, replay: Replay, seen: Seen) -> Gain:
     """Without what was seen: the rank like the others, the work spread evenly, the link as fast."""
     at = list(seen.who.places)
     if seen.kind == "network":
-        return replay.gain(transfer=_as_fast(fleet, replay, at))
-    if seen.moves:
-        return replay.gain(_no_last(fleet, replay, even=seen.kind == "imbalance"))
+        return replay.gain(Change(transfer=_as_fast(fleet, replay, at)))
     if seen.kind == "pipeline":
-        return replay.gain(_balanced(fleet, replay))
+        return replay.gain(replay.scaled(_balanced(fleet, replay)))
+    usual = usual_work(fleet, replay, set() if seen.moves else set(at))
+    if seen.moves:
+        return replay.gain(_no_last(replay, usual))
+    change = _like_the_others(replay, usual, at)
     if seen.note == "late":
         entry = replay.entry.copy()
-        others = np.delete(replay.entry, at)
-        entry[at] = np.minimum(entry[at], np.median(others))
-        return replay.gain(_like_the_others(fleet, replay, at), entry=entry)
-    if seen.kind == "imbalance":
-        return replay.gain(_even(fleet, replay))
-    return replay.gain(_like_the_others(fleet, replay, at))
+        entry[at] = np.minimum(entry[at], np.median(np.delete(replay.entry, at)))
+        change = change._replace(entry=entry)
+    return replay.gain(change)
+
+
+class Usual(NamedTuple):
+    """Own work of the ranks that have the same part of the job, in their middle."""
+
+    work: Floats
+    """By collective of the replay: at the same place of the same step; NaN: not known."""
+    tail: Floats
+    """By rank."""
+
+
+def usual_work(fleet: Fleet, replay: Replay, without: set[int]) -> Usual:
+    """The middle of the ranks of a stage that have as many collectives in the step as most of them,
+    ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
+    stage, place = fleet.stage[replay.rank], replay.places()
+    code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
+    kept = np.isfinite(fleet.own.own)[replay.rank]
+    kept &= ~np.isin(replay.rank, sorted(without))
+    kept &= replay.same_program(fleet.stage)
+    work = np.full(len(code), np.nan)
+    order = np.flatnonzero(kept)[np.argsort(code[kept], kind="stable")]
+    if len(order):
+        names, first = np.unique(code[order], return_index=True)
+        middle = medians(replay.work[order], np.append(first, len(order)))
+        where = np.minimum(np.searchsorted(names, code), len(names) - 1)
+        known = (names[where] == code) & replay.same_program(fleet.stage)
+        work[known] = middle[where[known]]
+    tail = np.full(len(replay.tail), np.nan)
+    for name in np.unique(fleet.stage):
+        rows = np.flatnonzero((fleet.stage == name) & replay.whole)
+        like = [row for row in rows.tolist() if row not in without]
+        if like:
+            tail[rows] = float(np.median(replay.tail[like]))
+    return Usual(work, tail)
+
+
+def _like_the_others(replay: Replay, usual: Usual, at: Sequence[int]) -> Change:
+    """Some ranks do what takes them longer than the others in the others' time."""
+    mine = np.isin(replay.rank, list(at)) & (usual.work < replay.work)
+    tail = replay.tail.copy()
+    less = [row for row in at if usual.tail[row] < tail[row]]
+    tail[less] = usual.tail[less]
+    return Change(work=np.where(mine, usual.work, replay.work), tail=tail)
+
+
+def _no_last(replay: Replay, usual: Usual) -> Change:
+    """Without the ranks that hold a step up: those that have more work in it than most."""
+    steps = len(replay.columns)
+    above = np.where(np.isfinite(usual.work), replay.work - usual.work, 0.0)
+    shape = (len(replay.tail), steps)
+    code = replay.rank * steps + replay.at
+    each = np.bincount(code, above, shape[0] * steps).reshape(shape)
+    holds = each > HELD_UP * each.max(axis=0, keepdims=True)
+    mine = holds[replay.rank, replay.at] & (usual.work < replay.work)
+    return Change(work=np.where(mine, usual.work, replay.work))
 
 
 def no_stragglers(fleet: Fleet, replay: Replay) -> Gain:
-    """Every rank at most at the median of its part of the work, in every step."""
-    return replay.gain(np.minimum(1.0, _to_median(fleet, replay)))
+    """Every rank at most at the median of its part of the work, at every place."""
+    usual = usual_work(fleet, replay, set())
+    return replay.gain(_like_the_others(replay, usual, range(len(replay.tail))))
 
 
 def no_transfers(replay: Replay, kind: str | None = None) -> Gain:
@@ -46,7 +105,7 @@ def no_transfers(replay: Replay, kind: str | None = None) -> Gain:
         took[:] = 0.0
     else:
         took[replay.of_kind(kind)] = 0.0
-    return replay.gain(transfer=took)
+    return replay.gain(Change(transfer=took))
 
 
 def advised(replay: Replay, advice: dict[int, Advice]) -> Gain | None:
@@ -59,16 +118,16 @@ def advised(replay: Replay, advice: dict[int, Advice]) -> Gain | None:
         return None
 
     def of(which: str) -> float:
-        saved = np.zeros(len(replay.work))
+        saved = np.zeros(len(replay.tail))
         for place, a in gains.items():
             value = getattr(a, which)
             saved[place] = max(0.0, float(a.gain_ns if value is None else value))  # type: ignore[arg-type]
         if next(iter(gains.values())).category in ("distributed", "communication"):
-            return replay.gain(transfer=_hidden(replay, saved)).gain
-        own = replay.work.mean(axis=1)
+            return replay.gain(Change(transfer=_hidden(replay, saved))).gain
+        own = np.nanmean(np.where(replay.whole[:, None], replay.own, 0.0), axis=1)
         share = np.divide(saved, own, out=np.zeros_like(own), where=own > 0)
-        factor = np.repeat(np.maximum(0.0, 1 - share)[:, None], replay.work.shape[1], axis=1)
-        return replay.gain(factor).gain
+        factor = _repeated(np.maximum(0.0, 1 - share), replay)
+        return replay.gain(replay.scaled(factor)).gain
 
     gain, low, high = of("gain_ns"), of("low_ns"), of("high_ns")
     error = min(abs(replay.base - replay.measured), abs(gain))
@@ -78,38 +137,14 @@ def advised(replay: Replay, advice: dict[int, Advice]) -> Gain | None:
 
 def _hidden(replay: Replay, saved: Floats) -> Floats:
     """Transfers less what each rank could hide of its exposed communication, ns a step."""
-    ranks = len(replay.work)
-    steps = replay.work.shape[1]
+    ranks, steps = len(replay.tail), len(replay.columns)
     exposed = np.bincount(replay.rank, weights=replay.exposed, minlength=ranks) / steps
     share = np.divide(saved, exposed, out=np.zeros(ranks), where=exposed > 0)
     return np.asarray(replay.transfer * (1 - np.minimum(1.0, share))[replay.rank])
 
 
 def _repeated(factor: Floats, replay: Replay) -> Floats:
-    return np.repeat(factor[:, None], replay.work.shape[1], axis=1)
-
-
-def _like_the_others(fleet: Fleet, replay: Replay, at: list[int]) -> Floats:
-    """The work of some ranks, in the mean of the steps, that of the others of their stage."""
-    own = fleet.own.own
-    factor = np.ones(len(own))
-    for place in at:
-        like = (fleet.stage == fleet.stage[place]) & np.isfinite(own)
-        like[at] = False
-        if like.any() and own[place] > 0:
-            factor[place] = min(1.0, float(np.median(own[like])) / own[place])
-    return _repeated(factor, replay)
-
-
-def _even(fleet: Fleet, replay: Replay) -> Floats:
-    """The work of each stage spread over its ranks."""
-    own = fleet.own.own
-    factor = np.ones(len(own))
-    for name in np.unique(fleet.stage):
-        rows = (fleet.stage == name) & np.isfinite(own) & (own > 0)
-        if rows.any():
-            factor[rows] = own[rows].mean() / own[rows]
-    return _repeated(factor, replay)
+    return np.repeat(factor[:, None], len(replay.columns), axis=1)
 
 
 def _balanced(fleet: Fleet, replay: Replay) -> Floats:
@@ -122,32 +157,6 @@ def _balanced(fleet: Fleet, replay: Replay) -> Floats:
         if ns > 0:
             factor[fleet.stage == name] = float(middle.mean()) / ns
     return _repeated(factor, replay)
-
-
-def _to_median(fleet: Fleet, replay: Replay) -> Floats:
-    """Factors that bring each rank in each step to the median of its stage."""
-    factor = replay.ones()
-    for name in np.unique(fleet.stage):
-        rows = np.flatnonzero(fleet.stage == name)
-        own = replay.own[rows]
-        if len(rows) < 2 or not np.isfinite(own).any():
-            continue
-        middle = np.nanmedian(own, axis=0, keepdims=True)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            factor[rows] = np.where(own > 0, middle / own, 1.0)
-    return np.where(np.isfinite(factor), factor, 1.0)
-
-
-def _no_last(fleet: Fleet, replay: Replay, *, even: bool) -> Floats:
-    """Without the ranks that hold a step up; where they differ all over, work spread evenly."""
-    to_median = _to_median(fleet, replay)
-    above = replay.work * (1 - to_median)
-    most = above.max(axis=0, keepdims=True)
-    factor = np.where(above > HELD_UP * most, to_median, 1.0)
-    if even and (above > HELD_UP * most).mean() > 0.1:
-        total = np.where(replay.work > 0, replay.work, np.nan)
-        factor = np.nan_to_num(np.nanmean(total, axis=0, keepdims=True) / total, nan=1.0)
-    return np.asarray(factor)
 
 
 def _as_fast(fleet: Fleet, replay: Replay, at: list[int]) -> Floats:

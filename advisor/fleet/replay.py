@@ -26,6 +26,8 @@ MAX_CELLS = 400_000
 MAX_LEVELS = 60_000
 MAX_ERROR = 0.1
 """Of the step: a replay that misses the measured one by more prices nothing."""
+MAX_LOST_ERROR = 0.03
+"""Of the step: how far the replay may be off with usual transfers for those of lost ranks."""
 TOUCHING_NS = 1_000.0
 """A collective that begins within this of the end of the one before may have waited for it."""
 BAND = 0.15
@@ -38,6 +40,19 @@ class Gain(NamedTuple):
     gain: float
     low: float
     high: float
+
+
+class Change(NamedTuple):
+    """What is not as it was measured; ``None``: as it was."""
+
+    work: Floats | None = None
+    """By collective (cell), ns: own work before it."""
+    tail: Floats | None = None
+    """By rank, ns: own work after the last collective."""
+    transfer: Floats | None = None
+    """By collective (cell), ns."""
+    entry: Floats | None = None
+    """By rank: when it begins, ns on the common clock."""
 
 
 class _Level(NamedTuple):
@@ -57,6 +72,8 @@ class Replay:
         self.reason = ""
         self.error: float | None = None
         """Replayed over measured step, less 1."""
+        self.transfer: Floats = np.zeros(0)
+        """By collective (cell), ns from the last arrival to the end."""
         self.measured = 0.0
         """ns a step, mean of the replayed ranks and steps."""
         self.base = 0.0
@@ -65,8 +82,24 @@ class Replay:
             return
         self.base = self.step()
         self.error = self.base / self.measured - 1 if self.measured > 0 else None
+        self._without_the_lost()
         if self.error is None or abs(self.error) > MAX_ERROR:
             self.reason = "the replay misses the measured step by more than 10 %"
+
+    def _without_the_lost(self) -> None:
+        """Collectives with members that are not here: what they took holds the wait for those.
+        Where other groups tell what such a transfer takes, and the steps come out as measured with
+        that, it is taken instead; then the others' delay is not what they are bound by."""
+        kept = self.transfer
+        self.transfer = np.fmin(kept, self.usual)
+        if (self.transfer == kept).all() or self.measured <= 0:
+            return
+        base = self.step()
+        error = base / self.measured - 1
+        if abs(error) > MAX_LOST_ERROR:
+            self.transfer = kept
+            return
+        self.base, self.error = base, error
 
     # -- what is replayed -------------------------------------------------------------------
 
@@ -109,30 +142,31 @@ class Replay:
         latest = np.full(int(row.max()) + 1, -np.inf)
         np.maximum.at(latest, row, start)
         transfer = np.maximum(end - latest[row], 0.0)
+        usual = _usual_transfer(joined, cells, transfer)
         # each rank's collectives in the order in which they were complete: cause before effect
         order = np.lexsort((start, row, latest[row], joined.rank[cells]))
         cells, step, row = cells[order], step[order], row[order]
         start, end, transfer = start[order], end[order], transfer[order]
+        self.usual = usual[order]
         rank = joined.rank[cells]
-        self.work = np.where(np.isfinite(self.own), self.own, 0.0)
-        base = np.cumsum(self.work, axis=1) - self.work
-        inside = self._progress(joined, cells, rank, step)
-        flight = np.maximum(end - start - joined.exposed[cells], 0.0)
-        self.rank, self.at, self.inside, self.flight = rank, step, inside, flight
+        self.rank, self.at = rank, step
+        progress, own = self._measured_progress(joined, cells, rank, step)
+        first = np.searchsorted(rank, np.arange(ranks + 1))
+        self.first = first
+        self.work = np.diff(progress, prepend=0.0)
+        new = first[:-1][first[:-1] < first[1:]]
+        self.work[new] = progress[new]
+        self.tail = own.copy()
+        there = first[1:] > first[:-1]
+        self.tail[there] -= progress[first[1:][there] - 1]
+        self.flight = np.maximum(end - start - joined.exposed[cells], 0.0)
         self.transfer = transfer
         self.kinds = [key.kind for key in joined.keys]
         self.key = joined.key[joined.row[cells]]
-        self.matched = np.bincount(row)[row] > 1
         self.row = joined.row[cells]
         self.exposed = joined.exposed[cells]
-        first = np.searchsorted(rank, np.arange(ranks + 1))
-        self.first = first
         here = np.arange(len(cells))
-        progress = base[rank, step] + inside
-        until = progress + flight
-        for each in range(ranks):  # waits of a rank are over one after the other
-            part = slice(first[each], first[each + 1])
-            until[part] = np.maximum.accumulate(until[part])
+        until = _one_after_the_other(progress + self.flight, first)
         stride = float(until.max()) + 1.0
         seen = np.searchsorted(until + stride * rank, progress + stride * rank + 0.5, side="right")
         self.before = np.minimum(seen, here) + rank
@@ -142,18 +176,30 @@ class Replay:
         self.follows = np.where(follows, previous, -1)
         self._level(row, rank, first, ranks)
 
-    def _progress(self, joined: Joined, cells: Ints, rank: Ints, step: Ints) -> Floats:
-        """Own time from the start of its step to each collective."""
+    def _measured_progress(
+        self, joined: Joined, cells: Ints, rank: Ints, step: Ints
+    ) -> tuple[Floats, Floats]:
+        """Own time of the rank from the first step's start to each collective, and in all of the
+        steps by rank."""
+        own = np.where(np.isfinite(self.own), self.own, 0.0)
+        base = np.cumsum(own, axis=1) - own
         order = np.lexsort((joined.start[cells], step, rank))
-        work = joined.work[cells][order]
-        total = np.cumsum(work)
-        new = np.ones(len(order), dtype=np.bool_)
-        new[1:] = (rank[order][1:] != rank[order][:-1]) | (step[order][1:] != step[order][:-1])
-        begin = np.flatnonzero(new)
-        before = np.where(begin > 0, total[begin - 1], 0.0)
-        found = np.empty(len(order))
-        found[order] = total - before[np.cumsum(new) - 1]
-        return found
+        total = np.cumsum(joined.work[cells][order])
+        code = (rank * len(self.columns) + step)[order]
+        begin = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]]))
+        before = np.concatenate([[0.0], total])[begin]
+        inside = np.empty(len(cells))
+        inside[order] = total - np.repeat(before, np.diff(np.append(begin, len(code))))
+        return base[rank, step] + inside, own.sum(axis=1)
+
+    def _progress(self, work: Floats) -> Floats:
+        """Own time of the rank up to each collective."""
+        total = np.concatenate([[0.0], np.cumsum(work)])
+        return np.asarray(total[1:] - total[self.first[:-1]][self.rank])
+
+    def _own(self, work: Floats, tail: Floats) -> Floats:
+        """All of it by rank."""
+        return np.asarray(np.bincount(self.rank, work, len(tail)) + tail)
 
     def _level(self, row: Ints, rank: Ints, first: Ints, ranks: int) -> None:
         """Which collectives can be done at once: all whose members have done theirs before."""
@@ -191,22 +237,18 @@ class Replay:
 
     # -- running it -------------------------------------------------------------------------
 
-    def ends(
-        self,
-        factor: Floats | None = None,
-        transfer: Floats | None = None,
-        entry: Floats | None = None,
-    ) -> Floats:
-        """When each rank has done its steps, ns, with its own work in each step times ``factor``
-        (rank x step), transfers of ``transfer`` ns (by cell), begun at ``entry`` (by rank)."""
-        own = self.work if factor is None else self.work * factor
-        base = np.cumsum(own, axis=1) - own
-        pace = 1.0 if factor is None else factor[self.rank, self.at]
-        progress = base[self.rank, self.at] + self.inside * pace
-        until = progress + self.flight * pace
-        for each in range(len(self.first) - 1):
-            part = slice(self.first[each], self.first[each + 1])
-            until[part] = np.maximum.accumulate(until[part])
+    def ends(self, change: Change | None = None) -> Floats:
+        """When each rank has done its steps, ns on the common clock, with what is changed."""
+        change = change or Change()
+        work = self.work if change.work is None else change.work
+        tail = self.tail if change.tail is None else change.tail
+        transfer, entry = change.transfer, change.entry
+        progress, own = self._progress(work), self._own(work, tail)
+        until = progress + self.flight
+        if change.work is not None:
+            # where a collective is over, in the work that is left
+            until = self._moved(until, progress)
+        until = _one_after_the_other(until, self.first)
         took = self.transfer if transfer is None else transfer
         ranks = len(self.first) - 1
         delay = np.empty(len(self.rank) + ranks)
@@ -226,38 +268,65 @@ class Replay:
             here = slot[part]
             delay[here] = np.maximum(delay[here - 1], over - until[part])
         final = delay[self.first[1:] + np.arange(ranks)]
-        return np.asarray(own.sum(axis=1) + final)
+        return np.asarray(own + final)
 
-    def step(
-        self,
-        factor: Floats | None = None,
-        transfer: Floats | None = None,
-        entry: Floats | None = None,
-    ) -> float:
+    def _moved(self, until: Floats, progress: Floats) -> Floats:
+        """The same points of the work as in the measured steps, where it is ``progress``."""
+        old = self._progress(self.work)
+        stride = float(old.max() + progress.max() + self.flight.max()) + 1.0
+        knots = np.maximum.accumulate(old + stride * self.rank)
+        values = np.maximum.accumulate(progress + stride * self.rank)
+        found = np.interp(old + self.flight + stride * self.rank, knots, values)
+        found -= stride * self.rank
+        # after the last collective of a rank
+        last = self.first[1:][self.rank] - 1
+        beyond = old + self.flight >= old[last]
+        after = progress[last] + (old + self.flight - old[last])
+        return np.asarray(np.where(beyond, after, found))
+
+    def step(self, change: Change | None = None) -> float:
         """The job's step, ns: see :meth:`ends`."""
-        took = self.ends(factor, transfer, entry) - self.entry
+        took = self.ends(change) - self.entry
         return float(took[self.whole].mean()) / len(self.columns)
 
-    def gain(
-        self,
-        factor: Floats | None = None,
-        transfer: Floats | None = None,
-        entry: Floats | None = None,
-    ) -> Gain:
-        """What the job's step is shorter by, ns, with its band."""
+    def gain(self, change: Change) -> Gain:
+        """What the job's step is shorter by, ns, with its band.
+
+        Raises ValueError: nothing is replayed.
+        """
         if self.reason:
             raise ValueError(self.reason)
-        gain = self.base - self.step(factor, transfer, entry)
+        gain = self.base - self.step(change)
         half = BAND * abs(gain) + min(abs(self.base - self.measured), abs(gain))
         return Gain(gain, max(0.0, gain - half), max(0.0, gain + half))
+
+    def scaled(self, factor: Floats) -> Change:
+        """The own work of each rank in each step times ``factor`` (ranks x steps)."""
+        return Change(work=self.work * factor[self.rank, self.at], tail=self.tail * factor[:, -1])
+
+    def places(self) -> Ints:
+        """By collective: the how many-th of its rank's step it is."""
+        code = self.rank * len(self.columns) + self.at
+        new = np.concatenate([[True], code[1:] != code[:-1]])
+        begin = np.flatnonzero(new)
+        found: Ints = np.arange(len(code)) - begin[np.cumsum(new) - 1]
+        return found
+
+    def same_program(self, stage: Ints) -> Bools:
+        """By collective: its rank has as many in that step as most ranks of its stage."""
+        ranks, steps = len(self.tail), len(self.columns)
+        counts = np.bincount(self.rank * steps + self.at, minlength=ranks * steps)
+        counts = counts.reshape(ranks, steps)
+        same = np.zeros((ranks, steps), dtype=np.bool_)
+        for name in np.unique(stage):
+            rows = np.flatnonzero((stage == name) & self.whole)
+            if len(rows):
+                same[rows] = counts[rows] == np.median(counts[rows], axis=0)
+        return same[self.rank, self.at]
 
     def of_kind(self, kind: str) -> Bools:
         """Which of its collectives (cells) are of a kind."""
         return np.array([each == kind for each in self.kinds], dtype=np.bool_)[self.key]
-
-    def ones(self) -> Floats:
-        """Factors that change nothing."""
-        return np.ones(self.own.shape)
 
 
 def _columns(summaries: Sequence[Summary], own: Profile) -> Ints:
@@ -314,3 +383,31 @@ def _rows(joined: Joined, cells: Ints) -> Ints:
     row = row.copy()
     row[alone] = joined.rows + np.arange(int(alone.sum()))
     return np.unique(row, return_inverse=True)[1].astype(np.int64)
+
+
+def _usual_transfer(joined: Joined, cells: Ints, transfer: Floats) -> Floats:
+    """By cell: the middle of what complete collectives of the same kind, size and message take,
+    where the cell's own lacks members; NaN: it does not, or there are none."""
+    found = np.full(len(cells), np.nan)
+    row = joined.row[cells]
+    key = joined.key[row]
+    kinds: dict[tuple[str, int, int], int] = {}
+    of = np.array(
+        [kinds.setdefault((k.kind, k.size, k.message), len(kinds)) for k in joined.keys],
+        dtype=np.int64,
+    )[key]
+    size = np.array([k.size for k in joined.keys], dtype=np.int64)[key]
+    seen = joined.seen[row]
+    lacking = (size > 0) & (seen < size)
+    for kind in np.unique(of[lacking]).tolist():
+        whole = (of == kind) & ~lacking
+        if whole.any():
+            found[(of == kind) & lacking] = np.median(transfer[whole])
+    return found
+
+
+def _one_after_the_other(until: Floats, first: Ints) -> Floats:
+    """Waits of a rank are over in the order of its collectives."""
+    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        until[begin:end] = np.maximum.accumulate(until[begin:end])
+    return until

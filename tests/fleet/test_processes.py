@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import advisor
 from advisor.errors import AdvisorError
 from advisor.fleet import processes
 from advisor.fleet.job import Done, count_ranks, study
@@ -47,6 +48,7 @@ def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(
     assert not (fleet.rules / "rank3.json.once").exists(), "nobody was killed"
     assert same(again) == same(whole)
     assert seen == [(n, fleet.ranks) for n in range(fleet.ranks + 1)]
+    assert advisor.analyze_job is study
     (fleet.folder / "rank2.json").write_text('{"traceEvents": [')
     fleet.trap(5, "always")
     partly = study([str(fleet.folder)], workers=2, wanted=fleet.wanted)

@@ -88,23 +88,22 @@ def run(folder: Path, workers: int) -> dict[str, float]:
 def table(size: int, rows: list[tuple[int, int, dict[str, float]]]) -> str:
     """Markdown."""
     lines = [
-        "| ranks | workers | time | of that, a rank | two workers against one | driver's memory | "
-        "largest worker | bytes sent to it |",
+        "| ranks | workers | time | a rank | CPU time of workers, a rank | driver's memory | "
+        "largest worker | bytes sent to the driver |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    one = {ranks: found["seconds"] for ranks, workers, found in rows if workers == 1}
     for ranks, workers, found in rows:
         seconds = found["seconds"]
-        against = f"{one[ranks] / seconds:.2f}×" if workers > 1 and ranks in one else ""
         lines.append(
-            f"| {ranks} | {workers} | {seconds:,.1f} s | {seconds / ranks:.2f} s | {against} | "
+            f"| {ranks} | {workers} | {seconds:,.1f} s | {seconds / ranks:.2f} s | "
+            f"{found['cpu'] / ranks:.2f} s | "
             f"{found['memory'] / 2**20:,.0f} MiB | {found['worker'] / 2**20:,.0f} MiB | "
             f"{found['moved'] / 1e6:,.1f} MB |"
         )
     about = (
         f"A rank's trace has {size / 1e6:.1f} MB. Measured by `benchmarks/bench_fleet.py` on "
         f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}; the "
-        f"load of the machine when it began was {os.getloadavg()[0]:.1f}."
+        f"load average was {os.getloadavg()[0]:.0f} when it began."
     )
     return "\n".join([about, "", *lines])
 

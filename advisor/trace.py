@@ -151,6 +151,8 @@ COMMS_SCHEMA: dict[str, Any] = {
     "in_split": pl.String,
     "out_split": pl.String,
     "sequence": pl.Int64,
+    "source": pl.Int64,  # of a send and its receive: who sends …
+    "target": pl.Int64,  # … and to whom; null: no such, or not told
 }
 """The distinct collective descriptions."""
 

@@ -34,7 +34,17 @@ END_TOLERANCE_NS = 1_000_000.0
 MIN_MATCHES = 3
 """One difference of ends always agrees with itself: fewer say nothing about the error."""
 
-_SAME = ("group", "ranks", "collective", "bytes", "annotation", "step", "sequence")
+_SAME = (
+    "group",
+    "ranks",
+    "collective",
+    "bytes",
+    "annotation",
+    "step",
+    "sequence",
+    "source",
+    "target",
+)
 _DIGITS = re.compile(r"\d+")
 _KEY = (*_SAME, "order", "count")
 Times = NDArray[np.float64]
@@ -251,13 +261,17 @@ def keyed(
         inside = (at >= 0) & (launch < marks["end"].to_numpy()[np.maximum(at, 0)])
         name = marks["name"].gather(np.maximum(at, 0)).set(pl.Series(~inside), None)
     own_amount = pl.col("collective") == "all_to_all"
-    recorded = pl.col("sequence").is_not_null()
+    # ranks of a pipeline count their sends each for itself: they are matched by who sends to whom
+    pair = pl.col("source").is_not_null() & pl.col("target").is_not_null()
+    recorded = pl.col("sequence").is_not_null() & ~pair
     table = table.select(
         "group",
         "ranks",
         "collective",
-        "sequence",
         "group_size",
+        "source",
+        "target",
+        sequence=pl.when(recorded).then("sequence"),
         bytes=pl.when(~own_amount).then("bytes"),
         step=pl.when(~recorded).then(name),
         annotation=map_names(
@@ -268,5 +282,5 @@ def keyed(
         rank=pl.lit(rank, dtype=pl.Int64),
     )
     if stepped:  # the traces may begin at different ones of those launched before the first step
-        table = table.filter(pl.col("step").is_not_null() | recorded)
+        table = table.filter(pl.col("step").is_not_null() | pl.col("sequence").is_not_null())
     return table.with_columns(order=pl.int_range(pl.len()).over(_SAME), count=pl.len().over(_SAME))

@@ -102,7 +102,8 @@ def describe(a: Analysis) -> pl.DataFrame:
     """Every collective of the whole trace on the analysed device, by device start.
 
     Columns: those of :data:`SCHEMA` that need no window, and ``launch_ts`` (ns; null: launched
-    outside the trace), ``ranks`` (JSON text; null: not told), ``sequence`` (``Seq``; null).
+    outside the trace), ``ranks`` (JSON text; null: not told), ``sequence`` (``Seq``; null),
+    ``source`` and ``target`` (of a send or receive; null).
     """
     trace = a.trace
     mine = a.kernels["communication"].to_numpy() & (trace.gpu["device"] == a.device_id).to_numpy()

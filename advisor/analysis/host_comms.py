@@ -53,6 +53,8 @@ def describe_on_host(a: Analysis) -> pl.DataFrame:
         group_size=pl.lit(a.trace.meta.world_size, dtype=pl.Int64),
         ranks=nothing.cast(pl.String),
         sequence=nothing.cast(pl.Int64),
+        source=nothing.cast(pl.Int64),
+        target=nothing.cast(pl.Int64),
         annotation=nothing.cast(pl.String),
     )
 

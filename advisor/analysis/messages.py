@@ -148,6 +148,8 @@ _SOURCE: dict[str, Any] = {
     "group": pl.String,
     "ranks": pl.String,
     "sequence": pl.Int64,
+    "source": pl.Int64,
+    "target": pl.Int64,
     "even": pl.Boolean,  # false: an all-to-all with parts of different sizes
 }
 
@@ -162,7 +164,7 @@ def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.
 
     Columns: ``collective`` (one of COLLECTIVES), ``bytes`` (null), ``factor`` (of
     :func:`bus_factor`; null, also for an all-to-all with uneven parts), ``group_size``,
-    ``dtype``, ``group``, ``ranks``, ``sequence``, ``annotation``.
+    ``dtype``, ``group``, ``ranks``, ``sequence``, ``source``, ``target``, ``annotation``.
     """
     start = gpu["launch"].fill_null(-1).to_numpy().copy()
     start[start < 0] = gpu["op"].fill_null(-1).to_numpy()[start < 0]
@@ -330,7 +332,8 @@ def _arguments(trace: Trace) -> pl.DataFrame:
         schema={key: _SOURCE[key] for key in ("collective", "given", "out", "group_size", "even")},
         orient="row",
     )
-    return table.hstack(comms.select("dtype", "group", "ranks", "sequence")).select(*_SOURCE)
+    told = comms.select("dtype", "group", "ranks", "sequence", "source", "target")
+    return table.hstack(told).select(*_SOURCE)
 
 
 def _members(ranks: str | None) -> int | None:

@@ -94,6 +94,8 @@ _COMMS = {
     "in_split": "In split size",
     "out_split": "Out split size",
     "sequence": "Seq",
+    "source": "Src Rank",
+    "target": "Dst Rank",
 }
 _DEVICE_PROPERTIES = {
     "id": "id",

@@ -59,6 +59,25 @@ def residuals(values: Floats, group: Ints) -> Floats:
     return left
 
 
+def middles(values: Floats, axis: int) -> Floats:
+    """Median over an axis of a table of what is known; NaN where nothing is."""
+    table = values if axis == 1 else values.T
+    found = np.full(len(table), np.nan)
+    known = np.isfinite(table).any(axis=1) if table.size else np.zeros(len(table), dtype=np.bool_)
+    if known.any():
+        found[known] = np.nanmedian(table[known], axis=1)
+    return found
+
+
+def means(values: Floats, axis: int) -> Floats:
+    """Mean likewise."""
+    table = values if axis == 1 else values.T
+    there = np.isfinite(table)
+    count = there.sum(axis=1)
+    total = np.where(there, table, 0.0).sum(axis=1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
 def chances(left: Floats) -> Floats:
     """For each residual: probability that the largest of as many alike ones is as large.
 

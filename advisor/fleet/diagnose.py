@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 import advisor
@@ -69,6 +70,7 @@ def diagnose(
     report.replay_error = replay.error
     _odd(report, fleet, replay)
     report.findings, report.not_checked = merge(ordered, replay, fleet.step_ns)
+    _communication(report, fleet, values)
     _not_checked(report, fleet, replay)
     return report
 
@@ -154,6 +156,17 @@ def _odd(report: JobReport, fleet: Fleet, replay: Replay) -> None:
         if gain.gain >= MIN_GAIN_SHARE * step
     ]
     report.verdict = _verdict(report, fleet, told)
+
+
+def _communication(report: JobReport, fleet: Fleet, values: Floats) -> None:
+    """What the rule about single ranks cannot say: of the whole job, and what of it is waiting."""
+    text = words.in_the_open(fleet, values[:, -2] + values[:, -1], values[:, -1])
+    report.findings = [
+        structs.replace(found, summary=f"{text} {found.summary}".strip())
+        if found.rule == "exposed-communication"
+        else found
+        for found in report.findings
+    ]
 
 
 def _joined(fleet: Fleet, replay: Replay, found: list[Seen]) -> list[Seen]:

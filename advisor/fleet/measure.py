@@ -47,7 +47,8 @@ MOST_STEPS = 2_000
 """Steps whose own figures are kept."""
 MOST_FINDINGS = 60
 MOST_TEXT = 1_500
-_KEY = ("group", "ranks", "collective", "bytes", "annotation")
+_KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
+_PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
 Ints = NDArray[np.int64]
 
 
@@ -237,7 +238,10 @@ def _collectives(a: Analysis) -> Collectives | None:
         work=pack(start - before - covered(before, start, waiting)),
         synchronising=[kind in SYNCHRONISING for kind in distinct["collective"].to_list()],
         group=[str(name)[:80] if name is not None else "" for name in distinct["group"].to_list()],
-        size=distinct["group_size"].fill_null(0).to_list(),
+        size=[
+            2 if pair else size or 0
+            for size, pair in distinct.select("group_size", _PAIR).iter_rows()
+        ],
         kind=distinct["collective"].to_list(),
         message=distinct["bytes"].fill_null(0).to_list(),
         sequenced=distinct["known"].to_list(),
@@ -251,11 +255,15 @@ def _short(
     kind: str,
     size: int | None,
     annotation: str | None,
+    source: int | None = None,
+    target: int | None = None,
 ) -> str:
     """What a collective is matched by, in little room: the members' list as a digest."""
     members = "" if ranks is None else hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
     parts = ("s" if known else "n", (group or "")[:80], members, kind, size, annotation or "")
     text = "|".join("" if part is None else str(part) for part in parts)
+    if source is not None and target is not None:
+        text += f"|{source}>{target}"
     if len(text) <= 160:
         return text
     return f"{text[:120]}#{hashlib.blake2s(text.encode(), digest_size=6).hexdigest()}"

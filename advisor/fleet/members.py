@@ -45,16 +45,22 @@ class Places:
         self.racks = dict(sorted(of_rack.items()))
 
 
-def find_who(excess: Floats, floor: float, limit: float, places: Places) -> list[Who]:
+def find_who(
+    excess: Floats, floor: float, limit: float, places: Places, *, spreads: bool = False
+) -> list[Who]:
     """Ranks whose ``excess`` (over those that are like them; NaN: not comparable) is above
     ``floor`` and would come by chance in less than ``limit``; told as hosts and racks where most
-    of these have it. The largest excess first."""
+    of these have it. ``spreads``: ranks that wait for one of their host hide what they have of the
+    same (the host runs ahead meanwhile), so that of the others any excess counts that chance does
+    not explain. The largest excess first."""
     chance = chances(excess)
     high = np.isfinite(excess) & (excess > floor)
     flagged = {
         place: float(chance[place]) for place in np.flatnonzero(high & (chance < limit)).tolist()
     }
     by_host = _hosts(excess, floor, limit, places, flagged)
+    if spreads:
+        _shared(excess, chance < limit, places, flagged, by_host)
     found = _racks(excess, floor, limit, places, by_host)
     covered = {place for who in found for place in who.places}
     for host, p in by_host.items():
@@ -82,27 +88,43 @@ def _hosts(
     units = {name: excess[list(own)] for name, own in several.items()}
     for name, p in _extreme(units, limit).items():
         values = units[name]
-        middle = float(np.nanmedian(values))
-        if middle > floor and np.nanmean(values > middle / 2) >= MOST_OF_IT:
+        middle = float(np.median(_known(values)))
+        if middle > floor and np.mean(_known(values) > middle / 2) >= MOST_OF_IT:
             found[name] = min(p, found.get(name, 1.0))
     return found
+
+
+def _shared(
+    excess: Floats,
+    unlikely: NDArray[np.bool_],
+    places: Places,
+    flagged: dict[int, float],
+    found: dict[str, float],
+) -> None:
+    """Add hosts of which one rank is odd and most of the others unlikely in the same direction."""
+    for name, own in places.hosts.items():
+        there = [place for place in own if place in flagged]
+        known = [place for place in own if np.isfinite(excess[place])]
+        also = [place for place in known if unlikely[place] and excess[place] > 0]
+        if there and name not in found and len(known) > 2 and len(also) >= MOST_OF_IT * len(known):
+            found[name] = min(flagged[place] for place in there)
 
 
 def _racks(
     excess: Floats, floor: float, limit: float, places: Places, hosts: dict[str, float]
 ) -> list[Who]:
     found = []
-    units = {
-        rack: np.array([np.nanmean(excess[list(places.hosts[host])]) for host in own])
-        for rack, own in places.racks.items()
-        if len(own) > 1
-    }
+    units = {}
+    for rack, own in places.racks.items():
+        each = [_known(excess[list(places.hosts[host])]) for host in own]
+        if sum(len(values) > 0 for values in each) > 1:
+            units[rack] = np.array([float(values.mean()) for values in each if len(values)])
     odd = _extreme(units, limit) if len(units) > 1 else {}
     for rack, values in units.items():
         own = places.racks[rack]
         there = [hosts[host] for host in own if host in hosts]
         p = min(odd.get(rack, 1.0), min(there) if len(there) >= MOST_OF_IT * len(own) else 1.0)
-        middle = float(np.nanmedian(values))
+        middle = float(np.median(values))
         if p < limit and middle > floor and np.mean(values > middle / 2) >= MOST_OF_IT:
             members = tuple(place for host in own for place in places.hosts[host])
             found.append(Who("rack", rack, members, p))
@@ -114,11 +136,15 @@ def _extreme(units: dict[str, Floats], limit: float) -> dict[str, float]:
 
     Of four and more among each other; of two or three against the scatter inside of them."""
     names = list(units)
-    means = np.array([float(np.nanmean(units[name])) for name in names])
+    units = {name: known for name in units if len(known := _known(units[name]))}
+    names = list(units)
+    if len(names) < 2:
+        return {}
+    means = np.array([float(units[name].mean()) for name in names])
     if len(names) >= 4:
         chance = chances(residuals(means, np.zeros(len(names), dtype=np.int64)))
         return {n: float(p) for n, p in zip(names, chance, strict=True) if p < limit}
-    kept = [values[np.isfinite(values)] for values in units.values()]
+    kept = list(units.values())
     degrees = sum(len(values) - 1 for values in kept)
     if degrees < 2:
         return {}
@@ -130,3 +156,7 @@ def _extreme(units: dict[str, Floats], limit: float) -> dict[str, float]:
     tail = upper_tail(apart / error, min(30.0, degrees)) if error > 0 else float(apart <= 0)
     p = of_the_largest(tail, len(names))
     return {names[top]: p} if p < limit else {}
+
+
+def _known(values: Floats) -> Floats:
+    return values[np.isfinite(values)]

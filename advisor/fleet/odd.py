@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.fleet.chance import binomial_tail, chances, residuals
+from advisor.fleet.chance import binomial_tail, chances, means, middles, residuals
 from advisor.fleet.join import Joined, Waits
 from advisor.fleet.kernels import device_slower, longer_families
 from advisor.fleet.members import Places, Who, find_who
@@ -104,10 +104,11 @@ def persistent(fleet: Fleet) -> list[Seen]:
         left[name] = _middle(own.by_step[name], fleet.stage)
     left["host"] = _middle(own.by_step["host"] + own.by_step["copies"], fleet.stage)
     found: list[Seen] = []
-    for excess in left.values():
-        for who in find_who(excess, floor, CHANCE / len(left), fleet.places):
+    for name, excess in left.items():
+        limit, spreads = CHANCE / len(left), name in ("host", "input")
+        for who in find_who(excess, floor, limit, fleet.places, spreads=spreads):
             # others wait for the whole of a rank's work, not for a class of it
-            if float(np.nanmedian(total[list(who.places)])) > floor:
+            if float(np.nanmax(total[list(who.places)])) > floor:
                 _add(found, _seen(fleet, who, total))
     return _together(fleet, found)
 
@@ -115,10 +116,7 @@ def persistent(fleet: Fleet) -> list[Seen]:
 def _middle(by_step: Floats, stage: Ints) -> Floats:
     """By rank: median over the steps of how much it is above the ranks of its stage."""
     left = np.stack([residuals(column, stage) for column in by_step.T], axis=1)
-    found = np.full(len(left), np.nan)
-    known = np.isfinite(left).any(axis=1)
-    found[known] = np.nanmedian(left[known], axis=1)
-    return found
+    return middles(left, axis=1)
 
 
 def _add(found: list[Seen], fresh: Seen) -> None:
@@ -140,10 +138,10 @@ def _seen(fleet: Fleet, who: Who, total: Floats) -> Seen:
         place
         for place in range(len(fleet.summaries))
         if place not in inside and fleet.stage[place] in set(fleet.stage[at].tolist())
-    ]
+    ] or [place for place in range(len(fleet.summaries)) if place not in inside]
     values = fleet.own.values
-    usual = np.nanmedian(values[like], axis=0)
-    more = dict(zip(OWN, np.nanmean(values[at], axis=0) - usual, strict=False))
+    usual = middles(values[like], axis=0)
+    more = dict(zip(OWN, means(values[at], axis=0) - usual, strict=False))
     kind, device, families = _kind(fleet, at, like, more)
     return Seen(
         kind=kind,
@@ -152,7 +150,7 @@ def _seen(fleet: Fleet, who: Who, total: Floats) -> Seen:
         more={name: float(ns) for name, ns in more.items()},
         device=device,
         families=families,
-        others_ns=float(np.nanmedian(fleet.own.own[like])),
+        others_ns=float(middles(fleet.own.own[like][None, :], axis=1)[0]),
     )
 
 
@@ -212,11 +210,8 @@ def stages(fleet: Fleet) -> list[Seen]:
     inside = np.concatenate([own[fleet.stage == n] - m for n, m in zip(names, middle, strict=True)])
     p = float(chances(np.append(inside, middle[top] - np.median(rest)))[-1])
     values = fleet.own.values
-    more = dict(
-        zip(
-            OWN, np.nanmedian(values[at], axis=0) - np.nanmedian(values[like], axis=0), strict=False
-        )
-    )
+    above = middles(values[at], axis=0) - middles(values[like], axis=0)
+    more = dict(zip(OWN, above, strict=False))
     odd = [fleet.summaries[place] for place in at.tolist()]
     others = [fleet.summaries[place] for place in like.tolist()]
     return [
@@ -243,7 +238,7 @@ def moving(fleet: Fleet, blamed: set[int]) -> list[Seen]:
     own = own.copy()
     own[sorted(blamed)] = np.nan
     # what a rank has in every step is no part of what moves
-    usual = np.nanmedian(own, axis=1, keepdims=True) if np.isfinite(own).any() else own[:, :1]
+    usual = middles(own, axis=1)[:, None]
     left = np.stack([residuals(column, fleet.stage) for column in (own - usual).T], axis=1)
     steps = np.flatnonzero(np.isfinite(left).sum(axis=0) >= 4)
     if len(steps) < MIN_STEPS:
@@ -257,14 +252,15 @@ def moving(fleet: Fleet, blamed: set[int]) -> list[Seen]:
     hits = int((single < 0.05).sum())
     p = binomial_tail(hits, len(steps), 0.05)
     extreme = p < CHANCE and hits * 2 >= len(steps) and excess > MOVING_SHARE * fleet.step_ns
-    if not extreme and excess < BROAD_SHARE * fleet.step_ns:
+    # in most of the steps, not in one that was long
+    if not extreme and float(np.median(above)) < BROAD_SHARE * fleet.step_ns:
         return []
     if counts.max() > max(1.0, NEW_EACH_STEP * len(steps)):
         return []
     more = {}
     for name in OWN:
         each = fleet.own.by_step[name][:, steps]
-        each = each - np.nanmedian(each, axis=1, keepdims=True)
+        each = each - middles(each, axis=0)
         more[name] = float(np.nanmean(each[last, np.arange(len(steps))]))
     host = more["host"] + more["copies"]
     most = max(more["compute"], more["input"], host)
@@ -302,7 +298,7 @@ def late(fleet: Fleet) -> list[Seen]:
         return []
     like = np.flatnonzero(np.arange(len(fleet.summaries)) != place)
     values = fleet.own.values
-    more = dict(zip(OWN, values[place] - np.nanmedian(values[like], axis=0), strict=False))
+    more = dict(zip(OWN, values[place] - middles(values[like], axis=0), strict=False))
     if steps > 2 and sum(more.values()) <= 0:
         return []
     sizes = fleet.joined.seen[waits.row]

@@ -28,8 +28,15 @@ MAX_ERROR = 0.1
 """Of the step: a replay that misses the measured one by more prices nothing."""
 MAX_LOST_ERROR = 0.03
 """Of the step: how far the replay may be off with usual transfers for those of lost ranks."""
+HIDDEN = 0.05
+"""Of a send, exposed: less is what its stream's order leaves over."""
 TOUCHING_NS = 1_000.0
 """A collective that begins within this of the end of the one before may have waited for it."""
+QUEUED_NS = 5_000.0
+"""One that begins within this after it was queued behind it on its stream."""
+STOOD_NS, STOOD_SHARE = 10_000.0, 0.03
+"""A rank stood still for a collective if more than this of it was in the open: between kernels that
+hide one there are gaps of a microsecond."""
 BAND = 0.15
 """Of a gain, beside the replay's own error: what overlap hides may show once others are earlier."""
 
@@ -165,15 +172,30 @@ class Replay:
         self.key = joined.key[joined.row[cells]]
         self.row = joined.row[cells]
         self.exposed = joined.exposed[cells]
+        sent = np.array([kind == "send_recv" for kind in self.kinds], dtype=np.bool_)[self.key]
+        self.unwaited = sent & (self.exposed <= HIDDEN * (end - start))
+        """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
         here = np.arange(len(cells))
-        until = _one_after_the_other(progress + self.flight, first)
+        self.same = _before_in_group(joined, self.row, rank)
+        self.follows = _waited_for(rank, start, end)
+        queued = (self.same >= 0) & (start <= end[self.same] + QUEUED_NS)
+        queued |= self.follows >= 0
+        each = np.where(np.isfinite(self.own), self.own, 0.0)
+        over = np.cumsum(each, axis=1)[rank, step]
+        stood = self.exposed > STOOD_NS + STOOD_SHARE * (end - start)
+        stop = _next(stood, rank, step)
+        self.point = np.where(stop >= 0, (progress + self.flight)[stop], over)
+        """Own time of the rank to where it cannot go on without each collective: where it stood
+        still for it; for one that was hidden, for a later one, or the end of its step."""
+        self.issue = _issued(progress, queued, row, over - each[rank, step], each[rank, step])
+        """Own time of the rank to where each was issued."""
+        until = _one_after_the_other(self.point.copy(), first)
         stride = float(until.max()) + 1.0
-        seen = np.searchsorted(until + stride * rank, progress + stride * rank + 0.5, side="right")
-        self.before = np.minimum(seen, here) + rank
+        seen = np.searchsorted(
+            until + stride * rank, self.issue + stride * rank + 0.5, side="right"
+        )
+        self.before = np.clip(seen, first[rank], here) + rank
         """Slot whose delay each collective begins with."""
-        previous = np.maximum(here - 1, 0)
-        follows = (here > first[rank]) & (start >= end[previous] - TOUCHING_NS)
-        self.follows = np.where(follows, previous, -1)
         self._level(row, rank, first, ranks)
 
     def _measured_progress(
@@ -243,12 +265,12 @@ class Replay:
         work = self.work if change.work is None else change.work
         tail = self.tail if change.tail is None else change.tail
         transfer, entry = change.transfer, change.entry
-        progress, own = self._progress(work), self._own(work, tail)
-        until = progress + self.flight
-        if change.work is not None:
-            # where a collective is over, in the work that is left
-            until = self._moved(until, progress)
-        until = _one_after_the_other(until, self.first)
+        own = self._own(work, tail)
+        progress, until = self.issue, self.point
+        if change.work is not None or change.tail is not None:
+            # the same places in the work that is left
+            progress, until = self._moved(work, tail, progress), self._moved(work, tail, until)
+        until = _one_after_the_other(until.copy(), self.first)
         took = self.transfer if transfer is None else transfer
         ranks = len(self.first) - 1
         delay = np.empty(len(self.rank) + ranks)
@@ -259,30 +281,35 @@ class Replay:
         cells = self.cells
         # in the order of the levels, so that each level is a slice
         progress, until, took = progress[cells], until[cells], took[cells]
-        before, follows, slot = self.before[cells], self.follows[cells], slot[cells]
+        before, slot = self.before[cells], slot[cells]
+        follows, same = self.follows[cells], self.same[cells]
+        free = np.where(self.unwaited[cells], np.inf, 0.0)
         for begin, end, rows, which in self.levels:
             part = slice(begin, end)
             ready = np.maximum(progress[part] + delay[before[part]], done[follows[part]])
+            ready = np.maximum(ready, done[same[part]])
             over = np.maximum.reduceat(ready, rows)[which] + took[part]
             done[cells[part]] = over
             here = slot[part]
-            delay[here] = np.maximum(delay[here - 1], over - until[part])
+            delay[here] = np.maximum(delay[here - 1], over - until[part] - free[part])
         final = delay[self.first[1:] + np.arange(ranks)]
         return np.asarray(own + final)
 
-    def _moved(self, until: Floats, progress: Floats) -> Floats:
-        """The same points of the work as in the measured steps, where it is ``progress``."""
-        old = self._progress(self.work)
-        stride = float(old.max() + progress.max() + self.flight.max()) + 1.0
-        knots = np.maximum.accumulate(old + stride * self.rank)
-        values = np.maximum.accumulate(progress + stride * self.rank)
-        found = np.interp(old + self.flight + stride * self.rank, knots, values)
-        found -= stride * self.rank
-        # after the last collective of a rank
-        last = self.first[1:][self.rank] - 1
-        beyond = old + self.flight >= old[last]
-        after = progress[last] + (old + self.flight - old[last])
-        return np.asarray(np.where(beyond, after, found))
+    def _moved(self, work: Floats, tail: Floats, points: Floats) -> Floats:
+        """The same points of the work as in the measured steps, where it takes ``work``."""
+        ranks = np.arange(len(tail))
+        after = self.first[1:]  # behind the last collective of each rank stands its end
+        old = np.insert(self._progress(self.work), after, self._own(self.work, self.tail))
+        new = np.insert(self._progress(work), after, self._own(work, tail))
+        owner = np.insert(self.rank, after, ranks)
+        stride = float(max(old.max(), new.max(), points.max())) + 1.0
+        knots = np.maximum.accumulate(old + stride * owner)
+        values = np.maximum.accumulate(new + stride * owner)
+        begins = np.concatenate([[0], after[:-1] + ranks[1:]])
+        knots = np.insert(knots, begins, stride * ranks)
+        values = np.insert(values, begins, stride * ranks)
+        found = np.interp(points + stride * self.rank, knots, values)
+        return np.asarray(found - stride * self.rank)
 
     def step(self, change: Change | None = None) -> float:
         """The job's step, ns: see :meth:`ends`."""
@@ -327,6 +354,55 @@ class Replay:
     def of_kind(self, kind: str) -> Bools:
         """Which of its collectives (cells) are of a kind."""
         return np.array([each == kind for each in self.kinds], dtype=np.bool_)[self.key]
+
+
+def _next(stood: Bools, rank: Ints, step: Ints) -> Ints:
+    """Of each cell itself or the next one of its rank and step for which the rank stood still; -1:
+    there is none."""
+    count = len(stood)
+    at = np.where(stood, np.arange(count), count)
+    found = np.minimum.accumulate(at[::-1])[::-1]
+    inside = np.minimum(found, count - 1)
+    same = (found < count) & (rank[inside] == rank) & (step[inside] == step)
+    return np.where(same, inside, -1)
+
+
+def _before_in_group(joined: Joined, row: Ints, rank: Ints) -> Ints:
+    """Of each cell the one before it of its rank and group, which run one after the other; -1:
+    none. Cells are in order of their ranks."""
+    names: dict[str, int] = {}
+    group = np.array([names.setdefault(key.group, len(names)) for key in joined.keys])
+    of = group[joined.key[row]]
+    order = np.lexsort((np.arange(len(row)), of, rank))
+    found = np.full(len(row), -1, dtype=np.int64)
+    same = (of[order][1:] == of[order][:-1]) & (rank[order][1:] == rank[order][:-1])
+    found[order[1:][same]] = order[:-1][same]
+    return found
+
+
+def _waited_for(rank: Ints, start: Floats, end: Floats) -> Ints:
+    """Of each cell the one of its rank after whose end it began at once; -1: there is none."""
+    stride = float(end.max() - min(start.min(), 0.0)) + 1.0
+    order = np.argsort(end + stride * rank, kind="stable")
+    ends = (end + stride * rank)[order]
+    at = np.searchsorted(ends, start + stride * rank + TOUCHING_NS, side="right") - 1
+    found = order[np.maximum(at, 0)]
+    near = (at >= 0) & (rank[found] == rank) & (start - end[found] <= QUEUED_NS)
+    near &= found < np.arange(len(rank))
+    return np.where(near, found, -1)
+
+
+def _issued(progress: Floats, queued: Bools, row: Ints, base: Floats, own: Floats) -> Floats:
+    """Own time to where each collective was issued. One that was queued behind another began later
+    than that. The ranks of a collective run one program: it was issued no later than at the least
+    part of its step's work (``own``, after ``base``) at which it began on any of them."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        part = (progress - base) / own
+    least = np.full(int(row.max()) + 1, np.inf)
+    known = np.isfinite(part)
+    np.minimum.at(least, row[known], part[known])
+    told = base + least[row] * own
+    return np.where(queued & np.isfinite(told), np.minimum(progress, told), progress)
 
 
 def _columns(summaries: Sequence[Summary], own: Profile) -> Ints:
@@ -397,7 +473,7 @@ def _usual_transfer(joined: Joined, cells: Ints, transfer: Floats) -> Floats:
         dtype=np.int64,
     )[key]
     size = np.array([k.size for k in joined.keys], dtype=np.int64)[key]
-    seen = joined.seen[row]
+    seen = np.bincount(row)[row]  # of the ranks that are replayed
     lacking = (size > 0) & (seen < size)
     for kind in np.unique(of[lacking]).tolist():
         whole = (of == kind) & ~lacking

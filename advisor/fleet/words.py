@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from advisor.fleet.odd import Fleet, Seen
 from advisor.fleet.replay import Gain
 from advisor.fleet.report import Odd, numbers
 from advisor.text import percent, time
 
+Floats = NDArray[np.float64]
+FEW_RANKS = 16
+"""Up to which each is told by itself."""
 MOST_SURE = 0.9999
 """A model of chance is not known better than this."""
 
@@ -144,3 +150,43 @@ def headline(fleet: Fleet, seen: Seen, gain: Gain | None) -> str:
         if fleet.step_ns:
             text += f" ({percent(gain.gain / fleet.step_ns)})"
     return text
+
+
+def in_the_open(fleet: Fleet, exposed: Floats, waiting: Floats) -> str:
+    """How much of the job's steps is communication that nothing hides, by kind of collective.
+    ``exposed``, ``waiting``: by rank, ns a step; the second is the part that is for others."""
+    step = fleet.own.step_ns
+    known = np.isfinite(exposed) & (step > 0)
+    if not known.any():
+        return ""
+    share = exposed[known] / step[known]
+    whole = float(step[known].sum())
+    joined = fleet.joined
+    of_rank = known[joined.rank]
+    steps = np.array([max(1, len(summary.steps)) for summary in fleet.summaries])
+    ns = joined.exposed / steps[joined.rank]
+    kind = joined.key[joined.row]
+    kinds: dict[str, float] = {}
+    for number, total in enumerate(
+        np.bincount(kind[of_rank], ns[of_rank], len(joined.keys)).tolist()
+    ):
+        name = joined.keys[number].kind.replace("_", "-")
+        kinds[name] = kinds.get(name, 0.0) + total
+    parts = [
+        f"{name} {percent(total / whole)}"
+        for name, total in sorted(kinds.items(), key=lambda item: -item[1])
+        if total >= 0.01 * whole
+    ]
+    text = f"{percent(float(exposed[known].sum()) / whole)} of the ranks' steps is communication "
+    text += f"that nothing hides ({percent(float(share.min()))} to {percent(float(share.max()))}"
+    if len(share) <= FEW_RANKS:
+        ranks = [rank for rank, there in zip(fleet.places.ranks, known, strict=True) if there]
+        each = [f"{rank} {percent(own)}" for rank, own in zip(ranks, share.tolist(), strict=True)]
+        text += f"; by rank: {', '.join(each)}"
+    text += ")"
+    if parts:
+        text += f": {', '.join(parts)}"
+    late = float(np.nansum(waiting[known])) / whole
+    if late >= 0.01:
+        text += f"; {percent(late)} is waiting for the last rank, which no overlap mends"
+    return text + "."

@@ -354,6 +354,8 @@ def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
                 a.comm_in_split,
                 a.comm_out_split,
                 a.comm_sequence,
+                a.comm_source,
+                a.comm_target,
             )
         )
         if len(key) <= RAW_LIMIT:

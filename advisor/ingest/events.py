@@ -54,6 +54,8 @@ class Args(Struct, gc=False):
     comm_in_split: Raw = field(default=ABSENT, name="In split size")
     comm_out_split: Raw = field(default=ABSENT, name="Out split size")
     comm_sequence: Raw = field(default=ABSENT, name="Seq")
+    comm_source: Raw = field(default=ABSENT, name="Src Rank")
+    comm_target: Raw = field(default=ABSENT, name="Dst Rank")
     wait_stream: Real = field(default=_NAN, name="wait_on_stream")
     wait_correlation: Real = field(default=_NAN, name="wait_on_cuda_event_record_corr_id")
     address: Whole = field(default=_NAN, name="Addr")

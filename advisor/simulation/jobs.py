@@ -23,6 +23,8 @@ FAULTS = (
     "expert_imbalance",  # one expert is asked for most
     "pipeline_imbalance",  # one stage has more to do
 )
+EVEN = "even"
+"""``Fault.unit`` of a pipeline whose stages have alike of what one had too much."""
 RANKS_PER_HOST = 8
 LAYOUTS = ("ddp", "fsdp", "hybrid", "parallel", "experts")
 
@@ -145,8 +147,12 @@ class Job:
         size = self.ranks // self.pp
         return np.arange(number * size, (number + 1) * size)
 
-    def healthy(self) -> Job:
-        """The same without the fault."""
+    def mended(self) -> Job:
+        """The same without the fault: what a stage has too much is spread over all of them, what
+        an expert has too much is asked of the others; all else is not there."""
+        fault = self.fault
+        if fault is not None and fault.kind == "pipeline_imbalance":
+            return replace(self, fault=replace(fault, unit=EVEN))
         return replace(self, fault=None)
 
 
@@ -163,7 +169,8 @@ class Truth(NamedTuple):
     step_ns: float
     """Mean of the job's step, as it is."""
     gain_ns: float
-    """By how much it would be shorter without the fault: simulated with the same noise."""
+    """By how much it would be shorter without the fault (``Job.mended``): simulated with the same
+    noise."""
 
 
 def draw(seed: int, ranks: int = 64, kind: str | None = None, steps: int = 6) -> Job:

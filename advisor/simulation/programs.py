@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from advisor.simulation.engine import BACKWARD, MAIN, Engine, Played
-from advisor.simulation.jobs import HEALTHY, Job, Kernel, Ranks, Truth, draw
+from advisor.simulation.jobs import EVEN, HEALTHY, Job, Kernel, Ranks, Truth, draw
 
 LEAST_SHARE = 0.03
 """A fault that costs less of the step is made worse until it costs that: below, a job has none."""
@@ -37,7 +37,7 @@ def play(
     fault = job.fault
     if fault is None:
         return played, Truth(HEALTHY, "", "", (), False, played.step_ns, 0.0)
-    without = simulate(job.healthy()).step_ns
+    without = simulate(job.mended()).step_ns
     for _ in range(_ROUNDS):
         if played.step_ns - without >= LEAST_SHARE * played.step_ns:
             break
@@ -47,6 +47,8 @@ def play(
         fault = replace(fault, factor=worse, wait_ns=1.5 * fault.wait_ns)
         job = replace(job, fault=fault)
         played = simulate(job)
+        if fault.kind == "pipeline_imbalance":
+            without = simulate(job.mended()).step_ns
     name = {
         "rank": str(fault.index),
         "host": job.host_name(fault.ranks[0]) if fault.ranks else "",
@@ -143,10 +145,11 @@ def _more(engine: Engine, ranks: Ranks, stage: int, kernels: tuple[Kernel, ...])
     """What the longer stage has more: kernels like the others, in every micro-batch. Their noise
     is drawn aside, so that all else has the same noise as without them."""
     fault, job = engine.fault, engine.job
-    if fault.kind != "pipeline_imbalance" or fault.index != stage:
+    even = fault.unit == EVEN
+    if fault.kind != "pipeline_imbalance" or (fault.index != stage and not even):
         return
     state = engine.rng.bit_generator.state
-    whole = (fault.factor - 1) * job.layers
+    whole = (fault.factor - 1) * job.layers / (job.pp if even else 1)
     for part in np.diff([*np.arange(0.0, whole, 1.0), whole]):
         engine.work(ranks, tuple(k._replace(ns=k.ns * float(part)) for k in kernels))
     engine.rng.bit_generator.state = state

@@ -308,32 +308,48 @@ def _collectives(
     before = np.concatenate([start[:1], start[:-1]])
     first = np.concatenate([[True], step[1:] != step[:-1]])
     before[first] = np.minimum(begin[step[first]], start[first])
-    told = np.stack([talks["spec"], talks["row"]])[:, order]
-    rows: dict[tuple[int, int], int] = {}
+    peer = talks["peer"][order]
+    sends = np.array([call.kind == "send" for call in played.calls], dtype=bool)[talks["spec"]]
+    own = talks["rank"][order]
+    source = np.where(peer < 0, -1, np.where(sends[order], own, peer))
+    told = np.stack([talks["spec"][order], talks["row"][order], source, peer])
+    rows: dict[tuple[int, int, int, int], int] = {}
     keys: list[str] = []
     facts: list[tuple[str, int, str, int]] = []
     places: dict[str, int] = {}
+    alone: list[bool] = []
     distinct, inverse = np.unique(told, axis=1, return_inverse=True)
     seen = np.full(distinct.shape[1], len(order))
     np.minimum.at(seen, inverse, np.arange(len(order)))
     for each in np.argsort(seen).tolist():
-        spec, row = (int(value) for value in distinct[:, each])
+        spec, row, sender, other = (int(value) for value in distinct[:, each])
         call = played.calls[spec]
         groups = played.job.groups[call.groups]
         members = groups.members[row - groups.first].tolist()
         kind = _KIND[call.kind]
         size = None if kind == "all_to_all" else max(call.given, call.out) * DTYPE_BYTES
-        text = key_text(True, str(row), told_ranks(members), kind, size, None)
+        if other < 0:
+            text = key_text(True, str(row), told_ranks(members), kind, size, None)
+        else:
+            target = other if call.kind == "send" else int(own[0])
+            text = key_text(False, str(row), told_ranks(members), kind, size, None, sender, target)
         if text not in places:
             places[text] = len(keys)
             keys.append(text)
-            facts.append((str(row), len(members), kind, size or 0))
-        rows[spec, row] = places[text]
-    of_distinct = np.array([rows[int(a), int(b)] for a, b in distinct.T])
+            facts.append((str(row), len(members) if other < 0 else 2, kind, size or 0))
+            alone.append(other < 0)
+        rows[spec, row, sender, other] = places[text]
+    of_distinct = np.array([rows[int(a), int(b), int(c), int(d)] for a, b, c, d in distinct.T])
+    of = of_distinct[inverse]
+    number = talks["sequence"][order].copy()
+    counts: dict[tuple[int, int], int] = {}
+    for place in np.flatnonzero(peer >= 0).tolist():
+        which = (int(of[place]), int(step[place]))
+        number[place] = counts[which] = counts.get(which, -1) + 1
     return Collectives(
         keys=keys,
-        key=pack(of_distinct[inverse]),
-        order=pack(talks["sequence"][order]),
+        key=pack(of),
+        order=pack(number),
         step=pack(step),
         start=pack(start),
         end=pack(end),
@@ -344,5 +360,5 @@ def _collectives(
         size=[size for _, size, _, _ in facts],
         kind=[kind for _, _, kind, _ in facts],
         message=[message for _, _, _, message in facts],
-        sequenced=[True] * len(facts),
+        sequenced=alone,
     )

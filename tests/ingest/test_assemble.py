@@ -502,6 +502,8 @@ def test_collectives_are_described_once() -> None:
         "in_split": "[]",
         "out_split": None,
         "sequence": 5,
+        "source": None,
+        "target": None,
     }
     assert (second["collective"], second["group_size"], second["sequence"]) == (None, None, None)
 

@@ -81,7 +81,7 @@ def test_a_host_does_one_thing_after_the_other(layout: str) -> None:
 def test_a_throttled_device_takes_its_factor_longer_for_the_same_kernels() -> None:
     job = of_layout("ddp", "slow_device")
     assert job.fault is not None
-    with_fault, without = kernel_time(simulate(job)), kernel_time(simulate(job.healthy()))
+    with_fault, without = kernel_time(simulate(job)), kernel_time(simulate(job.mended()))
     ratio = with_fault / without
     guilty = job.fault.ranks[0]
     assert ratio[guilty] == pytest.approx(job.fault.factor, rel=1e-4)
@@ -92,7 +92,7 @@ def test_a_rank_whose_loader_is_late_holds_up_all_by_about_that() -> None:
     job = of_layout("ddp", "slow_input")
     assert job.fault is not None
     one = replace(job.fault, unit="rank", ranks=(3,), wait_ns=20e6)
-    late = simulate(replace(job, fault=one)).step_ns - simulate(job.healthy()).step_ns
+    late = simulate(replace(job, fault=one)).step_ns - simulate(job.mended()).step_ns
     assert late == pytest.approx(20e6, rel=0.25)
 
 
@@ -112,9 +112,18 @@ def test_a_longer_stage_runs_more_kernels_and_no_slower_ones() -> None:
     job = of_layout("parallel", "pipeline_imbalance")
     assert job.fault is not None
     ran = np.bincount(simulate(job).kernels["rank"])
-    before = np.bincount(simulate(job.healthy()).kernels["rank"])
+    before = np.bincount(simulate(replace(job, fault=None)).kernels["rank"])
     inside = np.isin(np.arange(16), job.fault.ranks)
     assert (ran[inside] > before[inside]).all() and (ran[~inside] == before[~inside]).all()
+
+
+def test_a_pipeline_is_mended_by_giving_all_stages_what_one_had_too_much() -> None:
+    job = of_layout("parallel", "pipeline_imbalance")
+    job = replace(job, noise=0.0, chip=0.0)
+    without = kernel_time(simulate(replace(job, fault=None)))
+    longer, even = kernel_time(simulate(job)), kernel_time(simulate(job.mended()))
+    assert even.sum() == pytest.approx(longer.sum(), rel=1e-6)
+    assert (even - without) == pytest.approx((even - without).mean(), rel=1e-3)
 
 
 def test_a_slow_link_slows_the_groups_that_use_it_and_no_others() -> None:
@@ -122,7 +131,7 @@ def test_a_slow_link_slows_the_groups_that_use_it_and_no_others() -> None:
     assert job.fault is not None
     host = replace(job.fault, unit="host", index=1, ranks=tuple(range(8, 16)), factor=3.0)
     lengths = []
-    for each in (replace(job, fault=host), job.healthy()):
+    for each in (replace(job, fault=host), job.mended()):
         played = simulate(each)
         talks = played.talks
         shard = np.array([call.groups == "shard" for call in played.calls])[talks["spec"]]
@@ -141,7 +150,7 @@ def test_a_fault_costs_the_job_what_it_says(kind: str) -> None:
     played, truth = play(11, 16, kind, steps=3)
     assert truth.kind == kind and truth.step_ns == played.step_ns
     assert truth.gain_ns >= LEAST_SHARE * truth.step_ns
-    again = simulate(played.job.healthy()).step_ns
+    again = simulate(played.job.mended()).step_ns
     assert truth.step_ns - truth.gain_ns == pytest.approx(again)
 
 

@@ -84,7 +84,7 @@ def run(
                 return item
             now[rank] += item.ns
             own[rank] += item.ns
-            spent[rank][step][item.name] = spent[rank][step].get(item.name, 0.0) + item.ns
+            spent[rank][step][item.name] = float(spent[rank][step].get(item.name, 0.0) + item.ns)
             at[rank] += 1
         return None
 
@@ -103,9 +103,9 @@ def run(
                 met[member].append((theirs, step, came, done, own[member]))
                 own[member] = 0.0
                 now[member] = done
-                spent[member][step]["communication"] = (
-                    spent[member][step].get("communication", 0.0) + done - came
-                )
+                spent[member][step]["communication"] = spent[member][step].get(
+                    "communication", 0.0
+                ) + float(done - came)
                 at[member] += 1
                 blocked[member] = False
                 again.append(member)

@@ -11,13 +11,15 @@ from advisor.errors import AdvisorError
 from advisor.remote import archives
 from advisor.remote.source import Source
 from advisor.remote.system import file_system
-from advisor.remote.urls import is_web, rank_in, shown
+from advisor.remote.urls import is_web, rank_in, scheme, shown
 from advisor.remote.waiting import patiently
 
 MOST_LISTED = 200_000
 """Files of a folder and those in it."""
 MOST_FOLDERS, DEPTH = 2_000, 8
 """Index pages of a web server that are looked at, and how far down."""
+FLAT = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+"""Stores of objects, whose folders are beginnings of names."""
 LISTING = 300.0
 """Seconds that a listing may take."""
 
@@ -118,23 +120,47 @@ def _root(bearing: str) -> str:
 
 
 def _globbed(system: Any, url: str, choose: Choose) -> list[Source]:
+    """Files that match, and those in folders that do."""
     before, bearing, after = _bearing(url)
     root = _root(bearing)
+    pattern = bearing[len(root) :].rstrip("/")
     if is_web(url):
-        deep = None if "**" in bearing else bearing[len(root) :].count("/")
-        sizes = _web_listing(system, root, deep)
-        sizes = {name: size for name, size in sizes.items() if _matches(root + name, bearing)}
+        deep = None if "**" in pattern else pattern.count("/") + 1
+        sizes = _matching(_web_listing(system, root, deep), pattern)
+    elif (prefix := _flat(bearing, root)) is not None:
+        path = str(system._strip_protocol(root))
+        listed = patiently(url, lambda: system.find(path, detail=True, prefix=prefix), LISTING)
+        sizes = _matching(_relative(listed, path), pattern)
     else:
-        pattern = str(system._strip_protocol(bearing))
-        listed = patiently(url, lambda: system.glob(pattern, detail=True), LISTING)
+        whole = str(system._strip_protocol(bearing))
+        listed = patiently(url, lambda: _by_folder(system, whole), LISTING)
         sizes = _relative(listed, str(system._strip_protocol(root)))
     return _sources(f"{before}{root}{after}", sizes, choose)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _flat(bearing: str, root: str) -> str | None:
+    """What the names below a folder begin with, where a store of objects lists all of them at once;
+    ``None``: folder by folder is better, which a glob over a whole bucket is."""
+    prefix = re.split(r"[*?[]", bearing[len(root) :], maxsplit=1)[0]
+    in_bucket = root.partition("://")[2].rstrip("/").count("/") > 0
+    return prefix if scheme(bearing) in FLAT and (in_bucket or prefix) else None
+
+
+def _by_folder(system: Any, pattern: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, info in system.glob(pattern, detail=True).items():
+        if info.get("type") == "directory":
+            found |= system.find(name, detail=True)
+        else:
+            found[name] = info
+    return found
+
+
+def _matching(sizes: dict[str, int | None], pattern: str) -> dict[str, int | None]:
     from fsspec.utils import glob_translate
 
-    return re.match(glob_translate(pattern), name) is not None
+    wanted = [re.compile(glob_translate(one)) for one in (pattern, f"{pattern}/**")]
+    return {name: size for name, size in sizes.items() if any(one.match(name) for one in wanted)}
 
 
 # -- a web server's index pages -----------------------------------------------------------------
@@ -182,7 +208,7 @@ def _in_archive(url: str, choose: Choose) -> list[Source]:
     if path in named:
         return [_member(kind, archive, named[path])]
     if re.search(r"[*?[]", path):
-        wanted = [name for name in named if _matches(name, path)]
+        wanted = list(_matching(dict.fromkeys(named), path.rstrip("/")))
     else:
         folder = path.strip("/")
         wanted = [name for name in named if not folder or name.startswith(f"{folder}/")]

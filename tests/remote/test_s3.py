@@ -74,6 +74,18 @@ def test_globs_and_ranks_choose_before_anything_is_fetched(
     ]
     assert globbed[0].size == len(trace_bytes(0))
     assert [one.rank for one in locate(["s3://run/many"], "4-99")] == [4, 5]
+    for pattern, ranks in {
+        "many/rank_[03]": [0, 3],
+        "many/rank_[03]/": [0, 3],
+        "many/**": [0, 1, 2, 3, 4, 5],
+        "many/*": [0, 1, 2, 3, 4, 5],
+        "ma*/rank_?/trace.json": [0, 1, 2, 3, 4, 5],
+        "*/rank_1/*": [1],
+        "**/rank_2/*.json": [2],
+    }.items():
+        assert [one.rank for one in locate([f"s3://run/{pattern}"])] == ranks, pattern
+    with pytest.raises(AdvisorError, match="no trace there"):
+        locate(["s3://run/many/rank_*.json"])
     with pytest.raises(AdvisorError, match=r"ranks present: 0, 1, 2, 3, 4, 5"):
         locate(["s3://run/many"], "77")
 

@@ -75,14 +75,15 @@ def report_job(
             if done.dashboard and not announced:
                 announced = True
                 print(f"Dask's dashboard: {done.dashboard}", file=sys.stderr)
-            _say(shown, done)
+            say_done(shown, done)
 
         return study(
             paths, ranks=ranks or "", workers=workers, cluster=cluster, wanted=wanted, told=told
         )
 
 
-def _say(shown: Progress, done: Done) -> None:
+def say_done(shown: Progress, done: Done) -> None:
+    """How many ranks are done, as a bar."""
     if done.ranks == done.total:
         shown.say("comparing the ranks")
         return

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import typer
 
-from advisor.cli.job import exit_if_hit
-from advisor.fleet.job import MANY
+from advisor.cli.job import exit_if_hit, say_done
+from advisor.cli.progress import Progress
+from advisor.fleet.job import MANY, Done
 from advisor.fleet.report import JobFinding, JobReport
 from advisor.testing import TraceBuilder
 
@@ -123,3 +130,61 @@ def test_findings_of_a_job_fail_as_those_of_a_rank_do(severity: str, level: Any,
     except typer.Exit as left:
         found = left.exit_code
     assert found == code
+
+
+def test_the_bar_tells_how_many_ranks_are_done_of_how_many() -> None:
+    said: list[str] = []
+    shown = cast("Progress", SimpleNamespace(say=said.append))
+    for done in (Done(total=6), Done(total=6, read=2, unread=1), Done(total=6, read=5, unread=1)):
+        say_done(shown, done)
+    assert said == [
+        f"[{'.' * 24}] 0 of 6 ranks",
+        f"[{'#' * 12}{'.' * 12}] 3 of 6 ranks, 1 not read",
+        "comparing the ranks",
+    ]
+
+
+WAITING = """
+import time
+from advisor.model import Rule
+
+
+class Waits(Rule):
+    '''Never ends.'''
+
+    id = "waits"
+    category = "host"
+
+    def check(self, a):
+        time.sleep(600)
+        return iter(())
+"""
+
+
+def test_ctrl_c_ends_the_command_and_the_processes_that_it_started(
+    tmp_path: Path, ranks: Callable[[int], Path]
+) -> None:
+    psutil = pytest.importorskip("psutil")
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "waits.py").write_text(WAITING)
+    command = [sys.executable, "-m", "advisor", "analyze", str(ranks(2)), "--workers", "2"]
+    started = subprocess.Popen(
+        [*command, "--rules", str(tmp_path / "rules")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        children: list[Any] = []
+        while len(children) < 2 and time.monotonic() < deadline:
+            children = psutil.Process(started.pid).children()
+            time.sleep(0.05)
+        assert len(children) == 2
+        os.killpg(started.pid, signal.SIGINT)  # as a terminal does
+        assert started.wait(120) == 130
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert alive == []
+    finally:
+        started.kill()
+        started.communicate()

@@ -17,7 +17,7 @@ from advisor.errors import AdvisorError
 from advisor.fleet.report import JobReport
 from advisor.fleet.sources import Source, locate
 from advisor.fleet.summary import Summary, Unread
-from advisor.fleet.task import Order, Wanted
+from advisor.fleet.task import Order, Wanted, reason
 from advisor.fleet.work import SECONDS, results
 from advisor.remote.urls import shown
 
@@ -111,7 +111,13 @@ def study(
         )
     from advisor.fleet.diagnose import diagnose
 
-    report = diagnose(summaries, unread, source=named(places))
+    try:
+        report = diagnose(summaries, unread, source=named(places))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of odd summaries
+        why = reason(f"{type(error).__name__}: {error}")
+        raise AdvisorError(
+            f"{named(places)}: the ranks cannot be compared, a fault of advisor ({why})"
+        ) from error
     report.version = report.version or advisor.__version__
     report.seconds = time.monotonic() - started
     return report

@@ -132,6 +132,15 @@ def test_ranks_in_an_archive_are_fetched_by_the_workers(fleet: Any, tmp_path: Pa
     assert there.rows[2].path == f"zip://gpu-01/rank2.json::{archive}"
 
 
+def test_a_fault_of_the_comparison_is_one_line(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diagnose(*_: object, **__: object) -> JobReport:
+        raise ValueError("zero-size\narray")
+
+    monkeypatch.setattr("advisor.fleet.diagnose.diagnose", diagnose)
+    with pytest.raises(AdvisorError, match=r"cannot be compared, .*ValueError: zero-size array"):
+        study([str(fleet.folder)], ranks="0", workers=1)
+
+
 def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"trace_{number}.json").write_text("{}")

@@ -41,7 +41,7 @@ def diagnose(
 
     Raises AdvisorError: a summary's columns do not belong together.
     """
-    ordered = sorted(summaries, key=lambda s: (s.rank, s.path))
+    ordered, again = _one_each(summaries)
     report = JobReport(
         version=advisor.__version__,
         source=source,
@@ -72,7 +72,22 @@ def diagnose(
     report.findings, report.not_checked = merge(ordered, replay, fleet.step_ns)
     _communication(report, fleet, values)
     _not_checked(report, fleet, replay)
+    if again:
+        report.not_checked["further files of the same ranks"] = f"of ranks {numbers(again)}"
     return report
+
+
+def _one_each(summaries: Sequence[Summary]) -> tuple[list[Summary], list[int]]:
+    """By rank, of each the one with most steps, and the ranks of which there are more."""
+    kept: dict[object, Summary] = {}
+    again: list[int] = []
+    for place, summary in enumerate(sorted(summaries, key=lambda s: (-len(s.steps), s.path))):
+        key: object = summary.rank if summary.rank >= 0 else ("unknown", place)
+        if key in kept:
+            again.append(summary.rank)
+        else:
+            kept[key] = summary
+    return sorted(kept.values(), key=lambda s: (s.rank, s.path)), again
 
 
 def _most(names: Iterable[str]) -> str:
@@ -134,7 +149,9 @@ def _odd(report: JobReport, fleet: Fleet, replay: Replay) -> None:
     told: list[tuple[Seen, Gain | None]] = []
     found = [*find_odd(fleet), *slow_links(fleet)]
     for seen in _joined(fleet, replay, found) if priced else found:
-        gain = price(fleet, replay, seen) if priced else None
+        # a rank that is not replayed (its file is cut off) has no price
+        there = priced and replay.whole[list(seen.who.places)].any()
+        gain = price(fleet, replay, seen) if there else None
         if gain is None or gain.gain >= MIN_GAIN_SHARE * step:
             told.append((seen, gain))
     told.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
@@ -217,7 +234,7 @@ def _not_checked(report: JobReport, fleet: Fleet, replay: Replay) -> None:
     damaged = [s.rank for s in fleet.summaries if s.damage]
     if damaged:
         report.not_checked["the work of damaged files"] = (
-            f"ranks {numbers(damaged)} are not compared with the others"
+            f"ranks {numbers(damaged)} are compared by the steps before the damage alone"
         )
     if fleet.joined.dropped:
         report.not_checked["all collectives"] = (

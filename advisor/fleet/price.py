@@ -17,6 +17,8 @@ from advisor.fleet.summary import Advice
 Floats = NDArray[np.float64]
 HELD_UP = 0.5
 """Of the last rank's excess in a step: ranks that are as far above hold the step up too."""
+ALL_OVER = 0.01
+"""Of the step: where half of the ranks are as far from the median, they differ all over."""
 
 
 def price(fleet: Fleet, replay: Replay, seen: Seen) -> Gain:
@@ -81,21 +83,32 @@ def _like_the_others(replay: Replay, usual: Usual, at: Sequence[int]) -> Change:
 
 
 def _no_last(replay: Replay, usual: Usual) -> Change:
-    """Without the ranks that hold a step up: those that have more work in it than most."""
+    """Without the ranks that hold a step up: those that have more work in it than most. Where ranks
+    differ all over, the next one is as late; then all of them do what most do."""
     steps = len(replay.columns)
     above = np.where(np.isfinite(usual.work), replay.work - usual.work, 0.0)
     shape = (len(replay.tail), steps)
     code = replay.rank * steps + replay.at
-    each = np.bincount(code, above, shape[0] * steps).reshape(shape)
-    holds = each > HELD_UP * each.max(axis=0, keepdims=True)
+    each = np.bincount(code, above, shape[0] * steps).reshape(shape)[replay.whole]
+    if float(np.median(np.abs(each))) > ALL_OVER * replay.measured:
+        return _all_alike(replay, usual)
+    holds = np.zeros(shape, dtype=np.bool_)
+    holds[replay.whole] = each > HELD_UP * each.max(axis=0, keepdims=True)
     mine = holds[replay.rank, replay.at] & (usual.work < replay.work)
     return Change(work=np.where(mine, usual.work, replay.work))
 
 
+def _all_alike(replay: Replay, usual: Usual) -> Change:
+    """Every rank at the median of those with its part of the work, at every place: those that are
+    faster there too, so that the work is the same and only what differs is gone."""
+    work = np.where(np.isfinite(usual.work), usual.work, replay.work)
+    tail = np.where(np.isfinite(usual.tail), usual.tail, replay.tail)
+    return Change(work=work, tail=tail)
+
+
 def no_stragglers(fleet: Fleet, replay: Replay) -> Gain:
-    """Every rank at most at the median of its part of the work, at every place."""
-    usual = usual_work(fleet, replay, set())
-    return replay.gain(_like_the_others(replay, usual, range(len(replay.tail))))
+    """Every rank at the median of its part of the work."""
+    return replay.gain(_all_alike(replay, usual_work(fleet, replay, set())))
 
 
 def no_transfers(replay: Replay, kind: str | None = None) -> Gain:

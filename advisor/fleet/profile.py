@@ -21,6 +21,8 @@ Floats = NDArray[np.float64]
 CLASSES = ("compute", "copies", "input", "host", "communication")
 """Of a step, exclusive; the last one is no work of the rank's own."""
 OWN = CLASSES[:-1]
+CUT_SHARE = 0.9
+"""Of the compute of the steps before it, that the last step of a damaged file must have."""
 _INPUT = ("idle: loader", "loader")
 _COPIES = ("copies", "memset")
 
@@ -62,14 +64,17 @@ def profile(summaries: Sequence[Summary]) -> Profile:
     by_step = {name: np.full((len(summaries), len(steps)), np.nan) for name in OWN}
     for place, summary in enumerate(summaries):
         columns = own_columns(summary)
-        if columns is None or summary.damage:
-            continue  # of a file that is cut off, what is missing would pass for idle time
+        if columns is None:
+            continue
+        if summary.damage:
+            columns = _whole(columns)
         for column, name in enumerate(CLASSES):
-            values[place, column] = float(columns[name].mean()) if len(columns[name]) else np.nan
+            known = columns[name][np.isfinite(columns[name])]
+            values[place, column] = float(known.mean()) if len(known) else np.nan
         where = [at.get(step.name, -1) for step in summary.steps]
-        known = [row for row, column in enumerate(where) if column >= 0]
+        rows = [row for row, column in enumerate(where) if column >= 0]
         for name in OWN:
-            by_step[name][place, [where[row] for row in known]] = columns[name][known]
+            by_step[name][place, [where[row] for row in rows]] = columns[name][rows]
     step_ns = np.array([s.step_ns for s in summaries], dtype=np.float64)
     return Profile(values, steps, by_step, step_ns)
 
@@ -81,6 +86,20 @@ def _in_order(summaries: Sequence[Summary], wanted: set[str]) -> list[str]:
         return []
     own = dict.fromkeys(step.name for step in longest.steps if step.name in wanted)
     return [*own, *sorted(wanted - own.keys())]
+
+
+def _whole(columns: dict[str, Floats]) -> dict[str, Floats]:
+    """Of a file that is cut off, the steps before the cut; NaN: the others, where what is missing
+    would pass for idle time."""
+    work = columns["compute"]
+    busy = np.flatnonzero(work > 0)
+    whole = np.zeros(len(work), dtype=np.bool_)
+    if len(busy):
+        last = int(busy[-1])
+        whole[:last] = True
+        # the last one with work counts where it has as much as those before it
+        whole[last] = last > 0 and work[last] >= CUT_SHARE * float(np.median(work[:last]))
+    return {name: np.where(whole, values, np.nan) for name, values in columns.items()}
 
 
 def own_columns(summary: Summary) -> dict[str, Floats] | None:

@@ -300,6 +300,9 @@ def _collectives(
     start, end = talks["start"], talks["end"]
     at = np.searchsorted(begin, start, side="right") - 1
     inside = (at >= 0) & (end <= until[np.maximum(at, 0)])
+    # sends and receives are of the step that launched them: the last may reach beyond it
+    paired = talks["peer"] >= 0
+    at, inside = np.where(paired, talks["step"], at), inside | paired
     order = np.lexsort((end, start))
     order = order[inside[order]]
     if not len(order):

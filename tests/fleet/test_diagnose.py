@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from advisor.fleet.diagnose import diagnose
 from advisor.fleet.measure import summarise
 from advisor.fleet.report import JobReport, numbers
-from advisor.fleet.summary import Advice, Kernel, Step, Summary, Unread, pack
+from advisor.fleet.summary import Advice, Kernel, Step, Summary, Unread, pack, unpack
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job_by_hand import MS, Item, Meet, Program, Ran, Work, run
@@ -234,13 +234,29 @@ def test_ranks_that_are_not_there_are_told_and_the_rest_stands() -> None:
     assert report.verdict.startswith("29 ranks of 32")
 
 
-def test_a_damaged_file_blames_nobody() -> None:
-    ran = run(RANKS, STEPS, data_parallel(lambda r, s, p: [Work(MS)] if r == 7 else []))
+@pytest.mark.parametrize("slow", [True, False])
+def test_of_a_file_that_is_cut_off_the_steps_before_the_cut_count(slow: bool) -> None:
+    extra = (lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []) if slow else nothing
+    ran = run(RANKS, STEPS, data_parallel(extra))
     summaries = list(ran.summaries)
-    summaries[7] = replace(summaries[7], damage="cut off before its end")
+    whole = summaries[7]
+    length = np.array([step.end - step.start for step in whole.steps])
+    cut = np.arange(STEPS) < 3
+    per_step = {n: pack(np.where(cut, unpack(v), 0)) for n, v in whole.per_step.items()}
+    idle = unpack(whole.per_step["idle: dispatch"])
+    per_step["idle: dispatch"] = pack(np.where(cut, idle, length))
+    summaries[7] = replace(whole, damage="cut off before its end", per_step=per_step)
     report = diagnose(summaries)
-    assert report.odd == []
+    assert [odd.kind for odd in report.odd] == (["compute"] if slow else [])
     assert "7" in report.not_checked["the work of damaged files"]
+
+
+def test_a_rank_counts_once_however_many_files_it_has() -> None:
+    ran = run(RANKS, STEPS, data_parallel(nothing))
+    report = diagnose([*ran.summaries, replace(ran.summaries[4], path="copy.json")])
+    assert report.read == RANKS
+    assert len(report.rows) == RANKS
+    assert "4" in report.not_checked["further files of the same ranks"]
 
 
 def test_no_rank_at_all_and_one_without_collectives() -> None:

@@ -255,7 +255,11 @@ GIVE = "give a PyTorch profiler trace"
     [
         (b"   \n\n ", f"nothing but white space; {GIVE}"),
         (b"hello", f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
-        (b"<html></html>", f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
+        (b"<xml></xml>", f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
+        (
+            b"\n<!DOCTYPE html><html></html>",
+            "a web page; give the address of the file itself; perhaps one must log in first",
+        ),
         (b'"text"', f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
         (b"12", f"not JSON; {GIVE} (.json, .json.gz or .json.zst)"),
         ("[{}]".encode("utf-16"), "not UTF-8 text (UTF-16?); convert it to UTF-8"),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from advisor.advice.engine import analyze
     from advisor.analysis import Analysis
     from advisor.errors import AdvisorError
+    from advisor.fleet.job import study as analyze_job
     from advisor.ingest import open_run as open  # noqa: A004
     from advisor.model import Edit, Finding, Select, Worth
     from advisor.recording.api import phase, profile, record, step
@@ -33,6 +34,7 @@ _HOME = {
     "Trace": ("advisor.trace", "Trace"),
     "Worth": ("advisor.model", "Worth"),
     "analyze": ("advisor.advice.engine", "analyze"),
+    "analyze_job": ("advisor.fleet.job", "study"),
     "open": ("advisor.ingest", "open_run"),
     "phase": ("advisor.recording.api", "phase"),
     "profile": ("advisor.recording.api", "profile"),
@@ -53,6 +55,7 @@ __all__ = [
     "Worth",
     "__version__",
     "analyze",
+    "analyze_job",
     "open",
     "phase",
     "profile",

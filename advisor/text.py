@@ -5,6 +5,7 @@ A value is told in one way wherever it stands: three digits, in the unit it is r
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,6 +105,19 @@ def between(low: float, high: float) -> str:
     if unit == other or not low:
         return f"{first} to {second} {other}"
     return f"{first} {unit} to {second} {other}"
+
+
+def edges(low: float, high: float) -> str:
+    """A range of a histogram, as exact as it is narrow: ``100.5 to 101.0 ms``."""
+    unit, size = next(
+        (one for one in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)) if high >= one[1]), ("ns", 1.0)
+    )
+    width = (high - low) / size
+    if width <= 0:
+        return time(low)
+    places = max(0, min(6, 1 - math.floor(math.log10(width)))) if width < 10 else 0
+    exact = places - 1 if places and round(width, places - 1) == round(width, 6) else places
+    return f"{low / size:,.{exact}f} to {high / size:,.{exact}f} {unit}"
 
 
 def difference(ns: float) -> str:

@@ -20,6 +20,13 @@ from advisor.hardware import GpuSpec
 INK, GRID = "#4a4a52", "#e6e5e1"
 FONT = 'Inter, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif'
 SEQUENTIAL = ((0.0, "#eceaf9"), (0.5, "#9d97e0"), (1.0, "#4a3fb0"))
+DIVERGING = (
+    (0.0, "#1f5f9e"),
+    (0.25, "#8fb8de"),
+    (0.5, "#f3f2ef"),
+    (0.75, "#eda184"),
+    (1.0, "#a83214"),
+)
 DECADES = 1e5
 """A roofline reaches this far below its roof: slower kernels than that are idle in all but name."""
 
@@ -315,3 +322,64 @@ def thin(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[Any]]:
         at = [i for i in range(start, min(start + size, len(x))) if y[i] is not None]
         kept += sorted({min(at, key=y.__getitem__), max(at, key=y.__getitem__)}) if at else [start]
     return [x[i] for i in kept], [y[i] for i in kept]
+
+
+def ranks(
+    values: Sequence[Sequence[float | None]],
+    about: Sequence[Sequence[str | None]],
+    keys: Sequence[Sequence[str | None]],
+    labels: Sequence[str],
+    scale: float,
+    height: int,
+) -> Any:
+    """Ranks × classes, in strips below each other: less than the median blue, more red.
+
+    ``values``: ms apart from the median, at most ``scale``. ``about``: each cell in words.
+    ``keys``: of each cell, which a click finds as the point's text (Dash hands on no other).
+    """
+    made = base(height)
+    made.add_trace(
+        go.Heatmap(
+            z=values,
+            y=list(range(len(labels))),
+            customdata=about,
+            text=keys,
+            zmin=-scale,
+            zmax=scale,
+            colorscale=[list(stop) for stop in DIVERGING],
+            xgap=0.5,
+            ygap=1,
+            hoverongaps=False,
+            colorbar={"title": {"text": "ms", "side": "right"}, "thickness": 10, "outlinewidth": 0},
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    )
+    made.update_yaxes(
+        autorange="reversed",
+        showgrid=False,
+        showline=False,
+        tickvals=[place for place, label in enumerate(labels) if label],
+        ticktext=[plain(label) for label in labels if label],
+        tickfont={"size": 11},
+    )
+    made.update_xaxes(showline=False, showticklabels=False, title="")
+    made.update_layout(margin={"l": 190, "t": 8, "b": 8})
+    return made
+
+
+def counts(labels: Sequence[str], values: Sequence[int], unit: str) -> Any:
+    """How many there are in each of several ranges, below each other."""
+    made = base(60 + 24 * len(labels))
+    made.add_trace(
+        go.Bar(
+            x=list(values),
+            y=[plain(label) for label in labels],
+            orientation="h",
+            marker={"color": theme.CLASSES["compute"]},
+            hovertemplate=f"%{{y}}: %{{x:,}} {unit}<extra></extra>",
+        )
+    )
+    made.update_xaxes(title=unit, rangemode="tozero", showgrid=True)
+    made.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    made.update_layout(bargap=0.15, margin={"l": 150, "t": 4})
+    return made

@@ -16,6 +16,7 @@ class Page(NamedTuple):
 
 PAGES = (
     Page("overview", "/", "Overview"),
+    Page("job", "/job", "Job"),
     Page("findings", "/findings", "Findings"),
     Page("timeline", "/timeline", "Timeline"),
     Page("kernels", "/kernels", "Kernels and ops"),

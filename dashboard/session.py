@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from advisor.advice.engine import Examined, Options, examine
 from advisor.analysis import Analysis
+from advisor.dashboard import jobs
 from advisor.dashboard.follow import Follower
 from advisor.errors import AdvisorError
 from advisor.ingest import open_run
@@ -19,6 +20,7 @@ from advisor.trace import Run
 
 if TYPE_CHECKING:
     from advisor.compare import Comparison
+    from advisor.fleet.report import JobReport
     from advisor.report.data import Report
 
 State = Literal["loading", "ready", "failed"]
@@ -28,6 +30,8 @@ WARM = ("breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives"
 """Measurements that every page needs, made before the first page is shown."""
 STEPS_BYTES = 256 << 10
 """A run without a window is looked at again when its steps grew by this much: some thousand."""
+MOST_OPENED = 6
+"""Ranks of jobs that are kept open: a trace of 100 MB takes a GB or two."""
 WATCH_SECONDS = 2.0
 """How often a live run's folder is looked at for new windows."""
 
@@ -88,12 +92,18 @@ class Entry:
     """``failed``: the reason, in one line."""
     loaded: Loaded | None = None
     """Set when ``ready``; replaced as a whole when a live run's next window was analysed."""
+    job: JobReport | None = None
+    """Set when ``ready`` where the path is a job of many ranks, which are not read as a whole."""
+    label: str = ""
+    """What it is called; empty: by its path."""
     version: int = 0
     """Goes up with each such replacement."""
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The label, else the last part of the path."""
+        if self.label:
+            return self.label
         return "standard input" if self.path == "-" else Path(self.path).name or self.path
 
 
@@ -111,6 +121,7 @@ class Session:
     def __post_init__(self) -> None:
         self.entries = [Entry(str(i), str(path)) for i, path in enumerate(self.paths)]
         self._comparisons: dict[tuple[str, str], Comparison | str] = {}
+        self._opening, self._reading = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._first = threading.Event()
@@ -147,8 +158,38 @@ class Session:
             close()
 
     def entry(self, key: str | None) -> Entry:
-        """The entry of a key; the first one for anything else."""
-        return next((entry for entry in self.entries if entry.key == key), self.entries[0])
+        """The entry of a key; the first one for anything else. A rank of a job is opened when it
+        is asked for first, and read in the background."""
+        known = next((entry for entry in self.entries if entry.key == key), None)
+        return known or self._open(key or "") or self.entries[0]
+
+    def _open(self, key: str) -> Entry | None:
+        """A rank of a job, by the row of its report; ``None``: there is none."""
+        asked = jobs.split(key)
+        with self._opening:
+            job = next((one for one in self.entries if asked and one.key == asked[0]), None)
+            if asked is None or job is None or job.job is None or asked[1] >= len(job.job.rows):
+                return None
+            for entry in self.entries:
+                if entry.key == jobs.key_of(*asked):  # another request was quicker
+                    return entry
+            row = job.job.rows[asked[1]]
+            made = Entry(jobs.key_of(*asked), row.path, label=f"rank {row.rank}")
+            opened = [one for one in self.entries if jobs.split(one.key) and one.state != "loading"]
+            if len(opened) >= MOST_OPENED:
+                self.entries.remove(opened[0])
+            self.entries.append(made)
+        work = threading.Thread(target=self._read_rank, args=(made,), daemon=True)
+        work.start()
+        return made
+
+    def _read_rank(self, entry: Entry) -> None:
+        with self._reading:  # one after another: each takes as much memory as it is large
+            try:
+                self._load(entry, whole=True)
+            finally:
+                if entry.state == "loading":
+                    entry.state, entry.why = "failed", "the analysis broke off; see the terminal"
 
     def comparison(self, before: str, after: str) -> Comparison | str | None:
         """Two entries compared; a text: why not; ``None``: not (yet) made."""
@@ -156,8 +197,13 @@ class Session:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The comparisons that are made: the first path with each of the others."""
-        return [(self.entries[0].key, entry.key) for entry in self.entries[1:]]
+        """The comparisons that are made: the first path with each of the others. Jobs, and ranks
+        that were opened of one, are not compared."""
+        first, *others = self.entries
+        if first.job is not None:
+            return []
+        kept = (one for one in others if one.job is None and jobs.split(one.key) is None)
+        return [(first.key, one.key) for one in kept]
 
     def status(self) -> dict[str, Any]:
         """How far each entry is, as the progress page asks for it."""
@@ -195,13 +241,17 @@ class Session:
                     entry.state, entry.why = "failed", "the analysis broke off; see the terminal"
             self._first.set()
 
-    def _load(self, entry: Entry) -> None:
+    def _load(self, entry: Entry, *, whole: bool = False) -> None:
+        """``whole``: as one run, whatever it is."""
+
         def reading(path: str, size: int) -> None:
             entry.doing = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
 
         entry.doing = "reading"
         seen = landed(entry.path) if self.live else None
         try:
+            if not whole and not self.live and self._is_job(entry):
+                return
             memory = self.options.read.memory if entry is self.entries[0] else None
             read = replace(self.options.read, progress=reading, memory=memory, urls=False)
             run = open_run(entry.path, read, rank=self.options.rank)
@@ -223,6 +273,21 @@ class Session:
             entry.why = ""
             entry.state = "ready"
         self._seen = seen
+
+    def _is_job(self, entry: Entry) -> bool:
+        """Whether it is a job of many ranks; then it is ready."""
+
+        def told(doing: str) -> None:
+            if self._stop.is_set():
+                raise AdvisorError("the dashboard was closed")
+            entry.doing = doing
+
+        entry.job = jobs.report_of(entry.path, self.options, told)
+        if entry.job is None:
+            return False
+        entry.version += 1
+        entry.state = "ready"
+        return True
 
     def _fail(self, entry: Entry, why: str) -> None:
         """A path that cannot be shown; a live run keeps showing its window before."""

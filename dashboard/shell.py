@@ -15,6 +15,7 @@ from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link
 from advisor.dashboard.menu import PAGES, Page
+from advisor.dashboard.pages import job
 from advisor.dashboard.query import texts
 
 Layout = Callable[..., Any]
@@ -61,6 +62,8 @@ def framed(page: Page, inner: Layout) -> Layout:
         view = current.view(**query)
         if page.module == "live" or view.entry.loaded is not None:
             body = inner(**query)
+        elif view.entry.job is not None:
+            body = job.layout(**query) if page.module in ("overview", "job") else job.choose(view)
         elif view.entry.state == "failed":
             body = _failed(view)
         else:

@@ -37,8 +37,8 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help="Trace files (.json, .json.gz, .json.zst), folders of them, memory snapshots "
-            "(.pickle), or - for stdin.",
+            help="Trace files (.json, .json.gz, .json.zst), folders of them, URLs (s3://…), memory "
+            "snapshots (.pickle), or - for stdin.",
         ),
     ] = None,
     form: Annotated[str | None, o.form(REPORTS.package)] = None,
@@ -84,6 +84,20 @@ def command(
     ] = None,
     max_size: o.MaxSize = None,
     redact: o.Redact = False,
+    ranks: Annotated[
+        str | None,
+        typer.Option(metavar="A-B,C", help="Of a job of many ranks only these: 0-63,512."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Measure a job rank by rank, in N processes."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="The same on the workers of a Dask scheduler (tcp://host:8786)."
+        ),
+    ] = None,
     price: pricing.Price = None,
     prices: pricing.PriceTable = None,
     gpus: pricing.Gpus = None,
@@ -96,6 +110,48 @@ def command(
         paths, memory = [str(memory)], None
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = pricing.chosen(price, prices)
+    given = {
+        "--rank": rank is not None,
+        "--csv": csv is not None,
+        "--operators": operators,
+        "--memory": memory is not None,
+        "--price": price is not None,
+        "--prices": prices is not None,
+        "--gpus": gpus is not None,
+    }
+    from advisor.cli import job
+
+    if job.is_job(
+        paths,
+        workers=workers,
+        cluster=cluster,
+        ranks=ranks,
+        single=[name for name, value in given.items() if value],
+    ):
+        from advisor.fleet.formats import JOBS
+        from advisor.fleet.task import Wanted
+        from advisor.remote.urls import is_url
+
+        out.chosen(JOBS, form, output)  # before the work is done
+        if output is not None:
+            out.check(output, [path for path in paths if not is_url(path)])
+        found = job.report_job(
+            paths,
+            workers=workers,
+            cluster=cluster,
+            ranks=ranks,
+            wanted=Wanted(
+                steps=chosen,
+                step_ranges=step_ranges(steps),
+                window=window,
+                max_bytes=limit,
+                rules_folder=None if rules is None else str(rules.resolve()),
+            ),
+            progress=progress,
+        )
+        job.deliver_job(found, form, output, paths, top=top, redact=redact)
+        job.exit_if_hit(found, fail_on)
+        return
     wanted = out.chosen(REPORTS, form, output)
     if operators and (form not in (None, "terminal") or output is not None):
         raise AdvisorError("--operators: a table for a terminal; other formats have it in them")

@@ -30,7 +30,10 @@ PERFETTO = "https://ui.perfetto.dev"
 def command(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="PATH", help="Each a trace file, or a folder of one run's traces."),
+        typer.Argument(
+            metavar="PATH",
+            help="Each a trace file, a folder of one run's traces, or a job's report (JSON).",
+        ),
     ],
     host: Annotated[
         str,
@@ -81,13 +84,14 @@ def command(
     With several paths the first is compared with each of the others.
     """
     from advisor.cli.analyze import parse_size
+    from advisor.remote.urls import is_url
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = pricing.chosen(price, prices)
     token = given_token(token_file, no_token=no_token)
     viewer = parse_perfetto(perfetto_url)
     for path in paths:
-        if path != "-" and not Path(path).exists():
+        if path != "-" and not is_url(path) and not Path(path).exists():
             raise AdvisorError(f"{path}: no such file or directory")
     try:
         from advisor.dashboard.app import create_app
@@ -97,7 +101,8 @@ def command(
     from advisor.ingest.directory import refuse_several
 
     for path in paths:
-        refuse_several(path)
+        if not is_url(path):
+            refuse_several(path)
     from advisor.dashboard.access import Access
     from advisor.dashboard.opening import open_browser
     from advisor.dashboard.serve import bind

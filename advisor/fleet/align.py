@@ -141,7 +141,7 @@ class _Part:
         self.rank = rank[self.cells]
         order = np.argsort(self.rank, kind="stable")
         self.by_rank = order
-        self.bounds = np.searchsorted(self.rank[order], np.arange(int(rank.max()) + 2))
+        self.bounds = np.searchsorted(self.rank[order], np.arange(int(rank.max(initial=-1)) + 2))
 
     def settle(self, end: Floats, ranks: int, sends: _Part | None) -> tuple[Floats, Floats, Floats]:
         """Shift, drift and spread by rank; NaN: not placed."""

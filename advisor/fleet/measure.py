@@ -186,7 +186,7 @@ def _collectives(a: Analysis) -> Collectives | None:
     """Of the used steps, by the step that launched each; ``None``: there are none."""
     if a.device_id is None and not has_host_collectives(a):
         return None
-    stepped = a.steps.source in ("ProfilerStep", "recorder")
+    stepped = a.steps.numbered
     kinds = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONISING))
     table = keyed(a, 0, stepped=stepped, kinds=kinds)
     start = table["start"].to_numpy().astype(np.int64)

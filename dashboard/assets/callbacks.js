@@ -6,6 +6,19 @@ window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor ||
     "use strict";
     return Object.assign({}, options, { quickFilterText: text || "" });
   },
+  // Clicked on the map of a job, or chosen in its table: the rank's timeline.
+  openRank: function (clicked, selected) {
+    "use strict";
+    var still = window.dash_clientside.no_update;
+    var chosen = window.dash_clientside.callback_context.triggered_id;
+    var key = null;
+    if (chosen === "job-map" && clicked && clicked.points.length) {
+      key = clicked.points[0].text;
+    } else if (chosen === "job-ranks" && selected && selected.length) {
+      key = selected[0].id;
+    }
+    return key ? ["/timeline", "?" + new URLSearchParams({ run: key }).toString()] : [still, still];
+  },
   chooseRank: function (rank, search) {
     "use strict";
     var query = new URLSearchParams(search || "");

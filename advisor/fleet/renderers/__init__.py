@@ -1,0 +1,1 @@
+"""The report of a job in words: one file a format."""

@@ -1,0 +1,149 @@
+"""What a job of many ranks costs: time, memory of the driver, bytes that its workers send.
+
+A trace of some 20 MB (steps of a public A100 recording with NCCL) is there once for each rank,
+under as many names for one file: the rank is read from the name, and each name is read as any
+file. Each figure is a process of its own, start-up and imports included. The memory is the most
+that the process which asked has held (``VmHWM``), and the most that one of its workers has.
+
+    python benchmarks/bench_fleet.py [--ranks 8 64 512] [--workers 1 2] [--source TRACE] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "fleet.md"
+SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", HERE.parents[1] / "shared" / "traces"))
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+STEPS = 4
+"""Of the recording's six: 20 MB of text."""
+
+
+def make(source: Path, target: Path) -> int:
+    """The first steps of a recording, as plain JSON; its bytes."""
+    trace: dict[str, Any] = json.loads(gzip.decompress(source.read_bytes()))
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    marks = [e for e in events if str(e.get("name", "")).startswith("ProfilerStep#")]
+    ends = sorted({float(e["ts"]) + float(e["dur"]) for e in marks if "dur" in e})
+    if len(ends) > STEPS:
+        last = ends[STEPS - 1]
+        trace["traceEvents"] = [e for e in events if float(e.get("ts", 0)) <= last]
+    trace.pop("distributedInfo", None)  # the name tells the rank
+    target.write_text(json.dumps(trace))
+    return target.stat().st_size
+
+
+def measure(folder: str, workers: int) -> dict[str, float]:
+    """Run one job in this process."""
+    started = time.monotonic()
+    from advisor.fleet.job import Done, study
+
+    last = Done(total=0)
+
+    def told(done: Done) -> None:
+        nonlocal last
+        last = done
+
+    report = study([folder], workers=workers, told=told)
+    seconds = time.monotonic() - started
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "seconds": seconds,
+        "read": report.read,
+        "moved": last.moved,
+        "memory": _most_held(),
+        "worker": children.ru_maxrss << 10,
+        "cpu": children.ru_utime + children.ru_stime,
+    }
+
+
+def _most_held() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) << 10 if found else 0
+
+
+def run(folder: Path, workers: int) -> dict[str, float]:
+    """The same in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--measure", str(folder)]
+    done = subprocess.run(
+        [*command, "--workers", str(workers)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def table(size: int, rows: list[tuple[int, int, dict[str, float]]]) -> str:
+    """Markdown."""
+    lines = [
+        "| ranks | workers | time | a rank | CPU time of workers, a rank | driver's memory | "
+        "largest worker | bytes sent to the driver |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for ranks, workers, found in rows:
+        seconds = found["seconds"]
+        lines.append(
+            f"| {ranks} | {workers} | {seconds:,.1f} s | {seconds / ranks:.2f} s | "
+            f"{found['cpu'] / ranks:.2f} s | "
+            f"{found['memory'] / 2**20:,.0f} MiB | {found['worker'] / 2**20:,.0f} MiB | "
+            f"{found['moved'] / 1e6:,.1f} MB |"
+        )
+    about = (
+        f"A rank's trace has {size / 1e6:.1f} MB. Measured by `benchmarks/bench_fleet.py` on "
+        f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}; the "
+        f"load average was {os.getloadavg()[0]:.0f} when it began."
+    )
+    return "\n".join([about, "", *lines])
+
+
+def main() -> None:
+    """Measure, print, and write the page where that is wanted."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--source", type=Path, default=SHARED / "a100_train_6steps.json.gz")
+    parser.add_argument("--write", action="store_true", help="into docs/fleet.md")
+    parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        print(json.dumps(measure(given.measure, given.workers[0])))
+        return
+    rows: list[tuple[int, int, dict[str, float]]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        whole = Path(temporary, "trace.json")
+        size = make(given.source, whole)
+        load = table(size, [])
+        for ranks in given.ranks:
+            folder = Path(temporary, str(ranks))
+            folder.mkdir()
+            for rank in range(ranks):
+                os.link(whole, folder / f"rank{rank}.json")
+            for workers in given.workers:
+                found = run(folder, workers)
+                if found["read"] != ranks:
+                    raise SystemExit(f"{ranks} ranks: only {found['read']:.0f} were read")
+                rows.append((ranks, workers, found))
+                print(ranks, workers, {k: round(v, 1) for k, v in found.items()}, file=sys.stderr)
+    text = load.partition("\n")[0] + "\n\n" + table(size, rows).partition("\n\n")[2]
+    print(text)
+    if given.write:
+        page = PAGE.read_text(encoding="utf-8")
+        before, _, rest = page.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Jobs of many ranks in a session: their report, saved or made now; the keys of their ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from advisor.advice.engine import Options
+from advisor.files import open_regular, read_regular
+from advisor.fleet.job import MANY, Done, count_ranks, study
+from advisor.fleet.report import MAX_JSON, SCHEMA, JobReport
+from advisor.fleet.task import Wanted
+from advisor.remote.urls import is_url
+
+HEAD = 4096
+"""Bytes of a file in which the report of a job says that it is one."""
+_KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
+
+
+def report_of(path: str, options: Options, told: Callable[[str], object]) -> JobReport | None:
+    """The report of a job: from a file that holds one, or of a folder of many ranks, here or at a
+    URL. ``None``: it is a trace or a run of few ranks. ``told``: what is being done.
+
+    Raises AdvisorError: no rank can be read; the file holds a damaged one.
+    """
+    if is_saved(path):
+        return JobReport.from_json(read_regular(path, MAX_JSON))
+    if options.rank is not None or not (is_url(path) or _is_folder(path)):
+        return None
+    if count_ranks([path]) <= MANY:
+        return None
+
+    def say(done: Done) -> None:
+        told(f"measuring: {done.ranks:,} of {done.total:,} ranks")
+
+    wanted = Wanted(
+        steps=options.steps,
+        step_ranges=options.read.step_ranges,
+        window=options.window,
+        max_bytes=options.read.max_bytes,
+        rules_folder=None if options.rules_folder is None else str(options.rules_folder.resolve()),
+    )
+    return study([path], wanted=wanted, told=say)
+
+
+def is_saved(path: str) -> bool:
+    """Whether a file holds the report of a job, as ``analyze --format json`` writes it."""
+    if "\0" in path or not Path(path).is_file():
+        return False
+    try:
+        with open_regular(path) as file:
+            return SCHEMA.encode() in file.read(HEAD)
+    except OSError:
+        return False
+
+
+def key_of(job: str, place: int) -> str:
+    """The key of an entry that is a rank of a job: ``0.7`` is the eighth row of entry 0."""
+    return f"{job}.{place}"
+
+
+def split(key: str) -> tuple[str, int] | None:
+    """The job and the row of such a key; ``None``: it is none."""
+    found = _KEY.fullmatch(key)
+    return (found[1], int(found[2])) if found else None
+
+
+def _is_folder(path: str) -> bool:
+    return "\0" not in path and Path(path).is_dir()

@@ -1,0 +1,171 @@
+"""The page of a job: a map of its ranks, and a rank that is read when it is clicked, no other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from advisor.dashboard import session as home
+from advisor.dashboard.session import Entry, Session
+from advisor.errors import AdvisorError
+from advisor.fleet.job import MANY
+from advisor.fleet.report import JobReport, Missing, Odd, Row
+from advisor.testing import TraceBuilder
+
+NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
+PATIENCE = 60.0
+
+
+def write_ranks(folder: Path, count: int) -> Path:
+    """Rank n computes n µs longer than 900 µs."""
+    folder.mkdir()
+    for rank in range(count):
+        b = TraceBuilder()
+        for _ in range(2):
+            with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", 900 + rank)
+                b.sync()
+        b.write(folder / f"rank{rank}.json")
+    return folder
+
+
+def saved(folder: Path, count: int, *, nasty: str = "") -> Path:
+    """A report of so many ranks, of which rank 3 computes longest."""
+    rows = [
+        Row(
+            rank,
+            f"node-{rank // 8}{nasty}",
+            str(folder / f"rank{rank}.json"),
+            1e6,
+            [(900 + 400 * (rank == 3)) * 1e3, 1e4],
+        )
+        for rank in range(count)
+    ]
+    report = JobReport(
+        verdict=f"Rank 3 is slow{nasty}",
+        source=f"somewhere{nasty}",
+        world=count,
+        read=count,
+        classes=["compute", f"idle{nasty}"],
+        rows=rows,
+        odd=[Odd(what="rank", name="3", ranks="3", kind="compute", moves=False, why=nasty)],
+        missing=[Missing(ranks="99", count=1, why=f"gone{nasty}")],
+    )
+    file = folder / "job.json"
+    file.write_bytes(report.to_json())
+    return file
+
+
+def opened(session: Session, key: str) -> Entry:
+    """A rank, once it is read."""
+    entry = session.entry(key)
+    deadline = time.monotonic() + PATIENCE
+    while entry.state == "loading" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return entry
+
+
+def test_a_click_on_the_map_reads_that_rank_and_shows_its_timeline(
+    tmp_path: Path, served: Any, tab: Any
+) -> None:
+    folder = write_ranks(tmp_path / "ranks", 8)
+    session = Session([str(saved(folder, 8, nasty=NASTY))]).load()
+    assert [entry.state for entry in session.entries] == ["ready"]
+    with served(session) as shown:
+        t = tab(shown)
+        t.open("/")
+        t.settle()
+        for words in ("Rank 3 is slow", NASTY, "8", f"1 rank (99): gone{NASTY}"):
+            assert words in t.text("body"), words
+        plot = t.page.locator("#job-map .nsewdrag").first
+        plot.wait_for()
+        box = plot.bounding_box()
+        # the sixth of eight ranks, in the upper of two rows
+        t.page.mouse.move(box["x"] + box["width"] * 5.5 / 8, box["y"] + box["height"] * 0.25)
+        t.page.locator("#job-map .hovertext").first.wait_for()
+        assert "rank 5" in t.page.locator("#job-map .hovertext").first.text_content()
+        t.page.mouse.down()
+        t.page.mouse.up()
+        t.page.wait_for_url("**/timeline?run=0.5*")
+        t.page.locator("#timeline canvas").first.wait_for(timeout=PATIENCE * 1e3)
+        assert "rank 5" in t.text("header")
+        assert [entry.path for entry in session.entries[1:]] == [str(folder / "rank5.json")]
+        t.page.locator("nav .to-job a").first.click()
+        t.page.locator(".page-job main h1").first.wait_for(state="attached")
+        t.settle()
+        assert "Rank 3 is slow" in t.text("main")
+        t.open("/findings")
+        assert "Choose a rank" in t.text("main")
+        assert t.page.evaluate("window.hit") is None
+        assert t.wrong == []
+
+
+def test_a_rank_is_chosen_in_the_table_too(tmp_path: Path, served: Any, tab: Any) -> None:
+    folder = write_ranks(tmp_path / "ranks", 4)
+    with served(Session([str(saved(folder, 4))]).load()) as shown:
+        t = tab(shown)
+        t.open("/job")
+        t.settle()
+        row = t.page.locator("#job-ranks .ag-row[row-id='0.2']").first
+        row.scroll_into_view_if_needed()
+        row.click()
+        t.page.wait_for_url("**/timeline?run=0.2*")
+        t.page.locator("#timeline canvas").first.wait_for(timeout=PATIENCE * 1e3)
+        assert t.wrong == []
+
+
+def test_a_folder_of_many_ranks_is_a_job_and_one_of_few_is_not(tmp_path: Path) -> None:
+    many = Session([str(write_ranks(tmp_path / "many", MANY + 1))]).load().entries[0]
+    assert many.job is not None
+    assert (many.state, many.job.read, many.loaded) == ("ready", MANY + 1, None)
+    few = Session([str(write_ranks(tmp_path / "few", 2))]).load().entries[0]
+    assert few.job is None
+    assert few.loaded is not None
+
+
+def test_a_rank_that_cannot_be_read_says_why_and_the_job_stays(tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "ranks", 2)
+    file = saved(folder, 2)
+    (folder / "rank1.json").write_text("{")
+    session = Session([str(file)]).load()
+    bad = opened(session, "0.1")
+    assert (bad.state, bad.name) == ("failed", "rank 1")
+    assert bad.why
+    good = opened(session, "0.0")
+    assert good.loaded is not None
+    assert session.entries[0].job is not None
+
+
+@pytest.mark.parametrize("key", ["0.8", "1.0", "0.-1", "0.x", "0.0.0", "0.00000001", "", "../x"])
+def test_what_is_no_rank_of_the_job_opens_nothing(tmp_path: Path, key: str) -> None:
+    folder = write_ranks(tmp_path / "ranks", 2)
+    session = Session([str(saved(folder, 2))]).load()
+    assert session.entry(key) is session.entries[0]
+    assert len(session.entries) == 1
+    assert session.pairs == []
+
+
+def test_no_more_ranks_are_kept_open_than_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(home, "MOST_OPENED", 2)
+    folder = write_ranks(tmp_path / "ranks", 4)
+    session = Session([str(saved(folder, 4))]).load()
+    for row in range(4):
+        assert opened(session, f"0.{row}").loaded is not None
+    assert [entry.key for entry in session.entries] == ["0", "0.2", "0.3"]
+
+
+def test_a_damaged_report_is_told_in_one_line(tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "ranks", 2)
+    file = saved(folder, 2)
+    file.write_bytes(file.read_bytes()[:-20])
+    entry = Session([str(file)]).load().entries[0]
+    assert (entry.state, entry.why) == ("failed", "not the report of a job")
+    other = structs.replace(JobReport(), schema="advisor.job/10")
+    with pytest.raises(AdvisorError, match="another version"):
+        JobReport.from_json(other.to_json())

@@ -234,6 +234,7 @@ class Assembler:
         if not host:
             return none, none
         _reorder(host, stack_order(host["thread"], host["ts"], host["dur"], host["kind"]))
+        give_back(len(host["ts"]))
         ends = host["ts"] + host["dur"]
         free = release_ranges(host["kind"], host["thread"], host["ts"], ends)
         nesting = nest(host["thread"], host["ts"], free)

@@ -96,16 +96,19 @@ def nest(thread: Any, start: Ints, end: Ints) -> Nesting:
     span = int(end.max() - start.min()) + 2
     if (int(thread.max()) + 1) * span > _KEY_LIMIT:
         return _one_by_one(thread, start, end, repaired)
-    offset = thread.astype(np.int64) * span - int(start.min())
+    begin = thread.astype(np.int64)  # one thread after another on one axis
+    begin *= span
+    begin += start
     for _ in range(MAX_ROUNDS):
-        parent, depth = _parents(start + offset, end + offset)
+        finish = begin + (end - start)
+        parent, depth = _parents(begin, finish)
         inner = np.flatnonzero(parent >= 0)
         wrong = inner[end[inner] > end[parent[inner]]]
         if not len(wrong):
             return Nesting(parent, depth, end, int(repaired.sum()))
         if len(wrong) > MAX_TANGLED:
             break
-        rows = wrong[_certain(wrong, start + offset, end + offset, parent)]
+        rows = wrong[_certain(wrong, begin, finish, parent)]
         if not len(rows):
             break
         end[rows] = end[parent[rows]]

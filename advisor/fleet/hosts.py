@@ -13,7 +13,7 @@ _NAMED = re.compile(
     r"^(?:node|host|nid|hgx|dgx|gpu|ip|compute|machine|server|rack|cn|r\d+)[\w.-]*?\d+$", re.I
 )
 _RANK = re.compile(r"[-_.]?rank[-_. =]?\d+.*$", re.I)
-_LAST = re.compile(r"^(?P<rack>.*?)[-_.]?\d+$")
+_LAST = re.compile(r"^(?P<rack>.*\d)\D+\d+$")
 
 
 def host_of(path: str) -> str:
@@ -32,12 +32,12 @@ def host_of(path: str) -> str:
 
 
 def racks(hosts: Iterable[str]) -> dict[str, str]:
-    """Host -> rack, where the names tell racks: what stands before the last number. Empty: there
-    are not several racks of several hosts."""
+    """Host -> rack, where the names tell racks: what ends with the number before the last. Empty:
+    there are not several racks of several hosts."""
     found: dict[str, list[str]] = defaultdict(list)
     for host in sorted(set(hosts)):
         match = _LAST.match(host.split(".", 1)[0])
-        if match is None or not any(char.isdigit() for char in match["rack"]):
+        if match is None:
             return {}
         found[match["rack"]].append(host)
     if len(found) < 2 or max(map(len, found.values())) < 2:

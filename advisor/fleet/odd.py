@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from advisor.fleet.chance import binomial_tail, chances, means, middles, residuals
@@ -163,12 +164,26 @@ def _kind(
         return "input", None, []
     if most == host:
         return "host", None, []
-    odd = [fleet.summaries[place] for place in at]
-    others = [fleet.summaries[place] for place in like]
+    odd = [_of_whole_steps(fleet, place) for place in at]
+    others = [_of_whole_steps(fleet, place) for place in like]
     device = device_slower(odd, others)
     if device is None or device[0]:
         return "compute", None if device is None else device[1], []
     return "imbalance", None, longer_families(odd, others)
+
+
+def _of_whole_steps(fleet: Fleet, place: int) -> Summary:
+    """What a rank spends on families of kernels; of a file that is cut off, of the steps before the
+    cut, as far as their compute tells."""
+    summary = fleet.summaries[place]
+    compute, own = summary.time.get("compute", 0.0), float(fleet.own.values[place, 0])
+    if not summary.damage or compute <= 0 or not np.isfinite(own):
+        return summary
+    return structs.replace(
+        summary,
+        time={name: ns * own / compute for name, ns in summary.time.items()},
+        families={name: ns * own / compute for name, ns in summary.families.items()},
+    )
 
 
 def _together(fleet: Fleet, found: list[Seen]) -> list[Seen]:

@@ -128,7 +128,7 @@ def test_hosts_are_told_by_names(path: str, host: str) -> None:
 
 def test_racks_are_what_names_share_before_the_last_number() -> None:
     names = [f"rack{rack}-node{node:02d}" for rack in range(3) for node in range(4)]
-    assert set(racks(names).values()) == {"rack0-node", "rack1-node", "rack2-node"}
+    assert set(racks(names).values()) == {"rack0", "rack1", "rack2"}
     assert racks(["node-01", "node-02"]) == {}
 
 

@@ -47,9 +47,7 @@ def layout(**query: object) -> Any:
         ),
     )
     try:
-        projector, found = view.loaded.view(
-            ("gpus", view.rank), lambda: _projected(view, prices)
-        )
+        projector, found = view.loaded.view(("gpus", view.rank), lambda: _projected(view, prices))
     except AdvisorError as error:
         why = empty("This step cannot be projected to another GPU", t.clean(str(error)))
         return page(head("Cost and GPUs"), told, why)
@@ -120,7 +118,7 @@ def _table(found: tuple[Choice, ...], prices: Prices) -> Any:
             header,
             rows,
             numbers=range(1, len(header)),
-            caption="By projection, the cheapest first" if priced else "By projection, the fastest first",
+            caption=f"By projection, the {'cheapest' if priced else 'fastest'} first",
             stacked=True,
         ),
     )

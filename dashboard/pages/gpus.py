@@ -118,9 +118,7 @@ def _table(found: tuple[Choice, ...], prices: Prices) -> Any:
             header,
             rows,
             numbers=range(1, len(header)),
-            caption="By projection, the cheapest first"
-            if priced
-            else "By projection, the fastest first",
+            caption=f"By projection, the {'cheapest' if priced else 'fastest'} first",
             stacked=True,
         ),
     )

@@ -300,7 +300,7 @@ class Action:
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=120,
+                timeout=600,
             )
             told += done.stderr
             if done.returncode:

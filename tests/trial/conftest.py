@@ -79,6 +79,6 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Re
             f"runpy.run_path({str(script)!r},run_name='__main__')",
         ]
         program = Program(words, tmp_path_factory.mktemp("trial").resolve())
-        return program.run(pulls, warmup=4, steps=steps, seconds=60, timeout=120)
+        return program.run(pulls, warmup=4, steps=steps, seconds=900, timeout=900)
 
     return go

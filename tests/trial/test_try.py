@@ -56,7 +56,12 @@ if __name__ == "__main__":
 
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(SLOW)
-    env = {**os.environ, "ADVISOR_LEDGER": str(folder / "mine.jsonl")}
+    (folder / "tmp").mkdir()
+    env = {
+        **os.environ,
+        "ADVISOR_LEDGER": str(folder / "mine.jsonl"),
+        "TMPDIR": str(folder / "tmp"),
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "advisor", "try", "--no-progress", *words],
         cwd=folder,
@@ -68,30 +73,30 @@ def command(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path) -> None:
-    words = ("--budget", "120s", "--steps", "12", "--warmup", "8", "--out", "run")
+    words = ("--budget", "600s", "--steps", "12", "--warmup", "8", "--out", "run")
     process = command(
         tmp_path, *words, "--only", "workers=2", "--remember", "--format", "json", "train.py"
     )
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=1500)
     assert process.returncode == 0, err
     report = TrialReport.from_json(out.encode())
-    best = report.winners[0]
-    assert best.pull.lever == "workers"
+    (best,) = report.trials
+    assert best.pull == Pull("workers", 2)
+    # a machine too busy to measure on leaves a gain of unknown size: nothing to win or remember
+    if best.is_known:
+        assert best.outcome == "gain"
+        assert report.together is not None
     assert best.losses == "equal"
     assert "+    for batch in DataLoader(Items(), batch_size=16, num_workers=" in best.diff
-    assert report.together is not None
     assert report.repeats is True
     assert (tmp_path / "train.py").read_text() == SLOW
     lines = ledger.read(tmp_path / "run" / ledger.FILE).entries
-    # a machine too busy to measure on leaves a gain of unknown size: nothing to remember
     measured = best.is_known and best.runs > 1 and best.predicted is not None
     assert {line.rule for line in lines} == ({"single-process-loader"} if measured else set())
     assert ledger.read(tmp_path / "mine.jsonl").entries == lines
     if lines:
         assert b"train" not in (tmp_path / "mine.jsonl").read_bytes()
-    text = terminal.render(report)
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.startswith("workers=")
+    assert max(map(len, terminal.render(report).splitlines())) <= 80
 
 
 def told(**changes: object) -> Trial:
@@ -139,12 +144,12 @@ def test_what_was_promised_and_measured_is_remembered(
 
 def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:
     process = command(tmp_path, "--steps", "12", "--warmup", "8", "--out", "run", "train.py")
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "manifest.json").is_file() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(2.0)
+    deadline = time.monotonic() + 600
+    # the recording was the first
+    while not list((tmp_path / "tmp").glob("advisor_try_*/run2")) and time.monotonic() < deadline:
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130, err
     assert "Interrupted" in out
     report = json.loads((tmp_path / "run" / "trials.json").read_text())
@@ -164,15 +169,15 @@ time.sleep(3600)
 def test_what_ends_it_ends_the_program_too(tmp_path: Path) -> None:
     """SIGTERM is what CI and servers send; the program has a session of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(120)
+        server.settimeout(600)
         (tmp_path / "hangs.py").write_text(HANGS.replace("PORT", str(server.getsockname()[1])))
         process = command(tmp_path, "--out", "run", "hangs.py")
         connection, _ = server.accept()
         with connection:
             pid = int(connection.recv(20))
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
-    deadline = time.monotonic() + 60
+    process.communicate(timeout=600)
+    deadline = time.monotonic() + 300
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(pid)

@@ -54,14 +54,9 @@ if __name__ == "__main__":
 """
 
 
-def command(folder: Path, *words: str) -> subprocess.Popen[str]:
+def command(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(SLOW)
-    (folder / "tmp").mkdir()
-    env = {
-        **os.environ,
-        "ADVISOR_LEDGER": str(folder / "mine.jsonl"),
-        "TMPDIR": str(folder / "tmp"),
-    }
+    env = {**os.environ, "ADVISOR_LEDGER": str(folder / "mine.jsonl"), **more}
     return subprocess.Popen(
         [sys.executable, "-m", "advisor", "try", "--no-progress", *words],
         cwd=folder,
@@ -143,7 +138,9 @@ def test_what_was_promised_and_measured_is_remembered(
 
 
 def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:
-    process = command(tmp_path, "--steps", "12", "--warmup", "8", "--out", "run", "train.py")
+    (tmp_path / "tmp").mkdir()
+    words = ("--steps", "12", "--warmup", "8", "--out", "run", "train.py")
+    process = command(tmp_path, *words, TMPDIR=str(tmp_path / "tmp"))
     deadline = time.monotonic() + 600
     # the recording was the first
     while not list((tmp_path / "tmp").glob("advisor_try_*/run2")) and time.monotonic() < deadline:

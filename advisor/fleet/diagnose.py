@@ -131,7 +131,13 @@ def _values(own: Profile, found: Waits, joined: Joined) -> Floats:
 
 def _rows(summaries: Sequence[Summary], values: Floats) -> list[Row]:
     return [
-        Row(s.rank, s.host, s.path, s.step_ns, np.nan_to_num(values[place]).round().tolist())
+        Row(
+            s.rank,
+            s.host,
+            s.path,
+            s.step_ns,
+            [round(ns) if np.isfinite(ns) else None for ns in values[place].tolist()],
+        )
         for place, s in enumerate(summaries)
     ]
 
@@ -215,7 +221,8 @@ def _verdict(report: JobReport, fleet: Fleet, told: list[tuple[Seen, Gain | None
         if len(told) > 1:
             text += f"; {counted(len(told) - 1, 'more odd one')}"
         return f"{text}."
-    column = dict(zip(report.classes, np.array([row.values for row in report.rows]).T, strict=True))
+    table = np.array([row.values for row in report.rows], dtype=np.float64)
+    column = dict(zip(report.classes, np.nan_to_num(table).T, strict=True))
     step = fleet.own.step_ns
     share = (column["communication"] + column["waiting"]).sum() / max(step.sum(), 1.0)
     waiting = column["waiting"].sum() / max(step.sum(), 1.0)

@@ -102,13 +102,14 @@ class Missing(Struct, frozen=True, kw_only=True):
 
 
 class Row(Struct, frozen=True, array_like=True):
-    """A rank in the heat map: ns a step by class, in the order of ``JobReport.classes``."""
+    """A rank in the heat map: ns a step by class, in the order of ``JobReport.classes``; ``null``:
+    not measured."""
 
     rank: int
     host: str
     path: str
     step_ns: float
-    values: list[float]
+    values: list[float | None]
 
 
 class JobReport(Struct, kw_only=True):

@@ -80,13 +80,18 @@ class HeatMap(NamedTuple):
     note: str
     """What is left out; empty: nothing."""
 
-    def tint(self, row: Row, place: int) -> float:
-        """-1 (less than the median by ``scale_ns`` or more) to 1 (more)."""
-        return max(-1.0, min(1.0, (row.values[place] - self.medians[place]) / self.scale_ns))
+    def tint(self, row: Row, place: int) -> float | None:
+        """-1 (less than the median by ``scale_ns`` or more) to 1 (more); ``None``: not measured."""
+        value = row.values[place]
+        if value is None:
+            return None
+        return max(-1.0, min(1.0, (value - self.medians[place]) / self.scale_ns))
 
     def words(self, row: Row, place: int) -> str:
         """One cell: ``rank 7 · node-03 · idle 5.1 ms a step, 2.0 ms more than the median rank``."""
         value = row.values[place]
+        if value is None:
+            return f"{who(row)} · {label(self.classes[place])} {t.NOT_MEASURED}"
         against = value - self.medians[place]
         found = f"{label(self.classes[place])} {t.time(value)} a step"
         if against:
@@ -101,9 +106,10 @@ def heat_map(report: JobReport, most: int = MOST_RANKS) -> HeatMap | None:
     rows = [row for row in report.rows if len(row.values) == len(report.classes)]
     if not rows or not places:
         return None
-    medians = [median(row.values[place] for row in rows) for place in places]
+    columns = [[v for row in rows if (v := row.values[place]) is not None] for place in places]
+    medians = [median(column or [0.0]) for column in columns]
     step = median(row.step_ns for row in rows)
-    apart = sorted(abs(row.values[i] - medians[i]) for row in rows for i in places)
+    apart = sorted(abs(v - medians[place]) for place in places for v in columns[place]) or [0.0]
     scale = max(apart[int(CLIPPED * (len(apart) - 1))], LEAST_SCALE * step, 1.0)
     note = ""
     if len(rows) > most:

@@ -109,7 +109,8 @@ def _map(report: JobReport, key: str) -> Any:
             places.append([None])
             labels.append("")
         for place, name in enumerate(heat.classes):
-            values.append([heat.tint(row, place) * heat.scale_ns / 1e6 for row in rows])
+            tints = [heat.tint(row, place) for row in rows]
+            values.append([None if x is None else x * heat.scale_ns / 1e6 for x in tints])
             about.append([figures.plain(heat.words(row, place)) for row in rows])
             places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""

@@ -112,6 +112,21 @@ def test_of_very_many_ranks_the_map_shows_those_that_differ_most(make_job: Make)
     assert heat.note == "Shown are the 10 of 100 ranks that differ most."
 
 
+def test_what_a_rank_did_not_measure_has_no_colour_and_says_so(make_job: Make) -> None:
+    report = make_job(20)
+    row = report.rows[3]
+    report.rows[3] = Row(row.rank, row.host, row.path, row.step_ns, [None, *row.values[1:]])
+    heat = views.heat_map(report)
+    assert heat is not None
+    assert heat.tint(report.rows[3], 0) is None
+    assert heat.words(report.rows[3], 0).endswith(f"compute {t.NOT_MEASURED}")
+    others = sorted(one.values[0] for one in report.rows if one.values[0] is not None)
+    assert heat.medians[0] == others[len(others) // 2]
+    page = Page(JOBS.render("html", report))
+    assert page.shades.count("hx") == 1
+    assert JobReport.from_json(report.to_json()).rows[3].values[0] is None
+
+
 def steps(*ms: float) -> JobReport:
     rows = [Row(rank, "", "", each * 1e6, [each * 1e6]) for rank, each in enumerate(ms)]
     return JobReport(classes=["compute"], rows=rows)

@@ -117,9 +117,9 @@ def strips(heat: views.HeatMap) -> list[Strip]:
     return found
 
 
-def shade(tint: float) -> str:
-    """The class of a colour: ``h-4`` … ``h0`` … ``h4``."""
-    return f"h{round(tint * SHADES)}"
+def shade(tint: float | None) -> str:
+    """The class of a colour: ``h-4`` … ``h0`` … ``h4``; ``hx``: not measured."""
+    return "hx" if tint is None else f"h{round(tint * SHADES)}"
 
 
 @cache

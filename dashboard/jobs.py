@@ -19,14 +19,14 @@ _KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
 
 
 def report_of(path: str, options: Options, told: Callable[[str], object]) -> JobReport | None:
-    """The report of a job: from a file that holds one, or of a folder of many ranks, here or at a
-    URL. ``None``: it is a trace or a run of few ranks. ``told``: what is being done.
+    """The report of a job: from a file that holds one, or of a folder of many ranks. ``None``: it
+    is a trace or a run of few ranks, or a URL: nothing is fetched. ``told``: what is being done.
 
     Raises AdvisorError: no rank can be read; the file holds a damaged one.
     """
     if is_saved(path):
         return JobReport.from_json(read_regular(path, MAX_JSON))
-    if options.rank is not None or not (is_url(path) or _is_folder(path)):
+    if options.rank is not None or is_url(path) or not _is_folder(path):
         return None
     if count_ranks([path]) <= MANY:
         return None

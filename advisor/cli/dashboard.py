@@ -84,14 +84,19 @@ def command(
     With several paths the first is compared with each of the others.
     """
     from advisor.cli.analyze import parse_size
-    from advisor.remote.urls import is_url
+    from advisor.remote import urls
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = pricing.chosen(price, prices)
     token = given_token(token_file, no_token=no_token)
     viewer = parse_perfetto(perfetto_url)
     for path in paths:
-        if path != "-" and not is_url(path) and not Path(path).exists():
+        if urls.is_url(path):
+            raise AdvisorError(
+                f"{urls.shown(path)}: the dashboard fetches nothing; download it, or open the "
+                "report that advisor analyze --format json --output writes of a job"
+            )
+        if path != "-" and not Path(path).exists():
             raise AdvisorError(f"{path}: no such file or directory")
     try:
         from advisor.dashboard.app import create_app
@@ -101,8 +106,7 @@ def command(
     from advisor.ingest.directory import refuse_several
 
     for path in paths:
-        if not is_url(path):
-            refuse_several(path)
+        refuse_several(path)
     from advisor.dashboard.access import Access
     from advisor.dashboard.opening import open_browser
     from advisor.dashboard.serve import bind

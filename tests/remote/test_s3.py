@@ -193,5 +193,6 @@ def test_other_commands_take_urls_or_say_that_they_do_not(
     refused = capsys.readouterr().err.splitlines()
     assert [line.partition(f"{url}: ")[2] for line in refused] == [
         "is read twice for this; download it first",
-        "no such file or directory",
+        "the dashboard fetches nothing; download it, or open the report that advisor analyze "
+        "--format json --output writes of a job",
     ]

@@ -223,7 +223,7 @@ def _collectives(a: Analysis) -> Collectives | None:
     of = np.array([row[pair] for pair in table.select("text", "known").iter_rows()], dtype=np.int64)
     offset = a.trace.meta.start_ns
     return Collectives(
-        keys=[_short(*each) for each in distinct.select("known", *_KEY).iter_rows()],
+        keys=[short_key(*each) for each in distinct.select("known", *_KEY).iter_rows()],
         key=pack(of),
         order=pack(
             table.select(pl.when("known").then("sequence").otherwise("order"))
@@ -248,7 +248,7 @@ def _collectives(a: Analysis) -> Collectives | None:
     )
 
 
-def _short(
+def short_key(
     known: bool,
     group: str | None,
     ranks: str | None,

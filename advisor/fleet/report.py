@@ -156,7 +156,7 @@ class JobReport(Struct, kw_only=True):
             if len(data) > MAX_JSON:
                 raise ValueError
             report = msgspec.json.decode(data, type=cls)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise AdvisorError("not the report of a job") from None
         if report.schema != SCHEMA:
             raise AdvisorError(f"the report of a job of another version ({report.schema!r})")

@@ -207,5 +207,5 @@ def decode(data: bytes) -> Summary | Unread:
         if kind == "unread":
             return msgspec.convert(fields, Unread)
         return msgspec.convert(fields, Summary)
-    except (ValueError, AttributeError, StopIteration, TypeError):
+    except (ValueError, AttributeError, StopIteration, TypeError, RecursionError):
         raise AdvisorError("a rank's summary is damaged") from None

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.analysis.gaps import LATENCY_NS
-from advisor.fleet.measure import MOST_KERNELS, bounded
-from advisor.fleet.measure import _short as key_text
+from advisor.fleet.measure import MOST_KERNELS, bounded, short_key
 from advisor.fleet.summary import Collectives, Kernel, Step, Summary, Unread, pack
 from advisor.intervals import Intervals, covered, gaps, intersect, join, subtract, union
 from advisor.simulation.engine import BACKWARD, COMPUTE_STREAM, DTYPE_BYTES, MAIN, Played, Table
@@ -332,10 +331,10 @@ def _collectives(
         kind = _KIND[call.kind]
         size = None if kind == "all_to_all" else max(call.given, call.out) * DTYPE_BYTES
         if other < 0:
-            text = key_text(True, str(row), told_ranks(members), kind, size, None)
+            text = short_key(True, str(row), told_ranks(members), kind, size, None)
         else:
             target = other if call.kind == "send" else int(own[0])
-            text = key_text(False, str(row), told_ranks(members), kind, size, None, sender, target)
+            text = short_key(False, str(row), told_ranks(members), kind, size, None, sender, target)
         if text not in places:
             places[text] = len(keys)
             keys.append(text)

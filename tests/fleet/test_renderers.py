@@ -127,6 +127,11 @@ def test_what_a_rank_did_not_measure_has_no_colour_and_says_so(make_job: Make) -
     assert JobReport.from_json(report.to_json()).rows[3].values[0] is None
 
 
+def test_a_report_that_is_nested_without_end_is_one_line() -> None:
+    with pytest.raises(AdvisorError, match="not the report of a job"):
+        JobReport.from_json(b'{"beyond":' + b"[" * 200_000)
+
+
 def steps(*ms: float) -> JobReport:
     rows = [Row(rank, "", "", each * 1e6, [each * 1e6]) for rank, each in enumerate(ms)]
     return JobReport(classes=["compute"], rows=rows)

@@ -6,6 +6,12 @@ file. Each figure is a process of its own, start-up and imports included. The me
 that the process which asked has held (``VmHWM``), and the most that one of its workers has.
 
     python benchmarks/bench_fleet.py [--ranks 8 64 512] [--workers 1 2] [--source TRACE] [--write]
+
+Beside it HolisticTraceAnalysis, given an interpreter that has it: it loads all ranks, in as many
+processes as there are cores, and breaks their time down. Its memory is the most that its processes
+held together, sampled (RSS), since all ranks stay in it.
+
+    python benchmarks/bench_fleet.py --hta-python VENV/bin/python [--hta-ranks 8 64] [--write]
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "fleet.md"
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", HERE.parents[1] / "shared" / "traces"))
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+HTA_BEGIN, HTA_END = "<!-- hta: begin -->", "<!-- hta: end -->"
 STEPS = 4
 """Of the recording's six: 20 MB of text."""
 
@@ -68,6 +76,36 @@ def measure(folder: str, workers: int) -> dict[str, float]:
         "worker": children.ru_maxrss << 10,
         "cpu": children.ru_utime + children.ru_stime,
     }
+
+
+def hta(folder: str) -> int:
+    """HolisticTraceAnalysis: load, and its temporal breakdown; the ranks there are. Runs in the
+    interpreter that has it."""
+    from hta.trace_analysis import TraceAnalysis  # type: ignore[import-not-found]
+
+    files = {int(path.stem.removeprefix("rank")): str(path) for path in Path(folder).iterdir()}
+    loaded = TraceAnalysis(trace_files=files, trace_dir=folder)
+    return len(loaded.get_temporal_breakdown(visualize=False))
+
+
+def watch(command: list[str]) -> dict[str, float]:
+    """Time and memory of a command and its children."""
+    import psutil
+
+    begun, most = time.monotonic(), 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        parent = psutil.Process(process.pid)
+        while process.poll() is None:
+            held = 0
+            for one in [parent, *parent.children(recursive=True)]:
+                with suppress(psutil.Error):
+                    held += one.memory_info().rss
+            most = max(most, held)
+            time.sleep(0.1)
+        said = process.stderr.read().decode() if process.stderr else ""
+    if process.returncode:
+        raise SystemExit(f"{command[0]}: {said.strip()[-500:] or process.returncode}")
+    return {"seconds": time.monotonic() - begun, "memory": most}
 
 
 def _most_held() -> int:
@@ -116,33 +154,71 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=SHARED / "a100_train_6steps.json.gz")
     parser.add_argument("--write", action="store_true", help="into docs/fleet.md")
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--hta-python", help="interpreter that has HolisticTraceAnalysis")
+    parser.add_argument("--hta-ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--hta", metavar="FOLDER", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.hta:
+        print(hta(given.hta))
+        return
     if given.measure:
         print(json.dumps(measure(given.measure, given.workers[0])))
         return
-    rows: list[tuple[int, int, dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as temporary:
         whole = Path(temporary, "trace.json")
         size = make(given.source, whole)
+
+        def folder(ranks: int) -> Path:
+            path = Path(temporary, str(ranks))
+            if not path.is_dir():
+                path.mkdir()
+                for rank in range(ranks):
+                    os.link(whole, path / f"rank{rank}.json")
+            return path
+
+        if given.hta_python:
+            beside(given.hta_python, [(n, folder(n)) for n in given.hta_ranks], given.write)
+            return
+        rows: list[tuple[int, int, dict[str, float]]] = []
         load = table(size, [])
         for ranks in given.ranks:
-            folder = Path(temporary, str(ranks))
-            folder.mkdir()
-            for rank in range(ranks):
-                os.link(whole, folder / f"rank{rank}.json")
             for workers in given.workers:
-                found = run(folder, workers)
+                found = run(folder(ranks), workers)
                 if found["read"] != ranks:
                     raise SystemExit(f"{ranks} ranks: only {found['read']:.0f} were read")
                 rows.append((ranks, workers, found))
                 print(ranks, workers, {k: round(v, 1) for k, v in found.items()}, file=sys.stderr)
     text = load.partition("\n")[0] + "\n\n" + table(size, rows).partition("\n\n")[2]
+    show(text, BEGIN, END, write=given.write)
+
+
+def beside(python: str, jobs: list[tuple[int, Path]], write: bool) -> None:
+    """HolisticTraceAnalysis and ours on the same jobs, ours measured in the same way."""
+    lines = [
+        "| ranks | HolisticTraceAnalysis | its memory, all processes | advisor, 2 workers | "
+        "its memory, all processes |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    me = str(Path(__file__).resolve())
+    for ranks, folder in jobs:
+        theirs = watch([python, me, "--hta", str(folder)])
+        ours = watch([sys.executable, me, "--measure", str(folder), "--workers", "2"])
+        lines.append(
+            f"| {ranks} | {theirs['seconds']:,.1f} s | {theirs['memory'] / 2**20:,.0f} MiB | "
+            f"{ours['seconds']:,.1f} s | {ours['memory'] / 2**20:,.0f} MiB |"
+        )
+        print(lines[-1], file=sys.stderr)
+    show("\n".join(lines), HTA_BEGIN, HTA_END, write=write)
+
+
+def show(text: str, begin: str, end: str, *, write: bool) -> None:
+    """Print, and write the page where that is wanted."""
     print(text)
-    if given.write:
+    if write:
         page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

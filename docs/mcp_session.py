@@ -1,8 +1,8 @@
-"""Writes the session of docs/mcp.md: a client finds, prices, makes and verifies a change.
+"""Writes the session of docs/mcp.md: a client finds, prices, tries, makes and verifies a change.
 
     .venv/bin/python docs/mcp_session.py
 
-The program is the sample workload ``loader_bound`` as a script of its own. Takes half a minute.
+The program is the sample workload ``loader_bound`` as a script of its own. Takes two minutes.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ async def session(folder: Path) -> list[tuple[str, Any, Any]]:
         first = (await call("analyze", path="before", top=3))["findings"][0]
         full = await call("finding", path="before", id=first["id"])
         await call("what_if", path="before", edits=full["from_trace"]["edits"])
+        await call("try", script="train.py", out="tried", only=["workers=2"], budget_s=90)
         changed = SCRIPT.replace(OLD, NEW)
         lines = difflib.unified_diff(SCRIPT.splitlines(), changed.splitlines(), n=1, lineterm="")
         said.append(("the agent changes train.py", "\n".join(list(lines)[2:]), None))

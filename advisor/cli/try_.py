@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,8 +31,9 @@ def command(
         str, typer.Option(metavar="TIME", help="For everything: 90s, 10m, 1h.")
     ] = "10m",
     steps: Annotated[
-        int, typer.Option(metavar="N", min=6, max=100_000, help="Timed steps of a run, at most.")
-    ] = 60,
+        int | None,
+        typer.Option(metavar="N", min=6, max=100_000, help="Timed steps of a run, at most."),
+    ] = None,
     warmup: Annotated[
         int, typer.Option(metavar="N", min=1, max=100_000, help="Steps before those.")
     ] = 10,
@@ -62,7 +64,7 @@ def command(
     from advisor.rundir import is_run
     from advisor.trial import terminal
     from advisor.trial.catalogue import lever
-    from advisor.trial.session import Limits
+    from advisor.trial.heat import Limits
     from advisor.trial.whole import Wanted, command_of, try_program
 
     seconds = parse_time(budget)
@@ -73,7 +75,9 @@ def command(
     chosen = form or ("json" if output is not None and output.suffix == ".json" else "terminal")
     recorded = Path(program[0]) if len(program) == 1 and is_run(Path(program[0])) else None
     words = command_of(recorded) if recorded is not None else launch.command_line(program)
-    limits = Limits(budget=seconds, steps=steps, warmup=warmup, timeout=max(60.0, seconds / 2))
+    limits = Limits(budget=seconds, warmup=warmup, timeout=max(60.0, seconds / 2))
+    if steps is not None:
+        limits = replace(limits, steps=steps, most=steps)
     wanted = Wanted(
         limits=limits,
         only=tuple(only or ()),

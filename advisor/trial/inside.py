@@ -8,21 +8,26 @@ program ends by SystemExit after its last step.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
-import itertools
 import math
 import multiprocessing
 import os
 import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from advisor.trial.overlay import Overlay
-from advisor.trial.spec import Result, Spec, encode, read_spec
+from advisor.trial.spec import GROUP, SO_FAR, TURN, Result, Spec, encode, read_spec
 
 Note = Callable[[str], None]
+LATE = 4.0
+"""Times its share of the seconds after which a block ends, whatever it has."""
 MOST_LOSSES = 20_000
 NORMS = 6
 """First steps whose gradients are measured: none that is timed."""
@@ -111,7 +116,11 @@ class Timer:
 
         self.spec, self.overlay, self.pulled, self.note = spec, overlay, pulled, note
         self.process = os.getpid()
-        self.ticks: list[int] = []
+        self.steps_ns: list[int] = []
+        self.blocks: list[int] = []
+        self.warm: list[int] = []
+        self.turns = Turns(spec) if spec.turns else None
+        self.last = self.begun = 0
         self.losses: list[Any] = []
         self.norms: list[Any] = []
         self.batches: list[int] = []
@@ -178,21 +187,57 @@ class Timer:
             self.norms.append(torch.stack([one.to(found[0].device) for one in found]).norm())
 
     def _ended(self, count: int) -> None:
-        spec = self.spec
-        if count == spec.warmup:
-            _synchronize()
-        if count >= spec.warmup:
-            self.ticks.append(time.perf_counter_ns())
+        spec, now = self.spec, time.perf_counter_ns()
         self.step = count
-        timed = len(self.ticks) - 1
-        if timed >= spec.steps or (
-            timed >= spec.least and self.ticks[-1] - self.ticks[0] > spec.seconds * 1e9
-        ):
-            _synchronize()
-            self.ticks[-1] = time.perf_counter_ns()
+        if count <= spec.warmup // 2:
+            self.last = now
+            return
+        took, self.last = now - self.last, now
+        if count < spec.warmup:
+            self.warm.append(took)
+            return
+        if count == spec.warmup:
+            self._begin_block()
+            self.begun = self.last
+            return
+        self.steps_ns.append(took)
+        ends = self._has_all()
+        if not ends and not (self.turns and self.turns.over(self._in_block(), now)):
+            return
+        _synchronize()
+        self.steps_ns[-1] += time.perf_counter_ns() - now
+        if self.turns:
+            self.blocks.append(self._in_block())
+        if ends:
             self.counter.stop()
             self.write("", "")
             raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
+        self._begin_block()
+
+    def _in_block(self) -> int:
+        return len(self.steps_ns) - sum(self.blocks)
+
+    def _has_all(self) -> bool:
+        """Whether the step that has just ended is the last one."""
+        spec, timed = self.spec, len(self.steps_ns)
+        if self.turns:
+            return len(self.blocks) + 1 >= spec.turns and self.turns.over(
+                self._in_block(), self.last
+            )
+        return timed >= spec.steps or (
+            timed >= spec.least and self.last - self.begun > spec.seconds * 1e9
+        )
+
+    def _begin_block(self) -> None:
+        """Wait for a turn, where there are any, with nothing left to do for the device."""
+        _synchronize()
+        if self.turns:
+            if self.turns.can():
+                _write(self.spec.out + SO_FAR, self.result("", ""))
+                self.turns.wait()
+            else:
+                self.turns, self.blocks = None, []
+        self.last = time.perf_counter_ns()
 
     def _leave(self) -> None:
         """The interpreter ends: by itself, or by an exception that nobody caught."""
@@ -206,43 +251,105 @@ class Timer:
     def write(self, problem: str, kind: Any) -> None:
         """The result, once, by the first rank."""
         self.written = True
-        if os.environ.get("RANK", "0") not in ("", "0"):
-            return
+        if os.environ.get("RANK", "0") in ("", "0"):
+            _write(self.spec.out, self.result(problem, kind))
+
+    def result(self, problem: str, kind: Any) -> Result:
+        """What is known by now."""
         import torch
 
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        ticks = self.ticks
         dtype = str(self.losses[0].dtype).removeprefix("torch.") if self.losses else ""
-        device, name = None, ""
+        device, free, name = None, None, ""
         try:
             losses, norms = _numbers(self.losses), _numbers(self.norms)
             if cuda:
                 device = int(torch.cuda.max_memory_allocated())
+                free = int(torch.cuda.mem_get_info()[0])
                 name = str(torch.cuda.get_device_name())
         except RuntimeError as error:  # a device that has failed
             losses, norms, problem = [], [], problem or str(error)[:300]
             kind = kind or "error"
-        _write(
-            self.spec.out,
-            Result(
-                steps_ns=[int(b - a) for a, b in itertools.pairwise(ticks)],
-                losses=losses,
-                norms=norms,
-                loss_dtype=dtype,
-                samples=sum(self.batches) / len(self.batches) if self.batches else None,
-                batch=sorted(self.batches)[len(self.batches) // 2] if self.batches else None,
-                device_bytes=device,
-                host_bytes=_resident(),
-                device=name,
-                torch=str(torch.__version__),
-                problem=problem,
-                kind=kind,
-                moved=len(self.overlay.moved),
-                refused=self.overlay.refused,
-                idle=[one.id for one in self.pulled if not one.used],
-                ended=not problem,
-            ),
+        warm = self.warm
+        return Result(
+            steps_ns=self.steps_ns,
+            blocks=self.blocks,
+            warm_ns=sum(warm) // len(warm) if warm else None,
+            losses=losses,
+            norms=norms,
+            loss_dtype=dtype,
+            samples=sum(self.batches) / len(self.batches) if self.batches else None,
+            batch=sorted(self.batches)[len(self.batches) // 2] if self.batches else None,
+            device_bytes=device,
+            device_free=free,
+            host_bytes=_resident(),
+            device=name,
+            torch=str(torch.__version__),
+            problem=problem,
+            kind=kind,
+            moved=len(self.overlay.moved),
+            refused=self.overlay.refused,
+            idle=[one.id for one in self.pulled if not one.used],
+            ended=not problem,
         )
+
+
+class Turns:
+    """Stops the process group of the trial before each block of steps: all threads and workers with
+    it, so that nobody works ahead. Who started it lets it go on (``advisor/trial/process.py``)."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.home = os.path.dirname(spec.out)  # noqa: PTH120
+        self.block = max(1, spec.steps // spec.turns)
+        self.count = self.begun = 0
+        if sys.platform.startswith("linux"):
+            _die_with_parent()
+            os.register_at_fork(after_in_child=_die_with_parent)
+
+    def can(self) -> bool:
+        """Whether this process is one that may be stopped: alone, and of the group that whoever
+        lets it go knows of."""
+        if not hasattr(os, "getpgrp") or os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+            return False
+        import torch
+
+        spread = torch.distributed
+        if spread.is_available() and spread.is_initialized() and spread.get_world_size() > 1:
+            return False
+        return self._read(GROUP) == [os.getpgrp()]
+
+    def wait(self) -> None:
+        """Until it is let go."""
+        self.count += 1
+        os.killpg(os.getpgrp(), signal.SIGSTOP)
+        # a thread other than the first may run for a moment before it stops
+        while (turn := self._read(TURN))[:1] < [self.count]:
+            time.sleep(0.001)
+        if turn[1:] > [0]:
+            self.block = turn[1]
+        self.begun = time.perf_counter_ns()
+
+    def _read(self, name: str) -> list[int]:
+        """The numbers in a file of ours; empty: not there yet."""
+        try:
+            with open(os.path.join(self.home, name)) as file:  # noqa: PTH118, PTH123
+                return [int(word) for word in file.read(64).split()]
+        except (OSError, ValueError):
+            return []
+
+    def over(self, steps: int, now: int) -> bool:
+        """Whether so many steps end the block."""
+        late = now - self.begun > LATE * self.spec.seconds * 1e9 / self.spec.turns
+        return steps >= self.block or late
+
+
+def _die_with_parent() -> None:
+    """Linux: nobody is left stopped for ever when whoever would let it go is killed. Of children
+    of the main thread: others end with the thread that forked them."""
+    if threading.current_thread() is threading.main_thread():
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _synchronize() -> None:

@@ -5,9 +5,10 @@ spread within runs, means of whole runs that between them; the larger of the two
 means, since pauses that come now and then are what some levers take away). The interval is that of
 the logarithm of the ratio, with Student's t for the runs or blocks there are.
 
-Where runs were made in turn, pairs of neighbouring ones are compared: that takes out what changed
-for both. Few pairs say little about how pairs scatter, so other levers' pairs, made on the same
-machine in the same minutes, are asked as well (a pooled variance).
+Where runs took turns, or were made one after the other, pairs of them are compared: that takes out
+what changed for both. Few pairs say little about how pairs scatter, so other levers' pairs, made on
+the same machine in the same minutes, are asked as well (a pooled variance); until there are enough,
+the ratios of blocks that were run in turn are.
 """
 
 from __future__ import annotations
@@ -46,14 +47,23 @@ class Gain(NamedTuple):
         return (self.high - self.low) / 2
 
 
-def gain(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> Gain | None:
-    """Of step times (ns) by run; ``None``: a side without steps."""
+def gain(
+    before: Sequence[Sequence[int]],
+    after: Sequence[Sequence[int]],
+    turns: Sequence[Sequence[float]] = (),
+) -> Gain | None:
+    """Of step times (ns) by run; ``None``: a side without steps. ``turns``: logarithms of ratios,
+    of the blocks of each pair of runs that took turns (:func:`by_turns`)."""
     sides = [[np.asarray(run, dtype=float) for run in side if len(run)] for side in (before, after)]
     if not all(sides):
         return None
     means = [np.array([run.mean() for run in side]) for side in sides]
     a, b = (float(mean.mean()) for mean in means)
-    reach = max(_within(sides), _between(means))
+    pairs = ratios(before, after)
+    if turns:  # of those that were run side by side, not of all there are
+        b = a * math.exp(float(np.mean(pairs)))
+    reach = max(_scatter(turns), _scatter([pairs])) if turns else 0.0
+    reach = reach or max(_within(sides), _between(means))
     return Gain(
         1 - b / a,
         1 - b / a * math.exp(min(reach, 50.0)),
@@ -89,6 +99,35 @@ def _between(means: Sequence[NDArray[np.float64]]) -> float:
         return 0.0
     spread = sum(float(np.square(one - one.mean()).sum()) for one in logs) / freedom
     return _reach(spread * sum(1 / len(one) for one in logs), freedom)
+
+
+def _scatter(groups: Sequence[Sequence[float]]) -> float:
+    """Half the interval of the mean of all, each around the mean of its group."""
+    logs = [np.asarray(one, dtype=float) for one in groups if len(one)]
+    freedom = sum(len(one) - 1 for one in logs)
+    if not freedom:
+        return 0.0
+    squares = sum(float(np.square(one - one.mean()).sum()) for one in logs)
+    return _reach(squares / freedom / sum(map(len, logs)), freedom)
+
+
+def by_turns(
+    before: Sequence[int], after: Sequence[int], first: Sequence[int], second: Sequence[int]
+) -> list[float]:
+    """Logarithms of after over before, of the mean steps (ns) of blocks; ``first`` and ``second``:
+    steps of each block."""
+    sides = [
+        np.split(np.asarray(steps, dtype=float), np.cumsum(blocks)[:-1])
+        for steps, blocks in ((before, first), (after, second))
+        if len(blocks)
+    ]
+    if len(sides) < 2:
+        return []
+    return [
+        math.log(float(b.mean()) / float(a.mean()))
+        for a, b in zip(*sides, strict=False)
+        if len(a) and len(b)
+    ]
 
 
 def _reach(variance: float, freedom: int) -> float:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,13 +20,25 @@ from advisor.recording.finish import injected
 from advisor.recording.folder import RUN_DIR
 from advisor.trial.catalogue import lever
 from advisor.trial.confine import confinement
-from advisor.trial.spec import MODULE, SPEC, Pull, Result, Spec, encode, read_result
+from advisor.trial.spec import (
+    GROUP,
+    MODULE,
+    SO_FAR,
+    SPEC,
+    TURN,
+    Pull,
+    Result,
+    Spec,
+    encode,
+    read_result,
+)
 
 GRACE_SECONDS = 5.0
 """From the result to the end of the program's processes, which are ended then."""
 MOST_OUTPUT = 4000
 """Bytes of what the program printed that are looked at when it failed."""
 BEGIN = "ADVISOR_BEGIN"
+POLL_SECONDS = 0.01
 
 QUIET: Mapping[str, str] = {
     # nobody hears of a run that is only tried
@@ -52,7 +65,17 @@ class Program:
         self.cache = root / "cache"
         self.cache.mkdir()
 
-    def run(
+    def run(self, pulls: tuple[Pull, ...], **wanted: Any) -> Result:
+        """One process from its start to its end: see :meth:`start`. Raises AdvisorError: it cannot
+        be started."""
+        running = self.start(pulls, **wanted)
+        try:
+            running.go()
+        finally:
+            running.end()
+        return running.result()
+
+    def start(
         self,
         pulls: tuple[Pull, ...],
         *,
@@ -61,10 +84,11 @@ class Program:
         seconds: float,
         timeout: float,
         least: int = 12,
+        turns: int = 0,
         record: Path | None = None,
-    ) -> Result:
-        """One process. ``timeout``: seconds until it is ended, whatever it does. Raises
-        AdvisorError: it cannot be started."""
+    ) -> Running:
+        """One process. ``timeout``: seconds until it is ended, whatever it does; its ``turns``
+        count each by itself. Raises AdvisorError: it cannot be started."""
         self.count += 1
         home = self.root / f"run{self.count}"
         scratch = home / "scratch"
@@ -80,6 +104,7 @@ class Program:
             least=least,
             seed=self.seed,
             samples=self.samples,
+            turns=turns,
             record=record is not None,
         )
         (home / "spec.json").write_bytes(encode(spec))
@@ -87,10 +112,7 @@ class Program:
         if record is not None:
             env[RUN_DIR] = str(record)
             env["ADVISOR_REPORT"] = "0"
-        try:
-            return self._run(home, env, timeout)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        return Running(self.words, home, env, self.root, timeout)
 
     def environment(self, home: Path, scratch: Path, pulls: tuple[Pull, ...]) -> dict[str, str]:
         """Variables of the process."""
@@ -109,57 +131,97 @@ class Program:
                     env[name] = value
         return env
 
-    def _run(self, home: Path, env: dict[str, str], timeout: float) -> Result:
-        out = home / "result.json"
+
+class Running:
+    """A program that has been started."""
+
+    def __init__(
+        self, words: list[str], home: Path, env: dict[str, str], root: Path, timeout: float
+    ) -> None:
+        self.home, self.timeout = home, timeout
+        self.out = home / "result.json"
+        self.turn = 0
+        self.late = self.paused = False
         with (home / "output").open("wb") as output:
             try:
-                process = subprocess.Popen(
-                    self.words,
+                self.process = subprocess.Popen(
+                    words,
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # to end all of them together
                     # no thread of ours holds a lock then: this command line has none
-                    preexec_fn=confinement([self.root]),  # noqa: PLW1509
+                    preexec_fn=confinement([root]),  # noqa: PLW1509
                 )
             except (OSError, subprocess.SubprocessError) as error:
-                raise AdvisorError(f"{self.words[0]}: cannot be started ({error})") from None
-            try:
-                late = self._wait(process, out, timeout)
-            finally:
-                _end(process)
+                raise AdvisorError(f"{words[0]}: cannot be started ({error})") from None
+        (home / GROUP).write_text(str(self.process.pid))
+
+    def go(self, steps: int = 0) -> bool:
+        """Until it stops for its next turn (True) or has ended. ``steps``: of the turn; 0: as many
+        as before."""
+        if self.paused:
+            self.turn += 1
+            beside = self.home / f"{TURN}.new"
+            beside.write_text(f"{self.turn} {steps}")
+            beside.replace(self.home / TURN)
+            self.paused = False
+            os.killpg(self.process.pid, signal.SIGCONT)
+        end = time.monotonic() + self.timeout
+        found = False
+        while self.process.poll() is None:
+            if self._stopped():
+                self.paused = True
+                return True
+            if not found and self.out.exists():
+                found, end = True, min(end, time.monotonic() + GRACE_SECONDS)
+            if time.monotonic() > end:
+                self.late = not found
+                break
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _stopped(self) -> bool:
+        if not hasattr(os, "waitid") or not hasattr(os, "WSTOPPED"):
+            return False
+        with suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None
+        return False
+
+    def end(self) -> None:
+        """All of its processes, and what they wrote but for what they measured."""
+        _end(self.process)
+        shutil.rmtree(self.home / "scratch", ignore_errors=True)
+
+    def so_far(self) -> Result:
+        """What it measured before it stopped."""
+        return self._read(Path(f"{self.out}{SO_FAR}")) or Result()
+
+    def _read(self, path: Path) -> Result | None:
         try:
-            result = read_result(out.read_bytes())
+            return read_result(path.read_bytes())
         except (OSError, msgspec.MsgspecError):
-            result = Result()
-        said = _tail(home / "output")
+            return None
+
+    def result(self) -> Result:
+        """What it measured, once it has been ended."""
+        process = self.process
+        result = self._read(self.out) or (self.so_far() if self.paused else Result())
+        said = _tail(self.home / "output")
         if not result.ended and not result.problem:
-            killed = process.returncode == -signal.SIGKILL and not late
+            killed = process.returncode == -signal.SIGKILL and not self.late
             result.problem = (
-                f"no end after {timeout:.0f} s"
-                if late
+                f"no end after {self.timeout:.0f} s"
+                if self.late
                 else "killed, most likely for want of memory"
                 if killed
                 else said or f"it left with exit code {process.returncode}"
             )
-            result.kind = "memory" if killed else "late" if late else "error"
-            if process.returncode == 0 and not late and not said:
+            result.kind = "memory" if killed else "late" if self.late else "error"
+            if process.returncode == 0 and not self.late and not said:
                 result.problem = ""
         return result
-
-    def _wait(self, process: subprocess.Popen[bytes], out: Path, timeout: float) -> bool:
-        """Until it ends, with patience once there is a result. Whether it took too long."""
-        end = time.monotonic() + timeout
-        found = False
-        while process.poll() is None:
-            if not found and out.exists():
-                found, end = True, min(end, time.monotonic() + GRACE_SECONDS)
-            if time.monotonic() > end:
-                return not found
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(0.05)
-        return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -108,6 +108,8 @@ class TrialReport(Struct, kw_only=True):
     """Mean step as it is; ``null``: not measured."""
     steps: int = 0
     """Timed in each run."""
+    turns: bool = False
+    """Whether runs took turns, block by block of steps, rather than one after the other."""
     device_bytes: int | None = None
     host_bytes: int | None = None
     repeats: bool | None = None

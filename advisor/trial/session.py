@@ -1,19 +1,19 @@
 """Tries what is planned: runs side by side, back and forth, until it is known or time is up.
 
-Each pass starts with the program as it is and goes through all levers that are still in the race,
-every second one backwards (A B C, C B A): what drifts over the minutes falls on all alike.
+Each pass is the program as it is, in fresh processes, against all levers that are still in the
+race, every second one backwards: in heats of a few that take turns.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
 
 from advisor.trial.catalogue import lever
 from advisor.trial.confine import version
+from advisor.trial.heat import ABREAST, Heats, Limits
 from advisor.trial.losses import check
-from advisor.trial.measure import Gain, gain, paired, ratios
+from advisor.trial.measure import Gain, by_turns, gain, paired, ratios
 from advisor.trial.process import Program
 from advisor.trial.report import Together, Trial, TrialReport
 from advisor.trial.spec import Pull, Result
@@ -29,24 +29,9 @@ LEAST_FREED = 0.05
 """Of the peak: less memory than this is what two runs of one program differ by."""
 BEHIND = 0.02
 """A setting surely this much of the step behind another of its lever is out of the race."""
-PATIENCE = 6.0
-"""Times the longest run so far, until a run is ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long it may take."""
-
-    budget: float = 600.0
-    """Seconds for everything."""
-    warmup: int = 10
-    steps: int = 60
-    seconds: float = 12.0
-    """Of timed steps in one run."""
-    timeout: float = 300.0
-    """Of the first run, imports included."""
-
-
+Pulls = tuple[Pull, ...]
 Say = Callable[[str], None]
 
 
@@ -56,11 +41,11 @@ class Session:
     def __init__(
         self, program: Program, report: TrialReport, limits: Limits, end: float, say: Say
     ) -> None:
-        self.program, self.report, self.limits, self.say = program, report, limits, say
-        self.end = end
-        """When the budget is spent, by ``time.monotonic``."""
-        self.runs: dict[tuple[Pull, ...], list[Result]] = {}
-        self.longest = 0.0
+        self.report, self.limits = report, limits
+        self.heats = Heats(program, limits, end, say)
+        self.runs: dict[Pulls, list[Result]] = {}
+        self.pairs: dict[tuple[Pulls, Pulls], list[tuple[Result, Result]]] = {}
+        """Of runs in one heat, both of which came to their steps."""
         report.confined = version() > 0
         program.samples = any(trial.safety == "learning" for trial in report.trials)
 
@@ -72,68 +57,71 @@ class Session:
         except KeyboardInterrupt:
             self.report.interrupted = True
         finally:
+            self.report.interrupted |= self.heats.interrupted
             self._settle()
 
-    def affords(self) -> bool:
-        """Whether another run fits into what is left."""
-        fits = time.monotonic() + self.longest < self.end
+    def affords(self, runs: int = 1) -> bool:
+        """Whether so many more runs fit into what is left."""
+        fits = self.heats.affords(runs)
         if not fits:
             self.report.out_of_budget = True
         return fits
 
-    def once(self, pulls: tuple[Pull, ...]) -> Result:
-        """One more run."""
-        limits = self.limits
-        self.say(", ".join(map(str, pulls)) or "as it is")
-        begun = time.monotonic()
-        timeout = limits.timeout if not self.longest else max(60.0, self.longest * PATIENCE)
-        result = self.program.run(
-            pulls,
-            warmup=limits.warmup,
-            steps=limits.steps,
-            seconds=limits.seconds,
-            timeout=max(20.0, min(timeout, self.end - begun + timeout / 2)),
-        )
-        if not result.problem:
-            self.longest = max(self.longest, time.monotonic() - begun)
-        self.report.processes += 1
-        self.runs.setdefault(pulls, []).append(result)
-        return result
+    def heat(self, sides: Sequence[Pulls]) -> list[Pulls]:
+        """One of the program as it is against those of the sides for which there is room: what was
+        run. Raises AdvisorError: the program cannot be tried."""
+        if self.heats.interrupted:
+            raise KeyboardInterrupt
+        if self.runs.get(()) and not self.affords(2):
+            return []
+        wanted = [(), *sides] if self.heats.alone else [(), *sides[:ABREAST]]
+        found = self.heats.run(wanted)
+        self.report.processes = self.heats.processes
+        for pulls, result in found.items():
+            self.runs.setdefault(pulls, []).append(result)
+        if () not in found or not self._baseline():
+            return []
+        good = {pulls: result for pulls, result in found.items() if not result.problem}
+        for one, other in itertools.permutations(good, 2):
+            self.pairs.setdefault((one, other), []).append((good[one], good[other]))
+        if len(found) < len(wanted):
+            self.affords()
+        return [pulls for pulls in found if pulls]
 
     # -- one by one -----------------------------------------------------------------------------
 
     def _passes(self) -> None:
         racing = list(self.report.trials)
         for number in range(MOST_PASSES):
-            order = racing if number % 2 == 0 else racing[::-1]
-            if not racing or not self._baseline():
-                return
-            for trial in order:
-                if not self.affords():
+            left: dict[Pulls, Trial] = {(trial.pull,): trial for trial in racing}
+            if number % 2:
+                left = dict(reversed(left.items()))
+            while left:
+                done = self.heat(list(left))
+                if not done:
                     return
-                self.once((trial.pull,))
-                self._judge(trial)
+                for pulls in done:
+                    self._judge(left.pop(pulls))
             for trial in racing:  # what is known of the machine's scatter is more by now
                 if trial.outcome != "dropped":
                     self._judge(trial)
             racing = [trial for trial in racing if self._open(trial, number + 1)]
 
     def _baseline(self) -> bool:
-        if self.runs.get(()) and not self.affords():
-            return False
-        result = self.once(())
-        report = self.report
+        """Take note of the last run of the program as it is; whether it was one."""
+        runs, report = self.runs[()], self.report
+        result = runs[-1]
         if result.problem or not result.steps_ns:
-            if len(self.runs[()]) == 1:
+            if len(runs) == 1:
                 from advisor.errors import AdvisorError
 
                 raise AdvisorError(why_not(result))
-            self.runs[()].pop()
+            runs.pop()
             return False
         report.device, report.torch = result.device, result.torch
         report.device_bytes, report.host_bytes = result.device_bytes, result.host_bytes
         report.moved, report.steps = max(report.moved, result.moved), len(result.steps_ns)
-        runs = self.runs[()]
+        report.turns = report.turns or bool(result.blocks)
         report.step_ns = sum(sum(r.steps_ns) / len(r.steps_ns) for r in runs) / len(runs)
         if len(runs) > 1:
             report.repeats = all(
@@ -141,18 +129,28 @@ class Session:
             )
         return True
 
-    def measured(self, pulls: tuple[Pull, ...], before: tuple[Pull, ...] = ()) -> Gain | None:
-        """From all runs so far."""
-        one = [r.steps_ns for r in self.runs.get(before, []) if not r.problem]
-        other = [self._steps(pulls, r) for r in self.runs.get(pulls, []) if not r.problem]
-        if before:  # those that were made in turn with these are the last ones
-            one = one[-len(other) :]
-        others = (
-            []
-            if before
-            else [self._ratios(t.pull) for t in self.report.trials if (t.pull,) != pulls]
+    def measured(self, pulls: Pulls, before: Pulls = ()) -> Gain | None:
+        """From all runs so far that were made against each other."""
+        pairs = self.pairs.get((before, pulls), [])
+        one = [self._steps(before, a) for a, _ in pairs]
+        other = [self._steps(pulls, b) for _, b in pairs]
+        turns = [
+            by_turns(a, b, first.blocks, second.blocks)
+            for a, b, (first, second) in zip(one, other, pairs, strict=True)
+            if a and b
+        ]
+        others = [
+            found
+            for key in self.pairs
+            if key[0] == before and key[1] != pulls and (found := self._ratios(key))
+        ]
+        return paired(one, other, others) or gain(one, other, [t for t in turns if t])
+
+    def _ratios(self, key: tuple[Pulls, Pulls]) -> list[float]:
+        pairs = self.pairs[key]
+        return ratios(
+            [self._steps(key[0], a) for a, _ in pairs], [self._steps(key[1], b) for _, b in pairs]
         )
-        return paired(one, other, [r for r in others if r]) or gain(one, other)
 
     def _steps(self, pulls: tuple[Pull, ...], result: Result) -> list[int]:
         """Steps of a run, ns; of another batch size as long as they would be for the samples of the
@@ -168,10 +166,6 @@ class Session:
     def samples(self) -> float | None:
         """Of a batch of the unchanged program; ``None``: not seen."""
         return next((r.samples for r in self.runs.get((), []) if r.samples), None)
-
-    def _ratios(self, pull: Pull) -> list[float]:
-        runs = [self._steps((pull,), r) for r in self.runs.get((pull,), []) if not r.problem]
-        return ratios([r.steps_ns for r in self.runs[()] if not r.problem], runs)
 
     def _judge(self, trial: Trial) -> None:
         runs = self.runs[(trial.pull,)]
@@ -268,16 +262,13 @@ class Session:
             winners.append(trial)
         if not winners:
             return
-        best: tuple[Pull, ...] = (winners[0].pull,)
+        best: Pulls = (winners[0].pull,)
         left: list[Pull] = []
         self._note(best, left)
         for trial in winners[1:]:
             more = (*best, trial.pull)
-            for pulls in (more, best, best, more):
-                if not self.affords():
-                    left.append(trial.pull)
-                    break
-                if self.once(pulls).problem:
+            for sides in ((best, more), (more, best)):
+                if len(self.heat(sides)) < 2 or any(r.problem for r in self.runs[more]):
                     break
             got = self.measured(more, best)
             classes = [lever(pull.lever) for pull in more]

@@ -14,6 +14,11 @@ SPEC: Final = "ADVISOR_TRIAL"
 MODULE: Final = "advisor.trial.inside"
 """What begins in them once torch is imported, in the recorder's place."""
 MAX_RESULT_BYTES = 64 << 20
+SO_FAR = ".so_far"
+"""After the name of the result's file: what is known while the program waits for its turn."""
+GROUP, TURN = "group", "turn"
+"""Files beside the result's, of programs that take turns: the process group that is stopped and
+let go; and which turn it has, the first is 1, with the number of steps (0: as it was)."""
 
 Value = int | str | None
 """The setting of a lever: ``None`` where it is on or off."""
@@ -49,6 +54,9 @@ class Spec(Struct, frozen=True, kw_only=True):
     seed: int = 0
     samples: bool = False
     """Count the samples of each batch."""
+    turns: int = 0
+    """Blocks in which the steps are timed, with a stop (SIGSTOP) before each, until somebody lets
+    the program go; 0: in one go."""
     record: bool = False
     """Record the run (``ADVISOR_RUN_DIR``), instead of timing it."""
 
@@ -58,6 +66,10 @@ class Result(Struct, kw_only=True):
 
     steps_ns: list[int] = field(default_factory=list)
     """Step times after the warm-up."""
+    blocks: list[int] = field(default_factory=list)
+    """Steps of each block, where the program took turns with others."""
+    warm_ns: int | None = None
+    """A step of the second half of the warm-up."""
     losses: list[float | None] = field(default_factory=list)
     """What was given to backward, of every step from the first on; ``null``: no number."""
     norms: list[float | None] = field(default_factory=list)
@@ -71,6 +83,8 @@ class Result(Struct, kw_only=True):
     """Peak of allocated device memory; ``null``: no device."""
     host_bytes: int | None = None
     """Peak of resident memory, the largest of the process and its children."""
+    device_free: int | None = None
+    """Of the device's memory, when the program last waited for its turn; ``null``: no device."""
     device: str = ""
     """Name of the device."""
     torch: str = ""

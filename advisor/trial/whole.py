@@ -17,11 +17,12 @@ from advisor.recording.folder import new_run
 from advisor.recording.redact import HIDDEN, clean_command
 from advisor.trial.catalogue import lever
 from advisor.trial.edit import diff
+from advisor.trial.heat import Limits
 from advisor.trial.lever import Machine, cores
 from advisor.trial.plan import asked_for, plan
 from advisor.trial.process import Program
 from advisor.trial.report import FILE, Trial, TrialReport
-from advisor.trial.session import Limits, Session, why_not
+from advisor.trial.session import Session, why_not
 from advisor.trial.spec import Value
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40

@@ -8,14 +8,31 @@ from collections.abc import Callable
 import pytest
 
 from advisor.errors import AdvisorError
+from advisor.trial.heat import Limits
 from advisor.trial.lever import Machine
 from advisor.trial.plan import asked_for
-from advisor.trial.process import Program
+from advisor.trial.process import Program, Running
 from advisor.trial.report import TrialReport
-from advisor.trial.session import Limits, Session
+from advisor.trial.session import Session
 from advisor.trial.spec import Pull, Result
 from advisor.trial.terminal import render
 from advisor.trial.words import headline
+
+
+class Run(Running):
+    """One that is over at once."""
+
+    def __init__(self, answer: Result) -> None:
+        self.answer = answer
+
+    def go(self, steps: int = 0) -> bool:
+        return False
+
+    def end(self) -> None:
+        pass
+
+    def result(self) -> Result:
+        return self.answer
 
 
 class Made(Program):
@@ -24,9 +41,9 @@ class Made(Program):
     def __init__(self, answer: Callable[[tuple[Pull, ...]], Result]) -> None:
         self.answer, self.samples, self.counted = answer, False, []
 
-    def run(self, pulls: tuple[Pull, ...], **_: object) -> Result:  # type: ignore[override]
+    def start(self, pulls: tuple[Pull, ...], **_: object) -> Run:  # type: ignore[override]
         self.counted.append(self.samples)
-        return self.answer(pulls)
+        return Run(self.answer(pulls))
 
 
 def tried(names: tuple[str, ...], answer: Callable[[tuple[Pull, ...]], Result]) -> TrialReport:

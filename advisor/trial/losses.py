@@ -32,6 +32,10 @@ class Check(NamedTuple):
     passed: bool
     text: str
     """In some words: ``equal``, ``within 0.3 %``, ``differs from step 4``."""
+    again: bool = False
+    """Not passed by what rounding does: one more run may say whether the lever does it at all."""
+    broken: bool = False
+    """Not passed, whether or not the program repeats its own losses."""
 
 
 def check(
@@ -42,6 +46,13 @@ def check(
         return Check(True, "no losses seen")
     before = baseline[0]
     steady = all(_equal(before.losses, other.losses) for other in baseline[1:])
+    if safety == "exact" and steady and not redraws and len(tried) > 1:
+        same = [_equal(before.losses, other.losses) and bool(other.losses) for other in tried]
+        others = [other for other, equal in zip(tried, same, strict=True) if not equal]
+        if any(same) and others and all(_rounded(before, other) for other in others):
+            apart = max(_apart(before.losses, other.losses) for other in others)
+            text = f"equal in {sum(same)} of {len(tried)} runs, else {apart:.1g} apart"
+            return Check(True, text)
     worst: Check | None = None
     for result in tried:
         found = _one(safety, redraws, steady, before, result)
@@ -55,17 +66,18 @@ def check(
 def _one(safety: Safety, redraws: bool, steady: bool, before: Result, after: Result) -> Check:
     a, b = before.losses, after.losses
     if not b:
-        return Check(False, "no loss was seen")
+        return Check(False, "no loss was seen", broken=True)
     bad = next((i for i, value in enumerate(b) if value is None), None)
     if bad is not None and (bad >= len(a) or a[bad] is not None):
-        return Check(False, f"not finite from loss {bad + 1} on")
+        return Check(False, f"not finite from loss {bad + 1} on", broken=True)
     if safety == "learning":
         return Check(True, "not compared: another training")
     if _equal(a, b):
         return Check(True, "equal")
     first = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y) + 1
     if safety == "exact" and steady and not redraws:
-        return Check(False, f"differs from loss {first} on, and must not")
+        text = f"differs from loss {first} on, and must not"
+        return Check(False, text, again=_rounded(before, after))
     if safety == "precision" or redraws or (safety == "exact" and not steady):
         found = _in_band(before, after)
         if safety != "precision" and found.passed:
@@ -81,6 +93,15 @@ def _one(safety: Safety, redraws: bool, steady: bool, before: Result, after: Res
         found = _in_band(before, after)
         return found if not found.passed else Check(True, f"{early:.1g} apart, then {found.text}")
     return Check(True, f"{whole:.1g} apart")
+
+
+def _rounded(before: Result, after: Result) -> bool:
+    """Whether another order of the same sums makes as large a difference."""
+    a, b = before.losses, after.losses
+    if not b or any(value is None for value in b):
+        return False
+    unit = EPSILON.get(before.loss_dtype, EPSILON["float32"])
+    return _apart(a[:FIRST], b[:FIRST]) <= SUMS * unit and _apart(a, b) <= SUMS * GROWN * unit
 
 
 def _equal(a: Numbers, b: Numbers) -> bool:

@@ -46,6 +46,8 @@ class Session:
         self.runs: dict[Pulls, list[Result]] = {}
         self.pairs: dict[tuple[Pulls, Pulls], list[tuple[Result, Result]]] = {}
         """Of runs in one heat, both of which came to their steps."""
+        self.doubtful: set[Pull] = set()
+        """Levers whose losses differ, of which one more run is to tell whether they do it."""
         report.confined = version() > 0
         program.samples = any(trial.safety == "learning" for trial in report.trials)
 
@@ -188,9 +190,17 @@ class Session:
         trial.device_bytes, trial.host_bytes = last.device_bytes, last.host_bytes
         found = check(one.safety, one.redraws, self.runs[()], runs)
         trial.losses = found.text
+        # before a second run of the program nobody knows whether it repeats its own losses
+        once = len(self.runs[()]) < 2 and not found.broken
         if not found.passed:
-            trial.outcome, trial.why = "dropped", f"losses: {found.text}"
+            again = once or (found.again and len(runs) < 2)
+            (self.doubtful.add if again else self.doubtful.discard)(trial.pull)
+            trial.outcome = "unclear" if again else "dropped"
+            trial.why = f"losses: {found.text}"
             return
+        if trial.pull in self.doubtful:
+            self.doubtful.discard(trial.pull)
+            trial.why = ""
         if trial.safety == "learning":
             before = self.runs[()][0]
             if not self.samples or not last.samples or not before.batch or not last.batch:
@@ -236,6 +246,8 @@ class Session:
 
     def _open(self, trial: Trial, passes: int) -> bool:
         """Whether another run of it says more."""
+        if trial.pull in self.doubtful:
+            return True
         if trial.outcome == "dropped" or trial.gain is None:
             return False
         rivals = [t for t in self.report.trials if t.pull.lever == trial.pull.lever]
@@ -300,7 +312,9 @@ class Session:
 
     def _settle(self) -> None:
         for trial in self.report.trials:
-            if trial.outcome == "not run":
+            if trial.pull in self.doubtful:
+                trial.outcome = "dropped"
+            elif trial.outcome == "not run":
                 trial.why = "interrupted" if self.report.interrupted else "the budget was spent"
 
 

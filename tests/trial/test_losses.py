@@ -44,6 +44,19 @@ def test_a_single_bad_run_among_good_ones_is_enough() -> None:
     assert not check("exact", False, [run([*BASE])], runs).passed
 
 
+def test_rounding_in_some_runs_is_the_machine_and_not_the_lever() -> None:
+    """A lever that changes the order of sums changes it each time."""
+    off = scaled(1 + 2**-22)
+    once = check("exact", False, [run([*BASE])] * 2, [run(off)])
+    assert not once.passed
+    assert once.again
+    both = check("exact", False, [run([*BASE])] * 2, [run(off), run([*BASE])])
+    assert both.passed
+    assert both.text.startswith("equal in 1 of 2 runs, else ")
+    assert not check("exact", False, [run([*BASE])] * 2, [run(off), run(off)]).passed
+    assert not check("exact", False, [run([*BASE])] * 2, [run(scaled(1.01))]).again
+
+
 def test_a_program_that_does_not_repeat_itself_is_held_to_a_band() -> None:
     baseline = [run([*BASE]), run(scaled(1.001))]
     assert check("exact", False, baseline, [run(scaled(0.999))]).passed

@@ -111,6 +111,23 @@ def test_a_program_that_is_too_slow_for_the_budget_is_told_what_to_change() -> N
         tried(("set-to-none",), lambda pulls: late)
 
 
+def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_run() -> None:
+    """Its losses differ from run to run as they do with the lever."""
+    count = 0
+
+    def answer(pulls: tuple[Pull, ...]) -> Result:
+        nonlocal count
+        count += 1
+        found = steps(7 if pulls else 10)
+        found.losses = [1.0 + 0.001 * count, 0.9, 0.8]
+        return found
+
+    report = tried(("set-to-none",), answer)
+    assert report.repeats is False
+    assert (report.trials[0].outcome, report.trials[0].why) == ("gain", "")
+    assert "as its own runs" in report.trials[0].losses
+
+
 def test_levers_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dropped() -> None:
     def answer(pulls: tuple[Pull, ...]) -> Result:
         found = steps(7 if pulls else 10)

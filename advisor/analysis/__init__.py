@@ -151,6 +151,12 @@ class Analysis:
 
         return analysed_device(self.trace)
 
+    @property
+    def trains_on_host(self) -> bool:
+        """No device works in the trace, and the recording, where there is one, saw none."""
+        seen = self.record is not None and bool(self.record.rank.devices)
+        return self.device_id is None and not seen
+
     @cached_property
     def device(self) -> Device | None:
         """Properties of that device, if the file has them."""

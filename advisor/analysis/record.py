@@ -271,19 +271,58 @@ class Recorded:
         return self.record.rank.flags.get(name)
 
     @cached_property
+    def used_cores(self) -> float | None:
+        """Cores that this process and its children kept busy while steps ran, on average; ``None``:
+        not sampled."""
+        own = self.host("process_cpu")
+        return float(own.mean()) / 100 if len(own) else None
+
+    @cached_property
+    def others_cores(self) -> float | None:
+        """Cores that other programs of the machine kept busy, where this process may use all of
+        them; ``None``: not sampled."""
+        rank, machine = self.record.rank, self.host("cpu")
+        total = rank.cpus_total or rank.cpus
+        if rank.cpus is None or total is None or rank.cpus < total or not len(machine):
+            return None
+        return max(0.0, float(machine.mean()) / 100 * total - (self.used_cores or 0.0))
+
+    @cached_property
     def free_cores(self) -> float | None:
         """Cores that this process may use and nobody does, on average; ``None``: not sampled. Of
         ranks that share a machine, each has its part."""
         rank = self.record.rank
-        machine, own = self.host("cpu"), self.host("process_cpu")
-        if rank.cpus is None or len(own) < MIN_SAMPLES:
+        if rank.cpus is None or self.used_cores is None:
             return None
-        total = rank.cpus_total or rank.cpus
-        used = float(own.mean()) / 100
-        if rank.cpus >= total and len(machine) >= MIN_SAMPLES:
-            used = max(used, float(machine.mean()) / 100 * total)
-            return max(0.0, total - used)
-        return max(0.0, rank.cpus - used)
+        if len(self.host("process_cpu")) < MIN_SAMPLES:
+            return None
+        return max(0.0, rank.cpus - self.used_cores - (self.others_cores or 0.0))
+
+    def computed(self, loading: float, *, on_host: bool) -> float | None:
+        """The largest share of the main thread's loading that can be computing, by the CPU time of
+        the process; the rest was waited for (storage, a sleep). ``loading``: its share of the step.
+        ``on_host``: the step computes on the CPU as well, on one core at least. ``None``: not
+        sampled."""
+        if self.used_cores is None:
+            return None
+        rest = 1 - loading if on_host else 0.0
+        return min(1.0, max(0.0, self.used_cores - rest) / max(loading, 1e-9))
+
+    def taken(self, loading: float, computed: float) -> float | None:
+        """Share of the main thread's loading that a step which computes on the CPU goes on to take
+        with workers, since they need cores that it computes on: threads that share out an operator
+        wait for the one whose core a worker has. Cores that are idle, workers have. Where use was
+        not sampled PyTorch's threads are taken to be at work; ``None``: neither is known."""
+        cores, threads = self.record.rank.cpus, self.flag("num_threads")
+        if not cores or (self.used_cores is None and not isinstance(threads, int)):
+            return None
+        rest = max(1 - loading, 1e-9)
+        if self.used_cores is None:
+            busy = float(threads or 1)
+        else:
+            busy = max(1.0, (self.used_cores - computed * loading) / rest)
+        spare = max(0.0, cores - busy - (self.others_cores or 0.0))
+        return max(0.0, computed - spare * rest / max(loading, 1e-9))
 
     @cached_property
     def loaders(self) -> list[dict[str, Any]]:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:
 a graph's launch costs a few µs plus well under 1 µs a node)."""
+HAND_BUSY_NS = {"": 1_500_000.0, "low": 4_000_000.0}
+"""Host time that taking a worker's batch over costs where no core is free: 8 KiB, 2 MiB (measured,
+``benchmarks/bench_hand_over.py``)."""
 ROOFLINE_SHARE = 0.75
 """Share of the attainable rate that good kernels reach (TraceLens: 75 % is the low target)."""
 
@@ -163,18 +166,29 @@ def spread(patch: Patch, edit: Edit, factor: float | None) -> None:
         batches = cost[graph.dst[single]]
         off = 2 * float(batches.std()) / max(1, len(batches)) ** 0.5
         mean = float(batches.mean()) + off * {"low": 1, "high": -1}.get(patch.assumption, 0)
-        patch.weight[single] = max(mean, 0.0) * _slower(patch, loaded, batches.sum(), workers)
+        length = max(float(graph.time[graph.starts[-1]]), 1.0)
+        share = min(batches.sum() / length, 1.0)
+        computed = _computed(patch, loaded, share)
+        patch.weight[single] = max(mean, 0.0) * _slower(patch, computed, share, workers)
+        taken = _taken(patch, computed, share)
+        if taken > 0:
+            mine = program[np.isin(graph.dst[program], graph.dst[single])]
+            batch = cost[graph.dst[mine]]
+            hand = HAND_BUSY_NS.get(patch.assumption, HAND_BATCH_NS)
+            patch.weight[mine] = np.minimum(batch, hand) + taken * batch
 
 
-def _slower(patch: Patch, loaded: Array, total: float, workers: int) -> float:
-    """What a batch takes with so many workers, as a share of what it took before. What is
-    computed for it needs cores: those that are free, and the main thread's while that loads no
-    longer. What was waited for (storage, a sleep) needs none. Which is which is told by the
-    operators recorded in there; under the pessimistic assumption all of it is computed."""
-    recorded = patch.a.recorded
-    free = None if recorded is None else recorded.free_cores
-    if free is None:
-        return 1 / workers
+def _computed(patch: Patch, loaded: Array, share: float) -> float:
+    """Share of the loading that is computed, and needs a core wherever it is done. What was waited
+    for (storage, a sleep) needs none. Which is which is told by the operators recorded in there;
+    under the pessimistic assumption all of it is, as far as the CPU time of the process allows.
+    ``share``: the loading's own, of the step."""
+    if patch.assumption == "low":
+        a = patch.a
+        if a.recorded is None:
+            return 1.0
+        known = a.recorded.computed(share, on_host=a.trains_on_host)
+        return 1.0 if known is None else known
     graph, cpu = patch.graph, patch.a.trace.cpu
     rows = graph.row[loaded]
     begin, thread = cpu["ts"].to_numpy()[rows], cpu["thread"].to_numpy()[rows]
@@ -184,10 +198,32 @@ def _slower(patch: Patch, loaded: Array, total: float, workers: int) -> float:
         mine = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
         busy = union(mine["ts"].to_numpy(), (mine["ts"] + mine["dur"]).to_numpy())
         at_work += int(covered(begin, end, busy)[thread == owner].sum())
-    computed = 1.0 if patch.assumption == "low" else at_work / max(1, int((end - begin).sum()))
-    length = max(float(graph.time[graph.starts[-1]]), 1.0)
-    cores = max(min(workers, free + min(total / length, 1.0)), 1e-3)
+    return at_work / max(1, int((end - begin).sum()))
+
+
+def _slower(patch: Patch, computed: float, share: float, workers: int) -> float:
+    """What a batch takes with so many workers, as a share of what it took before: what is computed
+    has the cores that are free, and the main thread's while that loads no longer."""
+    recorded = patch.a.recorded
+    free = None if recorded is None else recorded.free_cores
+    if free is None:
+        return 1 / workers
+    cores = max(min(workers, free + share), 1e-3)
     return computed / cores + (1 - computed) / workers
+
+
+def _taken(patch: Patch, computed: float, share: float) -> float:
+    """Share of the loading that the step goes on to take where it is computed on the host, on the
+    cores that workers would need. Under the optimistic assumption all cores share the loss. Without
+    a recording nobody knows the cores: all or none."""
+    if not patch.a.trains_on_host:
+        return 0.0
+    recorded = patch.a.recorded
+    taken = None if recorded is None else recorded.taken(share, computed)
+    if taken is None:
+        return computed if patch.assumption == "low" else 0.0
+    cores = recorded.record.rank.cpus if recorded is not None else None
+    return taken / (cores or 1) if patch.assumption == "high" else taken
 
 
 OPERATIONS: dict[Operation, Callable[[Patch, Edit, float | None], None]] = {

@@ -21,7 +21,14 @@ from advisor.rules.recorded import (
     steps_seen,
     workers_of,
 )
-from advisor.rules.sources import HAND_OVER, SAGEMAKER, SAGEMAKER_CPU, TENSORBOARD, XPROF
+from advisor.rules.sources import (
+    CHOSEN,
+    HAND_OVER,
+    SAGEMAKER,
+    SAGEMAKER_CPU,
+    TENSORBOARD,
+    XPROF,
+)
 from advisor.testing import TraceBuilder
 
 
@@ -71,6 +78,10 @@ class LoaderWorkers(Rule):
     )
     min_wait_ms = Threshold(
         3.0, "ms: shorter waits are the hand-over of a batch that is ready", HAND_OVER
+    )
+
+    max_taken = Threshold(
+        0.5, "of the loading, which the step would go on to take on cores that it needs", CHOSEN
     )
 
     verify = "Record again: the phase 'data' shrinks."
@@ -124,12 +135,24 @@ class LoaderWorkers(Rule):
             and median >= self.min_wait_ms * 1e6
             and not device_bound(a)
             and (workers > 0 or cores >= 2)
+            and not self._crowded(a, workers, share)
         ):
             yield self._too_few(a, used, workers, cores, mean, share)
         elif workers > self.many * cores:
             usage = recorded.host("process_cpu")
             if len(usage) and float(usage.mean()) / 100 >= self.busy_cpus * cores:
                 yield self._too_many(a, workers, cores, float(usage.mean()) / 100)
+
+    def _crowded(self, a: Analysis, workers: int, share: float) -> bool:
+        """Whether this process computes on the cores that more workers would need."""
+        recorded = record(a)
+        used, cores = recorded.used_cores, recorded.record.rank.cpus
+        if used is None or not cores or not a.trains_on_host:
+            return False
+        if workers:
+            return used > self.busy_cpus * cores
+        computed = recorded.computed(share, on_host=True) or 0.0
+        return (recorded.taken(share, computed) or 0.0) > self.max_taken
 
     def _too_few(
         self,
@@ -216,6 +239,10 @@ class LoaderWorkers(Rule):
             "only the hand-over of ready batches": (_run(2, 8, data=1.5), "min_wait_ms"),
             "one core, no workers": (_run(0, 1, data=6), "workers > self.many * cores"),
             "many workers, idle cores": (_run(40, 8, data=0.1, busy=200), "busy_cpus"),
+            "training on the CPU keeps both cores busy": (
+                _run(0, 2, data=6, busy=170),
+                "workers > self.many * cores",
+            ),
             "cores not known": (_run(2, None, data=6), "cpus is None"),
         }
 

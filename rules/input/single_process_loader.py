@@ -12,7 +12,7 @@ from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.rules.common import of_step, places
 from advisor.rules.input.waits import SINGLE, culprits, find_waits, in_one_step, recurs
-from advisor.rules.sources import HAND_OVER, OURS, TENSORBOARD, XPROF
+from advisor.rules.sources import CHOSEN, HAND_OVER, OURS, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
 
@@ -46,7 +46,8 @@ class SingleProcessLoader(Rule):
     validated_on = (
         "public traces of one training with num_workers 0 and 4 (median step 155 to 121 ms); CPU "
         "recordings, torch 2.13: 80 ms of loading a step, gain priced at 65 % of the step; with 4 "
-        "workers the unprofiled step went from 169 to 58 ms (65 %)"
+        "workers the unprofiled step went from 169 to 58 ms (65 %); a small CNN that trains on both "
+        "of two cores: priced at nothing, and 26 to 55 % slower with two workers"
     )
     references = (
         "https://pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading",
@@ -58,6 +59,9 @@ class SingleProcessLoader(Rule):
         8,
         "workers, where the cores are not recorded: what shared machines give a GPU or more",
         OURS,
+    )
+    max_taken = Threshold(
+        0.5, "of the loading, which the step would go on to take on cores that it needs", CHOSEN
     )
     min_batch_ms = Threshold(
         3.0, "ms: shorter loads gain little, a worker's hand-over takes as long", HAND_OVER
@@ -89,6 +93,12 @@ class SingleProcessLoader(Rule):
             "ahead, cache, store in a few large files), work on whole batches, or move transforms "
             "to the device. {workers} workers then share what is left."
         },
+        "the training computes on the same cores": {
+            "fix": "Make loading cheaper rather than move it: the training itself computes on all "
+            "cores, and workers would take them from it. Work on whole batches, keep what is done "
+            "again for every sample (decoded, resized), or leave cores to {workers} workers with "
+            "torch.set_num_threads, and measure that: advisor try --only workers.",
+        },
         "training on the CPU": {
             "code": "loader = DataLoader(dataset, batch_size=..., num_workers={workers},\n"
             "                    persistent_workers=True)"
@@ -114,11 +124,14 @@ class SingleProcessLoader(Rule):
         cores = None if a.record is None else a.record.rank.cpus
         most = self.most_workers if cores is None else max(1, cores)
         free = None if a.recorded is None else a.recorded.free_cores
-        spare = "" if free is None else f", and {free:.1f} of them are idle"
+        idle_cores = "" if free is None else f", and {free:.1f} of them are idle"
         workers = min(needed + 1, most)
         fix, code = self.fix, self.code
         if needed > workers:
             fix = self.case("a batch that takes more workers than there are cores")["fix"]
+        taken = self._taken(a, share)
+        if taken is not None and taken > self.max_taken:
+            fix = self.case("the training computes on the same cores")["fix"]
         if a.device_id is None:
             code = self.case("training on the CPU")["code"]
         idle = "nothing else runs" if a.device_id is None else "the device is idle"
@@ -132,18 +145,32 @@ class SingleProcessLoader(Rule):
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("mean time of one batch", batch, "ns", *self.limit("min_batch_ms", 1e6)),
                 Evidence("workers that would keep up", needed, "count"),
+                *self._cores(taken),
                 *inside.evidence,
             ],
             where=[*inside.where, *places(a, waits.host, waits.each)],
             edits=[Edit(op="spread", select=Select(on="host", name=SINGLE), workers=workers)],
             assumptions=[
                 f"there are {workers} cores for workers"
-                + ("" if cores is None else f" (the process may use {cores}{spare})"),
+                + ("" if cores is None else f" (the process may use {cores}{idle_cores})"),
                 "the dataset can be pickled",
             ],
             fix=fix.format(needed=needed, workers=workers, batch=t.time(batch)),
             code=code.format(workers=workers),
         )
+
+    @staticmethod
+    def _taken(a: Analysis, share: float) -> float | None:
+        if a.recorded is None or not a.trains_on_host:
+            return None
+        computed = a.recorded.computed(share, on_host=True)
+        return None if computed is None else a.recorded.taken(share, computed)
+
+    def _cores(self, taken: float | None) -> list[Evidence]:
+        if taken is None:
+            return []
+        label = "of the loading, what needs cores that compute already"
+        return [Evidence(label, taken, "share", *self.limit("max_taken"))]
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

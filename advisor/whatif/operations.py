@@ -160,7 +160,7 @@ def spread(patch: Patch, edit: Edit, factor: float | None) -> None:
     if len(multi):
         steps = np.diff(np.searchsorted(graph.starts, graph.dst[multi], side="right"))
         later = patch.weight[multi[1:]].sum() * steps / max(1, steps.sum())
-        patch.weight[multi] = np.append(patch.weight[multi[:1]], later) / workers
+        patch.weight[multi] = np.append(patch.weight[multi[:1]], later) * _more(patch, workers)
     single = rate[patch.weight[rate] <= NEVER]
     if len(single):
         batches = cost[graph.dst[single]]
@@ -210,6 +210,20 @@ def _slower(patch: Patch, computed: float, share: float, workers: int) -> float:
         return 1 / workers
     cores = max(min(workers, free + share), 1e-3)
     return computed / cores + (1 - computed) / workers
+
+
+def _more(patch: Patch, times: int) -> float:
+    """What a batch takes with so many times the workers, as a share of what it took before. What
+    the workers compute gets the cores that they have and those that are free; the main thread has
+    one (or PyTorch's threads, where the step computes on the host), under the pessimistic
+    assumption none. Workers that wait for storage need none."""
+    recorded = patch.a.recorded
+    if recorded is None or recorded.free_cores is None or recorded.used_cores is None:
+        return 1 / times
+    threads = recorded.flag("num_threads") if patch.a.trains_on_host else None
+    main = float(threads) if isinstance(threads, int) else 1.0
+    own = max(0.0, recorded.used_cores - (0.0 if patch.assumption == "low" else main))
+    return max(1 / times, own / max(own + recorded.free_cores, 1e-9))
 
 
 def _taken(patch: Patch, computed: float, share: float) -> float:

@@ -81,6 +81,32 @@ def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() 
     assert gain(whatif(computed=True, used=1.0), 1) == pytest.approx(0.4 - 0.15, abs=0.03)
 
 
+@pytest.mark.parametrize(
+    ("used", "cpus", "left"),
+    [
+        (1.0, 8, 0.5),  # the workers wait for storage: twice as many bring twice as much
+        (4.0, 8, 0.5),  # three cores of theirs, four free: there is room for all
+        (7.0, 8, 6 / 7),  # six of theirs, one free
+        (8.0, 8, 1.0),
+    ],
+)
+def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left: float) -> None:
+    """The loader's rate, 10 ms a batch with the workers there are, is what the step takes."""
+    b = TraceBuilder()
+    for _ in range(8):
+        with b.step():
+            b.loader_wait(8000, workers=2)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+            b.sync()
+    r = b.record_of_run(cpus=cpus, cpus_total=cpus)
+    r.steps(60, 9)
+    r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
+    found = WhatIf(b.analysis())
+    before = found.base.period
+    after = before - found.gain([parse_edit("spread loader 2")])
+    assert after / before == pytest.approx(left, abs=0.02)
+
+
 def test_pytorchs_threads_are_taken_to_be_at_work_where_nothing_was_sampled() -> None:
     b = TraceBuilder(gpu=None)
     r = b.record_of_run(cpus=4, flags={"num_threads": 3})

@@ -8,10 +8,16 @@ import numpy as np
 
 from advisor import text as t
 from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.analysis.record import Floats
+from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold, Worth
 from advisor.rules.recorded import a_step, device_bound, record, steps_seen
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, GPUPROF
 from advisor.testing import TraceBuilder
+
+LEAST_SPREAD = 0.2
+"""Of the mean pause: what pauses differ by, at least, for a line through the steps to mean much."""
+LEAST_REACH = 0.1
+"""Of the gain: a cured recording gained 84 ms a step where pauses were 80."""
 
 
 class GcPauses(Rule):
@@ -21,9 +27,9 @@ class GcPauses(Rule):
     several ranks each pause holds up all ranks, and they pause at different times.
 
     Pauses are measured by ``gc.callbacks``. Reported where they take more than 1 % of the steps'
-    time, or where one step lost more than 50 ms to them. The gain is the smaller of the pauses and
-    of what the steps with pauses took beyond the median: a pause during which the device works
-    through its queue costs nothing.
+    time, or where one step lost more than 50 ms to them. The gain is the pauses by how much steps
+    grow with them (a line through the steps, and twice its error): a pause during which the device
+    works through its queue costs nothing.
     """
 
     id = "gc-pauses"
@@ -105,13 +111,7 @@ class GcPauses(Rule):
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),
             ],
-            worth=a_step(
-                a,
-                lost,
-                low=0.0,
-                high=float(pause.mean()),
-                method="upper bound (pauses, where the step was longer)",
-            ),
+            worth=_worth(a, pause.astype(float), dur.astype(float), lost),
         )
 
     @staticmethod
@@ -134,6 +134,30 @@ class GcPauses(Rule):
             "no pauses": (_run(every=10, pause=0), "longest < self.min_pause_ms * 1000000.0"),
             "few steps": (_run(every=2, pause=60, steps=12), "min_steps"),
         }
+
+
+def _worth(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Worth:
+    """Pauses, by as much as a step grows with them: the slope of a line through the steps and twice
+    its error (White's, since steps with pauses scatter more). Where all steps have alike pauses
+    no line tells, and what was lost is an upper bound."""
+    mean, count = float(pause.mean()), len(pause)
+    apart = pause - mean
+    square = float(np.square(apart).sum())
+    if count < 3 or square <= count * (LEAST_SPREAD * mean) ** 2:
+        method = "upper bound (pauses, where the step was longer)"
+        return a_step(a, lost, low=0.0, high=mean, method=method)
+    slope = float((apart * (dur - dur.mean())).sum()) / square
+    off = dur - dur.mean() - slope * apart
+    error = float(np.sqrt(np.square(apart * off).sum() * count / (count - 2))) / square
+    reach = max(2 * error, LEAST_REACH * slope)
+    slope = min(1.0, max(0.0, slope))
+    return a_step(
+        a,
+        mean * slope,
+        low=mean * max(0.0, slope - reach),
+        high=mean * (slope + reach),
+        method="pauses, by how much steps grow with them",
+    )
 
 
 def _run(

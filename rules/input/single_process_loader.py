@@ -46,8 +46,8 @@ class SingleProcessLoader(Rule):
     validated_on = (
         "public traces of one training with num_workers 0 and 4 (median step 155 to 121 ms); CPU "
         "recordings, torch 2.13: 80 ms of loading a step, gain priced at 65 % of the step; with 4 "
-        "workers the unprofiled step went from 169 to 58 ms (65 %); a small CNN that trains on both "
-        "of two cores: priced at nothing, and 26 to 55 % slower with two workers"
+        "workers the unprofiled step went from 169 to 58 ms (65 %); a small CNN that trains on "
+        "both of two cores: priced at nothing, and 26 to 55 % slower with two workers"
     )
     references = (
         "https://pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading",

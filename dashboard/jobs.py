@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from advisor.advice.engine import Options
-from advisor.files import open_regular, read_regular
 from advisor.fleet.job import MANY, Done, count_ranks, study
 from advisor.fleet.report import MAX_JSON, SCHEMA, JobReport
 from advisor.fleet.task import Wanted
 from advisor.remote.urls import is_url
+from advisor.saved import read_saved
 
-HEAD = 4096
-"""Bytes of a file in which the report of a job says that it is one."""
 _KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
 
 
@@ -24,8 +22,9 @@ def report_of(path: str, options: Options, told: Callable[[str], object]) -> Job
 
     Raises AdvisorError: no rank can be read; the file holds a damaged one.
     """
-    if is_saved(path):
-        return JobReport.from_json(read_regular(path, MAX_JSON))
+    saved = read_saved(path, JobReport, SCHEMA, MAX_JSON)
+    if saved is not None:
+        return saved
     if options.rank is not None or is_url(path) or not _is_folder(path):
         return None
     if count_ranks([path]) <= MANY:
@@ -42,17 +41,6 @@ def report_of(path: str, options: Options, told: Callable[[str], object]) -> Job
         rules_folder=None if options.rules_folder is None else str(options.rules_folder.resolve()),
     )
     return study([path], wanted=wanted, told=say)
-
-
-def is_saved(path: str) -> bool:
-    """Whether a file holds the report of a job, as ``analyze --format json`` writes it."""
-    if "\0" in path or not Path(path).is_file():
-        return False
-    try:
-        with open_regular(path) as file:
-            return SCHEMA.encode() in file.read(HEAD)
-    except OSError:
-        return False
 
 
 def key_of(job: str, place: int) -> str:

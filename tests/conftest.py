@@ -17,15 +17,36 @@ os.environ.setdefault("POLARS_MAX_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool that imports torch again
 
+PUBLIC = (
+    "a100_train_6steps",
+    "alexnet",
+    "b200_eager",
+    "cupti_counters",
+    "event_sync",
+    "event_sync_multi_stream",
+    "h100_bert_small_inference",
+    "mi210_gpu_only",
+    "mi250_train",
+    "mi300_torch_compile",
+    "nccl_collectives",
+    "no_gpu_rank",
+    "old_capitalised_categories",
+    "simple_add",
+    "triton_example",
+    "two_ranks_rank0",
+    "two_ranks_rank1",
+    "v100_train_copy_heavy",
+)
+"""Public real traces of every kind of GPU and every version of the profiler."""
 REPO = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", REPO.parent / "shared" / "traces"))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores: a third of the tests' time they wait for a browser,
+    """Two processes more than there are cores: a third of the tests' time they wait for a browser,
     for a program that they started, or for a timer."""
-    return (os.cpu_count() or 1) + 1
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,6 +85,12 @@ def shared_trace() -> Callable[[str], str]:
         return str(path)
 
     return find
+
+
+@pytest.fixture(scope="module", params=PUBLIC)
+def public_trace(request: pytest.FixtureRequest, shared_trace: Callable[[str], str]) -> str:
+    """Path of each of them in turn; all tests of a file on one, then all on the next."""
+    return shared_trace(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -136,6 +136,23 @@ def test_every_import_points_down_the_table_of_layers() -> None:
     assert against(ours(), the_table()) == []
 
 
+def is_rule(file: Path) -> bool:
+    """Whether a file defines a rule: a class with an id."""
+    return any(
+        isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "id"
+        for node in ast.parse(file.read_bytes()).body
+        if isinstance(node, ast.ClassDef)
+        for line in node.body
+    )
+
+
+def test_no_rule_nor_what_rules_share_knows_a_rule() -> None:
+    inside = {n: file for n, file in sources(ROOT).items() if n.startswith("advisor.rules.")}
+    rules = {name for name, file in inside.items() if is_rule(file)}
+    assert len(rules) > 50
+    assert {name: ours()[name] & rules for name in inside if ours()[name] & rules} == {}
+
+
 def test_every_folder_and_file_has_its_row_and_every_row_its_folder() -> None:
     units = {name.split(".")[1] if "." in name else name for name in ours()} - {"__main__"}
     listed = [unit for row in the_table() for unit in row]

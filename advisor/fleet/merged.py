@@ -53,6 +53,7 @@ def _finding(
         summary=summary,
         fix=advice.fix,
         severity=_severity(advice, gain, step_ns),
+        category=advice.category,
         ranks=numbers(ranks),
         count=len(own),
         gain_ns=None if gain is None else gain.gain,

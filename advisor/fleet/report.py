@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct, field
 
-from advisor.errors import AdvisorError
+from advisor.fleet.summary import Advice
+from advisor.saved import decoded
 
 SCHEMA = "advisor.job/1"
 MAX_JSON = 64 << 20
@@ -73,22 +74,11 @@ class WhatIf(Struct, frozen=True, kw_only=True):
     high_ns: float
 
 
-class JobFinding(Struct, frozen=True, kw_only=True):
-    """Advice for the job, or of many of its ranks."""
+class JobFinding(Advice, frozen=True, kw_only=True):
+    """Advice for the job, or of many of its ranks; what it gains is of the job's step."""
 
-    rule: str
-    title: str
-    summary: str
-    fix: str = ""
-    severity: str = "info"
     ranks: str = ""
     count: int = 0
-    gain_ns: float | None = None
-    """Of the job's step; ``null``: not priced."""
-    low_ns: float | None = None
-    high_ns: float | None = None
-    place: str = ""
-    verify: str = ""
 
 
 class Missing(Struct, frozen=True, kw_only=True):
@@ -150,17 +140,9 @@ class JobReport(Struct, kw_only=True):
         return msgspec.json.encode(self)
 
     @classmethod
-    def from_json(cls, data: bytes) -> JobReport:
+    def from_json(cls, data: bytes | str) -> JobReport:
         """Raises AdvisorError: not such a report, or of another version."""
-        try:
-            if len(data) > MAX_JSON:
-                raise ValueError
-            report = msgspec.json.decode(data, type=cls)
-        except (ValueError, RecursionError):
-            raise AdvisorError("not the report of a job") from None
-        if report.schema != SCHEMA:
-            raise AdvisorError(f"the report of a job of another version ({report.schema!r})")
-        return report
+        return decoded(data, cls, "report of a job", SCHEMA, MAX_JSON)
 
 
 def numbers(ranks: list[int]) -> str:

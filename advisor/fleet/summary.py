@@ -30,12 +30,12 @@ class Step(Struct, array_like=True, frozen=True):
 
 
 class Advice(Struct, frozen=True, kw_only=True):
-    """A finding of this rank alone."""
+    """A finding of one rank alone."""
 
     rule: str
     title: str
     summary: str
-    severity: str
+    severity: str = "info"
     gain_ns: float | None = None
     """A step; ``null``: not priced."""
     low_ns: float | None = None

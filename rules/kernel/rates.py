@@ -16,7 +16,7 @@ from advisor.model import Edit, Evidence, NotMeasured, Rule, Select, Threshold
 from advisor.report.rooflines import shape_text
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
-from advisor.rules.kernel.unfused_attention import unfused
+from advisor.rules.kernel.attention import unfused
 from advisor.rules.sources import OURS, SAM_PAIR
 
 UNKNOWN_SHARE = 0.20

@@ -23,18 +23,10 @@ from advisor.model import (
     Threshold,
 )
 from advisor.rules.common import figure
-from advisor.rules.kernel import facts
+from advisor.rules.kernel import attention, facts
 from advisor.rules.sources import FLASH, OURS
 from advisor.testing import TraceBuilder
 from advisor.trace import JAX, TENSORFLOW
-
-MATH = r"^aten::_scaled_dot_product_attention_math"
-PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::baddbmm_")
-"""What a product of two activations is dispatched to, whatever it was called in Python."""
-BETWEEN = ("elementwise", "copy", "layout", "random", "reduction")
-"""Families of scaling, mask, cast and dropout between the products and the softmax."""
-FORWARD = r"^aten::(bmm|baddbmm_?)$"
-SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
 
 
 class UnfusedAttention(Rule):
@@ -82,7 +74,9 @@ class UnfusedAttention(Rule):
 
     min_share = Threshold(0.05, "of kernel time", OURS)
     max_between = Threshold(
-        6, "kernels between product and softmax: scale, mask, casts, dropout", OURS
+        attention.MAX_BETWEEN,
+        "kernels between product and softmax: scale, mask, casts, dropout",
+        OURS,
     )
     factor = Threshold(0.4, "new duration over old: 2.5 times faster", FLASH)
     best_factor = Threshold(0.25, "new duration over old, at best: 4 times faster", FLASH)
@@ -146,8 +140,8 @@ class UnfusedAttention(Rule):
         if not total:
             return
         rows = facts.compute_rows(a)
-        fallback = facts.launched_under(a, MATH) & rows
-        forward = fallback | self._blocks(a, rows & ~fallback)
+        fallback = attention.fallback(a)
+        forward = attention.unfused(a, self.max_between)
         backward, part = self._backward(a, rows, forward)
         spent = facts.duration(a, forward) + backward
         share = spent / total
@@ -162,11 +156,11 @@ class UnfusedAttention(Rule):
             else (self.factor, self.best_factor, self.worst_factor)
         )
         edits = [
-            self._edit(SOFTMAX, factors, 1.0),
-            self._edit(FORWARD, factors, part),
+            self._edit(attention.SOFTMAX, factors, 1.0),
+            self._edit(attention.FORWARD, factors, part),
         ]
         if fallback.any():
-            edits.insert(0, self._edit(MATH, factors, 1.0))
+            edits.insert(0, self._edit(attention.MATH, factors, 1.0))
         which = "PyTorch's math fallback" if fallback.any() else "product, softmax, product"
         yield Finding(
             summary=(
@@ -210,38 +204,6 @@ class UnfusedAttention(Rule):
                 record="a window in which the model runs eagerly",
             )
 
-    def _blocks(self, a: Analysis, rows: facts.Mask) -> facts.Mask:
-        """Forward kernels of product, softmax, product on one stream, and what is in between."""
-        gpu = a.trace.gpu
-        at = np.flatnonzero(rows)
-        at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
-        found = np.zeros(len(rows), dtype=bool)
-        if not len(at):
-            return found
-        family = a.kernels["family"].gather(at)
-        op = a.kernels["op_name"].gather(at)
-        softmax = (family == "softmax").fill_null(False).to_numpy()
-        softmax &= ~matches(op, r"(?i)log_softmax|backward").to_numpy()
-        product = matches(op, FORWARD).to_numpy() & (family == "gemm").fill_null(False).to_numpy()
-        passing = family.is_in(list(BETWEEN)).fill_null(False).to_numpy()
-        stream = gpu["stream"].to_numpy()[at]
-        place = np.arange(len(at))
-        stop = ~passing & ~softmax
-        # the last kernel before, and the first after, that is neither passing nor a softmax
-        before = np.maximum.accumulate(np.where(stop, place, -1))
-        after = np.minimum.accumulate(np.where(stop, place, len(at))[::-1])[::-1]
-        s = np.flatnonzero(softmax)
-        b, e = before[s], after[s]
-        fits = (b >= 0) & (e < len(at))
-        s, b, e = s[fits], b[fits], e[fits]
-        fits = product[b] & product[e] & (stream[b] == stream[s]) & (stream[e] == stream[s])
-        fits &= (s - b <= self.max_between + 1) & (e - s <= self.max_between + 1)
-        edge = np.zeros(len(at) + 1, dtype=np.int64)
-        np.add.at(edge, b[fits], 1)
-        np.add.at(edge, e[fits] + 1, -1)
-        found[at[np.cumsum(edge)[:-1] > 0]] = True
-        return found
-
     def _backward(self, a: Analysis, rows: facts.Mask, forward: facts.Mask) -> tuple[float, float]:
         """Time of attention's backward, ns, and which part of batched products is attention's.
 
@@ -251,7 +213,7 @@ class UnfusedAttention(Rule):
         if not forward.any():
             return 0.0, 0.0
         op = a.kernels["op_name"]
-        products = rows & matches(op, FORWARD).to_numpy()
+        products = rows & matches(op, attention.FORWARD).to_numpy()
         second = facts.launched_under(a, r"^autograd::engine::evaluate_function")
         part = facts.duration(a, products & forward) / max(1, facts.duration(a, products & ~second))
         gradients = rows & second & matches(op, r"^aten::_softmax_backward_data$").to_numpy()
@@ -372,12 +334,3 @@ def _attention(b: TraceBuilder, tokens: int) -> None:
         b.launch("void (anonymous namespace)::softmax_warp_forward<c10::Half, float>", 250)
     with b.op("aten::bmm", [scores, [128, tokens, 64]], "c10::Half"):
         b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", 200)
-
-
-def unfused(a: Analysis) -> facts.Mask:
-    """Aligned with ``trace.gpu``: forward kernels of attention that runs as separate ones. Their
-    rates are low because of that, and not another bottleneck."""
-    rows = facts.compute_rows(a)
-    fallback = facts.launched_under(a, MATH) & rows
-    found: facts.Mask = fallback | UnfusedAttention()._blocks(a, rows & ~fallback)
-    return found

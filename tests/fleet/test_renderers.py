@@ -128,7 +128,7 @@ def test_what_a_rank_did_not_measure_has_no_colour_and_says_so(make_job: Make) -
 
 
 def test_a_report_that_is_nested_without_end_is_one_line() -> None:
-    with pytest.raises(AdvisorError, match="not the report of a job"):
+    with pytest.raises(AdvisorError, match="not a report of a job: nested too deeply"):
         JobReport.from_json(b'{"beyond":' + b"[" * 200_000)
 
 

@@ -373,33 +373,8 @@ def test_apex_fused_adam_is_no_single_tensor_optimizer(shared_trace: Find, name:
 # -- all files ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a100_train_6steps",
-        "alexnet",
-        "b200_eager",
-        "cupti_counters",
-        "event_sync",
-        "event_sync_multi_stream",
-        "h100_bert_small_inference",
-        "mi210_gpu_only",
-        "mi250_train",
-        "mi300_torch_compile",
-        "nccl_collectives",
-        "no_gpu_rank",
-        "old_capitalised_categories",
-        "simple_add",
-        "triton_example",
-        "two_ranks_rank0",
-        "two_ranks_rank1",
-        "v100_train_copy_heavy",
-    ],
-)
-def test_every_finding_of_ours_is_complete_and_inside_its_bounds(
-    shared_trace: Find, name: str
-) -> None:
-    a = analysis(shared_trace(name))
+def test_every_finding_of_ours_is_complete_and_inside_its_bounds(public_trace: str) -> None:
+    a = analysis(public_trace)
     rules = [r for r in load_rules(config={}) if r.id in OURS]
     result = run_rules(-1, a, rules)
     for found in result.findings:

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from advisor.ingest import read_trace
-from advisor.rules.kernel import unfused_attention as attention
+from advisor.rules.kernel import attention
 from advisor.rules.memory import empty_cache_in_loop, recompute
 from advisor.rules.optimizer import single_tensor
 

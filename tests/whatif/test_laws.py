@@ -46,12 +46,12 @@ def _found() -> list[str]:
     return [str(p.relative_to(SHARED)).removesuffix(".json.gz") for p in files] or ["absent"]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)
 def replay(path: str) -> WhatIf:
     return WhatIf(Analysis(read_trace(path)))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)
 def examined(path: str) -> Examined:
     return examine(path)
 
@@ -61,8 +61,9 @@ def replays(path: str) -> bool:
     return not (a.trace.cpu.is_empty() or a.trace.gpu.is_empty() or a.steps.used.is_empty())
 
 
-@pytest.fixture(params=_found())
+@pytest.fixture(scope="module", params=_found())
 def path(request: pytest.FixtureRequest, shared_trace: Callable[[str], str]) -> str:
+    """Of one file after the other: each is tried with all laws, and read once."""
     found = shared_trace(request.param)
     if not replays(found):
         pytest.skip("the file holds no steps with both host and device rows")
@@ -103,7 +104,7 @@ class Targets(NamedTuple):
     loader: bool
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)
 def targets(path: str) -> Targets:
     a = replay(path).a
     gpu = a.trace.gpu.filter(a.in_window)

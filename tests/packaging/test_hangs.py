@@ -1,0 +1,16 @@
+"""A test that hangs fails in time, and the others run on."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_a_test_that_hangs_is_ended_if_need_be_with_its_process(
+    pytestconfig: pytest.Config,
+) -> None:
+    assert pytestconfig.pluginmanager.has_plugin("timeout")
+    asked, forced = (
+        float(pytestconfig.getini(name)) for name in ("timeout", "faulthandler_timeout")
+    )
+    assert 0 < asked < forced <= 600, "seconds: .ci/run has minutes"
+    assert pytestconfig.getini("faulthandler_exit_on_timeout") is True

@@ -267,9 +267,12 @@ def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.
     host, device = given.host, given.device
     table = Assembler._order_threads(host, given.threads)
     launches = Assembler._nest(host, device, given.names, facts)
-    give_back(len(launches[0]) + len(host.get("ts", ())))
+    count = len(launches[0]) + len(host.get("ts", ()))
+    give_back(count)
+    cpu = tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA)
+    give_back(count)
     return {
-        "cpu": tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA),
+        "cpu": cpu,
         "gpu": tables.gpu_frame(device, names, given.names, *launches)
         if device
         else pl.DataFrame(schema=GPU_SCHEMA),

@@ -262,13 +262,12 @@ def _threads(
     # each column to its distinct texts first: they are few, rows are many
     of_process: dict[str, int] = {}
     of_thread: dict[str, int] = {}
-    pair = _coded(_texts(process), of_process).astype(np.int64)
-    own = _coded(_texts(thread), of_thread)
-    pair *= max(len(of_thread), 1)
-    pair += own
-    del own
+    pair, own = _coded(_texts(process), of_process), _coded(_texts(thread), of_thread)
     pids, tids = list(of_process), list(of_thread)
     few = len(pids) * len(tids) <= MOST_PAIRS
+    pair = pair * (np.int32 if few else np.int64)(max(len(of_thread), 1))
+    pair += own
+    del own
     distinct, place = (
         (np.flatnonzero(np.bincount(pair)), pair) if few else np.unique(pair, return_inverse=True)
     )
@@ -315,10 +314,18 @@ def _coded(column: pl.Series, texts: dict[str, int]) -> NDArray[np.int32]:
         seen, kept = physical.unique(maintain_order=True), column.unique(maintain_order=True)
         texts_of = kept.cast(pl.String).str.slice(0, NAME_LIMIT).to_list()
         codes = [texts.setdefault(text, len(texts)) for text in texts_of]
-        return physical.replace_strict(seen, codes, return_dtype=pl.Int32).to_numpy()
+        return _by_code(physical, seen, codes, np.int32)
     seen = column.unique(maintain_order=True)
     codes = [texts.setdefault(text, len(texts)) for text in seen.to_list()]
     return column.replace_strict(seen, codes, return_dtype=pl.Int32).to_numpy()
+
+
+def _by_code(column: pl.Series, seen: pl.Series, values: list[int], dtype: Any) -> NDArray[Any]:
+    """What stands for each code of a column without nulls; ``seen``: all its codes."""
+    table = np.zeros(int(seen.max()) + 1, dtype=dtype)  # type: ignore[arg-type]
+    table[seen.to_numpy()] = values
+    found: NDArray[Any] = table[column.to_numpy()]
+    return found
 
 
 def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any]:
@@ -329,9 +336,11 @@ def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any
     if strange:
         raise ValueError(f"{column.name} {str(strange[0])[:60]!r} is none of {', '.join(known)}")
     if column.dtype == pl.Categorical or isinstance(column.dtype, pl.Enum):
-        numbers, column = column.unique().drop_nulls(), column.to_physical()
-        codes = {n: codes[text] for n, text in
-                 zip(numbers.to_physical(), numbers.cast(pl.String), strict=True)}  # fmt: skip
+        kinds = column.unique().drop_nulls()
+        places = [codes[text] for text in kinds.cast(pl.String)]
+        if not column.null_count():
+            return _by_code(column.to_physical(), kinds.to_physical(), places, dtype)
+        column, codes = column.to_physical(), dict(zip(kinds.to_physical(), places, strict=True))
     found = column.replace_strict(codes, default=-1, return_dtype=pl.Int16)
     return found.to_numpy().astype(dtype)
 

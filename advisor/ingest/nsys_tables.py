@@ -14,7 +14,7 @@ import polars.selectors as cs
 
 from advisor.ingest.nvtx import inputs_of, parsed
 from advisor.ingest.sqlite import Database, Types
-from advisor.trace import CpuKind, Device, GpuKind
+from advisor.trace import Copy, CpuKind, Device, GpuKind
 
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 KERNEL, MEMCPY, MEMSET = (PREFIX + name for name in ("KERNEL", "MEMCPY", "MEMSET"))
@@ -154,10 +154,10 @@ class Tables:
                 gbps=_rate(),
             )
             arrow = pl.format(" ({} -> {})", pl.col("src"), pl.col("dst")).fill_null("")
-            texts = pl.col("copy", "src", "dst", "name").cast(pl.Categorical)
+            texts = pl.col("src", "dst", "name").cast(pl.Categorical)
             return (
                 rows.with_columns(name=pl.format("Memcpy {}{}", pl.col("copy"), arrow))
-                .with_columns(texts)
+                .with_columns(texts, pl.col("copy").cast(Copy))
                 .drop(*kinds, "graphId", "graphNodeId")
             )
 

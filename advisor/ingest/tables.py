@@ -100,8 +100,9 @@ _TOLD = ("copy", "src", "dst", "limits")
 
 def _ordinals(numbers: pl.Series) -> pl.Series:
     """0 for what numbers no device."""
-    good = numbers.is_between(0, (1 << 31) - 1).fill_null(False)
-    return numbers if good.all() else numbers.zip_with(good, pl.Series([0]))
+    numbers = numbers.cast(pl.Int32, strict=False)
+    good = (numbers >= 0).fill_null(False)
+    return numbers if good.all() else numbers.zip_with(good, pl.Series([0], dtype=pl.Int32))
 
 
 def _copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl.Series]:
@@ -257,6 +258,8 @@ def _whole(values: Array | pl.Series) -> pl.Series:
     if isinstance(values, pl.Series):
         if values.null_count() == len(values):
             return _nothing(len(values), pl.Int64)
+        if values.dtype.is_signed_integer() and values.dtype != pl.Int64:
+            return values
         whole = values.cast(pl.Int64, strict=False)
         good = whole.is_between(1 - _INT_LIMIT, _INT_LIMIT - 1)
         return whole if good.all() else whole.set(~good, None)
@@ -296,8 +299,9 @@ def _gather(table: pl.Series, codes: Array) -> pl.Series:
         return _nothing(len(codes), table.dtype)
     if not none.any():
         return table.gather(codes.astype(np.uint32))
-    table = table.append(pl.Series([None], dtype=table.dtype))
-    return table.gather(np.where(none, len(table) - 1, codes).astype(np.uint32))
+    places = codes.astype(np.uint32)
+    places[none] = len(table)
+    return table.append(pl.Series([None], dtype=table.dtype)).gather(places)
 
 
 class _Nothing:

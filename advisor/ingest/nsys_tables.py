@@ -13,7 +13,7 @@ import polars as pl
 import polars.selectors as cs
 
 from advisor.ingest.nvtx import inputs_of, parsed
-from advisor.ingest.sqlite import Database, Types
+from advisor.ingest.sqlite import Database, Types, narrowed
 from advisor.trace import Copy, CpuKind, Device, GpuKind
 
 PREFIX = "CUPTI_ACTIVITY_KIND_"
@@ -105,7 +105,7 @@ class Tables:
                     correlation=self.processes.correlation(process, rows["correlationId"]),
                 ).drop("start", "end", *_PLACE)
             )
-            return _narrow(done)
+            return narrowed(done)
 
         if not self._db.has(table, "start", "end"):
             return pl.DataFrame()
@@ -237,7 +237,7 @@ class Tables:
                 correlation=self.processes.correlation(process, rows["correlationId"]),
                 **_thread(),
             )
-            return _narrow(done)
+            return narrowed(done)
 
         rows = self._db.read(table, {**_TIMES, **columns}, each=made)
         if not rows.height:
@@ -296,7 +296,7 @@ class Tables:
             kept = pl.col("thread").cast(pl.String)
             thread = pl.when(crossing).then(apart).otherwise(kept).cast(pl.Categorical)
             places = places.with_columns(thread=thread)
-        return _narrow(places.hstack(found))
+        return narrowed(places.hstack(found))
 
     def _domains(self) -> dict[int, str]:
         columns = {"domainId": pl.Int64, "text": pl.String, "textId": pl.Int64}
@@ -473,13 +473,6 @@ def _without_wrappers(rows: pl.DataFrame) -> pl.DataFrame:
     inner = ((pl.col("ts") >= pl.col("ts").min()) & (length == length.min())).over(keys)
     lost = doubled & ~rows.select(inner).to_series().fill_null(True)
     return rows.filter(~lost)
-
-
-def _narrow(rows: pl.DataFrame) -> pl.DataFrame:
-    """The rows with their integers in as few bytes as these take: many rows wait for the last."""
-    return rows.with_columns(
-        column.shrink_dtype() for column in rows.select(cs.signed_integer()).iter_columns()
-    )
 
 
 def _with_columns(rows: pl.DataFrame, types: Types) -> pl.DataFrame:

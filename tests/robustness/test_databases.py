@@ -28,6 +28,8 @@ from advisor.testing.allocator import MIB, Allocator, Training
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
 SAMPLE = 40
 CHUNK = 250
+LARGEST = 1 << 24
+"""Bytes from which on a mutant is not made any longer: the bounds are those of small files."""
 
 
 def _load(path: str) -> ModuleType:
@@ -162,6 +164,11 @@ def other_columns(db: sqlite3.Connection, chance: Chance) -> None:
 def rows_twice(db: sqlite3.Connection, chance: Chance) -> None:
     table = chance.choice(tables(db))
     for _ in range(chance.choice([1, 6])):
+        (pages,), (page,) = (
+            db.execute(f"PRAGMA {what}").fetchone() for what in ("page_count", "page_size")
+        )
+        if pages * page > LARGEST:
+            return
         try:
             db.execute(f'INSERT INTO "{table}" SELECT * FROM "{table}"')
         except sqlite3.Error:

@@ -169,8 +169,9 @@ def _cleaned(
 
     for name, frame in frames.items():
         times = [column for column in ("ts", "dur") if column in frame.columns]
-        if not all(frame.schema[column].is_signed_integer() for column in times):
-            frame = frame.with_columns(pl.col(times).cast(pl.Int64, strict=False))
+        odd = [column for column in times if frame.schema[column] not in _WHOLE[column]]
+        if odd:
+            frame = frame.with_columns(pl.col(odd).cast(pl.Int64, strict=False))
             frames[name] = frame
         if all(_within(frame[column], *_SANE[column]) for column in times):
             continue
@@ -201,6 +202,7 @@ def _cleaned(
     return frames, origin, int(max(ends))
 
 
+_WHOLE = {"ts": (pl.Int64,), "dur": (pl.Int8, pl.Int16, pl.Int32, pl.Int64)}
 _SANE = {"ts": (-(1 << 61), 1 << 61), "dur": (0, DAY_NS)}
 
 
@@ -251,7 +253,7 @@ def _taken(frame: pl.DataFrame, column: str, count: int) -> pl.Series:
 
 def _owned(column: pl.Series) -> NDArray[Any]:
     """The values, to be changed."""
-    values = column.to_numpy()
+    values = _of_words(column).to_numpy()
     return values if values.flags.writeable else values.copy()
 
 
@@ -287,7 +289,7 @@ def _device(frame: pl.DataFrame, origin: int, texts: dict[str, int]) -> Columns:
     count = frame.height
     columns: Columns = {
         "ts": _taken(frame, "ts", count).to_numpy() - origin,
-        "dur": _taken(frame, "dur", count).to_numpy(),
+        "dur": _of_words(_taken(frame, "dur", count)).to_numpy(),
         "kind": _kinds(_taken(frame, "kind", count), GPU_KINDS, np.uint8),
         "name": _coded(_texts(_taken(frame, "name", count)), texts),
         **{key: frame.drop_in_place(key) for key in _GIVEN if key in frame.columns},
@@ -349,6 +351,11 @@ def _ids(column: pl.Series) -> NDArray[Any]:
     """-1 for none. Narrow integers stay such."""
     if column.null_count() == len(column):
         return blank(len(column), -1, np.int64)
-    if not column.dtype.is_signed_integer():
-        column = column.cast(pl.Int64, strict=False)
-    return column.fill_null(-1).to_numpy()
+    return _of_words(column).fill_null(-1).to_numpy()
+
+
+def _of_words(column: pl.Series) -> pl.Series:
+    """As integers that are narrow or not, but no narrower than the constants they meet."""
+    if column.dtype in (pl.Int8, pl.Int16, pl.Int32):
+        return column.cast(pl.Int32)
+    return column.cast(pl.Int64, strict=False)

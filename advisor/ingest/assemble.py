@@ -14,7 +14,7 @@ from advisor.ingest import tables
 from advisor.ingest.columns import Columns, Piece
 from advisor.ingest.heap import give_back
 from advisor.ingest.launches import Launches, classify_calls
-from advisor.ingest.nesting import nest, release_ranges, stack_order
+from advisor.ingest.nesting import nest, release_ranges, separate, stack_order
 from advisor.ingest.spelling import DEVICE_KINDS, HOST_KINDS
 from advisor.trace import CPU_SCHEMA, GPU_SCHEMA
 
@@ -37,7 +37,8 @@ class Tables:
     (index in CALLS, -1: no call), else it is told by the name of a runtime call."""
     device: Columns
     """``ts`` ``dur`` ``kind`` (index in DEVICE_KINDS) ``name`` ``correlation`` ``external``
-    ``limits`` ``comm``, and as floats, NaN for none, the other columns of GPU_SCHEMA."""
+    ``limits`` ``comm``, and the other columns of GPU_SCHEMA, as floats (NaN for none) or as series
+    of any numbers; perhaps series of ``copy``, ``src``, ``dst`` and ``limits``."""
     names: list[str]
     threads: list[tuple[str, str]]
     """Process and thread, as they are shown."""
@@ -235,16 +236,9 @@ class Assembler:
             return none, none
         _reorder(host, stack_order(host["thread"], host["ts"], host["dur"], host["kind"]))
         give_back(len(host["ts"]))
-        ends = host["ts"] + host["dur"]
-        free = release_ranges(host["kind"], host["thread"], host["ts"], ends)
-        nesting = nest(host["thread"], host["ts"], free)
-        # a range that was opened in one function and closed in another keeps its length
-        cut = (ends > nesting.end) & (host["kind"] != _ANNOTATION)
-        host["dur"][cut] = nesting.end[cut] - host["ts"][cut]
-        host["parent"], host["depth"] = nesting.parent, nesting.depth
+        host["parent"], host["depth"], facts.nesting_repaired = _stacks(host)
         runtime = np.flatnonzero(host["kind"] == _RUNTIME)
         codes = np.unique(host["name"][runtime])
-        facts.nesting_repaired = nesting.repaired
         facts.python_frames = bool((host["kind"] == _PYTHON).any())
         facts.runtime_calls = [texts[code] for code in codes.tolist()]
         if "call" not in host:
@@ -273,9 +267,12 @@ def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.
     host, device = given.host, given.device
     table = Assembler._order_threads(host, given.threads)
     launches = Assembler._nest(host, device, given.names, facts)
-    give_back(len(launches[0]) + len(host.get("ts", ())))
+    count = len(launches[0]) + len(host.get("ts", ()))
+    give_back(count)
+    cpu = tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA)
+    give_back(count)
     return {
-        "cpu": tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA),
+        "cpu": cpu,
         "gpu": tables.gpu_frame(device, names, given.names, *launches)
         if device
         else pl.DataFrame(schema=GPU_SCHEMA),
@@ -283,10 +280,34 @@ def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.
     }, table
 
 
-def _reorder(columns: Columns, order: Array) -> None:
+def _stacks(host: Columns) -> tuple[Array, Array, int]:
+    """Parent and depth of the ordered host rows, and how many of them outlasted their parents:
+    these are cut, in place."""
+    parent, depth = (np.empty(len(host["ts"]), dtype=np.int32) for _ in range(2))
+    repaired = 0
+    for part in separate(host["thread"], host["ts"], host["dur"]):
+        kind, thread, start, dur = (host[key][part] for key in ("kind", "thread", "ts", "dur"))
+        ends = start + dur
+        found = nest(thread, start, release_ranges(kind, thread, start, ends))
+        # a range that was opened in one function and closed in another keeps its length
+        cut = (ends > found.end) & (kind != _ANNOTATION)
+        dur[cut] = found.end[cut] - start[cut]
+        parent[part] = np.where(found.parent < 0, -1, found.parent + part.start)
+        depth[part] = found.depth
+        repaired += found.repaired
+    return parent, depth, repaired
+
+
+def _reorder(columns: dict[str, Any], order: Array) -> None:
+    """In place, column by column."""
+    index = None
     for key, column in columns.items():
-        if not tables.is_blank(column):
-            columns[key] = column[order]
+        if isinstance(column, np.ndarray):
+            if not tables.is_blank(column):
+                columns[key] = column[order]
+        elif column.null_count() < len(column):
+            index = pl.Series(order.astype(np.uint32)) if index is None else index
+            columns[key] = column.gather(index)
 
 
 def _exact_ns(us: float) -> int:

@@ -42,14 +42,15 @@ _HOST_IDS = ("correlation", "external", "sequence", "inputs", "comm")
 _DEVICE_IDS = ("correlation", "external", "comm")
 _GIVEN = ("copy", "src", "dst", "limits")
 """Text columns of device rows that stand in the trace as they are given."""
-_DEVICE_FLOATS = tuple(
+_DEVICE_NUMBERS = tuple(
     name
     for name, kind in GPU_SCHEMA.items()
     if name not in ("ts", "dur", "kind", "name", "launch", "op", *_DEVICE_IDS, *_GIVEN)
     and kind != pl.Categorical
 )
 
-Columns = dict[str, NDArray[Any]]
+Columns = dict[str, Any]
+"""Arrays; of what is not joined, series."""
 
 
 def build_trace(
@@ -97,7 +98,6 @@ def build_trace(
     give_back(given)
     texts: dict[str, int] = {}
     threads: dict[tuple[str, str], int] = {}
-    told = timed["device"].select(name for name in _GIVEN if name in timed["device"].columns)
     rows = Tables(
         host=_host(timed.pop("host"), origin, texts, threads),
         device=_device(timed.pop("device"), origin, texts),
@@ -108,7 +108,6 @@ def build_trace(
     give_back(given)
     facts = Facts()
     frames, _ = joined(rows, as_names(rows.names), facts)
-    frames["gpu"] = _with_given(frames["gpu"], told, rows.device)
     frames |= {
         "sync": timed["sync"].sort("ts", maintain_order=True),
         "memory": timed["memory"].sort("ts", maintain_order=True),
@@ -116,7 +115,7 @@ def build_trace(
         "inputs": _frame(inputs, ("dims",), INPUTS_SCHEMA).fill_null(""),
         "comms": _frame(comms, ("collective",), COMMS_SCHEMA),
     }
-    del rows, told
+    del rows
     give_back(given)
     start = meta.start_ns + origin
     return Trace(
@@ -170,8 +169,9 @@ def _cleaned(
 
     for name, frame in frames.items():
         times = [column for column in ("ts", "dur") if column in frame.columns]
-        if any(frame.schema[column] != pl.Int64 for column in times):
-            frame = frame.with_columns(pl.col(times).cast(pl.Int64, strict=False))
+        odd = [column for column in times if frame.schema[column] not in _WHOLE[column]]
+        if odd:
+            frame = frame.with_columns(pl.col(odd).cast(pl.Int64, strict=False))
             frames[name] = frame
         if all(_within(frame[column], *_SANE[column]) for column in times):
             continue
@@ -202,6 +202,7 @@ def _cleaned(
     return frames, origin, int(max(ends))
 
 
+_WHOLE = {"ts": (pl.Int64,), "dur": (pl.Int8, pl.Int16, pl.Int32, pl.Int64)}
 _SANE = {"ts": (-(1 << 61), 1 << 61), "dur": (0, DAY_NS)}
 
 
@@ -231,7 +232,7 @@ def _host(
             _taken(frame, "process", count), _taken(frame, "thread", count), threads
         ),
         "ts": _taken(frame, "ts", count).to_numpy() - origin,
-        "dur": _taken(frame, "dur", count).to_numpy(),
+        "dur": _owned(_taken(frame, "dur", count)),
         "kind": _kinds(_taken(frame, "kind", count), CPU_KINDS, np.uint8),
         "name": _coded(_texts(_taken(frame, "name", count)), texts),
     }
@@ -250,6 +251,12 @@ def _taken(frame: pl.DataFrame, column: str, count: int) -> pl.Series:
     return pl.Series(column, [None], dtype=pl.Null).new_from_index(0, count)
 
 
+def _owned(column: pl.Series) -> NDArray[Any]:
+    """The values, to be changed."""
+    values = _of_words(column).to_numpy()
+    return values if values.flags.writeable else values.copy()
+
+
 def _threads(
     process: pl.Series, thread: pl.Series, threads: dict[tuple[str, str], int]
 ) -> NDArray[np.int32]:
@@ -257,13 +264,12 @@ def _threads(
     # each column to its distinct texts first: they are few, rows are many
     of_process: dict[str, int] = {}
     of_thread: dict[str, int] = {}
-    pair = _coded(_texts(process), of_process).astype(np.int64)
-    own = _coded(_texts(thread), of_thread)
-    pair *= max(len(of_thread), 1)
-    pair += own
-    del own
+    pair, own = _coded(_texts(process), of_process), _coded(_texts(thread), of_thread)
     pids, tids = list(of_process), list(of_thread)
     few = len(pids) * len(tids) <= MOST_PAIRS
+    pair = pair * (np.int32 if few else np.int64)(max(len(of_thread), 1))
+    pair += own
+    del own
     distinct, place = (
         (np.flatnonzero(np.bincount(pair)), pair) if few else np.unique(pair, return_inverse=True)
     )
@@ -282,32 +288,18 @@ def _device(frame: pl.DataFrame, origin: int, texts: dict[str, int]) -> Columns:
         return {}
     count = frame.height
     columns: Columns = {
-        "row": np.arange(count, dtype=np.int32),
         "ts": _taken(frame, "ts", count).to_numpy() - origin,
-        "dur": _taken(frame, "dur", count).to_numpy(),
+        "dur": _of_words(_taken(frame, "dur", count)).to_numpy(),
         "kind": _kinds(_taken(frame, "kind", count), GPU_KINDS, np.uint8),
         "name": _coded(_texts(_taken(frame, "name", count)), texts),
-        "limits": blank(count, -1, np.int32),
+        **{key: frame.drop_in_place(key) for key in _GIVEN if key in frame.columns},
     }
+    columns.setdefault("limits", blank(count, -1, np.int32))
     for key in _DEVICE_IDS:
         columns[key] = _ids(_taken(frame, key, count))
-    for key in _DEVICE_FLOATS:
-        columns[key] = _floats(_taken(frame, key, count))
+    for key in _DEVICE_NUMBERS:
+        columns[key] = _taken(frame, key, count)
     return columns
-
-
-def _with_given(gpu: pl.DataFrame, frame: pl.DataFrame, device: Columns) -> pl.DataFrame:
-    """The device rows with the texts that the file tells, rather than what names suggest."""
-    given = [name for name in _GIVEN if name in frame.columns]
-    if not given or not gpu.height:
-        return gpu
-    ordered = frame.select(given)[device["row"]]
-    return gpu.with_columns(
-        ordered[name]
-        if ordered.schema[name] == GPU_SCHEMA[name]
-        else ordered[name].cast(pl.String).cast(GPU_SCHEMA[name], strict=False)
-        for name in given
-    )
 
 
 def _texts(column: pl.Series) -> pl.Series:
@@ -324,10 +316,18 @@ def _coded(column: pl.Series, texts: dict[str, int]) -> NDArray[np.int32]:
         seen, kept = physical.unique(maintain_order=True), column.unique(maintain_order=True)
         texts_of = kept.cast(pl.String).str.slice(0, NAME_LIMIT).to_list()
         codes = [texts.setdefault(text, len(texts)) for text in texts_of]
-        return physical.replace_strict(seen, codes, return_dtype=pl.Int32).to_numpy()
+        return _by_code(physical, seen, codes, np.int32)
     seen = column.unique(maintain_order=True)
     codes = [texts.setdefault(text, len(texts)) for text in seen.to_list()]
     return column.replace_strict(seen, codes, return_dtype=pl.Int32).to_numpy()
+
+
+def _by_code(column: pl.Series, seen: pl.Series, values: list[int], dtype: Any) -> NDArray[Any]:
+    """What stands for each code of a column without nulls; ``seen``: all its codes."""
+    table = np.zeros(int(seen.max()) + 1, dtype=dtype)  # type: ignore[arg-type]
+    table[seen.to_numpy()] = values
+    found: NDArray[Any] = table[column.to_numpy()]
+    return found
 
 
 def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any]:
@@ -337,23 +337,25 @@ def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any
     strange = [one for one in distinct if one not in codes and (one or column.name == "kind")]
     if strange:
         raise ValueError(f"{column.name} {str(strange[0])[:60]!r} is none of {', '.join(known)}")
-    if column.dtype == pl.Categorical:
-        numbers, column = column.unique().drop_nulls(), column.to_physical()
-        codes = {n: codes[text] for n, text in
-                 zip(numbers.to_physical(), numbers.cast(pl.String), strict=True)}  # fmt: skip
+    if column.dtype == pl.Categorical or isinstance(column.dtype, pl.Enum):
+        kinds = column.unique().drop_nulls()
+        places = [codes[text] for text in kinds.cast(pl.String)]
+        if not column.null_count():
+            return _by_code(column.to_physical(), kinds.to_physical(), places, dtype)
+        column, codes = column.to_physical(), dict(zip(kinds.to_physical(), places, strict=True))
     found = column.replace_strict(codes, default=-1, return_dtype=pl.Int16)
     return found.to_numpy().astype(dtype)
 
 
-def _ids(column: pl.Series) -> NDArray[np.int64]:
-    """-1 for none."""
+def _ids(column: pl.Series) -> NDArray[Any]:
+    """-1 for none. Narrow integers stay such."""
     if column.null_count() == len(column):
         return blank(len(column), -1, np.int64)
-    return column.cast(pl.Int64, strict=False).fill_null(-1).to_numpy()
+    return _of_words(column).fill_null(-1).to_numpy()
 
 
-def _floats(column: pl.Series) -> NDArray[np.float64]:
-    """NaN for none."""
-    if column.null_count() == len(column):
-        return blank(len(column), np.nan, np.float64)
-    return column.cast(pl.Float64, strict=False).fill_null(np.nan).to_numpy()
+def _of_words(column: pl.Series) -> pl.Series:
+    """As integers that are narrow or not, but no narrower than the constants they meet."""
+    if column.dtype in (pl.Int8, pl.Int16, pl.Int32):
+        return column.cast(pl.Int32)
+    return column.cast(pl.Int64, strict=False)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import polars as pl
+import polars.selectors as cs
 
 from advisor.ingest.nvtx import inputs_of, parsed
-from advisor.ingest.sqlite import Database, Types
-from advisor.trace import Device
+from advisor.ingest.sqlite import Database, Types, narrowed
+from advisor.trace import Copy, CpuKind, Device, GpuKind
 
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 KERNEL, MEMCPY, MEMSET = (PREFIX + name for name in ("KERNEL", "MEMCPY", "MEMSET"))
@@ -77,7 +78,7 @@ class Tables:
         """Kernels, copies, memsets and whole graphs, as ``build_trace`` takes them."""
         parts = [self._kernels(), self._graphs(), self._copies(), self._memsets()]
         rows = [part for part in parts if part.height]
-        return pl.concat(rows, how="diagonal") if rows else pl.DataFrame()
+        return pl.concat(rows, how="diagonal_relaxed") if rows else pl.DataFrame()
 
     def _work(
         self,
@@ -92,11 +93,11 @@ class Tables:
         def of(rows: pl.DataFrame) -> pl.DataFrame:
             rows = _with_columns(rows, {**_PLACE, **more})
             process = rows["globalPid"] // (1 << 24)
-            return made(
+            done = made(
                 rows.with_columns(
                     ts=pl.col("start"),
                     dur=pl.col("end") - pl.col("start"),
-                    kind=pl.lit(kind, dtype=pl.Categorical),
+                    kind=pl.lit(kind if kind in GpuKind.categories else None, dtype=GpuKind),
                     device=self._real_device(process, rows["deviceId"]).cast(
                         pl.Int32, strict=False
                     ),
@@ -104,6 +105,7 @@ class Tables:
                     correlation=self.processes.correlation(process, rows["correlationId"]),
                 ).drop("start", "end", *_PLACE)
             )
+            return narrowed(done)
 
         if not self._db.has(table, "start", "end"):
             return pl.DataFrame()
@@ -152,10 +154,10 @@ class Tables:
                 gbps=_rate(),
             )
             arrow = pl.format(" ({} -> {})", pl.col("src"), pl.col("dst")).fill_null("")
-            texts = pl.col("copy", "src", "dst", "name").cast(pl.Categorical)
+            texts = pl.col("src", "dst", "name").cast(pl.Categorical)
             return (
                 rows.with_columns(name=pl.format("Memcpy {}{}", pl.col("copy"), arrow))
-                .with_columns(texts)
+                .with_columns(texts, pl.col("copy").cast(Copy))
                 .drop(*kinds, "graphId", "graphNodeId")
             )
 
@@ -180,11 +182,15 @@ class Tables:
         if not rows.height:
             return None
         process = self._db.read(SYNC, {"globalPid": pl.Int64})
-        rows = rows.with_columns(
-            kind=_coded("syncType", _SYNCS),
-            stream=pl.when(pl.col("stream") < _NO_STREAM).then("stream"),
-            process=process["globalPid"] if process.height == rows.height else pl.lit(None),
-        ).filter(pl.col("kind").is_not_null())
+        rows = (
+            rows.with_columns(cs.signed_integer().cast(pl.Int64))
+            .with_columns(
+                kind=_coded("syncType", _SYNCS),
+                stream=pl.when(pl.col("stream") < _NO_STREAM).then("stream"),
+                process=process["globalPid"] if process.height == rows.height else pl.lit(None),
+            )
+            .filter(pl.col("kind").is_not_null())
+        )
         keys = ["process", "eventId", "eventSyncId"]
         events = self._db.read(EVENT, {**_PLACE, "eventId": pl.Int64, "eventSyncId": pl.Int64})
         if events.height and {"eventSyncId", "eventId", "globalPid"} <= set(events.columns):
@@ -212,7 +218,7 @@ class Tables:
             self._ranges(),
         ]
         rows = [part for part in parts if part.height]
-        host = pl.concat(rows, how="diagonal") if rows else pl.DataFrame()
+        host = pl.concat(rows, how="diagonal_relaxed") if rows else pl.DataFrame()
         return host, self._thread_names()
 
     def _calls(self, table: str, kind: str, named: str = "nameId") -> pl.DataFrame:
@@ -223,14 +229,15 @@ class Tables:
         def made(rows: pl.DataFrame) -> pl.DataFrame:
             rows = _with_columns(rows, columns)
             process = rows["globalTid"] // (1 << 24)
-            return rows.select(
+            done = rows.select(
                 ts="start",
                 dur=pl.col("end") - pl.col("start"),
-                kind=pl.lit(kind, dtype=pl.Categorical),
+                kind=pl.lit(kind, dtype=CpuKind),
                 name=self._text(rows, named).fill_null("call").cast(pl.Categorical),
                 correlation=self.processes.correlation(process, rows["correlationId"]),
                 **_thread(),
             )
+            return narrowed(done)
 
         rows = self._db.read(table, {**_TIMES, **columns}, each=made)
         if not rows.height:
@@ -277,7 +284,7 @@ class Tables:
             kind=pl.when(elsewhere)
             .then(pl.lit("annotation"))
             .otherwise(pl.col("kind"))
-            .cast(pl.Categorical),
+            .cast(CpuKind),
         )
         places = rows.select(ts="start", dur=pl.col("end") - pl.col("start"), **_thread())
         # a range that another thread ended nests in nothing of the thread that began it
@@ -289,7 +296,7 @@ class Tables:
             kept = pl.col("thread").cast(pl.String)
             thread = pl.when(crossing).then(apart).otherwise(kept).cast(pl.Categorical)
             places = places.with_columns(thread=thread)
-        return places.hstack(found)
+        return narrowed(places.hstack(found))
 
     def _domains(self) -> dict[int, str]:
         columns = {"domainId": pl.Int64, "text": pl.String, "textId": pl.Int64}

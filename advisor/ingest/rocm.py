@@ -48,24 +48,33 @@ def trace_of(
     programs: list[str],
     counters: pl.DataFrame | None = None,
 ) -> Trace:
-    """The trace of these rows. Raises AdvisorError: there are none."""
-    host = [part for part in host if part.height]
-    device = [part for part in device if part.height]
-    if not host and not device:
+    """The trace of these rows, whose lists are emptied. Raises AdvisorError: there are none."""
+    rows = {"host": _one(host), "device": _one(device)}
+    if not any(part.height for part in rows.values()):
         raise AdvisorError(
             f"{meta.path}: a profile of ROCm without GPU work, calls and ranges; record with "
             "rocprofv3 --sys-trace"
         )
-    names = [part["name"].cast(pl.String) for part in (*host, *device)]
-
+    names = [part["name"].unique().cast(pl.String) for part in rows.values() if part.height]
     meta = replace(meta, vendor="amd", framework=framework_of(pl.concat(names), programs))
-    return build_trace(
+    return build_trace(  # which lets go of the rows as soon as it has read them
         meta,
-        host=pl.concat(host, how="diagonal_relaxed") if host else None,
-        device=pl.concat(device, how="diagonal_relaxed") if device else None,
+        host=_some(rows.pop("host")),
+        device=_some(rows.pop("device")),
         counters=counters,
         inputs=inputs,
     )
+
+
+def _some(rows: pl.DataFrame) -> pl.DataFrame | None:
+    return rows if rows.height else None
+
+
+def _one(parts: list[pl.DataFrame]) -> pl.DataFrame:
+    """All rows of these frames, which are let go of."""
+    filled = [part for part in parts if part.height]
+    parts.clear()
+    return pl.concat(filled, how="diagonal_relaxed") if filled else pl.DataFrame()
 
 
 def gpu(number: int, facts: Mapping[str, object]) -> Device:

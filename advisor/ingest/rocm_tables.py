@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import Any
 
 import polars as pl
 
+from advisor.ingest.nvtx import inputs_of, parsed
 from advisor.ingest.rocm import FILL, direction, gpu, ranges
-from advisor.ingest.sqlite import Database, Types
-from advisor.trace import Device
+from advisor.ingest.sqlite import Database, Types, narrowed
+from advisor.trace import Copy, CpuKind, Device, GpuKind
 
 _OWN = ("hcc_activity_callback", "roctracer", "rocprofiler")
 _MARKERS = ("UserMarker", "roctxRange", "roctxMark")
@@ -54,104 +56,129 @@ class Rpd:
         types = dict.fromkeys(
             ("id", "pid", "tid", "start", "end", "apiName_id", "args_id"), pl.Int64
         )
-        rows = _all(self._db.read("rocpd_api", types), types)
+        arguments = self._db.texts("rocpd_ustring", "id", "string") or self._texts
+        rows = self._db.read(
+            "rocpd_api", types, each=lambda batch: self._calls(_all(batch, types), arguments)
+        )
         if not rows.height:
             return pl.DataFrame()
+        number, self.inputs = inputs_of(rows["dims"])
+        return rows.drop("dims").with_columns(number)
+
+    def _calls(self, rows: pl.DataFrame, arguments: dict[int, str]) -> pl.DataFrame:
+        """Calls, then ranges, without their texts: nearly each of PyTorch's has a number in it."""
         name = _looked_up(rows["apiName_id"], self._texts).fill_null("call")
-        arguments = self._db.texts("rocpd_ustring", "id", "string") or self._texts
-        text = _looked_up(rows["args_id"], arguments)
-        rows = rows.with_columns(name=name, text=text)
         marker = pl.any_horizontal(pl.col("name").str.starts_with(word) for word in _MARKERS)
         own = pl.col("name").str.contains("::writeRows", literal=True) | pl.any_horizontal(
             pl.col("name").str.starts_with(word) for word in _OWN
         )
+        rows = rows.with_columns(name=name).with_columns(marker=marker)
+        text = _looked_up(rows["args_id"].set(~rows["marker"], None), arguments)
         rows = rows.select(
             "name",
-            "text",
+            "marker",
+            text=text,
             ts="start",
             dur=pl.col("end") - pl.col("start"),
             process=pl.col("pid").cast(pl.String),
             thread=pl.col("tid").cast(pl.String),
-            correlation="id",
-            kind=pl.when(marker)
-            .then(pl.lit("annotation"))
-            .when(own)
-            .then(pl.lit("overhead"))
-            .otherwise(pl.lit("runtime")),
+            correlation=pl.when(~pl.col("marker")).then("id"),
+            kind=pl.when(own).then(pl.lit("overhead")).otherwise(pl.lit("runtime")),
+            sequence=pl.lit(None, dtype=pl.Int64),
+            dims=pl.lit(None, dtype=pl.String),
         )
-        return self._with_ranges(rows)
-
-    def _with_ranges(self, rows: pl.DataFrame) -> pl.DataFrame:
-        marks = rows.filter(pl.col("kind") == "annotation")
-        rows = rows.filter(pl.col("kind") != "annotation").drop("text")
-        if not marks.height:
-            return rows
-        found, self.inputs = ranges(marks["text"].fill_null(marks["name"]))
-        marks = marks.drop("name", "kind", "text", "correlation").hstack(found)
-        return pl.concat([rows, marks], how="diagonal_relaxed")
+        marks = rows.filter("marker")
+        if marks.height:
+            marks = marks.with_columns(parsed(marks["text"].fill_null(marks["name"])))
+            rows = pl.concat([rows.filter(~pl.col("marker")), marks])
+        texts = pl.col("name", "process", "thread", "dims").cast(pl.Categorical)
+        rows = rows.drop("marker", "text").with_columns(texts, pl.col("kind").cast(CpuKind))
+        return narrowed(rows)
 
     def device(self) -> pl.DataFrame:
         """Kernels, copies and fills, each with the call that caused it."""
         types = dict.fromkeys(
             ("id", "gpuId", "queueId", "start", "end", "description_id", "opType_id"), pl.Int64
         )
-        rows = _all(self._db.read("rocpd_op", types), types)
+        rows = self._db.read("rocpd_op", types, each=lambda batch: self._work(_all(batch, types)))
         if not rows.height:
             return pl.DataFrame()
+        copy = pl.col("kind") == "memcpy"
+        pinned = copy & (pl.col("pinned") > 0)
+        timed = copy & (pl.col("size") > 0) & (pl.col("dur") > 0)
+        return self._with_calls(rows).select(
+            *("ts", "dur", "kind", "name", "device", "stream", "copy"),
+            correlation="api_id",
+            src=pl.when(pinned & (pl.col("copy") == "HtoD")).then(pl.lit("Pinned")),
+            dst=pl.when(pinned & (pl.col("copy") == "DtoH")).then(pl.lit("Pinned")),
+            bytes=pl.when(copy).then("size"),
+            gbps=pl.when(timed).then(pl.col("size") / pl.col("dur")),
+            **{
+                name: pl.when(pl.col("kind") == "kernel").then(column)
+                for name, column in (
+                    ("blocks", "blocks"),
+                    ("threads", "threads"),
+                    ("shared", "groupSegmentSize"),
+                )
+            },
+        )
+
+    def _work(self, rows: pl.DataFrame) -> pl.DataFrame:
         kind = _looked_up(rows["opType_id"], self._texts).fill_null("")
         what = _looked_up(rows["description_id"], self._texts)
         rows = rows.with_columns(type=kind, what=what.set(what == "", None))
-        rows = self._with_calls(rows)
-        copy = pl.col("type").str.contains(r"(?i)copy")
-        fill = pl.col("type").str.contains(FILL)
         rows = rows.filter(~pl.col("type").str.contains(r"(?i)barrier|marker"))
-        way = direction(rows["type"])
-        return rows.select(
+        copy = pl.col("type").str.contains(r"(?i)copy")
+        rows = rows.select(
+            "id",
             ts="start",
             dur=pl.col("end") - pl.col("start"),
             kind=pl.when(copy)
             .then(pl.lit("memcpy"))
-            .when(fill)
+            .when(pl.col("type").str.contains(FILL))
             .then(pl.lit("memset"))
-            .otherwise(pl.lit("kernel")),
-            name=pl.coalesce("what", "type"),
+            .otherwise(pl.lit("kernel"))
+            .cast(GpuKind),
+            name=pl.coalesce("what", "type").cast(pl.Categorical),
             device=pl.col("gpuId").fill_null(0),
             stream=pl.col("queueId").fill_null(0),
-            correlation="api_id",
-            copy=pl.when(copy).then(way),
-            src=pl.when(copy & (pl.col("pinned") > 0) & (way == "HtoD")).then(pl.lit("Pinned")),
-            dst=pl.when(copy & (pl.col("pinned") > 0) & (way == "DtoH")).then(pl.lit("Pinned")),
-            bytes=pl.when(copy).then("size"),
-            gbps=pl.when(copy & (pl.col("size") > 0) & (pl.col("end") > pl.col("start"))).then(
-                pl.col("size") / (pl.col("end") - pl.col("start"))
-            ),
-            blocks=pl.when(~copy & ~fill).then("blocks"),
-            threads=pl.when(~copy & ~fill).then("threads"),
-            shared=pl.when(~copy & ~fill).then("groupSegmentSize"),
+            copy=pl.when(copy).then(direction(rows["type"])).cast(Copy),
         )
+        return narrowed(rows)
 
     def _with_calls(self, rows: pl.DataFrame) -> pl.DataFrame:
         ties = {"api_id": pl.Int64, "op_id": pl.Int64}
         of_op = _all(self._db.read("rocpd_api_ops", ties), ties).drop_nulls().unique("op_id")
+        rows = rows.with_columns(pl.col("id").cast(pl.Int64))
         rows = rows.join(of_op, left_on="id", right_on="op_id", how="left", maintain_order="left")
-        sizes = ("gridX", "gridY", "gridZ", "workgroupX", "workgroupY", "workgroupZ")
-        types = dict.fromkeys(("api_ptr_id", *sizes, "groupSegmentSize"), pl.Int64)
-        kernels = _all(self._db.read("rocpd_kernelapi", types), types).unique("api_ptr_id")
+        del of_op
+        names = [n for n, text in self._texts.items() if re.search(_IN_THREADS, text)]
         named = {"id": pl.Int64, "apiName_id": pl.Int64}
-        calls = _all(self._db.read("rocpd_api", named), named)
-        calls = calls.with_columns(call=_looked_up(calls["apiName_id"], self._texts).fill_null(""))
-        kernels = kernels.join(
-            calls.select("id", "call").unique("id"), left_on="api_ptr_id", right_on="id", how="left"
+        calls = self._db.read(
+            "rocpd_api",
+            named,
+            each=lambda batch: _all(batch, named).filter(pl.col("apiName_id").is_in(names)),
         )
         grid = pl.col("gridX") * pl.col("gridY") * pl.col("gridZ")
         group = pl.col("workgroupX") * pl.col("workgroupY") * pl.col("workgroupZ")
-        in_threads = pl.col("call").str.contains(_IN_THREADS)
-        kernels = kernels.select(
-            "api_ptr_id",
-            "groupSegmentSize",
-            threads=pl.when(group > 0).then(group),
-            blocks=pl.when(in_threads & (group > 0)).then(grid // group).otherwise(grid),
-        )
+        in_threads = pl.col("api_ptr_id").is_in(_all(calls, named)["id"].implode())
+        sizes = ("gridX", "gridY", "gridZ", "workgroupX", "workgroupY", "workgroupZ")
+        types = dict.fromkeys(("api_ptr_id", *sizes, "groupSegmentSize"), pl.Int64)
+
+        def of(batch: pl.DataFrame) -> pl.DataFrame:
+            blocks = pl.when(in_threads & (group > 0)).then(grid // group).otherwise(grid)
+            return narrowed(
+                _all(batch, types).select(
+                    *("api_ptr_id", "groupSegmentSize"),
+                    threads=pl.when(group > 0).then(group),
+                    blocks=blocks,
+                )
+            )
+
+        kernels = self._db.read("rocpd_kernelapi", types, each=of)
+        kernels = _all(kernels, dict.fromkeys((*types, "threads", "blocks"), pl.Int64))
+        kernels = kernels.select("api_ptr_id", "groupSegmentSize", "threads", "blocks")
+        kernels = kernels.with_columns(pl.col("api_ptr_id").cast(pl.Int64)).unique("api_ptr_id")
         types = {"api_ptr_id": pl.Int64, "size": pl.Int64, "pinned": pl.Int64}
         copies = _all(self._db.read("rocpd_copyapi", types), types).unique("api_ptr_id")
         for more in (kernels, copies):

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 import polars as pl
+import polars.selectors as cs
 
 from advisor.errors import AdvisorError
 from advisor.ingest.reader import ReadOptions
@@ -82,7 +83,8 @@ class Database:
         """Those of the wanted columns that the table has, in the order of its rows; no columns
         where it has none of them, or is not there. Values that are of another type are null.
         ``where``: a condition of ours. ``each``: what to make of every batch of rows, so that not
-        all of a table is in memory as it stands there. A damaged table is read up to there."""
+        all of a table is in memory as it stands there: columns whose width differs from batch to
+        batch become as wide as the widest. A damaged table is read up to there."""
         have = set(self.tables.get(table, ()))
         wanted = {name: kind for name, kind in types.items() if name in have}
         if not wanted:
@@ -96,7 +98,7 @@ class Database:
             frame = pl.DataFrame([column(name, given, kind) for (name, kind), given in values])
             del rows
             parts.append(frame if each is None else each(frame))
-        return pl.concat(parts) if parts else pl.DataFrame(schema=wanted)
+        return pl.concat(parts, how="vertical_relaxed") if parts else pl.DataFrame(schema=wanted)
 
     def texts(self, table: str, key: str, value: str) -> dict[int, str]:
         """A table of numbered texts as a dictionary; empty: it is not there."""
@@ -161,6 +163,13 @@ def column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
         fitting = (int, float)
     kept = [value if isinstance(value, fitting) else None for value in values]
     return pl.Series(name, kept, dtype=kind, strict=False)
+
+
+def narrowed(rows: pl.DataFrame) -> pl.DataFrame:
+    """The rows with their integers in as few bytes as these take: many rows wait for the last.
+    Starts stay as they are, since sums of narrow columns do not fit these."""
+    narrow = rows.select(cs.signed_integer() - cs.by_name("ts", require_all=False))
+    return rows.with_columns(column.shrink_dtype() for column in narrow.iter_columns())
 
 
 def table_names(head: bytes, path: str) -> frozenset[str]:

@@ -41,9 +41,9 @@ def blank(count: int, value: float, dtype: Any) -> Array:
     return np.broadcast_to(np.array(value, dtype=dtype), (count,))
 
 
-def is_blank(values: Array) -> bool:
+def is_blank(values: Any) -> bool:
     """It is one of those."""
-    return len(values) > 1 and values.strides == (0,)
+    return isinstance(values, np.ndarray) and len(values) > 1 and values.strides == (0,)
 
 
 def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
@@ -54,45 +54,55 @@ def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
         "call": lambda codes: _decode(codes, CALLS, Call),
         **dict.fromkeys(("ts", "dur", "thread", "depth"), pl.Series),
     }
-    columns = {}
+    columns, nothing = {}, _Nothing(len(host["ts"]))
     for name, dtype in CPU_SCHEMA.items():
-        series = made.get(name, _or_null)(host.pop(name))
-        columns[name] = series if series.dtype == dtype else series.cast(dtype, strict=False)
+        columns[name] = nothing.instead(made.get(name, _or_null)(host.pop(name)), dtype)
     return pl.DataFrame(columns)
 
 
 def gpu_frame(
-    device: Columns, names: pl.Series, texts: list[str], launch: Array, op: Array
+    device: dict[str, Any], names: pl.Series, texts: list[str], launch: Array, op: Array
 ) -> pl.DataFrame:
     """``Trace.gpu`` from ordered device columns, which are let go of; ``texts`` are the names as a
     list."""
-    direction, src, dst = _copies(device, texts)
-    ordinal = device.pop("device")
-    ordinal = np.where((ordinal >= 0) & (ordinal < 1 << 31), ordinal, 0)
+    told = {key: device.pop(key) for key in _TOLD if isinstance(device.get(key), pl.Series)}
+    columns = dict(zip(_TOLD, _copies(device, texts), strict=False)) if len(told) < 3 else {}
     wholes = ("bytes", "blocks", "threads", "registers", "shared", "graph")
     reals = ("gbps", "blocks_per_sm", "warps_per_sm", "occupancy", "active_blocks")
-    return _conform(
-        {
-            "ts": pl.Series(device.pop("ts")),
-            "dur": pl.Series(device.pop("dur")),
-            "kind": _decode(device.pop("kind"), GPU_KINDS, GpuKind),
-            "name": names.gather(device.pop("name")),
-            "device": _whole(ordinal),
-            "stream": _whole(device.pop("stream")).fill_null(0),
-            "correlation": _or_null(device.pop("correlation")),
-            "external": _or_null(device.pop("external")),
-            "launch": _or_null(launch),
-            "op": _or_null(op),
-            "copy": direction,
-            "src": src,
-            "dst": dst,
-            "limits": _gather(names, device["limits"]),
-            "comm": _or_null(device.pop("comm")),
-            **{key: _whole(device.pop(key)) for key in wholes},
-            **{key: _real(device.pop(key)) for key in reals},
-        },
-        GPU_SCHEMA,
-    )
+    if "limits" in device:
+        columns["limits"] = _gather(names, device.pop("limits"))
+    nothing = _Nothing(len(launch))
+    columns |= {
+        "ts": pl.Series(device.pop("ts")),
+        "dur": pl.Series(device.pop("dur")),
+        "kind": _decode(device.pop("kind"), GPU_KINDS, GpuKind),
+        "name": names.gather(device.pop("name")),
+        "device": _ordinals(_whole(device.pop("device"))),
+        "stream": _whole(device.pop("stream")).fill_null(0),
+        "correlation": _or_null(device.pop("correlation")),
+        "external": _or_null(device.pop("external")),
+        "launch": _or_null(launch),
+        "op": _or_null(op),
+        "comm": _or_null(device.pop("comm")),
+    }
+    for key in (*wholes, *reals):  # each in its own type before the next one is made
+        number = _real(device.pop(key)) if key in reals else _whole(device.pop(key))
+        columns[key] = nothing.instead(number, GPU_SCHEMA[key])
+    for key, texts_told in told.items():
+        own = texts_told.dtype == GPU_SCHEMA[key]
+        columns[key] = texts_told if own else texts_told.cast(pl.String)
+    return _conform(columns, GPU_SCHEMA)
+
+
+_TOLD = ("copy", "src", "dst", "limits")
+"""Texts of device rows that a file may tell: as series, they are taken as they are."""
+
+
+def _ordinals(numbers: pl.Series) -> pl.Series:
+    """0 for what numbers no device."""
+    numbers = numbers.cast(pl.Int32, strict=False)
+    good = (numbers >= 0).fill_null(False)
+    return numbers if good.all() else numbers.zip_with(good, pl.Series([0], dtype=pl.Int32))
 
 
 def _copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl.Series]:
@@ -243,14 +253,22 @@ def _or_null(values: Array, missing: int = -1) -> pl.Series:
     return series.set(pl.Series(none), None) if none.any() else series
 
 
-def _whole(values: Array) -> pl.Series:
-    """Floats that stand for integers, NaN for none."""
+def _whole(values: Array | pl.Series) -> pl.Series:
+    """Floats that stand for integers, NaN for none; or a series of any numbers."""
+    if isinstance(values, pl.Series):
+        if values.null_count() == len(values):
+            return _nothing(len(values), pl.Int64)
+        if values.dtype.is_signed_integer() and values.dtype != pl.Int64:
+            return values
+        whole = values.cast(pl.Int64, strict=False)
+        good = whole.is_between(1 - _INT_LIMIT, _INT_LIMIT - 1)
+        return whole if good.all() else whole.set(~good, None)
     if is_blank(values) and values[0] != values[0]:
         return _nothing(len(values), pl.Int64)
-    good = np.abs(values) < float(_INT_LIMIT)
-    if good.all():
+    sane = np.abs(values) < float(_INT_LIMIT)
+    if sane.all():
         return pl.Series(values.astype(np.int64))
-    return pl.Series(np.where(good, values, 0).astype(np.int64)).set(pl.Series(~good), None)
+    return pl.Series(np.where(sane, values, 0).astype(np.int64)).set(pl.Series(~sane), None)
 
 
 def _nothing(count: int, dtype: Any) -> pl.Series:
@@ -258,7 +276,13 @@ def _nothing(count: int, dtype: Any) -> pl.Series:
     return pl.Series([None], dtype=dtype).new_from_index(0, count)
 
 
-def _real(values: Array) -> pl.Series:
+def _real(values: Array | pl.Series) -> pl.Series:
+    if isinstance(values, pl.Series):
+        if values.null_count() == len(values):
+            return _nothing(len(values), pl.Float64)
+        real = values.cast(pl.Float64, strict=False)
+        good = real.is_finite()
+        return real if good.all() else real.set(~good, None)
     if is_blank(values) and values[0] != values[0]:
         return _nothing(len(values), pl.Float64)
     return pl.Series(np.where(np.isfinite(values), values, np.nan), nan_to_null=True)
@@ -275,16 +299,29 @@ def _gather(table: pl.Series, codes: Array) -> pl.Series:
         return _nothing(len(codes), table.dtype)
     if not none.any():
         return table.gather(codes.astype(np.uint32))
-    table = table.append(pl.Series([None], dtype=table.dtype))
-    return table.gather(np.where(none, len(table) - 1, codes).astype(np.uint32))
+    places = codes.astype(np.uint32)
+    places[none] = len(table)
+    return table.append(pl.Series([None], dtype=table.dtype)).gather(places)
+
+
+class _Nothing:
+    """Columns of so many nulls, which share their memory."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._of: dict[Any, pl.Series] = {}
+
+    def instead(self, series: pl.Series, dtype: Any) -> pl.Series:
+        """The series as one of that type."""
+        if series.null_count() < self._count or not self._count:
+            return series if series.dtype == dtype else series.cast(dtype, strict=False)
+        if dtype not in self._of:
+            self._of[dtype] = _nothing(self._count, dtype)
+        return self._of[dtype]
 
 
 def _conform(columns: dict[str, pl.Series], schema: dict[str, Any]) -> pl.DataFrame:
+    nothing = _Nothing(len(next(iter(columns.values()))))
     return pl.DataFrame(
-        {
-            name: series
-            if (series := columns[name]).dtype == dtype
-            else series.cast(dtype, strict=False)
-            for name, dtype in schema.items()
-        }
+        {name: nothing.instead(columns.pop(name), dtype) for name, dtype in schema.items()}
     )

@@ -375,8 +375,13 @@ def forget_the_peak() -> None:
 
 
 def check(under_test: Callable[[Path], None], story: str, data: bytes, path: Path) -> str:
-    """Run it; "read", or the one line that says why not. Anything else fails the test."""
+    """Of a file with these bytes, what :func:`hold` says."""
     path.write_bytes(data)
+    return hold(under_test, story, path)
+
+
+def hold(under_test: Callable[[Path], None], story: str, path: Path) -> str:
+    """Run it; "read", or the one line that says why not. Anything else fails the test."""
     forget_the_peak()
     memory, started = resident("VmRSS"), time.process_time()
     try:

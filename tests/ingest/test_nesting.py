@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.ingest import nesting
-from advisor.ingest.nesting import MAX_DEPTH, nest, stack_order
+from advisor.ingest.nesting import MAX_DEPTH, nest, separate, stack_order
 from advisor.ingest.spelling import HOST_KINDS
 from advisor.trace import CPU_KINDS
 
@@ -187,3 +187,56 @@ def test_the_order_is_by_thread_start_longest_outermost_kind(rows: list[tuple[in
 
 def test_kinds_have_the_order_of_the_schema() -> None:
     assert HOST_KINDS == CPU_KINDS
+
+
+# -- a stretch at a time --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [1, 3, 7])
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.one_of(
+        rows_of(span=60, longest=10, threads=3),
+        rows_of(span=200, longest=9, threads=1, most=80),
+        rows_of(span=1000, longest=400, threads=3, most=80),
+    )
+)
+def test_stretches_nest_as_the_whole_does(part: int, rows: list[Row]) -> None:
+    thread, start, dur = arrays(rows)
+    parents, depths, ends, cut = [], [], [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nesting, "PART", part)
+        stretches = list(separate(thread, start, dur))
+    for one in stretches:
+        found = nest(thread[one], start[one], start[one] + dur[one])
+        parents += [p if p < 0 else p + one.start for p in found.parent.tolist()]
+        depths += found.depth.tolist()
+        ends += found.end.tolist()
+        cut += found.repaired
+    assert [one.start for one in stretches[1:]] == [one.stop for one in stretches[:-1]]
+    assert (parents, depths, ends, cut) == by_hand(rows)
+
+
+def test_a_stretch_ends_where_nothing_is_open() -> None:
+    """Calls of two rows on two threads: 0 and 5 ns long, every 10 ns."""
+    one = [(10 * (n // 2) + n % 2, 5 - 4 * (n % 2)) for n in range(60)]
+    thread, start, dur = arrays([(t, at, length) for t in (0, 1) for at, length in one])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nesting, "PART", 9)
+        found = list(separate(thread, start, dur))
+    assert [len(range(*each.indices(120))) for each in found[:5]] == [10] * 5
+    assert all(each.start % 2 == 0 for each in found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=rows_of(span=30, longest=5, threads=6, most=60), seed=st.randoms())
+def test_threads_are_ordered_by_groups_as_all_at_once(rows: list[Row], seed: Any) -> None:
+    seed.shuffle(rows)
+    thread, start, dur = arrays(rows)
+    if not len(rows):
+        return
+    kind = np.arange(len(rows)) % len(HOST_KINDS)
+    whole = stack_order(thread, start, dur, kind).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nesting, "PART", 5)
+        assert stack_order(thread, start, dur, kind).tolist() == whole

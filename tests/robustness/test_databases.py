@@ -1,12 +1,17 @@
 """Files of other profilers, damaged in every way: read, or refused in a line; soon, in little room.
 
-``ADVISOR_MUTATIONS=2000`` tries so many mutants of each format; a few otherwise.
+``ADVISOR_MUTATIONS=2000`` takes so many mutants of each format through the whole analysis; a few
+otherwise, most of them only through the reader.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import pickle
 import random
+import shutil
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -17,10 +22,14 @@ from types import ModuleType
 
 import pytest
 
-from advisor.ingest import read_trace
+from advisor.ingest import open_run, read_trace
+from advisor.testing.allocator import MIB, Allocator, Training
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
 SAMPLE = 40
+CHUNK = 250
+LARGEST = 1 << 24
+"""Bytes from which on a mutant is not made any longer: the bounds are those of small files."""
 
 
 def _load(path: str) -> ModuleType:
@@ -35,11 +44,47 @@ def _load(path: str) -> ModuleType:
 
 mutations = _load("ingest/test_mutations.py")
 files = _load("ingest/profiler_files.py")
+xspace = _load("ingest/xspace_writer.py")
 every = _load("robustness/test_every_reader.py")
 Chance = random.Random
 ODD = [None, -1, 0, 1, 59, 60, 2**31, 2**32, 2**62, -(2**63), 2**63 - 1, 0.5, 1e308, float("inf"),
        "", "x", "7", "aten::mm, seq = 99999999999999999999, sizes = [[1]]", b"\0\xff", b"x" * 5000,
        "\ud7ff\U0010ffff", "<script>alert(1)</script>", "a" * 100_000]  # fmt: skip
+
+
+def _written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def _snapshot() -> bytes:
+    """What the allocator would write after three steps that leak."""
+    m = Allocator()
+    training = Training(m, leak=MIB)
+    for _ in range(3):
+        training.step()
+    return m.pickled()
+
+
+def _timeline() -> bytes:
+    """Of a device and a host, as XLA's profiler derives it from its XPlane file."""
+    names = [("/device:GPU:0", "Stream #13(Compute)"), ("/host:CPU", "python")]
+    events: list[dict[str, object]] = []
+    for pid, (process, thread) in enumerate(names, 1):
+        for what, name in (("process_name", process), ("thread_name", thread)):
+            events.append({"ph": "M", "pid": pid, "tid": 3, "name": what, "args": {"name": name}})
+    for step in range(6):
+        at = step * 1000.0
+        link = {"correlation_id": str(step + 1)}
+        host: dict[str, object] = {"ph": "X", "pid": 2, "tid": 3}
+        events += [
+            {**host, "ts": at, "dur": 990, "name": "train", "args": {"step_num": str(step)}},
+            {**host, "ts": at + 10, "dur": 5, "name": "cuLaunchKernel", "args": link},
+            {"ph": "X", "pid": 1, "tid": 3, "ts": at + 20, "dur": 500.25, "name": "gemm",
+             "args": {**link, "kernel_details": "regs:8 grid:4,1,1 block:32,1,1"}},
+        ]  # fmt: skip
+    return json.dumps({"traceEvents": events}).encode()
+
 
 SEEDS: dict[str, Callable[[Path], Path]] = {
     "nsys": lambda folder: files.nsys(folder / "seed.sqlite", processes=2),
@@ -47,7 +92,17 @@ SEEDS: dict[str, Callable[[Path], Path]] = {
     "rocpd": lambda folder: files.rocpd(folder / "seed.db"),
     "rocpd 4": lambda folder: files.rocpd(folder / "seed4.db", 4),
     "rocprofv3": lambda folder: files.rocprof_json(folder / "seed_results.json"),
+    "xplane": lambda folder: _written(folder / "seed.xplane.pb", xspace.jax_training()),
+    "xplane unmarked": lambda folder: _written(
+        folder / "unmarked.xplane.pb", xspace.jax_training(marks=False)
+    ),
+    "xla timeline": lambda folder: _written(folder / "seed.trace.json", _timeline()),
+    "snapshot": lambda folder: _written(folder / "seed.pickle", _snapshot()),
 }
+LOGDIR = "logdir"
+"""What TensorFlow's and JAX's profilers write: a folder of files of several hosts."""
+SUFFIXES = {"rocprofv3": ".json", "xla timeline": ".trace.json", "snapshot": ".pickle",
+            "xplane": ".xplane.pb", "xplane unmarked": ".xplane.pb"}  # fmt: skip
 
 
 # -- how ------------------------------------------------------------------------------------------
@@ -109,6 +164,11 @@ def other_columns(db: sqlite3.Connection, chance: Chance) -> None:
 def rows_twice(db: sqlite3.Connection, chance: Chance) -> None:
     table = chance.choice(tables(db))
     for _ in range(chance.choice([1, 6])):
+        (pages,), (page,) = (
+            db.execute(f"PRAGMA {what}").fetchone() for what in ("page_count", "page_size")
+        )
+        if pages * page > LARGEST:
+            return
         try:
             db.execute(f'INSERT INTO "{table}" SELECT * FROM "{table}"')
         except sqlite3.Error:
@@ -125,9 +185,12 @@ def mutated(number: int, seed: bytes, path: Path) -> str:
     """Writes the number-th mutant; its story."""
     chance = random.Random(number)
     story = []
-    if not seed.startswith(b"SQLite"):
+    if seed.startswith(b"{"):
         path.write_bytes(every.mutated(seed, every.JSON, chance))
         return f"{number}: JSON"
+    if not seed.startswith(b"SQLite"):
+        path.write_bytes(_of_bytes(seed, chance))
+        return f"{number}: bytes"
     path.write_bytes(seed)
     if chance.random() < 0.75:
         with sqlite3.connect(path) as db:
@@ -144,6 +207,63 @@ def mutated(number: int, seed: bytes, path: Path) -> str:
     return f"{number}: {' + '.join(story)}"
 
 
+def _of_bytes(seed: bytes, chance: Chance) -> bytes:
+    """A binary file, harmed once or a few times; a pickle's values changed as well."""
+    if seed.startswith(b"\x80") and chance.random() < 0.5:
+        return pickle.dumps(_other_values(pickle.loads(seed), chance))
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        if seed:
+            seed = chance.choice([*BYTES, _false_length])(seed, chance)
+    return seed
+
+
+def _false_length(data: bytes, chance: Chance) -> bytes:
+    """Where a length or a number stands, perhaps, a greater one."""
+    at = chance.randrange(len(data))
+    greater = chance.choice([b"\xff" * 9 + b"\x01", b"\xff" * 4 + b"\x7f", b"\xff\xff\x03", b"\0"])
+    return data[:at] + greater + data[at + chance.choice([1, 2, len(greater)]) :]
+
+
+def _other_values(value: object, chance: Chance) -> object:
+    """Values of other kinds in random places of lists and dictionaries."""
+    odd = [*mutations.VALUES, *mutations.NUMBERS, *mutations.HOSTILE_NAMES]
+    for _ in range(chance.choice([1, 3, 30])):
+        at: object = value
+        while isinstance(at, dict | list) and at:
+            key = chance.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            if isinstance(at[key], dict | list) and at[key] and chance.random() < 0.9:
+                at = at[key]
+                continue
+            at[key] = chance.choice(odd)
+            break
+    return value
+
+
+def damaged_logdir(number: int, seeds: dict[str, bytes], folder: Path) -> str:
+    """Writes the number-th log directory of two hosts, some of its files mutants; its story."""
+    chance = random.Random(number)
+    shutil.rmtree(folder, ignore_errors=True)
+    place = folder / "plugins" / "profile" / "2026_01_01"
+    place.mkdir(parents=True)
+    story = []
+    for host in ("a", "b"):
+        plane, timeline = place / f"{host}.xplane.pb", place / f"{host}.trace.json.gz"
+        data = {plane: seeds["xplane"], timeline: gzip.compress(seeds["xla timeline"])}
+        for file, sound in data.items():
+            what = chance.choice(["sound", "sound", "bytes", "bytes", "inside", "none", "odd"])
+            story.append(what)
+            if what == "odd":
+                every.replace_file(file, chance)
+            elif what == "inside" and file is timeline:
+                text = every.mutated(seeds["xla timeline"], every.JSON, chance)
+                file.write_bytes(gzip.compress(text))
+            elif what in ("bytes", "inside"):
+                file.write_bytes(_of_bytes(sound, chance))
+            elif what == "sound":
+                file.write_bytes(sound)
+    return f"{number}: {' '.join(story)}"
+
+
 # -- what must hold -------------------------------------------------------------------------------
 
 
@@ -153,19 +273,40 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {name: make(folder).read_bytes() for name, make in SEEDS.items()}
 
 
-@pytest.mark.parametrize("name", SEEDS)
+def chunks() -> list[tuple[str, int, int]]:
+    """Formats, and numbers of mutants: a test each."""
+    total = MUTANTS or SAMPLE
+    firsts = range(0, total, CHUNK)
+    return [(name, n, min(n + CHUNK, total)) for name in (*SEEDS, LOGDIR) for n in firsts]
+
+
+@pytest.mark.parametrize(("name", "first", "last"), chunks())
 def test_a_mutated_file_is_read_or_refused_in_a_line(
-    name: str, seeds: dict[str, bytes], tmp_path: Path
+    name: str, first: int, last: int, seeds: dict[str, bytes], tmp_path: Path
 ) -> None:
     outcomes = []
-    for number in range(MUTANTS or SAMPLE):
-        path = tmp_path / f"mutant{'.json' if name == 'rocprofv3' else '.sqlite'}"
+    path = tmp_path / f"mutant{SUFFIXES.get(name, '.sqlite')}"
+    for number in range(first, last):
+        act = mutations.analysing if MUTANTS or number % 8 == 0 else _reading
         path.unlink(missing_ok=True)
-        story = mutated(number, seeds[name], path)
-        act = mutations.analysing if number % 8 == 0 else _reading
-        outcomes.append(mutations.check(act, f"{name} {story}", path.read_bytes(), path))
+        if name == LOGDIR:
+            story = damaged_logdir(number, seeds, tmp_path / LOGDIR)
+            outcomes.append(mutations.hold(act, f"{name} {story}", tmp_path / LOGDIR))
+        else:
+            story = mutated(number, seeds[name], path)
+            outcomes.append(mutations.hold(act, f"{name} {story}", path))
     assert outcomes.count("read") > len(outcomes) // 40  # else the mutations prove nothing
 
 
+@pytest.mark.parametrize("name", SEEDS)
+def test_every_sound_file_is_analysed(name: str, seeds: dict[str, bytes], tmp_path: Path) -> None:
+    """Else the mutants would prove nothing."""
+    path = _written(tmp_path / f"sound{SUFFIXES.get(name, '.sqlite')}", seeds[name])
+    assert mutations.hold(mutations.analysing, name, path) == "read"
+
+
 def _reading(path: Path) -> None:
-    read_trace(str(path))
+    if path.is_dir() or path.suffix == ".pickle":
+        open_run(str(path))
+    else:
+        read_trace(str(path))

@@ -35,9 +35,10 @@ class RpdReader(Reader):
             if not db.has("rocpd_api") and not db.has("rocpd_op"):
                 return _rocpd(source, db)
             rpd = Rpd(db)
-            host, device, counters = rpd.host(), rpd.device(), rpd.counters()
+            host, device = [rpd.host()], [rpd.device()]
+            counters = rpd.counters()
             meta = _meta(source, db)
-        return trace_of(meta, [host], [device], rpd.inputs, [], counters)
+        return trace_of(meta, host, device, rpd.inputs, [], counters)
 
 
 class RocpdReader(Reader):

@@ -143,12 +143,16 @@ def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, trainin
     assert seen == [False] * 4 + [True] * 2 + [False] * 6
 
 
-def test_weights_updated_by_hand_without_a_loader_have_a_window(
-    tmp_path: Path, training: Any
+@pytest.mark.parametrize("loader", [False, True])
+def test_where_weights_are_updated_by_hand_a_window_has_the_steps_that_it_says(
+    tmp_path: Path, training: Any, loader: bool
 ) -> None:
+    data = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(40)]
     with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM):
-        for _ in range(40):
-            training.loss((torch.randn(2, 4), torch.randn(2, 1))).backward()
+        batches = torch.utils.data.DataLoader(data, batch_size=None) if loader else data
+        for number, batch in enumerate(batches):
+            with torch.profiler.record_function(f"mine#{number}"):
+                training.loss(batch).backward()
             for p in training.net.parameters():
                 p.data -= 0.01 * p.grad
                 p.grad = None
@@ -156,7 +160,14 @@ def test_weights_updated_by_hand_without_a_loader_have_a_window(
     assert len(record.steps) == 40
     assert [event["state"] for event in record.of_kind("window")] == ["open", "done"]
     (trace,) = (tmp_path / "run").glob("rank0/trace_w*.json.gz")
-    assert len(steps_of(trace)) == 5
+    said = record.of_kind("window")[-1]["steps"]
+    numbers = steps_of(trace)
+    assert [numbers[0], numbers[-1]] == said and len(numbers) == 5
+    with gzip.open(trace) as file:
+        names = {e.get("name", "") for e in json.load(file)["traceEvents"]}
+    mine = sorted(int(name[5:]) for name in names if str(name).startswith("mine#"))
+    # without a loader a step's end is seen when the next forward begins, inside of our range
+    assert mine == (numbers if loader else [*numbers[1:], numbers[-1] + 1])
 
 
 def test_where_ends_of_steps_are_never_seen_at_once_that_is_why_there_is_no_window(

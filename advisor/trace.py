@@ -20,6 +20,8 @@ PYTORCH, TENSORFLOW, JAX, CUDA = "pytorch", "tensorflow", "jax", "cuda"
 """In ``TraceMeta.framework``."""
 TF_DATA = "tf.data::"
 """How the name of a wait for TensorFlow's input pipeline begins."""
+ANOTHER_TRACE = "of another trace behind the first one in the same file"
+"""Why events were left out that nobody counted."""
 STEP_MARKS = ("StepTraceAnnotation", "step_num", "program")
 """In ``TraceMeta.step_marks``: JAX's, TensorFlow's, and the period of a program that is called
 again and again."""

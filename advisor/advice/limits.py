@@ -12,6 +12,7 @@ from advisor.advice.longer import longer_steps
 from advisor.advice.memory import memory_limits
 from advisor.advice.recorded import window_lines
 from advisor.intervals import covered, intersect, union
+from advisor.trace import ANOTHER_TRACE
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -66,6 +67,9 @@ def limits(a: Analysis, run: Run) -> list[str]:
             f"{longer_steps(a)}"
         )
     for reason, count in meta.events_dropped.items():
+        if reason == ANOTHER_TRACE:
+            found.append("Another trace follows in the same file: it is left out. Split the file.")
+            continue
         found.append(f"{count:,} event{'' if count == 1 else 's'}: {reason}.")
     if a.steps.source == "whole trace":
         found.append(

@@ -85,8 +85,10 @@ class Recorded:
 
     @cached_property
     def outside(self) -> int:
-        """Time between the steps that went into validation, checkpoints and the like, ns."""
-        return sum(step.evaluation for step in self.steps if 0 <= step.evaluation < LARGEST)
+        """Time between the steps that went into validation, checkpoints and the like, ns. Before
+        the first step lie imports, the making of the model and the like: not between steps."""
+        told = (step.evaluation for step in self.steps if step.n)
+        return sum(length for length in told if 0 <= length < LARGEST)
 
     @cached_property
     def count(self) -> int:

@@ -11,6 +11,7 @@ import polars as pl
 from advisor.ingest.assemble import Assembler, Facts
 from advisor.ingest.split import Splitter
 from advisor.trace import (
+    ANOTHER_TRACE,
     CALLS,
     CUDA,
     JAX,
@@ -47,6 +48,8 @@ def describe(
     dropped = dict(assembler.dropped)
     if splitter.cut_events:
         dropped["cut off at the end of a truncated file"] = splitter.cut_events
+    if splitter.followed:
+        dropped[ANOTHER_TRACE] = 1
     if splitter.skipped:
         dropped["stretches without events"] = splitter.skipped
     for label, count in assembler.ignored.items():

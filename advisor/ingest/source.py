@@ -30,9 +30,12 @@ PACKINGS = (".gz", ".zst", ".zstd")
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _ZSTD_WINDOW = 1 << 27  # what the zstd tool accepts without being asked to take more memory
+_FIRST_NAME = 512
+"""Bytes of a zip archive in which its first member is named."""
+_GIVE = "give a PyTorch profiler trace"
 _OTHER_PACKINGS = (
     (b"PK\x03\x04", "a zip archive; unpack it and give the JSON in it"),
-    (b"PK\x05\x06", "an empty zip archive; give a PyTorch profiler trace"),
+    (b"PK\x05\x06", f"an empty zip archive; {_GIVE}"),
     (b"\xfd7zXZ\x00", "packed with xz; unpack it first (xz -d)"),
     (b"BZh", "packed with bzip2; unpack it first (bzip2 -d)"),
     (b"\x04\x22\x4d\x18", "packed with lz4; unpack it first (lz4 -d)"),
@@ -83,6 +86,8 @@ class Source:
             head = self._read(file, PACKED_BLOCK)
             if not head:
                 raise AdvisorError(f"{self.path}: the file is empty; record the trace again")
+            if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:_FIRST_NAME]:
+                raise AdvisorError(f"{self.path}: a checkpoint (torch.save); {_GIVE}")
             for magic, advice in _OTHER_PACKINGS:
                 if head.startswith(magic):
                     raise AdvisorError(f"{self.path}: {advice}")

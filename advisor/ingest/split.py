@@ -57,6 +57,8 @@ class Splitter:
     """Events lost at the cut of a truncated file (0 or 1)."""
     skipped: int = 0
     """Stretches of text without a single event in them, left out."""
+    followed: bool = False
+    """Another trace follows in the same file (``cat a.json b.json``): it is left out."""
 
     def pieces(self) -> Iterator[bytes]:
         """Yield pieces. Raises AdvisorError when there is no list of events at all."""
@@ -178,6 +180,11 @@ class Splitter:
                 bytes(whole["traceEvents"])[:1], "a number"
             )
             return f"traceEvents is not a list but {kind}; give a PyTorch profiler trace"
+        if {"schema", "nodes"} <= whole.keys():
+            return (
+                "an execution trace (ExecutionTraceObserver), which says what ran and not how "
+                "long; give a trace written by export_chrome_trace or tensorboard_trace_handler"
+            )
         keys = ", ".join(_shown(key) for key in sorted(whole)[:4]) or "no keys"
         return (
             f"JSON without traceEvents (it has {keys}); give a trace written by "
@@ -220,9 +227,11 @@ class Splitter:
             size += len(block)
             if size <= TAIL_LIMIT:
                 parts.append(block)
-        if size > TAIL_LIMIT:
-            return
         tail = b"".join(parts).strip()
+        if not self.bare_list and _EVENTS.search(tail):
+            self.followed = True
+        elif size > TAIL_LIMIT:
+            return
         if self.bare_list or tail == b"}" or self._read_fields(_EMPTY_LIST, tail):
             return
         end = object_end(tail)  # something after the closing brace, or no closing brace
@@ -359,6 +368,8 @@ def _list_end(rest: bytes, *, bare: bool) -> int | None:
             follows = not tail.strip(SPACE + b",;")
         else:
             follows = _decode_fields(_EMPTY_LIST + tail, repair=attempt < 2) is not None
+        if follows and _EVENTS.search(rest, 0, position):  # the end of another trace, behind ours
+            return None
         if follows:  # in a text that is cut off it may be a bracket inside the last event
             last = rest[_last_cut(rest[:position]) + 1 : position]
             return position if not last.strip() or _is_json(last) else None

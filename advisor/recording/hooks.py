@@ -409,6 +409,8 @@ def _forward(
 
     def forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = here[1]
+        if here[3] and here[6] and not here[5]:
+            on.drain()  # of an optimizer that is not seen, a step's end is known by now
         if here[2]:
             on.entered(FORWARD)
         here[1] = FORWARD

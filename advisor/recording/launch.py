@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -51,8 +52,23 @@ def command_line(program: list[str]) -> list[str]:
         beside = Path(sys.executable).with_name(first)
         if beside.is_file():
             return [str(beside), *program[1:]]
+        if _for_python(Path(first)):
+            return [sys.executable, *program]
         raise AdvisorError(f"{first}: neither a script (*.py) nor a command on the path")
     return [found, *program[1:]]
+
+
+def _for_python(path: Path) -> bool:
+    """Whether Python would run it: a folder or an archive with a ``__main__``, or a script that
+    says so in its first line and is no command (``chmod +x``)."""
+    if path.is_dir():
+        return (path / "__main__.py").is_file()
+    try:
+        with path.open("rb") as file:
+            line = file.readline(200)
+    except OSError:
+        return False
+    return (line.startswith(b"#!") and b"python" in line) or zipfile.is_zipfile(path)
 
 
 def record(words: list[str], options: Mapping[str, Any]) -> int:

@@ -25,6 +25,7 @@ AROUND = (
     "torch.optim.lr_scheduler",
     "torch.amp.grad_scaler",
     "torch.nn.modules.module",  # an outermost call, whose forward has ended
+    "torch.fx.graph_module",  # around the call of an exported or a traced module
 )
 """Modules whose functions are around the hooks at the end of a step, without a gap …"""
 STARTERS = (

@@ -569,7 +569,8 @@ class Session:
         if not self.here():
             windows.note(window, duration)
         else:
-            windows.step(number + 1, window, duration)
+            # without an optimizer, a step is known to have ended when the next one is nearly over
+            windows.step(number + 1 + self.steps.undecided, window, duration)
             self._settle()
 
     def _emit_inferred(self, step: Inferred) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from advisor.recording.clock import OPTIMIZER, Clock
+from advisor.recording.clock import OPTIMIZER, OTHER, Clock
 
 MAX_HELD = 1024
 """Segments kept while it is unknown whether an optimizer will ever step."""
@@ -91,6 +91,8 @@ class StepFinder:
         self._stepped = False
         self._trained_here = False
         """The loader that is being fetched from has been trained with."""
+        self._rest: tuple[int, list[int]] | None = None
+        """When an optimizer stepped last in this segment, and the time in each phase until then."""
         self._held: list[Segment] = []
         self._optimizers: dict[int, int] = {}
         self._primary: int | None = None
@@ -190,6 +192,8 @@ class StepFinder:
         self._stepped = True
         if self.outside and not self.explicit and not self.clock.stack:
             self._end_outside(now)
+        elif not self.clock.stack:
+            self._rest = now, self.clock.acc.copy()
 
     def applied(self, now: int) -> None:
         """A backward begins, and weights or gradients were changed since the last one."""
@@ -256,6 +260,11 @@ class StepFinder:
         """Recording ends: a step that is complete is kept, one that is not is dropped."""
         if self.explicit:
             return
+        if self.open and self._rest is not None:  # what follows until the program's end is no step
+            (now, phases), self._rest = self._rest, None
+            self.clock.last, self.clock.cur = now, OTHER
+            self.clock.acc = phases
+            self.unmarked()
         if self.open and (self._stepped or (self._first is not None and self._backwards)):
             self._close(now)
         if self._first is not None:
@@ -324,6 +333,7 @@ class StepFinder:
         self.begun = now
         self._batches = self._forwards = self._backwards = 0
         self._stepped = False
+        self._rest = None
         return segment
 
     def _close(self, now: int) -> None:

@@ -212,6 +212,8 @@ class Windows:
         elif self.enabled and self._first_due and number:
             steps = f"{number} step{'s' * (number != 1)}"
             why = f"the run has {steps}; the first window opens after {self.at}"
+            if number > self.at:
+                why = f"where {'a step' if number == 1 else 'the steps'} ended was only known later"
             self._tell(
                 {"window": self._number + 1, "reason": "schedule", "state": "never", "why": why}
             )

@@ -162,7 +162,7 @@ def recorded(report: Report) -> list[str]:
     if view.outside_ns and (view.outside_share or 0.0) >= OUTSIDE:
         parts.append(
             f"{t.time(view.outside_ns)} ({t.percent(view.outside_share)}) between steps: "
-            "validation, checkpoints and the like"
+            "validation, rollouts, checkpoints and the like"
         )
     if view.phases and report.scope.step_source != "record":
         shown = ", ".join(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis import Analysis
+from advisor.analysis.families import MATRIX, op_families
 from advisor.analysis.names import matches
 from advisor.intervals import Intervals, covered, intersect, union
 from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
@@ -19,6 +21,8 @@ from advisor.text import counted
 NODE = r"^autograd::engine::evaluate_function"
 """One node of the graph in the backward pass."""
 FORWARD = r"^aten::"
+RECURRENT = r"^aten::(lstm|gru|rnn)"
+"""Layers that are one operator and do the matrix products inside."""
 
 Rows = NDArray[np.int64]
 
@@ -35,6 +39,10 @@ class EvalWithoutNoGrad(Rule):
     is in any backward pass of the trace are counted, in steps in which others are. A few are normal
     (an output that the loss does not use). Operators that make no node do not count, and under
     ``no_grad`` and ``inference_mode`` none has a number.
+
+    Among them must be the work of a layer (matrix product, convolution, attention, normalisation,
+    recurrence). Elementwise operators alone are no model: distributions check their arguments so,
+    and accuracies are computed, and nothing of it is kept.
 
     A trace without any backward pass says nothing, for it may lie outside.
     """
@@ -118,6 +126,8 @@ class EvalWithoutNoGrad(Rule):
         if share < self.min_share or lost < self.min_step * a.span_ns:
             return
         here = unmatched[covered(ts[unmatched], ts[unmatched] + 1, a.spans) > 0]
+        if not _of_a_model(cpu["name"].gather(here)).any():
+            return
         count = round(float(np.median(by_step)))
         yield Finding(
             summary=(
@@ -169,11 +179,13 @@ class EvalWithoutNoGrad(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Validation under no_grad; training alone; an unused output; no backward in the trace."""
+        """Validation under no_grad; training alone; an unused output; a distribution that checks
+        its arguments; no backward in the trace."""
         return {
             "no_grad": (_trace(24, graph=False), "np.median(by_step) < self.min_numbers"),
             "training alone": (_trace(0), "np.median(by_step) < self.min_numbers"),
             "an unused output": (_trace(2), "min_numbers"),
+            "arguments that are checked": (_trace(24, name="aten::abs"), "_of_a_model"),
             "no backward pass in the trace": (_trace(24, backward=False), "not nodes.any()"),
         }
 
@@ -187,13 +199,24 @@ def _made(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:
     return forward[made], first[made], last[made]
 
 
+def _of_a_model(names: pl.Series) -> pl.Series:
+    """Operators that a layer is made of."""
+    layers = [*MATRIX, "normalisation"]
+    return op_families(names).is_in(layers).fill_null(value=False) | matches(names, RECURRENT)
+
+
 def _spans(a: Analysis, found: NDArray[np.intp] | Rows) -> Intervals:
     ts = a.trace.cpu["ts"].to_numpy()[found]
     return union(ts, ts + a.trace.cpu["dur"].to_numpy()[found])
 
 
 def _trace(
-    more: int, *, graph: bool = True, backward: bool = True, gpu: bool = True
+    more: int,
+    *,
+    graph: bool = True,
+    backward: bool = True,
+    gpu: bool = True,
+    name: str = "aten::linear",
 ) -> TraceBuilder:
     b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
     at = 0
@@ -213,6 +236,6 @@ def _trace(
                     work("autograd::engine::evaluate_function: AddmmBackward0", number)
             at += 12
             for _ in range(more):
-                work("aten::linear", at if graph else None)
+                work(name, at if graph else None)
                 at += 1
     return b

@@ -207,6 +207,10 @@ def packed_by(kind: str) -> bytes:
     if kind == "zip":
         with zipfile.ZipFile(buffer, "w") as archive:
             archive.writestr("trace.json", TEXT)
+    elif kind == "checkpoint":  # as torch.save writes it
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("weights/data.pkl", b"\x80\x02}.")
+            archive.writestr("weights/data/0", bytes(16))
     elif kind == "empty zip":
         zipfile.ZipFile(buffer, "w").close()
     else:
@@ -218,6 +222,7 @@ def packed_by(kind: str) -> bytes:
     ("kind", "said"),
     [
         ("zip", "a zip archive; unpack it and give the JSON in it"),
+        ("checkpoint", "a checkpoint (torch.save); give a PyTorch profiler trace"),
         ("empty zip", "an empty zip archive; give a PyTorch profiler trace"),
         ("xz", "packed with xz; unpack it first (xz -d)"),
         ("bzip2", "packed with bzip2; unpack it first (bzip2 -d)"),

@@ -20,8 +20,11 @@ from advisor.ingest import source as source_module
 from advisor.ingest import split as split_module
 from advisor.ingest.damage import sanitise, scan, segments
 from advisor.ingest.decode import decode_piece
+from advisor.ingest.reader import ReadOptions
+from advisor.ingest.readers.kineto import Kineto
 from advisor.ingest.source import Source
 from advisor.ingest.split import Splitter, last_boundary
+from advisor.trace import ANOTHER_TRACE
 
 HEAD = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "A"}, {"id": 1, "name": "B"}]}
 TAIL = {"traceName": "t.json", "more": [{"name": 1}], "displayTimeUnit": "ms"}
@@ -456,6 +459,29 @@ def test_blocks_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
             splitter = Splitter(Source("x", given=text), exact=exact, piece_bytes=300)
             assert contents(list(splitter.pieces())) == PLAIN[:30]
             assert splitter.head == {**HEAD, **TAIL}
+
+
+@pytest.mark.parametrize("between", [b"", b"\n", b"\0\0"])
+def test_of_traces_behind_each_other_the_first_is_read(between: bytes) -> None:
+    """``cat a.json b.json``: with both, each instant would be counted twice."""
+    for name, text in layouts(PLAIN[:30]).items():
+        if text.lstrip()[:1] == b"[":
+            continue
+        twice = text + between + text.removeprefix(b"\xef\xbb\xbf")
+        found, splitter = split(twice)
+        assert contents(found) == PLAIN[:30], name
+        assert splitter.followed and not splitter.truncated
+        assert splitter.head == split(text)[1].head
+        # in pieces, the quick way notices that something is wrong, and the exact way what
+        trace = Kineto().read(Source("x", given=twice), ReadOptions(piece_bytes=300, processes=1))
+        assert trace.meta.events_read == 30
+        assert ANOTHER_TRACE in trace.meta.events_dropped
+    assert not split(layouts(PLAIN[:30])["compact"])[1].followed
+
+
+def test_an_execution_trace_is_told_as_one() -> None:
+    said = message(b'{"schema": "1.1.1", "pid": 1, "nodes": [], "finish_ts": 1}')
+    assert said.startswith("an execution trace (ExecutionTraceObserver)")
 
 
 def test_printable_names_in_messages() -> None:

@@ -317,6 +317,29 @@ def test_switched_off_the_program_just_runs(program: Program, tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
+def test_what_python_runs_without_a_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder or an archive with a ``__main__``, and a script that is no command."""
+    import zipapp
+
+    from advisor.errors import AdvisorError
+    from advisor.recording.launch import command_line
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my_folder"
+    folder.mkdir()
+    for text in ("config.yaml", "my_folder"):
+        (tmp_path / "config.yaml").write_text("lr: 0.1\n", "utf-8")
+        with pytest.raises(AdvisorError, match="neither a script"):
+            command_line([text])
+    (folder / "__main__.py").write_text("print('here')\n", "utf-8")
+    zipapp.create_archive(folder, tmp_path / "app.pyz")
+    (tmp_path / "my_script").write_text("#!/usr/bin/env python\nprint('here')\n", "utf-8")
+    for text in ("my_folder", "app.pyz", "my_script"):
+        words = command_line([text, "--lr", "1"])
+        assert words == [sys.executable, text, "--lr", "1"]
+        assert subprocess.check_output(words, text=True) == "here\n"
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

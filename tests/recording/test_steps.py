@@ -77,6 +77,24 @@ def test_a_loop_left_by_break(recorded: Recorded, training: Any) -> None:
     assert len(recorded(run).steps) == 6
 
 
+def test_what_follows_a_loop_left_by_break_is_in_no_step(recorded: Recorded, training: Any) -> None:
+    """To the end of the program no batch is fetched any more."""
+
+    def run() -> None:
+        for number, batch in enumerate(training.loader(10)):
+            training.learn(batch)
+            if number == 5:
+                break
+        time.sleep(0.3)
+        with torch.no_grad():
+            training.net(training.x)
+
+    record = recorded(run)
+    assert len(record.steps) == 6
+    assert record.steps[-1].dur < 0.3e9
+    assert record.steps[-1].phases.keys() >= {"data", "forward", "backward", "optimizer"}
+
+
 def test_a_batch_that_is_fetched_and_not_used(recorded: Recorded, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(10)):

@@ -143,6 +143,62 @@ def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, trainin
     assert seen == [False] * 4 + [True] * 2 + [False] * 6
 
 
+@pytest.mark.parametrize("loader", [False, True])
+def test_where_weights_are_updated_by_hand_a_window_has_the_steps_that_it_says(
+    tmp_path: Path, training: Any, loader: bool
+) -> None:
+    data = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(40)]
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM):
+        batches = torch.utils.data.DataLoader(data, batch_size=None) if loader else data
+        for number, batch in enumerate(batches):
+            with torch.profiler.record_function(f"mine#{number}"):
+                training.loss(batch).backward()
+            for p in training.net.parameters():
+                p.data -= 0.01 * p.grad
+                p.grad = None
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 40
+    assert [event["state"] for event in record.of_kind("window")] == ["open", "done"]
+    (trace,) = (tmp_path / "run").glob("rank0/trace_w*.json.gz")
+    said = record.of_kind("window")[-1]["steps"]
+    numbers = steps_of(trace)
+    assert [numbers[0], numbers[-1]] == said and len(numbers) == 5
+    with gzip.open(trace) as file:
+        names = {e.get("name", "") for e in json.load(file)["traceEvents"]}
+    mine = sorted(int(name[5:]) for name in names if str(name).startswith("mine#"))
+    # without a loader a step's end is seen when the next forward begins, inside of our range
+    assert mine == (numbers if loader else [*numbers[1:], numbers[-1] + 1])
+
+
+def test_where_ends_of_steps_are_never_seen_at_once_that_is_why_there_is_no_window(
+    tmp_path: Path,
+) -> None:
+    """No loader, no module that is called, no optimizer."""
+    weight = torch.ones(4, requires_grad=True)
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM) as recorder:
+        for number in range(40):
+            if number == 20:
+                wait_for(recorder, lambda session: session.steps.count > 15)
+            (weight * torch.randn(4)).sum().backward()
+            weight.data -= 0.01 * weight.grad
+            weight.grad = None
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 40
+    (never,) = record.of_kind("window")
+    assert never["state"] == "never" and "only known later" in never["why"]
+
+
+def test_an_exported_model_in_a_loop_has_a_window(tmp_path: Path, training: Any) -> None:
+    """It is a ``GraphModule``, whose call lies around that of the module."""
+    model = torch.export.export(training.net, (torch.randn(2, 4),)).module()
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM), torch.inference_mode():
+        for _ in range(40):
+            model(torch.randn(2, 4))
+    record = only_rank(tmp_path / "run")
+    assert record.inference
+    assert [event["state"] for event in record.of_kind("window")] == ["open", "done"]
+
+
 def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
     tmp_path: Path, training: Any
 ) -> None:

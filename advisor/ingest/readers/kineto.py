@@ -55,7 +55,8 @@ class Kineto(Reader):
             again = source.again()
             if again is not None:
                 other_splitter, other = _collect(again, options, began, exact=True)
-                if _worth(other_splitter, other) > _worth(splitter, assembler):
+                better = _worth(other_splitter, other) > _worth(splitter, assembler)
+                if better or other_splitter.followed:
                     splitter, assembler = other_splitter, other
         return _finish(splitter, assembler)
 

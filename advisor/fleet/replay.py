@@ -176,23 +176,30 @@ class Replay:
         self.unwaited = sent & (self.exposed <= HIDDEN * (end - start))
         """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
         here = np.arange(len(cells))
-        self.same = _before_in_group(joined, self.row, rank)
+        self.same = _before_in_group(joined, self.row, rank, _partners(row, rank))
         self.follows = _waited_for(rank, start, end)
         queued = (self.same >= 0) & (start <= end[self.same] + QUEUED_NS)
         queued |= self.follows >= 0
         each = np.where(np.isfinite(self.own), self.own, 0.0)
-        over = np.cumsum(each, axis=1)[rank, step]
+        done = np.cumsum(each, axis=1)[rank, step]
         stood = self.exposed > STOOD_NS + STOOD_SHARE * (end - start)
         stop = _next(stood, rank, step)
-        self.point = np.where(stop >= 0, (progress + self.flight)[stop], over)
+        self.point = np.where(stop >= 0, (progress + self.flight)[stop], done)
         """Own time of the rank to where it cannot go on without each collective: where it stood
         still for it; for one that was hidden, for a later one, or the end of its step."""
-        self.issue = _issued(progress, queued, row, over - each[rank, step], each[rank, step])
+        self.issue = _issued(progress, queued, row, done - each[rank, step], each[rank, step])
         """Own time of the rank to where each was issued."""
         until = _one_after_the_other(self.point.copy(), first)
         stride = float(until.max()) + 1.0
         seen = np.searchsorted(
             until + stride * rank, self.issue + stride * rank + 0.5, side="right"
+        )
+        # what began while the rank stood still for another was not held up by that one
+        over = _one_after_the_other(np.where(stood, end, 0.0), first)
+        stride = float(end.max()) + 1.0
+        seen = np.minimum(
+            seen,
+            np.searchsorted(over + stride * rank, start + stride * rank + TOUCHING_NS, "right"),
         )
         self.before = np.clip(seen, first[rank], here) + rank
         """Slot whose delay each collective begins with."""
@@ -367,12 +374,25 @@ def _next(stood: Bools, rank: Ints, step: Ints) -> Ints:
     return np.where(same, inside, -1)
 
 
-def _before_in_group(joined: Joined, row: Ints, rank: Ints) -> Ints:
+def _partners(row: Ints, rank: Ints) -> Ints:
+    """Of each cell in a row of two the other's rank; -1: it is alone, or with several."""
+    found = np.full(len(row), -1, dtype=np.int64)
+    order = np.argsort(row, kind="stable")
+    first = np.flatnonzero(np.concatenate([[True], row[order][1:] != row[order][:-1]]))
+    two = first[np.diff(np.append(first, len(row))) == 2]
+    found[order[two]], found[order[two + 1]] = rank[order[two + 1]], rank[order[two]]
+    return found
+
+
+def _before_in_group(joined: Joined, row: Ints, rank: Ints, partner: Ints) -> Ints:
     """Of each cell the one before it of its rank and group, which run one after the other; -1:
-    none. Cells are in order of their ranks."""
+    none. Cells are in order of their ranks. Sends are of pairs of ranks: PyTorch gives each pair of
+    a group a communicator of its own, and a stream."""
     names: dict[str, int] = {}
     group = np.array([names.setdefault(key.group, len(names)) for key in joined.keys])
-    of = group[joined.key[row]]
+    sent = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
+    pair = np.where(sent[joined.key[row]], partner, -2)
+    of = group[joined.key[row]] * (int(rank.max(initial=0)) + 3) + pair + 2
     order = np.lexsort((np.arange(len(row)), of, rank))
     found = np.full(len(row), -1, dtype=np.int64)
     same = (of[order][1:] == of[order][:-1]) & (rank[order][1:] == rank[order][:-1])

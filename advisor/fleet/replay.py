@@ -28,15 +28,15 @@ MAX_ERROR = 0.1
 """Of the step: a replay that misses the measured one by more prices nothing."""
 MAX_LOST_ERROR = 0.03
 """Of the step: how far the replay may be off with usual transfers for those of lost ranks."""
-HIDDEN = 0.05
-"""Of a send, exposed: less is what its stream's order leaves over."""
 TOUCHING_NS = 1_000.0
 """A collective that begins within this of the end of the one before may have waited for it."""
 QUEUED_NS = 5_000.0
 """One that begins within this after it was queued behind it on its stream."""
 STOOD_NS, STOOD_SHARE = 10_000.0, 0.03
-"""A rank stood still for a collective if more than this of it was in the open: between kernels that
-hide one there are gaps of a microsecond."""
+"""A rank stood still for a collective if more than this of its last part was in the open: between
+kernels that hide one there are gaps of a microsecond."""
+LAST_NS = 20_000.0
+"""At least that long is the last part of a collective."""
 BAND = 0.15
 """Of a gain, beside the replay's own error: what overlap hides may show once others are earlier."""
 
@@ -173,7 +173,8 @@ class Replay:
         self.row = joined.row[cells]
         self.exposed = joined.exposed[cells]
         sent = np.array([kind == "send_recv" for kind in self.kinds], dtype=np.bool_)[self.key]
-        self.unwaited = sent & (self.exposed <= HIDDEN * (end - start))
+        stood = _stood(rank, start, end, progress, self.flight)
+        self.unwaited = sent & ~stood
         """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
         here = np.arange(len(cells))
         self.same = _before_in_group(joined, self.row, rank, _partners(row, rank))
@@ -182,7 +183,6 @@ class Replay:
         queued |= self.follows >= 0
         each = np.where(np.isfinite(self.own), self.own, 0.0)
         done = np.cumsum(each, axis=1)[rank, step]
-        stood = self.exposed > STOOD_NS + STOOD_SHARE * (end - start)
         stop = _next(stood, rank, step)
         self.point = np.where(stop >= 0, (progress + self.flight)[stop], done)
         """Own time of the rank to where it cannot go on without each collective: where it stood
@@ -212,7 +212,8 @@ class Replay:
         steps by rank."""
         own = np.where(np.isfinite(self.own), self.own, 0.0)
         base = np.cumsum(own, axis=1) - own
-        order = np.lexsort((joined.start[cells], step, rank))
+        # as the summaries have them, whose `work` counts from the one before
+        order = np.lexsort((joined.end[cells], joined.start[cells], step, rank))
         total = np.cumsum(joined.work[cells][order])
         code = (rank * len(self.columns) + step)[order]
         begin = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]]))
@@ -361,6 +362,22 @@ class Replay:
     def of_kind(self, kind: str) -> Bools:
         """Which of its collectives (cells) are of a kind."""
         return np.array([each == kind for each in self.kinds], dtype=np.bool_)[self.key]
+
+
+def _stood(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Floats) -> Bools:
+    """Whether each rank stood still for each of its collectives until that was over. Not for one of
+    which a part is in the open because the rank stood still for another: where each begins and
+    ends, it is known how far its own time has got, and so what of the last part it stood still."""
+    when, got = np.concatenate([start, end]), np.concatenate([progress, progress + flight])
+    owner = np.concatenate([rank, rank])
+    stride = float(end.max() - min(start.min(), 0.0)) + LAST_NS + 1.0
+    order = np.argsort(when + stride * owner, kind="stable")
+    known = (when + stride * owner)[order]
+    at = order[np.maximum(np.searchsorted(known, end - LAST_NS + stride * rank, "right") - 1, 0)]
+    inside = (owner[at] == rank) & (when[at] >= start)
+    part = end - np.where(inside, when[at], start)
+    still = part - (progress + flight - np.where(inside, got[at], progress))
+    return np.asarray(still > STOOD_NS + STOOD_SHARE * part)
 
 
 def _next(stood: Bools, rank: Ints, step: Ints) -> Ints:

@@ -183,7 +183,7 @@ class Replay:
         queued |= self.follows >= 0
         each = np.where(np.isfinite(self.own), self.own, 0.0)
         done = np.cumsum(each, axis=1)[rank, step]
-        stop = _next(stood, rank, step)
+        stop = _next(stood, rank * len(self.columns) + step, end)
         self.point = np.where(stop >= 0, (progress + self.flight)[stop], done)
         """Own time of the rank to where it cannot go on without each collective: where it stood
         still for it; for one that was hidden, for a later one, or the end of its step."""
@@ -380,15 +380,17 @@ def _stood(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Flo
     return np.asarray(still > STOOD_NS + STOOD_SHARE * part)
 
 
-def _next(stood: Bools, rank: Ints, step: Ints) -> Ints:
-    """Of each cell itself or the next one of its rank and step for which the rank stood still; -1:
-    there is none."""
-    count = len(stood)
-    at = np.where(stood, np.arange(count), count)
-    found = np.minimum.accumulate(at[::-1])[::-1]
-    inside = np.minimum(found, count - 1)
-    same = (found < count) & (rank[inside] == rank) & (step[inside] == step)
-    return np.where(same, inside, -1)
+def _next(stood: Bools, which: Ints, end: Floats) -> Ints:
+    """Of each cell the one of its rank and step (``which``) that is over with it or next after it
+    of those for which the rank stood still; -1: there is none."""
+    stops = np.flatnonzero(stood)
+    if not len(stops):
+        return np.full(len(stood), -1, dtype=np.int64)
+    stride = float(end.max() - min(end.min(), 0.0)) + 1.0
+    stops = stops[np.argsort((end + stride * which)[stops], kind="stable")]
+    at = np.searchsorted((end + stride * which)[stops], end + stride * which, side="left")
+    found = stops[np.minimum(at, len(stops) - 1)]
+    return np.where((at < len(stops)) & (which[found] == which), found, -1)
 
 
 def _partners(row: Ints, rank: Ints) -> Ints:

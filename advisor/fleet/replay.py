@@ -171,6 +171,7 @@ class Replay:
         self.kinds = [key.kind for key in joined.keys]
         self.key = joined.key[joined.row[cells]]
         self.row = joined.row[cells]
+        self.amount = joined.amount[cells]
         self.exposed = joined.exposed[cells]
         sent = np.array([kind == "send_recv" for kind in self.kinds], dtype=np.bool_)[self.key]
         stood = _stood(rank, start, end, progress, self.flight)

@@ -226,7 +226,7 @@ def one_trace(gigabytes: float, *, write: bool) -> None:
     """One rank's trace of that size, as a file and as a job."""
     load = os.getloadavg()[0]
     lines = [
-        "| `advisor analyze` of one trace | its size | time | memory, all processes | of its size |",
+        "| `advisor analyze` of one trace | size | time | memory, all processes | of its size |",
         "|---|---:|---:|---:|---:|",
     ]
     with tempfile.TemporaryDirectory() as temporary:

@@ -19,7 +19,8 @@ from advisor.fleet.sources import Source, locate
 from advisor.fleet.summary import Summary, Unread
 from advisor.fleet.task import Order, Wanted, reason
 from advisor.fleet.work import SECONDS, results
-from advisor.remote.urls import shown
+from advisor.ingest.directory import MOST_ELSEWHERE
+from advisor.remote.urls import is_url, shown
 
 if TYPE_CHECKING:
     from advisor.fleet.cluster import Cluster
@@ -123,14 +124,27 @@ def study(
     return report
 
 
+def is_many(places: Sequence[str]) -> bool:
+    """Whether there are more ranks than are held at once, or more files elsewhere."""
+    found = _located(places)
+    return _ranks(found) > MANY or sum(is_url(source.at) for source in found) > MOST_ELSEWHERE
+
+
 def count_ranks(places: Sequence[str]) -> int:
     """How many ranks there are, by the names of the files: numbers behind ``rank``, else processes
     as PyTorch names their files (``<host>_<pid>.<time>.pt.trace.json``). What has neither name may
     be one rank's windows and is not counted. 0: nothing there that can be read."""
+    return _ranks(_located(places))
+
+
+def _located(places: Sequence[str]) -> list[Source]:
     try:
-        found = locate(places)
+        return locate(places)
     except AdvisorError:
-        return 0
+        return []
+
+
+def _ranks(found: Sequence[Source]) -> int:
     names = (Path(source.url).name for source in found if source.rank is None)
     processes = {name.partition(".")[0] for name in names if ".pt.trace.json" in name}
     return len({source.rank for source in found} - {None}) + len(processes)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.fleet.align import medians
+from advisor.fleet.bands import OTHERS, band_name
 from advisor.fleet.odd import Fleet, Seen
 from advisor.fleet.replay import Change, Gain, Replay
 from advisor.fleet.summary import Advice
@@ -24,22 +25,22 @@ ALL_OVER = 0.01
 
 def price(fleet: Fleet, replay: Replay, seen: Seen) -> Gain:
     """Without what was seen: the rank like the others, the work spread evenly, the link as fast."""
-    at = list(seen.who.places)
+    at, kind = list(seen.who.places), band_name(seen.kind, moves=seen.moves)
     if seen.kind == "network":
-        return _faster(fleet, replay, at)
+        return _faster(fleet, replay, at, kind)
     if seen.kind == "pipeline":
-        return replay.gain(replay.scaled(_balanced(fleet, replay)))
+        return replay.gain(replay.scaled(_balanced(fleet, replay)), kind)
     usual = usual_work(fleet, replay, set() if seen.moves else set(at))
     if seen.moves:
-        return replay.gain(_no_last(replay, usual))
+        return replay.gain(_no_last(replay, usual), kind)
     change = _like_the_others(replay, usual, at)
     if seen.kind == "imbalance":
         change = _spread(fleet, replay, change, at)
     if seen.note == "late":
         entry = replay.entry.copy()
         entry[at] = np.minimum(entry[at], np.median(np.delete(replay.entry, at)))
-        change = change._replace(entry=entry)
-    return replay.gain(change)
+        change, kind = change._replace(entry=entry), OTHERS
+    return replay.gain(change, kind)
 
 
 class Usual(NamedTuple):
@@ -207,17 +208,17 @@ def _balanced(fleet: Fleet, replay: Replay) -> Floats:
     return _repeated(factor, replay)
 
 
-def _faster(fleet: Fleet, replay: Replay, at: Sequence[int]) -> Gain:
+def _faster(fleet: Fleet, replay: Replay, at: Sequence[int], kind: str) -> Gain:
     """Transfers of some ranks as fast as the same ones of groups without them.
 
     Where each group has one of them, nothing tells what its transfers would take: those are taken
     as slow by the same factor as the others, and the band reaches down to what is worth without
     that."""
     share, known = _slower(fleet, replay, at)
-    gain = replay.gain(Change(transfer=replay.transfer * share))
+    gain = replay.gain(Change(transfer=replay.transfer * share), kind)
     if known.all():
         return gain
-    least = replay.gain(Change(transfer=replay.transfer * np.where(known, share, 1.0)))
+    least = replay.gain(Change(transfer=replay.transfer * np.where(known, share, 1.0)), kind)
     return gain._replace(low=min(gain.low, least.low))
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.fleet.bands import OTHERS, bands
 from advisor.fleet.join import Joined
 from advisor.fleet.profile import Profile
 from advisor.fleet.summary import Summary
@@ -37,8 +38,6 @@ STOOD_NS, STOOD_SHARE = 10_000.0, 0.03
 kernels that hide one there are gaps of a microsecond."""
 LAST_NS = 20_000.0
 """At least that long is the last part of a collective."""
-BAND = 0.15
-"""Of a gain, beside the replay's own error: what overlap hides may show once others are earlier."""
 
 
 class Gain(NamedTuple):
@@ -325,16 +324,18 @@ class Replay:
         took = self.ends(change) - self.entry
         return float(took[self.whole].mean()) / len(self.columns)
 
-    def gain(self, change: Change) -> Gain:
-        """What the job's step is shorter by, ns, with its band.
+    def gain(self, change: Change, kind: str = OTHERS) -> Gain:
+        """What the job's step is shorter by, ns, with its band: as far as predictions of that kind
+        (see :mod:`advisor.fleet.bands`) were off, and by the replay's own error.
 
         Raises ValueError: nothing is replayed.
         """
         if self.reason:
             raise ValueError(self.reason)
         gain = self.base - self.step(change)
-        half = BAND * abs(gain) + min(abs(self.base - self.measured), abs(gain))
-        return Gain(gain, max(0.0, gain - half), max(0.0, gain + half))
+        band, error = bands().of(kind), min(abs(self.base - self.measured), abs(gain))
+        low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
+        return Gain(gain, max(0.0, low - error), max(0.0, high + error))
 
     def scaled(self, factor: Floats) -> Change:
         """The own work of each rank in each step times ``factor`` (ranks x steps)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -83,7 +84,7 @@ def study(
     chosen = wanted or Wanted()
     if not chosen.config:
         chosen = structs.replace(chosen, config=read_config())
-    orders = [Order(source=source, wanted=chosen) for source in found]
+    orders = [Order(source=source, wanted=chosen) for source in _unsure(found)]
     done = Done(total=len(orders))
     say = told or (lambda _: None)
     summaries: list[Summary] = []
@@ -122,6 +123,17 @@ def study(
     report.version = report.version or advisor.__version__
     report.seconds = time.monotonic() - started
     return report
+
+
+def _unsure(found: Sequence[Source]) -> list[Source]:
+    """Names that several files share may count the ranks of each host: then the traces say it."""
+    names = Counter(source.rank for source in found)
+    return [
+        structs.replace(source, rank=None)
+        if names[source.rank] > 1 and not is_url(source.at)
+        else source
+        for source in found
+    ]
 
 
 def is_many(places: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 import advisor.fleet.bands
-from advisor.fleet.bands import OTHERS, Band, Bands, band_name
+from advisor.fleet.bands import OTHERS, Band, Bands, band_name, bands
 from advisor.fleet.diagnose import diagnose
 from advisor.simulation.jobs import FAULTS, HEALTHY, Truth
 from advisor.simulation.programs import LEAST_SHARE, play
@@ -166,6 +166,9 @@ difference is the true gain. Every fault costs at least {LEAST_SHARE:.0%} of the
 Right is who names the kind of the fault first and exactly the ranks that have it, of those whose
 files are whole. A link is slow only where groups tell: over one group of all ranks nothing among
 the ranks says where it is, and what such groups lose is in the true gain all the same.
+
+A gain's band is as wide as predictions were off on other jobs (seeds {bands().seeds}; `--calibrate`), so that
+{bands().inside:.0%} of true gains should be inside.
 
 {arguments.jobs} jobs with a fault and {arguments.healthy} without, {arguments.ranks} ranks each,
 seeds from {arguments.seed:,} on:

@@ -107,7 +107,10 @@ def _spread(fleet: Fleet, replay: Replay, change: Change, at: Sequence[int]) -> 
     share = np.divide(_mean(row, replay.amount, told), most[row], out=np.ones(len(row)), where=told)
     transfer = np.where(theirs & told, replay.transfer * share, replay.transfer)
     # of the ranks that nobody waits for any more some may have no file: what others wait for those
-    transfer = np.fmin(transfer, replay.usual)
+    usual = replay.usual.copy()
+    if (theirs & told).any():
+        usual[told] *= float(np.median(share[theirs & told]))
+    transfer = np.fmin(transfer, usual)
     return Change(work=work, tail=tail, transfer=transfer)
 
 
@@ -215,10 +218,12 @@ def _faster(fleet: Fleet, replay: Replay, at: Sequence[int], kind: str) -> Gain:
     as slow by the same factor as the others, and the band reaches down to what is worth without
     that."""
     share, known = _slower(fleet, replay, at)
-    gain = replay.gain(Change(transfer=replay.transfer * share), kind)
+    # what a rank without a file takes part in holds the wait for it, which may be of them
+    took = np.fmin(replay.transfer * share, np.where(known, replay.usual, np.nan))
+    gain = replay.gain(Change(transfer=took), kind)
     if known.all():
         return gain
-    least = replay.gain(Change(transfer=replay.transfer * np.where(known, share, 1.0)), kind)
+    least = replay.gain(Change(transfer=np.where(known, took, replay.transfer)), kind)
     return gain._replace(low=min(gain.low, least.low))
 
 
@@ -234,13 +239,14 @@ def _slower(fleet: Fleet, replay: Replay, at: Sequence[int]) -> tuple[Floats, Bo
         dtype=np.int64,
     )[key]
     size = np.array([k.size for k in joined.keys], dtype=np.int64)[key]
-    whole = (size == 0) | (joined.seen[row] >= size)
+    whole = (size == 0) | (np.bincount(row)[row] >= size)
     share, known = np.ones(len(row)), ~theirs
     took = usual = 0.0
     for one in np.unique(kind[theirs]).tolist():
         mine = np.flatnonzero(theirs & (kind == one))
         clean = ~theirs & (kind == one) & whole
-        if not clean.any():
+        if not clean.any():  # a group that seems to be without them lacks a member
+            known[kind == one] = False
             continue
         level = float(np.median(replay.transfer[clean]))
         known[mine] = True

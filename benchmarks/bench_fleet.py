@@ -12,6 +12,12 @@ processes as there are cores, and breaks their time down. Its memory is the most
 held together, sampled (RSS), since all ranks stay in it.
 
     python benchmarks/bench_fleet.py --hta-python VENV/bin/python [--hta-ranks 8 64] [--write]
+
+And one rank's trace of any size (``make_big.py``), read by `advisor analyze` as a file and as a job
+of one rank. The memory is what all its processes hold together, sampled (PSS: what several share is
+counted once).
+
+    python benchmarks/bench_fleet.py --one-gb 4 [--write]
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ PAGE = HERE.parent / "docs" / "fleet.md"
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", HERE.parents[1] / "shared" / "traces"))
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 HTA_BEGIN, HTA_END = "<!-- hta: begin -->", "<!-- hta: end -->"
+ONE_BEGIN, ONE_END = "<!-- one: begin -->", "<!-- one: end -->"
 STEPS = 4
 """Of the recording's six: 20 MB of text."""
 
@@ -88,8 +95,8 @@ def hta(folder: str) -> int:
     return len(loaded.get_temporal_breakdown(visualize=False))
 
 
-def watch(command: list[str]) -> dict[str, float]:
-    """Time and memory of a command and its children."""
+def watch(command: list[str], *, shared_once: bool = False) -> dict[str, float]:
+    """Time and memory of a command and its children: RSS, or PSS (slower to ask for)."""
     import psutil
 
     begun, most = time.monotonic(), 0
@@ -99,9 +106,9 @@ def watch(command: list[str]) -> dict[str, float]:
             held = 0
             for one in [parent, *parent.children(recursive=True)]:
                 with suppress(psutil.Error):
-                    held += one.memory_info().rss
+                    held += one.memory_full_info().pss if shared_once else one.memory_info().rss
             most = max(most, held)
-            time.sleep(0.1)
+            time.sleep(0.2 if shared_once else 0.1)
         said = process.stderr.read().decode() if process.stderr else ""
     if process.returncode:
         raise SystemExit(f"{command[0]}: {said.strip()[-500:] or process.returncode}")
@@ -157,7 +164,11 @@ def main() -> None:
     parser.add_argument("--hta-python", help="interpreter that has HolisticTraceAnalysis")
     parser.add_argument("--hta-ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--hta", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--one-gb", type=float, help="one trace of this size, 10^9 bytes, instead")
     given = parser.parse_args()
+    if given.one_gb:
+        one_trace(given.one_gb, write=given.write)
+        return
     if given.hta:
         print(hta(given.hta))
         return
@@ -209,6 +220,32 @@ def beside(python: str, jobs: list[tuple[int, Path]], write: bool) -> None:
         )
         print(lines[-1], file=sys.stderr)
     show("\n".join(lines), HTA_BEGIN, HTA_END, write=write)
+
+
+def one_trace(gigabytes: float, *, write: bool) -> None:
+    """One rank's trace of that size, as a file and as a job."""
+    load = os.getloadavg()[0]
+    lines = [
+        "| `advisor analyze` of one trace | size | time | memory, all processes | of its size |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "rank0.json")
+        make = [sys.executable, str(HERE / "make_big.py"), str(path)]
+        subprocess.run([*make, "--mb", str(gigabytes * 1000)], check=True, stdout=sys.stderr)
+        size = path.stat().st_size
+        out = str(Path(temporary, "report.json"))
+        for more in ([], ["--workers", "2"]):
+            command = [sys.executable, "-m", "advisor", "analyze", str(path), *more]
+            found = watch([*command, "--output", out], shared_once=True)
+            lines.append(
+                f"| {' '.join(more) or 'as it is'} | {size / 1e9:.2f} GB | "
+                f"{found['seconds']:,.0f} s | {found['memory'] / 1e9:.2f} GB | "
+                f"{found['memory'] / size:.2f} |"
+            )
+            print(lines[-1], file=sys.stderr)
+    lines.append(f"\nThe load average was {load:.0f} when it began.")
+    show("\n".join(lines), ONE_BEGIN, ONE_END, write=write)
 
 
 def show(text: str, begin: str, end: str, *, write: bool) -> None:

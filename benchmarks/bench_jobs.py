@@ -3,6 +3,7 @@
     python -m benchmarks.bench_jobs                       # 200 jobs with a fault, 100 without
     python -m benchmarks.bench_jobs --write docs/fleet-accuracy.md
     python -m benchmarks.bench_jobs --ranks 512 --job out.json    # one job's report
+    python -m benchmarks.bench_jobs --calibrate                   # advisor/fleet/bands.json
 
 The figures that are written are of seeds from 1,000,000 on, on which nothing was developed.
 """
@@ -10,6 +11,7 @@ The figures that are written are of seeds from 1,000,000 on, on which nothing wa
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import statistics
 import time
@@ -19,12 +21,23 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+import advisor.fleet.bands
+from advisor.fleet.bands import OTHERS, Band, Bands, band_name, bands
 from advisor.fleet.diagnose import diagnose
 from advisor.simulation.jobs import FAULTS, HEALTHY, Truth
 from advisor.simulation.programs import LEAST_SHARE, play
 from advisor.simulation.score import KIND, Score, judge
 from advisor.simulation.summaries import summarise_all
 
+CALIBRATED = 2_000
+"""First seed of the jobs that bands are told by; below 10,000 too."""
+EACH = 50
+"""Jobs of each fault, likewise."""
+INSIDE = 0.85
+"""Of true gains, that a band is to hold: more than is promised (0.8), since jobs differ."""
+BANDS = Path(advisor.fleet.bands.__file__).with_name("bands.json")
 REPORTED = 1_000_000
 """First seed of what is reported; development was on seeds below 10,000."""
 ROOT = Path(__file__).parents[1]
@@ -72,8 +85,8 @@ def table(found: list[Case], ranks: int) -> str:
     """The results, as Markdown."""
     lines = [
         "| fault | jobs | kind right | kind and who right | others blamed | predicted ÷ true gain "
-        "| true gain in the band |",
-        "|---|---|---|---|---|---|---|",
+        "| true gain in the band | width of the band ÷ gain |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     by_kind: dict[str, list[Case]] = defaultdict(list)
     for case in found:
@@ -90,12 +103,14 @@ def table(found: list[Case], ranks: int) -> str:
             for case in cases_of
             if case.score.gain_ns is not None
         ]
-        bands = [score.inside for score in scores if score.inside is not None]
+        inside = [score.inside for score in scores if score.inside is not None]
+        widths = [score.width for score in scores if score.width is not None]
         lines.append(
             f"| {name.replace('_', ' ')} | {count} | {_share(s.kind for s in scores)} "
             f"| {_share(s.right for s in scores)} | {_share(s.beside > 0 for s in scores)} "
             f"| {f'{statistics.median(ratios):.2f}' if ratios else 'not priced'} "
-            f"| {_share(bands) if bands else 'no band'} |"
+            f"| {_share(inside) if inside else 'no band'} "
+            f"| {f'{statistics.median(widths):.2f}' if widths else 'no band'} |"
         )
     healthy = by_kind.get(HEALTHY, [])
     if healthy:
@@ -108,6 +123,27 @@ def table(found: list[Case], ranks: int) -> str:
         f"without reading files."
     )
     return "\n".join(lines)
+
+
+def calibrate(found: list[Case], seeds: str) -> Bands:
+    """Split conformal: of true over predicted gains of each kind the band that holds INSIDE of
+    those to come, as many below as above. Kinds of too few jobs to tell have that of all."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for case in found:
+        if case.score.gain_ns:
+            ratio = case.truth.gain_ns / case.score.gain_ns
+            for kind in (band_name(KIND[case.truth.kind], moves=case.truth.moves), OTHERS):
+                ratios[kind].append(ratio)
+    kinds = {}
+    for kind, values in sorted(ratios.items()):
+        values.sort()
+        out = math.floor((1 - INSIDE) / 2 * (len(values) + 1))  # that are left out on each side
+        if not out:
+            continue
+        low, high = values[out - 1], values[-out]
+        low, high = math.floor(low * 100) / 100, math.ceil(high * 100) / 100
+        kinds[kind] = Band(len(values), low, high)
+    return Bands("benchmarks/bench_jobs.py --calibrate", seeds, INSIDE, kinds)
 
 
 def _share(values: Iterator[bool] | list[bool]) -> str:
@@ -132,6 +168,9 @@ difference is the true gain. Every fault costs at least {LEAST_SHARE:.0%} of the
 Right is who names the kind of the fault first and exactly the ranks that have it, of those whose
 files are whole. A link is slow only where groups tell: over one group of all ranks nothing among
 the ranks says where it is, and what such groups lose is in the true gain all the same.
+
+A gain's band is as wide as predictions were off on other jobs (seeds {bands().seeds};
+`--calibrate`), so that {bands().inside:.0%} of true gains should be inside.
 
 {arguments.jobs} jobs with a fault and {arguments.healthy} without, {arguments.ranks} ranks each,
 seeds from {arguments.seed:,} on:
@@ -159,6 +198,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=(*FAULTS, HEALTHY))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--calibrate", action="store_true", help="write advisor/fleet/bands.json")
     parser.add_argument("--job", type=Path, help="write the report of one job as JSON instead")
     parser.add_argument("--files", type=Path, help="write the Kineto files of one job instead")
     parser.add_argument("--verbose", action="store_true", help="a line a job that is not right")
@@ -166,6 +206,8 @@ def main() -> None:
     if arguments.job or arguments.files:
         single(arguments)
         return
+    if arguments.calibrate:
+        arguments.seed, arguments.jobs, arguments.healthy = CALIBRATED, len(FAULTS) * EACH, 0
     asked = list(
         cases(arguments.seed, arguments.jobs, arguments.healthy, arguments.ranks, arguments.kind)
     )
@@ -178,6 +220,10 @@ def main() -> None:
         for case in found:
             if not case.score.right or case.score.beside:
                 print(describe(case))
+    if arguments.calibrate:
+        seeds = f"{CALIBRATED:,} to {CALIBRATED + arguments.jobs - 1:,}, {arguments.ranks} ranks"
+        told = msgspec.json.format(msgspec.json.encode(calibrate(found, seeds)), indent=2)
+        BANDS.write_bytes(told + b"\n")
     text = table(found, arguments.ranks)
     print(text)
     if arguments.write:

@@ -141,11 +141,13 @@ def template(text: bytes) -> Template:
 
 
 def make(path: Path, megabytes: float, text: bytes) -> tuple[int, int]:
-    """Write whole copies of ``text`` until about ``megabytes``; (copies, uncompressed bytes)."""
+    """Write whole copies of ``text`` until about ``megabytes``, compressed where the name says so;
+    (copies, uncompressed bytes)."""
     form = template(text)
     copies = max(1, round(megabytes * 1e6 / form.size))
     size = len(form.head) + len(form.tail)
-    with gzip.open(path, "wb", compresslevel=1) as out:
+    packed = path.suffix == ".gz"
+    with gzip.open(path, "wb", compresslevel=1) if packed else path.open("wb") as out:
         out.write(form.head)
         for number in range(copies):
             block = form.copy(number)

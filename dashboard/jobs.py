@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from advisor.advice.engine import Options
-from advisor.fleet.job import MANY, Done, count_ranks, study
+from advisor.fleet.job import Done, is_many, study
 from advisor.fleet.report import MAX_JSON, SCHEMA, JobReport
 from advisor.fleet.task import Wanted
 from advisor.remote.urls import is_url
@@ -27,7 +27,7 @@ def report_of(path: str, options: Options, told: Callable[[str], object]) -> Job
         return saved
     if options.rank is not None or is_url(path) or not _is_folder(path):
         return None
-    if count_ranks([path]) <= MANY:
+    if not is_many([path]):
         return None
 
     def say(done: Done) -> None:

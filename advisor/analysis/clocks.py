@@ -249,7 +249,8 @@ def keyed(
     """Collectives of one rank, by their start, with the key that they are matched by:
     ``group``, ``ranks``, ``collective``, ``bytes``, ``annotation``, ``step`` (see
     :func:`match_collectives`), ``sequence``, ``order`` and ``count`` (among those of the same
-    key), ``group_size``, ``start``, ``end`` (ns of the trace), ``rank``."""
+    key), ``group_size``, ``start``, ``end`` (ns of the trace), ``rank``, ``amount`` (elements that
+    the rank gives or gets in an all-to-all, whichever are more; 0: another kind, or not known)."""
     described = describe_on_host(a) if a.device_id is None else describe(a)
     table = described.filter(pl.col("collective").is_in(kinds))
     marks = a.steps.marks
@@ -264,6 +265,8 @@ def keyed(
     # ranks of a pipeline count their sends each for itself: they are matched by who sends to whom
     pair = pl.col("source").is_not_null() & pl.col("target").is_not_null()
     recorded = pl.col("sequence").is_not_null() & ~pair
+    elements = [pl.col(name) for name in ("given", "out") if name in table.columns]
+    amount = pl.max_horizontal(*elements, pl.lit(0, dtype=pl.Int64))
     table = table.select(
         "group",
         "ranks",
@@ -280,6 +283,7 @@ def keyed(
         start=pl.col("ts").cast(pl.Float64),
         end=(pl.col("ts") + pl.col("dur")).cast(pl.Float64),
         rank=pl.lit(rank, dtype=pl.Int64),
+        amount=pl.when(own_amount).then(amount).otherwise(0),
     )
     if stepped:  # the traces may begin at different ones of those launched before the first step
         table = table.filter(pl.col("step").is_not_null() | pl.col("sequence").is_not_null())

@@ -48,9 +48,9 @@ def is_job(
         raise AdvisorError(f"{asked[0]}: give files and folders, not standard input")
     if asked or single or not any(is_url(path) or _is_folder(path) for path in paths):
         return bool(asked)
-    from advisor.fleet.job import MANY, count_ranks
+    from advisor.fleet.job import is_many
 
-    return count_ranks(paths) > MANY
+    return is_many(paths)
 
 
 def report_job(

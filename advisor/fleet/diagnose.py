@@ -21,6 +21,7 @@ from advisor.fleet.price import no_stragglers, no_transfers, price
 from advisor.fleet.profile import CLASSES, Profile, profile
 from advisor.fleet.replay import Gain, Replay
 from advisor.fleet.report import JobReport, Missing, Row, Spread, WhatIf, numbers
+from advisor.fleet.runs import one_run
 from advisor.fleet.stages import find_stages
 from advisor.fleet.summary import Summary, Unread
 from advisor.text import count, counted, percent, time
@@ -41,7 +42,7 @@ def diagnose(
 
     Raises AdvisorError: a summary's columns do not belong together.
     """
-    ordered, again = _one_each(summaries)
+    ordered, others, notes = one_run(summaries)
     report = JobReport(
         version=advisor.__version__,
         source=source,
@@ -51,7 +52,7 @@ def diagnose(
         hosts=len({s.host for s in ordered if s.host}),
         classes=[*CLASSES, "waiting"],
         bytes_read=sum(s.bytes_read for s in ordered),
-        missing=_missing(unread),
+        missing=_missing([*unread, *others]),
     )
     if not ordered:
         report.verdict = "No rank could be read."
@@ -72,22 +73,8 @@ def diagnose(
     report.findings, report.not_checked = merge(ordered, replay, fleet.step_ns)
     _communication(report, fleet, values)
     _not_checked(report, fleet, replay)
-    if again:
-        report.not_checked["further files of the same ranks"] = f"of ranks {numbers(again)}"
+    report.not_checked |= notes
     return report
-
-
-def _one_each(summaries: Sequence[Summary]) -> tuple[list[Summary], list[int]]:
-    """By rank, of each the one with most steps, and the ranks of which there are more."""
-    kept: dict[object, Summary] = {}
-    again: list[int] = []
-    for place, summary in enumerate(sorted(summaries, key=lambda s: (-len(s.steps), s.path))):
-        key: object = summary.rank if summary.rank >= 0 else ("unknown", place)
-        if key in kept:
-            again.append(summary.rank)
-        else:
-            kept[key] = summary
-    return sorted(kept.values(), key=lambda s: (s.rank, s.path)), again
 
 
 def _most(names: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +20,8 @@ from advisor.fleet.sources import Source, locate
 from advisor.fleet.summary import Summary, Unread
 from advisor.fleet.task import Order, Wanted, reason
 from advisor.fleet.work import SECONDS, results
-from advisor.remote.urls import shown
+from advisor.ingest.directory import MOST_ELSEWHERE
+from advisor.remote.urls import is_url, shown
 
 if TYPE_CHECKING:
     from advisor.fleet.cluster import Cluster
@@ -82,7 +84,7 @@ def study(
     chosen = wanted or Wanted()
     if not chosen.config:
         chosen = structs.replace(chosen, config=read_config())
-    orders = [Order(source=source, wanted=chosen) for source in found]
+    orders = [Order(source=source, wanted=chosen) for source in _unsure(found)]
     done = Done(total=len(orders))
     say = told or (lambda _: None)
     summaries: list[Summary] = []
@@ -123,14 +125,38 @@ def study(
     return report
 
 
+def _unsure(found: Sequence[Source]) -> list[Source]:
+    """Names that several files share may count the ranks of each host: then the traces say it."""
+    names = Counter(source.rank for source in found)
+    return [
+        structs.replace(source, rank=None)
+        if names[source.rank] > 1 and not is_url(source.at)
+        else source
+        for source in found
+    ]
+
+
+def is_many(places: Sequence[str]) -> bool:
+    """Whether there are more ranks than are held at once, or more files elsewhere."""
+    found = _located(places)
+    return _ranks(found) > MANY or sum(is_url(source.at) for source in found) > MOST_ELSEWHERE
+
+
 def count_ranks(places: Sequence[str]) -> int:
     """How many ranks there are, by the names of the files: numbers behind ``rank``, else processes
     as PyTorch names their files (``<host>_<pid>.<time>.pt.trace.json``). What has neither name may
     be one rank's windows and is not counted. 0: nothing there that can be read."""
+    return _ranks(_located(places))
+
+
+def _located(places: Sequence[str]) -> list[Source]:
     try:
-        found = locate(places)
+        return locate(places)
     except AdvisorError:
-        return 0
+        return []
+
+
+def _ranks(found: Sequence[Source]) -> int:
     names = (Path(source.url).name for source in found if source.rank is None)
     processes = {name.partition(".")[0] for name in names if ".pt.trace.json" in name}
     return len({source.rank for source in found} - {None}) + len(processes)

@@ -59,6 +59,8 @@ class Joined:
     clocks: Clocks
     dropped: int
     """Collectives that summaries left out."""
+    amount: Floats
+    """By cell, as in ``Collectives``."""
     origin: int = 0
     """ns on the ranks' own clocks at which ``start`` and ``end`` are 0."""
 
@@ -161,6 +163,7 @@ def join(summaries: Sequence[Summary]) -> Joined:
         first=bounds,
         key=key.astype(np.int64),
         clocks=clocks,
+        amount=cells["amount"].astype(np.float64),
         dropped=sum(s.collectives.dropped for s in summaries if s.collectives is not None),
         origin=origin,
     )
@@ -175,13 +178,19 @@ def _cells(summaries: Sequence[Summary]) -> tuple[list[Key], list[dict[str, Ints
     numbers: dict[str, int] = {}
     marks: dict[str, int] = {}
     keys: list[Key] = []
-    nothing = {name: np.zeros(0, dtype=np.int64) for name in (*COLUMNS, "rank", "mark", "count")}
+    more = ("rank", "mark", "count", "amount")
+    nothing = {name: np.zeros(0, dtype=np.int64) for name in (*COLUMNS, *more)}
     parts = [nothing]
     for place, summary in enumerate(summaries):
         found = summary.collectives
         if found is None or not found.key.count:
             continue
         columns = {name: unpack(getattr(found, name)) for name in COLUMNS}
+        columns["amount"] = (
+            np.zeros(found.key.count, dtype=np.int64)
+            if found.amount is None
+            else unpack(found.amount)
+        )
         _check(columns, found, len(summary.steps))
         own = np.empty(len(found.keys), dtype=np.int64)
         for at, text in enumerate(found.keys):

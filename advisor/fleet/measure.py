@@ -245,6 +245,7 @@ def _collectives(a: Analysis) -> Collectives | None:
         kind=distinct["collective"].to_list(),
         message=distinct["bytes"].fill_null(0).to_list(),
         sequenced=distinct["known"].to_list(),
+        amount=pack(amount) if (amount := table["amount"].to_numpy()).any() else None,
     )
 
 
@@ -354,7 +355,8 @@ def _fewer(found: Collectives, share: float) -> Collectives | None:
 
     columns = {
         name: unpack(getattr(found, name))
-        for name in ("key", "order", "step", "start", "end", "exposed", "work")
+        for name in ("key", "order", "step", "start", "end", "exposed", "work", "amount")
+        if getattr(found, name) is not None
     }
     step = columns["step"]
     there = np.unique(step)

@@ -22,10 +22,10 @@ MIN_GROUPS = 3
 """Of the same kind of collective, to say that one of them is slower."""
 
 
-def transfer_excess(fleet: Fleet, without: frozenset[int] = frozenset()) -> tuple[Floats, Floats]:
-    """Transfer time above the middle of the same kind and size in other groups: by rank, ns a step,
-    and by collective (row of ``Waits``), ns. NaN: nothing to compare with. Collectives of the ranks
-    in ``without`` take no part."""
+def transfer_excess(fleet: Fleet, without: frozenset[int] = frozenset()) -> list[Floats]:
+    """Transfer time above the middle of the same kind and size in other groups, by rank, ns a step:
+    of all together, then of each kind by itself. NaN: nothing to compare with. Collectives of the
+    ranks in ``without`` take no part."""
     joined, waits = fleet.joined, fleet.waits
     ranks = len(fleet.summaries)
     excess = np.full(len(waits.row), np.nan)
@@ -43,10 +43,14 @@ def transfer_excess(fleet: Fleet, without: frozenset[int] = frozenset()) -> tupl
         first = np.searchsorted(inverse[order], np.arange(len(groups) + 1))
         middles = medians(waits.transfer[rows][order], first)
         excess[rows] = middles[inverse] - np.median(middles)
-    cells = np.flatnonzero(np.isfinite(excess)[which])
-    total = np.bincount(member[cells], weights=excess[which[cells]], minlength=ranks)
-    known = np.bincount(member[cells], minlength=ranks) > 0
-    return np.where(known, total / max(1, len(fleet.own.steps)), np.nan), excess
+    known = np.isfinite(excess)
+    found = []
+    for rows in (known, *(known & (kind == one) for one in np.unique(kind[known]).tolist())):
+        cells = np.flatnonzero(rows[which])
+        total = np.bincount(member[cells], weights=excess[which[cells]], minlength=ranks)
+        there = np.bincount(member[cells], minlength=ranks) > 0
+        found.append(np.where(there, total / max(1, len(fleet.own.steps)), np.nan))
+    return found
 
 
 def _groups(fleet: Fleet) -> tuple[Ints, Ints]:
@@ -60,7 +64,7 @@ def _groups(fleet: Fleet) -> tuple[Ints, Ints]:
     group = np.add.reduceat(seed[joined.rank[waits.cells]], at)
     kinds: dict[tuple[str, int, int], int] = {}
     told = [
-        (joined.keys[key].kind, joined.keys[key].message, size)
+        (joined.keys[key].kind, joined.keys[key].message, joined.keys[key].size or size)
         for key, size in zip(joined.key[waits.row].tolist(), sizes.tolist(), strict=True)
     ]
     kind = np.array([kinds.setdefault(each, len(kinds)) for each in told], dtype=np.int64)
@@ -76,9 +80,12 @@ def slow_links(fleet: Fleet) -> list[Seen]:
     if floor <= 0:
         return found
     while len(found) < 5:
-        excess, _ = transfer_excess(fleet, done)
-        who = find_who(excess, floor, CHANCE, fleet.places)
-        if not who:
+        every = transfer_excess(fleet, done)
+        # where half of the groups of one kind have a slow member, their scatter hides the others
+        for excess in every:
+            if who := find_who(excess, floor, CHANCE / len(every), fleet.places):
+                break
+        else:
             return found
         worst = _same(fleet, who, excess)
         found.append(Seen("network", worst, float(np.nanmean(excess[list(worst.places)]))))

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.fleet.align import medians
-from advisor.fleet.network import transfer_excess
+from advisor.fleet.bands import OTHERS, band_name
 from advisor.fleet.odd import Fleet, Seen
 from advisor.fleet.replay import Change, Gain, Replay
 from advisor.fleet.summary import Advice
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 HELD_UP = 0.5
 """Of the last rank's excess in a step: ranks that are as far above hold the step up too."""
 ALL_OVER = 0.01
@@ -23,20 +25,22 @@ ALL_OVER = 0.01
 
 def price(fleet: Fleet, replay: Replay, seen: Seen) -> Gain:
     """Without what was seen: the rank like the others, the work spread evenly, the link as fast."""
-    at = list(seen.who.places)
+    at, kind = list(seen.who.places), band_name(seen.kind, moves=seen.moves)
     if seen.kind == "network":
-        return replay.gain(Change(transfer=_as_fast(fleet, replay, at)))
+        return _faster(fleet, replay, at, kind)
     if seen.kind == "pipeline":
-        return replay.gain(replay.scaled(_balanced(fleet, replay)))
+        return replay.gain(replay.scaled(_balanced(fleet, replay)), kind)
     usual = usual_work(fleet, replay, set() if seen.moves else set(at))
     if seen.moves:
-        return replay.gain(_no_last(replay, usual))
+        return replay.gain(_no_last(replay, usual), kind)
     change = _like_the_others(replay, usual, at)
+    if seen.kind == "imbalance":
+        change = _spread(fleet, replay, change, at)
     if seen.note == "late":
         entry = replay.entry.copy()
         entry[at] = np.minimum(entry[at], np.median(np.delete(replay.entry, at)))
-        change = change._replace(entry=entry)
-    return replay.gain(change)
+        change, kind = change._replace(entry=entry), OTHERS
+    return replay.gain(change, kind)
 
 
 class Usual(NamedTuple):
@@ -80,6 +84,41 @@ def _like_the_others(replay: Replay, usual: Usual, at: Sequence[int]) -> Change:
     less = [row for row in at if usual.tail[row] < tail[row]]
     tail[less] = usual.tail[less]
     return Change(work=np.where(mine, usual.work, replay.work), tail=tail)
+
+
+def _spread(fleet: Fleet, replay: Replay, change: Change, at: Sequence[int]) -> Change:
+    """What some ranks no longer do is done by all that have the same part of the work, and an
+    all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
+    over when the rank with most of them has them."""
+    stage, place = fleet.stage[replay.rank], replay.places()
+    code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
+    _, of = np.unique(code, return_inverse=True)
+    assert change.work is not None and change.tail is not None
+    same = replay.same_program(fleet.stage)
+    left = np.where(same, replay.work - change.work, 0.0)
+    work = change.work + np.where(same, _mean(of, left, same), 0.0)
+    whole = replay.whole
+    tail = change.tail + np.where(whole, _mean(fleet.stage, replay.tail - change.tail, whole), 0.0)
+    row = np.unique(replay.row, return_inverse=True)[1]
+    most = np.zeros(int(row.max()) + 1)
+    np.maximum.at(most, row, replay.amount)
+    theirs = np.isin(row, row[np.isin(replay.rank, list(at))]) & (most[row] > 0)
+    told = replay.amount > 0
+    share = np.divide(_mean(row, replay.amount, told), most[row], out=np.ones(len(row)), where=told)
+    transfer = np.where(theirs & told, replay.transfer * share, replay.transfer)
+    # of the ranks that nobody waits for any more some may have no file: what others wait for those
+    usual = replay.usual.copy()
+    if (theirs & told).any():
+        usual[told] *= float(np.median(share[theirs & told]))
+    transfer = np.fmin(transfer, usual)
+    return Change(work=work, tail=tail, transfer=transfer)
+
+
+def _mean(of: Ints, values: Floats, kept: Bools) -> Floats:
+    """Of each, the mean of the ``kept`` ones that have the same number in ``of``; 0: none."""
+    total = np.bincount(of, np.where(kept, values, 0.0))
+    count = np.bincount(of, kept)
+    return np.asarray(np.divide(total, count, out=np.zeros_like(total), where=count > 0)[of])
 
 
 def _no_last(replay: Replay, usual: Usual) -> Change:
@@ -172,13 +211,52 @@ def _balanced(fleet: Fleet, replay: Replay) -> Floats:
     return _repeated(factor, replay)
 
 
-def _as_fast(fleet: Fleet, replay: Replay, at: list[int]) -> Floats:
-    """Transfers of the collectives of some ranks as those of other groups."""
-    _, excess = transfer_excess(fleet)
-    joined, waits = fleet.joined, fleet.waits
-    slow = np.zeros(joined.rows, dtype=np.bool_)
-    slow[joined.row[np.isin(joined.rank, at)]] = True
-    saved = np.zeros(joined.rows)
-    saved[waits.row] = np.maximum(0.0, np.nan_to_num(excess))
-    saved[~slow] = 0.0
-    return np.asarray(np.maximum(0.0, replay.transfer - saved[replay.row]))
+def _faster(fleet: Fleet, replay: Replay, at: Sequence[int], kind: str) -> Gain:
+    """Transfers of some ranks as fast as the same ones of groups without them.
+
+    Where each group has one of them, nothing tells what its transfers would take: those are taken
+    as slow by the same factor as the others, and the band reaches down to what is worth without
+    that."""
+    share, known = _slower(fleet, replay, at)
+    # what a rank without a file takes part in holds the wait for it, which may be of them
+    took = np.fmin(replay.transfer * share, np.where(known, replay.usual, np.nan))
+    gain = replay.gain(Change(transfer=took), kind)
+    if known.all():
+        return gain
+    least = replay.gain(Change(transfer=np.where(known, took, replay.transfer)), kind)
+    return gain._replace(low=min(gain.low, least.low))
+
+
+def _slower(fleet: Fleet, replay: Replay, at: Sequence[int]) -> tuple[Floats, Bools]:
+    """By collective (cell): usual over own transfer time where some ranks take part, else 1, and
+    whether there is a group without them that says so."""
+    joined = fleet.joined
+    row, rank, key = replay.row, replay.rank, replay.key
+    theirs = np.isin(row, row[np.isin(rank, list(at))])
+    kinds: dict[tuple[str, int, int], int] = {}
+    kind = np.array(
+        [kinds.setdefault((k.kind, k.message, k.size), len(kinds)) for k in joined.keys],
+        dtype=np.int64,
+    )[key]
+    size = np.array([k.size for k in joined.keys], dtype=np.int64)[key]
+    whole = (size == 0) | (np.bincount(row)[row] >= size)
+    share, known = np.ones(len(row)), ~theirs
+    took = usual = 0.0
+    for one in np.unique(kind[theirs]).tolist():
+        mine = np.flatnonzero(theirs & (kind == one))
+        clean = ~theirs & (kind == one) & whole
+        if not clean.any():  # a group that seems to be without them lacks a member
+            known[kind == one] = False
+            continue
+        level = float(np.median(replay.transfer[clean]))
+        known[mine] = True
+        for group in np.unique(key[mine]).tolist():
+            cells = mine[key[mine] == group]
+            own = float(np.median(replay.transfer[cells]))
+            if own > level:
+                share[cells] = level / own
+            took += own * len(cells)
+            usual += min(own, level) * len(cells)
+    if took > 0:
+        share[~known] = usual / took
+    return share, known

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.fleet.bands import OTHERS, bands
 from advisor.fleet.join import Joined
 from advisor.fleet.profile import Profile
 from advisor.fleet.summary import Summary
@@ -28,17 +29,15 @@ MAX_ERROR = 0.1
 """Of the step: a replay that misses the measured one by more prices nothing."""
 MAX_LOST_ERROR = 0.03
 """Of the step: how far the replay may be off with usual transfers for those of lost ranks."""
-HIDDEN = 0.05
-"""Of a send, exposed: less is what its stream's order leaves over."""
 TOUCHING_NS = 1_000.0
 """A collective that begins within this of the end of the one before may have waited for it."""
 QUEUED_NS = 5_000.0
 """One that begins within this after it was queued behind it on its stream."""
 STOOD_NS, STOOD_SHARE = 10_000.0, 0.03
-"""A rank stood still for a collective if more than this of it was in the open: between kernels that
-hide one there are gaps of a microsecond."""
-BAND = 0.15
-"""Of a gain, beside the replay's own error: what overlap hides may show once others are earlier."""
+"""A rank stood still for a collective if more than this of its last part was in the open: between
+kernels that hide one there are gaps of a microsecond."""
+LAST_NS = 20_000.0
+"""At least that long is the last part of a collective."""
 
 
 class Gain(NamedTuple):
@@ -171,28 +170,36 @@ class Replay:
         self.kinds = [key.kind for key in joined.keys]
         self.key = joined.key[joined.row[cells]]
         self.row = joined.row[cells]
+        self.amount = joined.amount[cells]
         self.exposed = joined.exposed[cells]
         sent = np.array([kind == "send_recv" for kind in self.kinds], dtype=np.bool_)[self.key]
-        self.unwaited = sent & (self.exposed <= HIDDEN * (end - start))
+        stood = _stood(rank, start, end, progress, self.flight)
+        self.unwaited = sent & ~stood
         """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
         here = np.arange(len(cells))
-        self.same = _before_in_group(joined, self.row, rank)
+        self.same = _before_in_group(joined, self.row, rank, _partners(row, rank))
         self.follows = _waited_for(rank, start, end)
         queued = (self.same >= 0) & (start <= end[self.same] + QUEUED_NS)
         queued |= self.follows >= 0
         each = np.where(np.isfinite(self.own), self.own, 0.0)
-        over = np.cumsum(each, axis=1)[rank, step]
-        stood = self.exposed > STOOD_NS + STOOD_SHARE * (end - start)
-        stop = _next(stood, rank, step)
-        self.point = np.where(stop >= 0, (progress + self.flight)[stop], over)
+        done = np.cumsum(each, axis=1)[rank, step]
+        stop = _next(stood, rank * len(self.columns) + step, end)
+        self.point = np.where(stop >= 0, (progress + self.flight)[stop], done)
         """Own time of the rank to where it cannot go on without each collective: where it stood
         still for it; for one that was hidden, for a later one, or the end of its step."""
-        self.issue = _issued(progress, queued, row, over - each[rank, step], each[rank, step])
+        self.issue = _issued(progress, queued, row, done - each[rank, step], each[rank, step])
         """Own time of the rank to where each was issued."""
         until = _one_after_the_other(self.point.copy(), first)
         stride = float(until.max()) + 1.0
         seen = np.searchsorted(
             until + stride * rank, self.issue + stride * rank + 0.5, side="right"
+        )
+        # what began while the rank stood still for another was not held up by that one
+        over = _one_after_the_other(np.where(stood, end, 0.0), first)
+        stride = float(end.max()) + 1.0
+        seen = np.minimum(
+            seen,
+            np.searchsorted(over + stride * rank, start + stride * rank + TOUCHING_NS, "right"),
         )
         self.before = np.clip(seen, first[rank], here) + rank
         """Slot whose delay each collective begins with."""
@@ -205,7 +212,8 @@ class Replay:
         steps by rank."""
         own = np.where(np.isfinite(self.own), self.own, 0.0)
         base = np.cumsum(own, axis=1) - own
-        order = np.lexsort((joined.start[cells], step, rank))
+        # as the summaries have them, whose `work` counts from the one before
+        order = np.lexsort((joined.end[cells], joined.start[cells], step, rank))
         total = np.cumsum(joined.work[cells][order])
         code = (rank * len(self.columns) + step)[order]
         begin = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]]))
@@ -316,16 +324,18 @@ class Replay:
         took = self.ends(change) - self.entry
         return float(took[self.whole].mean()) / len(self.columns)
 
-    def gain(self, change: Change) -> Gain:
-        """What the job's step is shorter by, ns, with its band.
+    def gain(self, change: Change, kind: str = OTHERS) -> Gain:
+        """What the job's step is shorter by, ns, with its band: as far as predictions of that kind
+        (see :mod:`advisor.fleet.bands`) were off, and by the replay's own error.
 
         Raises ValueError: nothing is replayed.
         """
         if self.reason:
             raise ValueError(self.reason)
         gain = self.base - self.step(change)
-        half = BAND * abs(gain) + min(abs(self.base - self.measured), abs(gain))
-        return Gain(gain, max(0.0, gain - half), max(0.0, gain + half))
+        band, error = bands().of(kind), min(abs(self.base - self.measured), abs(gain))
+        low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
+        return Gain(gain, max(0.0, low - error), max(0.0, high + error))
 
     def scaled(self, factor: Floats) -> Change:
         """The own work of each rank in each step times ``factor`` (ranks x steps)."""
@@ -356,23 +366,54 @@ class Replay:
         return np.array([each == kind for each in self.kinds], dtype=np.bool_)[self.key]
 
 
-def _next(stood: Bools, rank: Ints, step: Ints) -> Ints:
-    """Of each cell itself or the next one of its rank and step for which the rank stood still; -1:
-    there is none."""
-    count = len(stood)
-    at = np.where(stood, np.arange(count), count)
-    found = np.minimum.accumulate(at[::-1])[::-1]
-    inside = np.minimum(found, count - 1)
-    same = (found < count) & (rank[inside] == rank) & (step[inside] == step)
-    return np.where(same, inside, -1)
+def _stood(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Floats) -> Bools:
+    """Whether each rank stood still for each of its collectives until that was over. Not for one of
+    which a part is in the open because the rank stood still for another: where each begins and
+    ends, it is known how far its own time has got, and so what of the last part it stood still."""
+    when, got = np.concatenate([start, end]), np.concatenate([progress, progress + flight])
+    owner = np.concatenate([rank, rank])
+    stride = float(end.max() - min(start.min(), 0.0)) + LAST_NS + 1.0
+    order = np.argsort(when + stride * owner, kind="stable")
+    known = (when + stride * owner)[order]
+    at = order[np.maximum(np.searchsorted(known, end - LAST_NS + stride * rank, "right") - 1, 0)]
+    inside = (owner[at] == rank) & (when[at] >= start)
+    part = end - np.where(inside, when[at], start)
+    still = part - (progress + flight - np.where(inside, got[at], progress))
+    return np.asarray(still > STOOD_NS + STOOD_SHARE * part)
 
 
-def _before_in_group(joined: Joined, row: Ints, rank: Ints) -> Ints:
+def _next(stood: Bools, which: Ints, end: Floats) -> Ints:
+    """Of each cell the one of its rank and step (``which``) that is over with it or next after it
+    of those for which the rank stood still; -1: there is none."""
+    stops = np.flatnonzero(stood)
+    if not len(stops):
+        return np.full(len(stood), -1, dtype=np.int64)
+    stride = float(end.max() - min(end.min(), 0.0)) + 1.0
+    stops = stops[np.argsort((end + stride * which)[stops], kind="stable")]
+    at = np.searchsorted((end + stride * which)[stops], end + stride * which, side="left")
+    found = stops[np.minimum(at, len(stops) - 1)]
+    return np.where((at < len(stops)) & (which[found] == which), found, -1)
+
+
+def _partners(row: Ints, rank: Ints) -> Ints:
+    """Of each cell in a row of two the other's rank; -1: it is alone, or with several."""
+    found = np.full(len(row), -1, dtype=np.int64)
+    order = np.argsort(row, kind="stable")
+    first = np.flatnonzero(np.concatenate([[True], row[order][1:] != row[order][:-1]]))
+    two = first[np.diff(np.append(first, len(row))) == 2]
+    found[order[two]], found[order[two + 1]] = rank[order[two + 1]], rank[order[two]]
+    return found
+
+
+def _before_in_group(joined: Joined, row: Ints, rank: Ints, partner: Ints) -> Ints:
     """Of each cell the one before it of its rank and group, which run one after the other; -1:
-    none. Cells are in order of their ranks."""
+    none. Cells are in order of their ranks. Sends are of pairs of ranks: PyTorch gives each pair of
+    a group a communicator of its own, and a stream."""
     names: dict[str, int] = {}
     group = np.array([names.setdefault(key.group, len(names)) for key in joined.keys])
-    of = group[joined.key[row]]
+    sent = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
+    pair = np.where(sent[joined.key[row]], partner, -2)
+    of = group[joined.key[row]] * (int(rank.max(initial=0)) + 3) + pair + 2
     order = np.lexsort((np.arange(len(row)), of, rank))
     found = np.full(len(row), -1, dtype=np.int64)
     same = (of[order][1:] == of[order][:-1]) & (rank[order][1:] == rank[order][:-1])

@@ -47,7 +47,7 @@ class Odd(Struct, frozen=True, kw_only=True):
     """``7``, ``node-03`` …"""
     ranks: str
     kind: str
-    """``compute``, ``input``, ``host``, ``network``, ``imbalance``, ``pipeline``, ``memory``."""
+    """``compute``, ``input``, ``host``, ``network``, ``imbalance`` or ``pipeline``."""
     moves: bool
     """It is another rank from step to step: of ``what`` this is the pattern, not one rank."""
     waited_ns: float | None = None

@@ -120,6 +120,9 @@ class Collectives(Struct, frozen=True, kw_only=True):
     """By key: bytes; 0: not known."""
     sequenced: list[bool] = field(default_factory=list)
     """By key: ``order`` is a sequence number; empty: none is."""
+    amount: Packed | None = None
+    """Elements that this rank gives or gets in an all-to-all, whichever are more; 0: another kind,
+    or not known. ``None``: no all-to-all tells."""
     dropped: int = 0
     """Collectives that were left out to keep the summary small."""
 

@@ -211,8 +211,9 @@ def _of_ranks(files: list[str | Source], ranks: Ranks | range | None) -> list[st
     ]
     if sum(isinstance(file, Source) for file in kept) > MOST_ELSEWHERE:
         raise AdvisorError(
-            f"{len(kept)} traces elsewhere, more than {MOST_ELSEWHERE} to hold at once; choose "
-            "with --ranks, such as --ranks 0-7"
+            f"{len(kept)} traces elsewhere, more than {MOST_ELSEWHERE} to hold at once; have them "
+            "measured one by one (advisor analyze --workers N, advisor.analyze_job), or choose "
+            "some, as with --ranks 0-7"
         )
     if not kept:
         have = ", ".join(str(file.rank) for file in files[:20] if isinstance(file, Source))

@@ -34,6 +34,8 @@ class Score(NamedTuple):
     """As predicted; ``None``: not priced."""
     inside: bool | None
     """Whether the true gain lies in the band that was told; ``None``: none was."""
+    width: float | None
+    """Of that band, over the predicted gain."""
     told: str
     """Who was blamed for what, in short."""
 
@@ -52,7 +54,7 @@ def judge(report: JobReport, truth: Truth, cut: Collection[int] = ()) -> Score:
     )
     if truth.kind == HEALTHY:
         healthy = not report.odd
-        return Score(healthy, healthy, len(report.odd), None, None, told)
+        return Score(healthy, healthy, len(report.odd), None, None, None, told)
     wanted = KIND[truth.kind]
     hits = [odd for odd in report.odd if odd.kind == wanted and odd.moves == truth.moves]
     kind = bool(report.odd) and report.odd[0] in hits
@@ -63,10 +65,11 @@ def judge(report: JobReport, truth: Truth, cut: Collection[int] = ()) -> Score:
     beside = [odd for odd in report.odd if odd not in hits]
     first = next((odd for odd in hits if odd.gain_ns is not None), None)
     gain = None if first is None else first.gain_ns
-    inside = None
+    inside = width = None
     if first is not None and first.low_ns is not None and first.high_ns is not None:
         inside = first.low_ns <= truth.gain_ns <= first.high_ns
-    return Score(kind, who, len(beside), gain, inside, told)
+        width = (first.high_ns - first.low_ns) / gain if gain else None
+    return Score(kind, who, len(beside), gain, inside, width, told)
 
 
 def _ranks(odd: Odd) -> set[int]:

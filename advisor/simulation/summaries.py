@@ -343,6 +343,8 @@ def _collectives(
         rows[spec, row, sender, other] = places[text]
     of_distinct = np.array([rows[int(a), int(b), int(c), int(d)] for a, b, c, d in distinct.T])
     of = of_distinct[inverse]
+    swap = np.array([call.kind == "all_to_all" for call in played.calls], dtype=bool)
+    amount = np.maximum(talks["given"], talks["out"])[order] * swap[talks["spec"][order]]
     number = talks["sequence"][order].copy()
     counts: dict[tuple[int, int], int] = {}
     for place in np.flatnonzero(peer >= 0).tolist():
@@ -363,4 +365,5 @@ def _collectives(
         kind=[kind for _, _, kind, _ in facts],
         message=[message for _, _, _, message in facts],
         sequenced=alone,
+        amount=pack(amount) if amount.any() else None,
     )

@@ -17,7 +17,7 @@ import pytest
 import advisor
 from advisor.errors import AdvisorError
 from advisor.fleet import processes
-from advisor.fleet.job import Done, count_ranks, study
+from advisor.fleet.job import Done, count_ranks, is_many, study
 from advisor.fleet.processes import Processes
 from advisor.fleet.report import JobReport
 from advisor.fleet.sources import Source
@@ -153,3 +153,13 @@ def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Pa
     (tmp_path / "rank7" / "trace.json").write_text("{}")
     assert count_ranks([str(tmp_path)]) == 4
     assert count_ranks([str(tmp_path / "nowhere")]) == 0
+
+
+def test_more_files_elsewhere_than_are_held_at_once_are_measured_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = [Source(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]
+    monkeypatch.setattr("advisor.fleet.job.locate", lambda _: there)
+    assert is_many(["s3://b/"])
+    there.pop()
+    assert not is_many(["s3://b/"])

@@ -55,13 +55,13 @@ def a_step(
     )
 
 
-def over_the_run(gain: float, *, low: float = 0.0, method: str) -> Worth:
+def over_the_run(gain: float, *, low: float = 0.0, high: float | None = None, method: str) -> Worth:
     """A worth in time over the recorded run, ns."""
     return Worth(
         currency="run_time",
         gain_ns=round(gain),
         low_ns=round(low),
-        high_ns=round(gain),
+        high_ns=round(gain if high is None else high),
         method=method,
     )
 

@@ -14,6 +14,14 @@ from advisor.rules.sources import CHOSEN
 from advisor.rundir import LARGEST
 from advisor.testing import TraceBuilder
 
+QUICK = 0.25
+"""Quantile of the waits that all batches are taken to come down to, at best, while workers that
+have just started fill their queue: in short epochs that is most of them, and so is the median."""
+
+
+AHEAD = 2
+"""Batches that a worker makes ahead (``prefetch_factor``, PyTorch's own)."""
+
 
 class WorkersRespawned(Rule):
     """A DataLoader with ``persistent_workers=False`` (the default) starts its worker processes anew
@@ -76,6 +84,9 @@ class WorkersRespawned(Rule):
         if len(starts) < self.min_epochs or wait is None or not recorded.count:
             return
         usual = float(np.median(wait[recorded.used]))
+        quick = float(np.quantile(wait[recorded.used], QUICK))
+        workers = workers_of(used) or 0
+        filling = np.zeros(len(wait), dtype=bool)
         end = recorded.ts + recorded.dur
         costs, spawns = [], []
         for event in starts:
@@ -87,12 +98,14 @@ class WorkersRespawned(Rule):
             # the batch may be fetched in the step in which the iterator starts, or in the next
             near = wait[at : at + 2]
             costs.append(max(0.0, float(near.max()) - usual))
+            filling[at : at + 2 + workers * AHEAD] = True
         if len(costs) < self.min_epochs:
             return
         first = max(int(np.searchsorted(end, began(starts[0]))), 0)
         time = float((recorded.dur + recorded.column("evaluation"))[first:].sum())
         starting = np.array(costs) + np.array(spawns)
         lost = float(starting.sum())
+        most = float(np.sum(spawns)) + float(np.maximum(0.0, wait[filling] - quick).sum())
         if lost < self.min_share * time or float(np.median(starting)) < self.min_factor * max(
             usual, 1.0
         ):
@@ -116,6 +129,7 @@ class WorkersRespawned(Rule):
             worth=over_the_run(
                 lost,
                 low=min(lost, float(np.sum(spawns))),
+                high=max(lost, most),
                 method="what the first batches of epochs take beyond the others",
             ),
         )

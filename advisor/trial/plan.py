@@ -114,6 +114,8 @@ def _predict(trial: Trial, finding: Finding, seen: Examined, value: Value, *, fi
         return
     whole = {"step_time": seen.report.step_ns, "run_time": _recorded_ns(seen)}
     step = whole.get(worth.currency)
+    if worth.currency == "step_time" and worth.share and worth.gain_ns:
+        step = worth.gain_ns / worth.share  # the mean, of steps with pauses well above the median
     if not step:
         return
     wanted = _number(finding)

@@ -124,7 +124,7 @@ def test_each_line_of_the_shipped_ledger_names_its_source_and_a_rule_that_exists
         assert one.source in ("pair", "workload") and f"| {one.of}" in page, one
         assert one.rule in rules and 0 < one.predicted < 1
         assert one.measured_low <= one.measured <= one.measured_high
-        assert one.device, "empty is for runs without a GPU"
+        assert one.device or one.source == "workload", "empty is for runs without a GPU"
 
 
 def test_lines_of_pairs_are_what_the_script_writes(shared_trace: object, tmp_path: Path) -> None:

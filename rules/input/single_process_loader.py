@@ -134,6 +134,7 @@ class SingleProcessLoader(Rule):
             fix = self.case("the training computes on the same cores")["fix"]
         if a.device_id is None:
             code = self.case("training on the CPU")["code"]
+        beside = " beside those that the step computes on" if a.trains_on_host else ""
         idle = "nothing else runs" if a.device_id is None else "the device is idle"
         yield Finding(
             summary=(
@@ -151,7 +152,7 @@ class SingleProcessLoader(Rule):
             where=[*inside.where, *places(a, waits.host, waits.each)],
             edits=[Edit(op="spread", select=Select(on="host", name=SINGLE), workers=workers)],
             assumptions=[
-                f"there are {workers} cores for workers"
+                f"there are {workers} cores for workers{beside}"
                 + ("" if cores is None else f" (the process may use {cores}{idle_cores})"),
                 "the dataset can be pickled",
             ],

@@ -66,6 +66,16 @@ def over_the_run(gain: float, *, low: float = 0.0, high: float | None = None, me
     )
 
 
+def taken_by_training(a: Analysis, loading: float) -> float | None:
+    """Of the main thread's loading, what a step that computes on the CPU would go on to take on
+    cores that it needs (see ``Recorded.taken``), if all of it computes that can; ``loading``: its
+    share of the step. ``None``: a device trains, or CPU use was not sampled."""
+    if a.recorded is None or not a.trains_on_host:
+        return None
+    computed = a.recorded.computed(loading, on_host=True)
+    return None if computed is None else a.recorded.taken(loading, computed)
+
+
 def measure_it(reason: str) -> Worth:
     """No figure, and why."""
     return Worth(currency="unpriced", reason=reason)

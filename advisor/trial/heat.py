@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from advisor.trial.process import Program, Running
 from advisor.trial.spec import Pull, Result
@@ -66,7 +66,6 @@ class Heats:
     processes: int = 0
     interrupted: bool = False
     """By Ctrl-C, in a heat whose blocks until then count."""
-    _spent: dict[int, float] = field(default_factory=dict)
 
     @property
     def turns(self) -> int:
@@ -91,10 +90,10 @@ class Heats:
                     break
                 one = self._start(pulls, turns=self.turns)
                 live[pulls] = one
-                if self._go(one):
+                if one.go():
                     if not number:
                         room = self._room(one)
-                        self.longest = max(self.longest, self._spent[id(one)])
+                        self.longest = max(self.longest, one.spent)
                     continue
                 found[pulls] = self._ended(live.pop(pulls))
                 if number:
@@ -129,7 +128,7 @@ class Heats:
                 break
             one = self._start(pulls, turns=0)
             try:
-                self._go(one)
+                one.go()
             finally:
                 one.end()
             found[pulls] = self._ended(one)
@@ -151,7 +150,7 @@ class Heats:
             if first not in live or (late and turn >= LEAST_TURNS):
                 break
             for pulls in list(live) if turn % 2 == 0 else list(live)[::-1]:
-                if not self._go(live[pulls], block):
+                if not live[pulls].go(block):
                     result = self._ended(live.pop(pulls))
                     if not (live and self._crowded(result)):
                         found[pulls] = result
@@ -177,20 +176,11 @@ class Heats:
             turns=turns,
         )
 
-    def _go(self, one: Running, steps: int = 0) -> bool:
-        begun = time.monotonic()
-        try:
-            return one.go(steps)
-        finally:
-            took = time.monotonic() - begun
-            self._spent[id(one)] = self._spent.get(id(one), 0.0) + took
-
     def _ended(self, one: Running) -> Result:
         one.end()
         result = one.result()
-        spent = self._spent.pop(id(one), 0.0)
         if not result.problem:
-            self.longest = max(self.longest, spent)
+            self.longest = max(self.longest, one.spent)
         return result
 
     def _block(self, first: Result) -> int:

@@ -142,6 +142,8 @@ class Running:
         self.out = home / "result.json"
         self.turn = 0
         self.late = self.paused = False
+        self.spent = 0.0
+        """Seconds that it ran, without those in which it stood still."""
         with (home / "output").open("wb") as output:
             try:
                 self.process = subprocess.Popen(
@@ -168,7 +170,13 @@ class Running:
             beside.replace(self.home / TURN)
             self.paused = False
             os.killpg(self.process.pid, signal.SIGCONT)
-        end = time.monotonic() + self.timeout
+        begun = time.monotonic()
+        try:
+            return self._wait(begun + self.timeout)
+        finally:
+            self.spent += time.monotonic() - begun
+
+    def _wait(self, end: float) -> bool:
         found = False
         while self.process.poll() is None:
             if self._stopped():

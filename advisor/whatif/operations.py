@@ -234,10 +234,9 @@ def _taken(patch: Patch, computed: float, share: float) -> float:
         return 0.0
     recorded = patch.a.recorded
     taken = None if recorded is None else recorded.taken(share, computed)
-    if taken is None:
+    if recorded is None or taken is None:
         return computed if patch.assumption == "low" else 0.0
-    cores = recorded.record.rank.cpus if recorded is not None else None
-    return taken / (cores or 1) if patch.assumption == "high" else taken
+    return taken / (recorded.record.rank.cpus or 1) if patch.assumption == "high" else taken
 
 
 OPERATIONS: dict[Operation, Callable[[Patch, Edit, float | None], None]] = {

@@ -19,6 +19,7 @@ from advisor.rules.recorded import (
     measure_it,
     record,
     steps_seen,
+    taken_by_training,
     workers_of,
 )
 from advisor.rules.sources import (
@@ -139,20 +140,16 @@ class LoaderWorkers(Rule):
         ):
             yield self._too_few(a, used, workers, cores, mean, share)
         elif workers > self.many * cores:
-            usage = recorded.host("process_cpu")
-            if len(usage) and float(usage.mean()) / 100 >= self.busy_cpus * cores:
-                yield self._too_many(a, workers, cores, float(usage.mean()) / 100)
+            busy = recorded.used_cores
+            if busy is not None and busy >= self.busy_cpus * cores:
+                yield self._too_many(a, workers, cores, busy)
 
     def _crowded(self, a: Analysis, workers: int, share: float) -> bool:
         """Whether this process computes on the cores that more workers would need."""
-        recorded = record(a)
-        used, cores = recorded.used_cores, recorded.record.rank.cpus
-        if used is None or not cores or not a.trains_on_host:
-            return False
-        if workers:
-            return used > self.busy_cpus * cores
-        computed = recorded.computed(share, on_host=True) or 0.0
-        return (recorded.taken(share, computed) or 0.0) > self.max_taken
+        if not workers:
+            return (taken_by_training(a, share) or 0.0) > self.max_taken
+        used, cores = record(a).used_cores, record(a).record.rank.cpus
+        return bool(a.trains_on_host and used and cores and used > self.busy_cpus * cores)
 
     def _too_few(
         self,

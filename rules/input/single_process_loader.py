@@ -12,6 +12,7 @@ from advisor.analysis import Analysis
 from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.rules.common import of_step, places
 from advisor.rules.input.waits import SINGLE, culprits, find_waits, in_one_step, recurs
+from advisor.rules.recorded import taken_by_training
 from advisor.rules.sources import CHOSEN, HAND_OVER, OURS, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
@@ -129,7 +130,7 @@ class SingleProcessLoader(Rule):
         fix, code = self.fix, self.code
         if needed > workers:
             fix = self.case("a batch that takes more workers than there are cores")["fix"]
-        taken = self._taken(a, share)
+        taken = taken_by_training(a, share)
         if taken is not None and taken > self.max_taken:
             fix = self.case("the training computes on the same cores")["fix"]
         if a.device_id is None:
@@ -159,13 +160,6 @@ class SingleProcessLoader(Rule):
             fix=fix.format(needed=needed, workers=workers, batch=t.time(batch)),
             code=code.format(workers=workers),
         )
-
-    @staticmethod
-    def _taken(a: Analysis, share: float) -> float | None:
-        if a.recorded is None or not a.trains_on_host:
-            return None
-        computed = a.recorded.computed(share, on_host=True)
-        return None if computed is None else a.recorded.taken(share, computed)
 
     def _cores(self, taken: float | None) -> list[Evidence]:
         if taken is None:

@@ -17,8 +17,6 @@ from advisor.testing import TraceBuilder
 QUICK = 0.25
 """Quantile of the waits that all batches are taken to come down to, at best, while workers that
 have just started fill their queue: in short epochs that is most of them, and so is the median."""
-
-
 AHEAD = 2
 """Batches that a worker makes ahead (``prefetch_factor``, PyTorch's own)."""
 

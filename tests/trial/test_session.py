@@ -23,7 +23,7 @@ class Run(Running):
     """One that is over at once."""
 
     def __init__(self, answer: Result) -> None:
-        self.answer = answer
+        self.answer, self.spent = answer, 0.0
 
     def go(self, steps: int = 0) -> bool:
         return False

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
+from collections.abc import Callable
 from typing import Any
 
 import polars as pl
 
+from advisor.ingest.lookups import Keyed, Names, Numbered, looked_up, with_all
 from advisor.ingest.nvtx import inputs_of, parsed
-from advisor.ingest.rocm import FILL, direction, gpu, ranges
+from advisor.ingest.rocm import FILL, direction, gpu
 from advisor.ingest.sqlite import Database, Types, narrowed
 from advisor.trace import Copy, CpuKind, Device, GpuKind
 
@@ -25,55 +26,49 @@ _MARKERS = ("UserMarker", "roctxRange", "roctxMark")
 _IN_THREADS = r"(?i)ext_?module|hccmodule"
 """Launches that are told the number of threads, where others are told that of blocks."""
 _CORRELATIONS = 40
+_RELAXED: Any = "vertical_relaxed"
+_PINNED = pl.lit("Pinned")
+_PLACE: Types = dict.fromkeys(("pid", "tid", "agent_id", "queue_id", "stream_id"), pl.Int64)
 _MAX_AGENTS = 4096
 
 
-def _all(rows: pl.DataFrame, types: Types) -> pl.DataFrame:
-    return rows.with_columns(
-        pl.lit(None, dtype=kind).alias(name)
-        for name, kind in types.items()
-        if name not in rows.columns
-    )
-
-
-def _looked_up(numbers: pl.Series, texts: dict[int, str]) -> pl.Series:
-    known = {n: texts[n] for n in numbers.drop_nulls().unique().to_list() if n in texts}
-    if not known:
-        return pl.Series("text", [None], dtype=pl.String).new_from_index(0, len(numbers))
-    return numbers.replace_strict(known, default=None, return_dtype=pl.String)
-
-
 class Rpd:
-    """Tables of rocmProfileData."""
+    """Tables of rocmProfileData. Rows are made some thousands at a time, each with what other
+    tables tell of it, so that none of these is in memory as a whole."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._texts = db.texts("rocpd_string", "id", "string")
+        self._names = Names(db, "rocpd_string", "id", "string")
         self.inputs: pl.DataFrame | None = None
+        self._in_threads: list[pl.DataFrame] = []
+        """Numbers of the calls that are told the threads of a launch."""
 
     def host(self) -> pl.DataFrame:
         """Calls, ranges, and the profiler's own work, which its callbacks and writers are."""
         types = dict.fromkeys(
             ("id", "pid", "tid", "start", "end", "apiName_id", "args_id"), pl.Int64
         )
-        arguments = self._db.texts("rocpd_ustring", "id", "string") or self._texts
+        texts = self._names.rows()
+        if self._db.has("rocpd_ustring", "id", "string"):
+            texts = Keyed(self._db, "rocpd_ustring", "id", {"string": pl.String})
         rows = self._db.read(
-            "rocpd_api", types, each=lambda batch: self._calls(_all(batch, types), arguments)
+            "rocpd_api", types, each=lambda batch: self._calls(with_all(batch, types), texts)
         )
         if not rows.height:
             return pl.DataFrame()
         number, self.inputs = inputs_of(rows["dims"])
         return rows.drop("dims").with_columns(number)
 
-    def _calls(self, rows: pl.DataFrame, arguments: dict[int, str]) -> pl.DataFrame:
+    def _calls(self, rows: pl.DataFrame, arguments: Keyed) -> pl.DataFrame:
         """Calls, then ranges, without their texts: nearly each of PyTorch's has a number in it."""
-        name = _looked_up(rows["apiName_id"], self._texts).fill_null("call")
+        name = self._names.of(rows["apiName_id"]).fill_null("call")
+        self._in_threads.append(narrowed(rows.select("id").filter(name.str.contains(_IN_THREADS))))
         marker = pl.any_horizontal(pl.col("name").str.starts_with(word) for word in _MARKERS)
         own = pl.col("name").str.contains("::writeRows", literal=True) | pl.any_horizontal(
             pl.col("name").str.starts_with(word) for word in _OWN
         )
         rows = rows.with_columns(name=name).with_columns(marker=marker)
-        text = _looked_up(rows["args_id"].set(~rows["marker"], None), arguments)
+        text = arguments.at(rows["args_id"].set(~rows["marker"], None)).to_series()
         rows = rows.select(
             "name",
             "marker",
@@ -91,45 +86,46 @@ class Rpd:
         if marks.height:
             marks = marks.with_columns(parsed(marks["text"].fill_null(marks["name"])))
             rows = pl.concat([rows.filter(~pl.col("marker")), marks])
-        texts = pl.col("name", "process", "thread", "dims").cast(pl.Categorical)
-        rows = rows.drop("marker", "text").with_columns(texts, pl.col("kind").cast(CpuKind))
-        return narrowed(rows)
+        return _held(rows.drop("marker", "text"), CpuKind)
 
     def device(self) -> pl.DataFrame:
-        """Kernels, copies and fills, each with the call that caused it."""
+        """Kernels, copies and fills, each with the call that caused it. After the calls."""
         types = dict.fromkeys(
             ("id", "gpuId", "queueId", "start", "end", "description_id", "opType_id"), pl.Int64
         )
-        rows = self._db.read("rocpd_op", types, each=lambda batch: self._work(_all(batch, types)))
-        if not rows.height:
-            return pl.DataFrame()
-        copy = pl.col("kind") == "memcpy"
-        pinned = copy & (pl.col("pinned") > 0)
-        timed = copy & (pl.col("size") > 0) & (pl.col("dur") > 0)
-        return self._with_calls(rows).select(
-            *("ts", "dur", "kind", "name", "device", "stream", "copy"),
-            correlation="api_id",
-            src=pl.when(pinned & (pl.col("copy") == "HtoD")).then(pl.lit("Pinned")),
-            dst=pl.when(pinned & (pl.col("copy") == "DtoH")).then(pl.lit("Pinned")),
-            bytes=pl.when(copy).then("size"),
-            gbps=pl.when(timed).then(pl.col("size") / pl.col("dur")),
-            **{
-                name: pl.when(pl.col("kind") == "kernel").then(column)
-                for name, column in (
-                    ("blocks", "blocks"),
-                    ("threads", "threads"),
-                    ("shared", "groupSegmentSize"),
-                )
-            },
+        ties = {"api_id": pl.Int64, "op_id": pl.Int64}
+        of_op = self._db.read(
+            "rocpd_api_ops", ties, each=lambda batch: narrowed(with_all(batch, ties).drop_nulls())
+        )
+        calls = Numbered(with_all(of_op, ties).cast({"op_id": pl.Int64}), "op_id")
+        del of_op
+        told = pl.concat([*self._in_threads, pl.DataFrame(schema={"id": pl.Int64})], how=_RELAXED)
+        in_threads = Numbered(told.with_columns(in_threads=True), "id")
+        sizes = ("gridX", "gridY", "gridZ", "workgroupX", "workgroupY", "workgroupZ")
+        launches = Keyed(
+            self._db, "rocpd_kernelapi", "api_ptr_id",
+            dict.fromkeys((*sizes, "groupSegmentSize"), pl.Int64),
+        )  # fmt: skip
+        copies = Keyed(
+            self._db, "rocpd_copyapi", "api_ptr_id", {"size": pl.Int64, "pinned": pl.Int64}
         )
 
+        def of(batch: pl.DataFrame) -> pl.DataFrame:
+            rows = self._work(with_all(batch, types))
+            call = calls.at(rows["id"]).to_series().cast(pl.Int64)
+            rows = rows.with_columns(call.alias("correlation"))
+            more = (launches.at(call), copies.at(call), in_threads.at(call))
+            return _of_calls(pl.concat([rows, *more], how="horizontal"))
+
+        return self._db.read("rocpd_op", types, each=of)
+
     def _work(self, rows: pl.DataFrame) -> pl.DataFrame:
-        kind = _looked_up(rows["opType_id"], self._texts).fill_null("")
-        what = _looked_up(rows["description_id"], self._texts)
+        kind = self._names.of(rows["opType_id"]).fill_null("")
+        what = self._names.of(rows["description_id"])
         rows = rows.with_columns(type=kind, what=what.set(what == "", None))
         rows = rows.filter(~pl.col("type").str.contains(r"(?i)barrier|marker"))
         copy = pl.col("type").str.contains(r"(?i)copy")
-        rows = rows.select(
+        return rows.select(
             "id",
             ts="start",
             dur=pl.col("end") - pl.col("start"),
@@ -137,61 +133,18 @@ class Rpd:
             .then(pl.lit("memcpy"))
             .when(pl.col("type").str.contains(FILL))
             .then(pl.lit("memset"))
-            .otherwise(pl.lit("kernel"))
-            .cast(GpuKind),
-            name=pl.coalesce("what", "type").cast(pl.Categorical),
+            .otherwise(pl.lit("kernel")),
+            name=pl.coalesce("what", "type"),
             device=pl.col("gpuId").fill_null(0),
             stream=pl.col("queueId").fill_null(0),
             copy=pl.when(copy).then(direction(rows["type"])).cast(Copy),
         )
-        return narrowed(rows)
-
-    def _with_calls(self, rows: pl.DataFrame) -> pl.DataFrame:
-        ties = {"api_id": pl.Int64, "op_id": pl.Int64}
-        of_op = _all(self._db.read("rocpd_api_ops", ties), ties).drop_nulls().unique("op_id")
-        rows = rows.with_columns(pl.col("id").cast(pl.Int64))
-        rows = rows.join(of_op, left_on="id", right_on="op_id", how="left", maintain_order="left")
-        del of_op
-        names = [n for n, text in self._texts.items() if re.search(_IN_THREADS, text)]
-        named = {"id": pl.Int64, "apiName_id": pl.Int64}
-        calls = self._db.read(
-            "rocpd_api",
-            named,
-            each=lambda batch: _all(batch, named).filter(pl.col("apiName_id").is_in(names)),
-        )
-        grid = pl.col("gridX") * pl.col("gridY") * pl.col("gridZ")
-        group = pl.col("workgroupX") * pl.col("workgroupY") * pl.col("workgroupZ")
-        in_threads = pl.col("api_ptr_id").is_in(_all(calls, named)["id"].implode())
-        sizes = ("gridX", "gridY", "gridZ", "workgroupX", "workgroupY", "workgroupZ")
-        types = dict.fromkeys(("api_ptr_id", *sizes, "groupSegmentSize"), pl.Int64)
-
-        def of(batch: pl.DataFrame) -> pl.DataFrame:
-            blocks = pl.when(in_threads & (group > 0)).then(grid // group).otherwise(grid)
-            return narrowed(
-                _all(batch, types).select(
-                    *("api_ptr_id", "groupSegmentSize"),
-                    threads=pl.when(group > 0).then(group),
-                    blocks=blocks,
-                )
-            )
-
-        kernels = self._db.read("rocpd_kernelapi", types, each=of)
-        kernels = _all(kernels, dict.fromkeys((*types, "threads", "blocks"), pl.Int64))
-        kernels = kernels.select("api_ptr_id", "groupSegmentSize", "threads", "blocks")
-        kernels = kernels.with_columns(pl.col("api_ptr_id").cast(pl.Int64)).unique("api_ptr_id")
-        types = {"api_ptr_id": pl.Int64, "size": pl.Int64, "pinned": pl.Int64}
-        copies = _all(self._db.read("rocpd_copyapi", types), types).unique("api_ptr_id")
-        for more in (kernels, copies):
-            rows = rows.join(
-                more, left_on="api_id", right_on="api_ptr_id", how="left", maintain_order="left"
-            )
-        return rows
 
     def counters(self) -> pl.DataFrame | None:
         """Clocks and whatever else was sampled meanwhile."""
         types = {"deviceType": pl.String, "deviceId": pl.Int64, "monitorType": pl.String,
                  "start": pl.Int64, "end": pl.Int64, "value": pl.String}  # fmt: skip
-        rows = _all(self._db.read("rocpd_monitor", types), types)
+        rows = with_all(self._db.read("rocpd_monitor", types), types)
         rows = rows.with_columns(pl.col("value").cast(pl.Float64, strict=False))
         rows = rows.filter(pl.col("value").is_finite() & pl.col("monitorType").is_not_null())
         if not rows.height:
@@ -203,6 +156,33 @@ class Rpd:
             name=pl.col("monitorType").str.slice(0, 100),
             range=pl.format("GPU {}", pl.col("deviceId").fill_null(0)),
         )
+
+
+def _of_calls(rows: pl.DataFrame) -> pl.DataFrame:
+    """Device work with what the calls that caused it were told."""
+    copy, kernel = pl.col("kind") == "memcpy", pl.col("kind") == "kernel"
+    pinned = copy & (pl.col("pinned") > 0)
+    timed = copy & (pl.col("size") > 0) & (pl.col("dur") > 0)
+    grid = pl.col("gridX") * pl.col("gridY") * pl.col("gridZ")
+    group = pl.col("workgroupX") * pl.col("workgroupY") * pl.col("workgroupZ")
+    grouped = pl.col("in_threads").fill_null(False) & (group > 0)
+    found = rows.select(
+        *("ts", "dur", "kind", "name", "device", "stream", "copy", "correlation"),
+        src=pl.when(pinned & (pl.col("copy") == "HtoD")).then(_PINNED),
+        dst=pl.when(pinned & (pl.col("copy") == "DtoH")).then(_PINNED),
+        bytes=pl.when(copy).then("size"),
+        gbps=pl.when(timed).then(pl.col("size") / pl.col("dur")),
+        blocks=pl.when(kernel).then(pl.when(grouped).then(grid // group).otherwise(grid)),
+        threads=pl.when(kernel & (group > 0)).then(group),
+        shared=pl.when(kernel).then("groupSegmentSize"),
+    )
+    return _held(found, GpuKind)
+
+
+def _held(rows: pl.DataFrame, kind: Any) -> pl.DataFrame:
+    """Rows that wait for the last, in as little room as they take."""
+    texts = pl.col(pl.String).exclude("kind").cast(pl.Categorical)
+    return narrowed(rows.with_columns(texts, pl.col("kind").cast(kind)))
 
 
 class Rocpd:
@@ -237,23 +217,20 @@ class Rocpd:
         if not parts:
             return []
         rows = pl.concat(parts, how="diagonal_relaxed")
-        marks = rows.filter(pl.col("kind") == "annotation")
-        if not marks.height:
-            return [rows]
-        found, self.inputs = ranges(marks["name"])
-        marks = marks.drop("name", "kind", "correlation").hstack(found)
-        return [rows.filter(pl.col("kind") != "annotation"), marks]
+        number, self.inputs = inputs_of(rows["dims"])
+        return [rows.drop("dims").with_columns(number)]
 
 
 class _Process:
-    """One process's tables."""
+    """One process's tables. Rows are made some thousands at a time."""
 
     def __init__(self, db: Database, suffix: str, first: int) -> None:
         self._db, self._suffix, self._first = db, suffix, first
-        self._texts = db.texts(self._table("string"), "id", "string")
-        types = {name: pl.Int64 for name in ("id", "stack_id", "category_id")}  # noqa: C420
-        events = _all(db.read(self._table("event"), {**types, "extdata": pl.String}), types)
-        self._events = events.unique("id") if events.height else events
+        self._names = Names(db, self._table("string"), "id", "string")
+        types = {"stack_id": pl.Int64, "category_id": pl.Int64, "extdata": pl.String}
+        self._events = Keyed(db, self._table("event"), "id", types)
+        self._stamps = Keyed(db, self._table("timestamp"), "id", {"value": pl.Int64})
+        self._tracks = Keyed(db, self._table("track"), "id", _PLACE)
         self.devices: dict[int, Device] = {}
         self._agents = self._known_agents()
         self._pids = self._numbers("info_process", "pid")
@@ -264,7 +241,7 @@ class _Process:
 
     def _numbers(self, table: str, column: str) -> dict[int, int]:
         types = {"id": pl.Int64, column: pl.Int64}
-        rows = _all(self._db.read(self._table(table), types), types).drop_nulls()
+        rows = with_all(self._db.read(self._table(table), types), types).drop_nulls()
         return dict(rows.select("id", column).iter_rows())
 
     def _known_agents(self) -> dict[int, int]:
@@ -272,7 +249,7 @@ class _Process:
         whole = ("id", "absolute_index", "logical_index", "type_index")
         texts = ("type", "name", "model_name", "product_name", "extdata")
         types: dict[str, Any] = dict.fromkeys(whole, pl.Int64) | dict.fromkeys(texts, pl.String)
-        rows = _all(self._db.read(self._table("info_agent"), types), types).head(_MAX_AGENTS)
+        rows = with_all(self._db.read(self._table("info_agent"), types), types).head(_MAX_AGENTS)
         found = {}
         for row in rows.iter_rows(named=True):
             if row["type"] != "GPU" or row["id"] is None:
@@ -290,124 +267,127 @@ class _Process:
             found[row["id"]] = number
         return found
 
-    def _timed(self, table: str, more: Types) -> pl.DataFrame:
-        """Rows with ``start``, ``end``, ``pid``, ``tid``, ``agent_id``, ``queue_id``, ``stream_id``
-        and what else is asked for, from either layout."""
-        place: Types = dict.fromkeys(("pid", "tid", "agent_id", "queue_id", "stream_id"), pl.Int64)
-        direct: Types = {"start": pl.Int64, "end": pl.Int64, **place}
+    def _timed(
+        self, table: str, more: Types, of: Callable[[pl.DataFrame], pl.DataFrame], kind: Any
+    ) -> pl.DataFrame:
+        """``of`` all rows of a table, some thousands at a time, with their times, their place, what
+        else is asked for, and what their events say; from either layout."""
+        direct: Types = {"start": pl.Int64, "end": pl.Int64, **_PLACE}
         split: Types = dict.fromkeys(("track_id", "start_id", "end_id"), pl.Int64)
-        rows = self._db.read(self._table(table), {**direct, **split, **more, "event_id": pl.Int64})
-        rows = _all(rows, {**more, "event_id": pl.Int64})
-        if not rows.height:
-            return pl.DataFrame()
-        if {"start_id", "end_id"} <= set(rows.columns) and "start" not in rows.columns:
-            types: Types = {"id": pl.Int64, "value": pl.Int64}
-            times = _all(self._db.read(self._table("timestamp"), types), types).unique("id")
-            for column in ("start", "end"):
-                rows = rows.join(
-                    times.rename({"value": column}),
-                    left_on=f"{column}_id", right_on="id", how="left", maintain_order="left",
-                )  # fmt: skip
-            tracks = _all(self._db.read(self._table("track"), {"id": pl.Int64, **place}), place)
-            if "track_id" in rows.columns and "id" in tracks.columns:
-                rows = rows.join(
-                    tracks.unique("id"),
-                    left_on="track_id", right_on="id", how="left", maintain_order="left",
-                )  # fmt: skip
-        rows = _all(rows, direct)
-        if {"id", "stack_id"} <= set(self._events.columns):
-            rows = rows.join(
-                self._events, left_on="event_id", right_on="id", how="left", maintain_order="left"
+        own: Types = {**more, "event_id": pl.Int64}
+
+        def made(batch: pl.DataFrame) -> pl.DataFrame:
+            rows = with_all(batch, own)
+            if {"start_id", "end_id"} <= set(rows.columns) and "start" not in rows.columns:
+                ids = pl.concat([rows["start_id"], rows["end_id"]])
+                stamps = self._stamps.at(ids).to_series()
+                rows = rows.with_columns(start=stamps.head(len(rows)), end=stamps.tail(len(rows)))
+                if "track_id" in rows.columns:
+                    rows = rows.with_columns(self._tracks.at(rows["track_id"]))
+            rows = with_all(rows, direct).hstack(self._events.at(rows["event_id"]))
+            caused = pl.col("stack_id").is_between(1, (1 << _CORRELATIONS) - 1)
+            rows = rows.with_columns(
+                ts=pl.col("start"),
+                dur=pl.col("end") - pl.col("start"),
+                correlation=pl.when(caused).then(pl.col("stack_id") + self._first),
             )
-        rows = _all(rows, {"stack_id": pl.Int64, "category_id": pl.Int64, "extdata": pl.String})
-        own = pl.col("stack_id").is_between(1, (1 << _CORRELATIONS) - 1)
-        return rows.with_columns(
-            ts=pl.col("start"),
-            dur=pl.col("end") - pl.col("start"),
-            correlation=pl.when(own).then(pl.col("stack_id") + self._first),
-        )
+            return _held(of(rows), kind)
+
+        rows = self._db.read(self._table(table), {**direct, **split, **own}, each=made)
+        return rows if rows.height else pl.DataFrame()
 
     def calls(self) -> pl.DataFrame:
         """Calls of HIP and ROCTX ranges, whose text stands in their event. HSA's calls are those of
         HIP again, one layer below."""
-        rows = self._timed("region", {"name_id": pl.Int64})
-        if not rows.height:
-            return rows
-        name = _looked_up(rows["name_id"], self._texts).fill_null("call")
-        category = _looked_up(rows["category_id"], self._texts).fill_null("")
-        rows = rows.with_columns(name=name, category=category)
-        rows = rows.filter(~pl.col("category").str.starts_with("HSA"))
-        marker = pl.col("category").str.contains("MARKER") | pl.col("name").str.starts_with("roctx")
-        message = pl.when(marker).then(
-            pl.col("extdata").str.extract(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', 1)
-        )
-        return rows.select(
-            "ts",
-            "dur",
-            "correlation",
-            name=pl.coalesce(message, "name"),
-            kind=pl.when(marker).then(pl.lit("annotation")).otherwise(pl.lit("runtime")),
-            process=pl.col("pid").replace(self._pids).cast(pl.String),
-            thread=pl.col("tid").replace(self._tids).cast(pl.String),
-        )
+
+        def of(rows: pl.DataFrame) -> pl.DataFrame:
+            name = self._names.of(rows["name_id"]).fill_null("call")
+            category = self._names.of(rows["category_id"]).fill_null("")
+            rows = rows.with_columns(name=name, category=category)
+            rows = rows.filter(~pl.col("category").str.starts_with("HSA"))
+            marker = pl.col("category").str.contains("MARKER") | pl.col("name").str.starts_with(
+                "roctx"
+            )
+            message = pl.when(marker).then(
+                pl.col("extdata").str.extract(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', 1)
+            )
+            rows = rows.select(
+                "ts",
+                "dur",
+                name=pl.coalesce(message, "name"),
+                marker=marker,
+                correlation=pl.when(~marker).then("correlation"),
+                kind=pl.lit("runtime"),
+                sequence=pl.lit(None, dtype=pl.Int64),
+                dims=pl.lit(None, dtype=pl.String),
+                process=pl.col("pid").replace(self._pids).cast(pl.String),
+                thread=pl.col("tid").replace(self._tids).cast(pl.String),
+            )
+            marks = rows.filter("marker")
+            if marks.height:
+                marks = marks.with_columns(parsed(marks["name"]))
+                rows = pl.concat([rows.filter(~pl.col("marker")), marks])
+            return rows.drop("marker")
+
+        return self._timed("region", {"name_id": pl.Int64}, of, CpuKind)
 
     def kernels(self) -> pl.DataFrame:
         """Dispatches. Grids are counted in work items here."""
         sizes = ("workgroup_size", "grid_size")
         more = ["kernel_id", "group_segment_size"]
         more += [f"{size}_{axis}" for size in sizes for axis in "xyz"]
-        rows = self._timed("kernel_dispatch", dict.fromkeys(more, pl.Int64))
-        if not rows.height:
-            return rows
         table = self._table("info_kernel_symbol")
         names = self._db.texts(table, "id", "kernel_name")
         names |= self._db.texts(table, "id", "display_name")
-        registers = {"id": pl.Int64, "arch_vgpr_count": pl.Int64}
-        known = _all(self._db.read(table, registers), registers).drop_nulls().unique("id")
-        rows = rows.join(
-            known, left_on="kernel_id", right_on="id", how="left", maintain_order="left"
-        )
+        symbols = Keyed(self._db, table, "id", {"arch_vgpr_count": pl.Int64})
         group, grid = (
             pl.col(f"{size}_x") * pl.col(f"{size}_y") * pl.col(f"{size}_z") for size in sizes
         )
-        name = _looked_up(rows["kernel_id"], names).fill_null("kernel")
-        fill = name.str.contains(r"^__amd_rocclr_fillBuffer")
-        return rows.select(
-            "ts",
-            "dur",
-            "correlation",
-            kind=pl.when(fill).then(pl.lit("memset")).otherwise(pl.lit("kernel")),
-            name=name,
-            device=self._device("agent_id"),
-            stream=pl.coalesce("stream_id", "queue_id").fill_null(0),
-            threads=pl.when(group > 0).then(group),
-            blocks=pl.when(group > 0).then(grid // group),
-            shared="group_segment_size",
-            registers="arch_vgpr_count",
-        )
+
+        def of(rows: pl.DataFrame) -> pl.DataFrame:
+            name = looked_up(rows["kernel_id"], names).fill_null("kernel")
+            fill = name.str.contains(r"^__amd_rocclr_fillBuffer")
+            return rows.select(
+                "ts",
+                "dur",
+                "correlation",
+                kind=pl.when(fill).then(pl.lit("memset")).otherwise(pl.lit("kernel")),
+                name=name,
+                device=self._device("agent_id"),
+                stream=pl.coalesce("stream_id", "queue_id").fill_null(0),
+                threads=pl.when(group > 0).then(group),
+                blocks=pl.when(group > 0).then(grid // group),
+                shared="group_segment_size",
+                registers=symbols.at(rows["kernel_id"]).to_series(),
+            )
+
+        return self._timed("kernel_dispatch", dict.fromkeys(more, pl.Int64), of, GpuKind)
 
     def copies(self) -> pl.DataFrame:
         """Copies, by the GPU that is one of their ends."""
         more = ("name_id", "size", "dst_agent_id", "src_agent_id")
-        rows = self._timed("memory_copy", dict.fromkeys(more, pl.Int64))
-        if not rows.height:
-            return rows
-        name = _looked_up(rows["name_id"], self._texts).fill_null("copy")
         timed = (pl.col("size") > 0) & (pl.col("dur") > 0)
-        return rows.select(
-            "ts",
-            "dur",
-            "correlation",
-            kind=pl.lit("memcpy"),
-            name=name,
-            device=pl.coalesce(
-                self._device("dst_agent_id", None), self._device("src_agent_id", None), pl.lit(0)
-            ),
-            stream=pl.coalesce("stream_id", "queue_id").fill_null(0),
-            copy=direction(name),
-            bytes="size",
-            gbps=pl.when(timed).then(pl.col("size") / pl.col("dur")),
-        )
+
+        def of(rows: pl.DataFrame) -> pl.DataFrame:
+            name = self._names.of(rows["name_id"]).fill_null("copy")
+            return rows.select(
+                "ts",
+                "dur",
+                "correlation",
+                kind=pl.lit("memcpy"),
+                name=name,
+                device=pl.coalesce(
+                    self._device("dst_agent_id", None),
+                    self._device("src_agent_id", None),
+                    pl.lit(0, dtype=pl.Int64),
+                ),
+                stream=pl.coalesce("stream_id", "queue_id").fill_null(0),
+                copy=direction(name).cast(Copy),
+                bytes="size",
+                gbps=pl.when(timed).then(pl.col("size") / pl.col("dur")),
+            )
+
+        return self._timed("memory_copy", dict.fromkeys(more, pl.Int64), of, GpuKind)
 
     def _device(self, column: str, default: int | None = 0) -> pl.Expr:
         agents = self._agents or {-1: 0}

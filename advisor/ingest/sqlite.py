@@ -56,6 +56,8 @@ class Database:
         self._path = path
         self.tables: dict[str, tuple[str, ...]] = {}
         """Columns by table."""
+        self.keys: dict[str, str] = {}
+        """Column by whose whole numbers a table's rows are stored, where it has one."""
         self.damaged: list[str] = []
         """Tables that could not be read to their end."""
         names = self._rows(
@@ -68,6 +70,9 @@ class Database:
         for name in self.tables:
             described = self._rows(f"PRAGMA table_info({quoted(name)})")
             self.tables[name] = tuple(str(row[1]) for row in described)
+            keys = [row for row in described if row[5]]
+            if len(keys) == 1 and str(keys[0][2]).upper() == "INTEGER":
+                self.keys[name] = str(keys[0][1])
 
     def has(self, table: str, *columns: str) -> bool:
         """Whether the table is there, with these columns."""
@@ -99,6 +104,16 @@ class Database:
             del rows
             parts.append(frame if each is None else each(frame))
         return pl.concat(parts, how="vertical_relaxed") if parts else pl.DataFrame(schema=wanted)
+
+    def read_some(self, table: str, types: Types, numbers: Sequence[int]) -> pl.DataFrame:
+        """As :meth:`read`, the rows whose key is one of these numbers, which are in order and
+        some thousands."""
+        if not numbers:
+            return pl.DataFrame(schema=types)
+        key, first, last = quoted(self.keys[table]), numbers[0], numbers[-1]
+        if last - first < 2 * len(numbers):
+            return self.read(table, types, f"{key} BETWEEN {first:d} AND {last:d}")
+        return self.read(table, types, f"{key} IN ({', '.join(map(str, numbers))})")
 
     def texts(self, table: str, key: str, value: str) -> dict[int, str]:
         """A table of numbered texts as a dictionary; empty: it is not there."""
@@ -257,7 +272,9 @@ def _no_collections() -> Iterator[None]:
 def _connected(path: str) -> Iterator[sqlite3.Connection]:
     """A connection that writes nothing, not even a journal, and runs nothing of the file's."""
     place = quote(str(Path(path).absolute()))
-    connection = sqlite3.connect(f"file:{place}?mode=ro&immutable=1", uri=True)
+    # a statement may name thousands of rows, and none is asked twice: none is kept
+    where = f"file:{place}?mode=ro&immutable=1"
+    connection = sqlite3.connect(where, uri=True, cached_statements=0)
     try:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)

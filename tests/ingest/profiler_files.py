@@ -67,8 +67,17 @@ PID, TID = 4_321, 4_321
 GLOBAL_PID = (1 << 48) + (PID << 24)
 
 
-def _table(db: sqlite3.Connection, name: str, columns: str, rows: list[tuple[Any, ...]]) -> None:
-    db.execute(f'CREATE TABLE "{name}" ({columns})')
+def _table(
+    db: sqlite3.Connection,
+    name: str,
+    columns: str,
+    rows: list[tuple[Any, ...]],
+    keyed: bool = False,
+) -> None:
+    """``keyed``: its first column is the number that rows are stored by."""
+    first, *others = columns.split(",")
+    stored = ",".join([f"{first} INTEGER PRIMARY KEY", *others] if keyed else [first, *others])
+    db.execute(f'CREATE TABLE "{name}" ({stored})')
     marks = ", ".join("?" * len(columns.split(",")))
     db.executemany(f'INSERT INTO "{name}" VALUES ({marks})', rows)
 
@@ -151,8 +160,9 @@ _HIP = {
 }
 
 
-def rocpd(path: Path, version: int = 3) -> Path:
-    """rocprofv3's database, of schema 3 or 4."""
+def rocpd(path: Path, version: int = 3, *, keyed: bool = True) -> Path:
+    """rocprofv3's database, of schema 3 or 4. Rows are stored by their number, unless somebody
+    else copied them: not ``keyed``."""
     ranges, calls, work = program()
     tail = "_0000abcd_1234_5678_9abc_def012345678"
     texts: dict[str, int] = {}
@@ -199,25 +209,31 @@ def rocpd(path: Path, version: int = 3) -> Path:
             ("memory_copy", copies),
         ):
             columns = ", ".join(f'"{key}"' for key in rows[0])
-            _table(db, f"rocpd_{name}{tail}", columns, [tuple(row.values()) for row in rows])
-        _table(db, f"rocpd_string{tail}", "id, string", [(n, t) for t, n in texts.items()])
-        _table(db, f"rocpd_event{tail}", "id, category_id, stack_id, extdata", events)
+            _table(db, f"rocpd_{name}{tail}", columns, [tuple(row.values()) for row in rows], keyed)
+        _table(db, f"rocpd_string{tail}", "id, string", [(n, t) for t, n in texts.items()], keyed)
+        _table(db, f"rocpd_event{tail}", "id, category_id, stack_id, extdata", events, keyed)
         symbols = [(n + 1, name + ".kd", name, 20) for n, name in enumerate(NAMES)]
         columns = "id, kernel_name, display_name, arch_vgpr_count"
-        _table(db, f"rocpd_info_kernel_symbol{tail}", columns, symbols)
+        _table(db, f"rocpd_info_kernel_symbol{tail}", columns, symbols, keyed)
         facts = json.dumps({"cu_count": 104, "wave_front_size": 64})
         agents = [(1, "CPU", 0, "EPYC", "{}"), (2, "GPU", 0, "AMD Instinct MI250X", facts)]
-        _table(db, f"rocpd_info_agent{tail}", "id, type, type_index, product_name, extdata", agents)
+        _table(
+            db,
+            f"rocpd_info_agent{tail}",
+            "id, type, type_index, product_name, extdata",
+            agents,
+            keyed,
+        )
         columns = "id, pid, command, environment"
         process = [(1, PID, "./solver --fast", '{"TOKEN": "hunter2"}')]
-        _table(db, f"rocpd_info_process{tail}", columns, process)
-        _table(db, f"rocpd_info_thread{tail}", "id, tid", [(1, TID)])
+        _table(db, f"rocpd_info_process{tail}", columns, process, keyed)
+        _table(db, f"rocpd_info_thread{tail}", "id, tid", [(1, TID)], keyed)
         if version > 3:
             stamps = [(n + 1, value) for n, value in enumerate(times)]
-            _table(db, f"rocpd_timestamp{tail}", "id, value", stamps)
+            _table(db, f"rocpd_timestamp{tail}", "id, value", stamps, keyed)
             tracks = [(1, 1, 1, None, None, None), (2, 1, 1, 2, 1, 3)]
             columns = "id, pid, tid, agent_id, queue_id, stream_id"
-            _table(db, f"rocpd_track{tail}", columns, tracks)
+            _table(db, f"rocpd_track{tail}", columns, tracks, keyed)
         db.execute(f'CREATE VIEW rocpd_region AS SELECT * FROM "rocpd_region{tail}"')
     return path
 
@@ -277,7 +293,7 @@ def rocprof_json(path: Path) -> Path:
     return path
 
 
-def rpd(path: Path) -> Path:
+def rpd(path: Path, *, keyed: bool = True) -> Path:
     """rocmProfileData's database."""
     ranges, calls, work = program()
     texts: dict[str, int] = {"": 1}
@@ -294,21 +310,26 @@ def rpd(path: Path) -> Path:
     ]  # fmt: skip
     with sqlite3.connect(path) as db:
         columns = '"id", "pid", "tid", "start", "end", "apiName_id", "args_id"'
-        _table(db, "rocpd_api", columns, api)
+        _table(db, "rocpd_api", columns, api, keyed)
         columns = '"id", "gpuId", "queueId", "start", "end", "description_id", "opType_id"'
-        _table(db, "rocpd_op", columns, ops)
+        _table(db, "rocpd_op", columns, ops, keyed)
         ties = [(n + 1, w.number, n + 1) for n, w in enumerate(work)]
-        _table(db, "rocpd_api_ops", "id, api_id, op_id", ties)
+        _table(db, "rocpd_api_ops", "id, api_id, op_id", ties, keyed)
         columns = "api_ptr_id, gridX, gridY, gridZ, workgroupX, workgroupY, workgroupZ"
         _table(
-            db, "rocpd_kernelapi", columns, [(w.number, 24, 1, 1, 64, 1, 1) for w in work if w.name]
+            db,
+            "rocpd_kernelapi",
+            columns,
+            [(w.number, 24, 1, 1, 64, 1, 1) for w in work if w.name],
+            keyed,
         )
         _table(
             db,
             "rocpd_copyapi",
             "api_ptr_id, size, pinned",
             [(w.number, BYTES, 0) for w in work if not w.name],
+            keyed,
         )
-        _table(db, "rocpd_string", "id, string", [(n, t) for t, n in texts.items()])
+        _table(db, "rocpd_string", "id, string", [(n, t) for t, n in texts.items()], keyed)
         db.execute("CREATE VIEW api AS SELECT * FROM rocpd_api")
     return path

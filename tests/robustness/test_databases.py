@@ -91,6 +91,8 @@ SEEDS: dict[str, Callable[[Path], Path]] = {
     "rpd": lambda folder: files.rpd(folder / "seed.rpd"),
     "rocpd": lambda folder: files.rocpd(folder / "seed.db"),
     "rocpd 4": lambda folder: files.rocpd(folder / "seed4.db", 4),
+    "rpd bare": lambda folder: files.rpd(folder / "bare.rpd", keyed=False),
+    "rocpd bare": lambda folder: files.rocpd(folder / "bare.db", 4, keyed=False),
     "rocprofv3": lambda folder: files.rocprof_json(folder / "seed_results.json"),
     "xplane": lambda folder: _written(folder / "seed.xplane.pb", xspace.jax_training()),
     "xplane unmarked": lambda folder: _written(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from advisor.trace import Trace
 
 FAILED = "the rule failed"
+MANY_ROWS = 2_000_000
+"""From so many on, ranks are examined one after another: threads share one interpreter and gain a
+fifth of this part's time, and what each works with beside the trace is large."""
 Subject = TypeVar("Subject", Analysis, dict[int, Analysis])
 
 
@@ -60,7 +63,8 @@ def run_ranks(
             prices,
         )
         return {result.rank: result for result in done}
-    with ThreadPoolExecutor() as threads:
+    rows = sum(a.trace.cpu.height + a.trace.gpu.height for a in analyses.values())
+    with ThreadPoolExecutor(1 if rows > MANY_ROWS else None) as threads:
         done = threads.map(
             run_rules, list(analyses), analyses.values(), [rules] * len(analyses), prices
         )

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.analysis.moments import step_starts
+from advisor.analysis.steps import step_of
 from advisor.intervals import covered
 from advisor.model import Edit, Location, Select
 from advisor.rules.common import column, places, rows
@@ -118,13 +119,16 @@ def same_kernels(a: Analysis) -> bool | None:
     kernels &= gpu["device"] == a.device_id
     work = gpu.filter(kernels).select("name", "launch", "stream", "ts")
     at = cpu["ts"].gather(work["launch"]).to_numpy()
-    order = np.lexsort((work["ts"].to_numpy(), at, work["stream"].to_numpy()))
-    names = work["name"].to_physical().to_numpy()[order]
-    at = at[order]
-    sequences = [  # one slice a step: there are tens of them at most
-        names[(at >= start) & (at < end)] for start, end in used.select("ts", "end").iter_rows()
-    ]
-    return len(sequences[0]) > 0 and all(np.array_equal(sequences[0], s) for s in sequences[1:])
+    told = step_of(a.steps, at)
+    inside = told.is_not_null()
+    work, at, step = work.filter(inside), at[inside.to_numpy()], told.drop_nulls().to_numpy()
+    index = column(used, "index")
+    launches = np.bincount(step, minlength=index[-1] + 1)[index]
+    if launches[0] == 0 or (launches != launches[0]).any():
+        return False
+    order = np.lexsort((work["ts"].to_numpy(), at, work["stream"].to_numpy(), step))
+    names = work["name"].to_physical().to_numpy()[order].reshape(used.height, -1)
+    return bool((names == names[0]).all())
 
 
 class Blockers(NamedTuple):

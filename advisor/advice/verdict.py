@@ -139,7 +139,9 @@ def _lead(report: Report) -> str:
     if worth is None or worth.gain_ns is None or worth.share is None:
         return f"first: {first.title}"
     bound = "" if worth.method == REPLAY else " up to"
-    title = first.title[0].lower() + first.title[1:] if first.title[1:2].islower() else first.title
+    word = first.title.split(" ", 1)[0]
+    named = len(word) > 1 and not word[1].islower()  # "NCCL …", not "A …" nor "The …"
+    title = first.title if named else first.title[0].lower() + first.title[1:]
     if worth.low_ns is not None and worth.low_ns < WIDE * worth.gain_ns:
         high_ns = max(worth.gain_ns, worth.high_ns or 0)
         low, high = (worth.share * ns / worth.gain_ns for ns in (worth.low_ns, high_ns))

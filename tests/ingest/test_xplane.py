@@ -220,6 +220,92 @@ def test_what_is_cut_off_is_read_up_to_the_cut() -> None:
     assert cut.meta.truncated
 
 
+def _host_of_jax(frames: list[tuple[str, float]], *, gpu: bool) -> Analysis:
+    """Six steps of 10 ms on one thread, each of which is in the given events, one by one, ms."""
+    host, device = w.Plane("/host:CPU"), w.Plane("/device:GPU:0", own=dict(w.V100))
+    python, work = host.line("python"), device.line("Stream #13(Compute)")
+    for step in range(6):
+        t = step * 1e7
+        python.event("train", t, 9_990_000, step_num=step, _r=1)
+        python.event("PjitFunction(f)", t, 10_000)
+        link = {"correlation_id": step + 1}
+        python.event("cuLaunchKernel", t + 20_000, 5000, **link)
+        work.event("gemm", t + 1e6, 8e6, **link, kernel_details="->grid:9,1,1 block:9,1,1")
+        t += 100_000
+        for name, ms in frames:
+            python.event(name, t, ms * 1e6)
+            t += ms * 1e6
+    return Analysis(read_bytes(w.space(host, device) if gpu else w.space(host), "x.xplane.pb"))
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("$api.py:2479 block_until_ready", "awaited"),
+        ("$array.py:615 _value", "awaited"),
+        ("np.asarray(jax.Array)", "awaited"),
+        ("ThunkExecutor::Execute (wait for completion)", "other_thread"),
+        ("$compiler.py:292 backend_compile_and_load", "compile"),
+        ("$pjit.py:466 _trace_for_jit", "compile"),
+        ("backend_compile_and_load", "compile"),
+        ("tf.function-graph_building", "compile"),
+        ("$profiler.py:271 stop_trace", "profiler"),
+        ("$train.py:3 _value_of", "python"),
+        ("$profiler.py:417 wrapper", "python"),
+    ],
+)
+def test_a_wait_for_xla_and_a_compilation_are_no_python_code(
+    name: str, kind: str, gpu: bool
+) -> None:
+    """On a device, or in XLA's own threads: no line of Python can be made faster for it."""
+    a = _host_of_jax([(name, 7)], gpu=gpu)
+    told = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
+    kind = kind if kind != "awaited" else "sync" if gpu else "other_thread"
+    assert told[kind] == pytest.approx(6 * 7e6, rel=1e-2)
+    if kind != "python":
+        assert "python" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("backend_compile_and_load", "jax_explain_cache_misses"),
+     ("tf.function-graph_building", "reduce_retracing")],
+)  # fmt: skip
+def test_a_step_that_compiles_each_time_is_told_so_in_the_framework_s_words(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    host = w.Plane("/host:CPU")
+    python = host.line("python")
+    for step in range(8):
+        t = step * 1e7
+        python.event("train", t, 9_990_000, step_num=step, _r=1)
+        python.event("FunctionRun" if "tf." in name else "PjitFunction(f)", t, 9_000_000)
+        python.event(name, t + 1e6, 6_000_000)
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(w.space(host))
+    (first,) = analyze(str(path), Options(config={})).findings
+    assert first.rule == "recompilation"
+    assert first.worth is not None and first.worth.gain_ns == pytest.approx(6e6, rel=1e-2)
+    assert words in first.code
+    told = f"{first.title} {first.summary} {first.fix} {first.code} {first.check}"
+    assert not TORCH.search(told + first.falsified_by)
+
+
+def test_a_wait_that_begins_in_a_call_of_the_loop_is_whole_behind_it() -> None:
+    """``FunctionRun`` returns 0.5 ms after another thread began to ask for the batch."""
+    host = w.Plane("/host:CPU")
+    python, pool = host.line("python3"), host.line("tf_data_iterator_get_next/7")
+    for step in range(6):
+        t = step * 1e7
+        python.event("train", t, 9_990_000, step_num=step, _r=1)
+        python.event("FunctionRun", t + 1e6, 1e6)
+        pool.event("IteratorGetNextOp::DoCompute", t + 1.5e6, 7e6)
+    a = Analysis(read_bytes(w.space(host), "host.xplane.pb"))
+    told = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
+    assert told["loader"] == pytest.approx(6 * 6.5e6, rel=1e-3)
+
+
 # -- several files --------------------------------------------------------------------------------
 
 

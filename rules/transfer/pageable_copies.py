@@ -112,14 +112,16 @@ class PageableCopies(Rule):
             "next kernel needs, so that it is not copied at all.",
             cuda="cudaHostAlloc (or cudaHostRegister, once) pins; cudaMemcpyAsync on a stream "
             "returns at once and runs beside kernels of other streams.",
-            code="float* host;  cudaHostAlloc(&host, bytes, cudaHostAllocDefault);   // once\n"
+            code="float* host;  cudaHostAlloc(&host, bytes, cudaHostAllocDefault);  // once\n"
             "for (int i = 0; i < pieces; ++i) {\n"
             "  cudaStream_t s = streams[i % 2];\n"
-            "  cudaMemcpyAsync(in[i % 2], host + i * n, piece, cudaMemcpyHostToDevice, s);\n"
+            "  cudaMemcpyAsync(in[i % 2], host + i * n, piece,\n"
+            "                  cudaMemcpyHostToDevice, s);\n"
             "  kernel<<<grid, block, 0, s>>>(in[i % 2], out[i % 2], n);\n"
-            "  cudaMemcpyAsync(back + i * n, out[i % 2], piece, cudaMemcpyDeviceToHost, s);\n"
+            "  cudaMemcpyAsync(back + i * n, out[i % 2], piece,\n"
+            "                  cudaMemcpyDeviceToHost, s);\n"
             "}\n"
-            "cudaDeviceSynchronize();                                        // once, at the end",
+            "cudaDeviceSynchronize();                          // once, at the end",
             verify="Profile again: copies read 'Pinned -> Device' and lie beside kernels.",
         ),
         **BATCHES_AHEAD,

@@ -187,6 +187,20 @@ def how_to_record(text: str, meta: TraceMeta) -> str:
     return _STEPS.sub(steps, text)
 
 
+def record_with(option: str, meta: TraceMeta, more: str = "") -> str:
+    """A sentence that asks to record so, ``more`` at its end; ``""`` where that cannot be."""
+    told = how_to_record(option, meta)
+    return f"Record with {told}{more}." if told else ""
+
+
+def mark_steps(meta: TraceMeta) -> str:
+    """What to do for steps to be known: ``call profiler.step() once an iteration``."""
+    tool = _TOOLS.get(meta.format)
+    if tool is None:
+        return "call profiler.step() once an iteration"
+    return f"put {tool[1]}, or name a range with --steps"
+
+
 def limit_worded(text: str, meta: TraceMeta) -> str:
     """A sentence on the trace's limits, in the same way."""
     tool = _TOOLS.get(meta.format)

@@ -36,7 +36,7 @@ TABLE_SCHEMA: dict[str, Any] = {
     "host": pl.Int64,
 }
 
-_NUMBER = re.compile(r"^(ProfilerStep|.*_iter)#\d+$")
+_NUMBER = re.compile(r"^(ProfilerStep|step |.*_iter)#\d+$")
 
 
 def op_table(a: Analysis) -> pl.DataFrame:
@@ -115,7 +115,7 @@ def op_tree(a: Analysis, most: int = MOST_NODES) -> pl.DataFrame:
 
 def _plain(name: str) -> str:
     numbered = _NUMBER.match(name)
-    return numbered[1] if numbered else name.removeprefix(MODULE)
+    return numbered[1].strip() if numbered else name.removeprefix(MODULE)
 
 
 def _inside(a: Analysis) -> NDArray[np.int64]:

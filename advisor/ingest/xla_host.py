@@ -317,7 +317,7 @@ def _as_steps(ts: Ints, dur: Ints, numbers: list[int], thread: str) -> pl.DataFr
     return pl.DataFrame(
         {
             "ts": ts, "dur": dur, "kind": "annotation",
-            "name": [f"ProfilerStep#{number}" for number in numbers],
+            "name": [f"step #{number}" for number in numbers],
             "process": process, "thread": thread, "call": None, "correlation": -1,
         },
         schema_overrides={"call": pl.String, "correlation": pl.Int64},

@@ -176,9 +176,12 @@ def test_a_part_of_an_iteration_is_not_called_one(
     for number, path in enumerate(paths):
         with sqlite3.connect(path) as db:
             db.execute("DROP TABLE NVTX_EVENTS")
-            late = f"{number} * (correlationId % 7) * 1000"
-            for table in ("KERNEL", "MEMCPY"):
-                db.execute(f"UPDATE CUPTI_ACTIVITY_KIND_{table} SET start = start + {late}")
+            late = f"{number} * ((correlationId - 1) / 4) * ((correlationId - 1) / 4) * 1000"
+            for table in ("KERNEL", "MEMCPY", "RUNTIME"):
+                db.execute(
+                    f"UPDATE CUPTI_ACTIVITY_KIND_{table} SET start = start + {late}, "
+                    f"end = end + {late}"
+                )
     for command in ("compare", "gate"):
         assert run(command, *paths) == 0
         told = " ".join(capsys.readouterr().out.split())

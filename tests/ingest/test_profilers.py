@@ -439,6 +439,8 @@ def test_a_program_in_c_is_bound_by_its_transfers(shared_file: Found) -> None:
     assert 5 * kernels == pytest.approx(88.573e6, rel=1e-3)
     found = {finding.rule: finding for finding in report.findings}
     assert list(found) == ["pageable-copies"]  # results are fetched: no values that are read
+    seen = {each.label: each.value for each in found["pageable-copies"].evidence}
+    assert 5 * seen["copy time that nothing hides"] == pytest.approx(284.7e6, rel=1e-3)
     assert "in copies alone" in report.verdict
     assert "cudaHostAlloc" in found["pageable-copies"].code
     assert "cudaMemcpyAsync" in found["pageable-copies"].code

@@ -306,6 +306,16 @@ def test_a_wait_that_begins_in_a_call_of_the_loop_is_whole_behind_it() -> None:
     assert told["loader"] == pytest.approx(6 * 6.5e6, rel=1e-3)
 
 
+def test_a_file_that_is_cut_in_its_first_plane_is_told_to_be_cut() -> None:
+    """Names follow the events of a plane: without them nothing is known of any."""
+    plane = w.Plane("/host:CPU")
+    line = plane.line("python")
+    for number in range(1000):
+        line.event("PjitFunction(f)", number * 1000, 900)
+    with pytest.raises(AdvisorError, match="cut off or damaged"):
+        read_bytes(w.space(plane)[:3000], "cut.xplane.pb")
+
+
 # -- several files --------------------------------------------------------------------------------
 
 

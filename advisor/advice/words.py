@@ -106,6 +106,7 @@ def _advise(finding: Finding, advice: Advice | None) -> None:
     finding.check = advice.verify or finding.check
     finding.title = advice.title or finding.title
     finding.summary = _said(finding.summary, advice)
+    finding.references = [link for link in finding.references if not _TORCH.search(link)]
 
 
 def _said(text: str, advice: Advice) -> str:

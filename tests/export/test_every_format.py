@@ -210,6 +210,8 @@ def test_nothing_is_advised_in_pytorchs_words(
     told = capsys.readouterr().out
     advice = told[told.index("What to change") : told.index("Not checked")]
     assert not TORCH.search(advice), TORCH.search(advice)
+    links = [link for f in advisor.analyze(str(file)).findings for link in f.references]
+    assert not [link for link in links if "torch" in link]
     if file.suffix in (".rpd", ".db") or "results" in file.name:
         assert not re.search(r"\bcu(da)?[A-Z]|NCCL", advice)
 

@@ -292,6 +292,25 @@ def test_a_step_that_compiles_each_time_is_told_so_in_the_framework_s_words(
     assert not TORCH.search(told + first.falsified_by)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_loop_that_does_not_wait_for_its_work_is_told_so(waits: bool, tmp_path: Path) -> None:
+    """Twenty steps that take 20 us to hand 3 ms of work to another thread."""
+    host = w.Plane("/host:CPU")
+    python, pool = host.line("python"), host.line("tf_XLAEigen/7")
+    for step in range(20):
+        t = step * (3_100_000 if waits else 20_000)
+        python.event("train", t, 3_099_000 if waits else 19_000, step_num=step, _r=1)
+        python.event("PjitFunction(f)", t + 1000, 15_000)
+        for nth in range(10):
+            pool.event("dot.1", 50_000 + step * 3_100_000 + nth * 300_000, 290_000, hlo_op="dot.1")
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(w.space(host))
+    report = analyze(str(path), Options(config={}))
+    told = [line for line in report.limits if "behind the steps" in line]
+    assert bool(told) is not waits
+    assert waits or "block_until_ready" in told[0]
+
+
 def test_a_wait_that_begins_in_a_call_of_the_loop_is_whole_behind_it() -> None:
     """``FunctionRun`` returns 0.5 ms after another thread began to ask for the batch."""
     host = w.Plane("/host:CPU")

@@ -74,6 +74,30 @@ def op_table(a: Analysis) -> pl.DataFrame:
     )
 
 
+def range_table(a: Analysis) -> pl.DataFrame:
+    """Ranges of the thread that drives the step inside ``spans`` by name: ``name``, ``host`` (ns
+    without the events inside them), ``count``; largest first. Marks of steps are none."""
+    cpu = a.trace.cpu
+    rows = np.flatnonzero(
+        (
+            (cpu["kind"] == "annotation")
+            & (cpu["thread"] == a.trace.main_thread)
+            & ~matches(cpu["name"], a.trace.meta.step_names)
+        ).to_numpy()
+    )
+    own = _inside(a)
+    touched = rows[own[rows] > 0]
+    parent = parents(a.trace)
+    below = np.flatnonzero(parent >= 0)
+    np.subtract.at(own, parent[below], own[below].copy())
+    frame = pl.DataFrame({"name": cpu["name"].gather(touched), "host": own[touched].clip(0)})
+    return (
+        frame.group_by(pl.col("name").cast(pl.String))
+        .agg(pl.col("host").sum(), pl.len().cast(pl.Int64).alias("count"))
+        .sort("host", "name", descending=[True, False])
+    )
+
+
 def op_tree(a: Analysis, most: int = MOST_NODES) -> pl.DataFrame:
     """Modules, operators and annotations inside ``spans``, merged by their path of names.
 

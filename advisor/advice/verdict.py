@@ -80,6 +80,9 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
         if report.scope.step_source == "record":
             why = "No window was profiled."
         first = f"{t.host_label(top.name, own)} {t.percent(top.share)}"
+        if top.name == "unknown" and report.ranges:
+            most = report.ranges[0]
+            first = f"{t.shorten(t.clean(most.name), 40)} {t.percent(most.share)}"
         if profiled:
             first = f"while profiled, {first}"
         text = f"{why} The host's {step} {unit}: {first}"

@@ -24,6 +24,7 @@ import pytest
 from advisor import cli
 from advisor.advice.engine import Options, analyze, examine
 from advisor.analysis import Analysis
+from advisor.analysis.host import python_hot_spots
 from advisor.errors import AdvisorError
 from advisor.ingest import open_run, read_trace
 from advisor.ingest.read import read_bytes
@@ -186,6 +187,26 @@ def test_without_marks_a_step_is_the_period_of_the_program() -> None:
     a = Analysis(read_bytes(w.jax_training(marks=False), "host.xplane.pb"))
     assert a.steps.table["dur"].to_list()[:5] == [10_000_000] * 5
     assert a.steps.source == "program"
+
+
+def test_the_line_is_the_users_and_not_jaxs() -> None:
+    host, gpu = w.Plane("/host:CPU"), w.Plane("/device:GPU:0", own=dict(w.V100))
+    python, work = host.line("python"), gpu.line("Stream #13(Compute)")
+    for step in range(6):
+        t = step * 10_000_000
+        python.event("train", t, 9_990_000, step_num=step, _r=1)
+        python.event("$train.py:31 prepare", t + 1000, 6_000_000)
+        python.event("$array_creation.py:98 ones", t + 2000, 5_900_000)
+        python.event("$core.py:660 bind", t + 3000, 5_800_000)
+        python.event("PjitFunction(f)", t + 7_000_000, 100_000)
+        link = {"correlation_id": step + 1}
+        python.event("cuLaunchKernel", t + 7_010_000, 20_000, **link)
+        details = "->regs:32 grid:160,2,1 block:128,1,1"
+        work.event("gemm", t + 7_100_000, 2_000_000, **link, kernel_details=details)
+    a = Analysis(read_bytes(w.space(host, gpu), "host.xplane.pb"))
+    (spot,) = python_hot_spots(a).iter_rows(named=True)
+    assert (spot["file"], spot["line"], spot["function"]) == ("train.py", 31, "prepare")
+    assert spot["critical_ns"] > 5 * 5_000_000
 
 
 def test_a_python_frame_is_told_as_other_profilers_do() -> None:

@@ -15,8 +15,8 @@ from advisor.compare.amounts import amounts
 from advisor.compare.data import Comparison, Realised, Side
 from advisor.compare.findings import compare_findings
 from advisor.compare.remaining import Remaining, find_remaining
-from advisor.compare.steps import PERIODS, REPEATED, compare_steps
-from advisor.compare.verdict import verdict, whole
+from advisor.compare.steps import PERIODS, compare_steps
+from advisor.compare.verdict import REPEATED, verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
 from advisor.model import Finding
 from advisor.trace import Run

@@ -25,8 +25,8 @@ from advisor.compare.data import (
 )
 from advisor.compare.findings import compare_findings
 from advisor.compare.statistics import LEVEL, MIN_STEPS, t_quantile
-from advisor.compare.steps import PERIODS, REPEATED
-from advisor.compare.verdict import verdict
+from advisor.compare.steps import PERIODS
+from advisor.compare.verdict import REPEATED, verdict
 from advisor.report import Report
 
 METHOD = "Welch's t interval for the widest spread that the shortest and the longest step allow"

@@ -21,14 +21,13 @@ from advisor.compare.statistics import (
     autocorrelation,
     welch,
 )
+from advisor.compare.verdict import REPEATED
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.rundir import RankRecord
 
 MOST_DURATIONS = 2000
-REPEATED = "device sequence"
-"""``Steps.source`` of steps that nothing marks: a part of an iteration may be what repeats."""
 PERIODS = (
     "Steps are where the device's work repeats, for nothing marks them: they may be a part of an "
     "iteration, such as a layer, and how many of them an iteration has is not known. Name a range "

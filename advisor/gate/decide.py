@@ -10,7 +10,8 @@ from msgspec import Struct, field
 import advisor
 from advisor.compare.dependent import difference
 from advisor.compare.statistics import LEVEL
-from advisor.compare.steps import PERIODS, REPEATED
+from advisor.compare.steps import PERIODS
+from advisor.compare.verdict import REPEATED
 from advisor.errors import AdvisorError
 from advisor.gate.baseline import Baseline, Known
 

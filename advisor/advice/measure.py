@@ -75,8 +75,8 @@ def measure(a: Analysis) -> dict[str, Any]:
         }
     else:
         fields["operators"] = _operators(a)
-        if not fields["operators"]:
-            fields["ranges"] = _ranges(a)
+    if not (a.trace.cpu["kind"] == "op").any():
+        fields["ranges"] = _ranges(a)
     memory = a.memory
     if not memory.is_empty():
         peak, capacity = memory["peak_reserved"].max(), memory["capacity"].max()

@@ -76,13 +76,16 @@ def op_table(a: Analysis) -> pl.DataFrame:
 
 def range_table(a: Analysis) -> pl.DataFrame:
     """Ranges of the thread that drives the step inside ``spans`` by name: ``name``, ``host`` (ns
-    without the events inside them), ``count``; largest first. Marks of steps are none."""
+    without the events inside them), ``count``; largest first. Steps are none, and numbers at the
+    end of a name (``block 7``) do not tell ranges apart."""
     cpu = a.trace.cpu
+    steps = a.steps.table["name"].unique()
     rows = np.flatnonzero(
         (
             (cpu["kind"] == "annotation")
             & (cpu["thread"] == a.trace.main_thread)
             & ~matches(cpu["name"], a.trace.meta.step_names)
+            & ~cpu["name"].cast(pl.String).is_in(steps.implode())
         ).to_numpy()
     )
     own = _inside(a)
@@ -92,7 +95,7 @@ def range_table(a: Analysis) -> pl.DataFrame:
     np.subtract.at(own, parent[below], own[below].copy())
     frame = pl.DataFrame({"name": cpu["name"].gather(touched), "host": own[touched].clip(0)})
     return (
-        frame.group_by(pl.col("name").cast(pl.String))
+        frame.group_by(pl.col("name").cast(pl.String).str.replace(r"(?:\s|#|_)\d+$", ""))
         .agg(pl.col("host").sum(), pl.len().cast(pl.Int64).alias("count"))
         .sort("host", "name", descending=[True, False])
     )

@@ -433,6 +433,10 @@ def test_a_program_in_c_is_bound_by_its_transfers(shared_file: Found) -> None:
     path = shared_file("nsys/saxpy-mpi-cuda_nsys_perlmutter0.sqlite")
     report = advisor.analyze(path)
     assert report.scope.steps_found == 5
+    # 8 calls of MPI_Send of 11.1 ms lie in the rounds, and 4 of MPI_Recv of 84.7 ms together
+    shares = {one.name: one.share * 5 * report.scope.step_ns for one in report.ranges}
+    assert shares["MPI:MPI_Send"] == pytest.approx(88.85e6, rel=1e-3)
+    assert shares["MPI:MPI_Recv"] == pytest.approx(84.75e6, rel=1e-3)
     copies = next(part.ns for part in report.time if part.name == "copies")
     kernels = next(part.ns for part in report.time if part.name == "compute")
     assert 5 * copies == pytest.approx(284.7e6, rel=1e-3)

@@ -20,3 +20,13 @@ LIBRARIES = frozenset(
     transformer_engine transformers trl ultralytics wandb webdataset xformers yaml""".split()  # noqa: SIM905 - a name a line would be most of the file
 )
 """… and libraries that a user installed."""
+JAX_FILES = frozenset(
+    """ad.py api.py api_util.py array.py array_creation.py array_methods.py batching.py
+    compilation_cache.py compiler.py core.py custom_derivatives.py dispatch.py dtypes.py lax.py
+    lax_numpy.py linear_util.py loops.py mesh.py mlir.py named_sharding.py partial_eval.py pjit.py
+    pmap.py prng.py profiler.py pxla.py reductions.py shard_map.py sharding.py sharding_impls.py
+    slicing.py source_info_util.py stages.py traceback_util.py tree_util.py ufuncs.py util.py
+    xla_bridge.py xla_metadata_lib.py""".split()  # noqa: SIM905
+)
+"""Files of JAX that are in most stacks. Its profiler writes names without folders, so a file of the
+user's that is called like one of them is taken for JAX's."""

@@ -25,6 +25,7 @@ ANOTHER_TRACE = "of another trace behind the first one in the same file"
 STEP_MARKS = ("StepTraceAnnotation", "step_num", "program")
 """In ``TraceMeta.step_marks``: JAX's, TensorFlow's, and the period of a program that is called
 again and again."""
+_STEP, _MARKED_STEP = r"^ProfilerStep\s*#?\d+", r"^(?:step #|ProfilerStep\s*#?)\d+$"
 LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#|^tf\.data::"
 """Names of ranges in which the loop waits for its next batch."""
 CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
@@ -230,10 +231,16 @@ class TraceMeta:
     snapshot: MemorySnapshot | None = None
     """The allocator's snapshot, of a file that is one: the tables of its trace are empty."""
     step_marks: str | None = None
-    """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's; they are ranges
-    ``ProfilerStep#<n>`` all the same."""
+    """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's: they are ranges
+    ``step #<n>``."""
     step_ranges: str | None = None
     """Regular expression of the ranges that were said to be steps; ``None``: nobody did."""
+
+    @property
+    def step_names(self) -> str:
+        """Regular expression of the ranges that mark steps: ``ProfilerStep#<n>`` of PyTorch,
+        ``step #<n>`` of others (``step_marks``; older exports of ours have PyTorch's there)."""
+        return _STEP if self.step_marks is None else _MARKED_STEP
 
 
 @dataclass(frozen=True)
@@ -256,14 +263,14 @@ class Trace:
 
     @cached_property
     def main_thread(self) -> int | None:
-        """Row of ``threads`` that drives the step: the one with ProfilerStep ranges, else with
+        """Row of ``threads`` that drives the step: the one with marks of steps, else with
         pid = tid, else with most host rows; ``None`` when there are no host rows."""
         host = self.cpu.filter(pl.col("kind") != "overhead")
         if host.is_empty():
             return None
         steps = host.filter(
             (pl.col("kind") == "annotation")
-            & pl.col("name").cast(pl.String).str.starts_with("ProfilerStep")
+            & pl.col("name").cast(pl.String).str.contains(self.meta.step_names)
         )
         if not steps.is_empty():
             return int(steps["thread"][0])

@@ -12,7 +12,7 @@ from advisor.advice.longer import longer_steps
 from advisor.advice.memory import memory_limits
 from advisor.advice.recorded import window_lines
 from advisor.intervals import covered, intersect, union
-from advisor.trace import ANOTHER_TRACE
+from advisor.trace import ANOTHER_TRACE, JAX
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -119,6 +119,7 @@ def _window_limits(a: Analysis) -> list[str]:
             "the queue (median). So a step is the device's period, from the first work of a step "
             f"to the first of the next; the host's own marks are {t.time(a.steps.host_ns)} apart."
         )
+    found += _behind(a)
     found += _one_off(a)
     if a.lost.told and not a.trace.gpu.is_empty():
         share = a.lost.lost / a.lost.launches
@@ -148,6 +149,28 @@ def _earlier(a: Analysis) -> list[str]:
     return [
         f"{' and '.join(parts)} launched before the recording began ran in it: they are no step's "
         "work, and left out of kernels, families and prices."
+    ]
+
+
+def _behind(a: Analysis) -> list[str]:
+    """Steps of a loop that hands its work to other threads and does not wait for them, as JAX's
+    on a CPU: most of the work lies behind the last step."""
+    meta, last = a.trace.meta, a.spans.end.max(initial=0)
+    if meta.step_marks is None or not a.trace.gpu.is_empty() or not a.span_ns:
+        return []
+    rows = a.trace.cpu.filter(
+        pl.col("kind") == "op", pl.col("thread") != a.trace.main_thread
+    ).select("ts", end=pl.col("ts") + pl.col("dur"))
+    work = union(rows["ts"].to_numpy(), rows["end"].to_numpy())
+    inside = intersect(work, a.spans).total
+    behind = int((work.end - np.maximum(work.start, last)).clip(0).sum())
+    if behind <= max(inside, a.span_ns):
+        return []
+    wait = " (jax.block_until_ready(state))" if meta.framework == JAX else ""
+    return [
+        f"The work runs behind the steps: {t.time(behind)} of other threads' lie after the last "
+        f"one, {t.time(inside)} in the steps. Their times are those of handing work over. Wait for "
+        f"it in the loop while you record{wait}."
     ]
 
 

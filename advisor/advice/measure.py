@@ -10,7 +10,7 @@ from advisor.advice.holes import holes
 from advisor.advice.longer import steps_apart
 from advisor.advice.memory import snapshot_scope
 from advisor.advice.recorded import recorded_view
-from advisor.analysis.optree import op_table
+from advisor.analysis.optree import op_table, range_table
 from advisor.report.data import (
     Family,
     HostShare,
@@ -75,6 +75,8 @@ def measure(a: Analysis) -> dict[str, Any]:
         }
     else:
         fields["operators"] = _operators(a)
+    if not (a.trace.cpu["kind"] == "op").any():
+        fields["ranges"] = _ranges(a)
     memory = a.memory
     if not memory.is_empty():
         peak, capacity = memory["peak_reserved"].max(), memory["capacity"].max()
@@ -154,6 +156,15 @@ def _operators(a: Analysis) -> list[OperatorTime]:
     table = op_table(a).filter(pl.col("host") > 0).sort("host", descending=True)
     whole = max(int(table["host"].sum()), 1)
     rows = table.select("name", "host", "count").head(MOST_OPERATORS).iter_rows()
+    return [
+        OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)
+        for name, ns, count in rows
+    ]
+
+
+def _ranges(a: Analysis) -> list[OperatorTime]:
+    rows = range_table(a).head(MOST_OPERATORS).iter_rows()
+    whole = max(a.span_ns, 1)
     return [
         OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)
         for name, ns, count in rows

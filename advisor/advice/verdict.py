@@ -80,6 +80,9 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
         if report.scope.step_source == "record":
             why = "No window was profiled."
         first = f"{t.host_label(top.name, own)} {t.percent(top.share)}"
+        if top.name == "unknown" and report.ranges:
+            most = report.ranges[0]
+            first = f"{t.shorten(t.clean(most.name), 40)} {t.percent(most.share)}"
         if profiled:
             first = f"while profiled, {first}"
         text = f"{why} The host's {step} {unit}: {first}"
@@ -139,7 +142,9 @@ def _lead(report: Report) -> str:
     if worth is None or worth.gain_ns is None or worth.share is None:
         return f"first: {first.title}"
     bound = "" if worth.method == REPLAY else " up to"
-    title = first.title[0].lower() + first.title[1:] if first.title[1:2].islower() else first.title
+    word = first.title.split(" ", 1)[0]
+    named = len(word) > 1 and not word[1].islower()  # "NCCL …", not "A …" nor "The …"
+    title = first.title if named else first.title[0].lower() + first.title[1:]
     if worth.low_ns is not None and worth.low_ns < WIDE * worth.gain_ns:
         high_ns = max(worth.gain_ns, worth.high_ns or 0)
         low, high = (worth.share * ns / worth.gain_ns for ns in (worth.low_ns, high_ns))

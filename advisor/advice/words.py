@@ -106,6 +106,7 @@ def _advise(finding: Finding, advice: Advice | None) -> None:
     finding.check = advice.verify or finding.check
     finding.title = advice.title or finding.title
     finding.summary = _said(finding.summary, advice)
+    finding.references = [link for link in finding.references if not _TORCH.search(link)]
 
 
 def _said(text: str, advice: Advice) -> str:
@@ -185,6 +186,20 @@ def how_to_record(text: str, meta: TraceMeta) -> str:
     if "activities" in text:
         return command
     return _STEPS.sub(steps, text)
+
+
+def record_with(option: str, meta: TraceMeta, more: str = "") -> str:
+    """A sentence that asks to record so, ``more`` at its end; ``""`` where that cannot be."""
+    told = how_to_record(option, meta)
+    return f"Record with {told}{more}." if told else ""
+
+
+def mark_steps(meta: TraceMeta) -> str:
+    """What to do for steps to be known: ``call profiler.step() once an iteration``."""
+    tool = _TOOLS.get(meta.format)
+    if tool is None:
+        return "call profiler.step() once an iteration"
+    return f"put {tool[1]}, or name a range with --steps"
 
 
 def limit_worded(text: str, meta: TraceMeta) -> str:

@@ -237,7 +237,7 @@ class _Around:
         self.kind = map_names(name, kind_of, pl.String)
         self.comm = rows["comm"].fill_null(-1).to_numpy()
         self.call = backend & self.kind.is_not_null().to_numpy()
-        self.user = annotation & ~backend & ~matches(name, "^ProfilerStep").to_numpy()
+        self.user = annotation & ~backend & ~matches(name, trace.meta.step_names).to_numpy()
         self.reduces = op & matches(name, "(?i)all_?reduce").to_numpy()
         self.reduces &= ~matches(name, "^c10d::").to_numpy()
         base = op & matches(name, r"^c10d::_(allgather|reduce_scatter)_base_$").to_numpy()

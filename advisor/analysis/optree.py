@@ -36,7 +36,7 @@ TABLE_SCHEMA: dict[str, Any] = {
     "host": pl.Int64,
 }
 
-_NUMBER = re.compile(r"^(ProfilerStep|.*_iter)#\d+$")
+_NUMBER = re.compile(r"^(ProfilerStep|step |.*_iter)#\d+$")
 
 
 def op_table(a: Analysis) -> pl.DataFrame:
@@ -71,6 +71,33 @@ def op_table(a: Analysis) -> pl.DataFrame:
         .with_columns(pl.col("name").cast(pl.String))
         .sort("device", "host", "name", descending=[True, True, False])
         .select(*TABLE_SCHEMA)
+    )
+
+
+def range_table(a: Analysis) -> pl.DataFrame:
+    """Ranges of the thread that drives the step inside ``spans`` by name: ``name``, ``host`` (ns
+    without the events inside them), ``count``; largest first. Steps are none, and numbers at the
+    end of a name (``block 7``) do not tell ranges apart."""
+    cpu = a.trace.cpu
+    steps = a.steps.table["name"].unique()
+    rows = np.flatnonzero(
+        (
+            (cpu["kind"] == "annotation")
+            & (cpu["thread"] == a.trace.main_thread)
+            & ~matches(cpu["name"], a.trace.meta.step_names)
+            & ~cpu["name"].cast(pl.String).is_in(steps.implode())
+        ).to_numpy()
+    )
+    own = _inside(a)
+    touched = rows[own[rows] > 0]
+    parent = parents(a.trace)
+    below = np.flatnonzero(parent >= 0)
+    np.subtract.at(own, parent[below], own[below].copy())
+    frame = pl.DataFrame({"name": cpu["name"].gather(touched), "host": own[touched].clip(0)})
+    return (
+        frame.group_by(pl.col("name").cast(pl.String).str.replace(r"(?:\s|#|_)\d+$", ""))
+        .agg(pl.col("host").sum(), pl.len().cast(pl.Int64).alias("count"))
+        .sort("host", "name", descending=[True, False])
     )
 
 
@@ -115,7 +142,7 @@ def op_tree(a: Analysis, most: int = MOST_NODES) -> pl.DataFrame:
 
 def _plain(name: str) -> str:
     numbered = _NUMBER.match(name)
-    return numbered[1] if numbered else name.removeprefix(MODULE)
+    return numbered[1].strip() if numbered else name.removeprefix(MODULE)
 
 
 def _inside(a: Analysis) -> NDArray[np.int64]:

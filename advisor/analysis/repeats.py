@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.backlog import analysed_device
-from advisor.trace import Trace
+from advisor.trace import JAX, TENSORFLOW, Trace
 
 MIN_REPEATS = 3
 """Fewer are no repetition: two alike may be start and end."""
@@ -22,6 +25,8 @@ COVERED = 0.8
 AS_GOOD = 0.98
 """Of what the best period covers. Of equally good ones the shortest is the step: whatever repeats
 also repeats twice as slowly, while layers inside a step leave out what lies between two steps."""
+MOST_LEFT_OUT = 20
+"""Ranges before the first round: a recording begins anywhere."""
 MAX_CANDIDATES = 300
 MAX_TABLE = 8_000_000
 """Cells of the table of one candidate: periods by kinds of work."""
@@ -35,7 +40,8 @@ def repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     or ``device sequence``. ``None``: nothing repeats."""
     device = analysed_device(trace)
     if device is None:
-        return None
+        marks = _cycle(trace)
+        return None if marks is None else (marks, "ranges")
     rows = trace.gpu.filter(pl.col("device") == device)
     called = _called(trace, rows)
     marks = _ranges(trace, rows, called)
@@ -84,6 +90,36 @@ def _ranges(trace: Trace, rows: pl.DataFrame, called: Numbers) -> pl.DataFrame |
         if best is None or rank > best[0]:
             best = rank, marks
     return None if best is None else best[1].select("name", "ts", "dur")
+
+
+def _cycle(trace: Trace) -> pl.DataFrame | None:
+    """Without device work: rounds of a thread's outermost ranges, which come in one order again and
+    again (``load``, ``solve``, ``write``). Frameworks' own ranges are no rounds of a program."""
+    if trace.meta.framework in (JAX, TENSORFLOW):
+        return None
+    found = trace.cpu.filter((pl.col("kind") == "annotation") & (pl.col("dur") > 0))
+    if found.height < MIN_REPEATS:
+        return None
+    spent = found.filter(pl.col("depth") == pl.col("depth").min()).group_by("thread")
+    thread = int(spent.agg(pl.col("dur").sum()).sort("dur", "thread")["thread"][-1])
+    found = found.filter(pl.col("thread") == thread)
+    found = found.filter(pl.col("depth") == pl.col("depth").min()).sort("ts")
+    kind = found["name"].cast(pl.String).str.replace_all(r"\d+", "#")
+    codes = kind.rank("dense").to_numpy()
+    ts, end = found["ts"].to_numpy(), (found["ts"] + found["dur"]).to_numpy()
+    for first in codes[:MOST_LEFT_OUT]:  # what comes before the first round is part of another
+        at = np.flatnonzero(codes == first)
+        rounds = [tuple(codes[low:high]) for low, high in pairwise([*at.tolist(), len(codes)])]
+        usual, count = Counter(rounds).most_common(1)[0]
+        whole = len(at) if rounds[-1] == usual else len(at) - 1
+        if whole < MIN_REPEATS or count < ALIKE * whole:
+            continue
+        if len(usual) == 1:
+            return found[at[:whole]].select(pl.col("name").cast(pl.String), "ts", "dur")
+        begin = np.append(ts[at], end[-1])[: whole + 1]
+        names = [f"round {number + 1}" for number in range(whole)]
+        return pl.DataFrame({"name": names, "ts": begin[:-1], "dur": np.diff(begin)})
+    return None
 
 
 def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:

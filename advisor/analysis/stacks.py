@@ -11,7 +11,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.names import map_names, matches
-from advisor.libraries import LIBRARIES, TORCH
+from advisor.libraries import JAX_FILES, LIBRARIES, TORCH
+from advisor.trace import JAX
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -147,6 +148,11 @@ def frame_rank(name: str) -> int:
     return 1 if top in LIBRARIES else 2
 
 
+def _jax_rank(name: str) -> int:
+    frame = parse_frame(name)
+    return 0 if frame is not None and frame.file in JAX_FILES else frame_rank(name)
+
+
 def user_frames(trace: Trace) -> Rows:
     """See ``Analysis.user_frame``.
 
@@ -158,7 +164,8 @@ def user_frames(trace: Trace) -> Rows:
     if not len(python):
         return np.full(cpu.height, -1, dtype=np.int32)
     rank = np.zeros(cpu.height, dtype=np.int8)
-    rank[python] = map_names(cpu["name"].gather(python), frame_rank, pl.Int8).to_numpy()
+    ranked = _jax_rank if trace.meta.framework == JAX else frame_rank
+    rank[python] = map_names(cpu["name"].gather(python), ranked, pl.Int8).to_numpy()
     parent = parents(trace)
     own = nearest(parent, rank == 2)
     if (rank == 1).any():

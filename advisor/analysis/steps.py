@@ -82,7 +82,7 @@ class Steps:
 
 def plain_step(name: str) -> str:
     """What a mark is called where it is none of PyTorch's (``TraceMeta.step_marks``)."""
-    return re.sub(r"^ProfilerStep\s*#?(?=\d+$)", "step ", name)
+    return re.sub(r"^(?:step #|ProfilerStep\s*#?)(?=\d+$)", "step ", name)
 
 
 def refuse_none(steps: Steps, path: str, rank: int, *, selected: bool) -> None:
@@ -130,7 +130,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     if trace.meta.step_ranges is not None:
         return _finish(trace, *_said(trace, trace.meta.step_ranges), select)
     for source, pattern in (
-        ("ProfilerStep", r"^ProfilerStep\s*#?\d+"),
+        ("ProfilerStep", trace.meta.step_names),
         ("recorder", r"^advisor::step\b"),
     ):
         marks = _marks(trace, pattern)

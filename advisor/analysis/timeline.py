@@ -58,14 +58,20 @@ COMPILE = (
     r"\(dynamo_timed\)|^torch/_dynamo/convert_frame\.py\("
     r"|^triton/compiler/compiler\.py\(\d+\): compile"
     r"|^torch/_inductor/compile_fx\.py\(\d+\): _?(?:compile_fx|fx_codegen_and_compile)"
+    # JAX and TensorFlow: their own ranges, and the frames of JAX around them
+    r"|^(?:tf\.function-graph_building|XlaCompile\w*|backend_compile(?:_and_load)?)$"
+    r"|^lower_sharding_computation$|(?:^|/)compiler\.py\(\d+\): (?:backend_compile|compile_or_get)"
+    r"|(?:^|/)pxla\.py\(\d+\): (?:compile|from_hlo|_cached_compilation|lower_sharding_computation)$"
+    r"|(?:^|/)pjit\.py\(\d+\): (?:_trace_for_jit|_create_pjit_jaxpr|_resolve_and_lower|_pjit_lower)"
 )
-"""Compiling. ``Torch-Compiled Region``, ``TorchDynamo Cache Lookup`` and ``Call CompiledFxGraph``
-are around the *execution* of what was compiled, so they are dispatch."""
-PROFILER = r"(?:^|/)torch/profiler/\w+\.py\("
+"""Compiling, with tracing before it. ``Torch-Compiled Region``, ``TorchDynamo Cache Lookup`` and
+``Call CompiledFxGraph`` are around the *execution* of what was compiled, so they are dispatch."""
+PROFILER = r"(?:^|/)torch/profiler/\w+\.py\(|(?:^|/)profiler\.py\(\d+\): (?:start|stop)_trace$"
 _WAITS = (
     r"^<built-in method (?:run_backward|acquire|__enter__) of (?:torch\._C\._EngineBase|_thread\.)"
     r"|(?:^|/)threading\.py\(\d+\): (?:wait|wait_for|join|_wait_for_tstate_lock|acquire)$"
     r"|(?:^|/)concurrent/futures/_base\.py\(\d+\): (?:result|wait)$|(?:^|/)queue\.py\(\d+\): get$"
+    r"|^ThunkExecutor::Execute \(wait for completion\)$"
 )
 _BLOCKING = (
     r"^<built-in (?:function|method) (?:_(?:cuda|xpu|hip|mps)_(?:synchronize|deviceSynchronize)\b"
@@ -73,6 +79,10 @@ _BLOCKING = (
 )
 """Built-ins that return when the device is through: what of them no call below explains is waiting
 all the same, and no Python that could be written better."""
+_AWAITS = (
+    r"(?:^|/)(?:api|array)\.py\(\d+\): (?:_?block_until_ready|_value)$|^np\.asarray\(jax\.Array\)$"
+)
+"""JAX's the same; without a device it is the threads of XLA that compute."""
 _COMPILED = (
     r"^Torch-Compiled Region|^TorchDynamo Cache Lookup|^## Call CompiledFxGraph|^Pregraph bytecode"
     r"|^AOTDispatcher Runtime|^CompiledFunction"
@@ -187,16 +197,19 @@ def classify(trace: Trace) -> Classified:
     is_op = (kind == "op").to_numpy()
     is_python = (kind == "python").to_numpy()
     is_annotation = (kind == "annotation").to_numpy()
-    loader, compiling, profiling, waiting, blocking, compiled, collective, loading = _match_names(
-        cpu["name"], LOADER, COMPILE, PROFILER, _WAITS, _BLOCKING, _COMPILED, _COLLECTIVE, LOADING
+    loader, compiling, profiling, waiting, blocking, awaits = _match_names(
+        cpu["name"], LOADER, COMPILE, PROFILER, _WAITS, _BLOCKING, _AWAITS
     )
+    compiled, collective, loading = _match_names(cpu["name"], _COMPILED, _COLLECTIVE, LOADING)
     code = np.full(cpu.height, -1, dtype=np.int8)
     named = operators(trace)
     code[named] = CODE["dispatch"]
     code[(is_annotation | is_op) & (compiled | collective)] = CODE["dispatch"]
     code[is_python] = CODE["python"]
-    code[is_python & waiting] = CODE["other_thread"]
+    code[(is_python | is_op) & waiting] = CODE["other_thread"]
     code[is_python & blocking] = CODE["sync"]
+    awaited = CODE["sync" if trace.gpu.height else "other_thread"]
+    code[(is_python | is_annotation) & awaits] = awaited
     calls = np.array([CODE[_CALL_CLASS[c]] if c in _CALL_CLASS else -1 for c in CALLS] + [-1])
     call = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
     runtime = calls[call]

@@ -185,10 +185,15 @@ def _show(
 
     for line in told:
         paragraph(f"{line}.")
-    print(f"measured on {projector.source.name}: {_ms(projector.a.step_ns)} ms a step", file=file)
-    _table(found, currency, file)
+    a = projector.a
+    per = "of the recording" if a.steps.source == "whole trace" else "a step"
+    print(f"measured on {projector.source.name}: {_ms(a.step_ns)} ms {per}", file=file)
+    unit = "ms" if a.steps.source == "whole trace" else "ms a step"
+    _table(found, unit, currency, file)
     if len(found) == 1:
-        _detail(found[0].projection, file)
+        from advisor.advice.words import how_to_record
+
+        _detail(found[0].projection, unit, how_to_record("profile_memory=True", a.trace.meta), file)
     notes = dict.fromkeys(note for c in found for note in c.projection.notes)
     print(file=file)
     for note in notes:
@@ -206,10 +211,10 @@ def _show(
     paragraph(f"{RESTS_ON}; {host}. See docs/project.md.")
 
 
-def _table(found: tuple[Choice, ...], currency: str, file: TextIO) -> None:
+def _table(found: tuple[Choice, ...], unit: str, currency: str, file: TextIO) -> None:
     money = any(c.price is not None for c in found)
     name = max(12, min(25 if money else 30, max(len(c.projection.gpu) for c in found)))
-    head = f"{'GPU':<{name}} {'ms a step':>9} {'band':>17} {'speed':>7}"
+    head = f"{'GPU':<{name}} {unit:>9} {'band':>17} {'speed':>7}"
     cost = f"{currency} a million"
     print(f"\n{head} {cost:>13}" if money else f"\n{head}  memory", file=file)
     for c in found:
@@ -245,20 +250,18 @@ def _cheapest(found: tuple[Choice, ...], file: TextIO) -> None:
         print("memory was not recorded, so whether the step fits is not known", file=file)
 
 
-def _detail(p: Projection, file: TextIO) -> None:
+def _detail(p: Projection, unit: str, record: str, file: TextIO) -> None:
     """What moves by what, and the memory."""
     if not p.refused:
-        print(f"\n{'device work by what bounds it':<36} {'ms a step':>9} {'there':>9}", file=file)
+        print(f"\n{'device work by what bounds it':<36} {unit:>9} {'there':>9}", file=file)
         for part in p.parts:
             print(f"{WORDS[part.kind]:<36} {_ms(part.ns):>9} {_ms(part.then_ns):>9}", file=file)
     fit = p.fit
     gib = 1 << 30
     if fit.verdict == "not measured":
-        print(
-            f"\nmemory: not measured (the GPU has {fit.capacity / gib:.0f} GiB; record with "
-            "profile_memory=True)",
-            file=file,
-        )
+        told = f"; record with {record}" if record else ""
+        capacity = f"the GPU has {fit.capacity / gib:.0f} GiB"
+        print("\n" + textwrap.fill(f"memory: not measured ({capacity}{told})", WIDTH), file=file)
         return
     sizes = [
         f"{size / gib:.1f} GiB {word}"

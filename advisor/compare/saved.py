@@ -25,7 +25,8 @@ from advisor.compare.data import (
 )
 from advisor.compare.findings import compare_findings
 from advisor.compare.statistics import LEVEL, MIN_STEPS, t_quantile
-from advisor.compare.verdict import verdict
+from advisor.compare.steps import PERIODS
+from advisor.compare.verdict import REPEATED, verdict
 from advisor.report import Report
 
 METHOD = "Welch's t interval for the widest spread that the shortest and the longest step allow"
@@ -195,6 +196,8 @@ def _limits(before: Report, after: Report, c: Comparison, saved: Sequence[int]) 
             f"The GPUs differ ({c.before.device_name} and {c.after.device_name}): what became "
             "faster or slower need not be the program."
         )
+    if REPEATED in (c.before.step_source, c.after.step_source):
+        found.append(PERIODS)
     if c.before.step_source != c.after.step_source:
         found.append(
             f"A step is taken to be {c.before.step_source} before and {c.after.step_source} after."

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.advice.words import mark_steps
 from advisor.analysis.record import Recorded
 from advisor.compare.data import Distribution, StepTimes, Verdict
 from advisor.compare.dependent import LEAST, difference
@@ -20,12 +21,18 @@ from advisor.compare.statistics import (
     autocorrelation,
     welch,
 )
+from advisor.compare.verdict import REPEATED
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.rundir import RankRecord
 
 MOST_DURATIONS = 2000
+PERIODS = (
+    "Steps are where the device's work repeats, for nothing marks them: they may be a part of an "
+    "iteration, such as a layer, and how many of them an iteration has is not known. Name a range "
+    "with --steps to compare iterations."
+)
 CORRELATED = 0.3
 """From this correlation of neighbouring steps on, the interval of a few is said to be narrow."""
 
@@ -40,7 +47,11 @@ def compare_steps(before: Analysis, after: Analysis) -> StepTimes:
     shapes = [distribution(sample) if len(sample) else None for sample in samples]
     shortest = min(map(len, samples))
     if shortest >= LEAST:
-        found = difference(samples[0], samples[1], paired=numbers[0] == numbers[1])
+        # periods are counted from wherever the recording began
+        counted = source == "recorder" or REPEATED not in (before.steps.source, after.steps.source)
+        counted |= np.array_equal(samples[0], samples[1])
+        paired = counted and numbers[0] == numbers[1]
+        found = difference(samples[0], samples[1], paired=paired)
     else:
         found = welch(samples[0], samples[1]) if shortest >= MIN_STEPS else None
     if found is None:
@@ -115,7 +126,7 @@ def profiled_numbers(a: Analysis) -> list[int]:
     """Of the same steps, ascending; where they are not numbered, their places in the recording."""
     if a.steps.source == "whole trace":
         return []
-    found = [re.search(r"#(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
+    found = [re.search(r"(?:#|^step )(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
     numbers = [int(match[1]) for match in found if match is not None]
     if len(numbers) != a.steps.used.height or sorted(set(numbers)) != numbers:
         numbers = a.steps.used["index"].to_list()
@@ -150,7 +161,7 @@ def _too_few(before: Analysis, after: Analysis, samples: list[Sample]) -> str:
     if unmarked:
         return (
             f"no steps are marked in the trace {' and '.join(unmarked)}; "
-            "call profiler.step() once an iteration"
+            f"{mark_steps(after.trace.meta)}"
         )
     counts = " and ".join(f"{len(sample)}" for sample in samples)
     return f"{counts} steps are too few to know their spread; record at least {MIN_STEPS}"

@@ -10,6 +10,9 @@ from advisor import text as t
 if TYPE_CHECKING:
     from advisor.compare.data import Comparison, StepTimes
 
+REPEATED = "device sequence"
+"""``Steps.source`` of steps that nothing marks: a part of an iteration may be what repeats."""
+
 
 def verdict(comparison: Comparison) -> str:
     """One sentence, after one for each run that crashed."""
@@ -22,11 +25,18 @@ def verdict(comparison: Comparison) -> str:
             text = f"No difference in step time can be shown: {pair} ({interval(steps)})"
         else:
             amount = t.percent(abs(steps.share))
-            text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({interval(steps)})"
+            part = "What repeats is " if _repeated(comparison) else ""
+            how = steps.verdict if part else steps.verdict.capitalize()
+            text = f"{part}{how} by {amount}: {pair} ({interval(steps)})"
     counts = Counter(item.change for item in comparison.findings)
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
     text = f"{text}; findings: {', '.join(parts)}." if parts else f"{text}."
     return " ".join([*_crashes(comparison), text])
+
+
+def _repeated(comparison: Comparison) -> bool:
+    """The steps are periods of the device's work that nothing marks, perhaps parts of a step."""
+    return REPEATED in (comparison.before.step_source, comparison.after.step_source)
 
 
 def _crashes(comparison: Comparison) -> list[str]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import advisor
 from advisor import text as t
+from advisor.advice.words import mark_steps
 from advisor.compare.compare import side
 from advisor.compare.dependent import LEAST
 from advisor.compare.findings import place
@@ -67,6 +68,8 @@ class Baseline(Struct, kw_only=True):
     """Batch size in most steps; ``null``: not recorded."""
     source: str
     """``recorder``: unprofiled steps. ``trace``: the profiled ones, which the profiler slowed."""
+    step_source: str = ""
+    """What a step was taken to be, as ``scope.step_source`` of a report; empty: not told."""
     numbers: list[int] = field(default_factory=list)
     """Of the steps, ascending; where they are not numbered, their places in the recording."""
     durations_ns: list[int]
@@ -117,7 +120,7 @@ def baseline_of(examined: Examined) -> Baseline:
     if len(durations) < LEAST:
         unmarked = a.steps.source == "whole trace" and a.record is None
         why = (
-            "no steps are marked; call profiler.step() once an iteration"
+            f"no steps are marked; {mark_steps(a.trace.meta)}"
             if unmarked
             else f"{t.counted(len(durations), 'step')} cannot tell slower from noise; record at "
             f"least {LEAST}"
@@ -133,6 +136,7 @@ def baseline_of(examined: Examined) -> Baseline:
         device_name=about.device_name,
         samples=about.samples,
         source=source,
+        step_source=report.scope.step_source,
         numbers=numbers[-MOST_STEPS:],
         durations_ns=[int(ns) for ns in durations[-MOST_STEPS:]],
         memory_peak_bytes=report.memory_peak_bytes,

@@ -10,6 +10,8 @@ from msgspec import Struct, field
 import advisor
 from advisor.compare.dependent import difference
 from advisor.compare.statistics import LEVEL
+from advisor.compare.steps import PERIODS
+from advisor.compare.verdict import REPEATED
 from advisor.errors import AdvisorError
 from advisor.gate.baseline import Baseline, Known
 
@@ -109,7 +111,9 @@ def decide(before: Baseline, after: Baseline, bounds: Bounds | None = None) -> D
     """
     bounds = bounds or Bounds()
     _comparable(before, after)
-    paired = bool(before.numbers) and before.numbers == after.numbers
+    alike = bool(before.numbers) and before.numbers == after.numbers
+    same = before.durations_ns == after.durations_ns
+    paired = alike and (same or not _periods(before, after))
     found = difference(before.durations, after.durations, paired=paired)
     if found is None or found.before <= 0:
         counts = f"{len(before.durations_ns)} and {len(after.durations_ns)}"
@@ -213,8 +217,16 @@ def _figures(before: Baseline, after: Baseline, *steps: float) -> list[Figure]:
     return found
 
 
+def _periods(before: Baseline, after: Baseline) -> bool:
+    """Nothing marked the steps of a trace: they are counted from wherever the recording began."""
+    told = [one.step_source for one in (before, after) if one.source == "trace"]
+    return REPEATED in told
+
+
 def _limits(before: Baseline, after: Baseline) -> list[str]:
     found = []
+    if _periods(before, after):
+        found.append(PERIODS)
     if before.durations_ns == after.durations_ns:
         found.append("Both have the very same steps: the run is the baseline's own.")
     if after.source == "trace":

@@ -16,6 +16,8 @@ def kind_of(start: bytes) -> tuple[str, str | None] | None:
         return "a pickle (a memory snapshot?)", None
     if start[:1000].lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "a web page", "give the address of the file itself; perhaps one must log in first"
+    if start.startswith(b"version https://git-lfs.github.com/"):
+        return "a pointer of Git LFS in place of the file", "fetch the file itself: git lfs pull"
     if start[257:262] == b"ustar":
         return "a tar archive", "unpack it and give the JSON in it"
     return None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.ingest.spelling import call_class
 from advisor.ingest.xspace import Events, Line, Plane
-from advisor.intervals import union
+from advisor.intervals import Intervals, union
 from advisor.trace import CALLS, CPU_KINDS, JAX, PYTORCH, TENSORFLOW, TF_DATA
 
 Ints = NDArray[np.int64]
@@ -317,7 +317,7 @@ def _as_steps(ts: Ints, dur: Ints, numbers: list[int], thread: str) -> pl.DataFr
     return pl.DataFrame(
         {
             "ts": ts, "dur": dur, "kind": "annotation",
-            "name": [f"ProfilerStep#{number}" for number in numbers],
+            "name": [f"step #{number}" for number in numbers],
             "process": process, "thread": thread, "call": None, "correlation": -1,
         },
         schema_overrides={"call": pl.String, "correlation": pl.Int64},
@@ -331,9 +331,24 @@ def wait_rows(host: Host, main: str | None) -> pl.DataFrame:
     if not asked.height:
         return asked
     spans = union(asked["ts"].to_numpy(), (asked["ts"] + asked["dur"].clip(0)).to_numpy())
-    dur = spans.end - spans.start
-    frame = _as_steps(spans.start, dur, [0] * len(spans), main or str(asked["thread"][0]))
+    thread = main or str(asked["thread"][0])
+    start = _once_free(host, thread, spans)
+    frame = _as_steps(start, spans.end - start, [0] * len(spans), thread)
     return frame.with_columns(name=pl.lit(f"{TF_DATA}IteratorGetNext"))
+
+
+def _once_free(host: Host, thread: str, spans: Intervals) -> Ints:
+    """When a thread waits in each span: from its start on, or from the end of what the thread was
+    in then, if that ends inside (``FunctionRun`` hands the asking to another thread, and
+    returns)."""
+    own = [rows.filter(pl.col("thread") == thread).select("ts", "dur") for rows in host.rows]
+    rows = pl.concat(own) if own else pl.DataFrame(schema={"ts": pl.Int64, "dur": pl.Int64})
+    begin, end = rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy()
+    span = np.searchsorted(spans.start, end) - 1
+    inside = (span >= 0) & (end < spans.end[span]) & (begin <= spans.start[span])
+    free = spans.start.copy()
+    np.maximum.at(free, span[inside], end[inside])
+    return free
 
 
 def all_rows(

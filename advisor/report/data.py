@@ -558,6 +558,9 @@ class Report(Struct, kw_only=True):
     """What makes one step longer than another; ``null``: they are alike, or fewer than four."""
     operators: list[OperatorTime] = field(default_factory=list)
     """Without device work in the trace: the operators that take most host time, at most ten."""
+    ranges: list[OperatorTime] = field(default_factory=list)
+    """Without operators: the program's ranges on the thread that drives the step, none that is a
+    step itself, that take most of its time, at most ten; shares are of the step."""
     families: list[Family] = field(default_factory=list)
     """Kernel time by kind, largest first."""
     rooflines: list[OperatorRate] = field(default_factory=list)

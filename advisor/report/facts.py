@@ -191,6 +191,10 @@ def figures(report: Report) -> list[Line]:
         shown = report.operators[:MOST_NAMES]
         short = t.by_name((op.name for op in shown), 40)
         lines.append(("ops", [f"{short[op.name]} {t.percent(op.share)}" for op in shown]))
+    if report.ranges:
+        shown = report.ranges[:MOST_NAMES]
+        short = t.by_name((one.name for one in shown), 40)
+        lines.append(("ranges", [f"{short[one.name]} {t.percent(one.share)}" for one in shown]))
     if report.families:
         lines.append(("work", _families(report)))
     if report.replay is not None:

@@ -121,7 +121,7 @@ def _steps(view: MemoryView) -> list[str]:
     if not view.step_source:
         return ["not told, so what grows and what comes and goes is not measured"]
     churn = f"{t.memory(view.churn_bytes)} allocated a step" if view.churn_bytes else ""
-    return [f"{t.count(view.steps)} in the history, by {view.step_source}", churn]
+    return [f"{t.counted(view.steps, 'whole one')} in the history, by {view.step_source}", churn]
 
 
 def _place(each: MemoryHolder) -> str:

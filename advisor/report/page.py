@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
@@ -17,6 +17,8 @@ from advisor.text import clean
 
 LABEL = 8
 """Width of the column of field names."""
+LEAST = 12
+"""Width that is left to the first column of a table, however wide the others are."""
 
 
 class Page:
@@ -111,8 +113,10 @@ class Page:
             lead = " " * len(lead)
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 2) -> None:
-        """Columns as wide as their content, the first left-aligned, numbers right-aligned."""
+        """Columns as wide as their content, the first left-aligned, numbers right-aligned. Where
+        that is too wide, the first is shortened."""
         cells = [[clean(cell) for cell in row] for row in (head, *rows)]
+        cells = _fitting(cells, self.width - indent)
         widths = [max(cell_len(row[i]) for row in cells) for i in range(len(head))]
         for number, row in enumerate(cells):
             padded = [_padded(row[i], widths[i], right=i > 0) for i in range(len(head))]
@@ -146,18 +150,43 @@ def _flowed(parts: list[str], room: int, separator: str) -> list[str]:
 
 def _comment_above(line: str, room: int) -> list[str]:
     """A line of code that is too long for its comment: the comment goes above it."""
-    body, mark, comment = line.rpartition("  # ")
-    if cell_len(line) <= room or not mark or not body.strip():
-        return [line]
-    lead = body[: len(body) - len(body.lstrip())]
-    return [f"{lead}# {comment}", body.rstrip()]
+    for sign in ("#", "//"):
+        body, mark, comment = line.rpartition(f"  {sign} ")
+        if cell_len(line) > room and mark and body.strip():
+            lead = body[: len(body) - len(body.lstrip())]
+            return [f"{lead}{sign} {comment}", body.rstrip()]
+    return [line]
 
 
 def _folded(line: str, room: int) -> list[str]:
-    """A line of code cut at ``room`` columns; what is cut off goes on below, indented."""
-    from rich.cells import chop_cells
+    """A line of code of at most ``room`` columns; what is too much goes on below, indented: behind
+    the last blank or bracket, and within a word only if the word is as long."""
+    found: list[str] = []
+    lead = line[: len(line) - len(line.lstrip())] + "    "
+    while cell_len(line) > room:
+        first = chop_cells(line, room)[0]
+        least = len(lead) + 4
+        at = max((first.rfind(sign, least) + 1 for sign in (" ", "(", "[")), default=0)
+        first = first[:at] if at else first
+        found.append(first.rstrip())
+        line = lead[: room // 2] + line[len(first) :].lstrip()
+    return [*found, line]
 
-    if cell_len(line) <= room:
-        return [line]
-    first, *rest = chop_cells(line, room)
-    return [first, *(f"    {piece}" for piece in chop_cells("".join(rest), room - 4))]
+
+def _fitting(cells: list[list[str]], room: int) -> list[list[str]]:
+    """Rows of a table with its first column short enough for the figures to be whole. Of a place,
+    whose end tells most, the end is kept; of other words the beginning."""
+    others = sum(2 + max(map(cell_len, column)) for column in zip(*cells, strict=True)) - 2
+    first = max(cell_len(row[0]) for row in cells)
+    left = max(LEAST, room - (others - first))
+    if first <= left:
+        return cells
+
+    def short(text: str) -> str:
+        if cell_len(text) <= left:
+            return text
+        if "/" in text:
+            return f"…{chop_cells(text[::-1], left - 1)[0][::-1]}"
+        return f"{chop_cells(text, left - 1)[0]}…"
+
+    return [[short(row[0]), *row[1:]] for row in cells]

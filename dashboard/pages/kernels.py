@@ -9,6 +9,7 @@ import polars as pl
 from dash import Input, Output, State
 
 from advisor import text as t
+from advisor.advice.words import limit_worded, record_with
 from advisor.analysis import Analysis
 from advisor.analysis.optree import op_table, op_tree
 from advisor.dashboard import current, figures, theme
@@ -34,7 +35,9 @@ def layout(**query: object) -> Any:
     title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
     if a.device_id is None:
         why = "No device work in this trace: kernels, occupancy and rooflines are not measured."
-        how = "Record with activities=[CPU, CUDA] on a machine with a GPU."
+        how = limit_worded(
+            "Record with activities=[CPU, CUDA] on a machine with a GPU.", a.trace.meta
+        )
         return page(title, empty("No kernels", why, how), _tree(view), _ops(view))
     return page(
         title,
@@ -183,7 +186,7 @@ def _roofline(view: View) -> Any:
         return empty(
             "No roofline",
             "FLOPs and bytes of the kernels are not known without the shapes of the operators.",
-            "Record with record_shapes=True.",
+            record_with("record_shapes=True", a.trace.meta),
         )
     share = float(known["dur"].sum()) / _device_work(a)
     words = (
@@ -209,7 +212,7 @@ def _tree(view: View) -> Any:
         return empty(
             "No modules or operators",
             "The trace has no operators, so it is not known who launched what.",
-            "Record with activities=[CPU, CUDA].",
+            limit_worded("Record with activities=[CPU, CUDA].", a.trace.meta),
         )
     what = "device time" if a.device_id is not None else "host time"
     words = f"Modules and operators by the {what} under them, outermost on top; click to enter."

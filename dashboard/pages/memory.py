@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from advisor import text as t
+from advisor.advice.words import foreign
 from advisor.analysis import Analysis
 from advisor.analysis.peak import Peak, memory_curve, memory_devices, memory_peak
 from advisor.dashboard import current, figures, snapshot, theme
@@ -28,7 +29,9 @@ def layout(**query: object) -> Any:
     devices = memory_devices(a)
     noted = a.recorded is not None and any(s.allocated is not None for s in a.recorded.steps)
     known = bool(devices) or noted or a.snapshot is not None
-    lead = "Device memory as PyTorch's allocator counts it." if known else ""
+    ours = not foreign(a.trace.meta)
+    whose = "PyTorch's allocator counts" if ours else "the allocators of the program count"
+    lead = f"Device memory as {whose} it." if known else ""
     title = head("Memory", lead, rank_choice(view, "/memory"))
     ooms = _out_of_memory(a)
     parts: list[Any] = snapshot.sections(view)
@@ -41,7 +44,9 @@ def layout(**query: object) -> Any:
                 "No device memory",
                 "The trace has no allocator events, so what was allocated when is not measured.",
                 "Record on a GPU with profile_memory=True, or with advisor record, which notes "
-                "memory at the end of each step.",
+                "memory at the end of each step."
+                if ours
+                else "",
             )
         )
     return page(title, ooms, *parts, recorded, _calls(a))

@@ -141,7 +141,7 @@ def _phases(b: Lanes, a: Analysis) -> None:
             cpu["name"], r"^Optimizer\.|^enumerate\(|^DistributedDataParallel\."
         )
         marks = mine & ranges.to_numpy()
-        marks &= ~matches(cpu["name"], r"^ProfilerStep").to_numpy()
+        marks &= ~matches(cpu["name"], a.trace.meta.step_names).to_numpy()
         # the outermost only: what lies in another range is in the thread's own lanes
         rows = np.flatnonzero(marks)
         end = (cpu["ts"].gather(rows) + cpu["dur"].gather(rows)).to_numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,14 +12,30 @@ from advisor import text as t
 from advisor.analysis import Analysis
 from advisor.analysis.names import matches
 from advisor.intervals import covered, intersect, union
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.model import (
+    Advice,
+    Edit,
+    Evidence,
+    Finding,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.rules.common import figure, of_step, places
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
+from advisor.trace import JAX, TENSORFLOW
 
-COMPILING = r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"
-"""What Dynamo calls the compilation of a function, and AOTAutograd that of its backward pass."""
+COMPILING = (
+    r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"
+    r"|^(?:tf\.function-graph_building|backend_compile(?:_and_load)?|lower_sharding_computation)$"
+)
+"""What Dynamo calls the compilation of a function, and AOTAutograd that of its backward pass;
+what TensorFlow calls tracing a function, and JAX lowering and compiling one."""
 
+_AGAIN = (("torch.compile compiles a function again", "functions are traced and compiled again"),)
 Rows = NDArray[np.int64]
 
 
@@ -28,7 +45,9 @@ class Recompilation(Rule):
     takes some, and after eight times PyTorch gives up and runs the function as it was written.
 
     Counted is the time in which the thread that drives the step, or the backward pass, compiles
-    (``_compile.compile_inner``, ``entire_backward_compile``). Every function is compiled once, so
+    (``_compile.compile_inner``, ``entire_backward_compile``; TensorFlow's
+    ``tf.function-graph_building``; JAX's ``lower_sharding_computation`` and
+    ``backend_compile_and_load``). Every function is compiled once, so
     it must happen in at least two steps; when it happens in one, the rule only says that this may
     be the first time.
 
@@ -75,6 +94,31 @@ class Recompilation(Rule):
     falsified_by = "TORCH_LOGS=recompiles that prints nothing while these steps run"
     assumptions = ("the compiled code for any shape is as fast as that for one",)
     confidence = 0.9
+
+    elsewhere: ClassVar = {
+        TENSORFLOW: Advice(
+            "Let the arguments of a tf.function keep their kinds: tensors in place of Python "
+            "numbers (each new number is a new graph), None in the signature for a dimension "
+            "that varies, and functions that are made once, outside of the loop.",
+            "@tf.function(reduce_retracing=True)\n"
+            "def train_step(x, rate): ...\n\n"
+            "train_step(x, tf.constant(rate))   # not train_step(x, rate)",
+            verify="Profile again: tf.function-graph_building is in the first steps only.",
+            title="A function is traced again in the loop",
+            says=_AGAIN,
+        ),
+        JAX: Advice(
+            "Let what a compiled function is called with keep its shapes and types: pad batches "
+            "to a few lengths, leave out the last short one, pass what changes as an array and "
+            "not as a static argument, and make compiled functions once, outside of the loop: a "
+            "lambda that is new in each step is compiled in each.",
+            'jax.config.update("jax_log_compiles", True)          # names each\n'
+            'jax.config.update("jax_explain_cache_misses", True)  # and says why',
+            verify="Profile again: compilation is in the first steps only.",
+            title="A function is compiled again in the loop",
+            says=_AGAIN,
+        ),
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Sum compilation inside the steps."""
@@ -127,6 +171,8 @@ class Recompilation(Rule):
             "without a GPU": _trace(every=1, gpu=False),
             "the backward pass": _trace(every=1, name="entire_backward_compile"),
             "as torch 2.2 spells it": _trace(every=1, name="_compile.<locals>.compile_inner"),
+            "TensorFlow": _trace(every=1, name="tf.function-graph_building"),
+            "JAX": _trace(every=1, name="backend_compile_and_load"),
         }
 
     @staticmethod

@@ -87,11 +87,13 @@ class SmallCollectives(Rule):
         ),
         TENSORFLOW: Advice(
             "Send gradients in larger packs.",
-            "tf.distribute.experimental.CommunicationOptions(bytes_per_pack=50 * 1024 * 1024)",
+            "tf.distribute.experimental.CommunicationOptions(\n"
+            "    bytes_per_pack=50 * 1024 * 1024)",
         ),
         JAX: Advice(
             "Let XLA send small messages together.",
-            'os.environ["XLA_FLAGS"] = "--xla_gpu_all_reduce_combine_threshold_bytes=134217728"',
+            'os.environ["XLA_FLAGS"] = (\n'
+            '    "--xla_gpu_all_reduce_combine_threshold_bytes=134217728")',
         ),
     }
 

@@ -114,8 +114,8 @@ class DataLoaderWait(Rule):
             "with AUTOTUNE, batch before cheap maps so that they are vectorised, cache what stays "
             "the same, read from several files at once, and take Python functions "
             "(tf.py_function) out of the pipeline.",
-            "files.interleave(tf.data.TFRecordDataset, num_parallel_calls=tf.data.AUTOTUNE)\n"
-            + TF_PREFETCH,
+            "files.interleave(tf.data.TFRecordDataset,\n"
+            "                 num_parallel_calls=tf.data.AUTOTUNE)\n" + TF_PREFETCH,
             title="The step waits for tf.data",
             says=_TF_DATA,
         ),

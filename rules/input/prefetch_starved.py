@@ -65,7 +65,8 @@ class PrefetchStarved(Rule):
     confidence = 0.65
 
     code = (
-        "DataLoader(..., num_workers={workers}, prefetch_factor={twice}, persistent_workers=True)"
+        "DataLoader(..., num_workers={workers}, prefetch_factor={twice},\n"
+        "           persistent_workers=True)"
     )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:

@@ -62,7 +62,8 @@ class SlowAttention(rates.Rated):
     fix = "Time the other backends at these shapes and keep the fastest."
     code = (
         "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
-        "for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,\n"
+        "for backend in (SDPBackend.FLASH_ATTENTION,\n"
+        "                SDPBackend.EFFICIENT_ATTENTION,\n"
         "                SDPBackend.CUDNN_ATTENTION):\n"
         "    with sdpa_kernel(backend):\n"
         "        print(backend, benchmark(lambda: attend(q, k, v)))"

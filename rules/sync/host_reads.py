@@ -99,10 +99,11 @@ class HostReads(Rule):
             "cudaMemcpy after each kernel.",
             code="for (int i = 0; i < pieces; ++i) {\n"
             "  cudaStream_t s = streams[i % 2];\n"
-            "  cudaStreamSynchronize(s);                 // of two pieces before: done by now\n"
+            "  cudaStreamSynchronize(s);        // of two pieces before: done by now\n"
             "  consume(pinned[i % 2]);\n"
             "  kernel<<<grid, block, 0, s>>>(device[i % 2], n);\n"
-            "  cudaMemcpyAsync(pinned[i % 2], device[i % 2], piece, cudaMemcpyDeviceToHost, s);\n"
+            "  cudaMemcpyAsync(pinned[i % 2], device[i % 2], piece,\n"
+            "                  cudaMemcpyDeviceToHost, s);\n"
             "}",
         ),
         TENSORFLOW: Advice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),

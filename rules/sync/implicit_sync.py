@@ -142,8 +142,8 @@ class ImplicitSync(Rule):
             "without waiting, and look when it is there.",
             cuda="cudaMemcpyAsync into memory from cudaHostAlloc, then cudaEventQuery in a later "
             "iteration.",
-            code="cudaMemcpyAsync(seen, value, sizeof *seen, cudaMemcpyDeviceToHost, stream);\n"
-            "cudaEventRecord(ready, stream);\n"
+            code="cudaMemcpyAsync(seen, value, sizeof *seen, cudaMemcpyDeviceToHost, s);\n"
+            "cudaEventRecord(ready, s);\n"
             "// an iteration later:\n"
             "if (cudaEventQuery(ready) == cudaSuccess) use(*seen);",
         ),

@@ -58,7 +58,7 @@ class BlockingPinnedCopy(Rule):
         "needed.",
         code="cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, copies);\n"
         "cudaEventRecord(arrived, copies);\n"
-        "cudaStreamWaitEvent(compute, arrived, 0);   // the device waits, the host does not",
+        "cudaStreamWaitEvent(compute, arrived, 0);   // the host does not wait",
     )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:

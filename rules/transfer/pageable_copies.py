@@ -27,6 +27,7 @@ from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG
 from advisor.rules.sync.held import edit, held_by
 from advisor.testing import TraceBuilder
+from advisor.trace import CUDA
 
 _CALLS = (
     Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
@@ -44,8 +45,9 @@ class PageableCopies(Rule):
     already are never in it.
 
     Copies of results to the host are not in it either: pinning does not help where the host waits
-    for the value anyway (``.item()``, ``.cpu()``); implicit-sync judges those by their bubble. A
-    parameter upload before the first step lies outside the steps.
+    for the value anyway (``.item()``, ``.cpu()``); implicit-sync judges those by their bubble. In a
+    program without a framework it is arrays that are fetched: those that the driver has to stage
+    are in it. A parameter upload before the first step lies outside the steps.
     """
 
     id = "pageable-copies"
@@ -112,14 +114,16 @@ class PageableCopies(Rule):
             "next kernel needs, so that it is not copied at all.",
             cuda="cudaHostAlloc (or cudaHostRegister, once) pins; cudaMemcpyAsync on a stream "
             "returns at once and runs beside kernels of other streams.",
-            code="float* host;  cudaHostAlloc(&host, bytes, cudaHostAllocDefault);   // once\n"
+            code="float* host;  cudaHostAlloc(&host, bytes, cudaHostAllocDefault);  // once\n"
             "for (int i = 0; i < pieces; ++i) {\n"
             "  cudaStream_t s = streams[i % 2];\n"
-            "  cudaMemcpyAsync(in[i % 2], host + i * n, piece, cudaMemcpyHostToDevice, s);\n"
+            "  cudaMemcpyAsync(in[i % 2], host + i * n, piece,\n"
+            "                  cudaMemcpyHostToDevice, s);\n"
             "  kernel<<<grid, block, 0, s>>>(in[i % 2], out[i % 2], n);\n"
-            "  cudaMemcpyAsync(back + i * n, out[i % 2], piece, cudaMemcpyDeviceToHost, s);\n"
+            "  cudaMemcpyAsync(back + i * n, out[i % 2], piece,\n"
+            "                  cudaMemcpyDeviceToHost, s);\n"
             "}\n"
-            "cudaDeviceSynchronize();                                        // once, at the end",
+            "cudaDeviceSynchronize();                          // once, at the end",
             verify="Profile again: copies read 'Pinned -> Device' and lie beside kernels.",
         ),
         **BATCHES_AHEAD,
@@ -140,7 +144,14 @@ class PageableCopies(Rule):
             )
             return
         large = pl.col("bytes").fill_null(0) >= self.min_bytes
-        slow = copies.filter((pl.col("memory") == "pageable") & (pl.col("copy") == "HtoD"))
+        ways = ["HtoD"]
+        fetched = (pl.col("copy") == "DtoH") & large
+        if a.trace.meta.framework == CUDA:
+            ways.append("DtoH")
+        slow = copies.filter(
+            pl.col("memory") == "pageable",
+            (pl.col("copy") == "HtoD") | (fetched & pl.col("copy").is_in(ways)),
+        )
         up = copies.filter((pl.col("copy") == "HtoD") & large)
         if slow.is_empty():
             if up.height and (up["memory"] == "pinned").all():
@@ -149,6 +160,7 @@ class PageableCopies(Rule):
                     f"({t.counted(up.height, 'larger copy')}, {t.memory(total(up['bytes']))})"
                 )
             return
+        # what is fetched is needed: its host would wait for it from pinned memory too
         held = held_by(
             a, (pl.col("direction") == "HtoD") & (pl.col("memory") == "Pageable").fill_null(False)
         )
@@ -180,7 +192,7 @@ class PageableCopies(Rule):
             edits=[
                 Edit(
                     op="scale",
-                    select=Select(on="gpu", kind=("memcpy",), copy=("HtoD",), memory="pageable"),
+                    select=Select(on="gpu", kind=("memcpy",), copy=tuple(ways), memory="pageable"),
                     factor=factor,
                     factor_low=0.0,
                     factor_high=max(factor, 1 / self.worst_speedup),

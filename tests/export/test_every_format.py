@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import util
 from pathlib import Path
 from types import ModuleType
@@ -110,6 +112,14 @@ def test_the_exported_trace_is_analysed_as_the_file_is(
     assert {(p.name, p.ns) for p in other.families} == {(p.name, p.ns) for p in one.families}
 
 
+def test_no_step_of_another_program_is_named_as_pytorchs_are(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert run("export", file, "--perfetto", out) == 0
+    assert run("analyze", file, "--csv", tmp_path / "csv", "-o", tmp_path / "r.json") == 0
+    told = [out, *(tmp_path / "csv").iterdir()]
+    assert [path.name for path in told if "ProfilerStep" in path.read_text()] == []
+
+
 def test_a_page_of_it_is_whole(file: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     assert run("report", file, "--html", page) == 0
@@ -138,6 +148,47 @@ def test_nothing_differs_from_itself(file: Path, capsys: pytest.CaptureFixture[s
     assert {one["change"] for one in told["findings"]} <= {"remaining"}
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_has_no_steps_is_told_how_to_mark_them_in_its_own_words(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(files, "ITERATIONS", 1)
+    monkeypatch.setattr(xspace, "jax_training", partial(xspace.jax_training, 1, marks=False))
+    file = FORMATS[kind][0](tmp_path)
+    assert run("compare", file, file) == 0
+    assert run("gate", file, file) == 2
+    assert run("project", file, "--gpu", "h200", "--from", "a100-80gb") in (0, 2)
+    told = capsys.readouterr()
+    for text in map(" ".join, (told.out.split(), told.err.split())):
+        assert "name a range with --steps" in text
+        assert not TORCH.search(text) and "profile_memory" not in text
+        assert "ms a step" not in text
+
+
+def test_a_part_of_an_iteration_is_not_called_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two recordings may begin anywhere in it: their periods are no pairs."""
+    paths = [files.nsys(tmp_path / f"{name}.sqlite") for name in ("one", "other")]
+    for number, path in enumerate(paths):
+        with sqlite3.connect(path) as db:
+            db.execute("DROP TABLE NVTX_EVENTS")
+            late = f"{number} * ((correlationId - 1) / 4) * ((correlationId - 1) / 4) * 1000"
+            for table in ("KERNEL", "MEMCPY", "RUNTIME"):
+                db.execute(
+                    f"UPDATE CUPTI_ACTIVITY_KIND_{table} SET start = start + {late}, "
+                    f"end = end + {late}"
+                )
+    for command in ("compare", "gate"):
+        assert run(command, *paths) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "they may be a part of an iteration" in told
+        assert "pairs of" not in told
+
+
 def test_lines_fit_the_terminal(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +210,8 @@ def test_nothing_is_advised_in_pytorchs_words(
     told = capsys.readouterr().out
     advice = told[told.index("What to change") : told.index("Not checked")]
     assert not TORCH.search(advice), TORCH.search(advice)
+    links = [link for f in advisor.analyze(str(file)).findings for link in f.references]
+    assert not [link for link in links if "torch" in link]
     if file.suffix in (".rpd", ".db") or "results" in file.name:
         assert not re.search(r"\bcu(da)?[A-Z]|NCCL", advice)
 

@@ -415,11 +415,12 @@ def test_each_kind_of_no_trace_has_a_line_of_its_own() -> None:
         said(b"SQLite format 3\0..."),
         said(b"\x80\x04..."),
         said(b"PK\x03\x04..."),
+        said(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"),
     ]
     assert len(set(lines)) == len(lines)
     for line in lines:
         assert 20 < len(line) < 500  # the longest lists all formats
-        words = ("give", "record", "convert", "copy it again", "was the profiler")
+        words = ("give", "record", "convert", "copy it again", "was the profiler", "fetch")
         assert any(word in line for word in words), line
 
 

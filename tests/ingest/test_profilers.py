@@ -433,12 +433,18 @@ def test_a_program_in_c_is_bound_by_its_transfers(shared_file: Found) -> None:
     path = shared_file("nsys/saxpy-mpi-cuda_nsys_perlmutter0.sqlite")
     report = advisor.analyze(path)
     assert report.scope.steps_found == 5
+    # 8 calls of MPI_Send of 11.1 ms lie in the rounds, and 4 of MPI_Recv of 84.7 ms together
+    shares = {one.name: one.share * 5 * report.scope.step_ns for one in report.ranges}
+    assert shares["MPI:MPI_Send"] == pytest.approx(88.85e6, rel=1e-3)
+    assert shares["MPI:MPI_Recv"] == pytest.approx(84.75e6, rel=1e-3)
     copies = next(part.ns for part in report.time if part.name == "copies")
     kernels = next(part.ns for part in report.time if part.name == "compute")
     assert 5 * copies == pytest.approx(284.7e6, rel=1e-3)
     assert 5 * kernels == pytest.approx(88.573e6, rel=1e-3)
     found = {finding.rule: finding for finding in report.findings}
     assert list(found) == ["pageable-copies"]  # results are fetched: no values that are read
+    seen = {each.label: each.value for each in found["pageable-copies"].evidence}
+    assert 5 * seen["copy time that nothing hides"] == pytest.approx(284.7e6, rel=1e-3)
     assert "in copies alone" in report.verdict
     assert "cudaHostAlloc" in found["pageable-copies"].code
     assert "cudaMemcpyAsync" in found["pageable-copies"].code
@@ -451,6 +457,52 @@ def test_a_file_without_device_work_says_so_in_a_line(shared_file: Found) -> Non
     report = advisor.analyze(shared_file("nsys/209de58_baseline.sqlite"))
     assert report.verdict.startswith("No GPU work in the trace.")
     assert not report.findings
+
+
+def test_ranges_alone_tell_the_steps_and_what_they_go_into(shared_file: Found) -> None:
+    """304 rounds of six ranges, one behind the other."""
+    path = shared_file("nsys/209de58_baseline.sqlite")
+    report = advisor.analyze(path)
+    asked = dict(
+        ask(
+            path,
+            "SELECT value, sum(end - start) FROM NVTX_EVENTS JOIN StringIds ON id = textId "
+            "GROUP BY value",
+        )
+    )
+    scope, first, last = report.scope, *ask(path, "SELECT min(start), max(end) FROM NVTX_EVENTS")[0]
+    assert (scope.step_source, scope.steps_found) == ("ranges", 304)
+    assert scope.step_ns == pytest.approx((last - first) / 304, rel=0.01)  # one set aside
+    assert "find_centers 51%" in report.verdict
+    shares = {one.name: one.share for one in report.ranges}
+    assert shares == pytest.approx({k: ns / (last - first) for k, ns in asked.items()}, rel=0.02)
+
+
+def test_rounds_are_whole_wherever_the_recording_begins_and_chance_is_no_round(
+    tmp_path: Path,
+) -> None:
+    def steps(names: str) -> list[tuple[str, int]]:
+        path = tmp_path / f"{names}.sqlite"
+        profiler_files.nsys(path)
+        with sqlite3.connect(path) as db:
+            for table in ("KERNEL", "MEMCPY", "RUNTIME"):
+                db.execute(f"DELETE FROM CUPTI_ACTIVITY_KIND_{table}")
+            (thread,) = db.execute("SELECT globalTid FROM NVTX_EVENTS").fetchone()
+            db.execute("DELETE FROM NVTX_EVENTS")
+            db.executemany(
+                "INSERT INTO NVTX_EVENTS (start, end, eventType, text, globalTid, domainId) "
+                "VALUES (?, ?, 59, ?, ?, 0)",
+                [(n * 1000, n * 1000 + 900, name, thread) for n, name in enumerate(names)],
+            )
+        found = Analysis(read_trace(str(path))).steps
+        assert found.source in ("ranges", "whole trace")
+        return [] if found.source == "whole trace" else list(found.table["name", "dur"].iter_rows())
+
+    assert steps("abcabcabcabc") == [(f"round {n}", 2900 + 100 * (n < 4)) for n in range(1, 5)]
+    # "ab" begin the last round, which the recording cuts off
+    assert steps("abcabcabcabcab") == [(f"round {n}", 3000) for n in range(1, 5)]
+    assert [dur for _, dur in steps("abacabacabacabac")] == [4000, 4000, 4000]
+    assert steps("abcacbbacbca") == []
 
 
 def test_two_recordings_are_compared(
@@ -477,7 +529,9 @@ def test_two_recordings_are_compared(
     out = tmp_path / "out.json"
     assert cli.run(["compare", *paths, "--format", "json", "-o", str(out)]) == 0
     told = json.loads(out.read_text())
-    assert "steps" in told
+    assert told["verdict"].startswith(
+        "What repeats is slower by "
+    )  # of an iteration nothing is known
     capsys.readouterr()
 
 

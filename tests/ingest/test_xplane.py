@@ -24,6 +24,7 @@ import pytest
 from advisor import cli
 from advisor.advice.engine import Options, analyze, examine
 from advisor.analysis import Analysis
+from advisor.analysis.host import python_hot_spots
 from advisor.errors import AdvisorError
 from advisor.ingest import open_run, read_trace
 from advisor.ingest.read import read_bytes
@@ -188,6 +189,26 @@ def test_without_marks_a_step_is_the_period_of_the_program() -> None:
     assert a.steps.source == "program"
 
 
+def test_the_line_is_the_users_and_not_jaxs() -> None:
+    host, gpu = w.Plane("/host:CPU"), w.Plane("/device:GPU:0", own=dict(w.V100))
+    python, work = host.line("python"), gpu.line("Stream #13(Compute)")
+    for step in range(6):
+        t = step * 10_000_000
+        python.event("train", t, 9_990_000, step_num=step, _r=1)
+        python.event("$train.py:31 prepare", t + 1000, 6_000_000)
+        python.event("$array_creation.py:98 ones", t + 2000, 5_900_000)
+        python.event("$core.py:660 bind", t + 3000, 5_800_000)
+        python.event("PjitFunction(f)", t + 7_000_000, 100_000)
+        link = {"correlation_id": step + 1}
+        python.event("cuLaunchKernel", t + 7_010_000, 20_000, **link)
+        details = "->regs:32 grid:160,2,1 block:128,1,1"
+        work.event("gemm", t + 7_100_000, 2_000_000, **link, kernel_details=details)
+    a = Analysis(read_bytes(w.space(host, gpu), "host.xplane.pb"))
+    (spot,) = python_hot_spots(a).iter_rows(named=True)
+    assert (spot["file"], spot["line"], spot["function"]) == ("train.py", 31, "prepare")
+    assert spot["critical_ns"] > 5 * 5_000_000
+
+
 def test_a_python_frame_is_told_as_other_profilers_do() -> None:
     trace = read_bytes(w.jax_training(), "host.xplane.pb")
     assert trace.meta.with_stack
@@ -218,6 +239,121 @@ def test_what_is_cut_off_is_read_up_to_the_cut() -> None:
     whole = w.text(1, host.encoded())
     cut = read_bytes(whole + data[: len(data) // 2], "cut.xplane.pb")
     assert cut.meta.truncated
+
+
+def _host_of_jax(frames: list[tuple[str, float]], *, gpu: bool) -> Analysis:
+    """Six steps of 10 ms on one thread, each of which is in the given events, one by one, ms."""
+    host, device = w.Plane("/host:CPU"), w.Plane("/device:GPU:0", own=dict(w.V100))
+    python, work = host.line("python"), device.line("Stream #13(Compute)")
+    for step in range(6):
+        t = step * 1e7
+        python.event("train", t, 9_990_000, step_num=step, _r=1)
+        python.event("PjitFunction(f)", t, 10_000)
+        link = {"correlation_id": step + 1}
+        python.event("cuLaunchKernel", t + 20_000, 5000, **link)
+        work.event("gemm", t + 1e6, 8e6, **link, kernel_details="->grid:9,1,1 block:9,1,1")
+        t += 100_000
+        for name, ms in frames:
+            python.event(name, t, ms * 1e6)
+            t += ms * 1e6
+    return Analysis(read_bytes(w.space(host, device) if gpu else w.space(host), "x.xplane.pb"))
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("$api.py:2479 block_until_ready", "awaited"),
+        ("$array.py:615 _value", "awaited"),
+        ("np.asarray(jax.Array)", "awaited"),
+        ("ThunkExecutor::Execute (wait for completion)", "other_thread"),
+        ("$compiler.py:292 backend_compile_and_load", "compile"),
+        ("$pjit.py:466 _trace_for_jit", "compile"),
+        ("backend_compile_and_load", "compile"),
+        ("tf.function-graph_building", "compile"),
+        ("$profiler.py:271 stop_trace", "profiler"),
+        ("$train.py:3 _value_of", "python"),
+        ("$profiler.py:417 wrapper", "python"),
+    ],
+)
+def test_a_wait_for_xla_and_a_compilation_are_no_python_code(
+    name: str, kind: str, gpu: bool
+) -> None:
+    """On a device, or in XLA's own threads: no line of Python can be made faster for it."""
+    a = _host_of_jax([(name, 7)], gpu=gpu)
+    told = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
+    kind = kind if kind != "awaited" else "sync" if gpu else "other_thread"
+    assert told[kind] == pytest.approx(6 * 7e6, rel=1e-2)
+    if kind != "python":
+        assert "python" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("backend_compile_and_load", "jax_explain_cache_misses"),
+     ("tf.function-graph_building", "reduce_retracing")],
+)  # fmt: skip
+def test_a_step_that_compiles_each_time_is_told_so_in_the_framework_s_words(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    host = w.Plane("/host:CPU")
+    python = host.line("python")
+    for step in range(8):
+        t = step * 1e7
+        python.event("train", t, 9_990_000, step_num=step, _r=1)
+        python.event("FunctionRun" if "tf." in name else "PjitFunction(f)", t, 9_000_000)
+        python.event(name, t + 1e6, 6_000_000)
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(w.space(host))
+    (first,) = analyze(str(path), Options(config={})).findings
+    assert first.rule == "recompilation"
+    assert first.worth is not None and first.worth.gain_ns == pytest.approx(6e6, rel=1e-2)
+    assert words in first.code
+    told = f"{first.title} {first.summary} {first.fix} {first.code} {first.check}"
+    assert not TORCH.search(told + first.falsified_by)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_loop_that_does_not_wait_for_its_work_is_told_so(waits: bool, tmp_path: Path) -> None:
+    """Twenty steps that take 20 us to hand 3 ms of work to another thread."""
+    host = w.Plane("/host:CPU")
+    python, pool = host.line("python"), host.line("tf_XLAEigen/7")
+    for step in range(20):
+        t = step * (3_100_000 if waits else 20_000)
+        python.event("train", t, 3_099_000 if waits else 19_000, step_num=step, _r=1)
+        python.event("PjitFunction(f)", t + 1000, 15_000)
+        for nth in range(10):
+            pool.event("dot.1", 50_000 + step * 3_100_000 + nth * 300_000, 290_000, hlo_op="dot.1")
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(w.space(host))
+    report = analyze(str(path), Options(config={}))
+    told = [line for line in report.limits if "behind the steps" in line]
+    assert bool(told) is not waits
+    assert waits or "block_until_ready" in told[0]
+
+
+def test_a_wait_that_begins_in_a_call_of_the_loop_is_whole_behind_it() -> None:
+    """``FunctionRun`` returns 0.5 ms after another thread began to ask for the batch."""
+    host = w.Plane("/host:CPU")
+    python, pool = host.line("python3"), host.line("tf_data_iterator_get_next/7")
+    for step in range(6):
+        t = step * 1e7
+        python.event("train", t, 9_990_000, step_num=step, _r=1)
+        python.event("FunctionRun", t + 1e6, 1e6)
+        pool.event("IteratorGetNextOp::DoCompute", t + 1.5e6, 7e6)
+    a = Analysis(read_bytes(w.space(host), "host.xplane.pb"))
+    told = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
+    assert told["loader"] == pytest.approx(6 * 6.5e6, rel=1e-3)
+
+
+def test_a_file_that_is_cut_in_its_first_plane_is_told_to_be_cut() -> None:
+    """Names follow the events of a plane: without them nothing is known of any."""
+    plane = w.Plane("/host:CPU")
+    line = plane.line("python")
+    for number in range(1000):
+        line.event("PjitFunction(f)", number * 1000, 900)
+    with pytest.raises(AdvisorError, match="cut off or damaged"):
+        read_bytes(w.space(plane)[:3000], "cut.xplane.pb")
 
 
 # -- several files --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from advisor import text as t
 from advisor.model import Finding, Location, Worth
 from advisor.report.data import Family, Ranks, Replay, Report
 from advisor.report.formats import REPORTS
+from advisor.report.page import Page
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 Make = Callable[..., Report]
@@ -156,6 +157,31 @@ def test_code_that_does_not_fit_beside_its_name_moves_left_before_it_is_folded(
     assert f"\n    │ a = 1\n    │ {line}\n" in shown
     shown = REPORTS.render("terminal", report(1, findings=[finding(1, code="y" * 90)]))
     assert "y" * 90 in "".join(re.findall(r"│ +(y+)$", shown, re.MULTILINE))
+
+
+def test_code_is_folded_between_words_and_its_comment_goes_above(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    code = (
+        "  run(first_argument, second_argument, third_argument, a_fourth_argument_and);"
+        "          // once, at the end"
+    )
+    shown = REPORTS.render("terminal", report(1, findings=[finding(1, code=code)]))
+    assert "│   // once, at the end\n" in shown
+    assert (
+        "│   run(first_argument, second_argument, third_argument,\n"
+        "    │       a_fourth_argument_and);\n"
+    ) in shown
+
+
+def test_a_table_s_figures_are_whole_and_its_places_are_shortened() -> None:
+    page = Page(40, colour=False)
+    place = "/home/someone/projects/a/very/long/way/train.py:14 · gradients"
+    page.table(["line", "bytes", "of it"], [[place, "90 MiB", "40%"], ["a.py:3", "1 KiB", "<1%"]])
+    head, first, second = page.getvalue().splitlines()
+    assert head.endswith("  bytes  of it") and second.endswith("  1 KiB    <1%")
+    assert first == "  …rain.py:14 · gradients  90 MiB    40%"
+    assert {len(line) for line in (head, first, second)} == {40}
 
 
 def test_a_place_is_shown_once(report: Make, finding: Callable[..., Finding]) -> None:

@@ -47,6 +47,19 @@ def said(rule: Rule) -> Iterator[tuple[str, str]]:
             yield case, str(text)
 
 
+def test_code_is_read_on_a_terminal_of_80_columns_as_it_is_written() -> None:
+    """Beside the four columns of its place; a comment may go above its line, on one of its own."""
+    long = []
+    for rule in RULES:
+        told = [rule.code, *(advice.code for advice in rule.elsewhere.values())]
+        told += [str(texts.get("code", "")) for texts in rule.cases.values()]
+        for line in "\n".join(told).splitlines():
+            body, mark, comment = line.rpartition("  # ")
+            parts = [body, comment] if mark and body.strip() else [line]
+            long += [(rule.id, line) for part in parts if len(part.rstrip()) > 74]
+    assert long == []
+
+
 @pytest.mark.parametrize(
     "rule", [r for r in RULES if r.id not in OF_TRAINING], ids=lambda rule: rule.id
 )

@@ -153,6 +153,11 @@ def space_to_trace(space: Space, source: Source) -> Trace:
     memory = [frame for frame in hosts.memory if frame.height]
     dropped = _dropped(space, aside + len(tpus))
     if not host.height and (device is None or not device.height):
+        if space.truncated:
+            raise AdvisorError(
+                f"{path}: an XPlane file that is cut off or damaged, no event can be read; copy it "
+                "again"
+            )
         raise AdvisorError(
             f"{path}: an XPlane file without events; was the profiler active while work was done?"
         )

@@ -13,7 +13,7 @@ from advisor.analysis.names import distinct_names
 from advisor.analysis.stacks import nearest, operators, outermost, parents
 from advisor.analysis.syncs import profiler_syncs
 from advisor.intervals import Ints
-from advisor.trace import CALLS, LOADER, Trace
+from advisor.trace import CALLS, LOADER, PYTORCH, Trace
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
@@ -209,7 +209,8 @@ def classify(trace: Trace) -> Classified:
     code[(is_python | is_op) & waiting] = CODE["other_thread"]
     code[is_python & blocking] = CODE["sync"]
     awaited = CODE["sync" if trace.gpu.height else "other_thread"]
-    code[(is_python | is_annotation) & awaits] = awaited
+    if trace.meta.framework != PYTORCH:  # whose programs may have an ``array.py`` of their own
+        code[(is_python | is_annotation) & awaits] = awaited
     calls = np.array([CODE[_CALL_CLASS[c]] if c in _CALL_CLASS else -1 for c in CALLS] + [-1])
     call = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
     runtime = calls[call]

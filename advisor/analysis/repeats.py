@@ -107,7 +107,8 @@ def _cycle(trace: Trace) -> pl.DataFrame | None:
     kind = found["name"].cast(pl.String).str.replace_all(r"\d+", "#")
     codes = kind.rank("dense").to_numpy()
     ts, end = found["ts"].to_numpy(), (found["ts"] + found["dur"]).to_numpy()
-    for first in dict.fromkeys(codes[:MOST_LEFT_OUT].tolist()):  # what comes before the first round is part of another
+    # what comes before the first round is part of another
+    for first in dict.fromkeys(codes[:MOST_LEFT_OUT].tolist()):
         at = np.flatnonzero(codes == first)
         rounds = [tuple(codes[low:high]) for low, high in pairwise([*at.tolist(), len(codes)])]
         usual, count = Counter(rounds).most_common(1)[0]

@@ -79,6 +79,8 @@ def range_table(a: Analysis) -> pl.DataFrame:
     without the events inside them), ``count``; largest first. Steps are none, and numbers at the
     end of a name (``block 7``) do not tell ranges apart."""
     cpu = a.trace.cpu
+    if a.trace.main_thread is None:
+        return pl.DataFrame(schema={"name": pl.String, "host": pl.Int64, "count": pl.Int64})
     steps = a.steps.table["name"].unique()
     rows = np.flatnonzero(
         (

@@ -331,6 +331,8 @@ def wait_rows(host: Host, main: str | None) -> pl.DataFrame:
     if not asked.height:
         return asked
     spans = union(asked["ts"].to_numpy(), (asked["ts"] + asked["dur"].clip(0)).to_numpy())
+    if not len(spans):
+        return pl.DataFrame()
     thread = main or str(asked["thread"][0])
     start = _once_free(host, thread, spans)
     frame = _as_steps(start, spans.end - start, [0] * len(spans), thread)

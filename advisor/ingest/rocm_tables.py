@@ -15,7 +15,7 @@ from typing import Any
 
 import polars as pl
 
-from advisor.ingest.lookups import Keyed, Names, Numbered, looked_up, with_all
+from advisor.ingest.lookups import Keyed, Names, Numbered, looked_up, numbered, with_all
 from advisor.ingest.nvtx import inputs_of, parsed
 from advisor.ingest.rocm import FILL, direction, gpu
 from advisor.ingest.sqlite import Database, Types, narrowed
@@ -114,7 +114,9 @@ class Rpd:
             rows = self._work(with_all(batch, types))
             call = calls.at(rows["id"]).to_series().cast(pl.Int64)
             rows = rows.with_columns(call.alias("correlation"))
-            more = (launches.at(call), copies.at(call), in_threads.at(call))
+            copy = rows["kind"] == "memcpy"
+            of_copy, of_kernel = call.set(~copy, None), call.set(copy, None)
+            more = (launches.at(of_kernel), copies.at(of_copy), in_threads.at(of_kernel))
             return _of_calls(pl.concat([rows, *more], how="horizontal"))
 
         return self._db.read("rocpd_op", types, each=of)
@@ -227,14 +229,35 @@ class _Process:
     def __init__(self, db: Database, suffix: str, first: int) -> None:
         self._db, self._suffix, self._first = db, suffix, first
         self._names = Names(db, self._table("string"), "id", "string")
-        types = {"stack_id": pl.Int64, "category_id": pl.Int64, "extdata": pl.String}
-        self._events = Keyed(db, self._table("event"), "id", types)
-        self._stamps = Keyed(db, self._table("timestamp"), "id", {"value": pl.Int64})
+        types = {"id": pl.Int64, "stack_id": pl.Int64, "category_id": pl.Int64,
+                 "extdata": pl.String}  # fmt: skip
+        self._events = numbered(db, self._table("event"), types, self._event)
+        stamps = {"id": pl.Int64, "value": pl.Int64}
+        self._stamps = numbered(db, self._table("timestamp"), stamps)
         self._tracks = Keyed(db, self._table("track"), "id", _PLACE)
         self.devices: dict[int, Device] = {}
         self._agents = self._known_agents()
         self._pids = self._numbers("info_process", "pid")
         self._tids = self._numbers("info_thread", "tid")
+
+    def _event(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """What events say: whose call it was, and the range that a marker's text names."""
+        category = self._names.of(rows["category_id"]).fill_null("")
+        message = rows["extdata"].str.extract(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', 1)
+        ranges = parsed(message).with_columns(
+            pl.when(message.is_not_null()).then(pl.col("name", "kind")),
+            pl.col("dims").cast(pl.Categorical),
+        )
+        return rows.select(
+            "id",
+            "stack_id",
+            hsa=category.str.starts_with("HSA"),
+            marks=category.str.contains("MARKER"),
+            range=ranges["name"].cast(pl.Categorical),
+            range_kind=ranges["kind"].cast(CpuKind),
+            sequence=ranges["sequence"],
+            dims=ranges["dims"],
+        )
 
     def _table(self, name: str) -> str:
         return f"rocpd_{name}{self._suffix}"
@@ -268,10 +291,15 @@ class _Process:
         return found
 
     def _timed(
-        self, table: str, more: Types, of: Callable[[pl.DataFrame], pl.DataFrame], kind: Any
+        self,
+        table: str,
+        more: Types,
+        of: Callable[[pl.DataFrame], pl.DataFrame],
+        kind: Any,
+        said: tuple[str, ...] = ("stack_id",),
     ) -> pl.DataFrame:
         """``of`` all rows of a table, some thousands at a time, with their times, their place, what
-        else is asked for, and what their events say; from either layout."""
+        else is asked for, and columns of what their events ``said``; from either layout."""
         direct: Types = {"start": pl.Int64, "end": pl.Int64, **_PLACE}
         split: Types = dict.fromkeys(("track_id", "start_id", "end_id"), pl.Int64)
         own: Types = {**more, "event_id": pl.Int64}
@@ -284,7 +312,7 @@ class _Process:
                 rows = rows.with_columns(start=stamps.head(len(rows)), end=stamps.tail(len(rows)))
                 if "track_id" in rows.columns:
                     rows = rows.with_columns(self._tracks.at(rows["track_id"]))
-            rows = with_all(rows, direct).hstack(self._events.at(rows["event_id"]))
+            rows = with_all(rows, direct).hstack(self._events.at(rows["event_id"], said))
             caused = pl.col("stack_id").is_between(1, (1 << _CORRELATIONS) - 1)
             rows = rows.with_columns(
                 ts=pl.col("start"),
@@ -302,34 +330,31 @@ class _Process:
 
         def of(rows: pl.DataFrame) -> pl.DataFrame:
             name = self._names.of(rows["name_id"]).fill_null("call")
-            category = self._names.of(rows["category_id"]).fill_null("")
-            rows = rows.with_columns(name=name, category=category)
-            rows = rows.filter(~pl.col("category").str.starts_with("HSA"))
-            marker = pl.col("category").str.contains("MARKER") | pl.col("name").str.starts_with(
-                "roctx"
-            )
-            message = pl.when(marker).then(
-                pl.col("extdata").str.extract(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', 1)
-            )
+            marker = pl.col("marks").fill_null(False) | pl.col("name").str.starts_with("roctx")
+            text = pl.when(marker).then(pl.col("range").cast(pl.String))
+            rows = rows.with_columns(name=name).filter(~pl.col("hsa").fill_null(False))
             rows = rows.select(
                 "ts",
                 "dur",
-                name=pl.coalesce(message, "name"),
-                marker=marker,
+                name=pl.coalesce(text, "name"),
                 correlation=pl.when(~marker).then("correlation"),
-                kind=pl.lit("runtime"),
-                sequence=pl.lit(None, dtype=pl.Int64),
-                dims=pl.lit(None, dtype=pl.String),
+                kind=pl.when(marker)
+                .then(pl.col("range_kind").cast(pl.String))
+                .otherwise(pl.lit("runtime")),
+                sequence=pl.when(marker).then(pl.col("sequence").cast(pl.Int64)),
+                dims=pl.when(marker).then(pl.col("dims").cast(pl.String)),
                 process=pl.col("pid").replace(self._pids).cast(pl.String),
                 thread=pl.col("tid").replace(self._tids).cast(pl.String),
             )
-            marks = rows.filter("marker")
+            untold = pl.col("kind").is_null()  # markers whose events are lost or say nothing
+            marks = rows.filter(untold)
             if marks.height:
                 marks = marks.with_columns(parsed(marks["name"]))
-                rows = pl.concat([rows.filter(~pl.col("marker")), marks])
-            return rows.drop("marker")
+                rows = pl.concat([rows.filter(~untold), marks])
+            return rows
 
-        return self._timed("region", {"name_id": pl.Int64}, of, CpuKind)
+        said = ("stack_id", "hsa", "marks", "range", "range_kind", "sequence", "dims")
+        return self._timed("region", {"name_id": pl.Int64}, of, CpuKind, said)
 
     def kernels(self) -> pl.DataFrame:
         """Dispatches. Grids are counted in work items here."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from advisor.ingest.lookups import Keyed, Names, Numbered
+from advisor.ingest.lookups import Keyed, Names, Numbered, numbered
 from advisor.ingest.reader import ReadOptions
 from advisor.ingest.source import Source
 from advisor.ingest.sqlite import opened
@@ -55,3 +55,24 @@ def test_a_stored_table_says_the_same_however_its_rows_are_kept(tmp_path: Path, 
         lost = Keyed(db, "nowhere", "id", {"text": pl.String})
         assert lost.at(wanted)["text"].null_count() == len(wanted)
         assert not db.damaged
+
+
+def test_a_table_that_is_kept_as_a_whole_says_the_same_and_one_that_is_not_there_nothing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "some.sqlite"
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE stamps (id INTEGER PRIMARY KEY, value)")
+        rows = [(n, n * 10**12) for n in range(1, 50_000)]
+        db.executemany("INSERT INTO stamps VALUES (?, ?)", rows)
+    types = {"id": pl.Int64, "value": pl.Int64, "other": pl.String}
+    wanted = pl.Series([2, None, 0, 49_999, 50_000, *EXTREMES])
+    expected = [2 * 10**12, None, None, 49_999 * 10**12, None, None, None]
+    with opened(Source(str(path)), ReadOptions()) as db:
+        table = numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
+        found = table.at(wanted)
+        assert found["value"].to_list() == found["twice"].to_list() == expected
+        assert found["other"].null_count() == len(wanted)
+        assert table.at(wanted, ["value"]).columns == ["value"]
+        lost = numbered(db, "nowhere", types)
+        assert lost.at(wanted, ["value"])["value"].null_count() == len(wanted)

@@ -58,7 +58,7 @@ def numbered(
         return narrowed(each(with_all(rows, types)))
 
     read = db.read(table, types, each=made)
-    return Numbered(read if read.width > 1 else made(pl.DataFrame(schema=dict(types))), "id")
+    return Numbered(read if read.height else made(pl.DataFrame(schema=dict(types))), "id")
 
 
 class Keyed:

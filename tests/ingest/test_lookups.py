@@ -74,5 +74,15 @@ def test_a_table_that_is_kept_as_a_whole_says_the_same_and_one_that_is_not_there
         assert found["value"].to_list() == found["twice"].to_list() == expected
         assert found["other"].null_count() == len(wanted)
         assert table.at(wanted, ["value"]).columns == ["value"]
-        lost = numbered(db, "nowhere", types)
-        assert lost.at(wanted, ["value"])["value"].null_count() == len(wanted)
+        lost = numbered(db, "nowhere", types, lambda batch: batch.with_columns(twice="value"))
+        assert lost.at(wanted, ["twice"])["twice"].null_count() == len(wanted)
+
+
+def test_a_table_without_rows_has_the_columns_that_are_made_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "none.sqlite"
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE stamps (id INTEGER PRIMARY KEY, value)")
+    types = {"id": pl.Int64, "value": pl.Int64}
+    with opened(Source(str(path)), ReadOptions()) as db:
+        made = numbered(db, "stamps", types, lambda batch: batch.with_columns(twice="value"))
+        assert made.at(pl.Series([1]), ["twice"]).to_dicts() == [{"twice": None}]

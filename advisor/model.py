@@ -44,6 +44,10 @@ Operation = Literal[
 ]
 
 
+REPEATED = "device sequence"
+"""``Steps.source`` of steps that nothing marks: a part of an iteration may be what repeats."""
+
+
 def unit_of(step_source: str) -> Per:
     """What figures are of, by where their steps come from (``Scope.step_source``)."""
     return "recording" if step_source == "whole trace" else "step"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from advisor.model import REPEATED
+
 if TYPE_CHECKING:
     from advisor.analysis import Analysis
     from advisor.model import Finding, Rule
@@ -34,7 +36,7 @@ def _doubts(a: Analysis) -> list[tuple[float, str]]:
     found = []
     if a.steps.source == "whole trace":
         found.append((0.8, "no steps in the trace: start-up and shut-down may be inside"))
-    elif a.steps.source == "device sequence":
+    elif a.steps.source == REPEATED:
         found.append((0.9, "steps are where the device's work repeats, nothing marks them"))
     if a.steps.source != "whole trace" and a.step_count < 3:
         found.append((0.85, f"only {a.step_count} step(s) measured"))

@@ -50,10 +50,7 @@ def op_table(a: Analysis) -> pl.DataFrame:
     if not len(rows):
         return pl.DataFrame(schema=TABLE_SCHEMA)
     inside = _inside(a)
-    own = inside.copy()
-    parent = parents(a.trace)
-    below = parent >= 0
-    np.subtract.at(own, parent[below], inside[below])
+    own = _own(a, inside)
     device = np.zeros(cpu.height, dtype=np.int64)
     at, ns = _device_rows(a, "op")
     np.add.at(device, at, ns)
@@ -81,21 +78,19 @@ def range_table(a: Analysis) -> pl.DataFrame:
     cpu = a.trace.cpu
     if a.trace.main_thread is None:
         return pl.DataFrame(schema={"name": pl.String, "host": pl.Int64, "count": pl.Int64})
-    steps = a.steps.table["name"].unique()
+    steps = set(a.steps.table["name"])
     rows = np.flatnonzero(
         (
             (cpu["kind"] == "annotation")
             & (cpu["thread"] == a.trace.main_thread)
             & ~matches(cpu["name"], a.trace.meta.step_names)
-            & ~cpu["name"].cast(pl.String).is_in(steps.implode())
+            & ~map_names(cpu["name"], steps.__contains__, pl.Boolean).fill_null(True)
         ).to_numpy()
     )
-    own = _inside(a)
-    touched = rows[own[rows] > 0]
-    parent = parents(a.trace)
-    below = np.flatnonzero(parent >= 0)
-    np.subtract.at(own, parent[below], own[below].copy())
-    frame = pl.DataFrame({"name": cpu["name"].gather(touched), "host": own[touched].clip(0)})
+    inside = _inside(a)
+    touched = rows[inside[rows] > 0]
+    host = _own(a, inside)[touched].clip(0)
+    frame = pl.DataFrame({"name": cpu["name"].gather(touched), "host": host})
     return (
         frame.group_by(pl.col("name").cast(pl.String).str.replace(r"(?:\s|#|_)\d+$", ""))
         .agg(pl.col("host").sum(), pl.len().cast(pl.Int64).alias("count"))
@@ -151,6 +146,15 @@ def _inside(a: Analysis) -> NDArray[np.int64]:
     """How much of each host row is inside the spans, ns."""
     ts = a.trace.cpu["ts"].to_numpy()
     return covered(ts, ts + a.trace.cpu["dur"].to_numpy(), a.spans)
+
+
+def _own(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
+    """That without the events inside the row."""
+    own = inside.copy()
+    parent = parents(a.trace)
+    below = parent >= 0
+    np.subtract.at(own, parent[below], inside[below])
+    return own
 
 
 def _device_rows(a: Analysis, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

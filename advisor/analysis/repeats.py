@@ -10,6 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.analysis.backlog import analysed_device
+from advisor.model import REPEATED
 from advisor.trace import JAX, TENSORFLOW, Trace
 
 MIN_REPEATS = 3
@@ -48,7 +49,7 @@ def repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     if marks is not None:
         return marks, "ranges"
     marks = _sequence(rows, called)
-    return None if marks is None else (marks, "device sequence")
+    return None if marks is None else (marks, REPEATED)
 
 
 def _called(trace: Trace, rows: pl.DataFrame) -> Numbers:

@@ -197,10 +197,20 @@ def classify(trace: Trace) -> Classified:
     is_op = (kind == "op").to_numpy()
     is_python = (kind == "python").to_numpy()
     is_annotation = (kind == "annotation").to_numpy()
-    loader, compiling, profiling, waiting, blocking, awaits = _match_names(
-        cpu["name"], LOADER, COMPILE, PROFILER, _WAITS, _BLOCKING, _AWAITS
+    patterns = (
+        LOADER,
+        COMPILE,
+        PROFILER,
+        _WAITS,
+        _BLOCKING,
+        _AWAITS,
+        _COMPILED,
+        _COLLECTIVE,
+        LOADING,
     )
-    compiled, collective, loading = _match_names(cpu["name"], _COMPILED, _COLLECTIVE, LOADING)
+    loader, compiling, profiling, waiting, blocking, awaits, compiled, collective, loading = (
+        _match_names(cpu["name"], *patterns)
+    )
     code = np.full(cpu.height, -1, dtype=np.int8)
     named = operators(trace)
     code[named] = CODE["dispatch"]

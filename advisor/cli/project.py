@@ -186,9 +186,9 @@ def _show(
     for line in told:
         paragraph(f"{line}.")
     a = projector.a
-    per = "of the recording" if a.steps.source == "whole trace" else "a step"
+    per = "of the recording" if a.per == "recording" else "a step"
     print(f"measured on {projector.source.name}: {_ms(a.step_ns)} ms {per}", file=file)
-    unit = "ms" if a.steps.source == "whole trace" else "ms a step"
+    unit = "ms" if a.per == "recording" else "ms a step"
     _table(found, unit, currency, file)
     if len(found) == 1:
         from advisor.advice.words import how_to_record

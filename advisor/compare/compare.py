@@ -16,7 +16,7 @@ from advisor.compare.data import Comparison, Realised, Side
 from advisor.compare.findings import compare_findings
 from advisor.compare.remaining import Remaining, find_remaining
 from advisor.compare.steps import PERIODS, compare_steps
-from advisor.compare.verdict import REPEATED, verdict, whole
+from advisor.compare.verdict import repeated, verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
 from advisor.model import Finding
 from advisor.trace import Run
@@ -220,7 +220,7 @@ def limits(before: Examined, after: Examined, c: Comparison) -> list[str]:
         found.append(
             f"A step is taken to be {one.step_source} before and {other.step_source} after."
         )
-    if REPEATED in (one.step_source, other.step_source):
+    if repeated(c):
         found.append(PERIODS)
     if _other_program(c):
         found.append(

@@ -26,7 +26,7 @@ from advisor.compare.data import (
 from advisor.compare.findings import compare_findings
 from advisor.compare.statistics import LEVEL, MIN_STEPS, t_quantile
 from advisor.compare.steps import PERIODS
-from advisor.compare.verdict import REPEATED, verdict
+from advisor.compare.verdict import repeated, verdict
 from advisor.report import Report
 
 METHOD = "Welch's t interval for the widest spread that the shortest and the longest step allow"
@@ -196,7 +196,7 @@ def _limits(before: Report, after: Report, c: Comparison, saved: Sequence[int]) 
             f"The GPUs differ ({c.before.device_name} and {c.after.device_name}): what became "
             "faster or slower need not be the program."
         )
-    if REPEATED in (c.before.step_source, c.after.step_source):
+    if repeated(c):
         found.append(PERIODS)
     if c.before.step_source != c.after.step_source:
         found.append(

@@ -21,7 +21,7 @@ from advisor.compare.statistics import (
     autocorrelation,
     welch,
 )
-from advisor.compare.verdict import REPEATED
+from advisor.model import REPEATED
 
 if TYPE_CHECKING:
     from advisor.analysis import Analysis

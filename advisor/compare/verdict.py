@@ -6,12 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from advisor import text as t
+from advisor.model import REPEATED
 
 if TYPE_CHECKING:
     from advisor.compare.data import Comparison, StepTimes
-
-REPEATED = "device sequence"
-"""``Steps.source`` of steps that nothing marks: a part of an iteration may be what repeats."""
 
 
 def verdict(comparison: Comparison) -> str:
@@ -25,7 +23,7 @@ def verdict(comparison: Comparison) -> str:
             text = f"No difference in step time can be shown: {pair} ({interval(steps)})"
         else:
             amount = t.percent(abs(steps.share))
-            part = "What repeats is " if _repeated(comparison) else ""
+            part = "What repeats is " if repeated(comparison) else ""
             how = steps.verdict if part else steps.verdict.capitalize()
             text = f"{part}{how} by {amount}: {pair} ({interval(steps)})"
     counts = Counter(item.change for item in comparison.findings)
@@ -34,7 +32,7 @@ def verdict(comparison: Comparison) -> str:
     return " ".join([*_crashes(comparison), text])
 
 
-def _repeated(comparison: Comparison) -> bool:
+def repeated(comparison: Comparison) -> bool:
     """The steps are periods of the device's work that nothing marks, perhaps parts of a step."""
     return REPEATED in (comparison.before.step_source, comparison.after.step_source)
 

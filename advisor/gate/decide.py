@@ -11,9 +11,9 @@ import advisor
 from advisor.compare.dependent import difference
 from advisor.compare.statistics import LEVEL
 from advisor.compare.steps import PERIODS
-from advisor.compare.verdict import REPEATED
 from advisor.errors import AdvisorError
 from advisor.gate.baseline import Baseline, Known
+from advisor.model import REPEATED
 
 SCHEMA = "advisor.gate/1"
 

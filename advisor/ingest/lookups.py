@@ -24,7 +24,8 @@ class Numbered:
         self._first = int(numbers[0]) if len(numbers) else 0
         self._count = len(numbers)
         gapless = self._count and int(numbers[-1]) - self._first + 1 == self._count
-        self._numbers: NDArray[np.signedinteger] | None = None if gapless else numbers
+        # of the type that is looked for, else each search would copy them
+        self._numbers: NDArray[np.int64] | None = None if gapless else numbers.astype(np.int64)
 
     def at(self, numbers: pl.Series, columns: Sequence[str] = ()) -> pl.DataFrame:
         """A row for each of these numbers, of some columns or of all; nulls where there is none."""
@@ -50,15 +51,16 @@ def numbered(
     table: str,
     types: Types,
     each: Callable[[pl.DataFrame], pl.DataFrame] = lambda rows: rows,
+    key: str = "id",
 ) -> Numbered:
-    """All rows of a table by their ``id``, in as little room as what ``each`` makes of some
+    """All rows of a table by their number, in as little room as what ``each`` makes of some
     thousands of them takes. Columns that the table has not are null."""
 
     def made(rows: pl.DataFrame) -> pl.DataFrame:
         return narrowed(each(with_all(rows, types)))
 
     read = db.read(table, types, each=made)
-    return Numbered(read if read.height else made(pl.DataFrame(schema=dict(types))), "id")
+    return Numbered(read if read.height else made(pl.DataFrame(schema=dict(types))), key)
 
 
 class Keyed:
@@ -67,10 +69,9 @@ class Keyed:
 
     def __init__(self, db: Database, table: str, key: str, types: Types) -> None:
         self._db, self._table, self._key, self._types = db, table, key, types
-        self._whole: Numbered | None = None
-        if db.keys.get(table) != key:
-            read = db.read(table, {key: pl.Int64, **types}, each=narrowed)
-            self._whole = Numbered(self._complete(read), key)
+        self._read: Types = {key: pl.Int64, **types}
+        stored = db.keys.get(table) == key
+        self._whole = None if stored else numbered(db, table, self._read, key=key)
 
     def at(self, numbers: pl.Series) -> pl.DataFrame:
         """A row for each of these numbers; nulls where there is none. Asked for some thousands at
@@ -78,18 +79,16 @@ class Keyed:
         if self._whole is not None:
             return self._whole.at(numbers).cast(pl.Schema(self._types))
         wanted = numbers.drop_nulls().unique().sort().to_list()
-        found = self._db.read_some(self._table, {self._key: pl.Int64, **self._types}, wanted)
-        return Numbered(self._complete(found), self._key).at(numbers)
-
-    def _complete(self, rows: pl.DataFrame) -> pl.DataFrame:
-        return with_all(rows, {self._key: pl.Int64, **self._types})
+        found = self._db.read_some(self._table, self._read, wanted)
+        return Numbered(with_all(found, self._read), self._key).at(numbers)
 
 
 class Names:
     """Numbered texts of which few are distinct: each is looked up once."""
 
     def __init__(self, db: Database, table: str, key: str, value: str) -> None:
-        self._rows = Keyed(db, table, key, {value: pl.String})
+        self.rows = Keyed(db, table, key, {value: pl.String})
+        """The table itself, for texts that are nearly all distinct."""
         self._known: dict[int, str | None] = {}
 
     def of(self, numbers: pl.Series) -> pl.Series:
@@ -97,13 +96,9 @@ class Names:
         distinct = numbers.drop_nulls().unique().to_list()
         new = [number for number in distinct if number not in self._known]
         if new:
-            texts = self._rows.at(pl.Series(new, dtype=pl.Int64)).to_series()
+            texts = self.rows.at(pl.Series(new, dtype=pl.Int64)).to_series()
             self._known.update(zip(new, texts.to_list(), strict=True))
         return looked_up(numbers, self._known)
-
-    def rows(self) -> Keyed:
-        """The table itself, for texts that are nearly all distinct."""
-        return self._rows
 
 
 def looked_up(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Series:

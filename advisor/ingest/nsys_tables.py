@@ -12,6 +12,7 @@ from collections.abc import Callable
 import polars as pl
 import polars.selectors as cs
 
+from advisor.ingest.lookups import looked_up, with_all
 from advisor.ingest.nvtx import inputs_of, parsed
 from advisor.ingest.sqlite import Database, Types, narrowed
 from advisor.trace import Copy, CpuKind, Device, GpuKind
@@ -91,7 +92,7 @@ class Tables:
         of rows at a time, so that a large table is never in memory as it stands in the file."""
 
         def of(rows: pl.DataFrame) -> pl.DataFrame:
-            rows = _with_columns(rows, {**_PLACE, **more})
+            rows = with_all(rows, {**_PLACE, **more})
             process = rows["globalPid"] // (1 << 24)
             done = made(
                 rows.with_columns(
@@ -194,7 +195,7 @@ class Tables:
         keys = ["process", "eventId", "eventSyncId"]
         events = self._db.read(EVENT, {**_PLACE, "eventId": pl.Int64, "eventSyncId": pl.Int64})
         if events.height and {"eventSyncId", "eventId", "globalPid"} <= set(events.columns):
-            events = _with_columns(events, _PLACE).with_columns(process="globalPid")
+            events = with_all(events, _PLACE).with_columns(process="globalPid")
             numbers = self.processes.correlation(
                 events["globalPid"] // (1 << 24), events["correlationId"]
             )
@@ -227,7 +228,7 @@ class Tables:
             return pl.DataFrame()
 
         def made(rows: pl.DataFrame) -> pl.DataFrame:
-            rows = _with_columns(rows, columns)
+            rows = with_all(rows, columns)
             process = rows["globalTid"] // (1 << 24)
             done = rows.select(
                 ts="start",
@@ -264,7 +265,7 @@ class Tables:
         columns = {"eventType": pl.Int32, "text": pl.String, "textId": pl.Int64,
                    "globalTid": pl.Int64, "endGlobalTid": pl.Int64,
                    "domainId": pl.Int64}  # fmt: skip
-        rows = _with_columns(rows, {**_TIMES, **columns})
+        rows = with_all(rows, {**_TIMES, **columns})
         if open_ones := rows["end"].null_count():
             why = "ranges without an end"
             self.dropped[why] = self.dropped.get(why, 0) + open_ones
@@ -303,7 +304,7 @@ class Tables:
         if not self._db.has(NVTX, "eventType", "domainId"):
             return {}
         rows = self._db.read(NVTX, columns, f"eventType = {_DOMAIN}")
-        rows = _with_columns(rows, columns)
+        rows = with_all(rows, columns)
         names = rows["text"].fill_null(self._text(rows, "textId"))
         return {
             int(number): str(name)[:200]
@@ -354,7 +355,7 @@ class Tables:
         types = {"name": pl.String, **dict.fromkeys(whole, pl.Int64)}
         rows = self._db.read("TARGET_INFO_GPU", types).head(_MAX_GPUS)
         found = []
-        for row in _with_columns(rows, types).iter_rows(named=True):
+        for row in with_all(rows, types).iter_rows(named=True):
             if row["id"] is None or not 0 <= row["id"] < 1 << 31:
                 continue
             told = {key: row[key] if row[key] and row[key] > 0 else None for key in whole[1:]}
@@ -389,7 +390,7 @@ class Tables:
         columns = {"text": pl.String, "textId": pl.Int64}
         if not self._db.has(NVTX, "eventType"):
             return None
-        rows = _with_columns(self._db.read(NVTX, columns, f"eventType = {_THREAD_NAME}"), columns)
+        rows = with_all(self._db.read(NVTX, columns, f"eventType = {_THREAD_NAME}"), columns)
         names = rows["text"].fill_null(self._text(rows, "textId"))
         ranks = names.str.extract(r"^MPI Rank (\d{1,6})$", 1).drop_nulls().unique()
         return int(ranks[0]) if len(ranks) == 1 else None
@@ -412,12 +413,7 @@ class Tables:
         for column in columns:
             if column not in rows.columns or not found.null_count():
                 continue
-            numbers = rows[column]
-            distinct = numbers.drop_nulls().unique().to_list()
-            known = {n: self._names[n] for n in distinct if n in self._names}
-            if known:
-                texts = numbers.replace_strict(known, default=None, return_dtype=pl.String)
-                found = found.fill_null(texts)
+            found = found.fill_null(looked_up(rows[column], self._names))
         return found
 
     def _memories(self) -> dict[int, str]:
@@ -473,12 +469,6 @@ def _without_wrappers(rows: pl.DataFrame) -> pl.DataFrame:
     inner = ((pl.col("ts") >= pl.col("ts").min()) & (length == length.min())).over(keys)
     lost = doubled & ~rows.select(inner).to_series().fill_null(True)
     return rows.filter(~lost)
-
-
-def _with_columns(rows: pl.DataFrame, types: Types) -> pl.DataFrame:
-    """The rows with all of these columns, null where they have them not."""
-    lacking = [name for name in types if name not in rows.columns]
-    return rows.with_columns(pl.lit(None, dtype=types[name]).alias(name) for name in lacking)
 
 
 def _coded(column: str, texts: dict[int, str]) -> pl.Expr:

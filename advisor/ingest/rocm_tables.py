@@ -26,7 +26,6 @@ _MARKERS = ("UserMarker", "roctxRange", "roctxMark")
 _IN_THREADS = r"(?i)ext_?module|hccmodule"
 """Launches that are told the number of threads, where others are told that of blocks."""
 _CORRELATIONS = 40
-_RELAXED: Any = "vertical_relaxed"
 _PINNED = pl.lit("Pinned")
 _PLACE: Types = dict.fromkeys(("pid", "tid", "agent_id", "queue_id", "stream_id"), pl.Int64)
 _MAX_AGENTS = 4096
@@ -48,7 +47,7 @@ class Rpd:
         types = dict.fromkeys(
             ("id", "pid", "tid", "start", "end", "apiName_id", "args_id"), pl.Int64
         )
-        texts = self._names.rows()
+        texts = self._names.rows
         if self._db.has("rocpd_ustring", "id", "string"):
             texts = Keyed(self._db, "rocpd_ustring", "id", {"string": pl.String})
         rows = self._db.read(
@@ -94,12 +93,9 @@ class Rpd:
             ("id", "gpuId", "queueId", "start", "end", "description_id", "opType_id"), pl.Int64
         )
         ties = {"api_id": pl.Int64, "op_id": pl.Int64}
-        of_op = self._db.read(
-            "rocpd_api_ops", ties, each=lambda batch: narrowed(with_all(batch, ties).drop_nulls())
-        )
-        calls = Numbered(with_all(of_op, ties).cast({"op_id": pl.Int64}), "op_id")
-        del of_op
-        told = pl.concat([*self._in_threads, pl.DataFrame(schema={"id": pl.Int64})], how=_RELAXED)
+        calls = numbered(self._db, "rocpd_api_ops", ties, pl.DataFrame.drop_nulls, key="op_id")
+        none = pl.DataFrame(schema={"id": pl.Int64})
+        told = pl.concat([*self._in_threads, none], how="vertical_relaxed")
         in_threads = Numbered(told.with_columns(in_threads=True), "id")
         sizes = ("gridX", "gridY", "gridZ", "workgroupX", "workgroupY", "workgroupZ")
         launches = Keyed(

@@ -10,37 +10,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from advisor.advice.engine import analyze
-    from advisor.analysis import Analysis
-    from advisor.errors import AdvisorError
-    from advisor.fleet.job import study as analyze_job
-    from advisor.ingest import open_run as open  # noqa: A004
-    from advisor.model import Edit, Finding, Select, Worth
-    from advisor.recording.api import phase, profile, record, step
-    from advisor.rule import Rule
-    from advisor.trace import Run, Trace
-    from advisor.whatif.result import what_if as whatif
+    from advisor.advise.engine import analyze
+    from advisor.advise.ranks.job import study as analyze_job
+    from advisor.core.errors import AdvisorError
+    from advisor.core.finding import Edit, Finding, Select, Worth
+    from advisor.core.rule import Rule
+    from advisor.core.trace import Run, Trace
+    from advisor.measure import Analysis
+    from advisor.read import open_run as open  # noqa: A004
+    from advisor.recorder.api import phase, profile, record, step
+    from advisor.replay.result import what_if as whatif
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AdvisorError": ("advisor.errors", "AdvisorError"),
-    "Analysis": ("advisor.analysis", "Analysis"),
-    "Edit": ("advisor.model", "Edit"),
-    "Finding": ("advisor.model", "Finding"),
-    "Rule": ("advisor.rule", "Rule"),
-    "Run": ("advisor.trace", "Run"),
-    "Select": ("advisor.model", "Select"),
-    "Trace": ("advisor.trace", "Trace"),
-    "Worth": ("advisor.model", "Worth"),
-    "analyze": ("advisor.advice.engine", "analyze"),
-    "analyze_job": ("advisor.fleet.job", "study"),
-    "open": ("advisor.ingest", "open_run"),
-    "phase": ("advisor.recording.api", "phase"),
-    "profile": ("advisor.recording.api", "profile"),
-    "record": ("advisor.recording.api", "record"),
-    "step": ("advisor.recording.api", "step"),
-    "whatif": ("advisor.whatif", ""),  # the package itself: it can be called
+    "AdvisorError": ("advisor.core.errors", "AdvisorError"),
+    "Analysis": ("advisor.measure", "Analysis"),
+    "Edit": ("advisor.core.finding", "Edit"),
+    "Finding": ("advisor.core.finding", "Finding"),
+    "Rule": ("advisor.core.rule", "Rule"),
+    "Run": ("advisor.core.trace", "Run"),
+    "Select": ("advisor.core.finding", "Select"),
+    "Trace": ("advisor.core.trace", "Trace"),
+    "Worth": ("advisor.core.finding", "Worth"),
+    "analyze": ("advisor.advise.engine", "analyze"),
+    "analyze_job": ("advisor.advise.ranks.job", "study"),
+    "open": ("advisor.read", "open_run"),
+    "phase": ("advisor.recorder.api", "phase"),
+    "profile": ("advisor.recorder.api", "profile"),
+    "record": ("advisor.recorder.api", "record"),
+    "step": ("advisor.recorder.api", "step"),
+    "whatif": ("advisor.replay.result", "what_if"),
 }
 
 __all__ = [
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module 'advisor' has no attribute {name!r}") from None
     home = import_module(module)
-    value = getattr(home, attribute) if attribute else home
+    value = getattr(home, attribute)
     globals()[name] = value
     return value
 

@@ -357,7 +357,7 @@ def floor(path: str, tables: Tables) -> int:
 
 def read(path: str) -> int:
     """Our reader, to the joined tables of a Trace."""
-    from advisor.ingest import read_trace
+    from advisor.read import read_trace
 
     return read_trace(path).meta.events_read
 

@@ -64,7 +64,7 @@ def make(source: Path, target: Path) -> int:
 def measure(folder: str, workers: int) -> dict[str, float]:
     """Run one job in this process."""
     started = time.monotonic()
-    from advisor.fleet.job import Done, study
+    from advisor.advise.ranks.job import Done, study
 
     last = Done(total=0)
 

@@ -32,24 +32,24 @@ POLL_S = 0.02
 
 def floor(path: str) -> int:
     """isal gunzip and msgspec decode into the structs that the reader uses, in its pieces."""
-    from advisor.ingest.decode import event_list
-    from advisor.ingest.source import Source
-    from advisor.ingest.split import Splitter
+    from advisor.read.decode import event_list
+    from advisor.read.source import Source
+    from advisor.read.split import Splitter
 
     return sum(len(event_list.decode(piece)) for piece in Splitter(Source(path)).pieces())
 
 
 def read(path: str, processes: int) -> int:
     """Our reader."""
-    from advisor.ingest import ReadOptions, read_trace
+    from advisor.read import ReadOptions, read_trace
 
     return read_trace(path, ReadOptions(processes=processes)).meta.events_read
 
 
 def analyse(path: str, processes: int) -> int:
     """From the file to findings."""
-    from advisor.advice.engine import analyze
-    from advisor.ingest import ReadOptions, open_run
+    from advisor.advise.engine import analyze
+    from advisor.read import ReadOptions, open_run
 
     report = analyze(open_run(path, ReadOptions(processes=processes)))
     return len(report.findings)
@@ -218,7 +218,7 @@ def main() -> None:
         return
 
     subjects = {"floor": sys.executable, "read1": sys.executable, "read2": sys.executable}
-    if _available(sys.executable, "import advisor.advice.engine"):
+    if _available(sys.executable, "import advisor.advise.engine"):
         subjects |= {"full1": sys.executable, "full2": sys.executable}
     python = args.hta_python or sys.executable
     if _available(python, "import hta.trace_analysis"):

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_jobs                       # 200 jobs with a fault, 100 without
     python -m benchmarks.bench_jobs --write docs/fleet-accuracy.md
     python -m benchmarks.bench_jobs --ranks 512 --job out.json    # one job's report
-    python -m benchmarks.bench_jobs --calibrate                   # advisor/fleet/bands.json
+    python -m benchmarks.bench_jobs --calibrate                   # advisor/advise/ranks/bands.json
 
 The figures that are written are of seeds from 1,000,000 on, on which nothing was developed.
 """
@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import msgspec
 
-import advisor.fleet.bands
-from advisor.fleet.bands import OTHERS, Band, Bands, band_name, bands
-from advisor.fleet.diagnose import diagnose
-from advisor.simulation.jobs import FAULTS, HEALTHY, Truth
-from advisor.simulation.programs import LEAST_SHARE, play
-from advisor.simulation.score import KIND, Score, judge
-from advisor.simulation.summaries import summarise_all
+import advisor.replay.ranks.bands
+from advisor.advise.ranks.diagnose import diagnose
+from advisor.replay.ranks.bands import OTHERS, Band, Bands, band_name, bands
+from benchmarks.simulation.jobs import FAULTS, HEALTHY, Truth
+from benchmarks.simulation.programs import LEAST_SHARE, play
+from benchmarks.simulation.score import KIND, Score, judge
+from benchmarks.simulation.summaries import summarise_all
 
 CALIBRATED = 2_000
 """First seed of the jobs that bands are told by; below 10,000 too."""
@@ -37,7 +37,7 @@ EACH = 50
 """Jobs of each fault, likewise."""
 INSIDE = 0.85
 """Of true gains, that a band is to hold: more than is promised (0.8), since jobs differ."""
-BANDS = Path(advisor.fleet.bands.__file__).with_name("bands.json")
+BANDS = Path(advisor.replay.ranks.bands.__file__).with_name("bands.json")
 REPORTED = 1_000_000
 """First seed of what is reported; development was on seeds below 10,000."""
 ROOT = Path(__file__).parents[1]
@@ -157,10 +157,10 @@ def page(text: str, arguments: argparse.Namespace) -> str:
     return f"""# How right diagnoses of jobs are
 
 A job of many ranks is diagnosed from what each rank measured. Whether the diagnosis is right can
-only be said where the truth is known, so jobs are simulated: `advisor/simulation/` plays the hosts,
-the streams and the collectives of every rank, with kernel lengths, launch times and rates of
-collectives drawn from public traces (`advisor/simulation/measured.json` names them), kernels that
-vary by 1 to 3 %, devices that differ by some 0.4 %, clocks that are up to 5 ms and 50 ppm apart,
+only be said where the truth is known, so jobs are simulated: `benchmarks/simulation/` plays the
+hosts, the streams and the collectives of every rank, with kernel lengths, launch times and rates of
+collectives drawn from public traces (`benchmarks/simulation/measured.json` names them), kernels
+that vary by 1 to 3 %, devices that differ by some 0.4 %, clocks up to 5 ms and 50 ppm apart,
 and up to three ranks that are lost or cut off. Layouts: DDP, FSDP, FSDP within hosts, tensor and
 pipeline parallel, experts. The same job with the same noise is then played without the fault: the
 difference is the true gain. Every fault costs at least {LEAST_SHARE:.0%} of the step.
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=(*FAULTS, HEALTHY))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--calibrate", action="store_true", help="write advisor/fleet/bands.json")
+    parser.add_argument("--calibrate", action="store_true", help="write replay/ranks/bands.json")
     parser.add_argument("--job", type=Path, help="write the report of one job as JSON instead")
     parser.add_argument("--files", type=Path, help="write the Kineto files of one job instead")
     parser.add_argument("--verbose", action="store_true", help="a line a job that is not right")
@@ -246,7 +246,7 @@ def single(arguments: argparse.Namespace) -> None:
     played, truth = play(arguments.seed, arguments.ranks, arguments.kind)
     print(truth)
     if arguments.files:
-        from advisor.simulation.kineto import write
+        from benchmarks.simulation.kineto import write
 
         print(len(write(played, arguments.files)), "files")
     if arguments.job:

@@ -42,8 +42,8 @@ from torch import nn, profiler
 from torch.optim import optimizer
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
-from advisor.recording.options import RecordOptions
-from advisor.recording.session import Session
+from advisor.recorder.options import RecordOptions
+from advisor.recorder.session import Session
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
 WARM = 300

@@ -1,7 +1,7 @@
 """Predicted against measured on real pairs: the same program before and after one change.
 
     python benchmarks/bench_pairs.py [--traces DIR] [--only NAME] [--write docs/accuracy.md]
-        [--ledger advisor/whatif/trials.jsonl]
+        [--ledger advisor/replay/trials.jsonl]
 
 A prediction is made from the first file alone, by the edit that stands for the change, with bands
 that know nothing of this pair. Both files
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from shipped_ledger import replace
 
-from advisor import ledger
-from advisor.whatif.bands import without
+from advisor.replay import ledger
+from advisor.replay.bands import without
 
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
@@ -348,7 +348,7 @@ PAIRS = (
 def edit(given: Any) -> Any:
     """An ``Edit``, from a line of the language or from keywords."""
     from advisor import Edit, Select
-    from advisor.whatif.language import parse_edit
+    from advisor.replay.language import parse_edit
 
     if isinstance(given, str):
         return parse_edit(given)
@@ -359,9 +359,9 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     """What a replay of the edits together saves a step, ms, with a band that knows nothing of the
     pair and with that which is shown; and what their exposed time says."""
     import advisor
-    from advisor.advice.pricing import BoundPricer
-    from advisor.analysis import Analysis
-    from advisor.whatif.price import WhatIf
+    from advisor.advise.pricing import BoundPricer
+    from advisor.measure import Analysis
+    from advisor.replay.price import WhatIf
 
     run = advisor.open(path)
     a = Analysis(run.window(run.ranks[0]))

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_project.py [--write docs/project.md]
 
-The measurements are in ``advisor/project/crossings.json``, with their sources; the projection is
-made from the first GPU's time alone. Layers are shown one by one, shapes of one operator by their
-range.
+The measurements are in ``advisor/replay/project/crossings.json``, with their sources; the
+projection is made from the first GPU's time alone. Layers are shown one by one, shapes of one
+operator by their range.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from advisor.project.crossings import Crossing, measurements
+from advisor.replay.project.crossings import Crossing, measurements
 
 BEGIN, END = "<!-- crossings begin -->", "<!-- crossings end -->"
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from hard_time import HardTime, hard_time
 from naive_twin import naive_twin
 
-from advisor.analysis import Analysis
-from advisor.errors import AdvisorError
-from advisor.ingest import read_trace
-from advisor.whatif.price import WhatIf
+from advisor.core.errors import AdvisorError
+from advisor.measure import Analysis
+from advisor.read import read_trace
+from advisor.replay.price import WhatIf
 
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
 REPLAY, HARD = "replay", "hard parts"

@@ -36,15 +36,15 @@ def unpickle(path: str) -> int:
 
 def read(path: str) -> int:
     """Our reader, to tables."""
-    from advisor.ingest.snapshot import read_snapshot
-    from advisor.ingest.source import Source
+    from advisor.read.snapshot import read_snapshot
+    from advisor.read.source import Source
 
     return read_snapshot(Source(path).blocks(), path).events.height
 
 
 def analyse(path: str) -> int:
     """From the file to the report."""
-    from advisor.advice.engine import analyze
+    from advisor.advise.engine import analyze
 
     return len(analyze(path).memory)
 

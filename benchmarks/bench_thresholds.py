@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from advisor.advice.registry import load_rules
-from advisor.analysis import Analysis
-from advisor.errors import AdvisorError
-from advisor.ingest import read_trace
-from advisor.model import Finding, Rule
+from advisor.advise.registry import load_rules
+from advisor.core.errors import AdvisorError
+from advisor.core.finding import Finding, Rule
+from advisor.measure import Analysis
+from advisor.read import read_trace
 
 HEAD = """\
 # How much hangs on a threshold

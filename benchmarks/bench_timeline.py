@@ -24,7 +24,7 @@ MILLION_MB = 330
 
 SERVE = """
 import json, os, sys, threading, time
-from advisor.analysis import Analysis
+from advisor.measure import Analysis
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.serve import bind

@@ -2,7 +2,7 @@
 is its cure win, and by what was promised?
 
     python benchmarks/bench_try.py [--only NAME] [--budget 120] [--write docs/accuracy.md]
-        [--ledger advisor/whatif/trials.jsonl]
+        [--ledger advisor/replay/trials.jsonl]
 
 Runs the command line itself. Workloads of several processes are left out.
 """
@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 from shipped_ledger import replace
 
-from advisor import ledger
+from advisor.replay import ledger
 from advisor.sample_workloads import Workload, catalogue
-from advisor.trial.report import FILE, Trial, TrialReport
+from advisor.tune.report import FILE, Trial, TrialReport
 
 PROGRAM = """
 import sys

@@ -77,10 +77,10 @@ def best(work: Callable[[], object], runs: int = 3) -> float:
 
 def main() -> None:
     """Measure and print a table."""
-    from advisor.ingest.read import read_bytes
-    from advisor.ingest.wire import PADDING
-    from advisor.ingest.xla_host import STATS
-    from advisor.ingest.xspace import XSpace
+    from advisor.read.file import read_bytes
+    from advisor.read.wire import PADDING
+    from advisor.read.xla_host import STATS
+    from advisor.read.xspace import XSpace
 
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("file", type=Path)

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.whatif.graph import NEVER, Edge, Graph, Node
+from advisor.replay.graph import NEVER, Edge, Graph, Node
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.whatif.replay import Plan
+    from advisor.measure import Analysis
+    from advisor.replay.replay import Plan
 
 SHORT_NS = 20_000
 """Calls up to this long are not looked at: that is what a call costs."""

@@ -16,8 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from advisor.ingest.source import Source
-from advisor.ingest.split import scan
+from advisor.read.source import Source
+from advisor.read.split import scan
 from advisor.testing import TraceBuilder
 
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.measure_jobs ../shared/traces
 
-writes ``advisor/simulation/measured.json``. Times are ns; each list holds the quantiles QUANTILES
-of what was measured, pooled over the traces that ``sources`` names.
+writes ``benchmarks/simulation/measured.json``. Times are ns; each list holds the quantiles
+QUANTILES of what was measured, pooled over the traces that ``sources`` names.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis import Analysis
-from advisor.analysis.comms import describe
-from advisor.ingest import open_run
+from advisor.measure import Analysis
+from advisor.measure.comm.comms import describe
+from advisor.read import open_run
 
 TRACES = {
     "a100_train_6steps.json.gz": "HolisticTraceAnalysis (MIT), A100",

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from advisor.whatif.graph import Edge, Graph
-from advisor.whatif.replay import completions
-from advisor.whatif.trust import EXPLAINED_NS
+from advisor.replay.graph import Edge, Graph
+from advisor.replay.replay import completions
+from advisor.replay.trust import EXPLAINED_NS
 
 COMPUTED = ("cross-stream starts",)
 """Hard parts that the twin computes at all: the others are host times, which it copies."""

@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # it also runs where advisor is not installed
 
-from advisor.errors import AdvisorError  # noqa: E402
+from advisor.core.errors import AdvisorError  # noqa: E402
 from advisor.sample_workloads import Setup, Workload, catalogue, find  # noqa: E402
 
 VARIANTS = ("slow", "cured")
@@ -226,7 +226,7 @@ def analyse_all(options: argparse.Namespace) -> None:
 def all_on_trial() -> Iterator[None]:
     """Rules that were only tried on synthetic examples are ranked like the others: this is their
     trial, and the controls are one for all of them."""
-    from advisor.advice.registry import load_rules
+    from advisor.advise.registry import load_rules
 
     kinds = {type(rule) for rule in load_rules(config={}) if rule.validated == "synthetic"}
     try:
@@ -240,8 +240,8 @@ def all_on_trial() -> Iterator[None]:
 
 def advice(folder: Path) -> Results:
     """Rules in order of rank, risks, notes; gains of the ranked ones as shares of the step."""
-    from advisor.advice.engine import analyze
-    from advisor.ingest import open_run
+    from advisor.advise.engine import analyze
+    from advisor.read import open_run
 
     try:
         with all_on_trial():

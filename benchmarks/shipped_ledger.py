@@ -1,11 +1,11 @@
-"""The ledger that is shipped: what benchmarks write into ``advisor/whatif/trials.jsonl``."""
+"""The ledger that is shipped: what benchmarks write into ``advisor/replay/trials.jsonl``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from advisor import ledger
+from advisor.replay import ledger
 
 
 def replace(path: Path, source: str, entries: Iterable[ledger.Entry]) -> None:

@@ -7,8 +7,8 @@ from urllib.parse import urlencode
 
 import flask
 
-from advisor.analysis import Analysis
 from advisor.dashboard.session import Entry, Loaded, Session
+from advisor.measure import Analysis
 
 KEY = "ADVISOR_SESSION"
 

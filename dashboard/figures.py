@@ -13,9 +13,9 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
-from advisor import text as t
+from advisor.core import text as t
+from advisor.core.gpus import GpuSpec
 from advisor.dashboard import theme
-from advisor.hardware import GpuSpec
 
 INK, GRID = "#4a4a52", "#e6e5e1"
 FONT = 'Inter, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif'

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from advisor.errors import AdvisorError
-from advisor.files import BLOCK, open_regular, read_regular
-from advisor.rundir import (
+from advisor.core.errors import AdvisorError
+from advisor.core.files import BLOCK, open_regular, read_regular
+from advisor.core.run_directory import (
     DAMAGE,
     EVENTS,
     MAX_JSON_BYTES,

@@ -9,7 +9,7 @@ import dash
 import dash_ag_grid
 from dash import ClientsideFunction, Input, Output, State, dcc
 
-from advisor import text as t
+from advisor.core import text as t
 from advisor.dashboard.dom import el
 
 PARAMS = """{

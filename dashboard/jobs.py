@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from advisor.advice.engine import Options
-from advisor.fleet.job import Done, is_many, study
-from advisor.fleet.report import MAX_JSON, SCHEMA, JobReport
-from advisor.fleet.task import Wanted
-from advisor.remote.urls import is_url
-from advisor.saved import read_saved
+from advisor.advise.engine import Options
+from advisor.advise.ranks.job import Done, is_many, study
+from advisor.advise.ranks.task import Wanted
+from advisor.core.saved import read_saved
+from advisor.measure.ranks.job_report import MAX_JSON, SCHEMA, JobReport
+from advisor.read.remote.urls import is_url
 
 _KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
 

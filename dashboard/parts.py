@@ -7,7 +7,7 @@ from typing import Any
 
 from dash import dcc
 
-from advisor import text as t
+from advisor.core import text as t
 from advisor.dashboard.dom import el, icon, link
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor import text as t
-from advisor.analysis import Analysis
+from advisor.core import text as t
+from advisor.core.report import OperatorRate
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.grid import Column, add_labels, grid
 from advisor.dashboard.parts import card, empty
-from advisor.report.data import OperatorRate
-from advisor.report.rooflines import attained, rooflines
+from advisor.measure import Analysis
+from advisor.measure.device.rooflines import attained, rooflines
 
 GRID = "rate-grid"
 MOST_ROWS = 500

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from advisor.core.errors import AdvisorError
 from advisor.dashboard.access import Access
-from advisor.errors import AdvisorError
 
 THREADS = 8
 MOST_CONNECTIONS = 2000

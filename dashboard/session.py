@@ -9,19 +9,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from advisor.advice.engine import Examined, Options, examine
-from advisor.analysis import Analysis
+from advisor.advise.engine import Examined, Options, examine
+from advisor.core.errors import AdvisorError
+from advisor.core.run_directory import STEPS
+from advisor.core.trace import Run
 from advisor.dashboard import jobs
 from advisor.dashboard.follow import Follower
-from advisor.errors import AdvisorError
-from advisor.ingest import open_run
-from advisor.rundir import STEPS
-from advisor.trace import Run
+from advisor.measure import Analysis
+from advisor.read import open_run
 
 if TYPE_CHECKING:
     from advisor.compare import Comparison
-    from advisor.fleet.report import JobReport
-    from advisor.report.data import Report
+    from advisor.core.report import Report
+    from advisor.measure.ranks.job_report import JobReport
 
 State = Literal["loading", "ready", "failed"]
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any
 import dash
 import dash_mantine_components as dmc
 
-from advisor import text as t
+from advisor.core import text as t
 from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link

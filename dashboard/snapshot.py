@@ -8,16 +8,16 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.post_mortem import CATEGORIES, PostMortem
+from advisor.core import text as t
+from advisor.core.report import MemoryView
 from advisor.dashboard import figures
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, figure, table
 from advisor.dashboard.session import Loaded
-from advisor.report import memory
-from advisor.report.data import MemoryView
+from advisor.measure import Analysis
+from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
+from advisor.render import memory
 
 COLOURS = dict(
     zip(
@@ -45,7 +45,7 @@ def sections(view: View) -> list[Any]:
     a = view.analysis
     views = {each.device: each for each in view.loaded.report.memory}
     if a is not view.loaded.main:
-        from advisor.advice.memory import memory_views
+        from advisor.advise.memory import memory_views
 
         views = view.loaded.view(
             ("memory_views", view.rank), lambda: {e.device: e for e in memory_views(a)}

@@ -1,14 +1,14 @@
-"""The step's bar (``advisor.report.views``), drawn: each instant once, idle time by its cause."""
+"""The step's bar (``advisor.advise.views``), drawn: each instant once, idle time by its cause."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from advisor import text as t
+from advisor.core import text as t
+from advisor.core.views import Segment, StepBar
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import swatch
-from advisor.report.drawn import Segment, StepBar
 
 
 def bar(shown: StepBar) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor import text as t
-from advisor.analysis.record import Recorded
+from advisor.core import text as t
+from advisor.core.run_directory import THROTTLE, Gpu, Host, RankRecord
 from advisor.dashboard import figures, theme
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, figure, table
-from advisor.rundir import THROTTLE, Gpu, Host, RankRecord
+from advisor.measure.steps.record import Recorded
 
 GPU_LINES = (
     ("Use", "%", (("any kernel", "utilisation", 1), ("memory", "memory_utilisation", 1))),

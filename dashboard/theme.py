@@ -1,6 +1,6 @@
 """Colours: one for each class of time, the same on every page, in every figure and in the timeline.
 
-Those of classes of time are the reports' (``advisor.report.palette``). Each reads on a light and on
+Those of classes of time are the reports' (``advisor.core.palette``). Each reads on a light and on
 a dark ground. Text is never told by colour alone.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from advisor.report import palette
+from advisor.core import palette
 
 ACCENT: Final = "#5b5bd6"
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import flask
 
-from advisor import text as t
+from advisor.core import text as t
+from advisor.core.errors import AdvisorError
 from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon
 from advisor.dashboard.query import texts
 from advisor.dashboard.session import Session
-from advisor.errors import AdvisorError
 
 ADDRESS = "/_advisor/trace"
 MOST_KEPT = 2

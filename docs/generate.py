@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import advisor.compare.data
-import advisor.model
-import advisor.recording.options
-import advisor.report.data
-import advisor.report.drawn
-import advisor.report.resources
-from advisor.advice.registry import load_rules
-from advisor.model import Source
-from advisor.report import rule_page
-from advisor.report.markdown import block, code, escape
-from advisor.report.rule_page import RulePage
+import advisor.core.finding
+import advisor.core.report
+import advisor.core.resources
+import advisor.core.views
+import advisor.recorder.options
+from advisor.advise.registry import load_rules
+from advisor.core.finding import Source
+from advisor.render import rule_page
+from advisor.render.markdown import block, code, escape
+from advisor.render.rule_page import RulePage
 from advisor.rules.sources import PUBLIC
 from advisor.sample_workloads import Workload, catalogue
 
@@ -236,22 +236,22 @@ def _expected(workload: Workload) -> str:
 
 def schema_text() -> str:
     """Every structure of a report, field by field, from the annotations and their docstrings."""
-    schema = advisor.report.data.SCHEMA
+    schema = advisor.core.report.SCHEMA
     parts = [
         "# The report as JSON",
         f"`advisor analyze --format json` writes one object, a `Report`; its `schema` is "
         f"`{schema}`. The number grows when a field is removed or changes its meaning; new fields "
-        "may appear at any time. `Report.from_json` of `advisor.report` reads it back.",
+        "may appear at any time. `Report.from_json` of `advisor.core.report` reads it back.",
         "Durations are nanoseconds, sizes bytes, shares 0 to 1. `null` is *not measured*, never "
         "0. `Select`, `Edit` and `Location` leave out fields that have their default. Text from "
         "a trace is as it was recorded: escape it before you show it; characters that terminals "
         "obey are written as `\\u` escapes.",
     ]
     modules = (
-        advisor.report.data,
-        advisor.report.drawn,
-        advisor.report.resources,
-        advisor.model,
+        advisor.core.report,
+        advisor.core.views,
+        advisor.core.resources,
+        advisor.core.finding,
     )
     return "\n\n".join([*parts, *_tables("Report", *modules)]) + "\n"
 
@@ -274,8 +274,8 @@ def recording_text() -> str:
     """The page about recording, with the table of its options."""
     head, rest = (DOCS / "recording.md").read_text(encoding="utf-8").split(OPTIONS_BEGIN)
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    default = advisor.recording.options.RecordOptions()
-    body = _tree(advisor.recording.options).body
+    default = advisor.recorder.options.RecordOptions()
+    body = _tree(advisor.recorder.options).body
     (structure,) = [n for n in body if isinstance(n, ast.ClassDef) and n.name == "RecordOptions"]
     for name, _, doc in _fields(structure):
         lines.append(f"| `{name}` | `{getattr(default, name)!r}` | {_doc(doc)} |")
@@ -302,7 +302,11 @@ def _tables(start: str, *modules: object) -> list[str]:
 def _doc(text: str) -> str:
     """A docstring on one line, its reStructuredText roles as plain names."""
     text = " ".join(text.split()).replace("``", "`").replace("|", "\\|")
-    return text.replace(":class:`~advisor.model.", "`").replace(":class:", "").replace(":meth:", "")
+    return (
+        text.replace(":class:`~advisor.core.finding.", "`")
+        .replace(":class:", "")
+        .replace(":meth:", "")
+    )
 
 
 def _tree(module: object) -> ast.Module:

@@ -8,12 +8,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.model import Evidence, Location
-from advisor.trace import KINETO, PYTORCH
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Location
+from advisor.core.trace import KINETO, PYTORCH
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
+    from advisor.measure import Analysis
 
 Rows = NDArray[np.int64]
 

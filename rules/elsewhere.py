@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from advisor.model import ANY, Advice
-from advisor.trace import CUDA, JAX, TENSORFLOW
+from advisor.core.finding import ANY, Advice
+from advisor.core.trace import CUDA, JAX, TENSORFLOW
 
 
 def in_any_language(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from advisor.model import Evidence, Worth
-from advisor.rundir import LARGEST
+from advisor.core.finding import Evidence, Worth
+from advisor.core.run_directory import LARGEST
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.analysis.record import Recorded
-    from advisor.rundir import Event, Gpu
+    from advisor.core.run_directory import Event, Gpu
+    from advisor.measure import Analysis
+    from advisor.measure.steps.record import Recorded
 
 DEVICE_BOUND = 0.90
 """Busy share of the device from which nothing on the host holds the step up (gpu-idle: 80 %)."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from advisor.rule import Source
+from advisor.core.rule import Source
 
 # -- thresholds of other tools ------------------------------------------------------------------
 
@@ -92,14 +92,14 @@ ALIGNED_RATE = Source(
 )
 ARITHMETIC = Source("arithmetic, from the definition")
 ENGINE_FLOOR = Source(
-    "1 % of the step: two profiled runs differ by as much", "advisor/advice/engine.py"
+    "1 % of the step: two profiled runs differ by as much", "advisor/advise/engine.py"
 )
 HAND_OVER = Source(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
 )
 OURS = Source("our choice, tried on public traces", "docs/thresholds.md")
 CHOSEN = Source("our choice, held by examples and recordings alone", "docs/thresholds.md")
-PEAKS = Source("datasheets of the GPUs", "advisor/hardware/gpus.json")
+PEAKS = Source("datasheets of the GPUs", "advisor/core/gpus/gpus.json")
 RATES = Source(
     "measured on public traces of busy devices: the median product of each reaches 39 to 98 % of "
     "the rate, the median memory-bound operator 54 to 97 %",
@@ -114,7 +114,8 @@ SMALL_GRIDS_TRACES = Source(
     "tests/rules/test_real_traces_kernel.py",
 )
 STEP_SERIES = Source(
-    "as the step series sets steps aside: beyond 1.5 times the median", "advisor/analysis/steps.py"
+    "as the step series sets steps aside: beyond 1.5 times the median",
+    "advisor/measure/steps/steps.py",
 )
 
 

@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 Variant = Literal["slow", "cured"]
 ShownOn = Literal["cpu", "cuda"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 from advisor.sample_workloads import Setup, find, load
 
 SKIPPED = 2
@@ -211,7 +211,7 @@ def record_run(
 def _record_run(name: str, run: Setup, folder: str, options: dict[str, Any], around: int) -> None:
     """One process: as many steps before the trace as the recorder skips, the rest after it."""
     import advisor
-    from advisor.recording.folder import RUN_DIR
+    from advisor.recorder.folder import RUN_DIR
 
     skip, warmup = min(10, around // 2), 3
     before = os.environ.get(RUN_DIR)

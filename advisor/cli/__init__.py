@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from advisor import __version__
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -130,7 +130,7 @@ def _command(name: str) -> Any:
 
 def _said(error: AdvisorError, arguments: list[str]) -> str:
     """The message; with what there is to choose from printed before it."""
-    found = sys.modules.get("advisor.ingest.runs")
+    found = sys.modules.get("advisor.read.runs")
     if found is None or not isinstance(error, found.SeveralRuns):
         return str(error)
     from advisor.cli.runs import offer
@@ -148,7 +148,7 @@ def _usage(error: Exception) -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    from advisor.text import clean
+    from advisor.core.text import clean
 
     try:
         print(f"advisor: {clean(message)}", file=sys.stderr)

@@ -16,17 +16,17 @@ from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.errors import AdvisorError
-from advisor.report.formats import REPORTS
+from advisor.core.errors import AdvisorError
+from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
-    from advisor.advice.engine import Examined, Options
-    from advisor.analysis import Analysis
+    from advisor.advise.engine import Examined, Options
     from advisor.cli.progress import Progress
-    from advisor.redact import Names
-    from advisor.report import Report
-    from advisor.report.renderer import Renderer
-    from advisor.trace import Run
+    from advisor.core.report import Report
+    from advisor.core.trace import Run
+    from advisor.export.redact import Names
+    from advisor.measure import Analysis
+    from advisor.render.renderer import Renderer
 
 FailOn = Literal["critical", "warning"]
 _SIZES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -128,9 +128,9 @@ def command(
         ranks=ranks,
         single=[name for name, value in given.items() if value],
     ):
-        from advisor.fleet.formats import JOBS
-        from advisor.fleet.task import Wanted
-        from advisor.remote.urls import is_url
+        from advisor.advise.ranks.task import Wanted
+        from advisor.read.remote.urls import is_url
+        from advisor.render.formats import JOBS
 
         out.chosen(JOBS, form, output)  # before the work is done
         if output is not None:
@@ -160,10 +160,10 @@ def command(
     if csv is not None and csv.exists() and not csv.is_dir():
         raise AdvisorError(f"--csv {csv}: give a folder")
 
-    from advisor.advice.engine import Options
+    from advisor.advise.engine import Options
     from advisor.cli.progress import Progress
-    from advisor.ingest import ReadOptions
-    from advisor.ingest.source import DEFAULT_LIMIT
+    from advisor.read import ReadOptions
+    from advisor.read.source import DEFAULT_LIMIT
 
     names = Told(redact)
     with Progress(progress) as shown:
@@ -188,7 +188,7 @@ def command(
     if csv is not None:
         write_tables(csv, examined, redact=told)
     if operators:
-        from advisor.report.operators import Operators
+        from advisor.render.operators import Operators
 
         wanted = Operators()
     deliver(report, wanted, output, top=top, analysis=examined.main, redact=told)
@@ -203,7 +203,7 @@ def write_tables(folder: Path, examined: Examined, *, redact: set[str] | None) -
     report = examined.report
     found = tables(examined.main, report)
     if redact is not None:
-        from advisor.redact import Redactor, names_in
+        from advisor.export.redact import Redactor, names_in
 
         redactor = Redactor(redact | names_in(report.to_json()))
         found = {name: table.redacted(redactor.text) for name, table in found.items()}
@@ -223,7 +223,7 @@ class Told:
     def __init__(self, wanted: bool) -> None:
         self._names: Names | None = None
         if wanted:
-            from advisor.redact import Names
+            from advisor.export.redact import Names
 
             self._names = Names()
 
@@ -250,8 +250,8 @@ def study(paths: list[str], options: Options, shown: Progress) -> Report:
 
 def examine_paths(paths: list[str], options: Options, shown: Progress) -> Examined:
     """The same with the measurements behind the report."""
-    from advisor.advice.engine import examine
-    from advisor.ingest import open_run
+    from advisor.advise.engine import examine
+    from advisor.read import open_run
 
     _let_interrupts_through()
     run = open_run(paths, options.read, rank=options.rank, window=options.which)
@@ -279,11 +279,11 @@ def deliver(
     ``redact``: without what is private, of which these users and hosts are known; ``None``: as it
     is."""
     inputs = [item.path for item in report.inputs]
-    from advisor.report.renderer import Options
+    from advisor.render.renderer import Options
 
     clean: Callable[[str], str] = str
     if redact is not None:
-        from advisor.redact import Shared
+        from advisor.export.redact import Shared
 
         shared = Shared(report, redact)
         report, clean = shared.value, shared.redactor.text

@@ -15,12 +15,12 @@ from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.analyze import Told
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.advice.engine import Options
+    from advisor.advise.engine import Options
     from advisor.compare import Comparison
-    from advisor.report.renderer import Renderer
+    from advisor.render.renderer import Renderer
 
 
 def command(
@@ -31,7 +31,7 @@ def command(
         ),
     ],
     after: Annotated[str, typer.Argument(metavar="AFTER", help="The same after the change.")],
-    form: Annotated[str | None, o.form("advisor.compare.renderers")] = None,
+    form: Annotated[str | None, o.form("advisor.render.compare")] = None,
     output: o.Output = None,
     fail_if_slower: Annotated[
         str | None,
@@ -52,9 +52,8 @@ def command(
     """What became faster or slower from one run to another, and what became of the findings."""
     bound = parse_share(fail_if_slower)
     paid, chosen = pricing.chosen(price, prices), parse_steps(steps)
-    from advisor.advice.engine import Options
-    from advisor.compare.formats import COMPARISONS
-    from advisor.report.formats import REPORTS
+    from advisor.advise.engine import Options
+    from advisor.render.formats import COMPARISONS, REPORTS
 
     if form is None and output is not None:  # a page of HTML is refused, not written as text
         form = COMPARISONS.of_file(output) or REPORTS.of_file(output)
@@ -90,11 +89,11 @@ def _compare(
     before: str, after: str, options: Options, ranges: str | None, progress: bool, told: Told
 ) -> tuple[Comparison, set[str] | None]:
     """The comparison, and the users and hosts to leave out of it."""
-    from advisor.advice.engine import examine
+    from advisor.advise.engine import examine
     from advisor.cli.progress import Progress
     from advisor.cli.report import read_saved
     from advisor.compare import compare_examined
-    from advisor.ingest import ReadOptions, open_run
+    from advisor.read import ReadOptions, open_run
 
     saved = [read_saved(path) for path in (before, after)]
     if any(saved) and (options.rank is not None or options.window is not None):
@@ -132,11 +131,11 @@ def _deliver(
     *,
     redact: set[str] | None,
 ) -> None:
-    from advisor.report.renderer import Options
+    from advisor.render.renderer import Options
 
     inputs = [comparison.before.path, comparison.after.path]
     if redact is not None:
-        from advisor.redact import redact as redacted
+        from advisor.export.redact import redact as redacted
 
         comparison = redacted(comparison, redact)
     if output is not None:

@@ -17,8 +17,8 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import pricing
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.errors import AdvisorError
-from advisor.install import install
+from advisor.core.errors import AdvisorError
+from advisor.core.install import install
 
 if TYPE_CHECKING:
     from advisor.dashboard.serve import Server
@@ -84,7 +84,7 @@ def command(
     With several paths the first is compared with each of the others.
     """
     from advisor.cli.analyze import parse_size
-    from advisor.remote import urls
+    from advisor.read.remote import urls
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = pricing.chosen(price, prices)
@@ -102,8 +102,8 @@ def command(
         from advisor.dashboard.app import create_app
     except ModuleNotFoundError as error:
         raise AdvisorError(f"the dashboard needs {error.name}: {install('dashboard')}") from None
-    from advisor.advice.engine import Options
-    from advisor.ingest.directory import refuse_several
+    from advisor.advise.engine import Options
+    from advisor.read.directory import refuse_several
 
     for path in paths:
         refuse_several(path)
@@ -111,8 +111,8 @@ def command(
     from advisor.dashboard.opening import open_browser
     from advisor.dashboard.serve import bind
     from advisor.dashboard.session import Session
-    from advisor.ingest import ReadOptions
-    from advisor.ingest.source import DEFAULT_LIMIT
+    from advisor.read import ReadOptions
+    from advisor.read.source import DEFAULT_LIMIT
 
     options = Options(
         rank=rank,

@@ -14,9 +14,9 @@ import typer
 
 from advisor.cli import output as out
 from advisor.cli.analyze import deliver, study
-from advisor.errors import AdvisorError
-from advisor.install import install
-from advisor.report.formats import REPORTS
+from advisor.core.errors import AdvisorError
+from advisor.core.install import install
+from advisor.render.formats import REPORTS
 
 
 def command(
@@ -71,7 +71,7 @@ def _usable(device: str | None) -> str:
 
 
 def _analyse(trace: Path, form: str) -> None:
-    from advisor.advice.engine import Options
+    from advisor.advise.engine import Options
     from advisor.cli.progress import Progress
 
     with Progress() as shown:

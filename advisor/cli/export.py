@@ -13,8 +13,8 @@ from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import Told, examine_paths, parse_size
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.errors import AdvisorError
-from advisor.remote import urls
+from advisor.core.errors import AdvisorError
+from advisor.read.remote import urls
 
 
 def command(
@@ -51,12 +51,12 @@ def command(
         raise AdvisorError(f"{urls.shown(path)}: is read twice for this; download it first")
     out.check(perfetto, [path])
 
-    from advisor.advice.engine import Options
+    from advisor.advise.engine import Options
     from advisor.cli.progress import Progress
     from advisor.export import tracks as our_tracks
     from advisor.export import write_trace
-    from advisor.ingest import ReadOptions
-    from advisor.ingest.source import DEFAULT_LIMIT
+    from advisor.read import ReadOptions
+    from advisor.read.source import DEFAULT_LIMIT
 
     told = Told(redact)
     with Progress(progress) as shown:
@@ -76,7 +76,7 @@ def command(
         names = told.of(examined.run)
         clean: Callable[[str], str] = str
         if names is not None:
-            from advisor.redact import Redactor
+            from advisor.export.redact import Redactor
 
             # before texts are shortened: half a name would not be known any more
             clean = Redactor(names).text

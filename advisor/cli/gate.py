@@ -15,11 +15,11 @@ from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.compare import parse_share
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.advice.engine import Options
-    from advisor.gate import Baseline, Decision
+    from advisor.advise.engine import Options
+    from advisor.compare.gate import Baseline, Decision
 
 
 def command(
@@ -47,7 +47,7 @@ def command(
         bool,
         typer.Option("--strict", help="Fail too when the steps are not shown to be within bounds."),
     ] = False,
-    form: Annotated[str | None, o.form("advisor.gate.renderers")] = None,
+    form: Annotated[str | None, o.form("advisor.render.gate")] = None,
     output: o.Output = None,
     rank: o.Rank = None,
     window: o.Window = None,
@@ -62,8 +62,8 @@ def command(
 
     In GitHub Actions it writes annotations, and appends to the summary of the job.
     """
-    from advisor.advice.engine import Options
-    from advisor.ingest import ReadOptions
+    from advisor.advise.engine import Options
+    from advisor.read import ReadOptions
 
     paid = pricing.chosen(price, prices)
     options = Options(
@@ -84,9 +84,9 @@ def command(
         return
     if len(paths) != 2:
         raise AdvisorError("give a baseline and a run: advisor gate baseline.json RUN")
-    from advisor.gate import Bounds, decide
-    from advisor.gate.formats import DECISIONS
-    from advisor.report.renderer import Options as Written
+    from advisor.compare.gate import Bounds, decide
+    from advisor.render.formats import DECISIONS
+    from advisor.render.renderer import Options as Written
 
     wanted = out.chosen(DECISIONS, form, output)
     if output is not None:
@@ -112,9 +112,9 @@ def command(
 
 def _read(path: str) -> Baseline | None:
     """A baseline that ``--save`` wrote; ``None``: it is something else."""
-    from advisor.gate import Baseline
-    from advisor.gate.baseline import MAX_BYTES, SCHEMA
-    from advisor.saved import read_saved
+    from advisor.compare.gate import Baseline
+    from advisor.compare.gate.baseline import MAX_BYTES, SCHEMA
+    from advisor.core.saved import read_saved
 
     return read_saved(path, Baseline, SCHEMA, MAX_BYTES)
 
@@ -122,7 +122,7 @@ def _read(path: str) -> Baseline | None:
 def _measure(path: str, options: Options, progress: bool) -> Baseline:
     from advisor.cli.analyze import examine_paths
     from advisor.cli.progress import Progress
-    from advisor.gate import baseline_of
+    from advisor.compare.gate import baseline_of
 
     with Progress(progress) as shown:
         read = dataclasses.replace(options.read, progress=shown.reading)
@@ -132,7 +132,7 @@ def _measure(path: str, options: Options, progress: bool) -> Baseline:
 def _tell_workflow(decision: Decision, *, shown: bool) -> None:
     """Annotations and the job's summary, where GitHub Actions runs this. A summary that cannot be
     written does not change what was decided."""
-    from advisor.gate.formats import DECISIONS
+    from advisor.render.formats import DECISIONS
 
     if os.environ.get("GITHUB_ACTIONS") == "true" and not shown:
         # stdout may hold JSON for another program; Actions reads commands from stderr as well

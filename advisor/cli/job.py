@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from advisor.cli import output as out
-from advisor.errors import AdvisorError
-from advisor.remote.urls import is_url
+from advisor.core.errors import AdvisorError
+from advisor.read.remote.urls import is_url
 
 if TYPE_CHECKING:
+    from advisor.advise.ranks.job import Done
+    from advisor.advise.ranks.task import Wanted
     from advisor.cli.progress import Progress
-    from advisor.fleet.job import Done
-    from advisor.fleet.report import JobReport
-    from advisor.fleet.task import Wanted
+    from advisor.measure.ranks.job_report import JobReport
 
 BAR = 24
 """Columns of the bar of progress."""
@@ -48,7 +48,7 @@ def is_job(
         raise AdvisorError(f"{asked[0]}: give files and folders, not standard input")
     if asked or single or not any(is_url(path) or _is_folder(path) for path in paths):
         return bool(asked)
-    from advisor.fleet.job import is_many
+    from advisor.advise.ranks.job import is_many
 
     return is_many(paths)
 
@@ -63,8 +63,8 @@ def report_job(
     progress: bool,
 ) -> JobReport:
     """Measure and diagnose, saying how far it is."""
+    from advisor.advise.ranks.job import study
     from advisor.cli.progress import Progress
-    from advisor.fleet.job import study
 
     with Progress(progress) as shown:
         shown.say("looking for traces")
@@ -102,12 +102,12 @@ def deliver_job(
     redact: bool,
 ) -> None:
     """Show it, or write it to a file."""
-    from advisor.fleet.formats import JOBS
-    from advisor.report.renderer import Options
+    from advisor.render.formats import JOBS
+    from advisor.render.renderer import Options
 
     renderer = out.chosen(JOBS, form, output)
     if redact:
-        from advisor.redact import redact as redacted
+        from advisor.export.redact import redact as redacted
 
         report = redacted(report, {row.host for row in report.rows if row.host})
     if output is not None:

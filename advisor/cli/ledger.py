@@ -11,7 +11,7 @@ import typer
 from advisor.cli import output as out
 
 if TYPE_CHECKING:
-    from advisor.ledger import Entry
+    from advisor.replay.ledger import Entry
 
 
 def command(
@@ -25,8 +25,8 @@ def command(
     form: Annotated[Literal["terminal", "json"], typer.Option("--format")] = "terminal",
 ) -> None:
     """How past predictions compare with what was measured."""
-    from advisor import ledger
-    from advisor.whatif.learnt import shipped
+    from advisor.replay import ledger
+    from advisor.replay.learnt import shipped
 
     files = [path / ledger.FILE if path.is_dir() else path for path in paths or []]
     entries: list[Entry] = [] if files else list(shipped())
@@ -44,8 +44,8 @@ def command(
 
 
 def _render(known: list[Entry], passed_over: int, width: int) -> str:
-    from advisor import ledger
-    from advisor.report.page import Page
+    from advisor.render.page import Page
+    from advisor.replay import ledger
 
     page = Page(width, colour=False)
     if not known:

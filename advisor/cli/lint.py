@@ -42,8 +42,8 @@ def command(
 
 
 def _text(hints: list[Hint], problems: list[str]) -> str:
-    from advisor import text as t
-    from advisor.report.page import Page
+    from advisor.core import text as t
+    from advisor.render.page import Page
 
     page = Page(out.columns(sys.stdout), colour=out.colourful(sys.stdout))
     for hint in hints:

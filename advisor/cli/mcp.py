@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from advisor.errors import AdvisorError
-from advisor.install import install
+from advisor.core.errors import AdvisorError
+from advisor.core.install import install
 
 
 def command(

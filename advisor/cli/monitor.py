@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advisor.cli import output as out
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.recording.telemetry import SampleSource
-    from advisor.rundir import Sample
+    from advisor.core.run_directory import Sample
+    from advisor.recorder.telemetry import SampleSource
 
 FIRST_NS = 300_000_000
 """Shares of CPU and the GPU's own counters are differences: the first sample has none, so a second
@@ -37,7 +37,7 @@ def command(
     ] = 1.0,
 ) -> None:
     """Show GPUs (NVML) and host, live on a terminal, once elsewhere; Ctrl-C ends it."""
-    from advisor.recording.telemetry import SampleSource
+    from advisor.recorder.telemetry import SampleSource
 
     if prometheus is not None:
         out.check(prometheus, [])
@@ -114,7 +114,7 @@ def _names(source: SampleSource) -> dict[str | None, str | None]:
 
 
 def _text(source: SampleSource, sample: Sample) -> str:
-    from advisor.report.monitor import render
+    from advisor.render.monitor import render
 
     return render(
         sample,
@@ -141,7 +141,7 @@ def _json(source: SampleSource, sample: Sample) -> str:
 
 
 def _write(file: Path, source: SampleSource, sample: Sample) -> None:
-    from advisor.report.monitor import prometheus
+    from advisor.render.monitor import prometheus
 
     try:
         out.write(prometheus(sample, _names(source)), file)

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from advisor.errors import AdvisorError
-from advisor.report.formats import names_in
+from advisor.core.errors import AdvisorError
+from advisor.render.formats import names_in
 
 if TYPE_CHECKING:
-    from advisor.report.formats import Formats
-    from advisor.report.renderer import Renderer
+    from advisor.render.formats import Formats
+    from advisor.render.renderer import Renderer
 
 PIPED_WIDTH, WIDEST = 80, 120
 """Columns of a report that goes to no terminal; and at most, since longer lines read badly."""

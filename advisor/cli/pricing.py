@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.prices import Prices
+    from advisor.core.prices import Prices
 
 Price = Annotated[
     str | None,
@@ -42,7 +42,7 @@ def chosen(price: str | None, table: Path | None) -> Prices | None:
     """What was given; ``None``: nothing, and pyproject.toml may say. Raises AdvisorError."""
     if price is None and table is None:
         return None
-    from advisor.prices import parse_price, read_prices
+    from advisor.core.prices import parse_price, read_prices
 
     if price is not None and table is not None:
         raise AdvisorError("--price and --prices: give one of them")

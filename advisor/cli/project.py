@@ -13,13 +13,13 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.hardware import GpuSpec
-    from advisor.prices import Prices
-    from advisor.project.choice import Choice
-    from advisor.project.project import Projection, Projector
+    from advisor.core.gpus import GpuSpec
+    from advisor.core.prices import Prices
+    from advisor.replay.project.choice import Choice
+    from advisor.replay.project.project import Projection, Projector
 
 WIDTH = 80
 WORDS = {
@@ -68,13 +68,13 @@ def command(
     """
     if not gpu and not every:
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all")
-    from advisor.analysis import Analysis
-    from advisor.analysis.steps import refuse_none
-    from advisor.ingest import ReadOptions, open_run
-    from advisor.prices import read_prices
-    from advisor.project.choice import choose
-    from advisor.project.project import Projector
-    from advisor.project.rates import find
+    from advisor.core.prices import read_prices
+    from advisor.measure import Analysis
+    from advisor.measure.steps.steps import refuse_none
+    from advisor.read import ReadOptions, open_run
+    from advisor.replay.project.choice import choose
+    from advisor.replay.project.project import Projector
+    from advisor.replay.project.rates import find
 
     table = read_prices(prices)
     targets, told = _targets(gpu, table, every=every)
@@ -104,9 +104,9 @@ def _targets(
     names: list[str], prices: Prices, *, every: bool
 ) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
     """The GPUs with their prices, and what a short name was taken for."""
-    from advisor.hardware import known
-    from advisor.project.choice import priced
-    from advisor.project.rates import find
+    from advisor.core.gpus import known
+    from advisor.replay.project.choice import priced
+    from advisor.replay.project.rates import find
 
     money = priced(prices)
     chosen = {found.gpu.name: found.gpu for found in map(find, names)}
@@ -124,7 +124,7 @@ def _targets(
 
 def _plain(projector: Projector, found: tuple[Choice, ...], told: list[str]) -> dict[str, Any]:
     """As plain data; null: the step cannot run there, or no price."""
-    from advisor.project.crossings import measurements
+    from advisor.replay.project.crossings import measurements
 
     return {
         "schema": 1,
@@ -175,7 +175,7 @@ def _show(
     projector: Projector, found: tuple[Choice, ...], told: list[str], currency: str, file: TextIO
 ) -> None:
     """What a person reads, within 80 columns."""
-    from advisor.text import clean
+    from advisor.core.text import clean
 
     def paragraph(text: str, first: str = "", then: str = "") -> None:
         wrapped = textwrap.fill(
@@ -191,7 +191,7 @@ def _show(
     unit = "ms" if a.per == "recording" else "ms a step"
     _table(found, unit, currency, file)
     if len(found) == 1:
-        from advisor.advice.words import how_to_record
+        from advisor.advise.words import how_to_record
 
         _detail(found[0].projection, unit, how_to_record("profile_memory=True", a.trace.meta), file)
     notes = dict.fromkeys(note for c in found for note in c.projection.notes)
@@ -206,7 +206,7 @@ def _show(
         if projector.same_host
         else "hosts of other machines lie in it too (--same-host: this one)"
     )
-    from advisor.project.choice import RESTS_ON
+    from advisor.replay.project.choice import RESTS_ON
 
     paragraph(f"{RESTS_ON}; {host}. See docs/project.md.")
 
@@ -238,7 +238,7 @@ def _times(ratio: float) -> str:
 
 def _cheapest(found: tuple[Choice, ...], file: TextIO) -> None:
     """The cheapest, and which could be it as well by the bands."""
-    from advisor.project.choice import cheapest
+    from advisor.replay.project.choice import cheapest
 
     print("\n" + textwrap.fill(cheapest(found), WIDTH), file=file)
     if not any(c.possible and c.cost is not None for c in found):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """For typer: what follows the program is the program's, and ``-m`` begins one."""
@@ -61,8 +61,8 @@ def command(
     The exit code is the program's. `ADVISOR_*` variables and `[tool.advisor.record]` in
     pyproject.toml set what has no option here.
     """
-    from advisor.recording import launch
-    from advisor.recording.options import switched_off
+    from advisor.recorder import launch
+    from advisor.recorder.options import switched_off
 
     chosen = {
         "out": out,
@@ -87,8 +87,8 @@ def window(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory being recorded.")],
 ) -> None:
     """Ask a run that is going on to profile its next steps."""
-    from advisor.recording.writer import REQUEST
-    from advisor.rundir import is_run
+    from advisor.core.run_directory import is_run
+    from advisor.recorder.writer import REQUEST
 
     if not is_run(run):
         raise AdvisorError(f"{run}: not a run directory (it has no manifest.json)")

@@ -12,11 +12,11 @@ from advisor.cli import output as out
 from advisor.cli import pricing
 from advisor.cli.analyze import Told, deliver, examine_paths, parse_size
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.errors import AdvisorError
-from advisor.report.formats import REPORTS
+from advisor.core.errors import AdvisorError
+from advisor.render.formats import REPORTS
 
 if TYPE_CHECKING:
-    from advisor.report import Report
+    from advisor.core.report import Report
 
 MAX_REPORT = 16 << 20
 """Bytes of a saved report that is read back. They have some 100 KB; decoded, one that is written to
@@ -56,10 +56,10 @@ def command(
     if html is not None and output is not None and html.absolute() == output.absolute():
         raise AdvisorError(f"--html and --output are the same file: {html}")
 
-    from advisor.advice.engine import Options
+    from advisor.advise.engine import Options
     from advisor.cli.progress import Progress
-    from advisor.ingest import ReadOptions
-    from advisor.ingest.source import DEFAULT_LIMIT
+    from advisor.read import ReadOptions
+    from advisor.read.source import DEFAULT_LIMIT
 
     analysis = None
     told = Told(redact)
@@ -90,7 +90,7 @@ def command(
 
 def read_saved(path: str) -> Report | None:
     """A report that ``analyze --format json`` wrote; ``None``: it is something else."""
-    from advisor import saved
-    from advisor.report.data import SCHEMA, Report
+    from advisor.core import saved
+    from advisor.core.report import SCHEMA, Report
 
     return saved.read_saved(path, Report, SCHEMA, MAX_REPORT)

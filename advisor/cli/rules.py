@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advisor.cli import output as out
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.model import Rule
+    from advisor.core.finding import Rule
 
 app = typer.Typer(help="Which rules there are, and what each looks for.", rich_markup_mode=None)
 
@@ -30,8 +30,8 @@ def _rules(ctx: typer.Context) -> None:
 @app.command("list")
 def list_rules(folder: Folder = None) -> None:
     """All rules by category, with how far each was validated."""
-    from advisor.advice.registry import read_config
-    from advisor.report import rule_page
+    from advisor.advise.registry import read_config
+    from advisor.render import rule_page
 
     rules = _load(folder)
     off = {name for name, options in read_config().items() if options.get("enabled") is False}
@@ -45,7 +45,7 @@ def show(
     folder: Folder = None,
 ) -> None:
     """What a rule looks for, why that costs time, its thresholds and how to change them."""
-    from advisor.report import rule_page
+    from advisor.render import rule_page
 
     rules = {rule.id: rule for rule in _load(folder)}
     if rule_id not in rules:
@@ -56,7 +56,7 @@ def show(
 
 def _load(folder: Path | None) -> list[Rule]:
     """Every rule with its built-in thresholds, those that are switched off included."""
-    from advisor.advice.registry import load_rules
+    from advisor.advise.registry import load_rules
 
     return load_rules(folder, config={})
 

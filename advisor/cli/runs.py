@@ -7,7 +7,7 @@ import sys
 from datetime import datetime
 from pathlib import PurePath
 
-from advisor.ingest.runs import RunLine, SeveralRuns, describe
+from advisor.read.runs import RunLine, SeveralRuns, describe
 
 MOST_RUNS = 20
 PROGRAM = 34
@@ -16,7 +16,7 @@ PROGRAM = 34
 
 def offer(error: SeveralRuns, arguments: list[str]) -> str:
     """List the runs on stderr, newest first, and return what to type to have one of them."""
-    from advisor.text import clean
+    from advisor.core.text import clean
 
     lines = [describe(path) for path in error.found[:MOST_RUNS]]
     lines.sort(key=lambda line: line.started_unix_ns, reverse=True)
@@ -39,7 +39,7 @@ def _typed(words: list[str]) -> str:
 
 def _about(line: RunLine) -> str:
     """``2026-11-21 16:00  1,024 steps  2 ranks  train.py --epochs 1``."""
-    from advisor import text as t
+    from advisor.core import text as t
 
     parts = []
     if 0 < line.started_unix_ns < 4 << 60:

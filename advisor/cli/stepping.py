@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 Steps = Annotated[
     str | None,

@@ -13,7 +13,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """As those of ``advisor record``: what follows the program is the program's."""
@@ -60,12 +60,12 @@ def command(
     What it writes goes to a scratch folder. Losses are compared. Ctrl-C leaves what is known.
     """
     from advisor.cli.progress import Progress
-    from advisor.recording import launch
-    from advisor.rundir import is_run
-    from advisor.trial import terminal
-    from advisor.trial.catalogue import lever
-    from advisor.trial.heat import Limits
-    from advisor.trial.whole import Wanted, command_of, try_program
+    from advisor.core.run_directory import is_run
+    from advisor.recorder import launch
+    from advisor.render import trial as terminal
+    from advisor.tune.catalogue import lever
+    from advisor.tune.heat import Limits
+    from advisor.tune.whole import Wanted, command_of, try_program
 
     seconds = parse_time(budget)
     for name in only or []:

@@ -11,11 +11,11 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 if TYPE_CHECKING:
-    from advisor.trace import Run
-    from advisor.whatif.result import WhatIfResult
+    from advisor.core.trace import Run
+    from advisor.replay.result import WhatIfResult
 
 MOST_NAMES, LONGEST_NAME = 8, 60
 """Names that are told in place of one that is not there, and characters of each."""
@@ -47,11 +47,11 @@ def command(
 
     The edit language is described in docs/whatif.md.
     """
-    from advisor.whatif.language import parse_edit
-    from advisor.whatif.result import what_if
+    from advisor.replay.language import parse_edit
+    from advisor.replay.result import what_if
 
     edits = [parse_edit(line) for line in edit]
-    from advisor.ingest import ReadOptions, open_run
+    from advisor.read import ReadOptions, open_run
 
     chosen, read = parse_steps(steps), ReadOptions(step_ranges=step_ranges(steps))
     run = open_run(path, read, rank=rank, window="first")
@@ -72,9 +72,9 @@ def _nothing(
     steps: tuple[int | None, int | None] | None,
 ) -> str:
     """Why an edit selects nothing, and what could stand in its place."""
-    from advisor.analysis import Analysis
-    from advisor.text import clean, kernel
-    from advisor.whatif.present import present
+    from advisor.core.text import clean, kernel
+    from advisor.measure import Analysis
+    from advisor.replay.present import present
 
     made = result.edits[index].edit
     first = result.ranks[0] if result.ranks else run.ranks[0]
@@ -103,7 +103,7 @@ def _plain(result: WhatIfResult, lines: list[str]) -> dict[str, Any]:
 
 def _show(result: dict[str, Any], file: Any) -> None:
     """The table a person reads, within 80 columns."""
-    from advisor.text import clean, path_label
+    from advisor.core.text import clean, path_label
 
     def ms(ns: float) -> str:
         return f"{ns / 1e6:,.3f}" if abs(ns) < 1e7 else f"{ns / 1e6:,.1f}"

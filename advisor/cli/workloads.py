@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from advisor.cli import output as out
-from advisor.errors import AdvisorError
-from advisor.install import install
+from advisor.core.errors import AdvisorError
+from advisor.core.install import install
 
 if TYPE_CHECKING:
     from advisor.sample_workloads import Workload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from advisor.compare.data import Amount
-from advisor.report import Report
+from advisor.core.report import Report
 
 
 def amounts(before: Report, after: Report) -> list[Amount]:

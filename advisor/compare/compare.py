@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import advisor
-from advisor import text as t
-from advisor.advice.engine import Examined, Options, examine
-from advisor.advice.pricing import REPLAY
+from advisor.advise.engine import Examined, Options, examine
+from advisor.advise.pricing import REPLAY
 from advisor.compare.amounts import amounts
 from advisor.compare.data import Comparison, Realised, Side
 from advisor.compare.findings import compare_findings
@@ -18,12 +17,13 @@ from advisor.compare.remaining import Remaining, find_remaining
 from advisor.compare.steps import PERIODS, compare_steps
 from advisor.compare.verdict import repeated, verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
-from advisor.model import Finding
-from advisor.trace import Run
+from advisor.core import text as t
+from advisor.core.finding import Finding
+from advisor.core.trace import Run
 
 if TYPE_CHECKING:
-    from advisor.report import Report
-    from advisor.rundir import RankRecord
+    from advisor.core.report import Report
+    from advisor.core.run_directory import RankRecord
 
 MIN_MATCHED = 0.2
 """Share of the device time in work that both have, below which the programs are said to differ."""
@@ -40,7 +40,7 @@ def compare(
 ) -> Comparison:
     """Read and analyse two runs and say what differs; of one that is given as a Report, as far as
     that tells. Raises AdvisorError as ``analyze`` does."""
-    from advisor.report import Report
+    from advisor.core.report import Report
 
     if isinstance(before, Report) or isinstance(after, Report):
         from advisor.compare.saved import compare_reports

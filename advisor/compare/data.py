@@ -7,7 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.saved import decoded
+from advisor.core.report import bounded, render
+from advisor.core.saved import decoded
 
 SCHEMA = "advisor.comparison/1"
 
@@ -261,22 +262,17 @@ class Comparison(Struct, kw_only=True):
 
     def __repr__(self) -> str:
         """One line: the verdict."""
-        from advisor.text import clean, shorten
+        from advisor.core.text import clean, shorten
 
         return f"<Comparison: {shorten(clean(self.verdict), 180)}>"
 
     def __str__(self) -> str:
         """What ``advisor compare`` prints, for a terminal of 80 columns."""
-        from advisor.compare.formats import COMPARISONS
-        from advisor.report.data import bounded
-
-        return bounded(COMPARISONS.renderer("terminal").render(self), "to_dict() has all")
+        return bounded(render(self, "COMPARISONS", "terminal"), "to_dict() has all")
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from advisor.compare.formats import COMPARISONS
-
-        return COMPARISONS.renderer("notebook").render(self)
+        return render(self, "COMPARISONS", "notebook")
 
     def of(self, change: Change) -> list[FindingChange]:
         """The findings that fared like this, those worth most first."""

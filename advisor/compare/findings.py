@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from advisor import text as t
 from advisor.compare.data import Change, FindingChange
+from advisor.core import text as t
 
 if TYPE_CHECKING:
     from advisor.compare.remaining import Remaining
-    from advisor.model import Finding, Location
-    from advisor.report import Report
+    from advisor.core.finding import Finding, Location
+    from advisor.core.report import Report
 
 Pair = tuple["Finding | None", "Finding | None"]
 Search = Callable[["Finding", bool], "Remaining | None"]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from advisor.advice.worth import MIN_GAIN_SHARE
-from advisor.select import selected_gaps, selected_gpu, selected_host
+from advisor.advise.worth import MIN_GAIN_SHARE
+from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
-    from advisor.advice.engine import Examined
-    from advisor.analysis import Analysis
-    from advisor.model import Edit, Finding
+    from advisor.advise.engine import Examined
+    from advisor.core.finding import Edit, Finding
+    from advisor.measure import Analysis
 
 KEPT = 0.6
 """Share of a finding's gain, or of the time in the events it would change, from which on it is

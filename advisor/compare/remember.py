@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from advisor import ledger
 from advisor.compare.data import Comparison
-from advisor.rundir import is_run
+from advisor.core.run_directory import is_run
+from advisor.replay import ledger
 
 
 def remember(comparison: Comparison, *, unix: int) -> bool:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 
 import advisor
-from advisor import text as t
 from advisor.compare.amounts import amounts
 from advisor.compare.data import (
     Comparison,
@@ -27,7 +26,8 @@ from advisor.compare.findings import compare_findings
 from advisor.compare.statistics import LEVEL, MIN_STEPS, t_quantile
 from advisor.compare.steps import PERIODS
 from advisor.compare.verdict import repeated, verdict
-from advisor.report import Report
+from advisor.core import text as t
+from advisor.core.report import Report
 
 METHOD = "Welch's t interval for the widest spread that the shortest and the longest step allow"
 UNSEEN = (

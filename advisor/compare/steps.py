@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.advice.words import mark_steps
-from advisor.analysis.record import Recorded
+from advisor.advise.words import mark_steps
 from advisor.compare.data import Distribution, StepTimes, Verdict
 from advisor.compare.dependent import LEAST, difference
 from advisor.compare.statistics import (
@@ -21,11 +20,12 @@ from advisor.compare.statistics import (
     autocorrelation,
     welch,
 )
-from advisor.model import REPEATED
+from advisor.core.finding import REPEATED
+from advisor.measure.steps.record import Recorded
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.rundir import RankRecord
+    from advisor.core.run_directory import RankRecord
+    from advisor.measure import Analysis
 
 MOST_DURATIONS = 2000
 PERIODS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from advisor import text as t
-from advisor.model import REPEATED
+from advisor.core import text as t
+from advisor.core.finding import REPEATED
 
 if TYPE_CHECKING:
     from advisor.compare.data import Comparison, StepTimes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from advisor import text as t
 from advisor.compare.verdict import interval, per, signed
+from advisor.core import text as t
 
 if TYPE_CHECKING:
     from advisor.compare.data import Amount, Comparison, FindingChange, Side, StepTimes, Work

@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 
 from advisor.compare.data import Work
-from advisor.intervals import covered
-from advisor.text import shorten
+from advisor.core.intervals import covered
+from advisor.core.text import shorten
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
+    from advisor.measure import Analysis
 
 MOST_ROWS = 500
 MOST_KERNELS = 3

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advisor.core.trace import KINETO
 from advisor.export.chrome import write_tables
 from advisor.export.rewrite import Extra, Written, rewrite
 from advisor.export.tracks import tracks
-from advisor.trace import KINETO
 
 if TYPE_CHECKING:
-    from advisor.trace import Trace
+    from advisor.core.trace import Trace
 
 __all__ = ["Written", "rewrite", "tracks", "write_trace"]
 

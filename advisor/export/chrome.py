@@ -12,6 +12,8 @@ import msgspec
 import polars as pl
 from msgspec import Raw
 
+from advisor.core.trace import Trace
+from advisor.export.redact import Redactor
 from advisor.export.rewrite import (
     Extra,
     Progress,
@@ -22,11 +24,9 @@ from advisor.export.rewrite import (
     written_head,
 )
 from advisor.export.tracks import microseconds
-from advisor.ingest.meta import MOST_CALLS, OURS
-from advisor.ingest.source import DEFAULT_LIMIT
-from advisor.ingest.spelling import call_class, copy_parts
-from advisor.redact import Redactor
-from advisor.trace import Trace
+from advisor.read.meta import MOST_CALLS, OURS
+from advisor.read.source import DEFAULT_LIMIT
+from advisor.read.spelling import call_class, copy_parts
 
 AT_ONCE = 5_000
 """Events that are encoded, and redacted, at a time."""

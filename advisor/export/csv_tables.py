@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from advisor import text as t
+from advisor.core import text as t
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.model import Finding
-    from advisor.report import Report
+    from advisor.core.finding import Finding
+    from advisor.core.report import Report
+    from advisor.measure import Analysis
 
 Cell = str | int | float | bool | None
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -194,7 +194,7 @@ def _kernels(a: Analysis) -> Table:
 
 
 def _operators(a: Analysis) -> Table:
-    from advisor.analysis.optree import op_table
+    from advisor.measure.host.optree import op_table
 
     head = ["operator", "calls", "device_ns", "device_ns_per_step", "host_ns", "host_ns_per_step"]
     if a.record_only:
@@ -216,7 +216,7 @@ def _operators(a: Analysis) -> Table:
 
 def _rooflines(a: Analysis) -> Table:
     """Operators by shape, all of them."""
-    from advisor.report.rooflines import rooflines
+    from advisor.measure.device.rooflines import rooflines
 
     head = ["operator", "shapes", "family", "dtype", "kernel", "tensor_cores", "calls_per_step",
             "ns_per_step", "share", "flops_per_call", "bytes_per_call", "flops_per_s",

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, cast
 import msgspec
 from msgspec import Raw
 
-from advisor.errors import AdvisorError
-from advisor.ingest.damage import sanitise, segments
-from advisor.ingest.source import DEFAULT_LIMIT, Source
-from advisor.ingest.split import Splitter
-from advisor.redact import HEAD_KEYS, Redactor, names_in
+from advisor.core.errors import AdvisorError
+from advisor.export.redact import HEAD_KEYS, Redactor, names_in
+from advisor.read.damage import sanitise, segments
+from advisor.read.source import DEFAULT_LIMIT, Source
+from advisor.read.split import Splitter
 
 _ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError)
 _list = msgspec.json.Decoder(list[Raw])

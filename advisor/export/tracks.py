@@ -10,16 +10,16 @@ import numpy as np
 from msgspec import Raw
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.ingest.meta import whole
-from advisor.intervals import EMPTY, Intervals, intersect, join, union
-from advisor.model import Edit, Finding
-from advisor.report import facts
-from advisor.select import selected_gaps, selected_gpu, selected_host
+from advisor.advise import facts
+from advisor.core import text as t
+from advisor.core.finding import Edit, Finding
+from advisor.core.intervals import EMPTY, Intervals, intersect, join, union
+from advisor.read.meta import whole
+from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.report import Report
+    from advisor.core.report import Report
+    from advisor.measure import Analysis
 
 CATEGORY = "advisor"
 MOST_SLICES = 20_000

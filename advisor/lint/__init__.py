@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from advisor.errors import AdvisorError
-from advisor.files import open_regular
+from advisor.core.errors import AdvisorError
+from advisor.core.files import open_regular
 from advisor.lint import evaluation, loader, loop, parallel, switches
 from advisor.lint.hint import Hint
 from advisor.lint.source import parse

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 
 MOST_ENTRIES = 20_000
 """Of a folder that is named: more are not looked through."""

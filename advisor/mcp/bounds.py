@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from advisor import text as t
+from advisor.core import text as t
 
 _T = TypeVar("_T")
 

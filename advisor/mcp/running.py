@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from advisor import text as t
-from advisor.errors import AdvisorError
-from advisor.files import read_regular
+from advisor.core import text as t
+from advisor.core.errors import AdvisorError
+from advisor.core.files import read_regular
 from advisor.mcp import bounds as b
 from advisor.mcp.allowed import Allowed
 from advisor.mcp.answers import Ran, Tried
 from advisor.mcp.trials import tried
-from advisor.trial.catalogue import lever
-from advisor.trial.report import FILE, MAX_BYTES, TrialReport
+from advisor.tune.catalogue import lever
+from advisor.tune.report import FILE, MAX_BYTES, TrialReport
 
 MOST_SECONDS = 3600
 MOST_ARGUMENTS, LONGEST_ARGUMENT = 100, 2000

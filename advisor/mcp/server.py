@@ -13,7 +13,7 @@ from mcp.types import ToolAnnotations
 from pydantic import Field
 
 import advisor
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 from advisor.mcp import bounds as b
 from advisor.mcp import running
 from advisor.mcp.allowed import Allowed

@@ -8,8 +8,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from advisor import text as t
-from advisor.errors import AdvisorError
+from advisor.core import text as t
+from advisor.core.errors import AdvisorError
 from advisor.mcp import bounds as b
 from advisor.mcp.answers import (
     Analysed,
@@ -24,11 +24,11 @@ from advisor.mcp.answers import (
 )
 
 if TYPE_CHECKING:
-    from advisor.advice.engine import Examined
+    from advisor.advise.engine import Examined
     from advisor.compare.data import FindingChange
+    from advisor.core.finding import Evidence, Finding
+    from advisor.core.report import OperatorRate, Report
     from advisor.mcp.allowed import Allowed
-    from advisor.model import Evidence, Finding
-    from advisor.report.data import OperatorRate, Report
 
 KEPT = 4
 """Analyses that are kept, the last ones: asking about a finding does not read its trace again."""
@@ -88,8 +88,8 @@ class Tools:
 
     def what_if(self, path: str, edits: list[str], rank: int | None = None) -> Replayed:
         """The steps replayed with edits."""
-        from advisor.whatif.language import parse_edit
-        from advisor.whatif.result import what_if
+        from advisor.replay.language import parse_edit
+        from advisor.replay.result import what_if
 
         if not 0 < len(edits) <= MOST_EDITS:
             raise AdvisorError(f"give 1 to {MOST_EDITS} edits")
@@ -178,9 +178,9 @@ class Tools:
         )
 
     def _examined(self, given: str, rank: int | None) -> Examined:
-        from advisor.advice.engine import Options, examine
-        from advisor.ingest import ReadOptions
-        from advisor.prices import NO_PRICES
+        from advisor.advise.engine import Options, examine
+        from advisor.core.prices import NO_PRICES
+        from advisor.read import ReadOptions
 
         path = self.allowed.path(given)
         key = (str(path), rank, _changed(path))
@@ -285,7 +285,7 @@ def _limit(e: Evidence) -> str | None:
 
 
 def _edits(f: Finding) -> list[str]:
-    from advisor.whatif.language import write_edit
+    from advisor.replay.language import write_edit
 
     lines = []
     for edit in f.edits[:MOST_EDITS]:

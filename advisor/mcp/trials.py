@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from advisor import text as t
+from advisor.core import text as t
 from advisor.mcp import bounds as b
 from advisor.mcp.answers import TogetherLine, TrialLine, TrialText, Tried
-from advisor.trial.report import Together, Trial, TrialReport
+from advisor.tune.report import Together, Trial, TrialReport
 
 
 def tried(

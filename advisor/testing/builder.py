@@ -17,10 +17,10 @@ import msgspec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from advisor.analysis import Analysis
+    from advisor.core.trace import Trace
+    from advisor.measure import Analysis
     from advisor.testing.allocator import Allocator
     from advisor.testing.record import RecordBuilder
-    from advisor.trace import Trace
 
 DEVICES: dict[str, dict[str, Any]] = {
     "A100": {
@@ -448,8 +448,8 @@ class TraceBuilder:
 
     def record_of_run(self, **rank: Any) -> RecordBuilder:
         """What the recorder wrote of the run around the window (a builder of it; the same one
-        every time). ``rank``: fields of :class:`~advisor.rundir.Rank`, on the first call."""
-        from advisor.rundir import Rank
+        every time). ``rank``: fields of ``run_directory.Rank``, on the first call."""
+        from advisor.core.run_directory import Rank
         from advisor.testing.record import RecordBuilder
 
         if self._record is None:
@@ -473,8 +473,8 @@ class TraceBuilder:
 
     def trace(self) -> Trace:
         """The trace, read by the real reader; a blank one when nothing but a record was made."""
-        from advisor.ingest.read import read_bytes
-        from advisor.trace import blank_trace
+        from advisor.core.trace import blank_trace
+        from advisor.read.file import read_bytes
 
         if not self.events and (self._record is not None or self._snapshot is not None):
             trace = blank_trace("<TraceBuilder>")
@@ -484,12 +484,12 @@ class TraceBuilder:
 
     def analysis(self) -> Analysis:
         """The trace and the record, ready to be measured."""
-        from advisor.analysis import Analysis
+        from advisor.measure import Analysis
 
         record = None if self._record is None else self._record.build()
         snapshot = None
         if self._snapshot is not None:
-            from advisor.ingest.snapshot import read_snapshot
+            from advisor.read.snapshot import read_snapshot
 
             snapshot = read_snapshot([self._snapshot], "<TraceBuilder>")
         return Analysis(self.trace(), None, record, snapshot)

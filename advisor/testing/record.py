@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from advisor import rundir
-from advisor.rundir import Event, Gpu, Host, Manifest, Rank, RankRecord, Sample, Step
+from advisor.core import run_directory as rundir
+from advisor.core.run_directory import Event, Gpu, Host, Manifest, Rank, RankRecord, Sample, Step
 
 MS = 1_000_000
 
@@ -42,7 +42,7 @@ class RecordBuilder:
         **phases: float,
     ) -> None:
         """One step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: more of
-        :class:`~advisor.rundir.Step`."""
+        :class:`~advisor.core.run_directory.Step`."""
         dur = round(ms * MS)
         told = {name: round(part * MS) for name, part in phases.items()}
         told["other"] = dur - sum(told.values())

@@ -6,11 +6,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from advisor import text as t
+from advisor.advise import views
 from advisor.compare import view as words
 from advisor.compare.data import Comparison, Distribution, FindingChange
 from advisor.compare.verdict import per
 from advisor.compare.view import Line
+from advisor.core import text as t
+from advisor.core.finding import unit_of
 from advisor.dashboard import current, figures, stepbar, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
@@ -27,8 +29,6 @@ from advisor.dashboard.parts import (
     table,
 )
 from advisor.dashboard.session import Entry
-from advisor.model import unit_of
-from advisor.report import views
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
 MOST_WORK = 20

@@ -6,17 +6,17 @@ from typing import Any
 
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis.comm_table import sum_collectives, sum_skew
-from advisor.analysis.ranks import align, exposed_by_rank, skew
+from advisor.advise import views
+from advisor.core import text as t
+from advisor.core.report import Report
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
 from advisor.dashboard.parts import card, choices, empty, figure, head, named, page, table, tiles
 from advisor.dashboard.ranks import rank_choice
 from advisor.dashboard.session import Loaded
-from advisor.report import views
-from advisor.report.data import Report
+from advisor.measure.comm.comm_table import sum_collectives, sum_skew
+from advisor.measure.ranks.ranks import align, exposed_by_rank, skew
 
 MAPS = {
     "step": ("step_ns", "Step time"),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from advisor import text as t
+from advisor.advise import facts
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Location
+from advisor.core.report import Report
 from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link, out
 from advisor.dashboard.pages.overview import anchor
 from advisor.dashboard.parts import card, choices, code, empty, head, named, page, scrolling
-from advisor.model import Evidence, Finding, Location
-from advisor.report import facts
-from advisor.report.data import Report
 
 MARGIN = 1.0
 """The timeline shows this many durations of the worst instance on both sides of it."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor import text as t
+from advisor.advise.facts import cost, energy
+from advisor.core import text as t
+from advisor.core.errors import AdvisorError
+from advisor.core.prices import Prices, money, read_prices
 from advisor.dashboard import current
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import banner, card, empty, facts, head, page, table
-from advisor.errors import AdvisorError
-from advisor.prices import Prices, money, read_prices
-from advisor.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
-from advisor.project.project import Projector
-from advisor.report.facts import cost, energy
+from advisor.replay.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
+from advisor.replay.project.project import Projector
 
 HEAD = ("GPU", "step", "band", "speed", "memory")
 NO_PRICE = (

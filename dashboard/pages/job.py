@@ -7,7 +7,9 @@ from typing import Any
 import dash
 from dash import ClientsideFunction, Input, Output
 
-from advisor import text as t
+from advisor.advise.ranks import sentences as w
+from advisor.advise.ranks import views
+from advisor.core import text as t
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
@@ -15,9 +17,7 @@ from advisor.dashboard.grid import Column, grid, register_search
 from advisor.dashboard.jobs import key_of, split
 from advisor.dashboard.parts import banner, card, empty, facts, figure, head, page, table, tiles
 from advisor.dashboard.session import Session
-from advisor.fleet import sentences as w
-from advisor.fleet import views
-from advisor.fleet.report import JobReport
+from advisor.measure.ranks.job_report import JobReport
 
 STRIP = 128
 """Ranks beside each other on the map."""

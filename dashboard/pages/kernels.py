@@ -8,10 +8,8 @@ import dash
 import polars as pl
 from dash import Input, Output, State
 
-from advisor import text as t
-from advisor.advice.words import limit_worded, record_with
-from advisor.analysis import Analysis
-from advisor.analysis.optree import op_table, op_tree
+from advisor.advise.words import limit_worded, record_with
+from advisor.core import text as t
 from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, icon, link
@@ -22,6 +20,8 @@ from advisor.dashboard.ranks import rank_choice
 from advisor.dashboard.rates import GRID as RATES
 from advisor.dashboard.rates import operator_rates, rate_rows
 from advisor.dashboard.session import Loaded, Session
+from advisor.measure import Analysis
+from advisor.measure.host.optree import op_table, op_tree
 
 MOST_ROWS = 2_000
 """Kernels in the grid; what is smaller is told in a line."""

@@ -7,8 +7,9 @@ from typing import Any
 import dash
 from dash import Input, Output, State, dcc
 
-from advisor import text as t
-from advisor.analysis.record import Recorded
+from advisor.advise import facts, views
+from advisor.core import text as t
+from advisor.core.run_directory import RankRecord
 from advisor.dashboard import current, figures, telemetry, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
@@ -17,8 +18,7 @@ from advisor.dashboard.parts import card, choices, empty, figure, head, page, ti
 from advisor.dashboard.query import parse
 from advisor.dashboard.session import Session
 from advisor.dashboard.stepbar import halves, strip
-from advisor.report import facts, views
-from advisor.rundir import RankRecord
+from advisor.measure.steps.record import Recorded
 
 SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
 RECENT = 50

@@ -7,16 +7,16 @@ from typing import Any
 
 import polars as pl
 
-from advisor import text as t
-from advisor.advice.words import foreign
-from advisor.analysis import Analysis
-from advisor.analysis.peak import Peak, memory_curve, memory_devices, memory_peak
+from advisor.advise.words import foreign
+from advisor.core import text as t
 from advisor.dashboard import current, figures, snapshot, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, figure, head, page, spark, table, tiles
 from advisor.dashboard.ranks import rank_choice
 from advisor.dashboard.session import Loaded
+from advisor.measure import Analysis
+from advisor.measure.memory.peak import Peak, memory_curve, memory_devices, memory_peak
 
 MOST_OWNERS = 25
 ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor import text as t
+from advisor.advise import facts, views
+from advisor.core import text as t
+from advisor.core.finding import Finding
+from advisor.core.report import Report
 from advisor.dashboard import current, stepbar
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el, link
 from advisor.dashboard.parts import banner, card, page, picture, tiles
-from advisor.model import Finding
-from advisor.report import facts, views
-from advisor.report.data import Report
 
 STATUS = {
     "bottlenecks": "Something is worth fixing",

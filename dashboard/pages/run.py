@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor import text as t
-from advisor.analysis import Analysis
+from advisor.advise import views
+from advisor.core import text as t
+from advisor.core.report import Recorded
+from advisor.core.run_directory import Manifest, RankRecord
 from advisor.dashboard import current, figures, telemetry, theme
 from advisor.dashboard.current import View
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import card, empty, facts, figure, head, page, table, tiles
 from advisor.dashboard.ranks import rank_choice
 from advisor.dashboard.stepbar import halves, strip
-from advisor.report import views
-from advisor.report.data import Recorded
-from advisor.rundir import Manifest, RankRecord
+from advisor.measure import Analysis
 
 MOST_LINES = 30
 MOST_WARNINGS = 20

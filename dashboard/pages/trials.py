@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from advisor import text as t
+from advisor.core import text as t
+from advisor.core.errors import AdvisorError
+from advisor.core.files import read_regular
 from advisor.dashboard import current
 from advisor.dashboard.dom import el
 from advisor.dashboard.parts import banner, card, empty, facts, head, page, table, tiles
-from advisor.errors import AdvisorError
-from advisor.files import read_regular
-from advisor.trial.report import FILE, MAX_BYTES, Trial, TrialReport
-from advisor.trial.words import band, headline, interval, losses, runs
+from advisor.tune.report import FILE, MAX_BYTES, Trial, TrialReport
+from advisor.tune.words import band, headline, interval, losses, runs
 
 COLUMNS = ("lever", "cures", "predicted", "measured", "inside", "losses", "memory", "outcome")
 

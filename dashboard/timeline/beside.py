@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from advisor.analysis.ranks import align
+from advisor.measure.ranks.ranks import align
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
     from advisor.dashboard.session import Loaded
+    from advisor.measure import Analysis
 
 CLOCK = "on one clock, by their collectives"
 STEP = "each from its first analysed step"

@@ -10,11 +10,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis.gaps import CAUSES
-from advisor.analysis.names import map_names, matches
-from advisor.analysis.stacks import frame_rank
-from advisor.analysis.steps import plain_step
-from advisor.analysis.timeline import CLASSES, CODE
+from advisor.core.text import cause_label, host_label
+from advisor.core.trace import CALLS, LOADER
 from advisor.dashboard.timeline.categories import (
     ACTIVITY,
     COPIES,
@@ -29,11 +26,14 @@ from advisor.dashboard.timeline.counters import counters
 from advisor.dashboard.timeline.frames import depth_without, library_frames
 from advisor.dashboard.timeline.index import Index
 from advisor.dashboard.timeline.lanes import Lanes, Set
-from advisor.text import cause_label, host_label
-from advisor.trace import CALLS, LOADER
+from advisor.measure.host.gaps import CAUSES
+from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.stacks import frame_rank
+from advisor.measure.steps.steps import plain_step
+from advisor.measure.steps.timeline import CLASSES, CODE
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
+    from advisor.measure import Analysis
 
 FOLD_BEYOND = 2
 """Threads after the first few start collapsed."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from advisor.analysis.families import FAMILIES
-from advisor.analysis.gaps import CAUSES
-from advisor.analysis.timeline import CLASSES
+from advisor.core.text import cause_label, host_label
+from advisor.core.trace import SYNC_KINDS
 from advisor.dashboard import theme
-from advisor.text import cause_label, host_label
-from advisor.trace import SYNC_KINDS
+from advisor.measure.device.families import FAMILIES
+from advisor.measure.host.gaps import CAUSES
+from advisor.measure.steps.timeline import CLASSES
 
 
 class Category(NamedTuple):

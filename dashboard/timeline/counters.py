@@ -9,12 +9,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis.record import finite
-from advisor.intervals import Ints
+from advisor.core.intervals import Ints
+from advisor.measure.steps.record import finite
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.rundir import Gpu, Host, RankRecord
+    from advisor.core.run_directory import Gpu, Host, RankRecord
+    from advisor.measure import Analysis
 
 MOST_COUNTERS = 48
 HOLD_PERIODS = 2.5

@@ -9,13 +9,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.text import cause_label
 from advisor.dashboard.timeline.categories import ALL, called
 from advisor.dashboard.timeline.search import locate
-from advisor.text import cause_label
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
     from advisor.dashboard.timeline.index import Index, Lane
+    from advisor.measure import Analysis
 
 MOST_LINKS = 24
 MOST_TEXT = 4000

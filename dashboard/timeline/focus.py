@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.errors import AdvisorError
-from advisor.labels import by_name
-from advisor.select import selected_gaps, selected_gpu, selected_host
+from advisor.core.errors import AdvisorError
+from advisor.core.labels import by_name
+from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
+    from advisor.core.finding import Finding
+    from advisor.core.report import Report
     from advisor.dashboard.timeline.index import Index
-    from advisor.model import Finding
-    from advisor.report.data import Report
+    from advisor.measure import Analysis
 
 MOST_PLACES = 20
 LABEL = 60

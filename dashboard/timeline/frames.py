@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis.names import map_names
-from advisor.analysis.stacks import frame_rank, parents
+from advisor.measure.host.names import map_names
+from advisor.measure.host.stacks import frame_rank, parents
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
+    from advisor.measure import Analysis
 
 OWN = 2
 """``frame_rank`` of the user's own code."""

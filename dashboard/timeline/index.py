@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Ints
 from advisor.dashboard.timeline.pyramid import Level
-from advisor.intervals import Ints
 
 if TYPE_CHECKING:
     from advisor.dashboard.timeline.counters import Counter

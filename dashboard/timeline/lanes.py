@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Ints
 from advisor.dashboard.timeline.categories import BASE, Category
 from advisor.dashboard.timeline.counters import Counter
 from advisor.dashboard.timeline.index import BLOCK, MOST_LANES, Group, Index, Lane, Source
 from advisor.dashboard.timeline.naming import Names
 from advisor.dashboard.timeline.pyramid import build_pyramid
 from advisor.dashboard.timeline.tracks import lay
-from advisor.intervals import Ints
 
 Set = tuple[Category, ...]
 

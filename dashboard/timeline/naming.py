@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.intervals import Ints
+from advisor.core.intervals import Ints
 
 
 class Names:

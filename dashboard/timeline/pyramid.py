@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Ints
 from advisor.dashboard.timeline.categories import SLOTS
-from advisor.intervals import Ints
 
 COVER_STEP = 8
 """Coverage is told in 32 steps, so that runs of equal cells are long."""

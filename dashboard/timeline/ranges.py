@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.analysis.gaps import CAUSES
+from advisor.core.intervals import Intervals, intersect
+from advisor.core.text import cause_label
 from advisor.dashboard.timeline.categories import ALL, called
 from advisor.dashboard.timeline.search import locate
-from advisor.intervals import Intervals, intersect
-from advisor.text import cause_label
+from advisor.measure.host.gaps import CAUSES
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
     from advisor.dashboard.timeline.index import Index
+    from advisor.measure import Analysis
 
 MOST_NAMES = 40
 MOST_ROWS = 100

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import flask
 
+from advisor.core.labels import distinct
 from advisor.dashboard.query import texts
 from advisor.dashboard.timeline import focus as finding_of
 from advisor.dashboard.timeline import params
@@ -19,7 +20,6 @@ from advisor.dashboard.timeline.ranges import statistics, table
 from advisor.dashboard.timeline.search import starting, step_through
 from advisor.dashboard.timeline.state import RankTimeline
 from advisor.dashboard.timeline.wire import encode
-from advisor.labels import distinct
 
 if TYPE_CHECKING:
     from advisor.dashboard.session import Entry, Loaded, Session

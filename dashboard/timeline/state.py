@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.labels import distinct
 from advisor.dashboard.timeline import focus as finding_of
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.search import Hits, search
-from advisor.labels import distinct
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.report.data import Report
+    from advisor.core.report import Report
+    from advisor.measure import Analysis
 
 T = TypeVar("T")
 KEPT = 6

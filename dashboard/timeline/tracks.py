@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.intervals import Ints
+from advisor.core.intervals import Ints
 
 MOST_TRACKS = 12
 """More would push everything else off the screen; what finds no free track goes to the last."""

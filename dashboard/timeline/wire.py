@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.words import words
 from advisor.dashboard.timeline.counters import sample
 from advisor.dashboard.timeline.index import Index
 from advisor.dashboard.timeline.level import View
-from advisor.words import words
 
 MAGIC = b"ATL1"
 HEADER = struct.Struct("<4s7I4d2I")

@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.analysis.moments import RESUME, broken_regions, graph_breaks
-from advisor.analysis.names import matches
-from advisor.analysis.stacks import parse_frame
-from advisor.intervals import covered, intersect, union
-from advisor.model import (
+from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
@@ -24,10 +19,15 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.core.intervals import covered, intersect, union
+from advisor.core.text import counted
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
+from advisor.measure.host.stacks import parse_frame
+from advisor.measure.steps.moments import RESUME, broken_regions, graph_breaks
 from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 CAUSES = ("dispatch", "launch", "python", "unknown")
 

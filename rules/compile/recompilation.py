@@ -8,11 +8,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.intervals import covered, intersect, union
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Advice,
     Edit,
     Evidence,
@@ -23,10 +20,13 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.core.intervals import covered, intersect, union
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure, of_step, places
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 COMPILING = (
     r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"

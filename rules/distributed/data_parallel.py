@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.intervals import intersect, union
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.core import text as t
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select
+from advisor.core.intervals import intersect, union
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure, per, places
 from advisor.testing import TraceBuilder
 

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Advice,
     Edit,
     Evidence,
@@ -21,11 +20,12 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, TRACELENS
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 
 class ExposedCommunication(Rule):

@@ -10,12 +10,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.comms import describe
-from advisor.analysis.names import matches
-from advisor.analysis.stacks import climb, parents
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
@@ -26,6 +22,10 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.measure import Analysis
+from advisor.measure.comm.comms import describe
+from advisor.measure.host.names import matches
+from advisor.measure.host.stacks import climb, parents
 from advisor.rules.common import device_places, figure, rows
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder

@@ -9,15 +9,15 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.copies import compute_stream
-from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
+from advisor.measure.device.copies import compute_stream
 from advisor.rules.common import column, device_places, figure, of_step, rows
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, TRACELENS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 READY_NS = 20_000
 """A kernel was ready when its launch had returned this long before; launches take 5 to 10 µs to

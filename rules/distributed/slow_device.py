@@ -7,11 +7,8 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.families import FAMILIES
-from advisor.analysis.rank_kernels import compare_kernels, device_speed
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
@@ -25,6 +22,9 @@ from advisor.model import (
     Threshold,
     Worth,
 )
+from advisor.measure import Analysis
+from advisor.measure.device.families import FAMILIES
+from advisor.measure.ranks.rank_kernels import compare_kernels, device_speed
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import CHOSEN, GREYHOUND
@@ -55,7 +55,9 @@ class SlowDevice(Rule):
         "never seen to fire on a real slow device"
     )
     sources = (
-        Source("medians of at least 20 times the same kernel", "advisor/analysis/rank_kernels.py"),
+        Source(
+            "medians of at least 20 times the same kernel", "advisor/measure/ranks/rank_kernels.py"
+        ),
     )
     across_ranks = True
     references = (

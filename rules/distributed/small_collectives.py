@@ -9,14 +9,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.rules.common import column, device_places, figure, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 
 class _Runs(NamedTuple):

@@ -8,11 +8,8 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.host_comms import has_host_collectives
-from advisor.analysis.ranks import Alignment, Skew, align, skew, working
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
@@ -25,6 +22,9 @@ from advisor.model import (
     Threshold,
     Worth,
 )
+from advisor.measure import Analysis
+from advisor.measure.comm.host_comms import has_host_collectives
+from advisor.measure.ranks.ranks import Alignment, Skew, align, skew, working
 from advisor.rules.common import figure, of_each, total
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import CHOSEN, SIGNIFICANCE, TRACEML

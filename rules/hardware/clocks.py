@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from advisor.core.run_directory import THROTTLE
 from advisor.rules.recorded import a_step, record, under_load
-from advisor.rundir import THROTTLE
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.model import Worth
-    from advisor.rundir import Gpu
+    from advisor.core.finding import Worth
+    from advisor.core.run_directory import Gpu
+    from advisor.measure import Analysis
 
 MIN_SAMPLES = 5
 """Samples under load below which nothing is said."""

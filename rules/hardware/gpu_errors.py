@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Worth
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Worth
+from advisor.core.run_directory import Gpu
+from advisor.measure import Analysis
 from advisor.rules.recorded import record
-from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
 _XID = {

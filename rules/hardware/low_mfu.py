@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.measure import Analysis
 from advisor.rules.recorded import measure_it, record
 from advisor.rules.sources import CHOSEN, GPUPROF
 from advisor.testing import TraceBuilder

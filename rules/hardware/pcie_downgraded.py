@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.run_directory import Gpu
+from advisor.measure import Analysis
 from advisor.rules.recorded import measure_it, record, under_load
 from advisor.rules.sources import CHOSEN
-from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core.run_directory import Gpu
+from advisor.measure import Analysis
 from advisor.rules.hardware.clocks import at_full_clock, clocks
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN
-from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
 _REASONS = ("software thermal", "hardware thermal", "hardware slowdown")

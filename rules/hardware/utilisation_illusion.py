@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.run_directory import Gpu
+from advisor.measure import Analysis
 from advisor.rules.recorded import measure_it, record
 from advisor.rules.sources import CHOSEN, TRACELENS
-from advisor.rundir import Gpu
 from advisor.testing import TraceBuilder
 
 

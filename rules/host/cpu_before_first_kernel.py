@@ -8,11 +8,20 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.moments import step_starts
-from advisor.intervals import covered, intersect, union
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.core.intervals import covered, intersect, union
+from advisor.measure import Analysis
+from advisor.measure.steps.moments import step_starts
 from advisor.rules.common import column, figure, of_step, places, rows
 from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Advice, Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Advice, Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
 from advisor.rules.host.late import blockers, edit, how_late, same_kernels, where
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 
 class CudaGraphsUnused(Rule):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule
+from advisor.core.finding import Evidence, Finding, Outcome, Rule
+from advisor.measure import Analysis
 from advisor.rules.recorded import measure_it, record
 from advisor.testing import TraceBuilder
 

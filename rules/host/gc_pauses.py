@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.record import Floats
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold, Worth
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold, Worth
+from advisor.measure import Analysis
+from advisor.measure.steps.record import Floats
 from advisor.rules.recorded import a_step, device_bound, record, steps_seen
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, GPUPROF
 from advisor.testing import TraceBuilder

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.analysis.moments import step_starts
-from advisor.analysis.steps import step_of
-from advisor.intervals import covered
-from advisor.model import Edit, Location, Select
+from advisor.core.finding import Edit, Location, Select
+from advisor.core.intervals import covered
+from advisor.measure.steps.moments import step_starts
+from advisor.measure.steps.steps import step_of
 from advisor.rules.common import column, places, rows
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
+    from advisor.measure import Analysis
 
 CAUSES = ("dispatch", "launch", "python")
 """Causes of idle gaps that a shorter way to the launch would shorten. Time that nothing explains

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Advice,
     Evidence,
     Finding,
@@ -18,6 +17,8 @@ from advisor.model import (
     Source,
     Threshold,
 )
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per
 from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
 from advisor.rules.host.late import (
@@ -31,7 +32,6 @@ from advisor.rules.host.late import (
 )
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 
 class LaunchBound(Rule):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.measure import Analysis
 from advisor.rules.recorded import measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, TRACEML
 from advisor.testing import TraceBuilder
@@ -30,7 +30,7 @@ class ObserverEffect(Rule):
     )
     silent_in = ("recorded/leak.slow",)
     validated_on = "CPU recordings: windows whose steps are longer than those around them"
-    sources = (Source("unprofiled steps within 20 steps", "advisor/analysis/record.py"),)
+    sources = (Source("unprofiled steps within 20 steps", "advisor/measure/steps/record.py"),)
     references = ("https://github.com/pytorch/pytorch/issues/144455",)
 
     min_effect = Threshold(0.10, "longer step in the window", TRACEML)

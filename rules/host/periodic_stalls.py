@@ -9,11 +9,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.intervals import covered, union
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core.intervals import covered, union
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.common import places
 from advisor.rules.sources import GPUPROF, OURS, STEP_SERIES
 from advisor.testing import TraceBuilder

@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.intervals import intersect, union
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core.intervals import intersect, union
+from advisor.measure import Analysis
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder

@@ -8,13 +8,22 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.analysis.host import python_hot_spots
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.core.text import counted
+from advisor.measure import Analysis
+from advisor.measure.host.host import python_hot_spots
 from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 MAX_NAMES = 20
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.measure import Analysis
 from advisor.rules.host.stalls import blame, find_stalls
 from advisor.rules.recorded import over_the_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, STEP_SERIES

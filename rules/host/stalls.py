@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from advisor.analysis.record import Floats, Ints, Recorded
+    from advisor.measure.steps.record import Floats, Ints, Recorded
 
 FACTOR, MADS = 1.5, 5.0
 """A long step is longer than this many medians and more than so many median absolute deviations

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.record import Floats, Recorded
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core.run_directory import Host
+from advisor.measure import Analysis
+from advisor.measure.steps.record import Floats, Recorded
 from advisor.rules.host.stalls import blame, find_stalls
 from advisor.rules.recorded import over_the_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, GPUPROF
-from advisor.rundir import Host
 from advisor.testing import TraceBuilder
 
 

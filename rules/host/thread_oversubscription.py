@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.text import counted
+from advisor.measure import Analysis
 from advisor.rules.recorded import loader, local_ranks, measure_it, record, workers_of
 from advisor.rules.sources import CHOSEN, SAGEMAKER_CPU
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 
 class ThreadOversubscription(Rule):
@@ -114,7 +114,7 @@ class ThreadOversubscription(Rule):
 def _run(
     threads: int | None, cpus: int, *, ranks: int = 1, own: float = 50, machine: float = 10
 ) -> TraceBuilder:
-    from advisor.rundir import Host
+    from advisor.core.run_directory import Host
 
     b = TraceBuilder()
     flags = {} if threads is None else {"num_threads": threads}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core.run_directory import Host
+from advisor.measure import Analysis
 from advisor.rules.recorded import (
     a_step,
     device_bound,
@@ -17,7 +18,6 @@ from advisor.rules.recorded import (
     workers_of,
 )
 from advisor.rules.sources import GPUPROF
-from advisor.rundir import Host
 from advisor.testing import TraceBuilder
 
 

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Advice,
     Edit,
     Evidence,
@@ -21,12 +20,13 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, places
 from advisor.rules.elsewhere import JAX_AHEAD, TF_PREFETCH
 from advisor.rules.input.waits import OTHERS, culprits, find_waits, in_one_step, recurs
 from advisor.rules.sources import ENGINE_FLOOR, HAND_OVER, OURS, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 _TF_DATA = (
     ("the loader's workers: they deliver", "tf.data: the input pipeline delivers"),

@@ -7,9 +7,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
 from advisor.rules.input.waits import OTHERS, SINGLE
 from advisor.rules.recorded import (
     a_step,
@@ -247,7 +256,7 @@ class LoaderWorkers(Rule):
 def _run(
     workers: int, cpus: int | None, *, data: float, ranks: int = 1, busy: float = 150
 ) -> TraceBuilder:
-    from advisor.rundir import Host
+    from advisor.core.run_directory import Host
 
     b = TraceBuilder()
     r = b.record_of_run(cpus=cpus, env={"LOCAL_WORLD_SIZE": str(ranks)})

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
 from advisor.rules.recorded import a_step, record, steps_seen
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.measure import Analysis
 from advisor.rules.recorded import (
     a_step,
     began,

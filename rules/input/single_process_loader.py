@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
 from advisor.rules.common import of_step, places
 from advisor.rules.input.waits import SINGLE, culprits, find_waits, in_one_step, recurs
 from advisor.rules.recorded import taken_by_training

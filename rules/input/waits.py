@@ -10,16 +10,16 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.analysis.contents import contents
-from advisor.analysis.names import matches
-from advisor.analysis.stacks import parse_frame
-from advisor.intervals import covered, intersect, union
-from advisor.model import Evidence, Location, NotMeasured
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Location, NotMeasured
+from advisor.core.intervals import covered, intersect, union
+from advisor.measure.host.names import matches
+from advisor.measure.host.stacks import parse_frame
+from advisor.measure.steps.contents import contents
 from advisor.rules.common import per, rows
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
+    from advisor.measure import Analysis
 
 SINGLE = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""

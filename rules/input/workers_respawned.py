@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.run_directory import LARGEST
+from advisor.measure import Analysis
 from advisor.rules.recorded import began, loader, over_the_run, record, workers_of
 from advisor.rules.sources import CHOSEN
-from advisor.rundir import LARGEST
 from advisor.testing import TraceBuilder
 
 QUICK = 0.25

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.kernel import facts
 
 MATH = r"^aten::_scaled_dot_product_attention_math"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
+from advisor.measure import Analysis
 from advisor.rules.kernel import facts
 from advisor.rules.recorded import measure_it, record
 from advisor.rules.sources import CHOSEN

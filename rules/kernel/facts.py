@@ -9,9 +9,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis import Analysis
-from advisor.model import Location
-from advisor.select import under_names
+from advisor.core.finding import Location
+from advisor.measure import Analysis
+from advisor.replay.selection import under_names
 
 Mask = NDArray[np.bool_]
 

@@ -9,10 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.hardware import GpuSpec
-from advisor.model import (
+from advisor.core.finding import (
     Advice,
     Edit,
     Evidence,
@@ -24,6 +21,10 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.core.gpus import GpuSpec
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
@@ -37,7 +38,6 @@ from advisor.rules.sources import (
     TF32_NOTES,
 )
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
 """cuBLAS, cuDNN and CUTLASS spell single-precision CUDA-core kernels so, for matrices whose op

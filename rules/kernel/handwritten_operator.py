@@ -10,12 +10,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.analysis.operators import KERNEL_NS, roofs
-from advisor.analysis.shapes import OpInputs
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import matches
+from advisor.measure.host.operators import KERNEL_NS, roofs
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS

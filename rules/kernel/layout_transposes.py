@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS, SMALL_GRIDS_TRACES, TRACELENS

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from advisor.analysis import Analysis
-from advisor.analysis.shapes import OpInputs
-from advisor.model import Finding, Outcome, Threshold
+from advisor.core.finding import Finding, Outcome, Threshold
+from advisor.core.text import percent
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel import facts, rates
 from advisor.rules.sources import RATES
 from advisor.testing import TraceBuilder
-from advisor.text import percent
 
 FAMILIES = ("elementwise", "reduction", "copy", "layout", "softmax", "normalisation", "pooling")
 

@@ -8,10 +8,19 @@ from typing import Any, ClassVar
 import numpy as np
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.analysis.occupancy import active_blocks
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
+from advisor.measure.device.occupancy import active_blocks
+from advisor.measure.host.names import matches
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOURNEX, NCU, OURS, SMALL_GRIDS_TRACES, TRACELENS

@@ -9,9 +9,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.analysis.shapes import OpInputs, Tensor
-from advisor.model import (
+from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
@@ -22,6 +20,8 @@ from advisor.model import (
     Source,
     Threshold,
 )
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.analysis.operators import rows_of, share_in
-from advisor.analysis.shapes import OpInputs
-from advisor.model import Edit, Evidence, NotMeasured, Rule, Select, Threshold
-from advisor.report.rooflines import shape_text
+from advisor.core.finding import Edit, Evidence, NotMeasured, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.rooflines import shape_text
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import matches
+from advisor.measure.host.operators import rows_of, share_in
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.kernel.attention import unfused

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from advisor.analysis import Analysis
-from advisor.analysis.matmuls import Attention, attention
-from advisor.model import Finding, Outcome, Threshold
+from advisor.core.finding import Finding, Outcome, Threshold
+from advisor.core.text import percent
+from advisor.measure import Analysis
+from advisor.measure.device.matmuls import Attention, attention
 from advisor.rules.kernel import facts, rates
 from advisor.rules.sources import FLASH_2, FLASH_3
 from advisor.testing import TraceBuilder
-from advisor.text import percent
 
 FAMILIES = ("attention",)
 HOPPER = (9, 0)

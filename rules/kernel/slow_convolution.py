@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from advisor.analysis import Analysis
-from advisor.analysis.matmuls import Convolution, convolution
-from advisor.model import Finding, Outcome, Threshold
+from advisor.core.finding import Finding, Outcome, Threshold
+from advisor.core.text import percent
+from advisor.measure import Analysis
+from advisor.measure.device.matmuls import Convolution, convolution
 from advisor.rules.kernel import facts, rates
 from advisor.rules.sources import OURS, RATES
 from advisor.testing import TraceBuilder
-from advisor.text import percent
 
 FAMILIES = ("convolution",)
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.analysis.matmuls import Product, product
-from advisor.model import Finding, Outcome, Threshold
+from advisor.core.finding import Finding, Outcome, Threshold
+from advisor.core.text import percent
+from advisor.measure import Analysis
+from advisor.measure.device.matmuls import Product, product
 from advisor.rules.kernel import facts, rates
 from advisor.rules.sources import RATES
 from advisor.testing import TraceBuilder
-from advisor.text import percent
 
 FAMILIES = ("gemm",)
 TILE = 128

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts

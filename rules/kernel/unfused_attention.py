@@ -8,9 +8,7 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.model import (
+from advisor.core.finding import (
     Advice,
     Edit,
     Evidence,
@@ -22,11 +20,13 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure
 from advisor.rules.kernel import attention, facts
 from advisor.rules.sources import FLASH, OURS
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 
 class UnfusedAttention(Rule):

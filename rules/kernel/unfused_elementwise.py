@@ -9,16 +9,16 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.analysis.shapes import OpInputs
-from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import TF_COMPILE
 from advisor.rules.kernel import facts
 from advisor.rules.sources import ARITHMETIC, OURS, REAL_KERNEL, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX, TENSORFLOW
 
 FUSIBLE = ("elementwise", "reduction", "copy", "random")
 """Families that a pointwise compiler merges: arithmetic, reductions, casts, dropout."""

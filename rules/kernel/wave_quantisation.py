@@ -9,9 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.model import (
+from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
@@ -22,6 +20,8 @@ from advisor.model import (
     Source,
     Threshold,
 )
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts

@@ -7,8 +7,18 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Good, Location, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    Good,
+    Location,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import CACHING_ALLOCATOR, OURS
 from advisor.testing import TraceBuilder

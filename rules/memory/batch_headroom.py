@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.measure import Analysis
 from advisor.rules.memory.recorded import capacity, last
 from advisor.rules.recorded import measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
@@ -151,7 +151,7 @@ def _run(
     utilisation: int | None = None,
     window: bool = False,
 ) -> TraceBuilder:
-    from advisor.rundir import Device, Gpu
+    from advisor.core.run_directory import Device, Gpu
 
     b = TraceBuilder()
     for _ in range(4 if window else 0):

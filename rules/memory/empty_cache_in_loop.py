@@ -9,11 +9,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Location, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Location, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
+from advisor.replay.selection import under_names
 from advisor.rules.common import figure
 from advisor.rules.sources import OURS
-from advisor.select import under_names
 from advisor.testing import TraceBuilder
 
 FRAME = r"\bempty_?[cC]ache\b"

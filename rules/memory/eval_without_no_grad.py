@@ -8,15 +8,15 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis import Analysis
-from advisor.analysis.families import MATRIX, op_families
-from advisor.analysis.names import matches
-from advisor.intervals import Intervals, covered, intersect, union
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core.intervals import Intervals, covered, intersect, union
+from advisor.core.text import counted
+from advisor.measure import Analysis
+from advisor.measure.device.families import MATRIX, op_families
+from advisor.measure.host.names import matches
 from advisor.rules.common import figure, of_step, per, places, rows
 from advisor.rules.sources import OURS, REAL_EVAL, REAL_KERNEL
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 NODE = r"^autograd::engine::evaluate_function"
 """One node of the graph in the backward pass."""

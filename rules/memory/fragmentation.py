@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.fragments import fragments, placement
-from advisor.model import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.measure import Analysis
+from advisor.measure.memory.fragments import fragments, placement
 from advisor.rules.memory.recorded import GIB, capacity, last
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN
@@ -201,7 +201,7 @@ class Fragmentation(Rule):
 def _run(
     reserved: float | None, peak: float | None, allocated: float | None, *, retries: int = 0
 ) -> TraceBuilder:
-    from advisor.rundir import Device
+    from advisor.core.run_directory import Device
 
     b = TraceBuilder()
     r = b.record_of_run(devices=[Device(total_bytes=80 * 10**9)])

@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.memory_savings import logits
-from advisor.analysis.names import matches
-from advisor.analysis.shapes import OpInputs
-from advisor.intervals import covered
-from advisor.model import Evidence, Finding, Location, NotMeasured, Outcome, Rule, Threshold, Worth
+from advisor.core import text as t
+from advisor.core.finding import (
+    Evidence,
+    Finding,
+    Location,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Threshold,
+    Worth,
+)
+from advisor.core.intervals import covered
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import matches
+from advisor.measure.memory.memory_savings import logits
 from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
 from advisor.rules.memory.peaks import peaks
@@ -21,7 +30,7 @@ from advisor.rules.sources import LLAMA, OURS, PEAKS
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
-    from advisor.analysis.post_mortem import PostMortem
+    from advisor.measure.memory.post_mortem import PostMortem
 
 _FORWARD = r"^aten::_log_softmax$"
 _LOSS = r"^aten::(?:_log_softmax|nll_loss|cross_entropy_loss)"

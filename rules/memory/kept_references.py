@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.memory_savings import savings
-from advisor.model import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
+from advisor.measure import Analysis
+from advisor.measure.memory.memory_savings import savings
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 

@@ -7,10 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.record import Floats, Recorded
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Evidence,
     Finding,
     Location,
@@ -20,6 +18,8 @@ from advisor.model import (
     Threshold,
     Worth,
 )
+from advisor.measure import Analysis
+from advisor.measure.steps.record import Floats, Recorded
 from advisor.rules.memory.recorded import capacity, growth, last
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN, TRACEML
@@ -252,7 +252,7 @@ def _resident(recorded: Recorded) -> Floats:
 
 
 def _run(device: object, *, host: object = None, steps: int = 300) -> TraceBuilder:
-    from advisor.rundir import Device
+    from advisor.core.run_directory import Device
 
     assert callable(device)
     b = TraceBuilder()

@@ -7,15 +7,24 @@ from typing import TYPE_CHECKING, ClassVar
 
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Location, NotMeasured, Outcome, Rule, Threshold, Worth
+from advisor.core.finding import (
+    Evidence,
+    Finding,
+    Location,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Threshold,
+    Worth,
+)
+from advisor.measure import Analysis
 from advisor.rules.memory.peaks import held_most, peaks
 from advisor.rules.memory.recorded import capacity as recorded_capacity
 from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
-    from advisor.analysis.post_mortem import PostMortem
+    from advisor.measure.memory.post_mortem import PostMortem
 
 GIB = 1 << 30
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.fragments import placement
-from advisor.analysis.memory_savings import Saving, savings
-from advisor.model import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
+from advisor.measure import Analysis
+from advisor.measure.memory.fragments import placement
+from advisor.measure.memory.memory_savings import Saving, savings
 from advisor.rules.memory.peaks import held_most
 from advisor.rules.memory.recorded import capacity
 from advisor.rules.recorded import record
@@ -18,7 +18,7 @@ from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
-    from advisor.analysis.post_mortem import PostMortem
+    from advisor.measure.memory.post_mortem import PostMortem
 
 MOST_WAYS = 3
 """To free memory, that a finding names."""
@@ -285,7 +285,7 @@ def _number(value: object) -> float | None:
 
 
 def _run(allocated: float, reserved: float, *, last: float = 1.0) -> TraceBuilder:
-    from advisor.rundir import Device
+    from advisor.core.run_directory import Device
 
     b = TraceBuilder()
     r = b.record_of_run(devices=[Device(total_bytes=80 * 10**9)])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from advisor.analysis import Analysis
-from advisor.model import Location
+from advisor.core.finding import Location
+from advisor.measure import Analysis
 
 if TYPE_CHECKING:
-    from advisor.analysis.post_mortem import PostMortem
+    from advisor.measure.memory.post_mortem import PostMortem
 
 
 class Peaks(NamedTuple):

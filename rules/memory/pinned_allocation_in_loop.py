@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.model import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.measure import Analysis
 from advisor.rules.common import column, places, rows, total
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import CACHING_ALLOCATOR, OURS

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor.analysis import Analysis
-from advisor.analysis.memory import recompute
-from advisor.analysis.names import matches
-from advisor.model import (
+from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
@@ -20,11 +17,14 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
+from advisor.measure.memory.memory import recompute
+from advisor.replay.selection import under_names
 from advisor.rules.common import figure, of_each
 from advisor.rules.kernel import facts
 from advisor.rules.memory.peaks import peaks
 from advisor.rules.sources import CHECKPOINT, OURS
-from advisor.select import under_names
 from advisor.testing import TraceBuilder
 
 GIB = 1 << 30

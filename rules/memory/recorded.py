@@ -9,8 +9,8 @@ import numpy as np
 from advisor.rules.recorded import record
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
-    from advisor.analysis.record import Floats
+    from advisor.measure import Analysis
+    from advisor.measure.steps.record import Floats
 
 GIB = 1 << 30
 

@@ -8,14 +8,24 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.model import Edit, Evidence, Finding, Good, Location, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    Good,
+    Location,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
+from advisor.replay.selection import under_names
 from advisor.rules.common import per
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOREACH, OURS
-from advisor.select import under_names
 from advisor.testing import TraceBuilder
 
 STEP = r"^Optimizer\.step#"

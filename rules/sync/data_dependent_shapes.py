@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.text import counted
+from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import causes, edit, held_by, where
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 _OPS = (
     r"^aten::(?:nonzero\w*|argwhere|where|\w*unique\w*|masked_select|masked_scatter_?|index"

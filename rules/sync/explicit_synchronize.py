@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.model import Advice, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Advice, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.text import counted
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import causes, edit, held_by, where
 from advisor.testing import TraceBuilder
-from advisor.text import counted
-from advisor.trace import JAX, TENSORFLOW
 
 _CALLS = r"^torch\.cuda\.(?:synchronize|Stream\.synchronize|Event\.synchronize)$"
 

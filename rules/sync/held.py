@@ -8,14 +8,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.analysis.names import matches
-from advisor.analysis.stacks import nearest, parents
-from advisor.intervals import covered
-from advisor.model import Edit, Location, Select
+from advisor.core.finding import Edit, Location, Select
+from advisor.core.intervals import covered
+from advisor.measure.host.names import matches
+from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, of_pytorch, places, rows
 
 if TYPE_CHECKING:
-    from advisor.analysis import Analysis
+    from advisor.measure import Analysis
 
 MAX_CORRELATIONS = 500
 """An Edit names single calls only up to this many; beyond, the report would be mostly numbers."""

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.text import counted
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.rules.common import column, figure, of_step, per, places, rows
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import OURS, TENSORBOARD
 from advisor.rules.sync.held import Held, causes, held_by
 from advisor.testing import TraceBuilder
-from advisor.text import counted
-from advisor.trace import JAX, TENSORFLOW
 
 _CALLS = ("memcpy", "memcpy_blocking", "sync_stream", "sync_event")
 

@@ -8,10 +8,7 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.analysis.stacks import nearest, parents
-from advisor.model import (
+from advisor.core.finding import (
     Advice,
     Edit,
     Evidence,
@@ -23,13 +20,16 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.core.text import counted
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
+from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, figure, of_step, per, places, rows, total
 from advisor.rules.elsewhere import NO_READS, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, TENSORBOARD, XPROF
 from advisor.rules.sync.held import MAX_CORRELATIONS, Held, causes, edit, held_by, where
 from advisor.testing import TraceBuilder
-from advisor.text import counted
-from advisor.trace import JAX, TENSORFLOW
 
 _VALUE = r"^aten::(?:item|is_nonzero|_local_scalar_dense|equal|allclose)$"
 _COPY = r"^aten::(?:to|_to_copy|copy_|_copy_from\w*)$"

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor.analysis import Analysis
-from advisor.model import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.text import counted
+from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import ENGINE_FLOOR
 from advisor.rules.sync.held import edit, held_by, where
 from advisor.testing import TraceBuilder
-from advisor.text import counted
 
 
 class BlockingPinnedCopy(Rule):

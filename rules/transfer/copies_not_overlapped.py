@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.intervals import intersect
-from advisor.model import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
+from advisor.core.intervals import intersect
+from advisor.measure import Analysis
 from advisor.rules.common import device_places, figure, of_step, per, rows
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import OURS, TRACELENS

@@ -8,17 +8,17 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.names import matches
-from advisor.analysis.stacks import nearest, parents
-from advisor.intervals import intersect
-from advisor.model import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.intervals import intersect
+from advisor.core.trace import JAX
+from advisor.measure import Analysis
+from advisor.measure.host.names import matches
+from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, device_places, figure, of_step, per, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import TRACELENS
 from advisor.testing import TraceBuilder
-from advisor.trace import JAX
 
 _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Region"
 

@@ -7,13 +7,23 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis, dtypes
-from advisor.analysis.names import matches
-from advisor.analysis.shapes import OpInputs
-from advisor.analysis.stacks import climb, parents
-from advisor.analysis.steps import step_of
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
+from advisor.measure.device import dtypes
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import matches
+from advisor.measure.host.stacks import climb, parents
+from advisor.measure.steps.steps import step_of
 from advisor.rules.common import device_places, figure, of_step, total
 from advisor.rules.sources import OURS, PAGEABLE_64K, TRACELENS
 from advisor.testing import TraceBuilder

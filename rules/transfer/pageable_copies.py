@@ -8,10 +8,8 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.intervals import intersect
-from advisor.model import (
+from advisor.core import text as t
+from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
@@ -22,12 +20,14 @@ from advisor.model import (
     Select,
     Threshold,
 )
+from advisor.core.intervals import intersect
+from advisor.core.trace import CUDA
+from advisor.measure import Analysis
 from advisor.rules.common import device_places, figure, of_step, per, rows, total
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG
 from advisor.rules.sync.held import edit, held_by
 from advisor.testing import TraceBuilder
-from advisor.trace import CUDA
 
 _CALLS = (
     Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),

@@ -7,11 +7,20 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from advisor import text as t
-from advisor.analysis import Analysis
-from advisor.analysis.names import map_names, matches
-from advisor.analysis.stacks import climb, frame_rank, parents
-from advisor.model import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select, Threshold
+from advisor.core import text as t
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    NotMeasured,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
+from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.stacks import climb, frame_rank, parents
 from advisor.rules.common import device_places, figure, of_step, per, rows, total
 from advisor.rules.sources import ENGINE_FLOOR, OURS
 from advisor.testing import TraceBuilder

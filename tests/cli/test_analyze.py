@@ -13,9 +13,9 @@ import pytest
 
 from advisor.cli.analyze import is_hit, parse_size
 from advisor.cli.stepping import parse_steps
-from advisor.errors import AdvisorError
-from advisor.model import Finding
-from advisor.report import Report
+from advisor.core.errors import AdvisorError
+from advisor.core.finding import Finding
+from advisor.core.report import Report
 from advisor.testing import TraceBuilder
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,7 +10,7 @@ import pytest
 
 from advisor.cli.compare import parse_share
 from advisor.compare import Comparison
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 from advisor.testing import TraceBuilder
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import advisor
-from advisor.report.data import MOST_LINES
+from advisor.core.report import MOST_LINES
 from advisor.testing import TraceBuilder
 
 Cli = Callable[..., Any]
@@ -71,7 +71,7 @@ def test_the_tables_add_up_to_what_the_report_says(
 
 
 def advisor_report(text: str) -> Any:
-    from advisor.report import Report
+    from advisor.core.report import Report
 
     return Report.from_json(text)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from advisor.cli import demo
-from advisor.install import install
-from advisor.report import Report
+from advisor.core.install import install
+from advisor.core.report import Report
 
 pytestmark = pytest.mark.timed
 

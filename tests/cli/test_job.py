@@ -16,10 +16,10 @@ from typing import Any, cast
 import pytest
 import typer
 
+from advisor.advise.ranks.job import MANY, Done
 from advisor.cli.job import exit_if_hit, say_done
 from advisor.cli.progress import Progress
-from advisor.fleet.job import MANY, Done
-from advisor.fleet.report import JobFinding, JobReport
+from advisor.measure.ranks.job_report import JobFinding, JobReport
 from advisor.testing import TraceBuilder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -146,7 +146,7 @@ def test_the_bar_tells_how_many_ranks_are_done_of_how_many() -> None:
 
 WAITING = """
 import time
-from advisor.model import Rule
+from advisor.core.finding import Rule
 
 
 class Waits(Rule):

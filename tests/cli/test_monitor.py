@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from advisor.cli import monitor
-from advisor.report.monitor import prometheus, reasons, render
-from advisor.rundir import Gpu, Host, Sample
+from advisor.core.run_directory import Gpu, Host, Sample
+from advisor.render.monitor import prometheus, reasons, render
 
 Run = Callable[..., Any]
 
 _spec = importlib.util.spec_from_file_location(
-    "fake_nvml", Path(__file__).parents[1] / "recording" / "fake_nvml.py"
+    "fake_nvml", Path(__file__).parents[1] / "recorder" / "fake_nvml.py"
 )
 assert _spec is not None and _spec.loader is not None
 fake = importlib.util.module_from_spec(_spec)

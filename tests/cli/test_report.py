@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.report import Report
+from advisor.core.report import Report
 from advisor.testing import TraceBuilder
 
 Run = Callable[..., tuple[int, str, str]]

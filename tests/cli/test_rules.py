@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from advisor.advice.registry import load_rules
+from advisor.advise.registry import load_rules
 
 Run = Callable[..., tuple[int, str, str]]
 
 RULE = '''
-from advisor.model import Good, Rule
+from advisor.core.finding import Good, Rule
 
 
 class Mine(Rule):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import advisor
-from advisor.rundir import MANIFEST, STEPS, Manifest, Step
+from advisor.core.run_directory import MANIFEST, STEPS, Manifest, Step
 from advisor.testing import TraceBuilder
 
 Cli = Callable[..., Any]

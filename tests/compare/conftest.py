@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from advisor.rundir import MANIFEST, RANK, STEPS, Manifest, Rank, Step, trace_name
+from advisor.core.run_directory import MANIFEST, RANK, STEPS, Manifest, Rank, Step, trace_name
 from advisor.testing import TraceBuilder
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from advisor.advice.engine import analyze
+from advisor.advise.engine import analyze
 from advisor.compare import Comparison, compare
 from advisor.compare.findings import compare_findings
-from advisor.compare.formats import COMPARISONS
 from advisor.compare.remaining import Remaining
-from advisor.errors import AdvisorError
-from advisor.model import Finding, Location, NotMeasured
-from advisor.report import Report
+from advisor.core.errors import AdvisorError
+from advisor.core.finding import Finding, Location, NotMeasured
+from advisor.core.report import Report
+from advisor.render.formats import COMPARISONS
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder, write_run
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from advisor import cli, ledger
-from advisor.advice.engine import Options
+from advisor import cli
+from advisor.advise.engine import Options
 from advisor.compare import compare
 from advisor.compare.remember import entry, remember
+from advisor.replay import ledger
 from advisor.testing import TraceBuilder
 
 Record = Callable[..., Path]

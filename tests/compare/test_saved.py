@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from advisor.compare import compare
 from advisor.compare.saved import compare_reports
 from advisor.compare.statistics import welch
-from advisor.report import Report
-from advisor.report.data import Recorded, Scope
+from advisor.core.report import Recorded, Report, Scope
 from advisor.testing import TraceBuilder
 
 steps = st.lists(st.integers(1_000, 10**9), min_size=3, max_size=60).map(np.array)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from advisor.rundir import (
+from advisor.core.run_directory import (
     EVENTS,
     MANIFEST,
     RANK,

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("dash")
 
+from advisor.core.errors import AdvisorError
 from advisor.dashboard.access import COOKIE, Access, local_address
 from advisor.dashboard.app import create_app
 from advisor.dashboard.menu import PAGES
 from advisor.dashboard.query import parse, texts
 from advisor.dashboard.serve import bind, listen
 from advisor.dashboard.session import Session
-from advisor.errors import AdvisorError
 from advisor.testing import TraceBuilder
 
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from advisor.advice.engine import Options
+from advisor.advise.engine import Options
+from advisor.advise.facts import cost
+from advisor.core.prices import NO_PRICES, Prices, parse_price, read_prices
 from advisor.dashboard.session import Session
-from advisor.prices import NO_PRICES, Prices, parse_price, read_prices
-from advisor.project.choice import cheapest, choose, offered
-from advisor.project.project import Projector
-from advisor.report.facts import cost
+from advisor.replay.project.choice import cheapest, choose, offered
+from advisor.replay.project.project import Projector
 from advisor.testing import TraceBuilder
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from advisor.advise.ranks.job import MANY
+from advisor.core.errors import AdvisorError
 from advisor.dashboard import session as home
 from advisor.dashboard.session import Entry, Session
-from advisor.errors import AdvisorError
-from advisor.fleet.job import MANY
-from advisor.fleet.report import JobReport, Missing, Odd, Row
+from advisor.measure.ranks.job_report import JobReport, Missing, Odd, Row
 from advisor.testing import TraceBuilder
 
 NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip

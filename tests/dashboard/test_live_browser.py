@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from advisor.core.run_directory import STEPS, trace_name
 from advisor.dashboard.session import Session
-from advisor.rundir import STEPS, trace_name
 
 
 def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:

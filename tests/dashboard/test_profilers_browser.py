@@ -28,7 +28,7 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-files, xspace = _load("ingest/profiler_files.py"), _load("ingest/xspace_writer.py")
+files, xspace = _load("read/profiler_files.py"), _load("read/xspace_writer.py")
 timeline = _load("dashboard/test_timeline_browser.py")
 COLOUR = {category.key: category.colour for category in ALL}
 

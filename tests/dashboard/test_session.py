@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("dash")
 
-from advisor.advice.engine import analyze
+from advisor.advise.engine import analyze
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.follow import Follower

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from advisor.analysis import Analysis
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.frames import depth_without, library_frames
+from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 
 

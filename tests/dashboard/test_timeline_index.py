@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.analysis import Analysis
+from advisor.core.run_directory import Gpu, Rank, RankRecord, Sample
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.categories import ALL
 from advisor.dashboard.timeline.counters import Counter, counters, sample
@@ -17,8 +17,8 @@ from advisor.dashboard.timeline.details import describe
 from advisor.dashboard.timeline.ranges import statistics, table
 from advisor.dashboard.timeline.search import search, starting, step_through
 from advisor.dashboard.timeline.tracks import lay
-from advisor.ingest import read_trace
-from advisor.rundir import Gpu, Rank, RankRecord, Sample
+from advisor.measure import Analysis
+from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.analysis import Analysis
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.level import level_of_detail
 from advisor.dashboard.timeline.wire import decode, encode
+from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 
 

@@ -24,7 +24,7 @@ SECRET = b"/home/gracehop/x/k.py"
 
 
 def _load(name: str) -> ModuleType:
-    file = Path(__file__).resolve().parents[1] / "ingest" / f"{name}.py"
+    file = Path(__file__).resolve().parents[1] / "read" / f"{name}.py"
     spec = util.spec_from_file_location(f"every_{name}", file)
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)

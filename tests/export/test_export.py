@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import zstandard
 
-from advisor.advice.engine import Examined, analyze, examine
-from advisor.errors import AdvisorError
+from advisor.advise.engine import Examined, analyze, examine
+from advisor.core.errors import AdvisorError
 from advisor.export import rewrite, tracks
 from advisor.testing import TraceBuilder
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import advisor.lint
 from advisor import cli
-from advisor.advice.registry import load_rules
-from advisor.errors import AdvisorError
+from advisor.advise.registry import load_rules
+from advisor.core.errors import AdvisorError
 from advisor.lint import lint_paths, lint_text
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"

@@ -15,14 +15,14 @@ pytest.importorskip("mcp", reason="the extra mcp is not installed")
 from mcp import Client, StdioServerParameters
 
 from advisor import cli
-from advisor.errors import AdvisorError
+from advisor.core.errors import AdvisorError
 from advisor.mcp.allowed import Allowed
 from advisor.mcp.bounds import LONGEST_NAME, MOST_TRIALS, UNTRUSTED
 from advisor.mcp.server import build
 from advisor.mcp.trials import tried
 from advisor.testing import TraceBuilder
-from advisor.trial.report import Trial, TrialReport
-from advisor.trial.spec import Pull
+from advisor.tune.report import Trial, TrialReport
+from advisor.tune.spec import Pull
 
 pytestmark = pytest.mark.timed
 

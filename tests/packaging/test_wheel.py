@@ -22,7 +22,7 @@ PACKAGED = ("advisor", "rules", "dashboard", "sample_workloads")
 SUFFIXES = (".py", ".pyi", ".json", ".jsonl", ".typed", ".css", ".js", ".svg", ".html")
 
 # Importing these takes an extra (torch, dash, mcp); all others must import in a base installation.
-NEEDS_EXTRA = ("advisor.recording", "advisor.dashboard", "advisor.mcp")
+NEEDS_EXTRA = ("advisor.recorder", "advisor.dashboard", "advisor.mcp")
 
 pytestmark = pytest.mark.slow
 

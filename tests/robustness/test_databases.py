@@ -22,7 +22,7 @@ from types import ModuleType
 
 import pytest
 
-from advisor.ingest import open_run, read_trace
+from advisor.read import open_run, read_trace
 from advisor.testing.allocator import MIB, Allocator, Training
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
@@ -42,9 +42,9 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-mutations = _load("ingest/test_mutations.py")
-files = _load("ingest/profiler_files.py")
-xspace = _load("ingest/xspace_writer.py")
+mutations = _load("read/test_mutations.py")
+files = _load("read/profiler_files.py")
+xspace = _load("read/xspace_writer.py")
 every = _load("robustness/test_every_reader.py")
 Chance = random.Random
 ODD = [None, -1, 0, 1, 59, 60, 2**31, 2**32, 2**62, -(2**63), 2**63 - 1, 0.5, 1e308, float("inf"),

@@ -2,7 +2,7 @@
 
 Whatever a file holds, a command ends with an exit code and a line, not with a traceback; soon; in
 bounded memory. ``ADVISOR_MUTATIONS=2000`` tries so many mutants of each kind (a few otherwise);
-``tests/ingest/test_mutations.py`` does the same to the reader of traces alone, in more ways.
+``tests/read/test_mutations.py`` does the same to the reader of traces alone, in more ways.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import pytest
 import zstandard
 
 from advisor import cli
-from advisor.advice.execution import FAILED
-from advisor.advice.registry import read_config
+from advisor.advise.execution import FAILED
+from advisor.advise.registry import read_config
 from advisor.compare import Comparison
-from advisor.errors import AdvisorError
-from advisor.ingest.scalene import read_scalene
-from advisor.rundir import EVENTS, MANIFEST, RANK, SCALENE, STEPS, TELEMETRY
+from advisor.core.errors import AdvisorError
+from advisor.core.run_directory import EVENTS, MANIFEST, RANK, SCALENE, STEPS, TELEMETRY
+from advisor.read.scalene import read_scalene
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
 SAMPLE = 24
@@ -48,7 +48,7 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-mutations = _load("ingest/test_mutations.py")
+mutations = _load("read/test_mutations.py")
 recorded = _load("dashboard/recorded.py")
 Chance = random.Random
 
@@ -385,7 +385,7 @@ def of_comparisons(number: int, seeds: dict[str, Any], place: Path) -> Act:
         return f"comparison {number} {line}", file, lambda: run(line)
 
     def read() -> None:
-        from advisor.compare.formats import COMPARISONS
+        from advisor.render.formats import COMPARISONS
 
         try:
             found = Comparison.from_json(file.read_bytes())

@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from advisor.model import Finding, Rule
+from advisor.core.finding import Finding, Rule
 
 WORTH = "worth"
 """The rule fires, and the engine finds the finding worth nothing."""

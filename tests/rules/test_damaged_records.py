@@ -9,14 +9,14 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from advisor import rundir
-from advisor.advice.execution import FAILED, run_rules
-from advisor.advice.measure import measure
-from advisor.advice.recorded import recorded_view
-from advisor.advice.registry import load_rules
-from advisor.analysis import Analysis
-from advisor.rundir import Device, Event, Gpu, Host, Rank, RankRecord, Sample, Step
-from advisor.trace import blank_trace
+from advisor.advise.execution import FAILED, run_rules
+from advisor.advise.measure import measure
+from advisor.advise.recorded import recorded_view
+from advisor.advise.registry import load_rules
+from advisor.core import run_directory as rundir
+from advisor.core.run_directory import Device, Event, Gpu, Host, Rank, RankRecord, Sample, Step
+from advisor.core.trace import blank_trace
+from advisor.measure import Analysis
 
 RULES = [rule for rule in load_rules(config={}) if rule.reads_record]
 WHOLE = st.integers(-3, 1 << 66) | st.integers(0, 10**9)

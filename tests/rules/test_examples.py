@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from advisor.advice.execution import FAILED, rank_rules, run_rules
-from advisor.advice.registry import load_rules
-from advisor.advice.worth import MIN_GAIN_SHARE
-from advisor.model import Finding, Rule, Worth
+from advisor.advise.execution import FAILED, rank_rules, run_rules
+from advisor.advise.registry import load_rules
+from advisor.advise.worth import MIN_GAIN_SHARE
+from advisor.core.finding import Finding, Rule, Worth
 from advisor.testing import TraceBuilder
 from tests.rules.guards import guard_of, lifted
 

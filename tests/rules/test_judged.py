@@ -9,11 +9,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from advisor.advice.execution import run_rules
-from advisor.advice.registry import load_rules
-from advisor.analysis import Analysis
-from advisor.ingest import read_trace
-from advisor.model import Finding
+from advisor.advise.execution import run_rules
+from advisor.advise.registry import load_rules
+from advisor.core.finding import Finding
+from advisor.measure import Analysis
+from advisor.read import read_trace
 
 Trace = Callable[[str], str]
 RULES = {rule.id: rule for rule in load_rules(config={})}

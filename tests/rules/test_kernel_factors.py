@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from advisor.advice.registry import load_rules
-from advisor.model import Edit, Finding
+from advisor.advise.registry import load_rules
+from advisor.core.finding import Edit, Finding
 from advisor.testing import TraceBuilder
 
 HALF = "c10::BFloat16"

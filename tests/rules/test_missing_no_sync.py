@@ -9,11 +9,11 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from advisor.analysis import Analysis
-from advisor.ingest import read_trace
-from advisor.model import Finding, NotMeasured
+from advisor.core.finding import Finding, NotMeasured
+from advisor.core.trace import Trace
+from advisor.measure import Analysis
+from advisor.read import read_trace
 from advisor.rules.distributed.missing_no_sync import MissingNoSync
-from advisor.trace import Trace
 
 GRADIENTS = 181_240_752 + 1_068_160 + 17_728_292
 """Bytes of the three messages of each backward pass, as the file's shapes give them."""

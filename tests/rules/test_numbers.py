@@ -11,10 +11,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from advisor.advice.registry import load_rules
-from advisor.analysis import Analysis
-from advisor.ingest import read_trace
-from advisor.model import Rule, Source, Threshold
+from advisor.advise.registry import load_rules
+from advisor.core.finding import Rule, Source, Threshold
+from advisor.measure import Analysis
+from advisor.read import read_trace
 
 ROOT = Path(__file__).parents[2]
 RULES = load_rules(config={})

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advice.execution import rank_rules, run_rules
-from advisor.advice.registry import load_rules
-from advisor.analysis import Analysis
-from advisor.ingest import open_run
+from advisor.advise.execution import rank_rules, run_rules
+from advisor.advise.registry import load_rules
+from advisor.measure import Analysis
+from advisor.read import open_run
 from advisor.rules.sources import PUBLIC
 from advisor.sample_workloads import catalogue
 
@@ -50,7 +50,7 @@ def fired(*paths: str) -> frozenset[str]:
 @cache
 def fired_on_recording(name: str) -> frozenset[str]:
     """Rules that read the record, with a finding on a recording."""
-    from advisor.trace import blank_trace
+    from advisor.core.trace import blank_trace
 
     recording = open_run(str(RECORDED / name)).recording
     assert recording is not None

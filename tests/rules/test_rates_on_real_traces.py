@@ -9,11 +9,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from advisor.advice.engine import Examined, Options, examine
-from advisor.advice.execution import FAILED
-from advisor.analysis import Analysis
-from advisor.ingest import open_run
-from advisor.model import Finding
+from advisor.advise.engine import Examined, Options, examine
+from advisor.advise.execution import FAILED
+from advisor.core.finding import Finding
+from advisor.measure import Analysis
+from advisor.read import open_run
 
 NEW = {"slow-attention", "slow-gemm", "slow-convolution", "low-bandwidth", "handwritten-operator"}
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from advisor import text as t
-from advisor.advice.engine import Options, analyze
-from advisor.model import Finding
-from advisor.report.data import Report
+from advisor.advise.engine import Options, analyze
+from advisor.core import text as t
+from advisor.core.finding import Finding
+from advisor.core.report import Report
 
 pytestmark = pytest.mark.timed
 
@@ -191,8 +191,8 @@ def test_its_sixty_pageable_copies_to_the_host_are_judged_by_the_bubble_they_lea
 ) -> None:
     import polars as pl
 
-    from advisor.analysis import Analysis
-    from advisor.ingest import read_trace
+    from advisor.measure import Analysis
+    from advisor.read import read_trace
     from advisor.rules.sync.held import held_by
 
     path = shared_trace("a100_train_6steps")

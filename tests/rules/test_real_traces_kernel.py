@@ -16,15 +16,15 @@ from typing import Any
 import polars as pl
 import pytest
 
-from advisor import text as t
-from advisor.advice.engine import Options, analyze
-from advisor.advice.execution import run_rules
-from advisor.advice.registry import load_rules
-from advisor.analysis import Analysis
-from advisor.analysis.shapes import Tensor
-from advisor.ingest import read_trace
-from advisor.model import Evidence, Finding, Good, Outcome
-from advisor.report.data import Report
+from advisor.advise.engine import Options, analyze
+from advisor.advise.execution import run_rules
+from advisor.advise.registry import load_rules
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Good, Outcome
+from advisor.core.report import Report
+from advisor.measure import Analysis
+from advisor.measure.device.shapes import Tensor
+from advisor.read import read_trace
 from advisor.rules.kernel.misaligned_gemm import Product
 
 Find = Callable[[str], str]

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from advisor.ingest import read_trace
+from advisor.read import read_trace
 from advisor.rules.kernel import attention
 from advisor.rules.memory import empty_cache_in_loop, recompute
 from advisor.rules.optimizer import single_tensor

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advice.engine import Options, analyze
-from advisor.analysis.record import Recorded
-from advisor.ingest import open_run
-from advisor.model import Finding
+from advisor.advise.engine import Options, analyze
+from advisor.core.finding import Finding
+from advisor.measure.steps.record import Recorded
+from advisor.read import open_run
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
 CASES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.analysis.matmuls import Product
-from advisor.analysis.shapes import Tensor
+from advisor.measure.device.matmuls import Product
+from advisor.measure.device.shapes import Tensor
 from advisor.rules.kernel.slow_gemm import SlowGemm
 
 

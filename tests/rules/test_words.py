@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from advisor.advice.execution import run_rules
-from advisor.advice.registry import load_rules
-from advisor.model import ANY, Rule
+from advisor.advise.execution import run_rules
+from advisor.advise.registry import load_rules
+from advisor.core.finding import ANY, Rule
+from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.testing import TraceBuilder
-from advisor.trace import CUDA, JAX, TENSORFLOW
 
 RULES = load_rules(config={})
 TEXTS = ("title", "fix", "code", "verify", "falsified_by", "assumptions", "confidence")
@@ -105,7 +105,7 @@ def test_advice_for_other_programs_names_nothing_of_pytorch(rule: Rule) -> None:
 
 
 def test_everything_that_a_snapshot_says_would_free_memory_has_words() -> None:
-    from advisor.analysis import memory_savings
+    from advisor.measure.memory import memory_savings
 
     source = inspect.getsource(memory_savings)
     changes = set(re.findall(r'(?:Saving|_at)\(\s*"([^"]+)"', source))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.advice.execution import rank_rules, run_rules
-from advisor.model import Finding, Rule
+from advisor.advise.execution import rank_rules, run_rules
+from advisor.core.finding import Finding, Rule
 from advisor.rules.distributed.missing_no_sync import MissingNoSync
 from advisor.rules.distributed.slow_device import SlowDevice
 from advisor.rules.host.periodic_stalls import PeriodicStalls

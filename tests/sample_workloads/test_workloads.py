@@ -13,11 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from advisor.advice.engine import analyze  # noqa: E402
-from advisor.advice.registry import load_rules  # noqa: E402
-from advisor.errors import AdvisorError  # noqa: E402
-from advisor.ingest import open_run  # noqa: E402
-from advisor.report import Report  # noqa: E402
+from advisor.advise.engine import analyze  # noqa: E402
+from advisor.advise.registry import load_rules  # noqa: E402
+from advisor.core.errors import AdvisorError  # noqa: E402
+from advisor.core.report import Report  # noqa: E402
+from advisor.read import open_run  # noqa: E402
 from advisor.sample_workloads import (  # noqa: E402
     HERE,
     Setup,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.fleet.diagnose import diagnose
-from advisor.fleet.report import JobReport
-from advisor.simulation.jobs import FAULTS, HEALTHY
-from advisor.simulation.programs import play
-from advisor.simulation.score import Score, judge
-from advisor.simulation.summaries import summarise_all
+from advisor.advise.ranks.diagnose import diagnose
+from advisor.measure.ranks.job_report import JobReport
+from benchmarks.simulation.jobs import FAULTS, HEALTHY
+from benchmarks.simulation.programs import play
+from benchmarks.simulation.score import Score, judge
+from benchmarks.simulation.summaries import summarise_all
 
 RANKS = 32
 

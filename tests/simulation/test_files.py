@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from advisor.advice.engine import examine
-from advisor.fleet.measure import summarise
-from advisor.fleet.summary import Packed, Summary, unpack
-from advisor.simulation import kineto
-from advisor.simulation.engine import Played
-from advisor.simulation.jobs import HEALTHY
-from advisor.simulation.programs import play, simulate
-from advisor.simulation.summaries import summarise_all
+from advisor.advise.engine import examine
+from advisor.advise.ranks.measure import summarise
+from advisor.measure.ranks.summary import Packed, Summary, unpack
+from benchmarks.simulation import kineto
+from benchmarks.simulation.engine import Played
+from benchmarks.simulation.jobs import HEALTHY
+from benchmarks.simulation.programs import play, simulate
+from benchmarks.simulation.summaries import summarise_all
 
 APART = ("path", "events", "bytes_read", "findings", "not_checked")
 """What only a file has."""

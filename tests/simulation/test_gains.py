@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.fleet.bands import OTHERS, band_name, bands
-from advisor.fleet.diagnose import diagnose
-from advisor.simulation.programs import play
-from advisor.simulation.score import KIND, judge
-from advisor.simulation.summaries import summarise_all
+from advisor.advise.ranks.diagnose import diagnose
+from advisor.replay.ranks.bands import OTHERS, band_name, bands
+from benchmarks.simulation.programs import play
+from benchmarks.simulation.score import KIND, judge
+from benchmarks.simulation.summaries import summarise_all
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from advisor.simulation.engine import COMPUTE_STREAM, Played
-from advisor.simulation.jobs import FAULTS, HEALTHY, LAYOUTS, Job, draw
-from advisor.simulation.measured import measured
-from advisor.simulation.programs import LEAST_SHARE, play, simulate
+from benchmarks.simulation.engine import COMPUTE_STREAM, Played
+from benchmarks.simulation.jobs import FAULTS, HEALTHY, LAYOUTS, Job, draw
+from benchmarks.simulation.measured import measured
+from benchmarks.simulation.programs import LEAST_SHARE, play, simulate
 
 
 def of_layout(layout: str, kind: str = HEALTHY, **given: object) -> Job:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.fleet.report import JobReport, Odd, Row
-from advisor.simulation.jobs import HEALTHY, Truth
-from advisor.simulation.score import judge
+from advisor.measure.ranks.job_report import JobReport, Odd, Row
+from benchmarks.simulation.jobs import HEALTHY, Truth
+from benchmarks.simulation.score import judge
 
 TRUTH = Truth("slow_input", "host", "rack0-node01", tuple(range(8, 16)), False, 100e6, 20e6)
 

@@ -1,0 +1,490 @@
+"""What the figures of a report are about, and those beside the bar: as words, for any renderer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Location
+from advisor.core.prices import money
+
+if TYPE_CHECKING:
+    from advisor.core.report import Replay, Report
+
+MOST_NAMES = 6
+
+Line = tuple[str, list[str]]
+"""A label and the parts that follow it."""
+
+
+def scope(report: Report) -> list[Line]:
+    """Which traces, device and steps; what a step takes besides time."""
+    lines = [
+        ("trace", _trace(report)),
+        ("device", _device(report)),
+        ("run", recorded(report)),
+        (
+            "steps" if report.step is None or report.step.longer is None else "window",
+            _steps(report),
+        ),
+        ("energy", energy(report)),
+        ("cost", cost(report)),
+    ]
+    return [(label, parts) for label, parts in lines if parts]
+
+
+def _trace(report: Report) -> list[str]:
+    shown = next((i for i in report.inputs if i.rank == report.scope.rank), None)
+    if shown is None:
+        return []
+    name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
+    if report.scope.step_source == "snapshot":
+        parts = [t.path(name, 60), "a memory snapshot", f"{t.count(shown.events_read)} events"]
+    elif report.scope.step_source == "record":
+        parts = [t.path(name, 60), "no profiled window"]
+    else:
+        parts = [t.path(name, 60), t.counted(shown.events_read, "event")]
+    if shown.truncated:
+        parts.append("truncated")
+    if shown.windows > 1:
+        parts.append(f"window {shown.window} (there are {shown.windows}: --window)")
+    if len(report.inputs) > 1:
+        which = "no rank known" if shown.rank is None else f"rank {shown.rank}"
+        parts.append(f"{which}, beside {len(report.inputs) - 1} more")
+    elif shown.rank is not None:
+        parts.append(f"rank {shown.rank}")
+    return parts
+
+
+def _device(report: Report) -> list[str]:
+    scope_ = report.scope
+    if scope_.device is None:
+        return []
+    name = "model not recorded" if scope_.device_name is None else t.clean(scope_.device_name)
+    parts = [f"GPU {scope_.device}: {t.shorten(name, 50)}"]
+    if scope_.devices_seen > 1:
+        parts.append(f"of {scope_.devices_seen} in the trace, the one with most work")
+    return parts
+
+
+def _steps(report: Report) -> list[str]:
+    scope_ = report.scope
+    if scope_.step_source == "snapshot":
+        return []
+    if scope_.per == "recording":
+        return [f"none marked: the whole recording, {t.time(scope_.span_ns)}"]
+    source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
+    used = f"{scope_.steps_used} of {scope_.steps_found}"
+    mean = f"{t.time(scope_.step_ns)} {t.per(scope_.per)}"
+    if scope_.steps_used == 1:
+        parts = [f"{used} {source}", mean]
+    else:
+        spread = t.between(scope_.step_min_ns, scope_.step_max_ns)
+        parts = [f"{used} {source}", f"{mean} on average", spread]
+    if scope_.outliers:
+        parts.append(f"outliers set aside: {names(scope_.outliers)}")
+    return [*parts, *window(report)]
+
+
+OUTSIDE = 0.01
+"""Share of a run's time from which what lies between its steps is told."""
+SAME = 0.03
+"""Two step times that differ by less are called equal."""
+
+
+def window(report: Report) -> list[str]:
+    """How the profiled steps compare with the run's own, and why they differ."""
+    step = report.step
+    if step is None or step.longer is None:
+        return []
+    if abs(step.longer) < SAME and not step.unlike:
+        return ["as long as the run's"]
+    parts = [f"{_longer(step.longer)} than the run's"]
+    why = []
+    if step.cost is not None and step.cost >= SAME:
+        why.append(f"the profiler adds {t.percent(step.cost)}")
+    if step.first:
+        why.append("they are among the first steps")
+    if step.unlike and step.around_ns is not None:
+        why.append(
+            "the window is not like the run: the unprofiled steps around it take "
+            f"{t.time(step.around_ns)}, and {_share_of_steps(step.as_far)} of the run's are as "
+            f"{'long' if step.around_ns > step.ns else 'short'}"
+        )
+    elif step.cost is not None and not why and step.around_ns is not None:
+        why.append(f"so are those around the window ({t.time(step.around_ns)})")
+    return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
+
+
+def _longer(share: float) -> str:
+    return f"{abs(share):.0%} {'longer' if share >= 0 else 'shorter'}"
+
+
+def _share_of_steps(share: float | None) -> str:
+    return "none" if not share else t.percent(share)
+
+
+def time_heading(report: Report) -> tuple[str, str]:
+    """What the bar of the step's time is called, and the step that its figures add up to where
+    that is not the one that the report leads with."""
+    where = "on the GPU" if report.time else "on the host's main thread"
+    title = f"Where the {report.per}'s time goes {where}"
+    step = report.step
+    if step is None:
+        return title, ""
+    if step.longer is not None and abs(step.longer) >= SAME:
+        return title, f"profiled, {t.time(step.window_ns)} {t.per(report.per)}"
+    if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= SAME:
+        return title, f"mean step, {t.time(step.mean_ns)}"
+    return title, ""
+
+
+def recorded(report: Report) -> list[str]:
+    """What the recorder measured of every step, profiled or not."""
+    view = report.recorded
+    if view is None:
+        return []
+    parts = [t.counted(view.steps, f"{'inference ' * view.inference}step")]
+    if view.median_ns is not None:
+        parts.append(f"median {t.time(view.median_ns)} without the profiler")
+    if (
+        view.mean_ns is not None
+        and view.median_ns
+        and abs(view.mean_ns / view.median_ns - 1) > SAME
+    ):
+        parts.append(f"mean {t.time(view.mean_ns)}")
+    if view.p99_ns is not None:
+        parts.append(f"99th percentile {t.time(view.p99_ns)}")
+    if view.samples_per_second is not None:
+        parts.append(f"{view.samples_per_second:,.0f} samples/s")
+    if view.outside_ns and (view.outside_share or 0.0) >= OUTSIDE:
+        parts.append(
+            f"{t.time(view.outside_ns)} ({t.percent(view.outside_share)}) between steps: "
+            "validation, rollouts, checkpoints and the like"
+        )
+    if view.phases and report.scope.step_source != "record":
+        shown = ", ".join(
+            f"{t.host_label(phase.name, report.scope.framework)} {t.percent(phase.share)}"
+            for phase in view.phases[:MOST_NAMES]
+        )
+        parts.append(f"host: {shown}")
+    if view.ended is None:
+        parts.append("killed, or still going on")
+    elif view.ended != "finished":
+        parts.append(f"ended by {t.clean(view.ended)}")
+    return parts
+
+
+def figures(report: Report) -> list[Line]:
+    """The figures beside the bar."""
+    lines: list[Line] = []
+    if report.time:
+        busy = [f"busy {t.percent(report.busy_share)}"]
+        if report.communication_ns is not None:
+            hidden = t.percent(report.communication_overlap)
+            busy.append(f"communication {t.time(report.communication_ns)}, {hidden} hidden")
+        busy += [f"MFU {t.percent(report.mfu)}", f"memory peak {_memory(report)}"]
+        lines.append(("GPU", busy))
+    if report.operators:
+        shown = report.operators[:MOST_NAMES]
+        short = t.by_name((op.name for op in shown), 40)
+        lines.append(("ops", [f"{short[op.name]} {t.percent(op.share)}" for op in shown]))
+    if report.ranges:
+        shown = report.ranges[:MOST_NAMES]
+        short = t.by_name((one.name for one in shown), 40)
+        lines.append(("ranges", [f"{short[one.name]} {t.percent(one.share)}" for one in shown]))
+    if report.families:
+        lines.append(("work", _families(report)))
+    if report.replay is not None:
+        lines.append(("path", path_parts(report.replay.critical, report.scope.framework)))
+    if report.host and report.time:
+        host = [
+            f"{t.host_label(part.name, report.scope.framework)} {t.percent(part.share)}"
+            for part in report.host
+        ]
+        host[0] += f" {t.of(report.per)}"
+        lines.append(("host", host[:MOST_NAMES]))
+    return lines
+
+
+def energy(report: Report) -> list[str]:
+    """Energy a step and how it was measured; empty: it was not."""
+    use = report.energy
+    if use is None:
+        return []
+    ranks = use.ranks
+    methods = {"counter": "the driver's counter", "power": "sampled power"}
+    how = " and ".join(methods[name] for name in dict.fromkeys(one.method for one in ranks))
+    if use.joules is None or use.watts is None:
+        shown = ", ".join(f"rank {one.rank} {t.value(one.joules, 'J')}" for one in ranks[:4])
+        return [f"{shown} {t.per(report.per)}", "not measured on all ranks", how]
+    parts = [f"{t.value(use.joules, 'J')} {t.per(report.per)}", t.value(use.watts, "W")]
+    if len(ranks) > 1:
+        low, high = min(one.joules for one in ranks), max(one.joules for one in ranks)
+        if t.value(low, "J") != t.value(high, "J"):
+            parts.append(f"{t.value(low, 'J')} to {t.value(high, 'J')} a rank")
+    return [*parts, how]
+
+
+PRICED_STEPS = 1000
+"""Steps whose price is told: that of one has many zeros."""
+
+
+def cost(report: Report) -> list[str]:
+    """What the steps cost, now and with the fixes; empty: no price was given."""
+    paid = report.cost
+    if paid is None:
+        return []
+    whole = report.per == "recording"
+    times = 1 if whole else PRICED_STEPS
+    each = "the recording" if whole else f"{PRICED_STEPS:,} {report.per}s"
+    parts = [f"{money(paid.step * times, paid.currency)} for {each}"]
+    if paid.step_after is not None:
+        least = "at least " if paid.bound else ""
+        parts.append(f"{least}{money(paid.step_after * times, paid.currency)} with the fixes")
+    if paid.run is not None:
+        parts.append(f"{money(paid.run, paid.currency)} this run")
+    gpus = "" if paid.gpus == 1 else f"{paid.gpus} × "
+    return [*parts, f"at {gpus}{money(paid.per_hour, paid.currency)} an hour"]
+
+
+def _families(report: Report) -> list[str]:
+    """Device work by kind, as shares of all of it."""
+    parts = sorted(report.families, key=lambda family: -family.ns)
+    shown = [f"{t.clean(f.name)} {t.percent(f.share)}" for f in parts[:MOST_NAMES]]
+    if shown:
+        shown[0] += " of device work"
+    total = round(sum(family.count for family in report.families))
+    work = t.counted(total, "kernel or copy", "kernels and copies")
+    return [*shown, f"{work} {t.per(report.per)}"]
+
+
+def path_parts(critical: dict[str, float], framework: str | None = None) -> list[str]:
+    """What the critical path consists of: what the step's length hangs on."""
+    total = sum(critical.values()) or 1.0
+    parts = [
+        f"{t.path_label(name, framework)} {t.percent(ns / total)}" for name, ns in critical.items()
+    ]
+    return ["critical: " + parts[0], *parts[1:MOST_NAMES]] if parts else []
+
+
+def _memory(report: Report) -> str:
+    peak, capacity = report.memory_peak_bytes, report.memory_capacity_bytes
+    if peak is None or capacity is None:
+        return t.memory(peak)
+    return f"{t.memory(peak)} of {t.memory(capacity)}"
+
+
+def names(items: list[str], most: int = 4) -> str:
+    """``a, b, c and 12 more``."""
+    shown = ", ".join(t.shorten(t.clean(item), 30) for item in items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def ranked(report: Report) -> list[Finding]:
+    """The findings that count, the most valuable first."""
+    return [finding for finding in report.findings if finding.folded_under is None]
+
+
+def places(finding: Finding, most: int = 3) -> list[Location]:
+    """Where it is, worst first, places of the same name once."""
+    found: dict[object, Location] = {}
+    for place in finding.where:
+        found.setdefault(
+            (place.file, place.line, place.function, place.op, place.kernel, place.step), place
+        )
+    return list(found.values())[:most]
+
+
+def named_places(
+    finding: Finding, most: int = 3, *, name_width: int = 48, path_width: int = 60
+) -> list[tuple[Location, list[str]]]:
+    """The same with their names, as :func:`~advisor.core.text.place_names` has them: kernels and
+    operators of one finding stay apart however short they are."""
+    found = places(finding, most)
+    short = t.by_name((name for p in found for name in (p.op, p.kernel)), name_width)
+    return [
+        (place, t.place_names(place, name_width=name_width, path_width=path_width, short=short))
+        for place in found
+    ]
+
+
+def hot_lines(report: Report, most: int = 8) -> list[tuple[str, str, str]]:
+    """(share of the samples, place, text) of the hottest lines."""
+    return [
+        (
+            t.percent(line.share),
+            f"{t.path(line.file, 50)}:{line.line}",
+            t.shorten(t.clean(line.text), 80),
+        )
+        for line in report.hot_lines[:most]
+    ]
+
+
+def folded(report: Report, finding: Finding) -> list[Finding]:
+    """Symptoms and alternatives that a finding already covers."""
+    return [other for other in report.findings if other.folded_under == finding.rule]
+
+
+def order_parts(finding: Finding, report: Report) -> list[str]:
+    """What the order of the findings does to this one's gain, and whose rank it is of."""
+    parts = []
+    own = finding.worth.gain_ns if finding.worth is not None else None
+    left = finding.rank_gain_ns
+    if finding.pays_after is not None:
+        before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
+        before = t.clean(before) or t.clean(finding.pays_after)
+        parts.append(f"pays only after '{before}': {t.time(left)} then")
+    elif own is not None and left is not None and finding.rank != 1:
+        if left < 0.95 * own:
+            parts.append(f"{t.time(left)} of it once those above are fixed")
+        elif left > 1.05 * own:
+            parts.append(f"{t.time(left)} once those above are fixed")
+    if finding.other_rank and finding.trace_rank is not None:
+        parts.append(f"on rank {finding.trace_rank}")
+    return parts
+
+
+def gain_parts(finding: Finding, report: Report) -> list[str]:
+    """What a finding is worth, between which bounds, in which order, and how sure that is."""
+    parts = [t.gain(finding), t.band(finding), *order_parts(finding, report)]
+    return [*filter(None, parts), f"confidence {t.percent(finding.confidence)}"]
+
+
+def doubts(finding: Finding) -> list[str]:
+    """Why a finding may be wrong: what lowered its confidence, what it takes for granted."""
+    found = [*finding.confidence_notes]
+    if finding.assumptions:
+        found.append(f"assumes: {'; '.join(finding.assumptions)}")
+    if finding.falsified_by:
+        found.append(f"wrong if you see: {finding.falsified_by}")
+    return [t.clean(doubt) for doubt in found]
+
+
+def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
+    """How to name a folded finding: (``or``, …) for an alternative, (``also``, …) for a symptom."""
+    alternative = bool(finding.alternatives) and finding.alternatives == other.alternatives
+    title = t.clean(other.title)
+    if alternative:
+        return "or", f"{title}: {t.gain(other)}, in place of this one"
+    return "also", f"{title}: {t.gain(other)} by itself"
+
+
+def why_note(finding: Finding) -> str:
+    """Why a finding is a note and not ranked."""
+    worth = finding.worth
+    if worth is not None and worth.currency == "unpriced":
+        return t.clean(worth.reason)
+    if finding.validation == "synthetic":
+        return "not proven on real traces, and may be worth nothing"
+    # a rule may say so itself of what it sees: a chance, and nothing that is wrong
+    return f"a possibility, not a bottleneck: confidence {t.percent(finding.confidence)}"
+
+
+def note_gain(finding: Finding) -> str:
+    """What a note would be worth: ``10.9 ms a step, 14%``; empty: nothing is known."""
+    worth = finding.worth
+    if worth is None or worth.currency != "step_time" or not worth.gain_ns:
+        return ""
+    spread = t.band(finding)
+    gain = t.gain(finding)
+    return f"{gain} ({spread})" if spread else gain
+
+
+LONGEST_FIX = 200
+"""Characters: two lines of an overview."""
+
+
+def short_fix(finding: Finding) -> str:
+    """The fix in a sentence: its first one, or as many of its words as have room."""
+    text = t.clean(finding.fix).strip()
+    first = re.split(r"(?<=[a-z)`\d][.:;])\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".:;")
+    if len(first) <= LONGEST_FIX:
+        return first
+    cut = first[:LONGEST_FIX].rsplit(" ", 1)[0]
+    clause = max(cut.rfind(mark) for mark in (", ", "; ", ": "))
+    return f"{(cut[:clause] if clause > LONGEST_FIX // 2 else cut).rstrip(',;:')} …"
+
+
+def abstentions(report: Report) -> list[tuple[str, str]]:
+    """What could not be checked: (what, why and what to record)."""
+    found = []
+    for item in report.not_checked:
+        why = t.clean(item.why).rstrip(".")
+        record = f". Record with {t.clean(item.record)}" if item.record else ""
+        found.append((t.clean(item.what), f"{why}{record}."))
+    return found
+
+
+def bounded(report: Report) -> bool:
+    """Some gain is an upper bound, not a replay."""
+    return any(
+        finding.worth is not None and finding.worth.method.startswith("upper bound")
+        for finding in report.findings
+    )
+
+
+def outlook(report: Report) -> str:
+    """What is left when everything that is ranked is fixed."""
+    replay = report.replay
+    if replay is None or not ranked(report):
+        return ""
+    critical = path_parts(replay.critical_after, report.scope.framework)
+    parts = ", ".join(critical).removeprefix("critical: ")
+    fixed = "all are" if len(ranked(report)) > 1 else "it is"
+    scale = report.step_ns / replay.measured_ns if replay.measured_ns else 1.0
+    both = f"from {t.time(report.step_ns)} to {t.time(replay.step_after_ns * scale)}"
+    return f"Once {fixed} fixed, the {report.per} goes {both} by replay and hangs on: {parts}."
+
+
+def _explained(replay: Replay) -> str:
+    """How much of the waiting the replay explains by what was waited for."""
+    parts = [
+        f"{t.percent(share)} of the time that {who}"
+        for share, of, who in (
+            (replay.waits_explained, replay.waits, "the host waits for the device"),
+            (replay.idle_explained, replay.idle, "the device idles"),
+        )
+        if share is not None and of >= 0.01
+    ]
+    return f" It gives the ends of {' and of '.join(parts)} by what was waited for." * bool(parts)
+
+
+def replay_error(replay: Replay) -> str:
+    """How far the replay without edits is from what was measured, as a share of the step."""
+    return "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
+
+
+def definitions(report: Report) -> list[str]:
+    """How the gains of this report were got, and how far to trust them."""
+    found = []
+    replay = report.replay
+    if report.findings and replay is not None:
+        steps, unit = f"the {report.per}", str(report.per)
+        if replay.steps > 1:
+            steps, unit = t.counted(replay.steps, unit), f"{unit}s"
+        error = replay_error(replay)
+        starts = ""
+        if replay.explained is not None:
+            of = t.counted(replay.starts, "device start")
+            starts = f" and explains {t.percent(replay.explained)} of {of} to 5 µs"
+        found.append(
+            "Gains are replayed: the dependency graph of "
+            f"{steps} is run again with the fix in it. Without any fix it comes "
+            f"within {error} of the measured {unit}{starts}.{_explained(replay)}"
+        )
+    step = report.step
+    longer = None if step is None else step.longer
+    if report.findings and step is not None and longer is not None and abs(longer) >= SAME:
+        found.append(
+            f"What is measured in the profiled window is of its {t.time(step.window_ns)} step; "
+            f"gains are of the run's {t.time(step.ns)} step, the same share of it."
+        )
+    if bounded(report):
+        found.append(
+            "'Up to' is the time during which nothing but the cause keeps the GPU or the step "
+            "waiting: a fix cannot gain more."
+        )
+    return found

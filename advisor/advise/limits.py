@@ -1,0 +1,249 @@
+"""What a recording cannot tell, and what was left out of it: a sentence each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from advisor.advise.longer import longer_steps
+from advisor.advise.memory import memory_limits
+from advisor.advise.recorded import window_lines
+from advisor.core import text as t
+from advisor.core.intervals import covered, intersect, union
+from advisor.core.trace import ANOTHER_TRACE, JAX
+
+if TYPE_CHECKING:
+    from advisor.core.trace import Run, Trace
+    from advisor.measure import Analysis
+
+ONCE = ("other", "free", "malloc", "launch", "module_load")
+"""Classes of runtime calls that wait for nothing in a steady step."""
+START_UP = 0.10
+"""A single one of them that takes this share of the window is start-up (loading modules, creating
+the context: seconds each in public traces of a first iteration)."""
+UNEVEN = 1.5
+"""Longest over shortest step from which the mean stands for neither."""
+ONE_OFF_SHARE = 0.02
+"""Part of what is analysed from which costs of first calls are told."""
+MOST_NAMED = 3
+MIN_EVENTS = 100
+"""A smaller file holds less than one step of a small network: its forward pass, backward pass and
+optimizer are some hundred operators, calls and kernels."""
+
+
+def limits(a: Analysis, run: Run) -> list[str]:
+    """What this trace cannot tell, and what was left out of it, a sentence each."""
+    meta = a.trace.meta
+    if a.record_only:
+        own = [] if a.snapshot_only else _record_limits(a)
+        return [*own, *memory_limits(a), *run.problems]
+    found = []
+    if meta.truncated:
+        damage = f" ({meta.damage})" if meta.damage else ""
+        found.append(f"The file is truncated{damage}: {meta.events_read:,} events kept.")
+    if a.trace.gpu.is_empty():
+        found.append(_no_device_work(a.trace))
+    found += _window_limits(a)
+    if a.trace.cpu.is_empty():
+        found.append(
+            "No host events in the trace: who launched what, why the device idles and which line "
+            "of code is responsible are not measured. Record with activities=[CPU, CUDA]."
+        )
+    elif not (a.trace.cpu["kind"] == "op").any():
+        found.append(
+            "No operators in the trace, only runtime calls: kernels cannot be tied to the code "
+            "that launched them. Record with activities=[CPU, CUDA]."
+            if (a.trace.cpu["kind"] == "runtime").any()
+            else "No operators in the trace: nothing ran between its start and its end, or the "
+            "profiler was restarted before the file was written (schedule(..., repeat=1))."
+        )
+    found += _start_up(a)
+    shortest, longest = _extremes(a)
+    if a.step_count > 1 and longest > UNEVEN * max(1, shortest):
+        found.append(
+            f"The steps differ: {t.between(shortest, longest)}. Figures are means over them. "
+            f"{longer_steps(a)}"
+        )
+    for reason, count in meta.events_dropped.items():
+        if reason == ANOTHER_TRACE:
+            found.append("Another trace follows in the same file: it is left out. Split the file.")
+            continue
+        found.append(f"{count:,} event{'' if count == 1 else 's'}: {reason}.")
+    if a.steps.source == "whole trace":
+        found.append(
+            "No steps in the trace: the figures are for the whole recording. Call "
+            "profiler.step() once an iteration to have them a step."
+        )
+    found += memory_limits(a)
+    found.extend(run.problems)
+    return found
+
+
+def _no_device_work(trace: Trace) -> str:
+    measured = "device time, transfers, kernels and idle gaps are not measured."
+    if trace.meta.truncated:
+        return f"No device work in what is left of the trace: {measured}"
+    launches = int(trace.cpu["call"].is_in(["launch", "graph_launch"]).sum())
+    if not launches:
+        return (
+            f"No device work in the trace: {measured} Record with activities=[CPU, CUDA] on a "
+            "machine with a GPU to get them."
+        )
+    lost = f"No device work in the trace although the host launched some ({launches:,} calls): "
+    if trace.counters.height:
+        return (
+            f"{lost}{measured} Probably hardware counters were recorded in place of their times, "
+            "and make the host wait for each. Record without counters to get them."
+        )
+    return (
+        f"{lost}the profiler lost the records of all of it, for calls are only recorded together "
+        f"with what they launch. {measured[0].upper()}{measured[1:]} Record again, after a warm-up "
+        "(schedule(wait=1, warmup=1, active=3)) and without another profiler on the same GPU."
+    )
+
+
+def _window_limits(a: Analysis) -> list[str]:
+    """A sentence for each thing that is the recording's and not the steps'."""
+    found = []
+    if too_little(a):
+        found.append(
+            f"The trace holds {events(a):,} pieces of host and device work, too little to tell "
+            "how the program runs. Record whole steps: schedule(wait=1, warmup=3, active=5)."
+        )
+    found += _earlier(a)
+    if a.steps.ahead_ns is not None and a.steps.host_ns is not None:
+        found.append(
+            f"The host runs ahead: the first work of a step waits {t.time(a.steps.ahead_ns)} in "
+            "the queue (median). So a step is the device's period, from the first work of a step "
+            f"to the first of the next; the host's own marks are {t.time(a.steps.host_ns)} apart."
+        )
+    found += _behind(a)
+    found += _one_off(a)
+    if a.lost.told and not a.trace.gpu.is_empty():
+        share = a.lost.lost / a.lost.launches
+        found.append(
+            f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} launched "
+            f"kernels ({t.percent(share)}): busy time is a lower bound, idle time is not known, "
+            "nothing is priced, and rules that look at idle time abstain. Record a shorter window."
+        )
+    return found
+
+
+def _earlier(a: Analysis) -> list[str]:
+    rows = a.earlier
+    if not rows.any():
+        return []
+    gpu = a.trace.gpu
+    parts = []
+    for what, chosen in (
+        ("kernel", rows & (gpu["kind"] == "kernel").to_numpy()),
+        ("copy or memset", rows & (gpu["kind"] != "kernel").to_numpy()),
+    ):
+        count = int(np.count_nonzero(chosen))
+        if count:
+            plural = "copies and memsets" if what != "kernel" else "kernels"
+            time = t.time(int(gpu["dur"].to_numpy()[chosen].sum()))
+            parts.append(f"{count:,} {what if count == 1 else plural} ({time})")
+    return [
+        f"{' and '.join(parts)} launched before the recording began ran in it: they are no step's "
+        "work, and left out of kernels, families and prices."
+    ]
+
+
+def _behind(a: Analysis) -> list[str]:
+    """Steps of a loop that hands its work to other threads and does not wait for them, as JAX's
+    on a CPU: most of the work lies behind the last step."""
+    meta, last = a.trace.meta, a.spans.end.max(initial=0)
+    if meta.step_marks is None or not a.trace.gpu.is_empty() or not a.span_ns:
+        return []
+    rows = a.trace.cpu.filter(
+        pl.col("kind") == "op", pl.col("thread") != a.trace.main_thread
+    ).select("ts", end=pl.col("ts") + pl.col("dur"))
+    work = union(rows["ts"].to_numpy(), rows["end"].to_numpy())
+    inside = intersect(work, a.spans).total
+    behind = int((work.end - np.maximum(work.start, last)).clip(0).sum())
+    if behind <= max(inside, a.span_ns):
+        return []
+    wait = " (jax.block_until_ready(state))" if meta.framework == JAX else ""
+    return [
+        f"The work runs behind the steps: {t.time(behind)} of other threads' lie after the last "
+        f"one, {t.time(inside)} in the steps. Their times are those of handing work over. Wait for "
+        f"it in the loop while you record{wait}."
+    ]
+
+
+def _one_off(a: Analysis) -> list[str]:
+    """First calls inside the used steps that did something once."""
+    table = a.one_off
+    ts = table["ts"].to_numpy()
+    end = ts + table["dur"].to_numpy()
+    inside = covered(ts, end, a.spans)
+    whole = intersect(union(ts, end), a.spans).total
+    if not whole or whole < ONE_OFF_SHARE * a.span_ns:
+        return []
+    table = table.with_columns(inside=inside).filter(pl.col("inside") > 0)
+    named = [
+        f"{t.shorten(t.clean(row['name']), 50)} {t.time(row['inside'])} (first of {row['count']:,} "
+        f"calls, the others {t.time(row['usual'])})"
+        for row in table.sort("inside", descending=True).head(MOST_NAMED).iter_rows(named=True)
+    ]
+    more = table.height - len(named)
+    return [
+        f"One-off costs are in what is analysed, {t.time(whole)} "
+        f"({t.percent(whole / a.span_ns)}): {', '.join(named)}"
+        f"{f' and {more:,} more first calls' if more > 0 else ''}. Loading of code, search of "
+        "algorithms and compilation at a first call: later steps do not have them, and no advice "
+        "is made of them. Record after a few steps."
+    ]
+
+
+def _start_up(a: Analysis) -> list[str]:
+    """A call into the driver that is no wait and takes a large part of the window."""
+    cpu = a.trace.cpu
+    once = (cpu["kind"] == "runtime") & cpu["call"].is_in(ONCE).fill_null(False)
+    longest = cpu.filter(once & (cpu["ts"] < a.spans.end.max(initial=0)))
+    longest = longest.sort("dur", descending=True).head(1)
+    if longest.is_empty() or not a.span_ns or longest["dur"][0] < START_UP * a.span_ns:
+        return []
+    name, dur = str(longest["name"][0]), int(longest["dur"][0])
+    return [
+        f"{t.shorten(t.clean(name), 50)} alone takes {t.time(dur)} ({t.percent(dur / a.span_ns)} "
+        "of what is analysed): this is start-up, which later steps do not have. Record after a "
+        "few steps: schedule(skip_first=10, wait=1, warmup=3, active=5)."
+    ]
+
+
+def _extremes(a: Analysis) -> tuple[int, int]:
+    """The shortest and the longest used step, ns."""
+    dur = a.steps.used["dur"].to_numpy()
+    return (int(dur.min()), int(dur.max())) if len(dur) else (0, 0)
+
+
+def _record_limits(a: Analysis) -> list[str]:
+    """What a record without a profiled window cannot tell."""
+    recorded = a.recorded
+    assert recorded is not None
+    found = [
+        "No window was profiled: what the host did is known by phase, and nothing of what ran on "
+        "the device. Host times of phases that only launch work say little about the device."
+    ]
+    found += [line + "." for line in window_lines(recorded.record.of_kind("window"))]
+    if not recorded.record.ended:
+        found.append("The run was killed, or is still going on: figures are up to its last step.")
+    if not recorded.steps:
+        found.append("No step was recorded.")
+    elif not recorded.count:
+        found.append("No step without a profiler was recorded.")
+    return found
+
+
+def too_little(a: Analysis) -> bool:
+    """The file is so small that no advice can rest on it. Traces written as code are examples."""
+    return events(a) < MIN_EVENTS and not a.trace.meta.example
+
+
+def events(a: Analysis) -> int:
+    """Pieces of host and device work, whatever else stands in the file."""
+    return a.trace.cpu.height + a.trace.gpu.height

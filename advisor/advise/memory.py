@@ -1,0 +1,193 @@
+"""A memory snapshot's part of the report: views, limits, and the verdict where there is no more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from advisor.core import text as t
+from advisor.core.report import (
+    MemoryHolder,
+    MemoryPool,
+    MemorySaving,
+    MemoryView,
+    Report,
+    Scope,
+)
+from advisor.measure.memory.fragments import Placement, fragments, placement
+from advisor.measure.memory.memory_savings import savings
+from advisor.measure.memory.post_mortem import PostMortem
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+MOST_DEVICES = 16
+MOST_LINES = 40
+
+
+def memory_views(a: Analysis) -> list[MemoryView]:
+    """One a device of the snapshot, the fullest first."""
+    return [_view(post) for post in a.post_mortems[:MOST_DEVICES]]
+
+
+def _view(post: PostMortem) -> MemoryView:
+    h = post.history
+    found = fragments(post)
+    at = "out of memory" if h.failed is not None else "peak" if h.count else "snapshot"
+    placed = placement(post)
+    return MemoryView(
+        device=post.device,
+        at=at,
+        allocated=post.allocated,
+        reserved=post.reserved,
+        peak=int(h.allocated.max()),
+        request=post.request,
+        driver_free=post.device_free,
+        events=h.count,
+        from_start=bool(h.count) and not h.began_before,
+        categories=[
+            MemoryHolder(category=name, file=None, line=None, function=None,
+                         blocks=_blocks(post, name), bytes=held)
+            for name, held in post.by_category.items()
+        ],
+        held=[
+            MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
+                         function=row["function"], label=row["label"], blocks=row["blocks"],
+                         bytes=row["bytes"])
+            for row in post.held.head(MOST_LINES).iter_rows(named=True)
+        ],
+        pools=[] if found is None else [
+            MemoryPool(
+                name=_pool_name(row), segments=row["segments"], reserved=row["reserved"],
+                allocated=row["allocated"], free=row["free"], largest=row["largest"],
+            )
+            for row in found.table.head(MOST_LINES).iter_rows(named=True)
+        ],
+        placement="" if placed is None else why_not_placed(placed),
+        step_source=post.step_source,
+        steps=max(0, len(post.whole_steps) - 1),
+        churn_bytes=post.churn_bytes,
+        churn=[
+            MemoryHolder(category="", file=row["file"], line=row["line"],
+                         function=row["function"], blocks=round(row["times"]),
+                         bytes=round(row["bytes"]))
+            for row in post.churn.head(MOST_LINES).iter_rows(named=True)
+        ],
+        growth=[
+            MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
+                         function=row["function"], blocks=row["steps"],
+                         bytes=round(row["step_bytes"]))
+            for row in post.growth.head(MOST_LINES).iter_rows(named=True)
+        ],
+        savings=[
+            MemorySaving(change=each.change, bytes=each.bytes, assumes=each.assumes,
+                         file=each.file, line=each.line)
+            for each in savings(post)
+        ],
+    )  # fmt: skip
+
+
+def _blocks(post: PostMortem, category: str) -> int:
+    return int(post.held.filter(post.held["category"] == category)["blocks"].sum())
+
+
+def _pool_name(row: dict[str, object]) -> str:
+    kind = {True: "large", False: "small"}.get(row["large"], "all sizes")  # type: ignore[call-overload]
+    parts = [str(kind)]
+    if row["expandable"]:
+        parts.append("expandable")
+    if row["pool"] is not None:
+        parts.append(f"private pool {row['pool']}")
+    if row["stream"]:
+        parts.append(f"stream {row['stream']}")
+    return ", ".join(parts)
+
+
+def why_not_placed(placed: Placement) -> str:
+    """One or two sentences about a request that failed."""
+    driver = "" if placed.driver is None else f", the driver {t.memory(placed.driver)}"
+    if placed.scattered:
+        return (
+            f"{t.memory(placed.request)} were asked for, and {t.memory(placed.usable)} were free "
+            f"in the pool and stream of the request, but in no one piece: the largest had "
+            f"{t.memory(placed.largest)}{driver}."
+        )
+    more = ""
+    if placed.elsewhere >= placed.request:
+        more = f" {t.memory(placed.elsewhere)} more were free in other pools or of other streams."
+    return (
+        f"{t.memory(placed.request)} were asked for; free in the pool and stream of the request "
+        f"were {t.memory(placed.usable)}, in pieces of at most {t.memory(placed.largest)}{driver}."
+        f"{more}"
+    )
+
+
+def snapshot_scope(a: Analysis) -> Scope:
+    """Of a snapshot alone: no step has a length."""
+    first = a.post_mortems[0]
+    return Scope(
+        rank=a.trace.meta.rank,
+        step_source="snapshot",
+        steps_found=0,
+        steps_used=0,
+        outliers=[],
+        span_ns=0,
+        step_ns=0.0,
+        step_min_ns=0,
+        step_max_ns=0,
+        step_median_ns=0.0,
+        device=first.device,
+        device_name=None,
+        device_known=False,
+        devices_seen=len(a.post_mortems),
+    )
+
+
+def memory_verdict(
+    report: Report,
+) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+    """Status and a sentence or two about a snapshot alone."""
+    view = report.memory[0]
+    held = " and ".join(f"{each.category} {t.memory(each.bytes)}" for each in view.categories[:2])
+    filled = f"{t.memory(view.allocated)} in tensors of {t.memory(view.reserved)} reserved"
+    most = f", most of it {held}" if held else ""
+    if view.request is not None:
+        text = f"GPU {view.device} ran out of memory at a request of {t.memory(view.request)}: "
+    else:
+        text = f"GPU {view.device} at its {'peak' if view.at == 'peak' else 'snapshot'}: "
+    text += f"{filled}{most}."
+    if report.risks:
+        return "bottlenecks", text
+    return "limited", f"{text} Memory alone is in a snapshot; time is not measured."
+
+
+def memory_limits(a: Analysis) -> list[str]:
+    """What a snapshot does not tell, a sentence each."""
+    if a.snapshot is None:
+        return []
+    found = []
+    if a.snapshot.events.is_empty():
+        found.append(
+            "The memory snapshot has no history: what is held is known, and its peak, what comes "
+            "and goes and what grows are not. Switch it on before the first allocation: "
+            "torch.cuda.memory._record_memory_history(max_entries=100_000)."
+        )
+    elif any(post.history.began_before and post.history.count for post in a.post_mortems):
+        found.append(
+            "The memory history starts in the middle: blocks that were there before have no line "
+            "unless they are held to the end. Switch it on earlier, or raise max_entries."
+        )
+    if not a.snapshot.stacks or not any(a.snapshot.stacks):
+        found.append(
+            "No stacks in the memory snapshot: categories and lines are not told "
+            "(context='all' in _record_memory_history)."
+        )
+    unmatched = sum(post.history.unmatched for post in a.post_mortems)
+    if unmatched:
+        found.append(
+            f"{unmatched:,} allocations in the memory history have no end and are not in its "
+            "state: history was switched off, or frees were not recorded."
+        )
+    found += [
+        f"Memory snapshot: {count:,} left out: {why}." for why, count in a.snapshot.dropped.items()
+    ]
+    return found

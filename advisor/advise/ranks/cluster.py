@@ -1,0 +1,120 @@
+"""Workers of a Dask cluster: whoever joined its scheduler, on whatever machines."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import Any, Final
+
+import advisor
+from advisor.advise.ranks.task import perform, reason
+from advisor.advise.ranks.work import RETRIES, Died
+from advisor.core.errors import AdvisorError
+from advisor.core.install import install
+
+PATIENCE: Final = 60.0
+"""Seconds to wait for a scheduler to answer, and for its first worker; and for one to come back
+when all have gone: a job manager starts a new one within a minute or not at all."""
+LOOK: Final = 1.0
+"""Seconds that the number of workers is taken to be right."""
+
+
+def _version() -> str:
+    return advisor.__version__
+
+
+class Cluster:
+    """The workers of the scheduler at an address (``tcp://host:8786``). Used with ``with``.
+
+    Raises AdvisorError: no such address, no answer, no worker, or workers with another advisor.
+    """
+
+    def __init__(self, address: str, *, patience: float = PATIENCE) -> None:
+        try:
+            from distributed import Client
+        except ModuleNotFoundError as error:
+            raise AdvisorError(f"--cluster needs {error.name}: {install('cluster')}") from None
+        self._patience = patience
+        try:
+            make: Any = Client  # with its types or without, as the version has it
+            self._client: Any = make(address, timeout=patience, set_as_default=False)
+        except Exception as error:  # each kind of address fails in its own way
+            why = reason(error) or type(error).__name__
+            raise AdvisorError(f"--cluster {address}: no scheduler answers there ({why})") from None
+        try:
+            self._check(address)
+        except BaseException:
+            self._client.close()
+            raise
+        self._slots, self._looked, self._gone = 0, -LOOK, 0.0
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    @property
+    def link(self) -> str:
+        """Address of Dask's dashboard; empty: there is none."""
+        return str(self._client.dashboard_link or "")
+
+    def _check(self, address: str) -> None:
+        """There are workers, and they have this advisor."""
+        try:
+            self._client.wait_for_workers(1, timeout=self._patience)
+        except Exception:  # a time-out of Dask, of asyncio or of tornado, by version
+            raise AdvisorError(
+                f"--cluster {address}: no worker has joined it within {self._patience:.0f} s; "
+                f"start some: dask worker {address} --nthreads 1"
+            ) from None
+        told: dict[str, Any] = self._client.run(_version, on_error="return")
+        for worker, version in sorted(told.items()):
+            if isinstance(version, ModuleNotFoundError):
+                why = f"the worker {worker} cannot import {version.name}"
+            elif isinstance(version, BaseException):
+                why = f"the worker {worker} does not run advisor ({reason(version)})"
+            elif version != advisor.__version__:
+                why = f"the worker {worker} has advisor {version}, this is {advisor.__version__}"
+            else:
+                continue
+            raise AdvisorError(f"--cluster {address}: {why}; install the same on all workers")
+
+    def slots(self) -> int:
+        """Threads of all workers; 0 when none has been there for ``patience`` seconds."""
+        now = time.monotonic()
+        if now - self._looked >= LOOK:
+            self._looked = now
+            found = sum(self._client.nthreads().values())
+            if found:
+                self._slots, self._gone = found, 0.0
+            elif not self._gone:
+                self._gone = now
+        if self._gone and now - self._gone > self._patience:
+            return 0
+        return max(1, self._slots)
+
+    def submit(self, order: bytes) -> Any:
+        """To whichever worker is free. Dask itself tries again where a worker dies."""
+        return self._client.submit(perform, order, pure=False, retries=RETRIES)
+
+    def abandon(self, answer: Any) -> None:
+        """Forget it. A thread that has begun cannot be ended from here."""
+        with suppress(Exception):
+            answer.cancel(force=True)
+
+    def bytes_of(self, answer: Any) -> bytes:
+        """What it answered, which the cluster then forgets. Raises Died."""
+        from distributed import KilledWorker
+
+        try:
+            data: bytes = answer.result(timeout=self._patience)
+        except KilledWorker:
+            raise Died("the workers that read it died", counted=RETRIES) from None
+        except (TimeoutError, CancelledError):
+            raise Died("its answer was lost with the worker that had it") from None
+        finally:
+            with suppress(Exception):
+                answer.release()
+        return data

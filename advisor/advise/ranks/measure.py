@@ -1,0 +1,370 @@
+"""One rank's trace measured for the job: the numbers of the ordinary report, and its collectives.
+
+Reads one trace and keeps nothing of it but the summary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.advise.engine import Options, examine
+from advisor.core.errors import AdvisorError
+from advisor.core.intervals import covered, intersect, subtract, union
+from advisor.measure.comm.host_comms import has_host_collectives
+from advisor.measure.comm.messages import COLLECTIVES
+from advisor.measure.ranks.clocks import SYNCHRONISING, keyed
+from advisor.measure.ranks.hosts import host_of
+from advisor.measure.ranks.ranks import working
+from advisor.measure.ranks.summary import (
+    MAX_BYTES,
+    Advice,
+    Collectives,
+    Kernel,
+    Packed,
+    Step,
+    Summary,
+    encode,
+    pack,
+)
+from advisor.measure.steps.timeline import CLASSES as HOST_CLASSES
+from advisor.read import open_run
+
+if TYPE_CHECKING:
+    from advisor.core.finding import Finding
+    from advisor.core.report import Report
+    from advisor.core.trace import Run
+    from advisor.measure import Analysis
+
+MOST_KERNELS = 40
+"""Kernels that are compared between ranks: those with most time, nearly all of a step's."""
+MOST_STEPS = 2_000
+"""Steps whose own figures are kept."""
+MOST_FINDINGS = 60
+MOST_TEXT = 1_500
+_KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
+_PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
+Ints = NDArray[np.int64]
+
+
+def summarise(path: str, rank: int | None = None, options: Options | None = None) -> Summary:
+    """Measure one rank. ``rank``: the number that it is known by; ``None``: what the trace or its
+    name says, -1 where neither does. A file that several ranks were merged into needs it.
+
+    Raises AdvisorError: no trace, no such rank in it, or several and none is asked for.
+    """
+    options = options or Options()
+    run = _one_rank(open_run(path, options.read, window=options.which), path, rank)
+    done = examine(run, replace(options, rank=None))
+    number, a = next(iter(done.analyses.items()))
+    meta = a.trace.meta
+    summary = Summary(
+        rank=number if rank is None else rank,
+        path=path,
+        host=host_of(path),
+        device=(a.device.name if a.device else None) or "",
+        world=meta.world_size or 0,
+        framework=meta.framework or "",
+        clock=meta.clock,
+        events=meta.events_read,
+        bytes_read=meta.bytes_read,
+        step_source=a.steps.source,
+        steps=_steps(a),
+        step_ns=float(a.step_ns),
+        **_figures(done.report),
+        kernels=_kernels(a),
+        per_step=_per_step(a),
+        memory_peak=done.report.memory_peak_bytes,
+        clock_mhz=_clock(a),
+        collectives=_collectives(a),
+        findings=[_advice(f) for f in _told(done.report)],
+        not_checked=_not_checked(done.report),
+        damage=_damage(a),
+    )
+    return bounded(summary)
+
+
+def _one_rank(run: Run, path: str, rank: int | None) -> Run:
+    """The run with one rank in it: the one that was asked for where there are several."""
+    have = run.ranks or sorted(run.recording.ranks if run.recording is not None else ())
+    if len(have) <= 1:
+        return run
+    if rank not in have:
+        raise AdvisorError(f"{path}: {len(have)} ranks in one file; say which")
+    return replace(
+        run,
+        traces={key: trace for key, trace in run.traces.items() if key[0] == rank},
+        snapshots={key: each for key, each in run.snapshots.items() if key == rank},
+    )
+
+
+def _steps(a: Analysis) -> list[Step]:
+    used = a.steps.used.head(MOST_STEPS)
+    begin = a.trace.meta.start_ns
+    return [
+        Step(name, begin + ts, begin + end)
+        for name, ts, end in used.select("name", "ts", "end").iter_rows()
+    ]
+
+
+def _figures(report: Report) -> dict[str, Any]:
+    """The figures of the ordinary report, as they stand there."""
+    return {
+        "time": {share.name: float(share.ns) for share in report.time},
+        "idle": {cause.cause: float(cause.ns) for cause in report.idle},
+        "host_time": {share.name: float(share.ns) for share in report.host},
+        "families": {family.name: float(family.ns) for family in report.families},
+        "communication": float(report.communication_ns or 0.0),
+    }
+
+
+def _kernels(a: Analysis) -> dict[str, Kernel]:
+    if a.device_id is None:
+        return {}
+    compute = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
+    compute &= ~a.kernels["communication"].to_numpy()
+    table = (
+        a.trace.gpu.filter(pl.Series(compute))
+        .group_by("name", "blocks", "threads")
+        .agg(pl.len(), pl.col("dur").sum(), pl.col("dur").median().alias("median"))
+        .sort("dur", "name", "blocks", "threads", descending=[True, False, False, False])
+        .head(MOST_KERNELS)
+    )
+    found = {}
+    for name, blocks, threads, count, total, median in table.iter_rows():
+        text = f"{name}|{blocks}|{threads}"
+        digest = hashlib.blake2s(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
+        found[f"{str(name)[:40]}#{digest}"] = Kernel(count, total / a.step_count, float(median))
+    return found
+
+
+def _per_step(a: Analysis) -> dict[str, Packed]:
+    used = a.steps.used.head(MOST_STEPS)
+    start, end = used["ts"].to_numpy(), used["end"].to_numpy()
+    columns: dict[str, Ints]
+    if a.device_id is not None:
+        table = a.breakdown.per_step.head(MOST_STEPS)
+        columns = {
+            name: table[name].to_numpy() for name in table.columns if name not in ("step", "idle")
+        }
+        gaps = a.gaps.select("cause", "ts", "dur").with_columns(pl.col("cause").cast(pl.String))
+        for (cause,), rows in sorted(gaps.partition_by("cause", as_dict=True).items()):
+            ts = rows["ts"].to_numpy()
+            columns[f"idle: {cause}"] = covered(start, end, union(ts, ts + rows["dur"].to_numpy()))
+    else:
+        columns = {"communication": covered(start, end, _waiting(a))}
+        if a.trace.main_thread is not None:
+            line = a.timeline
+            mine = line.thread == a.trace.main_thread
+            for code in np.unique(line.code[mine]).tolist():
+                rows_of = mine & (line.code == code)
+                inside = union(line.start[rows_of], line.end[rows_of])
+                columns[HOST_CLASSES[code]] = covered(start, end, inside)
+    return {name: pack(values) for name, values in columns.items() if values.any()}
+
+
+def _waiting(a: Analysis) -> Any:
+    """When the rank communicates and does nothing else."""
+    if a.device_id is not None:
+        return a.breakdown.communication
+    if not has_host_collectives(a):
+        return union(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    from advisor.measure.comm.host_comms import describe_on_host
+
+    table = describe_on_host(a)
+    ts = table["ts"].to_numpy()
+    every = intersect(union(ts, ts + table["dur"].to_numpy()), a.spans)
+    return subtract(every, working(a))
+
+
+def _collectives(a: Analysis) -> Collectives | None:
+    """Of the used steps, by the step that launched each; ``None``: there are none."""
+    if a.device_id is None and not has_host_collectives(a):
+        return None
+    stepped = a.steps.numbered
+    kinds = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONISING))
+    table = keyed(a, 0, stepped=stepped, kinds=kinds)
+    start = table["start"].to_numpy().astype(np.int64)
+    end = table["end"].to_numpy().astype(np.int64)
+    used = a.steps.used.head(MOST_STEPS)
+    begin, until = used["ts"].to_numpy(), used["end"].to_numpy()
+    named = {name: row for row, name in enumerate(used["name"].to_list())}
+    at = np.searchsorted(begin, start, side="right") - 1
+    inside = (at >= 0) & (end <= until[np.maximum(at, 0)]) if len(begin) else at >= 0
+    by_time = np.where(inside, at, -1)
+    launched = np.array([named.get(name, -1) for name in table["step"].to_list()], dtype=np.int64)
+    known = table["step"].is_not_null().to_numpy()
+    # what has a sequence number is not matched by its step: then it is of the step it runs in
+    step = np.where(known, launched, by_time) if len(start) else by_time
+    order = np.lexsort((end, start))
+    order = order[step[order] >= 0]
+    if not len(order):
+        return None
+    table, start, end, step = table[order], start[order], end[order], step[order]
+    waiting = _waiting(a)
+    before = np.concatenate([start[:1], start[:-1]])
+    first = np.concatenate([[True], step[1:] != step[:-1]])
+    before[first] = np.minimum(begin[step[first]], start[first])
+    table = table.with_columns(
+        text=pl.concat_str(
+            [pl.col(name).cast(pl.String).fill_null("") for name in _KEY], separator="|"
+        ),
+        known=pl.col("sequence").is_not_null(),
+    )
+    distinct = table.select("text", "known", *_KEY, "group_size").unique(
+        subset=["text", "known"], maintain_order=True
+    )
+    row = {pair: at for at, pair in enumerate(distinct.select("text", "known").iter_rows())}
+    of = np.array([row[pair] for pair in table.select("text", "known").iter_rows()], dtype=np.int64)
+    offset = a.trace.meta.start_ns
+    return Collectives(
+        keys=[short_key(*each) for each in distinct.select("known", *_KEY).iter_rows()],
+        key=pack(of),
+        order=pack(
+            table.select(pl.when("known").then("sequence").otherwise("order"))
+            .to_series()
+            .cast(pl.Int64)
+            .to_numpy()
+        ),
+        step=pack(step),
+        start=pack(start + offset),
+        end=pack(end + offset),
+        exposed=pack(covered(start, end, waiting)),
+        work=pack(start - before - covered(before, start, waiting)),
+        synchronising=[kind in SYNCHRONISING for kind in distinct["collective"].to_list()],
+        group=[str(name)[:80] if name is not None else "" for name in distinct["group"].to_list()],
+        size=[
+            2 if pair else size or 0
+            for size, pair in distinct.select("group_size", _PAIR).iter_rows()
+        ],
+        kind=distinct["collective"].to_list(),
+        message=distinct["bytes"].fill_null(0).to_list(),
+        sequenced=distinct["known"].to_list(),
+        amount=pack(amount) if (amount := table["amount"].to_numpy()).any() else None,
+    )
+
+
+def short_key(
+    known: bool,
+    group: str | None,
+    ranks: str | None,
+    kind: str,
+    size: int | None,
+    annotation: str | None,
+    source: int | None = None,
+    target: int | None = None,
+) -> str:
+    """What a collective is matched by, in little room: the members' list as a digest."""
+    members = "" if ranks is None else hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
+    parts = ("s" if known else "n", (group or "")[:80], members, kind, size, annotation or "")
+    text = "|".join("" if part is None else str(part) for part in parts)
+    if source is not None and target is not None:
+        text += f"|{source}>{target}"
+    if len(text) <= 160:
+        return text
+    return f"{text[:120]}#{hashlib.blake2s(text.encode(), digest_size=6).hexdigest()}"
+
+
+def _told(report: Report) -> list[Finding]:
+    """Everything that is advice, the ranked findings first."""
+    return [*report.findings, *report.risks, *report.notes][:MOST_FINDINGS]
+
+
+def _advice(finding: Finding) -> Advice:
+    worth = finding.worth
+    priced = worth is not None and worth.currency == "step_time"
+    where = next(iter(finding.where), None)
+    place = ""
+    if where is not None and where.file:
+        place = f"{where.file}:{where.line}" + (f" ({where.function})" if where.function else "")
+    return Advice(
+        rule=finding.rule,
+        title=finding.title,
+        summary=finding.summary[:MOST_TEXT],
+        severity=finding.severity,
+        gain_ns=_number(worth.gain_ns) if priced and worth is not None else None,
+        low_ns=_number(worth.low_ns) if priced and worth is not None else None,
+        high_ns=_number(worth.high_ns) if priced and worth is not None else None,
+        place=place[:300],
+        category=finding.category,
+        fix=finding.fix[:MOST_TEXT],
+        verify=finding.check[:MOST_TEXT],
+    )
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _not_checked(report: Report) -> dict[str, str]:
+    return {(item.rule or item.what)[:200]: item.why[:300] for item in report.not_checked[:40]}
+
+
+def _clock(a: Analysis) -> float | None:
+    """Mean SM clock of the device, as the recorder sampled it."""
+    if a.record is None:
+        return None
+    clocks = [
+        float(value)
+        for sample in a.record.samples
+        for gpu in sample.gpus
+        if (value := gpu.sm_clock) is not None
+    ]
+    return sum(clocks) / len(clocks) if clocks else None
+
+
+def _damage(a: Analysis) -> str:
+    meta = a.trace.meta
+    if meta.damage:
+        return meta.damage[:300]
+    return "cut off before its end" if meta.truncated else ""
+
+
+def bounded(summary: Summary) -> Summary:
+    """The summary within MAX_BYTES: the collectives of whole steps are left out, the last first,
+    then texts."""
+    from msgspec.structs import replace as changed
+
+    data = len(encode(summary))
+    while data > MAX_BYTES and summary.collectives is not None:
+        kept = _fewer(summary.collectives, MAX_BYTES * 0.95 / data)
+        summary = changed(summary, collectives=kept)
+        data = len(encode(summary))
+    while data > MAX_BYTES and (summary.findings or summary.per_step or summary.not_checked):
+        summary = changed(
+            summary, findings=summary.findings[: len(summary.findings) // 2], not_checked={}
+        )
+        if len(summary.findings) == 0:
+            summary = changed(summary, per_step={})
+        data = len(encode(summary))
+    if data > MAX_BYTES:
+        summary = changed(summary, steps=summary.steps[:100], kernels={}, families={})
+    return summary
+
+
+def _fewer(found: Collectives, share: float) -> Collectives | None:
+    """About this share of it, in whole steps; ``None``: not one step is left."""
+    from msgspec.structs import replace as changed
+
+    from advisor.measure.ranks.summary import unpack
+
+    columns = {
+        name: unpack(getattr(found, name))
+        for name in ("key", "order", "step", "start", "end", "exposed", "work", "amount")
+        if getattr(found, name) is not None
+    }
+    step = columns["step"]
+    there = np.unique(step)
+    keep = min(int(len(there) * min(share, 0.9)), len(there) - 1)
+    if keep < 1:
+        return None
+    rows = step <= there[keep - 1]
+    left = found.dropped + int((~rows).sum())
+    return changed(
+        found, dropped=left, **{name: pack(values[rows]) for name, values in columns.items()}
+    )

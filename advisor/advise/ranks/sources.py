@@ -1,0 +1,44 @@
+"""The files of a fleet: what places, here or elsewhere, stand for, and each as a local path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from advisor.core.errors import AdvisorError
+from advisor.read.directory import trace_files
+from advisor.read.remote.fetch import opened
+from advisor.read.remote.source import Source
+from advisor.read.remote.urls import Ranks, is_url, local_path, rank_in
+
+__all__ = ["Source", "is_url", "locate", "opened"]
+
+
+def locate(places: Sequence[str], ranks: str = "") -> list[Source]:
+    """The trace files that paths, folders, URLs and globs of URLs stand for, each once, by rank and
+    then by name. ``ranks``: only of these, such as ``0-63,512``, by the names of files and folders.
+
+    Raises AdvisorError: a folder without traces, a path that is not there, a scheme that cannot be
+    read, no file of these ranks. One URL that cannot be reached is a Source with its ``problem``.
+    """
+    chosen = Ranks(ranks) if ranks else None
+    found: dict[str, Source] = {}
+    for place in places:
+        here = local_path(place) if is_url(place) else None
+        for file in trace_files(place if here is None else here, len(places) > 1):
+            source = file if isinstance(file, Source) else _local(file)
+            found.setdefault(source.at, source)
+    kept = [one for one in found.values() if chosen is None or one.rank in chosen]
+    if not kept:
+        have = sorted({one.rank for one in found.values() if one.rank is not None})
+        shown = ", ".join(map(str, have[:20])) or "none, by the names of the files"
+        raise AdvisorError(f"--ranks {ranks}: no trace of these (ranks present: {shown})")
+    return sorted(kept, key=lambda one: (one.rank is None, one.rank or 0, one.url))
+
+
+def _local(path: str) -> Source:
+    try:
+        size = Path(path).stat().st_size
+    except OSError:
+        size = None  # the reader says why
+    return Source(url=path, at=path, rank=rank_in(path), size=size)

@@ -1,0 +1,144 @@
+"""What a worker does for one file: fetches it, measures it, and says what came of it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Struct, field, structs
+
+from advisor import __version__
+from advisor.advise.ranks.sources import Source, opened
+from advisor.core.errors import AdvisorError
+from advisor.measure.ranks.summary import MAX_DECODED, Unread, encode
+from advisor.read.remote.urls import placed
+
+if TYPE_CHECKING:
+    from advisor.advise.engine import Options
+
+PAUSES: Final = (0.5, 2.0)
+"""Seconds before each further try of what may have been the moment's fault: a file system that
+hung, memory that another task held."""
+LONGEST: Final = 300
+"""Characters of a reason."""
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """How each rank is measured: what of :class:`~advisor.advise.engine.Options` can be sent."""
+
+    steps: tuple[int | None, int | None] | None = None
+    step_ranges: str | None = None
+    window: int | None = None
+    max_bytes: int | None = None
+    rules_folder: str | None = None
+    """A folder that every worker sees."""
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the user's pyproject.toml; a worker's own folder has another, or none."""
+
+    def options(self) -> Options:
+        """As the engine takes them: one process reads, since there is a worker a core."""
+        from advisor.advise.engine import Options
+        from advisor.read import ReadOptions
+        from advisor.read.source import DEFAULT_LIMIT
+
+        return Options(
+            window=self.window,
+            steps=self.steps,
+            rules_folder=None if self.rules_folder is None else Path(self.rules_folder),
+            config=self.config,
+            read=ReadOptions(
+                max_bytes=self.max_bytes or DEFAULT_LIMIT,
+                processes=1,
+                step_ranges=self.step_ranges,
+            ),
+        )
+
+
+class Order(Struct, frozen=True, kw_only=True):
+    """One file to measure."""
+
+    source: Source
+    wanted: Wanted = field(default_factory=Wanted)
+    version: str = __version__
+    """Of the advisor that asks."""
+
+    @property
+    def rank(self) -> int:
+        """As the file's name says; -1: it does not."""
+        return -1 if self.source.rank is None else self.source.rank
+
+    def failed(self, why: str) -> Unread:
+        """That nothing came of it."""
+        return Unread(rank=self.rank, path=self.source.url, why=reason(why))
+
+
+def reason(why: object) -> str:
+    """One line of it."""
+    return " ".join(str(why).split())[:LONGEST]
+
+
+def perform(order: bytes) -> bytes:
+    """An encoded Order to an encoded Summary, or Unread with the reason: nothing is raised but
+    what ends a process."""
+    try:
+        wanted = msgspec.msgpack.decode(order, type=Order)
+    except ValueError:
+        return encode(Unread(rank=-1, path="", why=f"advisor {__version__} knows no such order"))
+    if wanted.version != __version__:
+        why = f"the worker has advisor {__version__}, this is {wanted.version}: install the same"
+        return encode(wanted.failed(why))
+    for pause in (*PAUSES, None):
+        try:
+            return _measured(wanted)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of native code too, whose panics are no Exception
+            if pause is None or not passing(error):
+                return encode(wanted.failed(told(error)))
+        gc.collect()
+        time.sleep(pause)
+    raise AssertionError("the last try returns")
+
+
+def passing(error: BaseException) -> bool:
+    """It may not happen again."""
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+        return False
+    return isinstance(error, OSError | MemoryError)
+
+
+def told(error: BaseException) -> str:
+    """Why, for a person."""
+    if isinstance(error, AdvisorError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory on the worker"
+    if isinstance(error, OSError):
+        return f"cannot be read ({error.strerror or error})"
+    return f"not measured, a fault of advisor ({type(error).__name__}: {error})"
+
+
+def _measured(order: Order) -> bytes:
+    from advisor.advise.ranks.measure import summarise
+    from advisor.measure.ranks.hosts import host_of
+
+    source = order.source
+    with opened(source) as path:
+        try:
+            summary = summarise(str(path), source.rank, order.wanted.options())
+        except AdvisorError as error:
+            raise AdvisorError(_without(str(error), str(path), source.url)) from None
+    if str(path) != source.url:  # a copy, in a folder that says nothing of where it came from
+        summary = structs.replace(summary, path=source.url, host=host_of(placed(source.url)))
+    data = encode(summary)
+    if len(data) > MAX_DECODED:
+        raise AdvisorError("its summary is too large to be sent")
+    return data
+
+
+def _without(why: str, path: str, url: str) -> str:
+    """The reason without the file's name, which is told beside it: the same reason for many."""
+    return why.removeprefix(f"{path}: ").replace(path, url)

@@ -1,0 +1,158 @@
+"""Orders to answers: as many at once as there are workers, each a bounded number of times."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from advisor.advise.ranks.task import Order, reason
+from advisor.core.errors import AdvisorError
+from advisor.measure.ranks.summary import MAX_DECODED, Summary, Unread, decode
+
+RETRIES: Final = 2
+"""Further tries of a file whose worker died of it, or of something else."""
+SECONDS: Final = 1800.0
+"""What one file may take. A trace of 4 GB takes some 300 s on one core, without the network."""
+LOOK: Final = 0.5
+"""Seconds between two looks at what takes too long."""
+
+
+class Died(Exception):
+    """The worker that had the order is no more. ``counted``: how often, where the workers
+    themselves tried again."""
+
+    def __init__(self, why: str, *, counted: int = 1) -> None:
+        super().__init__(why)
+        self.counted = counted
+
+
+class Answer(Protocol):
+    """What is to come of an order: a future of ``concurrent.futures``, or of Dask."""
+
+    def result(self) -> Any:
+        """The answer's bytes. Raises Died."""
+
+    def add_done_callback(self, done: Callable[[Any], object], /) -> object:
+        """Call this when there is an answer, from any thread."""
+
+
+class Workers(Protocol):
+    """Those who perform orders: ``processes`` and ``cluster`` of this package."""
+
+    def slots(self) -> int:
+        """How many orders are performed at once now; 0: nobody is there any more."""
+
+    def submit(self, order: bytes) -> Answer:
+        """Hand out an order."""
+
+    def abandon(self, answer: Answer) -> None:
+        """It is waited for no longer; what performs it is ended if that can be."""
+
+    def bytes_of(self, answer: Answer) -> bytes:
+        """What it answered. Raises Died, or anything else that went wrong on the way."""
+
+
+class _Flying:
+    """An order that is being performed."""
+
+    def __init__(self, place: int, answer: Answer) -> None:
+        self.place = place
+        self.answer = answer
+        self.since = time.monotonic()
+
+
+def results(
+    orders: Sequence[Order],
+    workers: Workers,
+    *,
+    seconds: float = SECONDS,
+    said: Callable[[int], object] | None = None,
+) -> Iterator[Summary | Unread]:
+    """What comes of each order, as it comes: one for each. ``seconds``: of one file. ``said`` is
+    called with the bytes of each answer.
+
+    An order whose worker died is performed again ``RETRIES`` times, by itself when all others are
+    done: a file which kills workers takes none with it. Where the workers themselves have tried
+    again it is performed once more only if several orders are blamed, one of them perhaps for
+    having waited at the worker that another killed.
+    """
+    packed = [msgspec.msgpack.encode(order) for order in orders]
+    deaths, why = [0] * len(orders), [""] * len(orders)
+    waiting, alone = deque(range(len(orders))), deque[int]()
+    blamed: set[int] = set()
+    flying: dict[int, _Flying] = {}
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    number = 0
+
+    def start(place: int) -> None:
+        nonlocal number
+        number += 1
+        mine, answer = number, workers.submit(packed[place])
+        flying[mine] = _Flying(place, answer)
+        answer.add_done_callback(lambda _: done.put(mine))
+
+    while waiting or alone or flying:
+        slots = workers.slots()
+        if slots == 0:
+            for place in (*(one.place for one in flying.values()), *waiting, *alone):
+                yield orders[place].failed("no worker is left")
+            for one in flying.values():
+                workers.abandon(one.answer)
+            return
+        while waiting and len(flying) < slots:
+            start(waiting.popleft())
+        if alone and not waiting and not flying:
+            place = alone.popleft()
+            if blamed == {place}:  # nobody else can have been it
+                yield orders[place].failed(death_told(why[place], deaths[place]))
+                continue
+            start(place)
+        try:
+            came = flying.pop(done.get(timeout=LOOK), None)
+        except queue.Empty:
+            for mine, one in list(flying.items()):
+                if time.monotonic() - one.since > seconds:
+                    del flying[mine]
+                    workers.abandon(one.answer)
+                    yield orders[one.place].failed(f"not done within {seconds:.0f} s")
+            continue
+        if came is None:
+            continue  # it came after it had been given up
+        order = orders[came.place]
+        try:
+            data = workers.bytes_of(came.answer)
+        except Died as death:
+            deaths[came.place] += death.counted
+            why[came.place] = str(death)
+            if death.counted > 1:
+                blamed.add(came.place)
+            if deaths[came.place] > RETRIES:
+                yield order.failed(death_told(str(death), deaths[came.place]))
+            else:
+                alone.append(came.place)
+            continue
+        except Exception as error:
+            yield order.failed(f"{type(error).__name__}: {error}")
+            continue
+        if said is not None:
+            said(len(data))
+        yield _decoded(order, data)
+
+
+def death_told(why: str, times: int) -> str:
+    """Why nothing came of a file that workers died of."""
+    return reason(f"{why}, {times} times: it may need more memory than a worker has")
+
+
+def _decoded(order: Order, data: bytes) -> Summary | Unread:
+    if len(data) > MAX_DECODED:
+        return order.failed("its summary is too large")
+    try:
+        return decode(data)
+    except AdvisorError as error:
+        return order.failed(str(error))

@@ -1,0 +1,158 @@
+"""Where rules come from: the bundled folder, entry points, a user's folder; and their options."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from advisor.core.config import tool_section
+from advisor.core.errors import AdvisorError
+from advisor.core.files import open_regular
+from advisor.core.finding import Rule
+
+ENTRY_POINTS = "advisor.rules"
+MAX_RULE_BYTES = 4 << 20
+"""Of a file of rules."""
+
+
+def load_rules(
+    folder: Path | None = None, config: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[Rule]:
+    """Instances of all enabled rules, by id, with the user's thresholds set.
+
+    ``folder``: more rules, every ``*.py`` in it. ``config``: rule id -> options, as in
+    ``[tool.advisor.rules.<id>]``; ``enabled = false`` switches a rule off. Raises AdvisorError
+    for a rule that cannot be imported, a repeated id, an unknown rule or option.
+    """
+    classes: dict[str, type[Rule]] = {}
+    for module in _modules(folder):
+        for cls in _rules_in(module):
+            other = classes.get(cls.id)
+            if other is not None and other is not cls:
+                raise AdvisorError(
+                    f"two rules have the id {cls.id!r}: {other.__module__} and {cls.__module__}"
+                )
+            classes[cls.id] = cls
+    config = config or {}
+    for rule_id in config:
+        if rule_id not in classes:
+            raise AdvisorError(
+                f"pyproject.toml: [tool.advisor.rules.{rule_id}]: no such rule; "
+                "see 'advisor rules list'"
+            )
+    return [
+        _configured(classes[rule_id], config.get(rule_id, {}))
+        for rule_id in sorted(classes)
+        if config.get(rule_id, {}).get("enabled", True)
+    ]
+
+
+@cache
+def _own() -> tuple[ModuleType, ...]:
+    import advisor.rules
+
+    found = pkgutil.walk_packages(advisor.rules.__path__, "advisor.rules.")
+    return tuple(importlib.import_module(one.name) for one in found if not one.ispkg)
+
+
+def _modules(folder: Path | None) -> Iterator[ModuleType]:
+    yield from _own()
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            loaded = point.load()
+        except (ImportError, AttributeError) as error:
+            raise AdvisorError(f"rule package {point.value}: cannot be loaded ({error})") from None
+        module = loaded if isinstance(loaded, ModuleType) else inspect.getmodule(loaded)
+        if module is not None:
+            yield module
+    if folder is not None:
+        yield from _from_folder(folder)
+
+
+def _from_folder(folder: Path) -> Iterator[ModuleType]:
+    if not folder.is_dir():
+        raise AdvisorError(f"{folder}: not a folder of rules")
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        raise AdvisorError(f"{folder}: no rules in it (*.py)")
+    for file in files:
+        _check_rule_file(file)
+        name = f"advisor_user_rules_{abs(hash(file.resolve()))}_{file.stem}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise AdvisorError(f"{file}: cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # the user's own code may raise anything
+            raise AdvisorError(f"{file}: {type(error).__name__}: {error}") from None
+        yield module
+
+
+def _check_rule_file(file: Path) -> None:
+    """Raises AdvisorError for what the import system would wait for, or read without end."""
+    try:
+        with open_regular(file) as opened:
+            long = os.fstat(opened.fileno()).st_size > MAX_RULE_BYTES
+    except OSError as error:
+        raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
+    if long:
+        raise AdvisorError(f"{file}: larger than {MAX_RULE_BYTES >> 20} MiB, so not a rule")
+
+
+def _rules_in(module: ModuleType) -> Iterator[type[Rule]]:
+    for value in vars(module).values():
+        if (
+            inspect.isclass(value)
+            and issubclass(value, Rule)
+            and value is not Rule
+            and value.__module__ == module.__name__
+            and value.id
+        ):
+            yield value
+
+
+def _configured(cls: type[Rule], options: Mapping[str, Any]) -> Rule:
+    rule = cls()
+    known = cls.options()
+    for name, value in options.items():
+        if name == "enabled":
+            continue
+        if name not in known:
+            have = ", ".join(sorted(known)) or "none"
+            raise AdvisorError(
+                f"pyproject.toml: [tool.advisor.rules.{cls.id}]: no option {name!r} (have: {have})"
+            )
+        default = known[name]
+        number = isinstance(default, int | float) and not isinstance(default, bool)
+        fits = (
+            isinstance(value, int | float) and not isinstance(value, bool)
+            if number
+            else isinstance(value, type(default))
+        )
+        if not fits:
+            raise AdvisorError(
+                f"pyproject.toml: [tool.advisor.rules.{cls.id}]: {name} must be a "
+                f"{'number' if number else type(default).__name__}"
+            )
+        setattr(rule, name, value)
+    return rule
+
+
+def read_config(start: Path | None = None) -> dict[str, dict[str, Any]]:
+    """``[tool.advisor.rules]`` of the nearest ``pyproject.toml`` at or above ``start``."""
+    file, rules = tool_section("rules", start)
+    if not isinstance(rules, dict) or not all(isinstance(v, dict) for v in rules.values()):
+        raise AdvisorError(f"{file}: [tool.advisor.rules.<id>] must be tables")
+    return rules

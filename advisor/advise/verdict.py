@@ -1,0 +1,153 @@
+"""The verdict: what the whole report says, in a sentence or two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from advisor.advise.headline import APART
+from advisor.advise.holes import holes
+from advisor.advise.limits import events, too_little
+from advisor.advise.memory import memory_verdict
+from advisor.advise.pricing import REPLAY
+from advisor.core import text as t
+
+if TYPE_CHECKING:
+    from advisor.core.report import Report
+    from advisor.measure import Analysis
+
+WIDE = 0.70
+"""A gain whose lower end is below this part of it is told as a range."""
+BUSY = 0.80
+"""Device-busy share from which a step without findings may be called healthy (gpu-idle: 80 %)."""
+
+ALONE = 0.2
+"""Part of the step from which communication, or copies, that nothing hides are said first."""
+HIDDEN_SHARE = 0.05
+"""A note that may be worth this much of the step: "healthy" would hide it."""
+UNEVEN = 2.0
+"""Longest over shortest step from which a mean step cannot be called healthy."""
+
+
+def verdict(
+    report: Report, a: Analysis
+) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+    """Status and a sentence or two; a crash comes before anything else."""
+    if a.snapshot_only:
+        return memory_verdict(report)
+    status, text = _verdict(report)
+    if (short := _shortcoming(report, a)) is not None:
+        status, text = "limited", short
+    crash = t.crashes(report.crashes)
+    if not crash:
+        return status, text
+    return "limited" if status == "healthy" else status, f"{crash} {text}"
+
+
+def _shortcoming(report: Report, a: Analysis) -> str | None:
+    """The verdict where the recording does not bear one; ``None``: it does."""
+    if a.record_only or report.busy_share is None:
+        return None
+    busy = f"{t.percent(report.busy_share)} of a {t.time(report.step_ns)} {report.per}"
+    if a.lost.told:
+        return (
+            f"The profiler lost {a.lost.lost:,} of {a.lost.launches:,} kernels: the GPU is busy at "
+            f"least {busy}; idle time and gains are not known."
+        )
+    if why := holes(a):
+        return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."
+    if too_little(a):
+        return (
+            f"GPU busy {busy}, but too little was recorded for advice "
+            f"({events(a):,} pieces of host and device work)."
+        )
+    return None
+
+
+def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+    step = t.time(report.step_ns)
+    unit: str = report.per
+    own = report.scope.framework
+    if unit == "step" and report.recorded is not None and report.recorded.inference:
+        unit = "inference step"
+    view = report.step
+    profiled = view is not None and view.longer is not None and abs(view.longer) >= APART
+    if report.busy_share is None:
+        top = report.host[0] if report.host else None
+        if top is None:
+            what = "run" if report.scope.step_source == "record" else "trace"
+            return "limited", f"Nothing in this {what} can be measured."
+        why = "No GPU work in the trace."
+        if report.scope.step_source == "record":
+            why = "No window was profiled."
+        first = f"{t.host_label(top.name, own)} {t.percent(top.share)}"
+        if top.name == "unknown" and report.ranges:
+            most = report.ranges[0]
+            first = f"{t.shorten(t.clean(most.name), 40)} {t.percent(most.share)}"
+        if profiled:
+            first = f"while profiled, {first}"
+        text = f"{why} The host's {step} {unit}: {first}"
+        if report.findings:
+            return "bottlenecks", f"{text}; {_lead(report)}."
+        return "limited", f"{text}; GPU bottlenecks are not measured."
+    busy = t.percent(report.busy_share)
+    busy_of = f"busy {busy} of a {step} {unit}"
+    if profiled:
+        busy_of = f"busy {busy} while profiled, of a {step} {unit}"
+    text = f"GPU {busy_of}{_alone(report)}"
+    if report.findings:
+        return "bottlenecks", f"{text}; {_lead(report)}."
+    if report.busy_share >= BUSY and (doubt := _doubt(report)):
+        return "limited", f"{text}; no rule has a fix that is sure to help, but {doubt}."
+    if report.busy_share >= BUSY:
+        return "healthy", f"Healthy: the GPU is {busy_of}, and nothing stands out."
+    idle = report.idle[0] if report.idle else None
+    if idle is not None:
+        why = f"{t.cause_label(idle.cause, own)} ({t.percent(idle.share)} of the {unit})"
+        return "limited", (
+            f"{text}; it idles most for: {why}, but no rule has a fix that is worth showing."
+        )
+    return "limited", f"{text}."
+
+
+def _alone(report: Report) -> str:
+    """Where much of the step is nothing but communication, or copies: how much, whatever is
+    advised first."""
+    for name, word in (("communication", "communication"), ("copies", "copies")):
+        share = sum(part.share for part in report.time if part.name == name)
+        if share >= ALONE:
+            return f", {t.percent(share)} of it in {word} alone"
+    return ""
+
+
+def _doubt(report: Report) -> str:
+    """Why a busy GPU is not called healthy; ``""``: nothing speaks against it."""
+    scope = report.scope
+    for note in report.notes:
+        worth = note.worth
+        if worth is not None and worth.currency == "step_time" and worth.share is not None:
+            high = worth.share * (worth.high_ns or 0) / max(worth.gain_ns or 1, 1)
+            if max(worth.share, high) >= HIDDEN_SHARE:
+                title = note.title[0].lower() + note.title[1:]
+                return f"one may be worth up to {t.percent(max(worth.share, high))}: {title}"
+    if not scope.device_known:
+        return "how near it comes to the device's rates is not known: which GPU it is, is not told"
+    if scope.steps_used > 1 and scope.step_max_ns > UNEVEN * max(scope.step_min_ns, 1):
+        return f"steps take {t.between(scope.step_min_ns, scope.step_max_ns)}"
+    return ""
+
+
+def _lead(report: Report) -> str:
+    first = report.findings[0]
+    worth = first.worth
+    if worth is None or worth.gain_ns is None or worth.share is None:
+        return f"first: {first.title}"
+    bound = "" if worth.method == REPLAY else " up to"
+    word = first.title.split(" ", 1)[0]
+    named = len(word) > 1 and not word[1].islower()  # "NCCL …", not "A …" nor "The …"
+    title = first.title if named else first.title[0].lower() + first.title[1:]
+    if worth.low_ns is not None and worth.low_ns < WIDE * worth.gain_ns:
+        high_ns = max(worth.gain_ns, worth.high_ns or 0)
+        low, high = (worth.share * ns / worth.gain_ns for ns in (worth.low_ns, high_ns))
+        shares = f"{t.percent(low).removesuffix('%')} to {t.percent(high)}"
+        return f"first: {title}, worth {t.between(worth.low_ns, high_ns)} ({shares})"
+    return f"first: {title}, worth{bound} {t.time(worth.gain_ns)} ({t.percent(worth.share)})"

@@ -1,0 +1,186 @@
+"""What every renderer and the dashboard draw: the step's bar, the stairs of fixes, the ranks.
+
+Each is made here, once, as data with its words: whoever draws it folds, sums and rounds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from advisor.advise import facts
+from advisor.core import palette
+from advisor.core import text as t
+from advisor.core.views import (
+    Kind,
+    Look,
+    RankRow,
+    RankTable,
+    Segment,
+    Stair,
+    Stairs,
+    StepBar,
+    Views,
+)
+
+if TYPE_CHECKING:
+    from advisor.core.report import RankLine, Report
+
+
+def drawn(report: Report) -> Views:
+    """All that there is to draw of a report."""
+    return Views(step_bar(report), stairs(report), rank_table(report))
+
+
+# -- where the time goes ------------------------------------------------------------------------
+
+MOST_CAUSES = 5
+"""Causes with a segment of their own; smaller ones are summed."""
+SMALL = 0.005
+"""Share of the step below which a cause has no segment of its own: it would be less than half a
+cell of a terminal wide."""
+
+
+def step_bar(report: Report) -> StepBar | None:
+    """The bar; ``None``: nothing is measured."""
+    work = _work(report) if report.time else _host(report)
+    idle, total = _idle(report)
+    if not work and not idle:
+        return None
+    title, aside = facts.time_heading(report)
+    return StepBar(title, aside, report.per, work, idle, total)
+
+
+def _work(report: Report) -> list[Segment]:
+    """Classes of device work."""
+    return [
+        Segment(
+            "work",
+            part.name,
+            t.LABELS.get(part.name, t.cause_label(part.name, report.scope.framework)),
+            palette.CLASSES.get(part.name, palette.REST),
+            part.ns,
+            part.share,
+        )
+        for part in report.time
+        if part.name != "idle" and part.ns > 0
+    ]
+
+
+def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
+    """Causes of idle time, and all of it."""
+    part = next((part for part in report.time if part.name == "idle"), None)
+    if part is None:
+        return [], None
+    total = Segment("idle", "idle", t.LABELS["idle"], palette.CLASSES["idle"], part.ns, part.share)
+    if not report.idle:
+        return [total] if part.ns > 0 else [], total
+    own = report.scope.framework
+    causes = [
+        (item.cause, t.cause_label(item.cause, own), item.ns, item.share) for item in report.idle
+    ]
+    return _ranked("idle", causes, palette.CAUSES.get, "other causes"), total
+
+
+def _host(report: Report) -> list[Segment]:
+    """What the main thread did: the bar of a trace without device work."""
+    own = report.scope.framework
+    parts = [(item.name, t.host_label(item.name, own), item.ns, item.share) for item in report.host]
+    return _ranked("host", parts, palette.host, "other")
+
+
+def phase(name: str, ns: float, share: float) -> Segment:
+    """A phase of the step that the recorder measured, as a part of a bar of phases."""
+    look = palette.PHASES.get(name, palette.REST)
+    return Segment("host", name, t.host_label(name), look, ns, share)
+
+
+def _ranked(
+    kind: Kind,
+    parts: list[tuple[str, str, float, float]],
+    look: Callable[[str], Look | None],
+    rest: str,
+) -> list[Segment]:
+    parts = sorted((part for part in parts if part[2] > 0), key=lambda part: -part[2])
+    large = [part for part in parts if part[3] >= SMALL]
+    if len(large) > MOST_CAUSES + 1:
+        large = large[:MOST_CAUSES]
+    small = parts[len(large) :]
+    if len(small) > 1:
+        ns, share = sum(part[2] for part in small), sum(part[3] for part in small)
+        parts = [*large, ("rest", rest, ns, share)]
+    spare = iter(palette.SPARE)
+
+    def drawn(key: str) -> Look:
+        if key == "rest":
+            return palette.REST
+        return look(key) or replace(palette.REST, glyph=next(spare, "?"))
+
+    return [Segment(kind, key, label, drawn(key), ns, share) for key, label, ns, share in parts]
+
+
+# -- what the step could come down to ------------------------------------------------------------
+
+
+def stairs(report: Report) -> Stairs | None:
+    """What the step comes down to; ``None``: nothing is ranked, or no step is measured."""
+    found = facts.ranked(report)
+    whole = report.step_ns
+    if not found or whole <= 0:
+        return None
+    left = whole
+    fixes = []
+    for finding in found:
+        saved = float(max(0, finding.rank_gain_ns or 0))
+        left = max(0.0, left - saved)
+        named = (finding.rank, finding.severity, t.clean(finding.title))
+        fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
+    measured = Stair(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
+    return Stairs(report.per, facts.bounded(report), measured, fixes)
+
+
+# -- ranks side by side ---------------------------------------------------------------------------
+
+RANK_HEAD: Final = [
+    "rank",
+    "step",
+    "GPU busy",
+    "exposed comm.",
+    "idle",
+    "comes last",
+    "others wait",
+]
+NONE: Final = "–"
+"""A cell of what was not measured."""
+
+
+def rank_table(report: Report, most: int = 1024) -> RankTable | None:
+    """The ranks side by side, the ``most`` that the others wait for longest; ``None``: one rank."""
+    if report.ranks is None:
+        return None
+    lines = sorted(report.ranks.lines, key=_slowness, reverse=True)
+    latest = lines[0] if lines and lines[0].caused_wait_ns else None
+    rows = [
+        RankRow(line.rank, _rank_cells(line), line is latest)
+        for line in sorted(lines[:most], key=lambda line: line.rank)
+    ]
+    return RankTable(RANK_HEAD, rows, len(lines), t.clean(report.ranks.note))
+
+
+def _slowness(line: RankLine) -> tuple[float, float]:
+    return line.caused_wait_ns or 0.0, line.step_ns
+
+
+def _rank_cells(line: RankLine) -> list[str]:
+    cells = [
+        t.time(line.step_ns),
+        t.percent(line.busy_share),
+        t.time(line.communication_ns),
+        t.time(line.idle_ns),
+        t.percent(line.last_share),
+        t.time(line.caused_wait_ns),
+    ]
+    number = NONE if line.rank < 0 else str(line.rank)
+    return [number, *(NONE if cell == t.NOT_MEASURED else cell for cell in cells)]

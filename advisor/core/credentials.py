@@ -1,0 +1,271 @@
+"""What looks like a credential: names that say so, and the known shapes of services' tokens.
+
+Used by the recorder, which writes none to disk, and by redaction. Every function takes time in
+proportion to its text, whatever the text is: patterns look at a character a bounded number of
+times, and what follows a name or a quote is found by one scan. Imports the standard library alone.
+
+The shapes of tokens are public; the list follows that of gitleaks (MIT,
+https://github.com/gitleaks/gitleaks) where a service's own documentation was not at hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+from advisor.core.words import words
+
+LONGEST_NAME = 200
+"""Characters of a name that are looked at: its last ones."""
+
+# -- names --------------------------------------------------------------------------------------
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_ALWAYS = frozenset(
+    words(
+        """
+        secret secrets password passwords passwd passphrase passcode pwd credential
+        credentials creds apikey apikeys authorization bearer cookie cookies dsn signature
+        sig
+        """
+    )
+)
+"""Words that make a name one of a credential wherever they stand in it."""
+_LAST = frozenset({"auth", "pat"})
+"""… when they are the last."""
+_INSIDE = words(
+    """
+    password passwd passphrase apikey accesskey privatekey secretkey sessionid authtoken
+    accesstoken connectionstring
+    """
+)
+"""… when the name has them across its words (``db.passWord``, ``OPENAIAPIKEY``)."""
+_BEFORE_PASS = frozenset(
+    {"db", "user", "smtp", "redis", "ftp", "ssh", "sudo", "http", "proxy", "mysql", "pg", "my"}
+)
+_BEFORE_KEY = frozenset(
+    words(
+        """
+        api access secret private auth ssh account wandb hf openai encryption signing
+        master service storage license deploy
+        """
+    )
+)
+_NO_KEY = frozenset(
+    words(
+        """
+        image images text label labels caption sort monitor metric dataset data column
+        state dict target input inputs output outputs feature features json primary
+        foreign group index cache query q k v qk kv value prompt response answer question
+        audio video public hot batch loss log train eval test val attention attn num n per
+        max min model optimizer param params config map registry lookup random prng rng
+        dispatch missing unexpected extra ignore exclude include only self
+        """
+    )
+)
+"""What a key that opens nothing is of."""
+_NO_TOKEN_BEFORE = frozenset(
+    words(
+        """
+        pad eos bos unk mask sep cls max min num n per image special new added next first
+        last prev eot eom stop start end class text audio video time ms sub input output
+        word decoder encoder prompt visual vision forced bad suppress top
+        """
+    )
+)
+_NO_TOKEN_AFTER = frozenset(
+    words(
+        """
+        embedding embeddings embed embedder emb id ids type types dim dims size length len
+        count counts weight weights mixing mixer drop dropout limit per shift merge
+        merging pruning level wise index indices idx mask masks loss accuracy acc budget
+        head norm proj pos position positions logits logprobs prob probs class
+        classification parallel dispatcher dispatch rate stream span permute permutation
+        bucket buckets choice routing router
+        """
+    )
+)
+"""Neighbours of a token that is a piece of text."""
+_JOINED_TOKEN = frozenset({"subtoken", "detoken", "pretoken", "retoken", "multitoken", "ntoken"})
+
+
+@lru_cache(maxsize=20_000)
+def is_secret_name(name: str) -> bool:
+    """Whether an option, variable or key of this name holds a credential: its words say so
+    (``--hf-token``, ``wandb.api_key``, ``s3.key``; not ``--max-token``, ``--tokenizer``,
+    ``image_key``)."""
+    words = [word.lower() for word in _WORDS.findall(name[-LONGEST_NAME:])]
+    if not words:
+        return False
+    if not _ALWAYS.isdisjoint(words) or words[-1] in _LAST:
+        return True
+    joined = "".join(words)
+    if any(part in joined for part in _INSIDE):
+        return True
+    for at, word in enumerate(words):
+        before = words[at - 1] if at else ""
+        after = words[at + 1] if at + 1 < len(words) else ""
+        if word == "token":
+            if before not in _NO_TOKEN_BEFORE and after not in _NO_TOKEN_AFTER:
+                return True
+        elif word.endswith("token") and word not in _JOINED_TOKEN:
+            return True
+        elif word in ("key", "keys"):
+            if before in _BEFORE_KEY:
+                return True
+            if word == "key" and not after and before and before not in _NO_KEY:
+                return True
+        elif word == "pass" and not after and (not before or before in _BEFORE_PASS):
+            return True
+    return False
+
+
+_WHO = re.compile(
+    r"(?:[A-Z0-9]{1,40}_){0,8}(?:USER|USERNAME|LOGNAME|LOGIN|HOST|HOSTNAME|NODENAME|NODELIST"
+    r"|ACCOUNT|HOME|MAIL|EMAIL|ADDR|FQDN)(?:_NAME|_ID)?"
+    r"|user|username|user_?[Nn]ame|host_?[Nn]ame|login|logname|node_?[Nn]ame|nodelist|fqdn"
+)
+
+
+def names_who(name: str) -> bool:
+    """Whether a variable of this name tells a user, a machine or a home folder: ``USER``,
+    ``SLURM_JOB_USER``, ``MASTER_ADDR``, ``hostname``."""
+    return len(name) <= LONGEST_NAME and _WHO.fullmatch(name) is not None
+
+
+# -- shapes -------------------------------------------------------------------------------------
+
+_KNOWN = re.compile(
+    # a private key, to its end or that of the text
+    r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
+    r"[\s\S]*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)"
+    r"|(?<![A-Za-z0-9])(?:"
+    + "|".join(
+        (
+            r"hf_[A-Za-z0-9]{8,}",
+            r"api_org_[A-Za-z0-9]{16,}",  # Hugging Face, organisations
+            r"sk-[A-Za-z0-9_-]{8,}",  # OpenAI, Anthropic, OpenRouter …
+            r"(?:gsk_|r8_)[A-Za-z0-9]{32,}",  # Groq, Replicate
+            r"(?:xai-|nvapi-|pplx-|tvly-|lsv2_(?:pt|sk)_|wandb_v1_)[\w-]{20,}",
+            r"(?:AKIA|ASIA|AGPA|AROA|AIDA|ABIA|ACCA)[0-9A-Z]{12,}",  # AWS
+            r"AIza[0-9A-Za-z_-]{20,}",  # Google
+            r"GOCSPX-[\w-]{16,}",
+            r"ya29\.[\w.-]{16,}",
+            r"gh[pousr]_[A-Za-z0-9]{16,}",  # GitHub
+            r"github_pat_[A-Za-z0-9_]{16,}",
+            r"gl(?:pat|dt|rt|ptt|oas|cbt|ft|soat|agent|imt)-[\w.-]{16,}",  # GitLab
+            r"(?:xox[a-z]|xapp)-[A-Za-z0-9-]{8,}",  # Slack
+            r"pypi-[A-Za-z0-9_-]{16,}",
+            r"npm_[A-Za-z0-9]{20,}",
+            r"rubygems_[a-f0-9]{32,}",
+            r"dckr_(?:pat|oat)_[\w-]{16,}",  # Docker
+            r"dapi[a-f0-9]{32}(?:-\d)?",  # Databricks
+            r"dkea[a-f0-9]{32}(?:-\d)?",
+            r"hv[sbr]\.[\w-]{16,}",  # HashiCorp Vault
+            r"[\w]{14}\.atlasv1\.[\w=-]{40,}",  # HashiCorp Terraform
+            r"do[opr]_v1_[a-f0-9]{32,}",  # DigitalOcean
+            r"dp\.(?:pt|st|ct|sa|scim|audit)\.[\w.-]{16,}",  # Doppler
+            r"(?:[srp]k_(?:live|test|prod)|whsec)_[A-Za-z0-9]{16,}",  # Stripe
+            r"SG\.[\w-]{16,}\.[\w-]{16,}",  # SendGrid
+            r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}",  # Shopify
+            r"sntry[su]_[\w+/=-]{16,}",  # Sentry
+            r"gl(?:c|sa)_[\w+/=-]{32,}",  # Grafana
+            r"(?:NRAK|NRII|NRJS)-[A-Za-z0-9_-]{16,}",  # New Relic
+            r"PMAK-[a-f0-9-]{24,}",  # Postman
+            r"pscale_(?:tkn|pw|oauth)_[\w.=-]{16,}",  # PlanetScale
+            r"(?:lin_api|figd|secret|ntn)_[A-Za-z0-9_-]{24,}",
+            r"ATATT3[\w=-]{20,}",  # Atlassian
+            r"AGE-SECRET-KEY-1[A-Z0-9]{20,}",
+            r"EAA[A-Z][A-Za-z0-9]{40,}",  # Facebook
+            r"key-[a-f0-9]{32}",  # Mailgun
+            r"(?:tskey-[\w-]{16,}|pul-[a-f0-9]{40})",  # Tailscale, Pulumi
+            # a JSON web token; the bound keeps a text of nothing but beginnings linear
+            r"eyJ[A-Za-z0-9_-]{8,1000}\.[A-Za-z0-9_-]{4,}+(?:\.[A-Za-z0-9_-]*+)?",
+            r"(?i:(?:bearer|basic)\s++)[A-Za-z0-9._~+/=-]{8,}",
+        )
+    )
+    + ")"
+)
+_IN_URL = re.compile(r"(?<=://)[^\s/@'\"]++@")
+
+
+def hide_known(text: str, hidden: str) -> str:
+    """Tokens that are known by their shape, and who logs in in an address."""
+    if "://" in text:
+        text = _IN_URL.sub(f"{hidden}@", text)
+    return _KNOWN.sub(hidden, text)
+
+
+# -- assignments --------------------------------------------------------------------------------
+
+_ASSIGNMENT = re.compile(r"(?<![\w.-])([\w.-]++)(?:\\*+[\"'])?+\s*+(?:=|:(?!:))(?!=)\s*+")
+_OPTION = re.compile(r"(?<![\w.-])(--?[A-Za-z][\w.-]*+)\s++(?!-)")
+_QUOTE = re.compile(r"\\*+[\"']")
+_BARE = re.compile(r"[^\s,;&'\"]++")
+_WORD = re.compile(r"\S++")
+_BLOCK = re.compile(r"([|>][-+\d]{0,2}[ \t]*+\n[ \t]++)[^\n]*+(?:\n[ \t]++[^\n]*+)*+")
+"""Several lines of YAML."""
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
+def hide_values(text: str, hidden: str, private: Callable[[str], bool] = is_secret_name) -> str:
+    """The values of what has a telling name: ``name=value``, ``name: 'value'``, JSON and YAML with
+    or without escapes, ``--name value``. Quotes stay, so that JSON stays JSON."""
+    if "=" in text or ":" in text:
+        text = _hide(text, _ASSIGNMENT, _BARE, hidden, private)
+    if "-" in text:
+        text = _hide(text, _OPTION, _WORD, hidden, private)
+    return text
+
+
+def _hide(
+    text: str,
+    names: re.Pattern[str],
+    bare: re.Pattern[str],
+    hidden: str,
+    private: Callable[[str], bool],
+) -> str:
+    parts: list[str] = []
+    done = at = 0
+    while (found := names.search(text, at)) is not None:
+        at = found.end()
+        if not private(found[1]):
+            continue
+        start, end = _value(text, at, bare)
+        if end > start:
+            parts += [text[done:start], hidden]
+            done = at = end
+    return "".join([*parts, text[done:]]) if parts else text
+
+
+def _value(text: str, at: int, bare: re.Pattern[str]) -> tuple[int, int]:
+    """Where the value that begins at a place starts and ends, without its quotes."""
+    quote = _QUOTE.match(text, at)
+    if quote is not None:
+        return quote.end(), _closing(text, quote)
+    block = _BLOCK.match(text, at)
+    if block is not None:
+        return block.end(1), block.end()
+    if text[at : at + 1] in ("[", "{"):
+        depth = 0
+        for bracket in _BRACKET.finditer(text, at):
+            depth += 1 if bracket[0] in "[{" else -1
+            if depth == 0:
+                return at, bracket.end()
+        return at, len(text)
+    word = bare.match(text, at)
+    return at, at if word is None else word.end()
+
+
+def _closing(text: str, opening: re.Match[str]) -> int:
+    """Where the text behind a quote ends. Inside text that was escaped n times a quote has 2^n - 1
+    backslashes, and those of its contents twice as many and one: all else is part of it."""
+    level = len(opening[0]) - 1
+    for quote in _QUOTE.finditer(text, opening.end()):
+        slashes = len(quote[0]) - 1
+        if quote[0][-1] == opening[0][-1] and (
+            slashes < level or slashes % (2 * (level + 1)) == level
+        ):
+            return quote.start() + (slashes - level if slashes > level else 0)
+    return len(text)

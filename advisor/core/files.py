@@ -1,0 +1,88 @@
+"""Files that somebody else wrote, opened so that they can neither block nor fill the memory.
+
+A name in a folder that was sent to us may be a pipe that nobody writes to, a link to ``/dev/zero``,
+a folder, or a file of any size. Only regular files are opened, and no more than a bound is read.
+Imports the standard library alone: the recorder's files are read through it too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from advisor.core.errors import AdvisorError
+
+BLOCK = 1 << 20
+_KINDS = (
+    (stat.S_ISDIR, errno.EISDIR, "a folder, not a file"),
+    (stat.S_ISFIFO, errno.EINVAL, "a pipe, not a file"),
+    (stat.S_ISSOCK, errno.EINVAL, "a socket, not a file"),
+    (stat.S_ISCHR, errno.EINVAL, "a device, not a file"),
+    (stat.S_ISBLK, errno.EINVAL, "a device, not a file"),
+)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """A regular file, or a link to one, opened for reading without waiting for anybody.
+
+    Raises OSError: it is not there, may not be read, or is something else (``strerror`` says what);
+    ValueError: no file can have that name.
+    """
+    # a pipe without a writer would keep open() waiting; for regular files the flag does nothing
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode):
+            code, what = next(
+                ((code, what) for is_one, code, what in _KINDS if is_one(mode)),
+                (errno.EINVAL, "not a regular file"),
+            )
+            kind = IsADirectoryError if code == errno.EISDIR else OSError
+            raise kind(code, what, str(path))
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def read_regular(path: str | Path, most: int) -> bytes:
+    """A regular file's bytes. Raises AdvisorError: it is longer than ``most`` bytes; and what
+    :func:`open_regular` raises."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise AdvisorError(f"{path}: larger than {size(most)}, which no such file is")
+    return data
+
+
+def read_lines(file: BinaryIO, most: int, longest: int) -> Iterator[bytes | None]:
+    """The lines of a file that are not blank, up to ``most`` bytes of it; ``None`` for each that
+    is longer than ``longest`` bytes, of which no more than that is held."""
+    rest, skipping, left = b"", False, most
+    while left > 0 and (block := file.read(min(BLOCK, left))):
+        left -= len(block)
+        *whole, rest = (rest + block).split(b"\n")
+        if skipping and whole:
+            skipping = False
+            yield None
+            del whole[0]
+        for line in whole:
+            if len(line) > longest:
+                yield None
+            elif line.strip():
+                yield line
+        if skipping or len(rest) > longest:
+            rest, skipping = b"", True
+    if skipping:
+        yield None
+    elif rest.strip():
+        yield rest
+
+
+def size(count: int) -> str:
+    """A bound in words."""
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"

@@ -1,0 +1,298 @@
+"""The vocabulary of advice: Finding, Edit, Worth, Rule. A leaf that everybody may import."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from advisor.core.rule import ANY as ANY  # noqa: PLC0414
+from advisor.core.rule import Advice as Advice  # noqa: PLC0414
+from advisor.core.rule import Rule as Rule  # noqa: PLC0414 - handed out with the words it needs
+from advisor.core.rule import Source as Source  # noqa: PLC0414
+from advisor.core.rule import Threshold as Threshold  # noqa: PLC0414
+
+Severity = Literal["info", "warning", "critical"]
+Category = Literal[
+    "input",
+    "host",
+    "sync",
+    "transfer",
+    "kernel",
+    "memory",
+    "optimizer",
+    "compile",
+    "distributed",
+    "hardware",
+    "inference",
+]
+Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
+Per = Literal["step", "recording", "window", "run"]
+"""What an amount of time, or a number of things, is of."""
+Validation = Literal["real traces", "recordings", "synthetic"]
+Operation = Literal[
+    "remove",
+    "scale",
+    "roofline",
+    "overlap",
+    "asynchronous",
+    "merge",
+    "drop_launch",
+    "spread",
+    "resize",
+    "punctual",
+]
+
+
+REPEATED = "device sequence"
+"""``Steps.source`` of steps that nothing marks: a part of an iteration may be what repeats."""
+
+
+def unit_of(step_source: str) -> Per:
+    """What figures are of, by where their steps come from (``Scope.step_source``)."""
+    return "recording" if step_source == "whole trace" else "step"
+
+
+class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which events an :class:`Edit` touches: every field that is given must match.
+
+    Selectors name events by what they are, never by row number, so that an Edit can be written
+    by a person, stored, and applied to another window of the same job.
+    """
+
+    on: Literal["gpu", "host", "gap"]
+    """Device work, host events (ops, Python frames, runtime calls), or idle gaps of the device."""
+    kind: tuple[str, ...] = ()
+    """``gpu``: kernel, memcpy, memset. ``host``: op, annotation, python, runtime."""
+    name: str = ""
+    """Regular expression searched in the event's own name."""
+    under: str = ""
+    """Regular expression searched in the names of the host events around it: for device work,
+    those around its launch; for a gap, the event that is blamed."""
+    family: tuple[str, ...] = ()
+    """Kernel families, as in ``Analysis.kernels`` (``gemm``, ``softmax``, ``communication`` …)."""
+    copy: tuple[str, ...] = ()
+    """Copy directions: HtoD, DtoH, DtoD, PtoP, HtoH."""
+    memory: Literal["", "pageable", "pinned"] = ""
+    """Host side of a copy."""
+    call: tuple[str, ...] = ()
+    """Runtime call classes, as in the ``call`` column of ``Trace.cpu``."""
+    cause: tuple[str, ...] = ()
+    """Idle-gap causes, as in ``Analysis.gaps``."""
+    at: Literal["", "step_start", "graph_break"] = ""
+    """``gap``: only instants before the first device work of their step, or on the way from one
+    compiled graph to the next across a graph break (``analysis/moments.py``)."""
+    stream: tuple[int, ...] = ()
+    """CUDA streams."""
+    max_ns: int | None = None
+    """Only events of at most this duration."""
+    correlation: tuple[int, ...] = ()
+    """CUDA correlation ids: the identity of a launch and its device work inside one trace."""
+
+
+class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a fix would change in the step, as an operation over selected events."""
+
+    op: Operation
+    """``remove`` the events; ``scale`` their durations by ``factor``; bring kernels to ``factor``
+    of their ``roofline``; ``overlap`` them with other work (move to another stream); make a
+    blocking host call ``asynchronous``; ``merge`` kernels into one; ``drop_launch`` cost (CUDA
+    graph, compile); ``spread`` host work over ``workers``; ``resize`` the batch by ``factor``; make
+    a rank ``punctual``: its collectives keep no other rank waiting."""
+    select: Select
+    """Which events."""
+    factor: float | None = None
+    """``scale`` and ``merge``: new duration = factor x old (the central estimate). ``roofline``:
+    share of the attainable rate that is reached. ``resize``: new batch size over old."""
+    factor_low: float | None = None
+    """Factor under the optimistic assumption (larger gain)."""
+    factor_high: float | None = None
+    """Factor under the pessimistic assumption (smaller gain)."""
+    workers: int | None = None
+    """``spread``: number of workers that share the host work."""
+    host_ns: int | None = None
+    """``drop_launch``: host time that remains for each launch."""
+    ahead: bool = False
+    """``overlap``: it is also issued earlier, so that it is done when the host waits for the whole
+    device, as far as the work beside it lasts. Not under the pessimistic assumption."""
+    rank: int | None = None
+    """Where several ranks are replayed together: the only one that is changed; ``None``: each in
+    the same way, because a change to a program is a change on all ranks. ``punctual`` needs it."""
+
+
+class Worth(Struct, frozen=True, kw_only=True):
+    """What a finding is worth, and in which currency. Currencies are never converted."""
+
+    currency: Currency
+    """Time a step, time over the run, memory, risk, or no figure."""
+    gain_ns: int | None = None
+    """Time saved a step (``step_time``) or over the run (``run_time``), central estimate, ns."""
+    low_ns: int | None = None
+    """Lower end of the band, ns."""
+    high_ns: int | None = None
+    """Upper end of the band, ns."""
+    share: float | None = None
+    """``gain_ns`` as a share of the measured step (0 to 1)."""
+    freed_bytes: int | None = None
+    """``memory``: device memory freed, bytes."""
+    method: str = ""
+    """How the figure was got: ``upper bound (exposed time)`` or ``replay``."""
+    reason: str = ""
+    """``unpriced`` and ``risk``: why there is no figure."""
+    per: Per | None = None
+    """What the gain is of; ``null``: a step, or the run, by the currency."""
+
+    @property
+    def unit(self) -> Per:
+        """What the gain is of."""
+        if self.per is not None:
+            return self.per
+        return "step" if self.currency == "step_time" else "run"
+
+
+class Evidence(Struct, frozen=True):
+    """One measured fact behind a finding."""
+
+    label: str
+    """What was measured."""
+    value: float | int | str | None
+    """``None`` means not measured."""
+    unit: str = ""
+    """``ns``, ``bytes``, ``share`` (0 to 1), ``count``, ``GB/s``, ``FLOP/s``, or empty for text."""
+    threshold: float | int | None = None
+    """The limit it was held against, in the same unit."""
+    source: str = ""
+    """Where the threshold comes from."""
+    per: Per | None = None
+    """What the value is of, where it is of the whole; ``null``: as the label says."""
+
+
+class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where it happens: a line of the user's code when stacks were recorded, else op and kernel."""
+
+    file: str | None = None
+    """Source file."""
+    line: int | None = None
+    """Line in it."""
+    function: str | None = None
+    """Function around it."""
+    op: str | None = None
+    """Operator, or annotation."""
+    kernel: str | None = None
+    """Name of the device work."""
+    step: str | None = None
+    """Step of the worst instance."""
+    ts_ns: int | None = None
+    """Start of the worst instance, ns on the trace's clock."""
+    dur_ns: int | None = None
+    """Duration of the worst instance, ns."""
+    count: int | None = None
+    """How many instances there are in the analysed window."""
+
+
+class Finding(Struct, kw_only=True):
+    """A bottleneck that was seen: evidence, fix, and the Edit that says what the fix changes. What
+    its rule says of all findings need not be given: the engine fills it in (``Rule.complete``)."""
+
+    rule: str = ""
+    """Identifier of the rule."""
+    title: str = ""
+    """What is wrong, in a line."""
+    summary: str
+    """One or two sentences: what was seen and why it costs time."""
+    fix: str = ""
+    """What to do."""
+    code: str = ""
+    """The fix as a snippet the user can paste."""
+    check: str = ""
+    """How to see that the fix worked."""
+    evidence: list[Evidence] = field(default_factory=list)
+    """The measured facts."""
+    where: list[Location] = field(default_factory=list)
+    """The places that cost most, worst first."""
+    edits: list[Edit] = field(default_factory=list)
+    """What the fix changes, for pricing and what-if."""
+    confidence: float = 0.0
+    """0 to 1: how sure the rule is of the cause, before the engine lowers it for short windows."""
+    confidence_notes: list[str] = field(default_factory=list)
+    """What lowered the confidence."""
+    assumptions: list[str] = field(default_factory=list)
+    """What the gain takes for granted."""
+    falsified_by: str = ""
+    """What observation would prove the finding wrong."""
+    alternatives: str = ""
+    """Name of the group of findings of which one fix replaces the others (for example ``fuse``)."""
+    worth: Worth | None = None
+    """What a rule itself can price (memory, risk); step time is priced by the engine from edits."""
+    informational: bool = False
+    """Shown among the notes, never ranked, never counted as a bottleneck."""
+    # filled in by the engine
+    category: str = ""
+    """Of the rule."""
+    severity: Severity = "info"
+    """By the share of the step that the fix is worth."""
+    rank: int | None = None
+    """Place in the order of worth; ``null``: not ranked."""
+    rank_gain_ns: int | None = None
+    """Marginal gain a step in the staircase, after the findings ranked before it, ns."""
+    pays_after: str | None = None
+    """Rule id of the finding that must be fixed first for this one to pay."""
+    folded_under: str | None = None
+    """Rule id of the finding that already explains this one."""
+    other_rank: bool = False
+    """Seen on another rank than the one reported; its gain is that rank's."""
+    validation: str = ""
+    """How far the rule was tested: ``real traces``, ``recordings`` or ``synthetic``."""
+    references: list[str] = field(default_factory=list)
+    """Where to read more."""
+    device: int | None = None
+    """GPU it was seen on."""
+    trace_rank: int | None = None
+    """Rank it was seen on."""
+
+
+class NotMeasured(Struct, kw_only=True):
+    """A rule abstains: what it could not check, why, and what to record to allow it."""
+
+    what: str
+    """What could not be checked."""
+    why: str
+    """What was missing."""
+    record: str = ""
+    """The recording option that would allow it (``record_shapes=True`` …)."""
+    rule: str = ""
+    """Rules that abstained."""
+
+
+class Good(Struct, kw_only=True):
+    """Something the run already does well, with the figure that shows it."""
+
+    text: str
+    """What, with the figure that shows it."""
+    rule: str = ""
+    """Rule that looked."""
+
+
+Outcome = Finding | NotMeasured | Good
+
+
+class HotLine(Struct, frozen=True, kw_only=True):
+    """A line of Python that takes much CPU time, from Scalene's pass. Shares are of all CPU samples
+    of that pass, start-up included: they compare lines, not steps."""
+
+    file: str
+    """Source file."""
+    line: int
+    """Line in it."""
+    text: str
+    """The line."""
+    function: str | None
+    """Function around it."""
+    share: float
+    """All samples of the line."""
+    python: float
+    """Of them, in the interpreter."""
+    native: float
+    """In native code that the line called."""
+    system: float
+    """In the kernel, or waiting."""

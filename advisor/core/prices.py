@@ -1,0 +1,120 @@
+"""What an hour of a GPU costs: from an option, or from a table by the GPU's name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from advisor.core.config import read_toml, tool_section
+from advisor.core.errors import AdvisorError
+
+SYMBOLS = {"$": "USD", "€": "EUR", "£": "GBP"}
+DEFAULT_CURRENCY = "USD"
+MOST_AN_HOUR = 1e6
+
+_PRICE = re.compile(
+    r"([$€£]?)\s*(\d{1,7}(?:\.\d{1,9})?)\s*([A-Za-z]{3})?\s*(?:/\s*(?:h|hr|hour))?", re.ASCII
+)
+
+
+class Price(NamedTuple):
+    """Of one GPU, or of the machine where there is none."""
+
+    per_hour: float
+    currency: str
+    """Three letters."""
+    source: str
+    """Where it was said: ``--price``, or a file with the name in its table."""
+
+
+class Prices(NamedTuple):
+    """Prices of GPUs by name; or one of any."""
+
+    table: Mapping[str, float]
+    """Name, or its words -> an hour of one."""
+    currency: str
+    source: str
+
+    def of(self, device_name: str | None) -> Price | None:
+        """The price of a GPU: that of the longest name all of whose words are in this one's, so
+        that ``A100`` is no ``A1000``; ``None``: the table has none.
+
+        Raises AdvisorError: two names fit equally well and have different prices.
+        """
+        if "" in self.table:
+            return Price(self.table[""], self.currency, self.source)
+        if device_name is None:
+            return None
+        words = _words(device_name)
+        fits = [(len(_words(name)), name) for name in self.table if _words(name) <= words]
+        if not fits:
+            return None
+        most = max(count for count, _ in fits)
+        best = [name for count, name in fits if count == most]
+        if len({self.table[name] for name in best}) > 1:
+            raise AdvisorError(
+                f"{self.source}: {' and '.join(map(repr, best[:3]))} both fit {device_name!r}: "
+                "write the name in full"
+            )
+        return Price(self.table[best[0]], self.currency, f"{self.source}: {best[0]}")
+
+
+NO_PRICES = Prices({}, DEFAULT_CURRENCY, "")
+"""Nothing is priced."""
+
+
+def parse_price(text: str) -> Prices:
+    """``2.50/h``, ``$2.50``, ``2.50 EUR/h``: an hour of one GPU, whichever. Raises AdvisorError."""
+    match = _PRICE.fullmatch(text.strip())
+    if match is None or (match[1] and match[3]):
+        raise AdvisorError(f"--price {text[:60]}: give what an hour of one GPU costs: 2.50/h")
+    currency = (match[3] or SYMBOLS.get(match[1], DEFAULT_CURRENCY)).upper()
+    return Prices({"": float(match[2])}, currency, "--price")
+
+
+def read_prices(file: Path | None = None) -> Prices:
+    """A table of prices: of a TOML file, else ``[tool.advisor.prices]`` of the nearest
+    ``pyproject.toml``. Its keys are names of GPUs, but for ``currency``. Raises AdvisorError."""
+    if file is None:
+        found, table = tool_section("prices")
+        where = "" if found is None else f"{found.name}: [tool.advisor.prices]"
+    else:
+        whole = read_toml(file)
+        table, where = whole.get("prices", whole), str(file)
+    return _table(table, where)
+
+
+def _table(table: object, where: str) -> Prices:
+    if not isinstance(table, dict):
+        raise AdvisorError(f"{where}: must be a table of names and prices")
+    prices: dict[str, float] = {}
+    currency = table.get("currency", DEFAULT_CURRENCY)
+    if not isinstance(currency, str) or not re.fullmatch(r"[A-Za-z]{3}", currency):
+        raise AdvisorError(f"{where}: currency must be three letters, such as USD")
+    for name, value in table.items():
+        if name == "currency":
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not 0 <= value <= MOST_AN_HOUR:
+            raise AdvisorError(f"{where}: {name[:60]} must be what an hour costs, such as 2.50")
+        if not _words(name):
+            raise AdvisorError(f"{where}: {name[:60]!r} is no name of a GPU")
+        prices[name] = float(value)
+    return Prices(prices, currency.upper(), where)
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[a-z0-9]+", name.casefold()))
+
+
+def money(amount: float, currency: str) -> str:
+    """An amount with its currency, with three digits at least: ``$0.00125``, ``12.40 CHF``."""
+    decimals = 2
+    if amount and abs(amount) < 1:
+        decimals = min(12, 2 - math.floor(math.log10(abs(amount))))
+    number = f"{amount:,.{decimals}f}"
+    symbol = next((sign for sign, code in SYMBOLS.items() if code == currency), None)
+    return f"{symbol}{number}" if symbol else f"{number} {currency}"

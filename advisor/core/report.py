@@ -1,0 +1,659 @@
+"""Report: what was found, as plain data with a versioned schema. Renderers compute nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from advisor.core.finding import Finding, Good, HotLine, NotMeasured, Per, unit_of
+from advisor.core.resources import Cost, EnergyUse
+from advisor.core.saved import decoded
+from advisor.core.views import Views
+
+SCHEMA = "advisor.report/1"
+
+MOST_PRINTED = 10
+"""Findings that ``print(report)`` shows in detail."""
+MOST_LINES = 400
+"""Lines that ``print`` shows of a report or a comparison."""
+
+Status = Literal["bottlenecks", "healthy", "limited"]
+
+
+def render(subject: object, formats: str, name: str, **options: Any) -> str:
+    """A subject in the format ``name`` of ``advisor.render.formats.<formats>``, for ``print`` and
+    notebooks. The renderers lie far above and are imported by name, when something is printed."""
+    home = import_module("advisor.render.formats")
+    text: str = getattr(home, formats).render(name, subject, **options)
+    return text
+
+
+def bounded(text: str, rest: str) -> str:
+    """The first MOST_LINES lines, without the last line end; ``rest``: where the others are."""
+    lines = text.rstrip("\n").split("\n")
+    if len(lines) > MOST_LINES:
+        more = len(lines) - MOST_LINES
+        lines[MOST_LINES:] = [f"… {more:,} more lines; {rest}"]
+    return "\n".join(lines)
+
+
+class Input(Struct, kw_only=True):
+    """One trace that was read."""
+
+    path: str
+    """As it was given; ``-``: standard input."""
+    rank: int | None
+    """``null``: neither the file nor its name tells."""
+    window: int
+    """Which recording of this rank, in order of time, from 0."""
+    windows: int
+    """How many windows this rank has; only one is analysed."""
+    events_read: int
+    """Events that were kept."""
+    events_dropped: dict[str, int]
+    """Reason -> events that were left out."""
+    bytes_read: int
+    """Uncompressed size, bytes."""
+    truncated: bool
+    """The file ends early: only what comes before is analysed."""
+    damage: str | None = None
+    """What the unpacker or the JSON reader complained of."""
+
+
+class Scope(Struct, kw_only=True):
+    """What the figures are about."""
+
+    rank: int | None
+    """The rank that the figures are of."""
+    step_source: str
+    """``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``, ``device sequence`` or ``whole
+    trace``; ``StepTraceAnnotation``, ``step_num`` or ``program`` of JAX and TensorFlow; ``record``
+    when no window was profiled and the figures are the recorder's own; ``snapshot`` of a memory
+    snapshot alone."""
+    steps_found: int
+    """Steps in the trace, or in the range that was asked for."""
+    steps_used: int
+    """Steps that are measured: whole ones that are no outliers."""
+    outliers: list[str]
+    """Names of the steps that were set aside."""
+    span_ns: int
+    """Length of the analysed window, ns."""
+    step_ns: float
+    """Mean duration of the used steps, ns."""
+    step_min_ns: int
+    """The shortest used step, ns."""
+    step_max_ns: int
+    """The longest used step, ns."""
+    step_median_ns: float
+    """Of the used steps, ns."""
+    device: int | None
+    """The GPU that is analysed, the one with most work; ``null``: no device work."""
+    device_name: str | None
+    """As the trace has it."""
+    device_known: bool
+    """There is an entry in advisor/core/gpus: rooflines can be measured."""
+    devices_seen: int
+    """GPUs with work in the trace."""
+    framework: str | None = None
+    """``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or HIP and none of these);
+    ``null``: not told."""
+
+    @property
+    def per(self) -> Per:
+        """What the figures are of."""
+        return unit_of(self.step_source)
+
+
+class StepTime(Struct, kw_only=True):
+    """The step time that a report of a recorded run leads with: what the run's own steps take
+    while nothing is profiled. Gains are of it."""
+
+    ns: float
+    """Median of the steps that count (``Recorded.used``), ns."""
+    mean_ns: float
+    """Their mean, ns."""
+    window_ns: float | None = None
+    """Mean step of the profiled window, whose trace the other figures are of, ns; ``null``: no
+    window was profiled."""
+    longer: float | None = None
+    """How much longer the window's mean step is than ``ns``, as a share of it."""
+    cost: float | None = None
+    """What the profiler adds: the median of the window's steps against that of the unprofiled ones
+    within 20 steps of them, as a share of those; ``null``: too few of either."""
+    around_ns: float | None = None
+    """The latter median, ns."""
+    as_far: float | None = None
+    """Share of the run's steps that are at least as long as ``around_ns`` where that is longer than
+    ``ns``, at most as long where it is shorter."""
+    first: bool = False
+    """The window lies in the steps at the start that do not count."""
+    unlike: bool = False
+    """``around_ns`` is 10 % or more longer or shorter than ``ns``, and fewer than a quarter of the
+    run's steps are as far off: the window is not like the run."""
+
+
+class Crash(Struct, kw_only=True):
+    """A rank that an exception ended."""
+
+    rank: int
+    """Its number."""
+    exception: str
+    """The type of the exception."""
+    message: str | None
+    """What it says; ``null``: not recorded."""
+    steps: int | None
+    """Steps that the rank had made; ``null``: not recorded."""
+
+
+class IdleCause(Struct, frozen=True):
+    """Idle device time blamed on one cause, a step."""
+
+    cause: str
+    """One of ``analysis.gaps.CAUSES``."""
+    ns: float
+    """A step, ns."""
+    share: float
+    """Of the step."""
+
+
+class TimeShare(Struct, frozen=True):
+    """Exclusive device time of one class, a step."""
+
+    name: str
+    """``compute``, ``communication``, ``copies``, ``memset`` or ``idle``, each only while none of
+    those before it runs."""
+    ns: float
+    """A step, ns."""
+    share: float
+    """Of the step."""
+
+
+class Family(Struct, frozen=True):
+    """Device time of one kernel family, a step, not exclusive of other streams."""
+
+    name: str
+    """One of ``analysis.families.FAMILIES``."""
+    ns: float
+    """Durations summed, a step, ns."""
+    share: float
+    """Of all device work: kernels, copies and memsets, their durations summed."""
+    count: float
+    """Kernels a step."""
+
+
+class OperatorRate(Struct, frozen=True, kw_only=True):
+    """An operator with one set of inputs, held against what the device attains."""
+
+    name: str | None
+    """As the profiler wrote it; ``null``: the kernel belongs to a CUDA graph, or is not linked."""
+    shapes: str | None
+    """Of its tensors; ``null``: not recorded."""
+    family: str
+    """One of ``analysis.families.FAMILIES``."""
+    dtype: str | None
+    """What it computes in; ``null``: not known."""
+    kernel: str
+    """Its longest kernel."""
+    tensor_core: bool | None
+    """That kernel runs on tensor or matrix cores; ``null``: not told."""
+    calls: float
+    """A step."""
+    ns: float
+    """Durations of all kernels that it launched summed, a step, ns."""
+    share: float
+    """Of kernel time, communication left out."""
+    flops: float | None
+    """Floating-point operations of one call; ``null``: not known."""
+    bytes: float | None
+    """What one call reads and writes at least; ``null``: not known."""
+    flops_per_s: float | None
+    """FLOP/s reached."""
+    bytes_per_s: float | None
+    """Bytes/s reached."""
+    attainable_flops_per_s: float | None
+    """FLOP/s that matrix products reach on this device in this format; ``null``: no matrix work, or
+    not known."""
+    attainable_bytes_per_s: float | None
+    """Bytes/s that a copy reaches in this device's memory; ``null``: unknown device."""
+    bound: Literal["compute", "memory", "launch", "unknown"]
+    """What limits it at the attainable rates. ``launch``: starting the kernel takes longer than its
+    work. ``unknown``: FLOPs, bytes or the device's rates are not known."""
+    efficiency: float | None
+    """Time at the attainable rates over the time taken; above 1 where data stays in caches.
+    ``null``: not judged."""
+    saved_ns: float | None
+    """Time a step that the attainable rates would save, ns; ``null``: not judged."""
+
+
+class AttainableRate(Struct, frozen=True, kw_only=True):
+    """A rate that operators are held against."""
+
+    of: str
+    """A number format, of matrix products; or ``memory``."""
+    rate: float
+    """FLOP/s, or bytes/s."""
+    source: str | None
+    """Public measurement that it comes from, or that it is the fastest product of this recording;
+    ``null``: none was found for this device, and it is the datasheet's peak times the share that
+    the vendor's measured devices reach of theirs."""
+    url: str | None
+    """Where to read it; ``null``: nowhere."""
+
+
+class HostShare(Struct, frozen=True):
+    """Host time of the main thread, a step."""
+
+    name: str
+    """One of ``analysis.host.CLASSES``; without a trace, a phase that the recorder measured."""
+    ns: float
+    """A step, ns, exclusive."""
+    share: float
+    """Of the step."""
+
+
+class LongerPart(Struct, frozen=True):
+    """What longer steps have more of."""
+
+    name: str
+    """A class of time (``idle: `` and its cause for idle time; without device work ``host: `` and
+    its class), or a kernel, copy or operator."""
+    ns: float
+    """How much more of it a longer step has, mean, ns."""
+    short_count: float | None = None
+    """Of device work: how often it runs in a shorter step, mean."""
+    long_count: float | None = None
+    """In a longer step."""
+
+
+class Uneven(Struct, frozen=True):
+    """The longer half of the steps beside the shorter half: what makes them longer."""
+
+    short_ns: float
+    """Mean of the shorter half."""
+    long_ns: float
+    """Mean of the longer half."""
+    classes: list[LongerPart] = field(default_factory=list)
+    """Exclusive classes of the step's time that hold 15 % of the difference or more, largest
+    first."""
+    work: list[LongerPart] = field(default_factory=list)
+    """Device work that does, hidden or not."""
+
+
+class OperatorTime(Struct, frozen=True):
+    """Host time of one operator, on all threads, without what it calls."""
+
+    name: str
+    """As the profiler wrote it."""
+    ns: float
+    """A step, ns."""
+    share: float
+    """Of all operators' time."""
+    count: float
+    """Calls a step."""
+
+
+class HardPart(Struct, frozen=True):
+    """How well one of the hard parts of the replay is reproduced."""
+
+    name: str
+    """Syncs that waited, cross-stream starts, queue-blocked launches, thread hand-overs."""
+    cases: int
+    """How many there are in the replayed steps."""
+    explained: float
+    """Share of the time that was waited there whose end the replay's own edges give."""
+    error_ns: float
+    """Median absolute error of those ends, ns."""
+    time_ns: float
+    """How long was waited there, in all replayed steps, ns."""
+
+
+class Replay(Struct, kw_only=True):
+    """The replay that prices the findings, and how far to trust it."""
+
+    step_ns: float
+    """Replayed step without edits: the measured one, off by the error of the replay, ns."""
+    measured_ns: float
+    """The measured step, ns."""
+    step_error: float
+    """Mean absolute error of the replayed steps, share of the step."""
+    starts: int
+    """Device starts in the replayed steps."""
+    explained: float | None
+    """Share of them that the graph explains within 5 µs; ``null``: no device work."""
+    hard: list[HardPart]
+    """The hard parts alone."""
+    waits: float
+    """Share of the steps that the host waits for the device."""
+    waits_explained: float | None
+    """Share of that time whose ends the replay's own edges give; ``null``: it never waits."""
+    idle: float
+    """Share of the steps that the device idles."""
+    idle_explained: float | None
+    """Share of that time whose ends the replay's own edges give; ``null``: it never idles."""
+    steps: int
+    """Consecutive steps that are replayed."""
+    of_steps: int
+    """Steps that were measured."""
+    critical: dict[str, float]
+    """What the critical path consists of, ns a step."""
+    critical_after: dict[str, float]
+    """The same once all ranked findings are fixed: where the bottleneck moves to."""
+    step_after_ns: float
+    """The measured step less what all ranked findings save in a replay, ns."""
+
+
+class Phase(Struct, frozen=True):
+    """Host time of one phase, of the recorded steps that count."""
+
+    name: str
+    """``data``, ``h2d``, ``forward``, ``backward``, ``optimizer``, ``other``, or the user's own."""
+    ns: float
+    """Mean a step, ns."""
+    share: float
+    """Of the step."""
+
+
+class Recorded(Struct, kw_only=True):
+    """What the recorder measured around the profiled window: steps that no profiler slowed."""
+
+    steps: int
+    """Steps that were recorded."""
+    used: int
+    """Steps that count: after the warm-up, no window open, not the one after a window."""
+    median_ns: float | None
+    """Of the steps that count; ``null``: there are none."""
+    mean_ns: float | None
+    """Of the steps that count."""
+    p99_ns: float | None
+    """99th percentile of the steps that count; ``null``: fewer than a hundred."""
+    profiled_steps: int
+    """Steps while a window was open."""
+    profiled_median_ns: float | None
+    """Median of the steps that windows kept; ``null``: fewer than two."""
+    observer_effect: float | None
+    """How much longer these are than the unprofiled ones around them, as a share of those;
+    ``null``: one kind is missing."""
+    phases: list[Phase]
+    """Host time by phase, largest first; adds up to the mean step."""
+    samples_per_second: float | None
+    """Batch sizes over the time of the steps that count, this rank; ``null``: sizes not told."""
+    inference: bool = False
+    """The loop does not train: its steps are forwards, or calls of ``generate``."""
+    outside_ns: int | None = None
+    """Between training steps, all of them: validation, checkpoints and the like; ``null``: the loop
+    does not train."""
+    outside_share: float | None = None
+    """Of the time of all steps and of what lies between them."""
+    ended: str | None
+    """``finished``, ``exception`` or ``interrupted``; ``null``: killed, or still going on."""
+    windows: list[str]
+    """What became of each profiled window."""
+
+
+class RankLine(Struct, kw_only=True):
+    """One rank beside the others."""
+
+    rank: int
+    """Its number."""
+    step_ns: float
+    """Mean duration of its steps, ns."""
+    busy_share: float | None
+    """Share of its step during which its GPU works; ``null``: no device work."""
+    communication_ns: float | None
+    """Exposed, a step."""
+    idle_ns: float | None
+    """A step, ns."""
+    last_share: float | None = None
+    """Share of collectives at which this rank arrives last; ``None``: not measured."""
+    caused_wait_ns: float | None = None
+    """Mean wait that it causes its peers, a step; ``None``: not measured."""
+
+
+class RuleText(Struct, frozen=True, kw_only=True):
+    """What a rule that found something says of itself."""
+
+    id: str
+    """As in ``Finding.rule``."""
+    title: str
+    """What it looks for."""
+    category: str
+    """One of ``advisor.core.finding.Category``."""
+    paragraphs: list[str]
+    """Of its documentation: what it looks for, why that costs time, how it is measured."""
+
+
+class Ranks(Struct, kw_only=True):
+    """The view across ranks."""
+
+    lines: list[RankLine]
+    """One entry a rank."""
+    aligned: bool
+    """The ranks could be put on one clock."""
+    alignment_error_ns: float | None
+    """How well, ns; ``null``: they could not."""
+    note: str
+    """How they were aligned, or why not."""
+
+
+class MemoryHolder(Struct, frozen=True, kw_only=True):
+    """What one line held, or leaves behind, of a device's memory."""
+
+    category: str
+    """One of ``analysis.post_mortem.CATEGORIES``."""
+    file: str | None
+    """Source file of the user's line; ``null``: no such frame."""
+    line: int | None
+    """Line in it."""
+    function: str | None
+    """Function around it."""
+    blocks: int
+    """How many; of growth: steps that left something behind."""
+    bytes: int
+    """Asked for, bytes; of churn and growth: a step."""
+    label: str | None = None
+    """The user's metadata; ``null``: none."""
+
+
+class MemorySaving(Struct, frozen=True, kw_only=True):
+    """What a change would have freed at the moment that was looked at. Savings overlap."""
+
+    change: str
+    """One of those in ``analysis.memory_savings.Saving``."""
+    bytes: int
+    """Freed then."""
+    assumes: str
+    """What the figure takes for granted."""
+    file: str | None = None
+    """The line that it is about; ``null``: no one line."""
+    line: int | None = None
+    """Line in it."""
+
+
+class MemoryPool(Struct, frozen=True, kw_only=True):
+    """Segments of one pool, stream and kind, when the snapshot was taken. Bytes."""
+
+    name: str
+    """``large``, ``small``, with the private pool's id, ``expandable`` and the stream."""
+    segments: int
+    """How many."""
+    reserved: int
+    """Taken from the driver."""
+    allocated: int
+    """In tensors, rounded up."""
+    free: int
+    """Free for the next request of this pool and stream."""
+    largest: int
+    """The largest free block."""
+
+
+class MemoryView(Struct, kw_only=True):
+    """A device's memory when it ran out, else at its peak, from a snapshot. Bytes are those that
+    were asked for, where nothing else is said."""
+
+    device: int
+    """Number of the GPU."""
+    at: str
+    """``out of memory``, ``peak``, or ``snapshot`` where no history was recorded."""
+    allocated: int
+    """In tensors then."""
+    reserved: int
+    """In segments then."""
+    peak: int
+    """Most in tensors over the history."""
+    request: int | None
+    """Of the request that failed; ``null``: none did."""
+    driver_free: int | None
+    """What the driver still had then; ``null``: not told."""
+    events: int
+    """Of the history; 0: none was recorded."""
+    from_start: bool
+    """The history has every block's beginning."""
+    categories: list[MemoryHolder]
+    """Of ``allocated``, without lines; adds up to it."""
+    held: list[MemoryHolder]
+    """By line, largest first."""
+    pools: list[MemoryPool]
+    """When the snapshot was taken."""
+    placement: str
+    """Why the request could not be placed; empty: none failed, or not told."""
+    step_source: str
+    """What steps are told by; empty: they are not, and churn and growth are not measured."""
+    steps: int
+    """Whole steps in the history."""
+    churn_bytes: float | None
+    """Allocated a step; ``null``: not measured."""
+    churn: list[MemoryHolder]
+    """Allocated and freed again within a step, most bytes first."""
+    growth: list[MemoryHolder]
+    """Left behind by each step and held to the end."""
+    savings: list[MemorySaving]
+    """What would have freed most."""
+
+
+class Report(Struct, kw_only=True):
+    """Everything a renderer or the dashboard needs. ``to_dict`` has the schema ``SCHEMA``."""
+
+    schema: str = SCHEMA
+    """Name and number of this schema."""
+    version: str = ""
+    """Of advisor."""
+    status: Status
+    """``bottlenecks``: something is worth fixing. ``healthy``: nothing is. ``limited``: neither can
+    be said for sure."""
+    verdict: str
+    """One sentence."""
+    inputs: list[Input]
+    """The traces, one a rank."""
+    scope: Scope
+    """Which steps of which device the figures are about."""
+    time: list[TimeShare] = field(default_factory=list)
+    """Adds up to the step. Empty: no device work in the trace."""
+    busy_share: float | None = None
+    """Share of the step during which the GPU does anything."""
+    communication_ns: float | None = None
+    """All communication a step, hidden or not."""
+    communication_overlap: float | None = None
+    """Share of communication that runs under compute."""
+    idle: list[IdleCause] = field(default_factory=list)
+    """Adds up to the idle time."""
+    unknown_idle_share: float | None = None
+    """Share of the idle time that could not be blamed."""
+    host: list[HostShare] = field(default_factory=list)
+    """The main thread's time, largest first."""
+    uneven: Uneven | None = None
+    """What makes one step longer than another; ``null``: they are alike, or fewer than four."""
+    operators: list[OperatorTime] = field(default_factory=list)
+    """Without device work in the trace: the operators that take most host time, at most ten."""
+    ranges: list[OperatorTime] = field(default_factory=list)
+    """Without operators: the program's ranges on the thread that drives the step, none that is a
+    step itself, that take most of its time, at most ten; shares are of the step."""
+    families: list[Family] = field(default_factory=list)
+    """Kernel time by kind, largest first."""
+    rooflines: list[OperatorRate] = field(default_factory=list)
+    """Operators by shape, the fifty with most device time, longest first."""
+    attainable: list[AttainableRate] = field(default_factory=list)
+    """The rates that ``rooflines`` holds them against. Empty: unknown device."""
+    mfu: float | None = None
+    """FLOPs of the step over its duration and the device's peak, 0 to 1."""
+    memory_peak_bytes: int | None = None
+    """Most device memory the allocator reserved."""
+    memory_capacity_bytes: int | None = None
+    """Device memory there is."""
+    findings: list[Finding] = field(default_factory=list)
+    """Ranked, worth time a step; then those folded under them."""
+    risks: list[Finding] = field(default_factory=list)
+    """Worth memory, risk or time over the run: other currencies, ranked apart."""
+    notes: list[Finding] = field(default_factory=list)
+    """Informational: not shown right on real traces yet, or worth too little to act on."""
+    good: list[Good] = field(default_factory=list)
+    """What the run already does well."""
+    not_checked: list[NotMeasured] = field(default_factory=list)
+    """What could not be checked, and what to record to allow it."""
+    limits: list[str] = field(default_factory=list)
+    """What this trace cannot tell, in a sentence each."""
+    ranks: Ranks | None = None
+    """Ranks side by side; ``null``: one rank."""
+    replay: Replay | None = None
+    """``null``: the window could not be replayed well, and gains are upper bounds."""
+    step: StepTime | None = None
+    """The run's own step; ``null``: a trace alone, or too few steps, and ``scope`` has what there
+    is."""
+    crashes: list[Crash] = field(default_factory=list)
+    """Ranks that an exception ended, the one that ended first first."""
+    recorded: Recorded | None = None
+    """What the recorder measured of every step; ``null``: a trace alone."""
+    energy: EnergyUse | None = None
+    """Of the GPUs while steps ran; ``null``: not sampled."""
+    cost: Cost | None = None
+    """What a step costs; ``null``: no price was given."""
+    hot_lines: list[HotLine] = field(default_factory=list)
+    """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
+    memory: list[MemoryView] = field(default_factory=list)
+    """What a memory snapshot shows, one entry a device, the fullest first. Empty: no snapshot."""
+    rules: list[RuleText] = field(default_factory=list)
+    """The rules of all findings, risks and notes, by id."""
+    views: Views | None = None
+    """The report's pictures as data; ``null``: written before there were any."""
+
+    @property
+    def step_ns(self) -> float:
+        """The step that gains are of: the run's own, else the mean of the trace's, ns."""
+        return self.scope.step_ns if self.step is None else self.step.ns
+
+    @property
+    def per(self) -> Per:
+        """What the figures are of: a step, or the recording when no step is marked."""
+        return self.scope.per
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and lists, as in the JSON."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+    def to_json(self) -> bytes:
+        """The JSON text, indented by two."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    def __repr__(self) -> str:
+        """One line: status, verdict, how many findings."""
+        from advisor.core.text import clean, counted, shorten
+
+        found = counted(len(self.findings), "finding")
+        return f"<Report {self.status}, {found}: {shorten(clean(self.verdict), 160)}>"
+
+    def __str__(self) -> str:
+        """What ``advisor analyze`` prints, for a terminal of 80 columns: at most MOST_LINES."""
+        text = render(self, "REPORTS", "terminal", top=MOST_PRINTED)
+        return bounded(text, "to_dict() has all")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return render(self, "REPORTS", "notebook")
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Report:
+        """Read a report written by :meth:`to_json`. Raises AdvisorError for anything else."""
+        return decoded(text, cls, "report", SCHEMA)

@@ -1,0 +1,241 @@
+"""Rule: the base class of every rule."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, overload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from advisor.core.finding import Category, Finding, Outcome, Validation
+    from advisor.measure import Analysis
+    from advisor.testing import TraceBuilder
+
+
+T = TypeVar("T")
+R = TypeVar("R", bound="Rule")
+
+
+class Source(NamedTuple):
+    """Where a number comes from."""
+
+    name: str
+    """What is cited, in a few words."""
+    at: str = ""
+    """Its public address, or the file of this repository in which it is measured or chosen."""
+
+
+class Advice(NamedTuple):
+    """What a rule advises a program that is not written with PyTorch."""
+
+    fix: str
+    code: str = ""
+    verify: str = ""
+    """``""``: as the rule says, without what only PyTorch has."""
+    title: str = ""
+    """``""``: as the finding says."""
+    says: tuple[tuple[str, str], ...] = ()
+    """What to put for what, in the finding's summary."""
+
+
+ANY = "any"
+"""In ``Rule.elsewhere``: a framework that has no words of its own there, or none that is known."""
+
+
+class Threshold(Generic[T]):
+    """A number that a rule holds a measurement against or reckons with, and where it comes from.
+
+    A class attribute; ``self.min_share`` is its value, or the user's own from
+    ``[tool.advisor.rules.<id>]``, and ``Class.min_share`` the Threshold with its sources.
+    """
+
+    def __init__(self, value: T, meaning: str, *sources: Source) -> None:
+        self.value = value
+        self.meaning = meaning
+        """What it is of, and its unit."""
+        self.sources = sources
+
+    @overload
+    def __get__(self, rule: None, owner: type) -> Threshold[T]: ...
+    @overload
+    def __get__(self, rule: object, owner: type) -> T: ...
+    def __get__(self, rule: object | None, owner: type) -> Threshold[T] | T:
+        return self if rule is None else self.value
+
+    @property
+    def told(self) -> str:
+        """The names of the sources, as evidence cites them."""
+        return ", ".join(source.name for source in self.sources)
+
+
+class Rule:
+    """Looks at an :class:`~advisor.measure.Analysis` and yields what it found.
+
+    One rule a file. The class docstring is the rule's documentation: the first paragraph says
+    what it looks for and why that costs time, the rest gives definitions, sources and traps.
+    What is the same for every trace stands as class attributes; ``check`` measures and yields
+    evidence, places and edits. A rule never computes its own gain and knows no other rule. When a
+    signal it needs is missing it yields :class:`NotMeasured`.
+    """
+
+    id: ClassVar[str] = ""
+    """Stable identifier: lower case words joined by ``-``."""
+    title: ClassVar[str] = ""
+    category: ClassVar[Category]
+    fix: ClassVar[str] = ""
+    """What to do. ``{name}`` in any of these texts is something of the trace, filled in by the
+    finding that quotes it (``self.fix.format(name=…)``)."""
+    code: ClassVar[str] = ""
+    """The fix as a snippet the user can paste."""
+    verify: ClassVar[str] = ""
+    """How to see that the fix worked."""
+    falsified_by: ClassVar[str] = ""
+    """What observation would prove a finding wrong."""
+    assumptions: ClassVar[tuple[str, ...]] = ()
+    """What the gain takes for granted; ``{name}`` is the value of a threshold."""
+    confidence: ClassVar[float] = 0.8
+    """0 to 1: how sure a finding is of its cause."""
+    alternatives: ClassVar[str] = ""
+    """Name of the group of findings of which one fix replaces the others."""
+    levers: ClassVar[tuple[str, ...]] = ()
+    """What ``advisor try`` may pull to cure it (``advisor/tune/levers``), the likeliest first."""
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Kinds of trace that need other words than those above: name of the case -> attribute ->
+    what it is then. See :meth:`case`."""
+    inference: ClassVar[Mapping[str, Any]] = {}
+    """What these attributes are where nothing is trained; of ``cases`` only those that differ.
+    See :meth:`where_nothing_is_trained`."""
+    elsewhere: ClassVar[Mapping[str, Advice]] = {}
+    """Framework (``trace.meta.framework``, or :data:`ANY`) -> what is advised there in place of
+    the texts above. A rule without is not run on programs that are surely not PyTorch's."""
+    found_in: ClassVar[tuple[str, ...]] = ()
+    """Where it found what is really there: ``traces/…``, a public trace; ``recorded/…``, a
+    recording in tests/data; ``workloads/…``, a bundled program that the tests record."""
+    silent_in: ClassVar[tuple[str, ...]] = ()
+    """Where nothing of the kind is, and it said nothing; named likewise. A workload's is its
+    cured variant."""
+    validated: ClassVar[Validation] = "synthetic"
+    """What follows from ``found_in``; ``synthetic`` rules are said to be not proven."""
+    validated_on: ClassVar[str] = ""
+    """What was seen there, in words."""
+    sources: ClassVar[tuple[Source, ...]] = ()
+    """Where the numbers of the docstring come from that are no thresholds."""
+    references: ClassVar[tuple[str, ...]] = ()
+    reads_record: ClassVar[bool] = False
+    """The rule looks at what the recorder wrote (``Analysis.recorded``). It is not run on a trace
+    alone, which one line for all such rules says; and it is run when there is no trace at all."""
+    reads_snapshot: ClassVar[bool] = False
+    """The rule has something to say of a memory snapshot (``Analysis.snapshot``): it is run where
+    there is one, with or without a trace or a record."""
+    of_python: ClassVar[bool] = False
+    """Its time is that of Python in the loop: hot lines of a pass under Scalene explain it."""
+    across_ranks: ClassVar[bool] = False
+    """The rule looks at the whole run (``check_run``), not at one rank's window."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "found_in" in vars(cls):
+            public = any(name.startswith("traces/") for name in cls.found_in)
+            cls.validated = "real traces" if public else "recordings"
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Yield findings, abstentions and praise for one rank's window."""
+        raise NotImplementedError
+
+    def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
+        """Yield findings for a run of several ranks; only when ``across_ranks`` is set."""
+        raise NotImplementedError
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Examples that must produce a finding of this rule, by name."""
+        raise NotImplementedError
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Examples that must not, by name: the traps, each with the guard that must hold the rule
+        silent. A guard is the name of a threshold, without which it would fire; else the text of
+        the condition that ends the search; or ``worth``: it fires, for nothing."""
+        raise NotImplementedError
+
+    def where_nothing_is_trained(self: R) -> R:
+        """The rule with the texts of ``inference`` in place of its own: whatever ``check`` quotes
+        of it then says nothing of losses and optimizers."""
+        if not self.inference:
+            return self
+        twin = copy.copy(self)
+        other = dict(self.inference)
+        if "cases" in other:
+            changed = {
+                name: {**self.cases.get(name, {}), **texts}
+                for name, texts in other["cases"].items()
+            }
+            other["cases"] = {**self.cases, **changed}
+        vars(twin).update(other)
+        return twin
+
+    def advice_for(self, framework: str | None) -> Advice | None:
+        """What is advised programs of a framework that is not PyTorch."""
+        return self.elsewhere.get(framework or ANY, self.elsewhere.get(ANY))
+
+    def complete(self, found: Finding) -> None:
+        """Fill in what the rule says of all its findings, where this one does not say otherwise."""
+        found.rule = self.id
+        found.category = self.category
+        found.validation = self.validated
+        found.references = list(self.references)
+        found.title = found.title or self.title
+        found.fix = found.fix or self.fix
+        found.code = found.code or self.code
+        found.check = found.check or self.verify
+        found.falsified_by = found.falsified_by or self.falsified_by
+        found.assumptions = found.assumptions or self.filled(self.assumptions)
+        found.confidence = found.confidence or self.confidence
+        found.alternatives = found.alternatives or self.alternatives
+
+    def case(self, name: str, **values: object) -> dict[str, Any]:
+        """The fields of a finding of one of the ``cases``. ``values``: what ``{…}`` stand for."""
+        found: dict[str, Any] = {}
+        for key, text in self.cases[name].items():
+            if key == "assumptions":
+                found[key] = self.filled(text)
+            else:
+                fill = values and isinstance(text, str)
+                found["check" if key == "verify" else key] = text.format(**values) if fill else text
+        return found
+
+    def filled(self, assumptions: tuple[str, ...]) -> list[str]:
+        """Assumptions with the thresholds that they name."""
+        values = {name: getattr(self, name) for name in self.options()}
+        return [text.format_map(values) for text in assumptions]
+
+    def limit(self, name: str, times: float = 1) -> tuple[Any, str]:
+        """A threshold and what it comes from, as the last two values of an Evidence. ``times``: to
+        get from its unit to that of the evidence."""
+        own: Threshold[Any] = getattr(type(self), name)
+        value = getattr(self, name)
+        return value if times == 1 else value * times, own.told
+
+    @classmethod
+    def paragraphs(cls) -> list[str]:
+        """Of the class docstring, the rule's documentation."""
+        doc = inspect.cleandoc(cls.__doc__ or "")
+        return [part for part in doc.split("\n\n") if part.strip()]
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """The thresholds a user may override, with their built-in values; a plain number, flag or
+        string of the class is one too."""
+        reserved = {*Rule.__dict__, *Rule.__annotations__}
+        found: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            for name, value in vars(base).items():
+                if name.startswith("_") or name in reserved:
+                    continue
+                if isinstance(value, Threshold):
+                    found[name] = value.value
+                elif isinstance(value, bool | int | float | str):
+                    found[name] = value
+        return found

@@ -1,0 +1,498 @@
+"""What a recorded run looks like on disk: the records, their files, and a reader that forgives.
+
+Shared by the recorder (which writes) and by ingest (which reads). Imports neither torch nor polars.
+
+::
+
+    runs/2026-11-21_143000_ab12/
+      manifest.json             once, by the first process
+      rank0/
+        rank.json               once: process, device, flags
+        steps.jsonl             one line a step
+        inference.jsonl         the same where nothing was learnt; gone once something is
+        telemetry.jsonl         one line a sample of GPU and host
+        events.jsonl            what happened once: loaders, windows, warnings, out of memory, end
+        trace_w0.json.gz        one a profiled window
+        memory_snapshot.pickle  allocator state when memory ran out
+        scalene.json            hot Python lines, from a separate pass
+      rank1/ …
+
+Everything is append-only or written under a hidden name and renamed, so that a run that was killed
+at any instant can be read: a torn last line is dropped and counted, nothing else is lost. Times are
+ns of ``time.perf_counter_ns`` in the rank's process; ``Rank.anchor_unix_ns`` and
+``Rank.anchor_perf_ns`` are one instant on both clocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, field
+
+from advisor.core.errors import AdvisorError
+from advisor.core.files import open_regular, read_lines, read_regular, size
+
+_T = TypeVar("_T")
+
+SCHEMA = "advisor.run/1"
+MANIFEST = "manifest.json"
+RANK = "rank.json"
+STEPS = "steps.jsonl"
+INFERENCE = "inference.jsonl"
+TELEMETRY = "telemetry.jsonl"
+EVENTS = "events.jsonl"
+SNAPSHOT = "memory_snapshot.pickle"
+SCALENE = "scalene.json"
+
+MAX_RECORD_FILE_BYTES = 1 << 30
+"""A longer JSON Lines file is read up to here, and the report says so."""
+MAX_EVENTS_BYTES = 16 << 20
+"""The same of the events, which hold anything: decoded, they take up to twenty times the room."""
+MAX_LINE_BYTES = 1 << 20
+"""A longer line is damaged: the longest that is written has some kilobytes."""
+ROOM_BYTES, ROOM_FACTOR = 300 << 20, 8
+"""Memory that the records of one file may take once decoded: so much, or so many times the file's
+own size. What a run writes takes two or three times its size."""
+LARGEST = 1 << 62
+"""Times and figures are smaller than this."""
+MAX_GPUS = 64
+"""GPUs of one sample. No machine has more."""
+MOST_OBJECTS = 2 * MAX_GPUS + 2
+"""Objects in a line: a sample has two for each GPU."""
+MAX_JSON_BYTES = 4 << 20
+"""Manifest and rank.json: some kilobytes are written."""
+
+
+DAMAGE = (msgspec.MsgspecError, UnicodeError, RecursionError, AdvisorError, ValueError)
+"""What reading a damaged file of JSON raises."""
+
+
+def trace_name(window: int) -> str:
+    """File name of a window's trace inside the rank's folder."""
+    return f"trace_w{window}.json.gz"
+
+
+class Manifest(Struct, kw_only=True, omit_defaults=True):
+    """The run as a whole, written once at its start."""
+
+    schema: str = SCHEMA
+    run_id: str = ""
+    """Random, the same for all ranks."""
+    started_unix_ns: int = 0
+    """Wall clock at the start, ns since 1970."""
+    command: list[str] = field(default_factory=list)
+    """Command line, credentials replaced."""
+    entry: str = ""
+    """``decorator``, ``context``, ``command`` or ``callback``."""
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    """Uncommitted changes in the working directory's repository; ``None``: no repository."""
+    world_size: int | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of packages that matter: python, torch, cuda, cudnn, nccl, transformers …"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The recorder's options."""
+
+
+class Device(Struct, kw_only=True, omit_defaults=True):
+    """The GPU of a rank."""
+
+    index: int | None = None
+    """CUDA ordinal in the process."""
+    name: str | None = None
+    uuid: str | None = None
+    total_bytes: int | None = None
+    capability: str | None = None
+    """Compute capability, as ``9.0``."""
+    driver: str | None = None
+
+
+class Rank(Struct, kw_only=True, omit_defaults=True):
+    """One process of the run, written once when its first step begins."""
+
+    rank: int | None = None
+    local_rank: int | None = None
+    pid: int | None = None
+    anchor_unix_ns: int | None = None
+    """An instant on the wall clock, ns since 1970 …"""
+    anchor_perf_ns: int | None = None
+    """… and the same one on ``time.perf_counter_ns``."""
+    devices: list[Device] = field(default_factory=list)
+    """Visible GPUs; the one in use first."""
+    cpus: int | None = None
+    """CPUs that the process may use (affinity and cgroup quota)."""
+    cpus_total: int | None = None
+    memory_bytes: int | None = None
+    """Host memory, or the cgroup's limit where that is lower, bytes."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Framework flags that advice needs, by their torch spelling: ``cudnn.benchmark``,
+    ``float32_matmul_precision``, ``cuda.matmul.allow_tf32``, ``autocast`` (dtype or null),
+    ``compile`` (regions compiled), ``deterministic_algorithms``, ``anomaly_mode``, ``num_threads``,
+    ``interop_threads``, ``numa_node_cpus``, ``numa_node_gpu``, ``start_method`` …"""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the allow-list."""
+    ulimits: dict[str, int] = field(default_factory=dict)
+    """Soft limits: ``nofile``, ``memlock``, ``nproc``."""
+    shm_bytes: int | None = None
+    """Size of /dev/shm."""
+
+
+class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One training step, from one boundary to the next."""
+
+    n: int
+    """Number, from 0."""
+    t: int
+    """Start, ns."""
+    dur: int
+    """Length to the next boundary, host time, ns."""
+    phases: dict[str, int] = field(default_factory=dict)
+    """Host time by phase, exclusive, ns: ``data``, ``h2d``, ``forward``, ``backward``,
+    ``optimizer``, the user's own; what is in none is ``other``, or ``between steps`` until the
+    first one begins, where no known loader is drawn from. They add up to ``dur``."""
+    gpu: dict[str, int] | None = None
+    """Device time by phase between CUDA events, ns; ``None``: not measured."""
+    micro: int = 1
+    """Batches that went into it (gradient accumulation)."""
+    window: int | None = None
+    """Window that was open: profiling slowed this step."""
+    gc: int = 0
+    """Pauses of the garbage collector, ns."""
+    samples: int | None = None
+    """Batch size: first dimension of the first tensor."""
+    bytes: int | None = None
+    """Size of the batch's tensors, bytes."""
+    shapes: int | None = None
+    """Index of the batch's shapes among the ``shapes`` events; ``None``: unknown."""
+    padding: float | None = None
+    """Share of padding in the batch's mask, where it was sampled (0 to 1)."""
+    allocated: int | None = None
+    """Device memory in tensors at the end, bytes."""
+    reserved: int | None = None
+    """Device memory held by the allocator at the end, bytes."""
+    peak: int | None = None
+    """Most device memory in tensors so far, bytes."""
+    retries: int | None = None
+    """Times so far that the allocator gave back its cache to satisfy a request."""
+    rss: int | None = None
+    """Resident memory of the process, bytes (sampled)."""
+    evaluation: int = 0
+    """Time since the step before that went into validation loops, checkpoints and the like, ns."""
+
+
+THROTTLE = {
+    "idle": 0x1,
+    "application clocks": 0x2,
+    "software power cap": 0x4,
+    "hardware slowdown": 0x8,
+    "sync boost": 0x10,
+    "software thermal": 0x20,
+    "hardware thermal": 0x40,
+    "power brake": 0x80,
+    "display clocks": 0x100,
+}
+"""Bits of ``Gpu.throttle`` (nvmlClocksEventReasons)."""
+
+
+class Gpu(Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One sample of one GPU. What the driver does not give is ``None``."""
+
+    uuid: str | None = None
+    utilisation: int | None = None
+    """Share of the time in which any kernel ran, % (not occupancy)."""
+    memory_utilisation: int | None = None
+    """Share of the time in which memory was read or written, %."""
+    memory_used: int | None = None
+    """bytes, of all processes."""
+    memory_total: int | None = None
+    sm_clock: int | None = None
+    """MHz."""
+    sm_clock_max: int | None = None
+    memory_clock: int | None = None
+    memory_clock_max: int | None = None
+    throttle: int | None = None
+    """Bits of nvmlClocksEventReasons."""
+    power: int | None = None
+    """mW."""
+    power_limit: int | None = None
+    energy: int | None = None
+    """mJ since the driver was loaded."""
+    temperature: int | None = None
+    """°C."""
+    temperature_slowdown: int | None = None
+    """°C at which clocks fall."""
+    pcie_gen: int | None = None
+    pcie_gen_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    pcie_tx: int | None = None
+    """bytes/s."""
+    pcie_rx: int | None = None
+    nvlink_tx: int | None = None
+    """KiB, counter."""
+    nvlink_rx: int | None = None
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    remapped_rows: int | None = None
+    remap_pending: bool | None = None
+    xid: list[int] = field(default_factory=list)
+    """XID errors since the sample before."""
+    processes: int | None = None
+    """Other processes with a context on it."""
+    processes_bytes: int | None = None
+    """Memory that those hold, bytes."""
+    gpm: dict[str, float] | None = None
+    """Hopper and later: ``sm_util``, ``sm_occupancy``, ``tensor``, ``dram`` …, %."""
+
+
+class Host(Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One sample of the host."""
+
+    cpu: float | None = None
+    """Use of all CPUs, %."""
+    process_cpu: float | None = None
+    """Use by the process and its children, % of one CPU."""
+    memory_available: int | None = None
+    rss: int | None = None
+    """Of the process, bytes."""
+    swap_used: int | None = None
+    disk_read: int | None = None
+    """bytes since boot, counter."""
+    disk_write: int | None = None
+    throttled: int | None = None
+    """Time that the cgroup's CPU quota stopped it so far, µs."""
+    throttled_periods: int | None = None
+
+
+class Sample(Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One line of telemetry.jsonl."""
+
+    t: int
+    """ns."""
+    gpus: list[Gpu] = field(default_factory=list)
+    host: Host | None = None
+
+
+class Event(Struct, kw_only=True, omit_defaults=True):
+    """Something that happened: one line of events.jsonl. ``kind`` says which keys ``data`` has.
+
+    ``loader``: id, workers, pin_memory, prefetch_factor, persistent_workers, batch_size, drop_last,
+    dataset, length, multiprocessing_context · ``loader_iter``: id, began_ns (by the clock of
+    the steps; the event itself is written later), workers_started_ns, workers_ended_ns (at the
+    end of its epoch before, ``null``: not seen), evaluation ·
+    ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,
+    ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,
+    why · ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
+    ``end``: steps, reason (``finished``, ``exception``, ``interrupted``), exception
+    """
+
+    t: int
+    """ns."""
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class RankRecord(Struct, kw_only=True):
+    """All that was recorded of one rank besides its traces."""
+
+    rank: Rank
+    steps: list[Step] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    folder: str = ""
+    inference: bool = False
+    """The steps are of a loop that does not train: the recorder saw forwards and nothing learnt."""
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The data of all events of a kind, in order."""
+        return [event.data for event in self.events if event.kind == kind]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run reached its end; if not it was killed, or is going on."""
+        return any(event.kind == "end" for event in self.events)
+
+
+class Recording(Struct, kw_only=True):
+    """A run directory, read."""
+
+    path: str
+    manifest: Manifest
+    ranks: dict[int, RankRecord]
+    problems: list[str] = field(default_factory=list)
+    """One line for each file that was damaged, and how much of it was kept."""
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether the path is a run directory."""
+    try:
+        return Path(path, MANIFEST).is_file()
+    except OSError:  # a folder that may not be looked into
+        return False
+
+
+def read_recording(path: str | Path) -> Recording:
+    """Read a run directory without its traces.
+
+    Raises AdvisorError: no manifest, one that cannot be read, or a schema of another kind. A rank's
+    files that are missing, torn or damaged cost only what is damaged, told in ``problems``. What is
+    not a regular file (a pipe, a device) is not read.
+    """
+    folder = Path(path)
+    try:
+        manifest = _decoded(folder / MANIFEST, Manifest)
+    except OSError as error:
+        raise AdvisorError(f"{folder}: not a run directory ({error.strerror or error})") from None
+    except DAMAGE as error:
+        raise AdvisorError(f"{folder / MANIFEST}: not a manifest ({_short(error)})") from None
+    if manifest.schema.split("/")[0] != SCHEMA.split("/", maxsplit=1)[0]:
+        shown = manifest.schema[:60]
+        raise AdvisorError(f"{folder / MANIFEST}: schema {shown!r}, expected {SCHEMA!r}")
+    problems: list[str] = []
+    ranks: dict[int, RankRecord] = {}
+    for number, sub in rank_folders(folder):
+        ranks[number] = _read_rank(sub, problems)
+    return Recording(path=str(folder), manifest=manifest, ranks=ranks, problems=problems)
+
+
+def rank_folders(folder: Path) -> list[tuple[int, Path]]:
+    """The ranks of a run directory with their folders, by name. Raises AdvisorError: it may not be
+    looked into."""
+    found = []
+    try:
+        for sub in sorted(folder.glob("rank*")):
+            number = sub.name.removeprefix("rank")
+            if number.isascii() and number.isdigit() and len(number) <= 6 and sub.is_dir():
+                found.append((int(number), sub))
+    except OSError as error:  # a loop of links, a folder that may not be read
+        raise AdvisorError(f"{folder}: cannot be read ({error.strerror or error})") from None
+    return found
+
+
+def _decoded(file: Path, kind: type[_T]) -> _T:
+    """A JSON file of one object. Raises OSError, or one of DAMAGE."""
+    return msgspec.json.decode(read_regular(file, MAX_JSON_BYTES), type=kind)
+
+
+def _short(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+
+
+def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
+    try:
+        rank = _decoded(folder / RANK, Rank)
+    except (OSError, *DAMAGE):
+        rank = Rank()
+        problems.append(f"{folder / RANK}: missing or damaged")
+    steps = _read_lines(folder / STEPS, Step, problems)
+    # a training that was killed in its first steps may have left both: then it is a training
+    inference = not steps and (folder / INFERENCE).exists()
+    if inference:
+        steps = _read_lines(folder / INFERENCE, Step, problems)
+    return RankRecord(
+        rank=rank,
+        steps=steps,
+        samples=_read_samples(folder / TELEMETRY, problems),
+        events=_without_dropped(
+            _read_lines(folder / EVENTS, Event, problems, most=MAX_EVENTS_BYTES)
+        ),
+        folder=str(folder),
+        inference=inference,
+    )
+
+
+def _without_dropped(events: list[Event]) -> list[Event]:
+    """Without the windows that lay before the training."""
+    windows = [event for event in events if event.kind == "window"]
+    dropped = {str(e.data.get("window")) for e in windows if e.data.get("state") == "dropped"}
+    if not dropped:
+        return events
+    return [e for e in events if e.kind != "window" or str(e.data.get("window")) not in dropped]
+
+
+def _read_lines(
+    file: Path, kind: type[_T], problems: list[str], most: int = MAX_RECORD_FILE_BYTES
+) -> list[_T]:
+    found: list[_T] = []
+    held = 0
+    for read, item in _lines(file, kind, problems, most):
+        held += weight(item)
+        if held > max(ROOM_BYTES, ROOM_FACTOR * read):
+            problems.append(f"{file}: read up to line {len(found):,}: too much for its size")
+            break
+        found.append(item)
+    return found
+
+
+def _read_samples(file: Path, problems: list[str]) -> list[Sample]:
+    """Telemetry in a bounded room: of too much, every second sample, or fourth, and so on."""
+    found: list[Sample] = []
+    held, every = 0, 1
+    lines = _lines(file, Sample, problems, MAX_RECORD_FILE_BYTES)
+    for number, (read, sample) in enumerate(lines):
+        if number % every:
+            continue
+        found.append(sample)
+        held += weight(sample)
+        while held > max(ROOM_BYTES, ROOM_FACTOR * read) and len(found) > 1:
+            every *= 2
+            del found[1::2]
+            held = sum(map(weight, found))
+    if every > 1:
+        problems.append(f"{file}: one sample in {every} kept: too much for its size")
+    return found
+
+
+def is_sane(item: object) -> bool:
+    """Whether a record has times that a run can have: others are damage, and fit no column."""
+    if isinstance(item, Step):
+        lengths = item.dur, item.n, item.gc, *item.phases.values()
+        return -LARGEST < item.t < LARGEST and all(0 <= length < LARGEST for length in lengths)
+    if isinstance(item, Sample | Event):
+        return -LARGEST < item.t < LARGEST
+    return True
+
+
+def weight(item: object) -> int:
+    """About how many bytes a record takes in memory; more GPUs than there can be are dropped."""
+    if isinstance(item, Sample):
+        del item.gpus[MAX_GPUS:]
+        return 400 + sum(1200 + 180 * len(gpu.gpm or ()) + 40 * len(gpu.xid) for gpu in item.gpus)
+    if isinstance(item, Step):
+        return 400 + 180 * (len(item.phases) + len(item.gpu or ()))
+    return 400
+
+
+def _lines(file: Path, kind: type[_T], problems: list[str], most: int) -> Iterator[tuple[int, _T]]:
+    """What is in a file of JSON lines, with the bytes read so far; damage is told and left out."""
+    decoder = msgspec.json.Decoder(kind)
+    bad = read = 0
+    try:
+        with open_regular(file) as opened:
+            if os.fstat(opened.fileno()).st_size > most:
+                problems.append(f"{file}: read up to {size(most)}")
+            for line in read_lines(opened, most, MAX_LINE_BYTES):
+                # what would take long to decode only to be cut down is not decoded
+                if line is None or (kind is not Event and line.count(b"{") > MOST_OBJECTS):
+                    bad += 1
+                    continue
+                read += len(line)
+                try:
+                    item = decoder.decode(line)
+                except DAMAGE:
+                    bad += 1
+                    continue
+                if not is_sane(item):
+                    bad += 1
+                    continue
+                yield read, item
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        problems.append(f"{file}: cannot be read ({error.strerror or error})")
+    if bad:
+        problems.append(f"{file}: {bad} damaged line{'s' if bad > 1 else ''} left out")

@@ -1,0 +1,66 @@
+"""Reports that were written as JSON, read back: told by how they begin, bounded, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+import msgspec
+
+from advisor.core.errors import AdvisorError
+from advisor.core.files import open_regular
+
+HEAD = 200
+"""Bytes at the beginning of a file that say what it is."""
+
+
+class Saved(Protocol):
+    """A Struct that a file holds one of."""
+
+    schema: str
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Self:
+        """Raises AdvisorError for what is none."""
+
+
+AnySaved = TypeVar("AnySaved", bound=Saved)
+
+
+def decoded(
+    text: bytes | str, kind: type[AnySaved], name: str, schema: str, most: int | None = None
+) -> AnySaved:
+    """What was written as JSON of this schema; ``name``: what a person calls it. Raises
+    AdvisorError: it is something else, of another version, or larger than ``most`` bytes."""
+    if most is not None and len(text) > most:
+        raise AdvisorError(f"not a {name}: larger than {most >> 20} MiB")
+    try:
+        found = msgspec.json.decode(text, type=kind)
+    except RecursionError:
+        raise AdvisorError(f"not a {name}: nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise AdvisorError(f"not a {name}: {str(error)[:200]}") from None
+    if found.schema != schema:
+        raise AdvisorError(f"{name} schema {found.schema[:60]!r} is not {schema!r}")
+    return found
+
+
+def read_saved(path: str | Path, kind: type[AnySaved], schema: str, most: int) -> AnySaved | None:
+    """What a file holds of a kind, of any version of its schema; ``None``: it is something else,
+    or cannot be read. Raises AdvisorError: it is one, and damaged or larger than ``most`` bytes."""
+    if str(path) == "-":
+        return None
+    try:
+        with open_regular(path) as opened:
+            text = opened.read(HEAD)
+            if f'"{schema.rpartition("/")[0]}/'.encode() not in text:
+                return None
+            text += opened.read(most + 1)
+    except (OSError, ValueError):
+        return None  # the reader of traces says what is wrong with it
+    if len(text) > most:
+        raise AdvisorError(f"{path}: larger than {most >> 20} MiB; write it again")
+    try:
+        return kind.from_json(text)
+    except AdvisorError as error:
+        raise AdvisorError(f"{path}: {error}") from None

@@ -1,0 +1,337 @@
+"""Words for numbers: each unit, phrase and counted noun is written here, once for everybody.
+
+A value is told in one way wherever it stands: three digits, in the unit it is read best in.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from advisor.core import labels
+from advisor.core.finding import Evidence, Finding, Location
+
+clean, harmless, shorten, kernel = labels.clean, labels.harmless, labels.shorten, labels.kernel
+distinct, by_name = labels.distinct, labels.by_name
+
+if TYPE_CHECKING:
+    from advisor.core.finding import Evidence, Finding, Location, Per, Worth
+    from advisor.core.report import Crash
+
+NOT_MEASURED: Final = "not measured"
+
+LABELS: Final = {
+    "compute": "compute",
+    "communication": "exposed comm.",
+    "copies": "exposed copies",
+    "memset": "exposed memsets",
+    "idle": "idle",
+}
+"""How a class of device time is called in full; ``exposed``: under none of those before it."""
+
+CAUSES: Final = {
+    "loader": "data loader",
+    "sync": "host in a sync",
+    "copy": "host in a copy",
+    "dispatch": "dispatching ops",
+    "python": "Python code",
+    "launch": "launching",
+    "compile": "compiling, loading",
+    "allocation": "allocating memory",
+    "profiler": "the profiler",
+    "stream": "another stream",
+    "other_thread": "another thread",
+    "end": "nothing recorded",
+}
+"""Idle causes (``analysis.gaps.CAUSES``) as they are shown."""
+
+HOST: Final = {
+    **CAUSES,
+    "sync": "waiting in a sync",
+    "copy": "waiting in a copy",
+    "dispatch": "operators",
+    "launch": "launch calls",
+    "unrecorded": "nothing recorded",
+    "autograd": "waiting for backward",
+}
+"""Classes of host time (``analysis.timeline.CLASSES``) as they are shown."""
+
+_INPUT: Final = {"loader": "input pipeline"}
+_ELSEWHERE: Final[Mapping[str | None, Mapping[str, str]]] = {"tensorflow": _INPUT, "jax": _INPUT}
+"""``TraceMeta.framework`` -> what is called otherwise there than in PyTorch."""
+
+
+def path(file: str, width: int) -> str:
+    """A path in ``width`` characters: from here when it is below, else its end if it is long."""
+    file = clean(file.removeprefix(_here()))
+    return file if len(file) <= width else f"…{file[len(file) - width + 1 :]}"
+
+
+def _here() -> str:
+    try:
+        return f"{Path.cwd()}{os.sep}"
+    except OSError:  # the working folder was deleted
+        return ""
+
+
+def time(ns: float | None) -> str:
+    """A duration with its unit: ``87.9 ms``, ``1.22 s``, ``104 µs``, ``1,230 s``."""
+    if ns is None:
+        return NOT_MEASURED
+    number, unit = _time(ns)
+    return f"{number} {unit}"
+
+
+def _time(ns: float) -> tuple[str, str]:
+    if not ns:
+        return "0", "ms"
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if abs(ns) >= 0.9995 * size:  # what rounds to 1,000 of the smaller unit
+            return _digits(ns / size), unit
+    return f"{ns:.0f}", "ns"
+
+
+def _digits(value: float) -> str:
+    """Three significant ones, or all of them before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def between(low: float, high: float) -> str:
+    """A range, its unit once where both ends have the same: ``390 to 412 ms``."""
+    (first, unit), (second, other) = _time(low), _time(high)
+    if unit == other or not low:
+        return f"{first} to {second} {other}"
+    return f"{first} {unit} to {second} {other}"
+
+
+def edges(low: float, high: float) -> str:
+    """A range of a histogram, as exact as it is narrow: ``100.5 to 101.0 ms``."""
+    unit, size = next(
+        (one for one in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)) if high >= one[1]), ("ns", 1.0)
+    )
+    width = (high - low) / size
+    if width <= 0:
+        return time(low)
+    places = max(0, min(6, 1 - math.floor(math.log10(width)))) if width < 10 else 0
+    exact = places - 1 if places and round(width, places - 1) == round(width, 6) else places
+    return f"{low / size:,.{exact}f} to {high / size:,.{exact}f} {unit}"
+
+
+def difference(ns: float) -> str:
+    """A difference in time with its sign: ``+3.1 ms``."""
+    return time(0) if not ns else f"{'+' if ns > 0 else '−'}{time(abs(ns))}"
+
+
+def percent(share: float | None) -> str:
+    """A share of 1 as a percentage; what rounds to nothing is not shown as nothing."""
+    if share is None:
+        return NOT_MEASURED
+    if 0 < share < 0.005:
+        return "<1%"
+    return f"{share:.0%}"
+
+
+def memory(size: float | None) -> str:
+    """Bytes in binary units, as allocators and driver tools count them."""
+    if size is None:
+        return NOT_MEASURED
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(size) >= 0.9995 * scale:  # what would be told with four digits of the smaller one
+            return f"{_digits(size / scale)} {unit}"
+    return f"{size:.0f} B"
+
+
+def count(value: float | None) -> str:
+    """A number of things: whole when it is."""
+    if value is None:
+        return NOT_MEASURED
+    return f"{value:,.0f}" if value == round(value) or abs(value) >= 100 else f"{value:,.1f}"
+
+
+def counted(value: float, noun: str, plural: str = "") -> str:
+    """A number of things, the noun agreeing with it: ``1 kernel``, ``3 copies``, ``1,234 steps``.
+    ``plural``: where it is not made with -s or -ies."""
+    return f"{count(value)} {noun if value == 1 else plural or _plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+
+
+def number(value: float) -> str:
+    """Three significant digits, or all of them before the point; a whole number with all."""
+    return f"{value:,.0f}" if value == round(value) else _digits(value)
+
+
+def rate(amount: float, unit: str) -> str:
+    """A rate in the unit that GPUs' are given in (TFLOP/s, GB/s); a small one in a smaller."""
+    units = (("T", 1e12), ("G", 1e9), ("M", 1e6)) if unit == "FLOP/s" else (("G", 1e9), ("M", 1e6))
+    for letter, scale in units:
+        if abs(amount) >= 0.1 * scale or amount == 0:
+            return f"{number(amount / scale)} {letter}{unit}"
+    return f"{number(amount)} {unit}"
+
+
+def value(amount: float | str | None, unit: str) -> str:
+    """A measured value as :class:`~advisor.core.finding.Evidence` holds it, with its unit."""
+    if amount is None:
+        return NOT_MEASURED
+    if isinstance(amount, str):
+        return clean(f"{amount} {unit}".rstrip())
+    if isinstance(amount, bool):
+        return "yes" if amount else "no"
+    match unit:
+        case "ns":
+            return time(amount)
+        case "bytes":
+            return memory(amount)
+        case "share":
+            return percent(amount)
+        case "count":
+            return count(amount)
+        case "FLOP/s":
+            return rate(amount, "FLOP/s")
+        case "B/s":
+            return rate(amount, "B/s")
+    return f"{number(amount)} {clean(unit)}".rstrip()
+
+
+def label(item: Evidence) -> str:
+    """What was measured, and of what: ``kernels a step``, ``share of the recording``."""
+    if item.per is None:
+        return clean(item.label)
+    return f"{clean(item.label)} {of(item.per) if item.unit == 'share' else per(item.per)}"
+
+
+def evidence(item: Evidence) -> str:
+    """One fact in a line: ``share of the step 19% (limit 5%, TraceLens)``."""
+    text = f"{label(item)} {value(item.value, item.unit)}"
+    if item.threshold is None:
+        return text
+    limit = f"limit {value(item.threshold, item.unit)}"
+    source = clean(item.source)
+    return f"{text} ({limit}, {source})" if source else f"{text} ({limit})"
+
+
+def place_names(
+    location: Location,
+    *,
+    name_width: int = 48,
+    path_width: int = 60,
+    short: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Where it is: the line of code, the op, the kernel, the step. ``short``: labels of names that
+    are listed with others (:func:`by_name`)."""
+    known = short or {}
+    parts = []
+    if location.file is not None:
+        line = path(location.file, path_width) + (f":{location.line}" if location.line else "")
+        inside = f" in {shorten(clean(location.function), 40)}" if location.function else ""
+        parts.append(line + inside)
+    if location.op is not None:
+        parts.append(known.get(location.op) or kernel(location.op, name_width))
+    if location.kernel is not None:
+        parts.append(known.get(location.kernel) or kernel(location.kernel, name_width))
+    if location.step is not None:
+        parts.append(shorten(clean(location.step), name_width))
+    return parts
+
+
+def place_figures(location: Location) -> list[str]:
+    """How often it happens, and how long the worst of them takes."""
+    parts = []
+    if location.count is not None:
+        parts.append(f"{count(location.count)}×")
+    if location.dur_ns is not None:
+        worst = "worst " if location.count is not None and location.count > 1 else ""
+        parts.append(f"{worst}{time(location.dur_ns)}")
+    return parts
+
+
+def gain(finding: Finding) -> str:
+    """What the fix is worth: ``up to 87.9 ms a step, 19%``; else why there is no figure."""
+    worth = finding.worth
+    if worth is None:
+        return "not priced"
+    if worth.gain_ns is not None:
+        share = f", {percent(worth.share)}" if worth.share is not None else ""
+        return f"{saving(worth)} {per(worth.unit)}{share}"
+    if worth.freed_bytes is not None:
+        return f"frees {memory(worth.freed_bytes)}"
+    reason = clean(worth.reason)
+    if worth.currency == "risk":
+        return f"risk: {reason}" if reason else "risk"
+    return f"not priced: {reason}" if reason else "not priced"
+
+
+def saving(worth: Worth) -> str:
+    """The time that a fix saves: ``up to 87.9 ms``."""
+    bound = "up to " if worth.method.startswith("upper bound") else ""
+    return f"{bound}{time(worth.gain_ns)}"
+
+
+def band(finding: Finding) -> str | None:
+    """The range of the gain where assumptions leave one: ``8 to 15 ms``."""
+    worth = finding.worth
+    if worth is None or worth.low_ns is None or worth.high_ns is None:
+        return None
+    if time(worth.low_ns) == time(worth.high_ns):
+        return None
+    return between(worth.low_ns, worth.high_ns)
+
+
+def crashes(found: Sequence[Crash]) -> str:
+    """Which ranks an exception ended, in a sentence that may lead a report; empty: none."""
+    if not found:
+        return ""
+    first = found[0]
+    steps = "" if first.steps is None else f" after {counted(first.steps, 'step')}"
+    message = f": {shorten(clean(first.message), 160).rstrip('. ')}" if first.message else ""
+    others = ""
+    if len(found) > 1:
+        then = [f"{crash.rank} ({clean(crash.exception)})" for crash in found[1:5]]
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        others = f" Then rank{'s' if len(found) > 2 else ''} {', '.join(then)}{more} ended too."
+    return f"Rank {first.rank} ended{steps} with {clean(first.exception)}{message}.{others}"
+
+
+_PER: Final[Mapping[str, str]] = {
+    "step": "a step",
+    "recording": "of the recording",
+    "window": "of the window",
+    "run": "over the run",
+}
+
+
+def per(unit: Per) -> str:
+    """After an amount: ``a step``, ``of the recording``."""
+    return _PER[unit]
+
+
+def of(unit: Per) -> str:
+    """After a share: ``of the step``, ``of the recording``."""
+    return f"of the {unit}"
+
+
+def cause_label(cause: str, framework: str | None = None) -> str:
+    """An idle cause as words, those of the framework that the program is written with."""
+    return _own(cause, framework) or CAUSES.get(cause, clean(cause).replace("_", " "))
+
+
+def host_label(name: str, framework: str | None = None) -> str:
+    """A class of host time as words, likewise."""
+    return _own(name, framework) or HOST.get(name, clean(name).replace("_", " "))
+
+
+def path_label(name: str, framework: str | None = None) -> str:
+    """A part of the critical path as words, likewise."""
+    return _own(name, framework) or clean(name)
+
+
+def _own(name: str, framework: str | None) -> str | None:
+    return _ELSEWHERE.get(framework, {}).get(name)

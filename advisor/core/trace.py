@@ -1,0 +1,343 @@
+"""Trace and Run: the typed, columnar tables that everything else reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from advisor.core.run_directory import Recording
+    from advisor.core.snapshot import MemorySnapshot
+
+KINETO = "kineto"
+"""PyTorch's profiler, in ``TraceMeta.format``."""
+PYTORCH, TENSORFLOW, JAX, CUDA = "pytorch", "tensorflow", "jax", "cuda"
+"""In ``TraceMeta.framework``."""
+TF_DATA = "tf.data::"
+"""How the name of a wait for TensorFlow's input pipeline begins."""
+ANOTHER_TRACE = "of another trace behind the first one in the same file"
+"""Why events were left out that nobody counted."""
+STEP_MARKS = ("StepTraceAnnotation", "step_num", "program")
+"""In ``TraceMeta.step_marks``: JAX's, TensorFlow's, and the period of a program that is called
+again and again."""
+_STEP, _MARKED_STEP = r"^ProfilerStep\s*#?\d+", r"^(?:step #|ProfilerStep\s*#?)\d+$"
+LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#|^tf\.data::"
+"""Names of ranges in which the loop waits for its next batch."""
+CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
+GPU_KINDS = ("kernel", "memcpy", "memset")
+COPIES = ("HtoD", "DtoH", "DtoD", "PtoP", "HtoH", "other")
+SYNC_KINDS = ("context", "stream", "event", "stream_wait")
+CALLS = (
+    "launch",  # one kernel
+    "graph_launch",  # one call, many kernels
+    "memcpy",  # asynchronous copy API
+    "memcpy_blocking",  # synchronous copy API
+    "memset",
+    "sync_device",
+    "sync_stream",
+    "sync_event",
+    "event_record",
+    "event_query",
+    "stream_wait",  # a stream waits for an event; the host does not
+    "malloc",
+    "free",
+    "host_alloc",
+    "host_free",
+    "graph_capture",
+    "module_load",
+    "other",
+)
+
+CpuKind = pl.Enum(CPU_KINDS)
+GpuKind = pl.Enum(GPU_KINDS)
+Copy = pl.Enum(COPIES)
+Call = pl.Enum(CALLS)
+SyncKind = pl.Enum(SYNC_KINDS)
+
+CPU_SCHEMA: dict[str, Any] = {
+    "ts": pl.Int64,  # ns from the trace's start
+    "dur": pl.Int64,  # ns
+    "kind": CpuKind,
+    "name": pl.Categorical,
+    "thread": pl.Int32,  # row of Trace.threads
+    "parent": pl.Int32,  # row of the innermost event around it on its thread; null: none
+    "depth": pl.Int32,  # 0: outermost on its thread
+    "call": Call,  # class of runtime or driver call; null for the other kinds
+    "correlation": pl.Int64,  # null: none
+    "external": pl.Int64,  # External id; null: none
+    "sequence": pl.Int64,  # autograd sequence number; null: none
+    "inputs": pl.Int32,  # row of Trace.inputs; null: shapes not recorded
+    "comm": pl.Int32,  # row of Trace.comms; null: not a collective
+}
+"""Host events, ordered by (thread, ts, longest first): a parent always precedes its children."""
+
+GPU_SCHEMA: dict[str, Any] = {
+    "ts": pl.Int64,
+    "dur": pl.Int64,
+    "kind": GpuKind,
+    "name": pl.Categorical,
+    "device": pl.Int32,
+    "stream": pl.Int64,
+    "correlation": pl.Int64,
+    "external": pl.Int64,
+    "launch": pl.Int32,  # row of Trace.cpu: the runtime call; null: outside the window
+    "op": pl.Int32,  # row of Trace.cpu: innermost op around the launch (else by External id)
+    "bytes": pl.Int64,  # copies and memsets
+    "gbps": pl.Float64,  # as the profiler wrote it: GB/s = bytes / ns
+    "copy": Copy,
+    "src": pl.Categorical,  # Pageable, Pinned, Device, Managed, …; null: not told
+    "dst": pl.Categorical,
+    "blocks": pl.Int64,  # gridX * gridY * gridZ
+    "threads": pl.Int32,  # blockX * blockY * blockZ
+    "registers": pl.Int32,  # a thread
+    "shared": pl.Int64,  # shared memory a block, bytes
+    "blocks_per_sm": pl.Float64,
+    "warps_per_sm": pl.Float64,
+    "occupancy": pl.Float64,  # est. achieved occupancy, percent, 0 is often rounding; null: none
+    "active_blocks": pl.Float64,  # activeBlocksPerMultiprocessor, newer profilers only
+    "limits": pl.Categorical,  # limitingFactors, newer profilers only
+    "graph": pl.Int64,
+    "comm": pl.Int32,
+}
+"""Device work, ordered by ts."""
+
+SYNC_SCHEMA: dict[str, Any] = {
+    "ts": pl.Int64,
+    "dur": pl.Int64,
+    "kind": SyncKind,
+    "device": pl.Int32,
+    "stream": pl.Int64,  # null: none
+    "correlation": pl.Int64,
+    "wait_stream": pl.Int64,  # stream whose event is waited for
+    "wait_correlation": pl.Int64,  # correlation of the cudaEventRecord waited for
+}
+"""``cuda_sync`` rows, present only when the recorder enabled them."""
+
+MEMORY_SCHEMA: dict[str, Any] = {
+    "ts": pl.Int64,
+    "bytes": pl.Int64,  # + allocated, - freed
+    "address": pl.Int64,
+    "allocated": pl.Int64,  # total after the event, bytes
+    "reserved": pl.Int64,
+    "device": pl.Int32,  # -1: host memory
+    "thread": pl.Int32,
+}
+"""Allocator events (``profile_memory=True``)."""
+
+COUNTER_SCHEMA: dict[str, Any] = {
+    "ts": pl.Int64,
+    "dur": pl.Int64,
+    "name": pl.Categorical,
+    "range": pl.Categorical,  # kernel or range the counter belongs to
+    "value": pl.Float64,
+}
+
+INPUTS_SCHEMA: dict[str, Any] = {
+    "dims": pl.String,  # JSON text: [[8,128],[128,64]]
+    "types": pl.String,  # JSON text: ["float","c10::BFloat16"]
+    "strides": pl.String,  # JSON text; empty: not recorded
+    "concrete": pl.String,  # JSON text; empty: not recorded
+}
+"""The distinct input descriptions of ops, shared by all ops that have the same."""
+
+COMMS_SCHEMA: dict[str, Any] = {
+    "collective": pl.String,  # allreduce, _allgather_base, …
+    "in_elements": pl.Int64,
+    "out_elements": pl.Int64,
+    "group_size": pl.Int64,
+    "dtype": pl.String,
+    "group": pl.String,  # process group name
+    "group_description": pl.String,
+    "ranks": pl.String,  # JSON text
+    "in_split": pl.String,
+    "out_split": pl.String,
+    "sequence": pl.Int64,
+    "source": pl.Int64,  # of a send and its receive: who sends …
+    "target": pl.Int64,  # … and to whom; null: no such, or not told
+}
+"""The distinct collective descriptions."""
+
+THREADS_SCHEMA: dict[str, Any] = {
+    "pid": pl.String,
+    "tid": pl.String,
+    "name": pl.String,
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One entry of ``deviceProperties``. What the file does not tell is ``None``."""
+
+    id: int
+    name: str | None = None
+    memory_bytes: int | None = None
+    sms: int | None = None
+    compute: tuple[int, int] | None = None
+    max_threads_per_sm: int | None = None
+    registers_per_sm: int | None = None
+    shared_per_sm: int | None = None
+    shared_per_block_optin: int | None = None
+    warp_size: int | None = None
+
+
+@dataclass(frozen=True)
+class TraceMeta:
+    """What the file says about itself, and what reading it cost."""
+
+    path: str
+    format: str = KINETO
+    """Name of the reader; of a trace that we wrote ourselves, of its source's."""
+    framework: str | None = None
+    """What the program is written with: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with
+    CUDA or HIP and none of these), or ``None`` when nothing tells."""
+    rank: int | None = None
+    world_size: int | None = None
+    backend: str | None = None
+    devices: tuple[Device, ...] = ()
+    start_ns: int = 0
+    """Absolute time of the trace's 0, ns on the clock of ``clock``."""
+    clock: str = "unix"
+    """``unix`` when ``start_ns`` is Unix time, else ``arbitrary``."""
+    end_ns: int = 0
+    """End of the last event, ns from the trace's start."""
+    record_shapes: bool | None = None
+    with_stack: bool | None = None
+    profile_memory: bool | None = None
+    cuda_runtime: int | None = None
+    cuda_driver: int | None = None
+    vendor: str | None = None
+    """``nvidia``, ``amd`` or ``None`` when nothing tells."""
+    events_read: int = 0
+    events_dropped: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of events that were left out."""
+    truncated: bool = False
+    damage: str | None = None
+    """What the unpacker complained of."""
+    bytes_read: int = 0
+    """Uncompressed size."""
+    sync_events: bool = False
+    """``cuda_sync`` rows were recorded."""
+    nesting_repaired: int = 0
+    """Host events whose end was cut to the end of the event around them."""
+    window: int = 0
+    """Which profiler window of its rank."""
+    example: bool = field(default=False, compare=False)
+    """Written as code to show one thing: nothing is concluded from how little is in it."""
+    snapshot: MemorySnapshot | None = None
+    """The allocator's snapshot, of a file that is one: the tables of its trace are empty."""
+    step_marks: str | None = None
+    """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's: they are ranges
+    ``step #<n>``."""
+    step_ranges: str | None = None
+    """Regular expression of the ranges that were said to be steps; ``None``: nobody did."""
+
+    @property
+    def step_names(self) -> str:
+        """Regular expression of the ranges that mark steps: ``ProfilerStep#<n>`` of PyTorch,
+        ``step #<n>`` of others (``step_marks``; older exports of ours have PyTorch's there)."""
+        return _STEP if self.step_marks is None else _MARKED_STEP
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's profiler window, as frames with a fixed schema. Treat the frames as read-only.
+
+    Times are int64 nanoseconds from the trace's start. Every device row knows its launch row and
+    op; every host row knows its parent. Missing values are null: not measured.
+    """
+
+    cpu: pl.DataFrame
+    gpu: pl.DataFrame
+    sync: pl.DataFrame
+    memory: pl.DataFrame
+    counters: pl.DataFrame
+    inputs: pl.DataFrame
+    comms: pl.DataFrame
+    threads: pl.DataFrame
+    meta: TraceMeta
+
+    @cached_property
+    def main_thread(self) -> int | None:
+        """Row of ``threads`` that drives the step: the one with marks of steps, else with
+        pid = tid, else with most host rows; ``None`` when there are no host rows."""
+        host = self.cpu.filter(pl.col("kind") != "overhead")
+        if host.is_empty():
+            return None
+        steps = host.filter(
+            (pl.col("kind") == "annotation")
+            & pl.col("name").cast(pl.String).str.contains(self.meta.step_names)
+        )
+        if not steps.is_empty():
+            return int(steps["thread"][0])
+        counts = host.group_by("thread").len().sort("len", descending=True)
+        own = self.threads.with_row_index("thread").filter(pl.col("pid") == pl.col("tid"))
+        for thread in counts["thread"].to_list():
+            if thread in own["thread"]:
+                return int(thread)
+        return int(counts["thread"][0])
+
+    def device(self, device_id: int) -> Device | None:
+        """The properties of a device, if the file has them."""
+        return next((d for d in self.meta.devices if d.id == device_id), None)
+
+    def working_device(self, device_id: int) -> Device | None:
+        """The properties of a device that ran work of this file.
+
+        A process that sees one device, or several of one model, may have it under another number
+        there than in its events (HIP_VISIBLE_DEVICES, containers): then the model is still known.
+        """
+        own = self.device(device_id)
+        if own is None and self.meta.devices:
+            alike = {replace(d, id=device_id) for d in self.meta.devices}
+            own = alike.pop() if len(alike) == 1 else None
+        return own
+
+
+def blank_trace(path: str, rank: int | None = None) -> Trace:
+    """A trace with nothing in it: of a run whose profiled window was never reached."""
+    return Trace(
+        cpu=pl.DataFrame(schema=CPU_SCHEMA),
+        gpu=pl.DataFrame(schema=GPU_SCHEMA),
+        sync=pl.DataFrame(schema=SYNC_SCHEMA),
+        memory=pl.DataFrame(schema=MEMORY_SCHEMA),
+        counters=pl.DataFrame(schema=COUNTER_SCHEMA),
+        inputs=pl.DataFrame(schema=INPUTS_SCHEMA),
+        comms=pl.DataFrame(schema=COMMS_SCHEMA),
+        threads=pl.DataFrame(schema=THREADS_SCHEMA),
+        meta=TraceMeta(path=path, rank=rank, framework=PYTORCH),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Windows and ranks together: traces keyed by (rank, window).
+
+    ``rank`` is -1 for a trace that does not tell its rank and whose file name does not either.
+    A recorded run may have ranks without traces, or no trace at all: its window was never reached.
+    """
+
+    traces: dict[tuple[int, int], Trace]
+    path: Path | None = None
+    problems: tuple[str, ...] = ()
+    """One line for each file that could not be read or was left out."""
+    recording: Recording | None = None
+    """What the recorder wrote besides the traces; ``None``: not a run directory."""
+    unread: tuple[tuple[int, int], ...] = ()
+    """(rank, window) of a run directory's traces that were not asked for."""
+    snapshots: dict[int, MemorySnapshot] = field(default_factory=dict)
+    """The allocator's snapshot of a rank, where there is one."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks with traces, in order."""
+        return sorted({rank for rank, _ in self.traces})
+
+    def window(self, rank: int, window: int | None = None) -> Trace:
+        """The trace of one rank: the given window, else its first."""
+        windows = sorted(w for r, w in self.traces if r == rank)
+        return self.traces[rank, windows[0] if window is None else window]

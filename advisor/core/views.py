@@ -1,0 +1,198 @@
+"""What is drawn of a report, as data: made by ``views.py``, part of the JSON."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from advisor.core import text as t
+from advisor.core.finding import Per, Severity
+
+Kind = Literal["work", "idle", "host"]
+
+
+class Look(Struct, frozen=True):
+    """How one class of time is drawn."""
+
+    colour: str
+    """``#rrggbb``."""
+    glyph: str
+    """One column of a terminal; no two classes of one bar have the same."""
+    style: str
+    """The nearest of a terminal's own colours."""
+
+
+class Segment(Struct, frozen=True):
+    """One part of the bar, with its line in the legend."""
+
+    kind: Kind
+    """Device work, idle time of the device, or time of the host's main thread."""
+    key: str
+    """Class, cause, or class of host time; ``rest``: several of them."""
+    label: str
+    """In words."""
+    look: Look
+    """How it is drawn."""
+    ns: float
+    """How long it takes, ns."""
+    share: float
+    """Of the step."""
+
+    @property
+    def time(self) -> str:
+        """The duration in words."""
+        return t.time(self.ns)
+
+    @property
+    def percent(self) -> str:
+        """The share in words."""
+        return t.percent(self.share)
+
+    @property
+    def name(self) -> str:
+        """The label where it stands by itself."""
+        return f"idle: {self.label}" if self.kind == "idle" and self.key != "idle" else self.label
+
+
+class StepBar(Struct, frozen=True):
+    """The step's time, each instant once."""
+
+    title: str
+    """What it shows, in words."""
+    aside: str
+    """The step that the figures add up to, where the report leads with another; else empty."""
+    per: Per
+    """What the figures are of."""
+    work: list[Segment]
+    """Device work by class; without any in the trace, the host's main thread."""
+    idle: list[Segment]
+    """Idle time of the device by cause."""
+    idle_total: Segment | None
+    """All of it; ``null``: it was not measured."""
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All parts in their order; they add up to the step."""
+        return [*self.work, *self.idle]
+
+    @property
+    def heading(self) -> str:
+        """Title and aside in a line."""
+        return " · ".join(part for part in (self.title, self.aside) if part)
+
+    @property
+    def idle_title(self) -> str:
+        """What the idle parts are parts of."""
+        total = self.idle_total
+        return "idle" if total is None else f"idle {total.time}, {total.percent}, by cause"
+
+    @property
+    def words(self) -> str:
+        """The bar for who does not see it."""
+        return ", ".join(f"{segment.label} {segment.percent}" for segment in self.segments)
+
+
+class Stair(Struct, frozen=True):
+    """The step once a finding and all before it are mended."""
+
+    rank: int | None
+    """Of the finding; ``null``: the first, as measured, or one that is not ranked."""
+    severity: Severity
+    """Of the finding."""
+    label: str
+    """Of the finding."""
+    saved_ns: float
+    """What this fix saves on top of those before it, ns."""
+    left_ns: float
+    """What is left of the step, ns."""
+    saved_share: float
+    """Of the step as measured."""
+    left_share: float
+    """Of the step as measured."""
+
+    @property
+    def number(self) -> str:
+        """Of the finding, in words."""
+        return "" if self.rank is None else str(self.rank)
+
+    @property
+    def saved(self) -> str:
+        """In words; empty: nothing."""
+        return t.time(self.saved_ns) if self.saved_ns else ""
+
+    @property
+    def left(self) -> str:
+        """In words."""
+        return t.time(self.left_ns)
+
+    @property
+    def percent(self) -> str:
+        """What it saves, as a share of the step, in words."""
+        return t.percent(self.saved_share)
+
+
+class Stairs(Struct, frozen=True):
+    """The step, fix by fix."""
+
+    per: Per
+    """What the figures are of."""
+    bounded: bool
+    """Some gain is an upper bound: what is saved is that at most."""
+    measured: Stair
+    """Nothing mended."""
+    fixes: list[Stair]
+    """The most valuable first."""
+
+    @property
+    def bound(self) -> str:
+        """Before what is saved: ``up to `` where a gain is an upper bound; else empty."""
+        return "up to " * self.bounded
+
+    @property
+    def all(self) -> list[Stair]:
+        """The measured step, then each fix."""
+        return [self.measured, *self.fixes]
+
+
+class RankRow(Struct, frozen=True):
+    """One rank."""
+
+    rank: int
+    """Its number; below 0: not known."""
+    cells: list[str]
+    """As ``RankTable.head`` names them; ``–``: not measured."""
+    latest: bool
+    """It makes the others wait longest."""
+
+
+class RankTable(Struct, frozen=True):
+    """The ranks that are listed, by number."""
+
+    head: list[str]
+    """What the columns are called."""
+    rows: list[RankRow]
+    """A line a rank."""
+    total: int
+    """Ranks there are."""
+    note: str
+    """How they were aligned, or why not."""
+
+    @property
+    def more(self) -> str:
+        """What is said of those that are not listed; empty: all are."""
+        left = self.total - len(self.rows)
+        if not left:
+            return ""
+        return f"{t.counted(left, 'more rank')} wait{'s' * (left == 1)} less; the JSON has all."
+
+
+class Views(Struct, frozen=True):
+    """What every renderer and the dashboard draw, for others to draw the same."""
+
+    bar: StepBar | None
+    """Where the step's time goes; ``null``: it is not measured."""
+    stairs: Stairs | None
+    """What the step could come down to; ``null``: nothing is ranked."""
+    ranks: RankTable | None
+    """The ranks side by side, by number; ``null``: one rank."""

@@ -1,0 +1,641 @@
+"""Leaves out of traces and reports what is nobody's business: credentials, users, hosts, folders.
+
+What is kept is what advice needs: names of operators and kernels, shapes, files by their name or
+by their place below site-packages, lines. What is replaced is written as ``[redacted]``, so that
+it is seen to be missing. Patterns find what looks like a credential, not every secret there is: a
+password that is an ordinary word in an ordinary place stays.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import socket
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import lru_cache
+from ipaddress import ip_address
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from urllib.parse import unquote
+
+import msgspec
+from msgspec import Raw, Struct
+
+from advisor.core.credentials import hide_known, hide_values, is_secret_name, names_who
+from advisor.core.errors import AdvisorError
+from advisor.core.files import BLOCK, open_regular
+from advisor.core.libraries import LIBRARIES, TORCH
+from advisor.core.run_directory import EVENTS, MANIFEST, RANK
+from advisor.core.words import words
+
+_S = TypeVar("_S", bound=Struct)
+
+GONE = "[redacted]"
+MOST_REMEMBERED = 200_000
+"""Distinct texts of which the outcome is kept: those of a trace repeat massively."""
+MOST_NAMES = 1000
+MOST_FOUND = 20_000
+"""Names that are collected, of which the longest MOST_NAMES go: a file made to do harm has any
+number of them."""
+
+_PUBLIC = re.compile(
+    r"(?:[\w-]+\.)*(?:pytorch\.org|nvidia\.com|github\.com|python\.org|huggingface\.co|arxiv\.org"
+    r"|amd\.com|readthedocs\.io|oasis-open\.org|intel\.com|kernel\.org)"
+)
+"""Hosts of documentation, which rules refer to."""
+
+# -- credentials --------------------------------------------------------------------------------
+
+_ENTROPY = re.compile(r"\b_Z\w+|[A-Za-z0-9]{20,}|[A-Za-z0-9+/_=-]{32,}")
+_RUN = re.compile(r"[A-Za-z0-9]{20,}")
+_ALNUM = re.compile(r"[A-Za-z0-9]")
+_WORDS = re.compile(r"[A-Z]?[a-z]{3,}")
+_LONG_WORDS = re.compile(r"[a-z]{4,}")
+_HEX = re.compile(r"[0-9a-f]{32,}|[0-9A-F]{32,}")
+
+_SPECIALISED = re.compile(r"(?:\d{1,3}[cde]{0,2}+)++")
+"""What Triton of 2023 puts behind a kernel's name: which arguments are constant or divisible."""
+
+# -- people, machines, folders ------------------------------------------------------------------
+# Each pattern takes time in proportion to the text: it begins where nothing of its own kind stands
+# before it, repeats possessively, or a bounded number of times.
+
+_VERSION = r"@(?!(?:GLIBC|GLIBCXX|CXXABI|GCC|plt|got|PLT|GOT)(?![A-Za-z0-9]))"
+_EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]++" + _VERSION + r"[\w-]++(?:\.[\w-]++)+")
+_LOGIN = re.compile(r"(?<![\w.+@-])[A-Za-z_][\w.+-]*+" + _VERSION + r"[A-Za-z][\w-]*+(?![\w.(])")
+"""``alice@gpu17``, as ssh and prompts have it; not symbols with a version."""
+_ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)")
+_ADDRESS_6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{4,45}(?:%\w{1,16})?(?![\w:])")
+_MAC = re.compile(
+    r"(?<![\w:-])[0-9A-Fa-f]{2}(?:([:-])[0-9A-Fa-f]{2})(?:\1[0-9A-Fa-f]{2}){4}(?![\w:-])"
+)
+_HOST = re.compile(
+    r"(?i)(?<![\w/.-])([a-z0-9](?:[a-z0-9-]{0,62}\.){1,20})(?:"
+    r"(com|net|org|edu|gov|mil|internal|local|localdomain|lan|corp|intra|home|cloud|svc|ai|dev"
+    r"|co|eu|de|uk|fr|ch|jp|cn|in|us|io|cluster|arpa|tech|info|biz)"
+    r"|(ca|au|nl|se|it|es|kr|ru|pl|br|tw|sg|hk|il|cz|fi|dk|be|no|at|pt|za|nz|mx|tr|gr|ie))"
+    r"(?![\w-])"
+)
+"""Endings of the second kind are words elsewhere: they count in names of three parts or more."""
+_MODULES = re.compile(
+    r"(?i)(?:[\w-]+\.)*(?:torch\w*|numpy|scipy|skimage|pandas|tensorflow|tf|jax|keras|lightning\w*"
+    r"|transformers|datasets|nvidia|dali|fn|readers|decoders|plotly|av|cv2|self|aten|prim|nn|utils)"
+    r"\.(?:io|in|dev|co|us|home|local|home|info)"
+)
+"""Modules and operators whose names end like a host's."""
+_URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{1,20}://)([^\s/?#'\"<>]++)([^\s'\"<>]*+)")
+_REMOTE = re.compile(
+    r"(?<![\w.\\/:@-])(?:[\w.-]{1,64}@)?[A-Za-z][\w.-]{1,252}:(/(?!/)[^\s:;,'\"<>|()]+)"
+)
+"""``host:/path``, as mounts, scp and rsync have it."""
+_PATH = re.compile(
+    r"(?<![\w.:/\\-])(?:file:/*)?(?:/|~/|~\w+/|[A-Za-z]:[\\/]|\\\\)[^\s:;,'\"<>|()]+"
+)
+_ESCAPED_PATH = re.compile(r"(?<![\\\w.])(?:\\++/[^\s\\/:;,'\"<>|()]++){2,}+")
+_ENCODED_PATH = re.compile(r"(?i)(?<![\w.~+%-])%(?:2F|5C)(?:[\w.~+-]|%[0-9A-F]{2})++")
+_RELATIVE = re.compile(r"(?<![\w./\\~%+-])(?:[\w.+-]++[/\\]++)++([\w.+-]++)")
+"""What may be a file's name with folders that begin nowhere, as frames of Python are named. Only
+those with the suffix of a source or a trace are taken for one: a/b may be anything."""
+_SOURCES = re.compile(
+    r"\.(?:pyi?|pyx|ipynb|cu|cuh|cpp|cc|json|gz|jsonl|pt|pth|ckpt|ya?ml|toml|sh)$"
+)
+_LIBRARY = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3\.\d{1,3})[/\\]")
+_HOME = re.compile(r"(?:/home/|/Users/|[\\/]Users[\\/]|~)([A-Za-z0-9._-]{2,40})")
+_HOMES = re.compile(
+    rb"(?:\\*/home\\*/|\\*/Users\\*/|Users\\+|%2[Ff]home%2[Ff]|~|torchinductor_)"
+    rb"([A-Za-z0-9._-]{2,40})"
+)
+_HOME_MARKS = (
+    b"/home/",
+    b"/home\\",
+    b"/Users/",
+    b"/Users\\",
+    b"Users\\",
+    b"%2Fhome%2F",
+    b"%2fhome%2f",
+    b"~",
+    b"torchinductor_",
+)
+_TOLD_MARKS = {
+    b"host": (b'host"', b'hostname"', b'host_name"', b"hostname=", b"host="),
+    b"node": (b'nodename"', b'node_name"', b"nodename="),
+    b"user": (b'user"', b'username"', b'user_name"', b"user=", b"username="),
+    b"log": (b'"login"', b'logname"', b"logname=", b"login="),
+}
+"""What there is of it in small letters, to be found quickly: what follows is far slower."""
+_TOLD = re.compile(
+    rb'(?i)"(?:[A-Z0-9]{1,40}_){0,8}(?:host_?name|node_?name|host|user_?name|user|login|logname)'
+    rb'"\s{0,20}:\s{0,20}"([^"\\]{2,80})"'
+    rb"|(?<![A-Za-z0-9_])(?:[A-Z0-9]{1,40}_){0,8}(?:USER|USERNAME|LOGNAME|LOGIN|HOSTNAME|HOST"
+    rb"|NODENAME)=([\w.-]{2,80})"
+)
+_NUMBERS = re.compile(rb"[\d.]*")
+_PRIVATE_KEY = re.compile(
+    r"(?i)(?:host|node|user)_?name|host|user|login|logname|home|environ\w*|env|argv|cmd(?:line)?"
+    r"|command(?:_?line)?|cwd|pwd|trace_?name|git_?remote"
+)
+
+_COMMON = frozenset(
+    words(
+        """
+        user users root home work data torch aten cuda python admin ubuntu runner model
+        train test main local host localhost node name none null true false tmp src lib
+        bin usr opt var gpu cpu step stream default unknown cluster worker master forward
+        backward optimizer kernel conda anaconda
+        """
+    )
+)
+"""Names that mean something else as well: they are only left out of paths."""
+
+HEAD_KEYS = frozenset(
+    words(
+        """
+        schemaVersion deviceProperties distributedInfo displayTimeUnit baseTimeNanoseconds
+        record_shapes with_stack with_flops with_modules profile_memory
+        cuda_runtime_version cuda_driver_version cupti_version trace_id
+        hip_runtime_version hip_driver_version roctracer_version rocprofiler_version
+        torch_version advisor
+        """
+    )
+)
+"""What is kept of the keys beside a trace's events: the others hold the environment or anything
+else that somebody put there."""
+
+
+_STRINGS = re.compile(rb'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+"""The strings of JSON text that has escapes."""
+_COLON = re.compile(rb"\s*:\s*")
+_CONTAINER = re.compile(rb"\s*:\s*[\[{]")
+
+
+class _Everything(Exception):
+    """There is a key of which all goes: strings alone cannot be replaced."""
+
+
+class Redactor:
+    """Redacts texts and what holds them. ``names``: of users and hosts, replaced as words."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        wanted = {*names, *own_names()}
+        wanted = {n for n in wanted if 3 <= len(n) <= 200 and n.lower() not in _COMMON}
+        listed = sorted(wanted, key=lambda name: (-len(name), name))[:MOST_NAMES]
+        self._names = _any_of(listed) if listed else None
+        self._texts: dict[str, str] = {}
+        self._clean: set[bytes] = set()
+        self._private: set[bytes] = set()
+        self._replaced: dict[bytes, bytes] = {}
+
+    def text(self, text: str) -> str:
+        """A text without what is private."""
+        known = self._texts.get(text)
+        if known is None:
+            known = self._redact(text)
+            if len(self._texts) < MOST_REMEMBERED:
+                self._texts[text] = known
+        return known
+
+    def _redact(self, text: str) -> str:
+        text = hide_known(text, GONE)
+        text = hide_values(text, GONE, _tells)
+        text = _ENTROPY.sub(_unless_random, text)
+        if "/" in text or "\\" in text or "~" in text:
+            text = _URL.sub(_url, text)
+            text = _REMOTE.sub(lambda found: f"{GONE}:{_path(found[1])}", text)
+            text = _PATH.sub(lambda found: _path(found[0]), text)
+            text = _RELATIVE.sub(_relative, text)
+            text = _ESCAPED_PATH.sub(lambda found: _path(found[0].replace("\\", "")), text)
+            text = _HOME.sub(lambda found: found[0].replace(found[1], GONE), text)
+        if "%" in text:
+            text = _ENCODED_PATH.sub(_encoded_path, text)
+        if "@" in text:
+            text = _EMAIL.sub(GONE, text)
+            text = _LOGIN.sub(GONE, text)
+        if "." in text:
+            text = _ADDRESS.sub(GONE, text)
+            text = _HOST.sub(_host, text)
+        if ":" in text or "-" in text:
+            text = _ADDRESS_6.sub(_address_6, text)
+            text = _MAC.sub(GONE, text)
+        return self._names.sub(GONE, text) if self._names is not None else text
+
+    def pattern(self, pattern: str) -> str:
+        """A regular expression that finds redacted names as it found the names before, and those
+        still. Its literal parts are redacted as the text that they stand for; ``.*`` takes the
+        place of what is gone. What cannot be redacted so becomes ``.*``."""
+        parts = _regex_parts(pattern)
+        clean = [self.text(part) if literal else part for part, literal in parts]
+        if all(one == part for one, (part, _) in zip(clean, parts, strict=True)):
+            return ".*" if self.text(bare := _bare(parts)) != bare else pattern
+        found = "".join(
+            _finds_both(part, one) if literal else part
+            for one, (part, literal) in zip(clean, parts, strict=True)
+        )
+        try:
+            re.compile(found)
+        except (re.error, RecursionError, OverflowError):
+            return ".*"
+        return ".*" if self.text(bare := _bare(_regex_parts(found))) != bare else found
+
+    def value(self, value: Any) -> Any:
+        """The same for texts anywhere inside lists and dicts, keys included."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            found = {}
+            for key, item in value.items():
+                name = self.text(key) if isinstance(key, str) else key
+                if is_private(key) and isinstance(item, str):
+                    item = GONE
+                elif is_secret_list(key) and isinstance(item, list | tuple | dict):
+                    item = {} if isinstance(item, dict) else []
+                found[name] = self.value(item)
+            return found
+        if isinstance(value, list | tuple):
+            return [self.value(item) for item in value]
+        return value
+
+    def json(self, text: bytes) -> bytes:
+        """The same for valid JSON text, of which all but the strings stays byte by byte.
+
+        Raises msgspec.DecodeError for a string that is not valid.
+        """
+        # Traces hold some eight strings in a hundred bytes, most of them over and over: so the text
+        # is cut at its quotes, each distinct string is looked at once, and the rest is lookups.
+        parts = text.split(b'"') if b"\\" not in text else _STRINGS.split(text)
+        strings = parts[1::2]
+        distinct = set(strings)
+        if len(self._clean) + len(self._replaced) > MOST_REMEMBERED:
+            for known in (self._clean, self._replaced, self._private):
+                known.clear()
+        self._learn(distinct - self._clean)
+        private = distinct & self._private
+        if not private and self._replaced.keys().isdisjoint(distinct):
+            return text
+        try:
+            gone = _private_values(parts, private) if private else []
+        except _Everything:
+            return bytes(self.raw(text))
+        parts[1::2] = map(self._replaced.get, strings, strings)
+        for at in gone:
+            parts[at] = _GONE_INNER
+        return b'"'.join(parts)
+
+    def _learn(self, strings: set[bytes]) -> None:
+        """Decide on strings, as they are between their quotes."""
+        for inner in strings:
+            if inner in self._replaced:
+                continue
+            text = _string.decode(b'"%b"' % inner)
+            if is_private(text):
+                self._private.add(inner)
+            clean = self._redact(text)
+            if clean == text:
+                self._clean.add(inner)
+            else:
+                self._replaced[inner] = msgspec.json.encode(clean)[1:-1]
+
+    def raw(self, raw: Raw | bytes) -> Raw:
+        """The same by way of the values: also empties what :func:`is_secret_list` names."""
+        text = bytes(raw)
+        if text[:1] not in b'"{[' or b'"' not in text:
+            return Raw(text)
+        if text[:1] == b'"':
+            return Raw(msgspec.json.encode(self.text(_string.decode(text))))
+        if text[:1] == b"[":
+            return Raw(msgspec.json.encode([self.raw(item) for item in _items.decode(text)]))
+        found = {}
+        for key, item in _fields.decode(text).items():
+            start = bytes(item)[:1]
+            if start == b'"' and is_private(key):
+                item = _GONE
+            elif start in b"{[" and is_secret_list(key):
+                item = Raw(b"{}" if start == b"{" else b"[]")
+            found[self.text(key)] = self.raw(item)
+        return Raw(msgspec.json.encode(found))
+
+
+_GONE = Raw(msgspec.json.encode(GONE))
+_GONE_INNER = bytes(_GONE)[1:-1]
+_string = msgspec.json.Decoder(str)
+_items = msgspec.json.Decoder(list[Raw])
+_fields = msgspec.json.Decoder(dict[str, Raw])
+
+
+def _private_values(parts: list[bytes], private: set[bytes]) -> list[int]:
+    """Where the texts of private keys are in JSON text that was cut at its quotes: odd places are
+    strings. Raises _Everything for a key of which all goes."""
+    found = []
+    for at in range(1, len(parts), 2):
+        if parts[at] not in private:
+            continue
+        after = parts[at + 1]
+        if _COLON.fullmatch(after):
+            found.append(at + 2)
+        elif _CONTAINER.match(after) and is_secret_list(_string.decode(b'"%b"' % parts[at])):
+            raise _Everything
+    return found
+
+
+def is_secret_list(key: Any) -> bool:
+    """A key of which everything below it is private: the environment, the command line, secrets."""
+    return is_private(key) and (
+        is_secret_name(key) or re.search(r"(?i)env|arg|cmd|command", key) is not None
+    )
+
+
+@lru_cache(maxsize=10_000)
+def is_private(key: Any) -> bool:
+    """A key of which a text is private whatever it says."""
+    if not isinstance(key, str):
+        return False
+    return _tells(key) or _PRIVATE_KEY.fullmatch(key) is not None
+
+
+def own_names() -> set[str]:
+    """The user and the host of this machine, on which the file may well have been recorded."""
+    found = set()
+    with suppress(OSError, KeyError, ImportError):  # no such user, as in some containers
+        found.add(getpass.getuser())
+    host = socket.gethostname()
+    return {*found, host, host.split(".")[0]}
+
+
+def names_in(text: bytes) -> set[str]:
+    """Names of users and hosts that a piece of JSON text tells: in paths of homes, and beside keys
+    such as ``hostname``."""
+    found: set[bytes] = set()
+    for mark in _HOME_MARKS:
+        at = text.find(mark)
+        while at >= 0:
+            match = _HOMES.match(text, at)
+            if match is not None:
+                found.add(match[1])
+            at = text.find(mark, at + len(mark))
+    lower = text.lower()
+    if any(part in lower and any(m in lower for m in marks) for part, marks in _TOLD_MARKS.items()):
+        for match in _TOLD.finditer(text):
+            value = match[1] or match[2]
+            found |= {value, value.split(b".")[0]}
+    return {name.decode("utf-8", "replace") for name in found if not _NUMBERS.fullmatch(name)}
+
+
+class Names:
+    """Collects what a file tells of users and hosts, block by block."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self._tail = b""
+
+    def look(self, block: bytes) -> None:
+        """The next block of the text."""
+        if len(self.found) < MOST_FOUND:
+            self.found |= names_in(self._tail + block)
+        self._tail = block[-256:]
+
+    def look_at_run(self, folder: str | Path) -> None:
+        """What a run directory's own files tell, besides its traces."""
+        for file in (MANIFEST, f"rank*/{RANK}", f"rank*/{EVENTS}"):
+            for place in sorted(Path(folder).glob(file))[:MOST_NAMES]:
+                with suppress(OSError, ValueError), open_regular(place) as opened:
+                    while block := opened.read(BLOCK):
+                        self.look(block)
+
+
+def redact(value: _S, names: Iterable[str] = ()) -> _S:
+    """A report or comparison without what is private. Links to documentation stay, and edits are
+    valid and select as before. ``names``: of users and hosts that the traces tell."""
+    return Shared(value, names).value
+
+
+class Shared(Generic[_S]):
+    """A report or comparison without what is private, and the redactor that made it so."""
+
+    def __init__(self, value: _S, names: Iterable[str] = ()) -> None:
+        self.redactor = Redactor({*names, *names_in(msgspec.json.encode(value))})
+        plain = _fields_redacted(msgspec.to_builtins(value), self.redactor)
+        try:
+            self.value: _S = msgspec.convert(plain, type(value))
+        except msgspec.ValidationError as error:
+            raise AdvisorError(f"cannot be redacted: {error}") from None
+
+
+def _fields_redacted(value: Any, redactor: Redactor, within: str = "") -> Any:
+    """The fields of our own structs, whose names are ours: none is private by its name. Patterns
+    are redacted as what they stand for, and the path of an input as a path."""
+    if isinstance(value, str):
+        return redactor.text(value)
+    if isinstance(value, list | tuple):
+        return [_fields_redacted(item, redactor, within) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {}
+    for key, item in value.items():
+        if within == "select" and key in ("name", "under") and isinstance(item, str):
+            found[key] = redactor.pattern(item)
+        elif key == "path" and isinstance(item, str):
+            found[key] = redactor.text(shown_name(item))
+        else:
+            found[redactor.text(key)] = _fields_redacted(item, redactor, key)
+    return found
+
+
+# -- one kind each ------------------------------------------------------------------------------
+
+
+def _unless_random(found: re.Match[str]) -> str:
+    text = found[0]
+    if text.startswith("_Z"):  # a mangled C++ name
+        return text
+    if is_random(text):
+        return GONE
+    return _RUN.sub(lambda run: GONE if is_random(run[0]) else run[0], text)
+
+
+def is_random(text: str) -> bool:
+    """A run of characters that no person wrote and no compiler: a key, a digest.
+
+    Keys change between lower case, upper case and digits from character to character and spell no
+    words. Measured on kernel and file names of public traces, none of which is taken for one, and
+    on random keys of 32 letters and digits, of which some three in a hundred are missed; of keys
+    in lower case and digits alone, most are.
+    """
+    if _SPECIALISED.fullmatch(text):
+        return False
+    if _HEX.fullmatch(text):
+        return any(c.isdigit() for c in text) and any(c.isalpha() for c in text)
+    letters = "".join(_ALNUM.findall(text))
+    if len(letters) < 20:
+        return False
+    kinds = [0 if c.islower() else 1 if c.isupper() else 2 for c in letters]
+    changes = sum(a != b for a, b in pairwise(kinds)) / (len(kinds) - 1)
+    present = len(set(kinds))
+    distinct = len(set(letters))
+    if text.count("_") > len(text) / 16:  # words joined by underscores, as in kernels' names
+        return False
+    if present == 3:
+        worded = sum(map(len, _WORDS.findall(letters))) / len(letters)
+        plain = len(letters) == len(text)
+        return (
+            changes >= (0.35 if plain else 0.45)
+            and worded < (0.5 if plain else 0.4)
+            and distinct >= min(18, 0.6 * len(letters))
+        )
+    if present == 2 and 2 in kinds and len(letters) == len(text) and len(letters) >= 30:
+        worded = sum(map(len, _LONG_WORDS.findall(letters.lower()))) / len(letters)
+        return changes >= 0.3 and worded < 0.4 and distinct >= 15
+    return False
+
+
+def _tells(name: str) -> bool:
+    """A name whose value is private: of a credential, a user, a host."""
+    return is_secret_name(name) or names_who(name)
+
+
+def _url(found: re.Match[str]) -> str:
+    scheme, host, rest = found.groups()
+    if _PUBLIC.fullmatch(host) and "=" not in rest:
+        return found[0]
+    return f"{scheme}{GONE}"
+
+
+def _host(found: re.Match[str]) -> str:
+    name = found[0]
+    if found[3] and name.count(".") < 2:
+        return name
+    if _PUBLIC.fullmatch(name) or _MODULES.fullmatch(name):
+        return name
+    return GONE
+
+
+def _address_6(found: re.Match[str]) -> str:
+    text = found[0]
+    if text.count(":") < 2:
+        return text
+    try:
+        address = ip_address(text.partition("%")[0])
+    except ValueError:
+        return text
+    groups = sum(map(bool, text.split(":")))
+    return text if address.is_loopback or groups < 2 else GONE
+
+
+def _path(path: str) -> str:
+    """Below site-packages or the standard library, else the file's own name."""
+    if path.startswith("//") and "/" not in path.strip("/"):  # a comment, a division
+        return path
+    library = _LIBRARY.match(path)
+    if library is not None:
+        return path[library.end() :]
+    name = re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+    return name if _SUFFIX.search(name) else GONE
+
+
+def _relative(found: re.Match[str]) -> str:
+    """The file's own name; a known library's file keeps its place, as below site-packages."""
+    top = re.split(r"[/\\]", found[0], maxsplit=1)[0]
+    public = top in TORCH or top in LIBRARIES or top in sys.stdlib_module_names
+    return found[0] if public or not _SOURCES.search(found[1]) else _path(found[0])
+
+
+_SUFFIX = re.compile(r"\.\w{1,10}$")
+
+
+def _encoded_path(found: re.Match[str]) -> str:
+    path = unquote(found[0])
+    if path.count("/") + path.count("\\") < 2:
+        return found[0]
+    return _path(path)
+
+
+def _any_of(names: list[str]) -> re.Pattern[str]:
+    """Any of the names as a word, whatever the case: a tree of their beginnings, so that a place
+    of a text is looked at once and not once a name."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        at = tree
+        for char in name.lower():
+            at = at.setdefault(char, {})
+        at[""] = {}
+    return re.compile(rf"(?i)(?<![A-Za-z0-9])(?:{_tree_pattern(tree)})(?![A-Za-z0-9])")
+
+
+def _tree_pattern(tree: dict[str, Any]) -> str:
+    chain = ""
+    while len(tree) == 1 and "" not in tree:  # without a branch: no call for each character
+        ((char, tree),) = tree.items()
+        chain += re.escape(char)
+    branches = [re.escape(char) + _tree_pattern(below) for char, below in tree.items() if char]
+    if not branches:
+        return chain
+    return f"{chain}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
+
+
+_META = frozenset(".^$*+?{}[]|()")
+
+
+def _regex_parts(pattern: str) -> list[tuple[str, bool]]:
+    """A regular expression as literal texts (True, without their escapes) and the rest."""
+    found: list[tuple[list[str], bool]] = []
+
+    def add(text: str, literal: bool) -> None:
+        if not found or found[-1][1] is not literal:
+            found.append(([], literal))
+        found[-1][0].append(text)
+
+    at = 0
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\" and at + 1 < len(pattern):
+            after = pattern[at + 1]
+            if after.isalnum():
+                add(char + after, False)
+            else:
+                add(after, True)
+            at += 2
+        elif char == "[":  # a class of characters, whole
+            end = pattern.find("]", at + 2)
+            end = len(pattern) if end < 0 else end + 1
+            add(pattern[at:end], False)
+            at = end
+        elif char == "(" and pattern.startswith("(?", at):
+            end = at + 2
+            while end < len(pattern) and pattern[end] not in ":=!>)":
+                end += 1
+            add(pattern[at : end + 1], False)
+            at = end + 1
+        else:
+            add(char, char not in _META)
+            at += 1
+    return [("".join(texts), literal) for texts, literal in found]
+
+
+def _bare(parts: list[tuple[str, bool]]) -> str:
+    """The literal texts of a regular expression, as one."""
+    return "".join(part for part, literal in parts if literal)
+
+
+def _finds_both(text: str, clean: str) -> str:
+    """An expression for a text and for what is left of it when it was redacted: the words that both
+    have, in order, and ``.*`` where they differ."""
+    if text == clean:
+        return re.escape(text)
+    found = [] if clean.startswith(text[:1]) else [".*"]
+    at = 0
+    for word in re.findall(r"\[redacted\]|\w+|\W", clean):
+        place = -1 if word == GONE else text.find(word, at)
+        if place != at and found[-1:] != [".*"]:
+            found.append(".*")
+        if place >= 0:
+            found.append(re.escape(word))
+            at = place + len(word)
+    if at < len(text) and found[-1:] != [".*"]:
+        found.append(".*")
+    return "".join(found)
+
+
+def shown_name(path: str) -> str:
+    """A file's own name, for messages about a redacted file."""
+    return Path(path).name or path

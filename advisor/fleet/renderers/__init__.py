@@ -1,1 +1,0 @@
-"""The report of a job in words: one file a format."""

@@ -1,1 +1,0 @@
-"""What a gate answers, in words: one file a format."""

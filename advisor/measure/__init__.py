@@ -1,0 +1,423 @@
+"""Measurements of one rank's window: the facade whose attributes are the table of contents.
+
+Each attribute is computed by a pure function in its own file, on first use, and kept. Nothing
+here holds an opinion or a threshold.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import polars as pl
+
+from advisor.core.finding import Per, unit_of
+from advisor.core.intervals import Intervals, intersect, union
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from advisor.core.gpus import GpuSpec
+    from advisor.core.run_directory import RankRecord
+    from advisor.core.snapshot import MemorySnapshot
+    from advisor.core.trace import Device, Trace
+    from advisor.measure.device.breakdown import Breakdown
+    from advisor.measure.device.lost import Lost
+    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.steps.record import Recorded
+    from advisor.measure.steps.steps import Steps
+    from advisor.measure.steps.timeline import Timeline
+    from advisor.measure.steps.uneven import Halves
+
+
+Measured = TypeVar("Measured")
+
+
+class _OfIdle(Generic[Measured]):
+    """A cached measurement that takes the device for idle where no work is recorded. That it was
+    asked for is counted: where records are lost, nothing may be concluded from it."""
+
+    def __init__(self, measure: Callable[[Analysis], Measured]) -> None:
+        self._measure = measure
+        self._key = f"_{measure.__name__}"
+        self.__doc__ = measure.__doc__
+
+    def __get__(self, a: Analysis | None, owner: type | None = None) -> Measured:
+        if a is None:
+            return self  # type: ignore[return-value]  # as a property does, for its docstring
+        a.idle_reads += 1
+        kept = a.__dict__
+        if self._key not in kept:
+            kept[self._key] = self._measure(a)
+        found: Measured = kept[self._key]
+        return found
+
+
+class Analysis:
+    """One rank's window, measured. ``select`` keeps a half-open range of steps.
+
+    Frames named after a table of the trace are *aligned* with it: row i describes row i of
+    ``trace.gpu`` (or ``trace.cpu``). All measurements count only instants inside ``spans``, the
+    steps that are used.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        select: tuple[int | None, int | None] | None = None,
+        record: RankRecord | None = None,
+        snapshot: MemorySnapshot | None = None,
+    ) -> None:
+        self.trace = trace
+        self.selection = select
+        """Half-open range of step indices, or None."""
+        self.record = record
+        """What the recorder wrote of this rank; None: a trace alone."""
+        self.snapshot = trace.meta.snapshot if snapshot is None else snapshot
+        """The allocator's snapshot of this rank; None: none was given."""
+        self.idle_reads = 0
+        """How often a measurement was asked for that rests on when the device was idle."""
+
+    # -- what the analysis is about ---------------------------------------------------------
+
+    @cached_property
+    def recorded(self) -> Recorded | None:
+        """The recorder's steps and samples of this rank (``record.py``); ``None``: a trace
+        alone."""
+        from advisor.measure.steps.record import Recorded
+
+        return None if self.record is None else Recorded(self.record)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """The loop does not train, as far as is recorded (``passes.py``)."""
+        from advisor.measure.steps.passes import forward_only
+
+        return forward_only(self)
+
+    @cached_property
+    def record_only(self) -> bool:
+        """There is a record, or a memory snapshot, but nothing in the trace: no window was
+        profiled."""
+        told = self.record is not None or self.snapshot is not None
+        return told and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
+
+    @property
+    def snapshot_only(self) -> bool:
+        """There is a memory snapshot and nothing else."""
+        return self.record_only and self.record is None
+
+    @cached_property
+    def steps(self) -> Steps:
+        """Steps and how they were found (``steps.py``)."""
+        from advisor.measure.steps.steps import find_steps
+
+        return find_steps(self.trace, self.selection)
+
+    @property
+    def spans(self) -> Intervals:
+        """The instants that count: the used steps, ns."""
+        return self.steps.spans
+
+    @cached_property
+    def span_ns(self) -> int:
+        """Length of the analysed window, ns."""
+        return self.spans.total
+
+    @cached_property
+    def step_count(self) -> int:
+        """Number of used steps (1 for ``whole trace``)."""
+        return max(1, self.steps.used.height)
+
+    @property
+    def per(self) -> Per:
+        """What figures are of: a step, or the recording when none is marked."""
+        return "step" if self.record_only else unit_of(self.steps.source)
+
+    @cached_property
+    def step_ns(self) -> float:
+        """Mean duration of the used steps, ns; without a trace, of the recorded ones."""
+        if self.record_only and self.recorded is not None:
+            return self.recorded.mean or 0.0
+        return self.span_ns / self.step_count
+
+    @cached_property
+    def device_id(self) -> int | None:
+        """The device that is analysed: the one with most device time; ``None``: no device work."""
+        from advisor.measure.host.backlog import analysed_device
+
+        return analysed_device(self.trace)
+
+    @property
+    def trains_on_host(self) -> bool:
+        """No device works in the trace, and the recording, where there is one, saw none."""
+        seen = self.record is not None and bool(self.record.rank.devices)
+        return self.device_id is None and not seen
+
+    @cached_property
+    def device(self) -> Device | None:
+        """Properties of that device, if the file has them."""
+        return None if self.device_id is None else self.trace.working_device(self.device_id)
+
+    @cached_property
+    def hardware(self) -> GpuSpec | None:
+        """What that device can do; ``None``: unknown GPU, so rooflines are not measured."""
+        from advisor.core.gpus import lookup
+
+        if self.device is None:
+            return None
+        return lookup(
+            self.device.name,
+            sms=self.device.sms,
+            memory_bytes=self.device.memory_bytes,
+            compute=self.device.compute,
+        )
+
+    @cached_property
+    def in_window(self) -> NDArray[np.bool_]:
+        """Aligned with ``trace.gpu``: on the analysed device, touching ``spans``, and not launched
+        before the recording began."""
+        return self.on_device & ~self.earlier
+
+    @cached_property
+    def lost(self) -> Lost:
+        """Launches whose device work the profiler lost (``lost.py``)."""
+        from advisor.measure.device.lost import lost_records
+
+        return lost_records(self.trace)
+
+    @cached_property
+    def one_off(self) -> pl.DataFrame:
+        """First calls that later ones do in a fraction of the time (``oneoff.py``): ``host`` (row
+        of cpu), ``name``, ``ts``, ``dur``, ``usual`` (ns, median of the later ones), ``count``."""
+        from advisor.measure.steps.oneoff import one_off
+
+        return one_off(self)
+
+    @cached_property
+    def earlier(self) -> NDArray[np.bool_]:
+        """Aligned with ``trace.gpu``: launched before the recording began (``backlog.py``). The
+        device is busy with it, but it is not the steps' work."""
+        from advisor.measure.host.backlog import earlier
+
+        return earlier(self.trace)
+
+    @cached_property
+    def on_device(self) -> NDArray[np.bool_]:
+        """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``."""
+        from advisor.core.intervals import covered
+
+        gpu = self.trace.gpu
+        ts = gpu["ts"].to_numpy()
+        inside = covered(ts, ts + gpu["dur"].to_numpy(), self.spans) > 0
+        if self.device_id is None:
+            return inside
+        mine: NDArray[np.bool_] = (gpu["device"] == self.device_id).to_numpy()
+        return inside & mine
+
+    def device_busy(self, rows: NDArray[np.bool_]) -> Intervals:
+        """Union of the selected rows of ``trace.gpu``, clipped to ``spans``."""
+        gpu = self.trace.gpu
+        ts = gpu["ts"].to_numpy()[rows]
+        return intersect(union(ts, ts + gpu["dur"].to_numpy()[rows]), self.spans)
+
+    # -- time -------------------------------------------------------------------------------
+
+    @_OfIdle
+    def breakdown(self) -> Breakdown:
+        """The step's device time in exclusive classes, and host time (``breakdown.py``)."""
+        from advisor.measure.device.breakdown import break_down
+
+        return break_down(self)
+
+    @_OfIdle
+    def gaps(self) -> pl.DataFrame:
+        """Idle gaps of the device with blame (``gaps.py``): they add up to the idle time.
+
+        Columns: ``ts``, ``dur`` (ns, clipped to ``spans``; a gap with several causes is split
+        into consecutive pieces), ``step`` (index), ``cause`` (one of ``gaps.CAUSES``),
+        ``thread`` (row of threads, null: none), ``host`` (row of ``trace.cpu`` blamed, null:
+        none), ``line`` (row of the innermost *user* Python frame around it, null: no stacks),
+        ``next`` (row of ``trace.gpu`` that ended the gap, null: end of window), ``gap`` (number
+        of the gap the piece belongs to).
+        """
+        from advisor.measure.host.gaps import idle_gaps
+
+        return idle_gaps(self)
+
+    @cached_property
+    def uneven(self) -> Halves | None:
+        """What the longer half of the used steps has more of than the shorter one
+        (``uneven.py``); ``None``: they are alike, or too few."""
+        from advisor.measure.steps.uneven import uneven
+
+        return uneven(self)
+
+    @_OfIdle
+    def syncs(self) -> pl.DataFrame:
+        """Host waits for the device (``syncs.py``), one row a synchronising runtime call inside
+        ``spans``: ``host`` (row of cpu), ``ts``, ``dur``, ``call``, ``kind`` (``device``,
+        ``stream``, ``event``, ``memcpy``: a copy that blocked the host), ``waited`` (ns of the
+        call during which the device was still working), ``bubble`` (ns the device then idled
+        because the host had been held: from the end of the awaited work to the start of the next
+        device work that this thread launched after the sync, idle part only), ``bubble_ts``,
+        ``bubble_end`` (that span before clipping to idle time; null: no bubble), ``op`` (row of the
+        innermost op around, null), ``cause`` (text: ``aten::item``, ``aten::nonzero``,
+        ``torch.cuda.synchronize``, …), ``copy`` (row of gpu of the copy it waits for, null),
+        ``line`` (row of the user Python frame, null), ``step``, ``profiler`` (true: issued by the
+        profiler itself at the end of its window)."""
+        from advisor.measure.host.syncs import find_syncs
+
+        return find_syncs(self)
+
+    @_OfIdle
+    def copies(self) -> pl.DataFrame:
+        """Copies inside ``spans`` (``copies.py``): ``gpu`` (row), ``ts``, ``dur``, ``copy``,
+        ``memory`` (``pageable``, ``pinned``, null: not told or no host side), ``bytes``,
+        ``gbps``, ``exposed`` (ns not under compute or communication), ``blocking`` (the host was
+        held until it ended), ``stream``, ``op``, ``line``, ``step``, ``same_stream`` (it runs on
+        the stream that most compute runs on)."""
+        from advisor.measure.device.copies import find_copies
+
+        return find_copies(self)
+
+    @cached_property
+    def host(self) -> pl.DataFrame:
+        """Host time a step (``host.py``): one row a thread and class with ``thread``, ``class``
+        (one of ``host.CLASSES``), ``ns`` (exclusive, inside ``spans``)."""
+        from advisor.measure.host.host import host_breakdown
+
+        return host_breakdown(self)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What each host thread was doing at each instant (``timeline.py``)."""
+        from advisor.measure.steps.timeline import build_timeline
+
+        return build_timeline(self)
+
+    # -- device work ------------------------------------------------------------------------
+
+    @cached_property
+    def kernels(self) -> pl.DataFrame:
+        """Aligned with ``trace.gpu`` (``kernels.py``): ``family`` (one of ``families.FAMILIES``),
+        ``communication`` (bool), ``tensor_core`` (bool; null: not told), ``eligible`` (bool: an
+        op whose kernels could use tensor cores with 16-bit or TF32 inputs; null: unknown),
+        ``dtype`` (input type as in GpuSpec.peak; null: not known), ``flops`` (float of this
+        kernel; null: not known), ``moved`` (bytes read and written at least once; null),
+        ``waves`` (float; null), ``op_name`` (categorical: the op judged responsible; null),
+        ``occupancy`` (percent, computed where the device is known, else as the profiler wrote it;
+        null), ``sdpa`` (row of ``trace.cpu``: the ``scaled_dot_product_attention`` op around the
+        launch, whose name says its backend; null), ``op_row`` (row of ``trace.cpu``: the op whose
+        inputs tell the work, which is ``op_name`` or around it; null)."""
+        from advisor.measure.device.kernels import measure_kernels
+
+        return measure_kernels(self)
+
+    @cached_property
+    def families(self) -> pl.DataFrame:
+        """Device time by family inside ``spans``: ``family``, ``count``, ``dur`` (ns summed),
+        ``share`` (of summed compute + communication kernel time), ``flops``, ``moved``."""
+        from advisor.measure.device.kernels import sum_families
+
+        return sum_families(self)
+
+    @cached_property
+    def hot_kernels(self) -> pl.DataFrame:
+        """Device time by kernel name inside ``spans``: ``name``, ``family``, ``count``, ``dur``,
+        ``share``, ``occupancy`` (time-weighted percent; null), ``blocks_per_sm`` (time-weighted;
+        null), ``tensor_core``, ``flops_per_s``, ``bytes_per_s``, ``roofline`` (share of the
+        attainable peak; null: not measured), ``op_name``; largest ``dur`` first."""
+        from advisor.measure.device.kernels import sum_kernels
+
+        return sum_kernels(self)
+
+    @cached_property
+    def rooflines(self) -> pl.DataFrame:
+        """Operators by shape against what the device attains (``operators.py``), one row an
+        operator and inputs, inside ``spans``, without communication: ``op`` (null: of a graph, or
+        not linked), ``inputs`` (row of ``trace.inputs``; null: not recorded), ``family``,
+        ``dtype``, ``tensor_core`` and ``kernel`` (of its longest kernel), ``calls``, ``kernels``,
+        ``dur`` (ns), ``share`` (of kernel time without communication), ``flops``, ``moved``
+        (bytes; null: not known), ``flops_per_s``, ``bytes_per_s``, ``attainable_flops_per_s``,
+        ``attainable_bytes_per_s``, ``bound`` (``compute``, ``memory``, ``launch``, ``unknown``),
+        ``efficiency`` (0 to 1 and above; null: not judged), ``saved`` (ns that it would take less
+        at the attainable rate; null), ``longest`` (row of ``trace.gpu``); largest ``dur`` first."""
+        from advisor.measure.host.operators import measure_operators
+
+        return measure_operators(self)
+
+    @cached_property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: FLOPs of all kernels with known shapes over the step time times
+        the peak of their dtype (0 to 1). ``None``: shapes or peak not known, or shapes cover
+        less than 80 % of GEMM, convolution and attention time."""
+        from advisor.measure.device.kernels import model_flop_utilisation
+
+        return model_flop_utilisation(self)
+
+    @_OfIdle
+    def collectives(self) -> pl.DataFrame:
+        """Collectives inside ``spans`` (``comms.py``): ``gpu`` (row), ``ts``, ``dur``,
+        ``collective`` (``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
+        ``broadcast``, ``reduce``, ``send_recv``, ``other``), ``bytes`` (message; null),
+        ``group_size`` (null), ``dtype``, ``bus_gbps`` (null: bytes or group unknown),
+        ``exposed`` (ns not under compute), ``hidden_by`` (family that covered most of it; null),
+        ``stream``, ``op`` (row), ``annotation`` (text of the nearest user annotation, null),
+        ``group`` (process group name, null), ``step``, ``order`` (n-th of its kind and group)."""
+        from advisor.measure.comm.comms import find_collectives
+
+        return find_collectives(self)
+
+    # -- memory -----------------------------------------------------------------------------
+
+    @cached_property
+    def memory(self) -> pl.DataFrame:
+        """Device memory a step (``memory.py``): ``device``, ``step``, ``peak_allocated``,
+        ``peak_reserved`` (bytes; null), ``capacity`` (bytes; null). Empty: not recorded."""
+        from advisor.measure.memory.memory import memory_by_step
+
+        return memory_by_step(self)
+
+    @cached_property
+    def allocations(self) -> pl.DataFrame:
+        """Runtime calls that allocate or free device or pinned memory inside ``spans``
+        (``memory.py``): ``host`` (row), ``call``, ``ts``, ``dur``, ``step``, ``line``, ``op``."""
+        from advisor.measure.memory.memory import find_allocations
+
+        return find_allocations(self)
+
+    @cached_property
+    def post_mortems(self) -> list[PostMortem]:
+        """What held the memory, one a device of the snapshot (``post_mortem.py``), the fullest
+        first. Empty: no snapshot."""
+        from advisor.measure.memory.post_mortem import post_mortems
+
+        return [] if self.snapshot is None else post_mortems(self.snapshot)
+
+    # -- stacks -----------------------------------------------------------------------------
+
+    @cached_property
+    def user_frame(self) -> NDArray[np.int32]:
+        """Aligned with ``trace.cpu``: row of the innermost Python frame of the *user's* code
+        around (or at) each host row, -1: none (``stacks.py``)."""
+        from advisor.measure.host.stacks import user_frames
+
+        return user_frames(self.trace)
+
+    @cached_property
+    def forward_frame(self) -> NDArray[np.int32]:
+        """Aligned with ``trace.cpu``: for rows of the backward pass, row of the user's Python
+        frame around the forward operator they belong to, -1: none (``stacks.py``)."""
+        from advisor.measure.host.stacks import forward_frames
+
+        return forward_frames(self)
+
+    def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:
+        """(file, line, function) of the user's code around a host row; Nones: no stacks."""
+        from advisor.measure.host.stacks import locate
+
+        return locate(self, host_row)

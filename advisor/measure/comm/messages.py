@@ -1,0 +1,351 @@
+"""What each collective kernel was called with: its kind, message, dtype and group."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.stacks import chains, parents
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from advisor.core.trace import Trace
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "send_recv",
+    "other",
+)
+
+WIDTHS = {
+    **dict.fromkeys(("complexdouble", "complex<double>"), 16),
+    **dict.fromkeys(("double", "float64", "long", "long int", "long long", "int64", "int64_t"), 8),
+    **dict.fromkeys(("complexfloat", "complex<float>", "uint64", "unsigned long"), 8),
+    **dict.fromkeys(("float", "float32", "int", "int32", "uint32", "unsigned int"), 4),
+    **dict.fromkeys(("complexhalf", "complex<half>", "complex<c10::half>"), 4),
+    **dict.fromkeys(("half", "float16", "bfloat16", "short", "short int", "int16", "uint16"), 2),
+    **dict.fromkeys(("byte", "char", "bool", "unsigned char", "signed char", "int8", "uint8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+}
+"""Bytes of an element, by lower-case dtype name without ``c10::``: both spellings of PyTorch
+(``BFloat16`` in collective arguments, ``c10::BFloat16`` in shapes)."""
+
+_KINDS = (  # the longer words first: "allreduce" contains "reduce"
+    (re.compile(r"reducescatter"), "reduce_scatter"),
+    (re.compile(r"allreduce|crossdevicereduce"), "all_reduce"),
+    (re.compile(r"allgather"), "all_gather"),
+    (re.compile(r"alltoall|all2all"), "all_to_all"),
+    (re.compile(r"broadcast"), "broadcast"),
+    (re.compile(r"sendrecv|pointtopoint|^i?send\d*$|^i?recv\d*$"), "send_recv"),
+    (re.compile(r"reduce"), "reduce"),
+)
+_BACKEND = r"^(nccl|rccl|gloo|mpi|ucc|xccl):"
+"""Annotations that PyTorch itself puts around a collective."""
+_LETTERS = re.compile(r"[^a-z0-9]+")
+# Before its own kernels for every collective, NCCL ran all that had none under this one name: a
+# real trace (NCCL 2.1x) has all-reduces, all-gathers and all-to-alls under it.
+_GENERIC = re.compile(r"^nccl\w*Kernel_(SendRecv_RING_SIMPLE_Sum_int8_t|Generic)")
+# Tokens sent to their experts and back, by DeepEP and what copies its names.
+_EXPERTS = re.compile(r"(?i)(\bep|node(_ll)?)::|\bep_?(dispatch|combine)")
+
+
+def kind_of(text: str) -> str | None:
+    """The collective that an annotation, an op or an argument names; ``None``: it names none.
+
+    A barrier of PyTorch's NCCL backend is an all-reduce of one element, and is called one.
+    """
+    text = text.lower()
+    word = _LETTERS.sub("", re.sub(_BACKEND, "", text))
+    if word == "barrier":
+        return "all_reduce"
+    return next((kind for pattern, kind in _KINDS if pattern.search(word)), None)
+
+
+def kernel_kind(name: str) -> str | None:
+    """:func:`kind_of` for a kernel: its name without template arguments and parameters."""
+    if _GENERIC.search(name):
+        return None
+    name = name.removeprefix("void ")
+    for unnamed in ("(anonymous namespace)", "<unnamed>"):
+        name = name.replace(unnamed, "")
+    function = re.split(r"[<(]", name, maxsplit=1)[0]
+    if _EXPERTS.search(function):
+        return "all_to_all"
+    return kind_of(function)
+
+
+def width(dtype: str | None) -> int | None:
+    """Bytes of one element; ``None``: a dtype that is not known."""
+    if dtype is None:
+        return None
+    return WIDTHS.get(dtype.strip().lower().removeprefix("c10::"))
+
+
+def message_elements(
+    kind: str, given: int | None, out: int | None, group_size: int | None
+) -> int | None:
+    """Elements of the message, S of nccl-tests, from what one rank gives and gets.
+
+    All-gather: the gathered array (what one rank gives, times the ranks). Reduce-scatter: the
+    array before it is scattered. All-to-all: all that one rank gives, its own part included.
+    The others: the array that each rank holds.
+    """
+    if kind == "all_gather":
+        if out is not None:
+            return out
+        return None if given is None or group_size is None else given * group_size
+    if kind == "reduce_scatter":
+        if given is not None:
+            return given
+        return None if out is None or group_size is None else out * group_size
+    if kind in ("all_reduce", "all_to_all"):
+        return given if given is not None else out
+    # broadcast, reduce, send and receive: only some ranks give, only some get
+    return max((n for n in (given, out) if n is not None), default=None)
+
+
+def bus_factor(kind: str, group_size: int | None) -> float | None:
+    """Bus bandwidth over algorithm bandwidth (S / t), as nccl-tests define it.
+
+    Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md: all-reduce 2(n-1)/n; reduce-scatter, all-gather
+    and all-to-all (n-1)/n; broadcast and reduce 1 (so is one transfer). ``None``: n not known,
+    a group of one, or no such figure.
+    """
+    if group_size is None or group_size < 2:
+        return None
+    share = (group_size - 1) / group_size
+    return {
+        "all_reduce": 2 * share,
+        "all_gather": share,
+        "reduce_scatter": share,
+        "all_to_all": share,
+        "broadcast": 1.0,
+        "reduce": 1.0,
+        "send_recv": 1.0,
+    }.get(kind)
+
+
+_SOURCE: dict[str, Any] = {
+    "collective": pl.String,
+    "given": pl.Int64,
+    "out": pl.Int64,
+    "group_size": pl.Int64,
+    "dtype": pl.String,
+    "group": pl.String,
+    "ranks": pl.String,
+    "sequence": pl.Int64,
+    "source": pl.Int64,
+    "target": pl.Int64,
+    "even": pl.Boolean,  # false: an all-to-all with parts of different sizes
+}
+
+
+def collective_facts(trace: Trace, gpu: pl.DataFrame, by_name: pl.Series) -> pl.DataFrame:
+    """What is known of each collective kernel (the rows ``gpu`` of ``trace.gpu``).
+
+    Arguments on the kernel win, then arguments of a host row around its launch
+    (``record_param_comms``), then the backend's annotation with the tensors it was given, then
+    an op that all-reduces by itself (``symm_mem::multimem_all_reduce_``), then the kernel's name
+    (``by_name``: the kind it tells).
+
+    Columns: ``collective`` (one of COLLECTIVES), ``bytes`` (null), ``factor`` (of
+    :func:`bus_factor`; null, also for an all-to-all with uneven parts), ``group_size``,
+    ``dtype``, ``group``, ``ranks``, ``sequence``, ``source``, ``target``, ``annotation``.
+    """
+    start = gpu["launch"].fill_null(-1).to_numpy().copy()
+    start[start < 0] = gpu["op"].fill_null(-1).to_numpy()[start < 0]
+    stacks = chains(parents(trace), start)
+    hosts = np.unique(stacks[stacks >= 0])
+    place = np.where(stacks >= 0, np.searchsorted(hosts, stacks), -1)
+    around = _Around(trace, hosts)
+    comms = _arguments(trace)
+
+    told = np.append(comms["collective"].is_not_null().to_numpy(), False)  # -1: not told
+    own = gpu["comm"].fill_null(-1).to_numpy()
+    near = _nearest(place, told[around.comm])
+    comm = np.where(told[own], own, np.append(around.comm, -1)[near])
+    call = _nearest(place, around.call)
+    reduces = _nearest(place, around.reduces)
+    reduces[(by_name != "all_reduce").fill_null(True).to_numpy()] = -1
+
+    count = comms.height
+    sources = pl.concat([comms, around.sources(), pl.DataFrame([{}], schema=_SOURCE)])
+    host = np.where(call >= 0, call, reduces)
+    chosen = np.where(comm >= 0, comm, np.where(host >= 0, count + host, sources.height - 1))
+    found = sources[chosen]
+    base = pl.Series(np.append(around.base_size, 0)[_nearest(place, around.base_size > 1)])
+    annotation = _nearest(place, around.user)
+    return _sized(
+        found.with_columns(
+            collective=pl.coalesce("collective", by_name).fill_null("other"),
+            group_size=pl.coalesce("group_size", base.set(base == 0, None)),
+            annotation=pl.Series([*around.names, None], dtype=pl.String).gather(
+                np.where(annotation >= 0, annotation, len(hosts))
+            ),
+        )
+    )
+
+
+def _sized(found: pl.DataFrame) -> pl.DataFrame:
+    """Message size and bus factor: computed once for each distinct description."""
+    keys = ["collective", "given", "out", "group_size", "dtype", "even"]
+    distinct = found.select(keys).unique(maintain_order=True)
+    size: list[int | None] = []
+    factor: list[float | None] = []
+    for kind, given, out, ranks, dtype, even in distinct.iter_rows():
+        elements, element = message_elements(kind, given, out, ranks), width(dtype)
+        known = elements is not None and element is not None and elements < 1 << 56
+        size.append(elements * element if known else None)  # type: ignore[operator]
+        factor.append(None if even is False else bus_factor(kind, ranks))
+    distinct = distinct.with_columns(
+        bytes=pl.Series(size, dtype=pl.Int64), factor=pl.Series(factor, dtype=pl.Float64)
+    )
+    return found.join(distinct, on=keys, how="left", nulls_equal=True, maintain_order="left")
+
+
+def _nearest(place: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The innermost wanted host of each chain (its place among the hosts), -1: none."""
+    hit = np.append(wanted, False)[place]
+    level = hit.argmax(axis=1)
+    each = np.arange(len(place))
+    return np.where(hit[each, level], place[each, level], -1)
+
+
+class _Around:
+    """What the host rows around collectives tell, as columns over those rows."""
+
+    def __init__(self, trace: Trace, hosts: NDArray[np.int64]) -> None:
+        rows = trace.cpu.select("kind", "name", "inputs", "comm")[hosts]
+        name = rows["name"]
+        annotation = (rows["kind"] == "annotation").to_numpy()
+        op = (rows["kind"] == "op").to_numpy()
+        backend = annotation & matches(name, _BACKEND).to_numpy()
+        self.kind = map_names(name, kind_of, pl.String)
+        self.comm = rows["comm"].fill_null(-1).to_numpy()
+        self.call = backend & self.kind.is_not_null().to_numpy()
+        self.user = annotation & ~backend & ~matches(name, trace.meta.step_names).to_numpy()
+        self.reduces = op & matches(name, "(?i)all_?reduce").to_numpy()
+        self.reduces &= ~matches(name, "^c10d::").to_numpy()
+        base = op & matches(name, r"^c10d::_(allgather|reduce_scatter)_base_$").to_numpy()
+        self.names = [
+            text if user else None
+            for text, user in zip(name.cast(pl.String).to_list(), self.user, strict=True)
+        ]
+        inputs = rows["inputs"].fill_null(-1).to_numpy()
+        codes = np.unique(inputs[(self.call | self.reduces | base) & (inputs >= 0)])
+        tensors = {int(code): _tensors(trace, int(code)) for code in codes}
+        self._tensors = [tensors.get(int(code), []) for code in inputs]
+        self.base_size = np.array(
+            [_ratio(t) if b else 0 for t, b in zip(self._tensors, base, strict=True)],
+            dtype=np.int64,
+        )
+        """Group size told by an op that gathers into, or scatters from, one tensor: 0, none."""
+
+    def sources(self) -> pl.DataFrame:
+        """Rows of _SOURCE, one a host row."""
+        given: list[int | None] = []
+        dtype: list[str | None] = []
+        for tensors, call in zip(self._tensors, self.call, strict=True):
+            # the annotation has all tensors that are sent, an op also has what it works with
+            sent = tensors if call else tensors[:1]
+            types = {t for _, t in sent}
+            given.append(sum(n for n, _ in sent) if len(types) == 1 else None)
+            dtype.append(next(iter(types)) if len(types) == 1 else None)
+        none = {key: pl.lit(None, dtype=dtype) for key, dtype in _SOURCE.items()}
+        return pl.DataFrame(
+            {
+                "collective": self.kind,
+                "given": pl.Series(given, dtype=pl.Int64),
+                "dtype": pl.Series(dtype, dtype=pl.String),
+            }
+        ).select(
+            pl.col(key) if key in ("collective", "given", "dtype") else none[key].alias(key)
+            for key in _SOURCE
+        )
+
+
+def _ratio(tensors: Sequence[tuple[int, str]]) -> int:
+    if len(tensors) < 2:
+        return 0
+    small, large = sorted((tensors[0][0], tensors[1][0]))
+    return large // small if small and large % small == 0 else 0
+
+
+def _tensors(trace: Trace, code: int) -> list[tuple[int, str]]:
+    """Elements and dtype of each tensor of an input description, in order."""
+    dims, types = trace.inputs["dims"][code], trace.inputs["types"][code]
+    try:
+        shapes, names = msgspec.json.decode(dims or "[]"), msgspec.json.decode(types or "[]")
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    if not isinstance(shapes, list) or not isinstance(names, list):
+        return []
+    return [
+        (math.prod(shape), name)
+        for shape, name in zip(shapes, names, strict=False)
+        if isinstance(name, str)
+        and width(name) is not None
+        and isinstance(shape, list)
+        and all(isinstance(n, int) and 0 <= n < 1 << 40 for n in shape)
+        and math.prod(shape) < 1 << 56
+    ]
+
+
+def _arguments(trace: Trace) -> pl.DataFrame:
+    """Rows of _SOURCE, one a row of ``trace.comms``; ``collective`` null: names none (``wait``)."""
+    comms = trace.comms
+    kinds = {name: kind_of(name) for name in comms["collective"].drop_nulls().unique()}
+    rows = []
+    for name, given, out, size, ranks, *splits in comms.select(
+        "collective", "in_elements", "out_elements", "group_size", "ranks", "in_split", "out_split"
+    ).iter_rows():  # a loop over distinct descriptions, with texts inside
+        kind = kinds.get(name)
+        members = _members(ranks)
+        even = None
+        if kind == "all_to_all":
+            even = given == out and all(_equal_parts(split) for split in splits)
+        rows.append(
+            (
+                kind,
+                given if given is None or given >= 0 else None,
+                out if out is None or out >= 0 else None,
+                size if size is not None and size > 0 else members,
+                even,
+            )
+        )
+    table = pl.DataFrame(
+        rows,
+        schema={key: _SOURCE[key] for key in ("collective", "given", "out", "group_size", "even")},
+        orient="row",
+    )
+    told = comms.select("dtype", "group", "ranks", "sequence", "source", "target")
+    return table.hstack(told).select(*_SOURCE)
+
+
+def _members(ranks: str | None) -> int | None:
+    """Length of a complete list of ranks."""
+    try:
+        members = msgspec.json.decode(ranks or "null")
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    whole = isinstance(members, list) and all(isinstance(rank, int) for rank in members)
+    return len(members) if whole and members else None
+
+
+def _equal_parts(split: str | None) -> bool:
+    """No split, or one whose parts are of one size (long lists are written with an ellipsis)."""
+    return len(set(re.findall(r"\d+", split or ""))) <= 1

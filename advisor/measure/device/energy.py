@@ -1,0 +1,106 @@
+"""Energy of a rank's GPU a step, from what NVML told while the steps ran.
+
+The driver's counter (nvmlDeviceGetTotalEnergyConsumption, mJ since the driver was loaded) where
+there is one, else its power (nvmlDeviceGetPowerUsage, mW) integrated by the trapezoid rule.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.measure.steps.record import Floats, Ints, Recorded, finite
+
+MIN_SAMPLES = 4
+"""Fewer tell no course of time."""
+MIN_INTERVALS = 3
+"""The measured steps last so many intervals between samples: the counter moves in jumps."""
+MAX_GAP_NS = 10_000_000_000
+"""Between two samples further apart nothing is known."""
+MIN_COVERED = 0.5
+"""Share of the steps that count which must lie between samples."""
+
+
+class StepEnergy(NamedTuple):
+    """Of one GPU."""
+
+    joules: float
+    """Mean of a step."""
+    watts: float
+    """Mean over the steps."""
+    method: Literal["counter", "power"]
+    """The driver's energy counter, or its power integrated over time."""
+    steps: int
+    """Steps that it is of: those that count (``Recorded.used``) and lie between samples."""
+
+
+def step_energy(recorded: Recorded) -> StepEnergy | None:
+    """Energy a step of the GPU that this rank uses; ``None``: not sampled, or too seldom. Of a MIG
+    slice too: the driver measures the whole board."""
+    if recorded.uuid is not None and recorded.uuid.startswith("MIG-"):
+        return None
+    methods: tuple[Literal["counter", "power"], ...] = ("counter", "power")
+    for method in methods:
+        course = _counter(recorded) if method == "counter" else _integrated(recorded)
+        if course is None:
+            continue
+        found = _a_step(recorded, *course)
+        if found is not None:
+            joules, steps, seconds = found
+            return StepEnergy(joules / steps, joules / seconds, method, steps)
+    return None
+
+
+def _known(recorded: Recorded, name: str) -> tuple[Ints, Floats] | None:
+    """Times, ns, and a figure of the GPU's samples, where it was measured."""
+    times = np.array([t for t, _ in recorded.timed_gpus], dtype=np.int64)
+    values = np.array([finite(getattr(gpu, name)) for _, gpu in recorded.timed_gpus])
+    known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)
+    times, values = times[known], values[known]
+    if len(times) < MIN_SAMPLES or bool((np.diff(times) <= 0).any()):
+        return None
+    return times, values
+
+
+def _counter(recorded: Recorded) -> tuple[Ints, Floats] | None:
+    """(times, joules so far)."""
+    known = _known(recorded, "energy")
+    if known is None:
+        return None
+    times, values = known
+    falls = bool((np.diff(values) < 0).any())  # the driver was loaded anew
+    return None if falls or values[-1] <= values[0] else (times, (values - values[0]) / 1e3)
+
+
+def _integrated(recorded: Recorded) -> tuple[Ints, Floats] | None:
+    known = _known(recorded, "power")
+    if known is None:
+        return None
+    times, values = known
+    if bool((values < 0).any()) or not values.any():
+        return None
+    parts = (values[1:] + values[:-1]) / 2 * np.diff(times) / 1e12  # mW and ns to J
+    return times, np.concatenate([[0.0], np.cumsum(parts)])
+
+
+def _a_step(recorded: Recorded, times: Ints, joules: Floats) -> tuple[float, int, float] | None:
+    """(joules, steps, seconds) of the steps that count and lie between samples."""
+    begin = recorded.ts[recorded.used]
+    finish = begin + recorded.dur[recorded.used]
+    inside = (begin >= times[0]) & (finish <= times[-1])
+    gaps = np.diff(times)
+    bad: NDArray[np.int64] = np.concatenate([[0], np.cumsum(gaps > MAX_GAP_NS)])
+    first = np.clip(np.searchsorted(times, begin, side="right") - 1, 0, len(gaps))
+    last = np.clip(np.searchsorted(times, finish, side="left"), 0, len(gaps))
+    inside &= bad[last] == bad[first]
+    count = int(inside.sum())
+    if not count or count < MIN_COVERED * len(begin):
+        return None
+    begin, finish = begin[inside], finish[inside]
+    time = float((finish - begin).sum())
+    if time < MIN_INTERVALS * float(np.median(gaps)):
+        return None
+    spent = np.interp(finish, times, joules) - np.interp(begin, times, joules)
+    return float(spent.sum()), count, time / 1e9

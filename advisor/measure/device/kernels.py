@@ -1,0 +1,299 @@
+"""What each kernel is and does: family, dtype, FLOPs, bytes, tensor cores, waves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.measure.device.costs import Costs, costs
+from advisor.measure.device.dtypes import FORMATS, Format
+from advisor.measure.device.families import CODE, MATRIX, Family
+from advisor.measure.device.kernel_names import describe
+from advisor.measure.device.occupancy import residency
+from advisor.measure.device.roofline import model_flop_utilisation, sum_families, sum_kernels
+from advisor.measure.host.launches import NONE, Launches, Rows, find_launches
+from advisor.measure.host.names import distinct_names, matches
+from advisor.measure.host.stacks import climb
+
+if TYPE_CHECKING:
+    from advisor.core.trace import Trace
+    from advisor.measure import Analysis
+
+__all__ = ["measure_kernels", "model_flop_utilisation", "sum_families", "sum_kernels"]
+
+Bools = NDArray[np.bool_]
+Codes = NDArray[np.int8]
+
+_TRUE, _FALSE, _UNKNOWN = 1, 0, -1
+
+_MATRIX_CODES = [CODE[name] for name in MATRIX]
+_OF_STEP = [CODE[name] for name in ("elementwise", "reduction", "other")]
+"""What counts as the optimizer's own inside ``Optimizer.step``; a matrix product there stays one
+(Muon, Shampoo)."""
+_NARROW = [FORMATS.index(name) for name in ("fp16", "bf16", "fp8", "int8")]
+
+
+class _Names(NamedTuple):
+    """What the kernels' names tell, aligned with ``trace.gpu`` (see ``kernel_names.describe``)."""
+
+    family: Codes
+    communication: Bools
+    moving: Bools
+    helper: Bools
+    matrix_unit: Codes
+    matrix_if_16_bit: Bools
+    direction: Codes
+    dtype: Codes
+    gemv: Bools
+
+
+def measure_kernels(a: Analysis) -> pl.DataFrame:
+    """See ``Analysis.kernels``.
+
+    Family: the operator that launched a kernel decides, except where the kernel's name shows that
+    it is a by-product (a transpose or a bias copy inside a convolution), and the name decides
+    where no operator of a known family launched it. Communication is decided by the name or by
+    recorded arguments of a collective, never by the operator. FLOPs and bytes of an operator go
+    to the kernels that do its arithmetic, in proportion to their durations; its other kernels
+    (split-K reductions, epilogues) have 0 FLOPs and unknown bytes.
+    """
+    trace = a.trace
+    gpu = trace.gpu
+    kernel = (gpu["kind"] == "kernel").to_numpy()
+    names = _look_at_names(trace, kernel)
+    launches = find_launches(trace)
+    cost_op, cost_of, cost = _operators(trace, launches)
+    base = _by_purpose(kernel, names, launches)
+    family = base.copy()
+    relayout = (family == CODE["copy"]) & kernel & (launches.family == CODE["copy"])
+    relayout &= cost.relayout[cost_of] | (launches.outer_family == CODE["layout"])
+    family[relayout] = CODE["layout"]
+    family[launches.optimizer & np.isin(family, _OF_STEP) & kernel] = CODE["optimizer"]
+    communication = gpu["comm"].is_not_null().to_numpy() | (kernel & names.communication)
+    family[communication] = CODE["communication"]
+    family[(gpu["kind"] == "memcpy").to_numpy() & ~communication] = CODE["copy"]
+    family[(gpu["kind"] == "memset").to_numpy() & ~communication] = CODE["memset"]
+
+    own = kernel & ~communication & (cost_op >= 0)
+    own &= (base == launches.family) | (launches.family == NONE)  # it does its operator's work
+    matrix = np.isin(family, _MATRIX_CODES)
+    vendor = trace.meta.vendor
+    compute = a.device.compute if a.device is not None and vendor != "amd" else None
+    dtype = np.where(own & (cost.dtype[cost_of] >= 0), cost.dtype[cost_of], names.dtype)
+    dtype[~kernel] = NONE
+    tensor_core = _tensor_core(family, matrix, names, dtype, compute)
+    # Tensor cores of NVIDIA have no fp32: what they do with fp32 inputs is TF32.
+    on_tensor = matrix & (tensor_core == _TRUE) & (vendor != "amd")
+    dtype[on_tensor & (dtype == FORMATS.index("fp32"))] = FORMATS.index("tf32")
+    flops, moved = _share_out(gpu, own, names, cost_of, cost)
+    moved = np.where(kernel, moved, _memory_operations(gpu))
+    resident = residency(trace)
+    eligible = _eligible(
+        family, matrix, names, dtype, tensor_core, own & cost.vector[cost_of], compute
+    )
+    return pl.DataFrame(
+        {
+            "family": _enum(family, Family),
+            "communication": communication,
+            "tensor_core": _optional_bool(tensor_core),
+            "eligible": _optional_bool(eligible),
+            "dtype": _enum(dtype, Format),
+            "flops": pl.Series(flops).fill_nan(None),
+            "moved": pl.Series(moved).fill_nan(None),
+            "waves": resident.waves,
+            "occupancy": resident.occupancy,
+            "op_name": _op_names(trace, launches),
+            "op_row": _rows(np.where(cost_op >= 0, cost_op, _responsible(launches))),
+            "sdpa": pl.Series(launches.sdpa, dtype=pl.Int32).replace(NONE, None),
+        }
+    )
+
+
+def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
+    """Describe each distinct kernel name once, and spread that over the rows."""
+    gpu = trace.gpu
+    at = np.flatnonzero(kernel)
+    column = gpu["name"].gather(at)
+    texts, which = distinct_names(column)
+    told = describe(texts)
+
+    def spread(values: pl.Series, missing: int | bool) -> Any:
+        """The value of each row's name; ``missing`` for rows that are no kernels."""
+        found = values.fill_null(missing).to_numpy()
+        rows = np.full(gpu.height, missing, dtype=found.dtype)
+        rows[at] = np.append(found, found.dtype.type(missing))[which]
+        return rows
+
+    return _Names(
+        family=spread(told["family"].to_physical().cast(pl.Int8), CODE["other"]),
+        communication=spread(told["communication"], False),
+        moving=spread(told["moving"], False),
+        helper=spread(told["helper"], False),
+        matrix_unit=spread(told["matrix_unit"].cast(pl.Int8), _UNKNOWN),
+        matrix_if_16_bit=spread(told["matrix_if_16_bit"], False),
+        direction=spread(told["direction"], 0),
+        dtype=spread(told["dtype"].to_physical().cast(pl.Int8), NONE),
+        gemv=spread(texts.str.contains(r"gemv|gemmk1|(^|\s)dot_kernel|conv_depthwise"), False),
+    )
+
+
+def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
+    """The operator whose work a kernel is part of (row, -1: none), its place among the distinct
+    ones, and the costs of those.
+
+    An operator without recorded shapes gives way to the one around it when that is of the same
+    family (``aten::mm`` inside ``aten::matmul``).
+    """
+    inputs = trace.cpu["inputs"].fill_null(NONE).to_numpy()
+    described = np.append(inputs >= 0, False)  # the last entry is that of row -1
+    op = launches.op
+    up = ~described[op] & described[launches.outer] & (launches.family == launches.outer_family)
+    op = np.where(up, launches.outer, op)
+    triton = _is_triton(trace, launches.inner)
+    op = np.where((op < 0) & triton, launches.inner, op)
+    distinct, place = np.unique(op, return_inverse=True)
+    found = costs(trace, distinct)
+    # When an operator and one inside it both have a formula for the same work, the inner counts.
+    family = np.full(len(distinct), NONE, dtype=np.int8)
+    family[place] = launches.family
+    counted = np.isin(family, _MATRIX_CODES) & (distinct >= 0) & ~np.isnan(found.flops)
+    if counted.any():
+        wanted = np.zeros(trace.cpu.height, dtype=np.bool_)
+        wanted[distinct[counted]] = True
+        parent = trace.cpu["parent"].fill_null(NONE).cast(pl.Int64).to_numpy()
+        around = climb(parent, wanted, parent[distinct[counted]])
+        twice = np.isin(distinct, around[around >= 0])
+        found.flops[twice] = np.nan
+        found.moved[twice] = np.nan
+    return op, place.astype(np.int64), found
+
+
+def _is_triton(trace: Trace, rows: Rows) -> Bools:
+    """Inductor's wrapper records a kernel's arguments as an operator of the kernel's name."""
+    there = np.flatnonzero(rows >= 0)
+    result = np.zeros(len(rows), dtype=np.bool_)
+    if len(there):
+        result[there] = matches(trace.cpu["name"].gather(rows[there]), "^triton_").to_numpy()
+    return result
+
+
+def _by_purpose(kernel: Bools, names: _Names, launches: Launches) -> Codes:
+    """Family code of kernels, before what surrounds their operator is looked at."""
+    op, name = launches.family, names.family
+    family = np.where(op >= 0, op, name)
+    told = name != CODE["other"]
+    # An operator of no known family stands between: the kernel's own name says more.
+    family = np.where((launches.op != launches.inner) & told, name, family)
+    beside = np.isin(op, _MATRIX_CODES) & ~np.isin(name, _MATRIX_CODES) & told
+    beside |= (op == CODE["attention"]) & (name == CODE["gemm"])
+    beside |= names.moving & ~np.isin(op, [CODE["copy"], CODE["layout"]])
+    beside |= (op == CODE["copy"]) & (name == CODE["layout"])
+    family = np.where(beside, name, family)
+    return np.where(kernel, family, CODE["other"]).astype(np.int8)
+
+
+def _tensor_core(
+    family: Codes, matrix: Bools, names: _Names, dtype: Codes, compute: tuple[int, int] | None
+) -> Codes:
+    """Whether a kernel runs on matrix units: its name, then its number format and the device."""
+    result = np.where(matrix, names.matrix_unit, _FALSE)
+    result[family == CODE["other"]] = _UNKNOWN
+    open_question = matrix & (result == _UNKNOWN)
+    result[open_question & names.matrix_if_16_bit & np.isin(dtype, _NARROW)] = _TRUE
+    if compute is not None and compute < (8, 0):
+        wide = np.isin(dtype, [FORMATS.index("fp32"), FORMATS.index("fp64")])
+        result[matrix & wide & (result == _UNKNOWN)] = _FALSE  # no TF32 before Ampere
+    if compute is not None and compute < (7, 0):
+        result[matrix] = _FALSE
+    return result.astype(np.int8)
+
+
+def _eligible(
+    family: Codes,
+    matrix: Bools,
+    names: _Names,
+    dtype: Codes,
+    tensor_core: Codes,
+    vector: Bools,
+    compute: tuple[int, int] | None,
+) -> Codes:
+    """Whether matrix units could do a kernel's work with 16-bit or TF32 inputs."""
+    result = np.where(family == CODE["other"], _UNKNOWN, _FALSE)
+    possible = (dtype != NONE) & (dtype != FORMATS.index("fp64"))
+    result[matrix] = np.where(possible | (tensor_core == _TRUE), _TRUE, _UNKNOWN)[matrix]
+    result[matrix & (dtype == FORMATS.index("fp64"))] = _FALSE
+    result[matrix & (names.gemv | vector) & (tensor_core != _TRUE)] = _FALSE
+    result[matrix & names.helper] = _FALSE
+    if compute is not None and compute < (7, 0):
+        result[matrix] = _FALSE
+    return result.astype(np.int8)
+
+
+def _share_out(
+    gpu: pl.DataFrame, own: Bools, names: _Names, cost_of: Rows, cost: Costs
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """FLOPs and bytes of every kernel: its operator's, shared out by duration.
+
+    The two gradients of a convolution cost the same; where the names tell which kernels do which,
+    each gets its half whatever their durations.
+    """
+    flops = np.full(len(own), np.nan)
+    moved = np.full(len(own), np.nan)
+    rows = np.flatnonzero(own)
+    if not len(rows):
+        return flops, moved
+    groups = len(cost.flops)
+    which = cost_of[rows]
+    main = ~names.helper[rows]
+    main |= np.bincount(which, main, minlength=groups)[which] == 0  # all are helpers: none is
+    dur = gpu["dur"].to_numpy()[rows].astype(np.float64)
+    zero = np.bincount(which, np.where(main, dur, 0.0), minlength=groups)[which] <= 0
+    weight = np.where(main, np.where(zero, 1.0, dur), 0.0)
+    total = np.bincount(which, weight, minlength=groups)[which]
+    moved[rows] = np.where(main, cost.moved[which] * weight / total, np.nan)
+    direction = np.where(main, names.direction[rows], 0)
+    untold = np.bincount(which, main & (direction == 0), minlength=groups)[which] > 0
+    halves = (cost.gradients[which] == 2) & ~untold
+    for side in (1, 2):  # both gradients must be there, else one of them has no name
+        halves &= np.bincount(which, direction == side, minlength=groups)[which] > 0
+    part = np.where(halves, which * 3 + direction, which * 3)
+    within = np.bincount(part, weight, minlength=3 * groups)[part]
+    work = np.where(halves, cost.flops[which] / 2, cost.flops[which])
+    share = np.divide(weight, within, out=np.zeros_like(weight), where=within > 0)
+    flops[rows] = np.where(main, work * share, np.where(np.isnan(work), np.nan, 0.0))
+    return flops, moved
+
+
+def _memory_operations(gpu: pl.DataFrame) -> NDArray[np.float64]:
+    """Device-memory traffic of copies and memsets: a copy within the device reads and writes."""
+    size = gpu["bytes"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+    inside = (gpu["copy"] == "DtoD").fill_null(False).to_numpy()
+    moved: NDArray[np.float64] = np.where(inside, 2 * size, size)
+    return moved
+
+
+def _responsible(launches: Launches) -> Rows:
+    """Row of the operator judged responsible, -1: none."""
+    return np.where(launches.op >= 0, launches.op, launches.inner)
+
+
+def _rows(rows: Rows) -> pl.Series:
+    return pl.Series(rows, dtype=pl.Int64).set(pl.Series(rows < 0), None)
+
+
+def _op_names(trace: Trace, launches: Launches) -> pl.Series:
+    return trace.cpu["name"].gather(_rows(_responsible(launches))).alias("op_name")
+
+
+def _enum(codes: Codes, dtype: pl.Enum) -> pl.Series:
+    physical = pl.Series(codes, dtype=pl.Int16).replace(NONE, None).cast(pl.UInt8)
+    names = pl.Series(dtype.categories, dtype=dtype)
+    return names.gather(physical.cast(pl.Int64))
+
+
+def _optional_bool(codes: Codes) -> pl.Series:
+    known = codes != _UNKNOWN
+    return pl.Series(codes == _TRUE).set(pl.Series(~known), None)

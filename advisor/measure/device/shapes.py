@@ -1,0 +1,203 @@
+"""What was recorded of an operator's inputs: shapes, types, strides, arguments.
+
+All of it is text from the trace, so everything is checked, and what does not fit is not there.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+
+from advisor.core.gpus import canonical_dtype
+from advisor.measure.device import dtypes
+
+MAX_ELEMENTS = 1 << 60
+"""No tensor has more; larger figures are damage."""
+
+_MAIN_INPUT = {
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::baddbmm": 1,
+    "aten::baddbmm_": 1,
+    "aten::addbmm": 1,
+    "aten::addmv": 1,
+    "aten::_addmm_activation": 1,
+    "aten::copy_": 1,
+    "_C::static_scaled_fp8_quant": 1,
+    "_C::dynamic_scaled_fp8_quant": 1,
+    "_C::dynamic_per_token_scaled_fp8_quant": 1,
+    "vllm::inplace_fused_experts": 1,
+    "vllm::outplace_fused_experts": 1,
+}
+"""Where the first floating-point tensor is not what the arithmetic is done on."""
+
+
+class Tensor(NamedTuple):
+    """One tensor argument."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def stored(self) -> int:
+        """Elements that exist in memory: a broadcast dimension (stride 0) is there once."""
+        if self.strides is None or len(self.strides) != len(self.shape):
+            return self.elements
+        if 0 in self.shape:
+            return 0
+        return prod(
+            size for size, stride in zip(self.shape, self.strides, strict=True) if stride != 0
+        )
+
+    @property
+    def width(self) -> int | None:
+        """Bytes an element."""
+        return dtypes.width(self.dtype)
+
+    @property
+    def bytes(self) -> float | None:
+        """Bytes read when each stored element is read once."""
+        return None if self.width is None else float(self.stored * self.width)
+
+
+class OpInputs:
+    """The inputs of one operator call, by position, from a row of ``Trace.inputs``."""
+
+    def __init__(self, dims: str, types: str, strides: str = "", concrete: str = "") -> None:
+        self._dims = _list(dims)
+        self._types = _list(types)
+        self._strides = strides
+        self._concrete = concrete
+        self._found: dict[int, Tensor | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._dims)
+
+    @cached_property
+    def _stride_list(self) -> list[Any]:
+        return _list(self._strides)
+
+    @cached_property
+    def _concrete_list(self) -> list[Any]:
+        return _list(self._concrete)
+
+    def tensor(self, at: int) -> Tensor | None:
+        """The tensor at a position; ``None``: no tensor is recorded there."""
+        if at not in self._found:
+            self._found[at] = self._tensor(at)
+        return self._found[at]
+
+    def _tensor(self, at: int) -> Tensor | None:
+        if at >= len(self._dims) or at >= len(self._types):
+            return None
+        dtype = self._types[at]
+        if not isinstance(dtype, str) or dtypes.width(dtype) is None:
+            return None
+        shape = _shape(self._dims[at])
+        if shape is None:
+            return None
+        strides = _sizes(self._stride_list[at]) if at < len(self._stride_list) else None
+        return Tensor(shape, dtype, strides)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """All single tensors, in order."""
+        found = (self.tensor(at) for at in range(len(self._dims)))
+        return [tensor for tensor in found if tensor is not None]
+
+    def absent(self, at: int) -> bool:
+        """Whether an optional tensor was recorded as not given."""
+        return at < len(self._types) and self._types[at] == ""
+
+    @property
+    def has_arguments(self) -> bool:
+        """Whether plain arguments (``Concrete Inputs``) were recorded."""
+        return bool(self._concrete_list)
+
+    def argument(self, at: int) -> Any:
+        """A plain argument: int, float, bool, or a list of them; ``None``: not recorded, not
+        given, or something else."""
+        if at >= len(self._concrete_list):
+            return None
+        text = self._concrete_list[at]
+        return _literal(text) if isinstance(text, str) else None
+
+    def flag(self, at: int) -> bool | None:
+        """A boolean argument."""
+        value = self.argument(at)
+        return value if isinstance(value, bool) else None
+
+    def integers(self, at: int) -> list[int] | None:
+        """A list of integers; a single integer counts as a list of one."""
+        value = self.argument(at)
+        values = value if isinstance(value, list) else [value]
+        good = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+        return values if good else None
+
+
+def main_dtype(op: str, inputs: OpInputs) -> str | None:
+    """The format an operator computes in, by its recorded input types (one of FORMATS): that of
+    its first tensor in such a format, or of the operand named in a table; ``None``: not told."""
+    at = _MAIN_INPUT.get(op)
+    if at is not None:
+        tensor = inputs.tensor(at)
+        return None if tensor is None else canonical_dtype(tensor.dtype)
+    # A list comprehension would ask for all of the types; the first match is nearly always first.
+    for tensor in inputs.tensors:
+        found = canonical_dtype(tensor.dtype)
+        if found is not None:
+            return found
+    return None
+
+
+def _list(text: str) -> list[Any]:
+    if not text:
+        return []
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or len(value) > 64:
+        return None
+    for size in value:
+        if type(size) is not int or not 0 <= size < MAX_ELEMENTS:
+            return None
+    return tuple(value)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    sizes = _sizes(value)
+    return sizes if sizes is not None and prod(sizes) < MAX_ELEMENTS else None
+
+
+def _literal(text: str) -> Any:
+    """``True``, ``3``, ``0.``, ``[1, 1]``, ``[True, False]``; anything else is ``None``."""
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        inside = text[1:-1].strip()
+        return [_literal(part) for part in inside.split(",")] if inside else []
+    if text in ("True", "False"):
+        return text == "True"
+    if len(text) > 40:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,333 @@
+"""Bytes that an operator moves at least: each input read once, each output written once.
+
+Caches can only make it more (a tensor read twice) or, when a tensor is still in L2, less; the
+figure is what an ideal fused kernel would have to move. Broadcast inputs count what is stored.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from advisor.measure.device import dtypes
+from advisor.measure.device.flops import ELEMENTWISE, words
+from advisor.measure.device.matmuls import (
+    Attention,
+    Convolution,
+    Experts,
+    Product,
+    attention,
+    broadcast,
+    convolution,
+    experts,
+    product,
+)
+from advisor.measure.device.shapes import OpInputs, Tensor
+
+_BOOLEAN = frozenset(
+    words("""
+    eq ne lt le gt ge logical_not logical_and logical_or logical_xor isnan isinf
+    isfinite""")
+)
+"""Elementwise operators whose output is bool."""
+
+_FLOAT_FROM_INTEGER = frozenset(
+    words("""
+    exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid erf div
+    true_divide logit""")
+)
+"""Elementwise operators that turn integers into float."""
+
+_REDUCTIONS: dict[str, tuple[int, int]] = {
+    "sum": (1, 0),
+    "nansum": (1, 0),
+    "mean": (1, 0),
+    "prod": (1, 0),
+    "amax": (1, 0),
+    "amin": (1, 0),
+    "all": (1, 0),
+    "any": (1, 0),
+    "var": (1, 0),
+    "std": (1, 0),
+    "argmax": (1, 8),
+    "argmin": (1, 8),
+    "linalg_vector_norm": (2, 0),
+    "norm": (2, 0),
+}
+"""Reduction -> position of its dimensions, and bytes an output element when not the input's."""
+
+_TRITON_PARTIAL = ("embedding", "index", "gather", "scatter", "slice", "select", "cat", "pad")
+"""Words in a fused Triton kernel's name after which it may touch only a part of an argument."""
+
+
+def moved(op: str, x: OpInputs) -> float | None:
+    """Bytes that one call reads and writes at least; ``None``: no formula, or not recorded."""
+    found = product(op, x)
+    if found is not None:
+        return _product(op, x, found)
+    conv = convolution(op, x)
+    if conv is not None:
+        return _convolution(op, x, conv)
+    sdpa = attention(op, x)
+    if sdpa is not None:
+        return _attention(sdpa)
+    moe = experts(op, x)
+    if moe is not None:
+        return _experts(moe)
+    if op.startswith("triton_"):
+        return _triton(op, x)
+    if not x.tensors:
+        return None
+    name = op.removeprefix("aten::")
+    for formula in (_softmax, _norm, _reduction, _lookup, _copy, _elementwise):
+        bytes_moved = formula(name, x)
+        if bytes_moved is not None:
+            return bytes_moved
+    return None
+
+
+def _total(*parts: float | None) -> float | None:
+    """The sum; ``None`` when a part is not known."""
+    total = 0.0
+    for part in parts:
+        if part is None:
+            return None
+        total += part
+    return total
+
+
+def _size(elements: int, width: int | None) -> float | None:
+    return None if width is None else float(elements * width)
+
+
+def _given(tensor: Tensor | None) -> float | None:
+    """Bytes of an optional tensor: nothing when it is not there."""
+    return 0.0 if tensor is None else tensor.bytes
+
+
+def _product(op: str, x: OpInputs, p: Product) -> float | None:
+    width = p.a.width
+    if "_scaled" in op:
+        dtype = dtypes.scalar_type(x.argument(6)) if op == "aten::_scaled_mm" else None
+        width = dtypes.width(dtype) if dtype else None
+    elif op == "aten::_int_mm":
+        width = 4
+    batch = p.batch
+    if "grouped" in op and len(p.a.shape) == len(p.b.shape) == 2:
+        # one product a group is written; the third argument holds where each group ends
+        offsets = x.tensor(2 if op == "aten::_grouped_mm" else 4)
+        if offsets is None or len(offsets.shape) != 1:
+            return None
+        batch = offsets.shape[0]
+    return _total(p.a.bytes, p.b.bytes, _given(p.added), _size(batch * p.m * p.n, width))
+
+
+def _convolution(op: str, x: OpInputs, c: Convolution) -> float | None:
+    width, batch = c.input.width, c.batch
+    if c.out_spatial is None:
+        return None
+    out = _size(batch * c.channels_out * prod(c.out_spatial), width)
+    if not c.backward:
+        bias = _size(c.channels_out, width) if len(x.tensors) > 2 else 0.0
+        return _total(c.input.bytes, c.weight.bytes, bias, out)
+    data_grad = _total(c.weight.bytes, _size(c.input.elements, width)) if c.output_mask[0] else 0.0
+    weight_grad = (
+        _total(c.input.bytes, _size(c.weight.elements, width)) if c.output_mask[1] else 0.0
+    )
+    return _total(out, data_grad, weight_grad)
+
+
+ALL_EXPERTS = 4
+"""Rows for each expert from which all of them may be taken to be used: with that many spread
+evenly at random 2 % of the experts go without."""
+
+
+def _experts(e: Experts) -> float | None:
+    """Tokens in and out and the weights of the experts once; what is between the two products may
+    stay on the chip. ``None``: so few rows that it is not told how many experts are read."""
+    if e.rows < ALL_EXPERTS * e.up.shape[0]:
+        return None
+    tokens = e.tokens.bytes
+    return _total(tokens, tokens, e.up.bytes, e.down.bytes, *(each.bytes for each in e.routing))
+
+
+def _attention(s: Attention) -> float | None:
+    width = s.query.width
+    rows = s.batch * s.heads * s.queries
+    out = _size(rows * s.value_width, width)
+    inputs = _total(s.query.bytes, s.key.bytes, s.value.bytes)
+    if not s.backward:
+        return _total(inputs, out)
+    # Output, its gradient and the row sums are read too; three gradients are written.
+    gradients = _size(s.query.elements + s.key.elements + s.value.elements, width)
+    return _total(inputs, out, out, _size(rows, 4), gradients)
+
+
+def _triton(op: str, x: OpInputs) -> float | None:
+    """Every pointer argument of a fused kernel is read or written as a whole."""
+    if not op.startswith(("triton_poi_", "triton_red_", "triton_per_")):
+        return None
+    if any(word in op for word in _TRITON_PARTIAL):
+        return None
+    return _total(*(tensor.bytes for tensor in x.tensors)) if x.tensors else None
+
+
+def _softmax(name: str, x: OpInputs) -> float | None:
+    first = x.tensors[0]
+    if name in ("_softmax", "_log_softmax"):
+        to_float = x.flag(2)
+        if to_float is None and first.width != 4:
+            return None
+        return _total(first.bytes, _size(first.elements, 4 if to_float else first.width))
+    if name in ("_softmax_backward_data", "_log_softmax_backward_data") and len(x.tensors) > 1:
+        dtype = dtypes.scalar_type(x.argument(3))
+        if dtype is None:
+            return None
+        out = _size(first.elements, dtypes.width(dtype))
+        return _total(first.bytes, x.tensors[1].bytes, out)
+    return None
+
+
+_NORM_OUTPUTS = {
+    "native_layer_norm": 1,
+    "native_group_norm": 1,
+    "native_batch_norm": 1,
+    "cudnn_batch_norm": 1,
+    "miopen_batch_norm": 1,
+    "rms_norm": 1,
+    "_fused_rms_norm": 1,
+    "native_layer_norm_backward": 2,
+    "native_group_norm_backward": 2,
+    "native_batch_norm_backward": 2,
+    "cudnn_batch_norm_backward": 2,
+    "miopen_batch_norm_backward": 2,
+    "_fused_rms_norm_backward": 2,
+    "_C::rms_norm": 1,
+    "_C::fused_add_rms_norm": 2,
+}
+"""Normalisation -> how many of the tensors it reads have the size of the activations."""
+
+
+def _norm(name: str, x: OpInputs) -> float | None:
+    """Activations in, parameters and statistics in, one activation out (both for vLLM's residual
+    form). Gradients of the parameters are as small as the parameters, and left out."""
+    large = _NORM_OUTPUTS.get(name)
+    first = x.tensors[0]
+    if large is None or not first.elements:
+        return None
+    read = [tensor.bytes for tensor in x.tensors if tensor.elements <= first.elements]
+    if name == "_C::rms_norm":
+        return _total(*read)  # its first argument is the output
+    written = _size(first.elements, first.width)
+    if name == "_C::fused_add_rms_norm":
+        return _total(*read, written, written)
+    return _total(*read, written)
+
+
+def _reduction(name: str, x: OpInputs) -> float | None:
+    found = _REDUCTIONS.get(name)
+    if found is None:
+        return None
+    at, out_width = found
+    tensor = x.tensors[0]
+    rank = len(tensor.shape)
+    # Overloads without dimensions reduce everything; they record fewer inputs than `at`.
+    if len(x) <= at or (name in ("sum", "mean", "prod") and len(x) == 2):
+        reduced = tuple(range(rank))
+    else:
+        if not x.has_arguments:
+            return None
+        dims = x.integers(at)
+        if dims is None or dims == []:
+            reduced = tuple(range(rank))
+        elif any(not -rank <= dim < max(rank, 1) for dim in dims):
+            return None
+        else:
+            reduced = tuple(dim % rank if rank else 0 for dim in dims)
+    outputs = prod(size for place, size in enumerate(tensor.shape) if place not in reduced)
+    return _total(tensor.bytes, _size(outputs, out_width or tensor.width))
+
+
+def _lookup(name: str, x: OpInputs) -> float | None:
+    """Rows that are looked up, read and written once, and the indices."""
+    tensors = x.tensors
+    if name == "embedding" and len(tensors) > 1 and len(tensors[0].shape) == 2:
+        rows = _size(tensors[1].elements * tensors[0].shape[1], tensors[0].width)
+        return _total(tensors[1].bytes, rows, rows)
+    if name == "gather" and len(tensors) > 1:
+        picked = _size(tensors[1].elements, tensors[0].width)
+        return _total(tensors[1].bytes, picked, picked)
+    if name == "index_select" and len(tensors) > 1:
+        shape, dim = tensors[0].shape, x.integers(1)
+        if len(shape) == 1:
+            dim = [0]
+        if not dim or not -len(shape) <= dim[0] < len(shape) or not shape[dim[0]]:
+            return None
+        each = tensors[0].elements // shape[dim[0]]
+        picked = _size(tensors[1].elements * each, tensors[0].width)
+        return _total(tensors[1].bytes, picked, picked)
+    if name.removesuffix("_") in ("scatter_add", "index_add") and len(tensors) > 2:
+        source = tensors[-1]
+        touched = _size(source.elements, tensors[0].width)
+        return _total(tensors[-2].bytes, source.bytes, touched, touched)
+    if name == "embedding_dense_backward" and len(tensors) > 1:
+        rows = x.argument(2)
+        if not isinstance(rows, int) or isinstance(rows, bool) or not tensors[0].shape:
+            return None
+        table = _size(max(rows, 0) * tensors[0].shape[-1], tensors[0].width)
+        return _total(tensors[0].bytes, tensors[1].bytes, table)
+    return None
+
+
+def _copy(name: str, x: OpInputs) -> float | None:
+    first = x.tensors[0]
+    if name == "copy_":
+        source = x.tensor(1)
+        written = _size(first.elements, first.width)
+        return None if source is None else _total(source.bytes, written)
+    if name == "clone":
+        return _total(first.bytes, _size(first.elements, first.width))
+    if name in ("fill_", "zero_"):
+        return _size(first.elements, first.width)
+    return None
+
+
+def _elementwise(name: str, x: OpInputs) -> float | None:
+    plain = name if name in ELEMENTWISE else name.removesuffix("_")
+    count = ELEMENTWISE.get(plain)
+    if count is None:
+        return None
+    read, out = x.tensors[:count], x.tensors[count:]
+    shape = broadcast(*(tensor.shape for tensor in read))
+    if shape is None:
+        return None
+    if out and out[0].shape == shape:
+        width = out[0].width
+    elif name != plain:
+        width = read[0].width
+    elif plain in _BOOLEAN:
+        width = 1
+    else:
+        values = read[1:] if plain in ("where",) and len(read) > 1 else read
+        width = _promoted([read[0]] if plain == "masked_fill" else values, plain)
+    return _total(*(tensor.bytes for tensor in read), _size(prod(shape), width))
+
+
+def _promoted(tensors: list[Tensor], name: str) -> int | None:
+    """Bytes an element of the result: the widest of the highest kind (bool, integer, float,
+    complex); tensors without dimensions count only when they are of a higher kind."""
+    kinds = [dtypes.kind(tensor.dtype) for tensor in tensors]
+    with_dims = [k for k, tensor in zip(kinds, tensors, strict=True) if tensor.shape]
+    top = max(kinds)
+    if with_dims and max(with_dims) == top:
+        pool = [t for t, k in zip(tensors, kinds, strict=True) if k == top and t.shape]
+    else:
+        pool = [t for t, k in zip(tensors, kinds, strict=True) if k == top]
+    if top < 2 and name in _FLOAT_FROM_INTEGER:
+        return 4
+    widths = [tensor.width for tensor in pool]
+    if None in widths:
+        return None
+    formats = {dtypes.bare(tensor.dtype) for tensor in pool}
+    if formats >= {"half", "bfloat16"}:
+        return 4
+    return max(width for width in widths if width is not None)

@@ -1,0 +1,139 @@
+"""What the device had queued: work launched before the recording, and hosts that run ahead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.intervals import covered, union
+from advisor.core.trace import Trace
+
+Times = NDArray[np.int64]
+
+AHEAD_SHARE = 0.05
+"""Part of a step that its first work must wait in the queue for the host to run ahead. Launch
+latency is some 10 us; a step that is bound by the host has its device wait, not its work."""
+MIN_STEPS = 3
+"""Fewer have no middle: their marks and their queue are those of the window's ends."""
+WAITING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
+"""Classes of calls that may hold the host until the device is done."""
+NEVER = np.iinfo(np.int64).max
+
+
+class Queue(NamedTuple):
+    """Steps as the device saw them."""
+
+    start: Times
+    """First device work of each step began, ns."""
+    end: Times
+    """First device work of the next step began, or the last of this one ended, ns."""
+    ahead_ns: float
+    """How long a step's first work waited in the queue (median)."""
+
+
+def analysed_device(trace: Trace) -> int | None:
+    """The device with most device time; ``None``: no device work."""
+    if trace.gpu.is_empty():
+        return None
+    totals = trace.gpu.group_by("device").agg(pl.col("dur").sum()).sort("dur", "device")
+    return int(totals["device"][-1])
+
+
+def earlier(trace: Trace) -> NDArray[np.bool_]:
+    """Aligned with ``trace.gpu``: launched before the recording began.
+
+    Its launch is not in the file, though calls of the host are, and it ran before the first work
+    of its stream whose launch is (streams run their work in order). Work without a launch that
+    came later lost its record instead.
+    """
+    gpu, cpu = trace.gpu, trace.cpu
+    launch = gpu["launch"].fill_null(-1).to_numpy()
+    unknown = launch < 0
+    if not unknown.any() or unknown.all() or cpu.is_empty():
+        return np.zeros(gpu.height, dtype=np.bool_)
+    lanes = gpu.select(pl.struct("device", "stream").rank("dense").cast(pl.Int64)).to_series()
+    lane = lanes.fill_null(0).to_numpy()
+    ts = gpu["ts"].to_numpy()
+    first = np.full(int(lane.max()) + 1, NEVER)
+    np.minimum.at(first, lane[~unknown], ts[~unknown])
+    # a stream on which nothing was launched meanwhile: what began before anything else could
+    first[first == NEVER] = int(ts[~unknown].min())
+    return np.asarray(unknown & (ts < first[lane]))
+
+
+def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Queue | None:
+    """The steps [start, end) of the host as the device's; ``None``: the device keeps up with them.
+
+    The host runs ahead when the first work of a step, in the middle of them, waits for more than
+    AHEAD_SHARE of a step behind other work. Then the host's marks say how fast it can launch, and
+    the step is the device's period: from the first work of a step to the first of the next.
+    ``closed``: the marks include the last step's own work (ranges), else the host launched on.
+    """
+    gpu, device = trace.gpu, analysed_device(trace)
+    if device is None or len(start) < MIN_STEPS:
+        return None
+    rows = np.flatnonzero(
+        (gpu["launch"].is_not_null() & (gpu["device"] == device)).fill_null(False).to_numpy()
+    )
+    if not len(rows):
+        return None
+    called = trace.cpu["ts"].to_numpy()[gpu["launch"].to_numpy()[rows].astype(np.int64)]
+    began = gpu["ts"].to_numpy()[rows]
+    ended = began + gpu["dur"].to_numpy()[rows]
+    step = np.searchsorted(start, called, side="right") - 1
+    inside = (step >= 0) & (called < end[np.maximum(step, 0)])
+    count = len(start)
+    last = np.full(count, -1, dtype=np.int64)
+    np.maximum.at(last, step[inside], ended[inside])
+    if (last < 0).any():
+        return None  # a step that launched nothing has no place on the device
+    place = np.flatnonzero(inside)
+    _, at = np.unique(step[place], return_index=True)  # rows are in order of ts
+    first = began[place[at]]
+    if not closed:
+        after = called >= end[-1]
+        last[-1] = began[after].min() if after.any() else last[-1]
+    waited = first - called[place[at]]
+    upto = np.where(np.append(start[1:] == end[:-1], False), np.append(first[1:], NEVER), last)
+    length = upto - first
+    if (length <= 0).any() or np.median(waited) < AHEAD_SHARE * np.median(length):
+        return None
+    if not _behind_work(trace, device, called[place[at]], first):
+        return None
+    queue = Queue(first, upto, float(np.median(waited)))
+    if not closed and abs(int(length.sum()) / int((end - start).sum()) - 1) < AHEAD_SHARE:
+        return None  # periods between marks: as long as the device's while the queue is steady
+    return queue
+
+
+def drained(trace: Trace, start: int, end: int) -> int | None:
+    """When the device was done with work launched before the recording, if the host did nothing
+    but wait for that: from ``start`` on it launched nothing before, and a call of it that waits for
+    the device spans that moment. ``None``: it did not wait."""
+    rows = earlier(trace)
+    if not rows.any():
+        return None
+    gpu, cpu = trace.gpu, trace.cpu
+    done = int((gpu["ts"] + gpu["dur"]).to_numpy()[rows].max())
+    own = cpu["ts"].gather(gpu["launch"].drop_nulls().unique())
+    own = own.filter(own >= start)
+    if not start < done < end or own.is_empty() or int(own.min()) < done:  # type: ignore[arg-type]
+        return None
+    waits = cpu.filter(
+        cpu["call"].cast(pl.String).is_in(WAITING)
+        & (cpu["ts"] < done)
+        & (cpu["ts"] + cpu["dur"] >= done)
+    )
+    return done if waits.height else None
+
+
+def _behind_work(trace: Trace, device: int, called: Times, began: Times) -> bool:
+    """Most of what first work waited for, the device was at work."""
+    gpu = trace.gpu.filter(pl.col("device") == device)
+    ts = gpu["ts"].to_numpy()
+    busy = union(ts, ts + gpu["dur"].to_numpy())
+    waited = int((began - called).sum())
+    return waited > 0 and int(covered(called, began, busy).sum()) >= 0.5 * waited

@@ -1,0 +1,230 @@
+"""Operators by shape against what the device attains: rate, bound, efficiency, time to be saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.gpus import attainable
+from advisor.core.intervals import covered
+from advisor.measure.device.dtypes import FORMATS, Format
+from advisor.measure.device.families import MATRIX, Family
+
+if TYPE_CHECKING:
+    from advisor.core.gpus import GpuSpec
+    from advisor.measure import Analysis
+
+KERNEL_NS = 3_000
+"""Of every call: what a kernel takes for starting and ending, however little it does. The shortest
+hundredth of the kernels of eight public traces takes 1 to 5 µs."""
+SHORT_NS = 25_000
+"""A call is bound by launches when its work would take less than ``KERNEL_NS`` and it takes no more
+than this. A kernel of a millisecond with as little to do is not: it is slow."""
+MIN_SHARE = 0.01
+"""Of kernel time: what takes less does not tell what the device attains."""
+
+BOUNDS = ("compute", "memory", "launch", "unknown")
+Bound = pl.Enum(BOUNDS)
+
+SCHEMA: dict[str, Any] = {
+    "op": pl.String,
+    "inputs": pl.Int64,
+    "family": Family,
+    "dtype": Format,
+    "tensor_core": pl.Boolean,
+    "kernel": pl.String,
+    "calls": pl.Int64,
+    "kernels": pl.Int64,
+    "dur": pl.Int64,
+    "share": pl.Float64,
+    "flops": pl.Float64,
+    "moved": pl.Float64,
+    "flops_per_s": pl.Float64,
+    "bytes_per_s": pl.Float64,
+    "attainable_flops_per_s": pl.Float64,
+    "attainable_bytes_per_s": pl.Float64,
+    "bound": Bound,
+    "efficiency": pl.Float64,
+    "saved": pl.Float64,
+    "longest": pl.Int64,
+}
+
+
+class Roofs(NamedTuple):
+    """What the device attains; empty and None: not known."""
+
+    matmul: dict[str, attainable.Attainable]
+    """By format."""
+    memory: attainable.Attainable | None
+
+
+def roofs(hardware: GpuSpec | None) -> Roofs:
+    """What is attained on a GPU, by format and in its memory."""
+    if hardware is None:
+        return Roofs({}, None)
+    found = {dtype: attainable.matmul(hardware, dtype) for dtype in FORMATS}
+    rates = {dtype: rate for dtype, rate in found.items() if rate is not None}
+    return Roofs(rates, attainable.memory(hardware))
+
+
+def measure_operators(a: Analysis) -> pl.DataFrame:
+    """See ``Analysis.rooflines``.
+
+    A row is one operator with one set of inputs. The time is that of all kernels that its calls
+    launched, helpers (transposes, split-K reductions) included. What it could take is
+    ``max(FLOPs / matmul rate, bytes / memory rate)`` at the rates that were measured on such a GPU
+    (``hardware.attainable``), plus ``KERNEL_NS`` a call; matrix products, convolutions and
+    attention need both, other operators are held against memory alone. ``efficiency`` is that time
+    over the one taken: above 1 where data stays in L2, or Winograd needs fewer FLOPs than are
+    counted. Where launches bind it, efficiency and saving are null: more work a launch is the cure.
+    """
+    rows = _kernels(a)
+    if rows.is_empty():
+        return pl.DataFrame(schema=SCHEMA)
+    total = rows["ns"].sum()
+    heaviest = pl.col("ns").arg_max()
+    # Kernels of graphs and of launches outside the recording have no operator: by kernel name.
+    own = pl.when(pl.col("op").is_null()).then(pl.col("kernel"))
+    table = (
+        rows.with_columns(own.alias("alone"))
+        .group_by("op", "inputs", "alone")
+        .agg(
+            *(pl.col(name).get(heaviest) for name in ("kernel", "family", "tensor_core")),
+            pl.col("dtype").drop_nulls().first(),
+            pl.col("call").n_unique().cast(pl.Int64).alias("calls"),
+            pl.len().cast(pl.Int64).alias("kernels"),
+            pl.col("ns").sum().alias("dur"),
+            *(
+                pl.when(pl.col(n).is_not_null().any()).then(pl.col(n).sum()).alias(n)
+                for n in ("flops", "moved")
+            ),
+            pl.col("row").get(heaviest).alias("longest"),
+        )
+        .with_columns(
+            pl.col("op", "kernel").cast(pl.String),
+            calls=pl.when(pl.col("op").is_null()).then("kernels").otherwise("calls"),
+        )
+    )
+    table = table.with_columns(
+        share=pl.col("dur") / max(total, 1), flops_per_s=_rate("flops"), bytes_per_s=_rate("moved")
+    )
+    return (
+        _against_roofs(table, _reached(table, roofs(a.hardware), a.hardware))
+        .sort("dur", "op", "kernel", "inputs", descending=[True, False, False, False])
+        .select(pl.col(name).cast(kind) for name, kind in SCHEMA.items())
+    )
+
+
+def _reached(table: pl.DataFrame, limits: Roofs, hardware: GpuSpec | None) -> Roofs:
+    """The rates, with those that nobody measured raised to what products of this recording reach:
+    that is a measurement too. Never above the peak: FLOPs are counted by shape."""
+    if hardware is None:
+        return limits
+    told = table.filter((pl.col("family") == "gemm") & (pl.col("share") >= MIN_SHARE))
+    fastest = told.group_by(pl.col("dtype").cast(pl.String)).agg(pl.col("flops_per_s").max())
+    matmul = dict(limits.matmul)
+    for dtype, rate in fastest.drop_nulls().iter_rows():
+        found, peak = matmul.get(dtype), hardware.peak(dtype)
+        if found is not None and found.source is None and peak is not None:
+            matmul[dtype] = found._replace(rate=max(found.rate, min(rate, peak)))
+    return Roofs(matmul, limits.memory)
+
+
+def rows_of(a: Analysis, operators: pl.DataFrame) -> NDArray[np.bool_]:
+    """Aligned with ``trace.gpu``: the kernels of some rows of ``Analysis.rooflines``."""
+    kernels = _kernels(a).with_columns(pl.col("op", "kernel").cast(pl.String))
+    linked = operators.filter(pl.col("op").is_not_null())
+    chosen = kernels.join(linked, on=["op", "inputs"], how="semi", nulls_equal=True)
+    found = np.zeros(a.trace.gpu.height, dtype=np.bool_)
+    found[chosen["row"].to_numpy()] = True
+    return found
+
+
+def share_in(a: Analysis, rows: NDArray[np.bool_]) -> pl.DataFrame:
+    """How much of each operator's time some rows of ``trace.gpu`` take: ``op``, ``inputs``,
+    ``part`` (0 to 1)."""
+    kernels = _kernels(a).with_columns(pl.col("op").cast(pl.String))
+    inside = pl.Series(rows[kernels["row"].to_numpy()])
+    return (
+        kernels.with_columns(within=kernels["ns"] * inside)
+        .group_by("op", "inputs")
+        .agg(part=pl.col("within").sum() / pl.col("ns").sum().clip(lower_bound=1))
+    )
+
+
+def _kernels(a: Analysis) -> pl.DataFrame:
+    """A row a kernel of the window, communication left out; ``ns``: its part inside the spans, and
+    FLOPs and bytes cut in proportion."""
+    gpu, kernels, cpu = a.trace.gpu, a.kernels, a.trace.cpu
+    wanted = a.in_window & (gpu["kind"] == "kernel").to_numpy()
+    at = np.flatnonzero(wanted & ~kernels["communication"].to_numpy())
+    ts, dur = gpu["ts"].to_numpy()[at], gpu["dur"].to_numpy()[at]
+    ns = covered(ts, ts + dur, a.spans)
+    part = pl.Series(ns / np.maximum(dur, 1))
+    chosen = kernels.select(
+        "op_row", "family", "dtype", "tensor_core", "flops", "moved", "op_name"
+    )[at]
+    call = chosen["op_row"]
+    return pl.DataFrame(
+        {
+            "row": at,
+            "ns": ns,
+            "kernel": gpu["name"].gather(at),
+            "call": call,
+            "op": chosen["op_name"],
+            "inputs": cpu["inputs"].gather(call).cast(pl.Int64),
+            "flops": chosen["flops"] * part,
+            "moved": chosen["moved"] * part,
+            "family": chosen["family"],
+            "dtype": chosen["dtype"],
+            "tensor_core": chosen["tensor_core"],
+        }
+    )
+
+
+def _against_roofs(table: pl.DataFrame, limits: Roofs) -> pl.DataFrame:
+    rates = {name: found.rate for name, found in limits.matmul.items()}
+    memory = None if limits.memory is None else limits.memory.rate
+    matrix = pl.col("family").is_in(list(MATRIX))
+    matmul = (
+        pl.col("dtype").cast(pl.String).replace_strict(rates, default=None, return_dtype=pl.Float64)
+        if rates
+        else pl.lit(None, dtype=pl.Float64)
+    )
+    table = table.with_columns(
+        attainable_flops_per_s=pl.when(matrix).then(matmul),
+        attainable_bytes_per_s=pl.lit(memory, dtype=pl.Float64),
+    ).with_columns(
+        compute_ns=pl.col("flops") / pl.col("attainable_flops_per_s") * 1e9,
+        memory_ns=pl.col("moved") / pl.col("attainable_bytes_per_s") * 1e9,
+    )
+    both = pl.when(pl.col("compute_ns").is_not_null() & pl.col("memory_ns").is_not_null()).then(
+        pl.max_horizontal("compute_ns", "memory_ns")
+    )
+    table = table.with_columns(
+        ideal=pl.when(matrix).then(both).otherwise("memory_ns"), fixed=pl.col("calls") * KERNEL_NS
+    )
+    best = pl.col("ideal") + pl.col("fixed")
+    short = pl.col("dur") <= SHORT_NS * pl.col("calls")
+    by_launch = (pl.col("fixed") >= pl.col("ideal")) & short
+    by_compute = pl.col("compute_ns").fill_null(0.0) >= pl.col("memory_ns")
+    judged = pl.col("ideal").is_not_null() & ~by_launch & (pl.col("dur") > 0)
+    return table.with_columns(
+        bound=pl.when(pl.col("ideal").is_null())
+        .then(pl.lit("unknown"))
+        .when(by_launch)
+        .then(pl.lit("launch"))
+        .when(by_compute)
+        .then(pl.lit("compute"))
+        .otherwise(pl.lit("memory"))
+        .cast(Bound),
+        efficiency=pl.when(judged).then(best / pl.col("dur")),
+        saved=pl.when(judged).then((pl.col("dur") - best).clip(lower_bound=0.0)),
+    )
+
+
+def _rate(name: str) -> pl.Expr:
+    return pl.when(pl.col("dur") > 0).then(pl.col(name) / pl.col("dur") * 1e9)

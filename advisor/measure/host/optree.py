@@ -1,0 +1,222 @@
+"""Operators and modules: who launches the device time, as a table and as a tree of names."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.intervals import covered
+from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.stacks import nearest, operators, parents
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+MODULE = "nn.Module: "
+"""How frames of modules are called when modules were recorded."""
+MOST_NODES = 500
+"""Nodes that a drawing of the tree stays quick with."""
+REST = "(rest)"
+
+TREE_SCHEMA: dict[str, Any] = {
+    "node": pl.Int32,
+    "parent": pl.Int32,
+    "name": pl.String,
+    "count": pl.Int64,
+    "ns": pl.Int64,
+}
+TABLE_SCHEMA: dict[str, Any] = {
+    "name": pl.String,
+    "count": pl.Int64,
+    "device": pl.Int64,
+    "host": pl.Int64,
+}
+
+_NUMBER = re.compile(r"^(ProfilerStep|step |.*_iter)#\d+$")
+
+
+def op_table(a: Analysis) -> pl.DataFrame:
+    """Operators inside ``spans`` by name: ``name``, ``count`` (calls that touch the spans),
+    ``device`` (ns of the device work launched directly by it, no operator in between; on the
+    analysed device, inside the spans), ``host`` (its own host time, ns, inside the spans: without
+    the events inside it); largest ``device``, then ``host`` first."""
+    cpu = a.trace.cpu
+    is_op = operators(a.trace)
+    rows = np.flatnonzero(is_op)
+    if not len(rows):
+        return pl.DataFrame(schema=TABLE_SCHEMA)
+    inside = _inside(a)
+    own = _own(a, inside)
+    device = np.zeros(cpu.height, dtype=np.int64)
+    at, ns = _device_rows(a, "op")
+    np.add.at(device, at, ns)
+    touched = rows[(inside[rows] > 0) | (device[rows] > 0)]
+    frame = pl.DataFrame(
+        {
+            "name": cpu["name"].gather(touched),
+            "device": device[touched],
+            "host": np.maximum(own[touched], 0),
+        }
+    )
+    return (
+        frame.group_by("name")
+        .agg(pl.len().cast(pl.Int64).alias("count"), pl.col("device").sum(), pl.col("host").sum())
+        .with_columns(pl.col("name").cast(pl.String))
+        .sort("device", "host", "name", descending=[True, True, False])
+        .select(*TABLE_SCHEMA)
+    )
+
+
+def range_table(a: Analysis) -> pl.DataFrame:
+    """Ranges of the thread that drives the step inside ``spans`` by name: ``name``, ``host`` (ns
+    without the events inside them), ``count``; largest first. Steps are none, and numbers at the
+    end of a name (``block 7``) do not tell ranges apart."""
+    cpu = a.trace.cpu
+    if a.trace.main_thread is None:
+        return pl.DataFrame(schema={"name": pl.String, "host": pl.Int64, "count": pl.Int64})
+    steps = set(a.steps.table["name"])
+    rows = np.flatnonzero(
+        (
+            (cpu["kind"] == "annotation")
+            & (cpu["thread"] == a.trace.main_thread)
+            & ~matches(cpu["name"], a.trace.meta.step_names)
+            & ~map_names(cpu["name"], steps.__contains__, pl.Boolean).fill_null(True)
+        ).to_numpy()
+    )
+    inside = _inside(a)
+    touched = rows[inside[rows] > 0]
+    host = _own(a, inside)[touched].clip(0)
+    frame = pl.DataFrame({"name": cpu["name"].gather(touched), "host": host})
+    return (
+        frame.group_by(pl.col("name").cast(pl.String).str.replace(r"(?:\s|#|_)\d+$", ""))
+        .agg(pl.col("host").sum(), pl.len().cast(pl.Int64).alias("count"))
+        .sort("host", "name", descending=[True, False])
+    )
+
+
+def op_tree(a: Analysis, most: int = MOST_NODES) -> pl.DataFrame:
+    """Modules, operators and annotations inside ``spans``, merged by their path of names.
+
+    ``node``, ``parent`` (null: outermost), ``name``, ``count`` (events merged), ``ns``: device
+    time launched inside it, on the analysed device; without device work its host time. Both are
+    sums over the window. ``ProfilerStep#5`` and ``ProfilerStep#6`` are one name. Never more than
+    ``most`` nodes: the largest are kept, and what is left of a node that lost children is a child
+    called ``(rest)``. Largest first among siblings; a parent precedes its children.
+    """
+    cpu = a.trace.cpu
+    kept = operators(a.trace) | (cpu["kind"] == "annotation").to_numpy()
+    kept |= (cpu["kind"] == "python").to_numpy() & matches(cpu["name"], f"^{MODULE}").to_numpy()
+    if not kept.any():
+        return pl.DataFrame(schema=TREE_SCHEMA)
+    parent = parents(a.trace)
+    near = nearest(parent, kept)
+    above = np.where(parent >= 0, near[np.maximum(parent, 0)], -1)
+    weight = np.zeros(cpu.height, dtype=np.int64)
+    at, ns = _device_rows(a, "launch")
+    held = near[at] >= 0
+    np.add.at(weight, near[at[held]], ns[held])
+    on_host = not weight.any()
+    rows = np.flatnonzero(kept)
+    inside = _inside(a)
+    if on_host:
+        weight = np.where(kept, inside, 0)
+    group, first, up = _merge(cpu["name"], rows, above, cpu.height)
+    total = np.zeros(len(first), dtype=np.int64)
+    np.add.at(total, group[rows], weight[rows])
+    touched = rows[(inside[rows] > 0) | (weight[rows] > 0)]
+    count = np.bincount(group[touched], minlength=len(first))
+    if not on_host:
+        for node in range(len(first) - 1, -1, -1):  # nodes, not events: children after parents
+            if up[node] >= 0:
+                total[up[node]] += total[node]
+    names = map_names(cpu["name"].gather(first), _plain, pl.String).to_list()
+    return _largest(total, count, up, names, most)
+
+
+def _plain(name: str) -> str:
+    numbered = _NUMBER.match(name)
+    return numbered[1].strip() if numbered else name.removeprefix(MODULE)
+
+
+def _inside(a: Analysis) -> NDArray[np.int64]:
+    """How much of each host row is inside the spans, ns."""
+    ts = a.trace.cpu["ts"].to_numpy()
+    return covered(ts, ts + a.trace.cpu["dur"].to_numpy(), a.spans)
+
+
+def _own(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
+    """That without the events inside the row."""
+    own = inside.copy()
+    parent = parents(a.trace)
+    below = parent >= 0
+    np.subtract.at(own, parent[below], inside[below])
+    return own
+
+
+def _device_rows(a: Analysis, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Host rows that device work in the window points at with a column, and its ns inside."""
+    gpu = a.trace.gpu
+    rows = gpu[column].fill_null(-1).to_numpy().astype(np.int64)
+    use = a.in_window & (rows >= 0)
+    ts = gpu["ts"].to_numpy()[use]
+    return rows[use], covered(ts, ts + gpu["dur"].to_numpy()[use], a.spans)
+
+
+def _merge(
+    names: pl.Series, rows: NDArray[np.int64], above: NDArray[np.int32], height: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Nodes of the tree of names: the node of each host row, a row of each node, its parent node.
+    One round a level: rows whose parent has a node get theirs from that and their name."""
+    plain = map_names(names.gather(rows), _plain, pl.Categorical).to_physical().to_numpy()
+    code = np.zeros(height, dtype=np.int64)
+    code[rows] = plain
+    codes = int(plain.max()) + 1
+    group = np.full(height, -1, dtype=np.int64)
+    first: list[NDArray[np.int64]] = []
+    up: list[NDArray[np.int64]] = []
+    made = 0
+    level, left = rows[above[rows] < 0], rows[above[rows] >= 0]
+    while len(level):
+        parent = np.where(above[level] >= 0, group[np.maximum(above[level], 0)], -1)
+        key = (parent + 1) * codes + code[level]
+        unique, where, inverse = np.unique(key, return_index=True, return_inverse=True)
+        group[level] = made + inverse
+        first.append(level[where])
+        up.append(unique // codes - 1)
+        made += len(unique)
+        ready = group[above[left]] >= 0
+        level, left = left[ready], left[~ready]
+    return group, np.concatenate(first), np.concatenate(up)
+
+
+def _largest(
+    total: NDArray[np.int64],
+    count: NDArray[np.int64],
+    up: NDArray[np.int64],
+    names: list[str],
+    most: int,
+) -> pl.DataFrame:
+    """The largest nodes, each with its parents, and the rest of those that lost children."""
+    order = np.lexsort((np.arange(len(total)), -total))
+    chosen = order[total[order] > 0]
+    # a parent is at least as large as its child and older, so it comes before it in this order;
+    # half of the nodes may be needed for the rests of the others
+    chosen = chosen[: max(1, most // 2)]
+    number = {int(node): i for i, node in enumerate(chosen)}
+    sums = dict.fromkeys(number, 0)
+    rows = []
+    for node in map(int, chosen):
+        parent = number.get(int(up[node]))
+        rows.append((number[node], parent, names[node], int(count[node]), int(total[node])))
+        if parent is not None:
+            sums[int(up[node])] += int(total[node])
+    lost = {int(up[n]) for n in np.flatnonzero(total > 0) if int(n) not in number and up[n] >= 0}
+    for node in [n for n in number if n in lost]:
+        left = int(total[node]) - sums[node]
+        if left > 0:
+            rows.append((len(rows), number[node], REST, 0, left))
+    return pl.DataFrame(rows, schema=TREE_SCHEMA, orient="row")

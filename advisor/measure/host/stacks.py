@@ -1,0 +1,249 @@
+"""Call stacks: ancestors over whole columns, and the line of the user's own code."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.libraries import JAX_FILES, LIBRARIES, TORCH
+from advisor.core.trace import JAX
+from advisor.measure.host.names import map_names, matches
+
+if TYPE_CHECKING:
+    from advisor.core.trace import Trace
+    from advisor.measure import Analysis
+
+Rows = NDArray[Any]
+"""Rows of ``trace.cpu``, int32 or int64; -1: none."""
+Mask = NDArray[np.bool_]
+_MERGE_LEVELS, _MANY = 8, 1_000
+
+# -- ancestors ---------------------------------------------------------------------------------
+
+
+def parents(trace: Trace) -> Rows:
+    """Aligned with ``trace.cpu``: row of the event around each row, -1: none."""
+    return trace.cpu["parent"].fill_null(-1).to_numpy().astype(np.int32, copy=False)
+
+
+def nearest(parent: Rows, wanted: Mask) -> Rows:
+    """For each row the innermost wanted row among itself and its ancestors, -1: none.
+
+    Every row points at itself when it is wanted, else at its parent; following all pointers
+    twice as far in each round settles in log2(depth) rounds over whole columns.
+    """
+    count = len(parent)
+    own = np.arange(count, dtype=np.int32)
+    jump = np.append(np.where(wanted, own, np.where(parent < 0, count, parent)), count)
+    jump = jump.astype(np.int32, copy=False)
+    while True:
+        further = jump[jump]
+        if np.array_equal(further, jump):
+            break
+        jump = further
+    found = jump[:-1]
+    return np.where(found == count, np.int32(-1), found)
+
+
+def outermost(parent: Rows, wanted: Mask) -> Rows:
+    """For each row the outermost wanted row among itself and its ancestors, -1: none."""
+    near = nearest(parent, wanted)
+    above = np.where(parent < 0, np.int32(-1), near[np.maximum(parent, 0)])
+    return nearest(parent, wanted & (above < 0))
+
+
+def operators(trace: Trace) -> Mask:
+    """Aligned with ``trace.cpu``: operators."""
+    found: Mask = (trace.cpu["kind"] == "op").to_numpy()
+    return found
+
+
+def climb(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
+    """:func:`nearest` (with ``top``: :func:`outermost`) for a few rows only (-1: none): as many
+    rounds as their stacks are deep."""
+    found = np.full(len(rows), -1, dtype=parent.dtype)
+    at = np.flatnonzero(rows >= 0)
+    row = rows[at]
+    levels = 0
+    while len(at):
+        hit = wanted[row]
+        found[at[hit]] = row[hit]
+        if not top:
+            at, row = at[~hit], row[~hit]
+        row = parent[row]
+        at, row = at[row >= 0], row[row >= 0]
+        levels += 1
+        if levels % _MERGE_LEVELS == 0 and len(row) > _MANY:
+            # Ways up through Python frames meet early: go on once for each distinct row.
+            distinct, back = np.unique(row, return_inverse=True)
+            if 2 * len(distinct) < len(row):
+                above = climb(parent, wanted, distinct, top=top)[back]
+                found[at] = np.where(above >= 0, above, found[at])
+                break
+    return found
+
+
+def around(parent: Rows, rows: Rows) -> Rows:
+    """The row around each of these (-1: none)."""
+    if not len(parent):
+        return np.full(len(rows), -1, dtype=parent.dtype)
+    return np.where(rows >= 0, parent[np.maximum(rows, 0)], parent.dtype.type(-1))
+
+
+def chains(parent: Rows, rows: Rows) -> NDArray[np.int64]:
+    """Each of these rows and those around it, from the inside: a line a row, padded with -1."""
+    levels = [rows.astype(np.int64)]
+    while (levels[-1] >= 0).any():
+        levels.append(around(parent, levels[-1]).astype(np.int64))
+    return np.stack(levels, axis=1)
+
+
+# -- frames ------------------------------------------------------------------------------------
+
+
+class Frame(NamedTuple):
+    """A Python frame as the profiler writes it: ``train.py(12): forward``."""
+
+    file: str
+    line: int
+    function: str
+
+
+_FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
+_GENERATED = re.compile(r"^<(?!ipython-input)|torchinductor|torch_compile_debug|eval_with_key")
+_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/(]+)")
+_STDLIB = re.compile(r"(?:^|/)lib(?:64)?/python\d[\d.]*t?/|(?:^|/)Lib/(?!site-packages)")
+
+
+def parse_frame(name: str) -> Frame | None:
+    """File, line and function of a frame's name; ``None``: a built-in, a module range, no frame."""
+    found = _FRAME.match(name)
+    if found is None:
+        return None
+    return Frame(found[1], int(found[2]), found[3])
+
+
+def frame_rank(name: str) -> int:
+    """Whose code a frame is: 2 the user's own, 1 a library the user installed, 0 PyTorch, the
+    standard library, generated code, a built-in, or no frame at all."""
+    frame = parse_frame(name)
+    if frame is None or _GENERATED.search(frame.file):
+        return 0
+    path = frame.file.replace("\\", "/")
+    installed = _INSTALLED.search(path)
+    if installed:
+        return 0 if installed[1].removesuffix(".py") in TORCH else 1
+    if _STDLIB.search(path):
+        return 0
+    if path.startswith("/") or path[1:3] == ":/":
+        return 2
+    top = path.split("/", 1)[0].removesuffix(".py")
+    if top in TORCH or top in sys.stdlib_module_names:
+        return 0
+    return 1 if top in LIBRARIES else 2
+
+
+def _jax_rank(name: str) -> int:
+    frame = parse_frame(name)
+    return 0 if frame is not None and frame.file in JAX_FILES else frame_rank(name)
+
+
+def user_frames(trace: Trace) -> Rows:
+    """See ``Analysis.user_frame``.
+
+    The innermost frame of the user's own code; where only installed libraries are around a row
+    (a trace of a serving engine, say), the innermost of theirs: never PyTorch's or Python's.
+    """
+    cpu = trace.cpu
+    python = np.flatnonzero((cpu["kind"] == "python").to_numpy())
+    if not len(python):
+        return np.full(cpu.height, -1, dtype=np.int32)
+    rank = np.zeros(cpu.height, dtype=np.int8)
+    ranked = _jax_rank if trace.meta.framework == JAX else frame_rank
+    rank[python] = map_names(cpu["name"].gather(python), ranked, pl.Int8).to_numpy()
+    parent = parents(trace)
+    own = nearest(parent, rank == 2)
+    if (rank == 1).any():
+        own = np.where(own >= 0, own, nearest(parent, rank == 1))
+    return own
+
+
+def frame_of(a: Analysis, rows: pl.Series) -> pl.Series:
+    """User frame of each host row of a column; null: no row, or no stacks."""
+    at = rows.fill_null(-1).to_numpy()
+    if not a.trace.cpu.height:
+        return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(at))
+    frame = np.where(at >= 0, a.user_frame[np.maximum(at, 0)], -1)
+    return pl.Series(frame, dtype=pl.Int32).set(pl.Series(frame < 0), None)
+
+
+def locate(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | None]:
+    """See ``Analysis.location``. An operator of the backward pass, which runs on a thread without
+    Python frames, is located at the line that called its forward operator."""
+    if row is None or row < 0:
+        return None, None, None
+    frame = int(a.user_frame[row])
+    if frame < 0:
+        frame = int(a.forward_frame[row])
+    if frame < 0:
+        return None, None, None
+    parsed = parse_frame(str(a.trace.cpu["name"][frame]))
+    return (None, None, None) if parsed is None else (parsed.file, parsed.line, parsed.function)
+
+
+# -- the backward pass -------------------------------------------------------------------------
+
+BACKWARD = r"^autograd::engine::evaluate_function|Backward\d*$"
+"""What the engine of autograd runs: a node of the backward pass."""
+
+
+def forward_ops(trace: Trace) -> Rows:
+    """Aligned with ``trace.cpu``: for rows inside an operator of the backward pass the operator
+    of the forward pass that created its node, -1 elsewhere and where it cannot be told.
+
+    Both carry the same autograd sequence number. Forward operators that created no node carry
+    the number of the next one that does, so the *last* forward operator with a number is its
+    owner. Numbers count per thread; one that two forward threads used is left out.
+    """
+    cpu = trace.cpu
+    none = np.full(cpu.height, -1, dtype=np.int32)
+    sequence = cpu["sequence"].fill_null(-1).to_numpy()
+    numbered = sequence >= 0
+    if not numbered.any():
+        return none
+    parent = parents(trace)
+    backward = matches(cpu["name"], BACKWARD).to_numpy() & numbered
+    around = nearest(parent, backward)
+    thread = cpu["thread"].to_numpy()
+    forward = np.flatnonzero(numbered & (around < 0) & (cpu["kind"] == "op").to_numpy())
+    inside = np.flatnonzero(around >= 0)
+    if not len(forward) or not len(inside):
+        return none
+    keys = sequence[forward]
+    order = np.lexsort((cpu["ts"].to_numpy()[forward], keys))
+    forward, keys = forward[order], keys[order]
+    last = np.append(keys[1:] != keys[:-1], True)
+    first = np.append(True, keys[1:] != keys[:-1])
+    starts = np.flatnonzero(first)
+    lowest = np.minimum.reduceat(thread[forward], starts)
+    highest = np.maximum.reduceat(thread[forward], starts)
+    owner = np.where(lowest == highest, forward[last], -1)
+    wanted = sequence[around[inside]]
+    place = np.minimum(np.searchsorted(keys[last], wanted), len(owner) - 1)
+    found = np.where(keys[last][place] == wanted, owner[place], -1)
+    none[inside] = found
+    return none
+
+
+def forward_frames(a: Analysis) -> Rows:
+    """Aligned with ``trace.cpu``: user frame of the forward operator behind each row of the
+    backward pass, -1: none. See :func:`forward_ops`."""
+    if not (a.user_frame >= 0).any():
+        return np.full(a.trace.cpu.height, -1, dtype=np.int32)
+    owner = forward_ops(a.trace)
+    return np.where(owner >= 0, a.user_frame[np.maximum(owner, 0)], np.int32(-1))

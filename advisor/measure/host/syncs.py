@@ -1,0 +1,387 @@
+"""Host waits for the device: what was waited for, and the bubble it left on the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.intervals import Ints, covered
+from advisor.core.trace import Trace
+from advisor.measure.device.copies import held_by_copy
+from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.stacks import climb, operators, parents
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+SYNC_CALLS = {"sync_device": "device", "sync_stream": "stream", "sync_event": "event"}
+KINDS = ("device", "stream", "event", "memcpy")
+
+IDLE_CALL_NS = 20_000
+"""A sync that finds its work done returns sooner than this: 3 to 8 us each in public A100, V100
+and H100 traces, so a longer one did wait."""
+
+SYNCS_SCHEMA: dict[str, Any] = {
+    "host": pl.Int32,  # row of trace.cpu: the runtime call
+    "ts": pl.Int64,  # ns
+    "dur": pl.Int64,  # ns
+    "call": pl.String,  # its name
+    "kind": pl.Enum(KINDS),
+    "waited": pl.Int64,  # ns of the call during which the device was working
+    "bubble": pl.Int64,  # ns the device then idled because the host had been held
+    "bubble_ts": pl.Int64,  # from the end of the awaited work, ns …
+    "bubble_end": pl.Int64,  # … to the thread's next device work, ns; null: no bubble
+    "op": pl.Int32,  # row of trace.cpu
+    "cause": pl.String,
+    "copy": pl.Int32,  # row of trace.gpu
+    "line": pl.Int32,  # row of the user's Python frame
+    "step": pl.Int32,
+    "profiler": pl.Boolean,
+}
+
+# Operators that say by their name why the host needs a value of the device. The outermost one
+# around a sync is its cause: aten::is_nonzero calls aten::item calls aten::_local_scalar_dense.
+_TELLING = (
+    r"^aten::(?:item|is_nonzero|_local_scalar_dense|nonzero\w*|argwhere|where|\w*unique\w*"
+    r"|masked_select|masked_scatter_?|index|index_put_?|_index_put_impl_|repeat_interleave"
+    r"|bincount|histc|multinomial|equal|allclose|tensor_split|_pack_padded_sequence|_ctc_loss"
+    r"|linalg_\w+|_linalg_\w+|cholesky\w*|to|_to_copy|copy_|_copy_from\w*)$"
+)
+_TELLING_RANGE = r"^Optimizer\.|clip_grad|grad_scaler\.py\("
+_PROFILER_FRAME = r"(?:^|/)torch/(?:autograd/)?profiler(?:/\w+)?\.py\("
+_NO_OP = {
+    "device": "torch.cuda.synchronize",
+    "stream": "torch.cuda.Stream.synchronize",
+    "event": "torch.cuda.Event.synchronize",
+}
+
+
+def find_syncs(a: Analysis) -> pl.DataFrame:
+    """See ``Analysis.syncs``; the columns are those of SYNCS_SCHEMA, ordered by ``ts``.
+
+    One row for each call that starts inside the used steps. ``bubble`` counts only when the call
+    held the host, that is when the work it waited for ended after the call began; a call that
+    finds its work done costs nothing, and so does one after which the thread launches nothing any
+    more. It ends where the next sync of the thread takes over, so
+    the bubbles of one thread never count an instant twice. Removing a sync lets the host run
+    ahead by at most ``waited``, so that is a bound of the gain where it is below ``bubble``.
+
+    ``copy`` is the copy between host and device that the thread launched last before the call
+    and in the same operator; a copy that held the host itself (kind ``memcpy``) is its own.
+
+    The awaited work is: of a device, all work launched before; of a stream, the last work
+    launched on it before (the stream as ``cuda_sync`` rows tell it, else the one this thread used
+    last); of an event, as those rows tell it, else the last work that ended during the call.
+    """
+    from advisor.measure.host.stacks import frame_of
+    from advisor.measure.steps.steps import step_of
+
+    trace = a.trace
+    cpu = trace.cpu
+    rows, kind, copy = _calls(trace)
+    ts = cpu["ts"].to_numpy()[rows]
+    chosen = np.flatnonzero(covered(ts, ts + 1, a.spans) > 0)
+    chosen = chosen[np.argsort(ts[chosen], kind="stable")]
+    rows, kind, copy, ts = rows[chosen], kind[chosen], copy[chosen], ts[chosen]
+    dur = cpu["dur"].to_numpy()[rows]
+    end = ts + dur
+    work = _Work.of(a)
+    thread = cpu["thread"].to_numpy()
+    parent, is_op = parents(trace), operators(trace)
+    op = climb(parent, is_op, rows)
+    copy = np.where(copy >= 0, copy, _copy_before(trace, work, rows, op))
+    released = _released(trace, work, rows, kind, copy, ts, end)
+    following = work.start_of_next(rows, thread)
+    profiler = np.isin(rows, profiler_syncs(trace))
+    begin, until = _bubbles(thread[rows], ts, released, following)
+    bubble = covered(begin, until, a.breakdown.idle)
+    return pl.DataFrame(
+        {
+            "host": rows,
+            "ts": ts,
+            "dur": dur,
+            "call": cpu["name"].gather(rows).cast(pl.String),
+            "kind": pl.Series([KINDS[k] for k in kind.tolist()], dtype=pl.Enum(KINDS)),
+            "waited": covered(ts, end, a.breakdown.busy),
+            "bubble": bubble,
+            "bubble_ts": pl.Series(begin).set(pl.Series(bubble == 0), None),
+            "bubble_end": pl.Series(until).set(pl.Series(bubble == 0), None),
+            "op": _nullable(op),
+            "cause": _causes(trace, rows, kind, op),
+            "copy": _nullable(copy),
+            "line": frame_of(a, pl.Series(rows)),
+            "step": step_of(a.steps, ts),
+            "profiler": profiler,
+        },
+        schema=SYNCS_SCHEMA,
+        strict=False,
+    )
+
+
+def profiler_syncs(trace: Trace) -> NDArray[np.int64]:
+    """Rows of ``trace.cpu``: device synchronisations that the profiler issues itself.
+
+    With Python stacks, those under the profiler's own frames. Without, the last one of the trace
+    when no device work is launched after it: nearly every trace ends with one (the profiler's
+    ``__exit__`` calls ``torch.cuda.synchronize``).
+    """
+    cpu = trace.cpu
+    rows = np.flatnonzero((cpu["call"] == "sync_device").fill_null(False).to_numpy())
+    if not len(rows):
+        return rows
+    python = (cpu["kind"] == "python").to_numpy()
+    parent = parents(trace)
+    around = climb(parent, python, rows)
+    own = np.zeros(len(rows), dtype=bool)
+    if (around >= 0).any():
+        frames = python & matches(cpu["name"], _PROFILER_FRAME).to_numpy()
+        own = climb(parent, frames, rows) >= 0
+    ts = cpu["ts"].to_numpy()
+    launch = trace.gpu["launch"].drop_nulls().to_numpy()
+    last = np.argmax(ts[rows])
+    nothing_after = not len(launch) or ts[launch].max() < ts[rows[last]]
+    if around[last] < 0 and nothing_after:
+        own[last] = True
+    return rows[own]
+
+
+class _Work(NamedTuple):
+    """Device work of the analysed device in the order of its launches.
+
+    Rows of ``trace.cpu`` are ordered by (thread, start), so sorting by launch row is program
+    order on each thread.
+    """
+
+    row: NDArray[np.int64]
+    """Rows of ``trace.gpu`` with a known launch, ordered by launch row."""
+    launch: NDArray[np.int64]
+    start: Ints
+    thread: NDArray[np.int32]
+    by_time: NDArray[np.int64]
+    """All rows of ``trace.gpu`` on the device, ordered by the time of their launch."""
+    launched: Ints
+    """Time of the launch of ``by_time``; the start of the work itself where it is not known."""
+    end: Ints
+    """End of ``by_time``."""
+
+    @classmethod
+    def of(cls, a: Analysis) -> _Work:
+        gpu, cpu = a.trace.gpu, a.trace.cpu
+        mine = np.flatnonzero((gpu["device"] == (a.device_id or 0)).fill_null(False).to_numpy())
+        launch = gpu["launch"].fill_null(-1).to_numpy()[mine].astype(np.int64)
+        start = gpu["ts"].to_numpy()[mine]
+        end = start + gpu["dur"].to_numpy()[mine]
+        known = launch >= 0
+        moment = start.copy()
+        moment[known] = cpu["ts"].to_numpy()[launch[known]]
+        by_time = np.argsort(moment, kind="stable")
+        order = np.flatnonzero(known)[np.argsort(launch[known], kind="stable")]
+        return cls(
+            mine[order],
+            launch[order],
+            start[order],
+            cpu["thread"].to_numpy()[launch[order]],
+            mine[by_time],
+            moment[by_time],
+            end[by_time],
+        )
+
+    def start_of_next(self, rows: NDArray[np.int64], thread: NDArray[np.int32]) -> Ints:
+        """Start of the next work that the thread of each host row launched after it, else -1."""
+        if not len(self.row):
+            return np.full(len(rows), -1, dtype=np.int64)
+        place = np.searchsorted(self.launch, rows, side="right")
+        at = np.minimum(place, len(self.row) - 1)
+        found = (place < len(self.row)) & (self.thread[at] == thread[rows])
+        return np.where(found, self.start[at], -1)
+
+    def last_before(self, rows: NDArray[np.int64], thread: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Row of gpu of the last work that the thread launched before each host row, else -1."""
+        if not len(self.row):
+            return np.full(len(rows), -1, dtype=np.int64)
+        place = np.searchsorted(self.launch, rows, side="left") - 1
+        at = np.maximum(place, 0)
+        found = (place >= 0) & (self.thread[at] == thread[rows])
+        return np.where(found, self.row[at], -1)
+
+
+def _calls(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[np.int64]]:
+    """Host rows that wait, their kind (index of KINDS) and, for copies, the row of the copy."""
+    call = trace.cpu["call"]
+    parts = [np.flatnonzero((call == name).fill_null(False).to_numpy()) for name in SYNC_CALLS]
+    copies = np.flatnonzero(held_by_copy(trace))
+    held = trace.gpu["launch"].gather(copies).to_numpy().astype(np.int64)
+    held, first = np.unique(held, return_index=True)
+    rows = np.concatenate([*parts, held])
+    kind = np.repeat(np.arange(len(KINDS), dtype=np.int8), [len(p) for p in (*parts, held)])
+    copy = np.full(len(rows), -1, dtype=np.int64)
+    copy[kind == KINDS.index("memcpy")] = copies[first]
+    return rows, kind, copy
+
+
+def _copy_before(
+    trace: Trace, work: _Work, rows: NDArray[np.int64], op: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """The copy between host and device that was launched last, in the same operator; else -1."""
+    gpu = trace.gpu
+    last = work.last_before(rows, trace.cpu["thread"].to_numpy())
+    if not gpu.height or not len(rows):
+        return last
+    at = np.maximum(last, 0)
+    is_copy = gpu["copy"].is_in(["HtoD", "DtoH"]).fill_null(False).to_numpy()[at]
+    launch = gpu["launch"].fill_null(-1).to_numpy()[at].astype(np.int64)
+    same = climb(parents(trace), operators(trace), launch) == op
+    return np.where((last >= 0) & is_copy & same, last, -1)
+
+
+def _released(
+    trace: Trace,
+    work: _Work,
+    rows: NDArray[np.int64],
+    kind: NDArray[np.int8],
+    copy: NDArray[np.int64],
+    ts: Ints,
+    end: Ints,
+) -> Ints:
+    """When the awaited work of each call ended, ns; -1: it had ended before, or is not known."""
+    gpu, cpu = trace.gpu, trace.cpu
+    found = np.full(len(rows), -1, dtype=np.int64)
+    if not len(work.by_time) or not len(rows):
+        return found
+    gpu_end = (gpu["ts"] + gpu["dur"]).to_numpy()
+    memcpy = kind == KINDS.index("memcpy")
+    found[memcpy] = gpu_end[copy[memcpy]]
+
+    device = kind == KINDS.index("device")
+    latest = np.maximum.accumulate(work.end)
+    place = np.searchsorted(work.launched, ts[device], side="right") - 1
+    found[device] = np.where(place >= 0, latest[np.maximum(place, 0)], -1)
+
+    # a stream: the one cuda_sync tells, else the one this thread used last
+    codes, stream_of = np.unique(gpu["stream"].to_numpy()[work.by_time], return_inverse=True)
+    last = work.last_before(rows, cpu["thread"].to_numpy())
+    stream = np.where(last >= 0, gpu["stream"].to_numpy()[np.maximum(last, 0)], -(1 << 62))
+    before = ts.copy()
+    told_stream, told_before = _told(trace, rows)
+    stream = np.where(told_stream > -(1 << 62), told_stream, stream)
+    before = np.where(told_before >= 0, told_before, before)
+    known = np.searchsorted(codes, stream)
+    on = np.minimum(known, len(codes) - 1)
+    event = kind == KINDS.index("event")
+    usable = (codes[on] == stream) & (kind == KINDS.index("stream"))
+    usable |= (codes[on] == stream) & event & (told_before >= 0)
+    # one sorted axis of (stream, launch time); the running maximum restarts with each stream
+    low, stride = int(min(work.launched.min(), ts.min())), int(work.launched.max() + 2)
+    stride = max(stride, int(work.end.max()) + 2, int(end.max()) + 2) - low
+    key = stream_of * stride + (work.launched - low)
+    order = np.argsort(key, kind="stable")
+    latest = np.maximum.accumulate(stream_of[order] * stride + (work.end[order] - low))
+    asked = on * stride + np.maximum(before - low, 0)
+    place = np.searchsorted(key[order], asked, side="right") - 1
+    at = np.maximum(place, 0)
+    good = usable & (place >= 0) & (stream_of[order][at] == on)
+    found = np.where(good, latest[at] - on * stride + low, found)
+
+    # An event without a record, or a stream that was guessed wrong (its work outlasts the call, or
+    # had ended before a call that did wait): what released the call is then the last work that
+    # ended while it lasted.
+    told = told_stream > -(1 << 62)
+    waits = end - ts > IDLE_CALL_NS
+    guess = ~memcpy & ~device & ~told & waits & (~good | (found <= ts))
+    guess |= ~memcpy & (found > end)
+    ends = np.sort(work.end)
+    place = np.searchsorted(ends, end, side="right") - 1
+    found = np.where(guess, np.where(place >= 0, ends[np.maximum(place, 0)], -1), found)
+    return np.where(found > ts, np.minimum(found, end), -1)
+
+
+def _told(trace: Trace, rows: NDArray[np.int64]) -> tuple[Ints, Ints]:
+    """What ``cuda_sync`` rows say of each call: the stream waited for (very negative: not told)
+    and the time before which the awaited work was launched (-1: not told)."""
+    stream = np.full(len(rows), -(1 << 62), dtype=np.int64)
+    before = np.full(len(rows), -1, dtype=np.int64)
+    if trace.sync.is_empty() or not len(rows):
+        return stream, before
+    cpu = trace.cpu
+    asked = pl.DataFrame({"correlation": cpu["correlation"].gather(rows)}).with_row_index("at")
+    records = (
+        cpu.lazy()
+        .filter(pl.col("call") == "event_record", pl.col("correlation").is_not_null())
+        .select(pl.col("correlation").alias("wait_correlation"), pl.col("ts").alias("recorded"))
+        .unique("wait_correlation", keep="first")
+    )
+    told = (
+        trace.sync.lazy()
+        .filter(pl.col("kind").is_in(["stream", "event"]), pl.col("correlation").is_not_null())
+        .unique("correlation", keep="first")
+        .join(records, on="wait_correlation", how="left")
+        .select(
+            "correlation",
+            pl.when(pl.col("kind") == "stream").then("stream").otherwise("wait_stream").alias("on"),
+            "recorded",
+        )
+    )
+    joined = asked.lazy().join(told, on="correlation", how="inner").collect()
+    joined = joined.filter(pl.col("on").is_not_null())
+    at = joined["at"].to_numpy()
+    stream[at] = joined["on"].to_numpy()
+    before[at] = joined["recorded"].fill_null(-1).to_numpy()
+    return stream, before
+
+
+def _bubbles(
+    thread: NDArray[np.int32], ts: Ints, released: Ints, following: Ints
+) -> tuple[Ints, Ints]:
+    """From each release to the thread's next work or next release, ns; empty when the host was
+    not held, or when the thread launched nothing any more."""
+    begin = np.zeros(len(ts), dtype=np.int64)
+    until = begin.copy()
+    held = np.flatnonzero(released >= 0)
+    if not len(held):
+        return begin, until
+    order = held[np.lexsort((ts[held], thread[held]))]
+    since = released[order]
+    to = np.where(following[order] >= 0, following[order], since)
+    same = thread[order][1:] == thread[order][:-1]
+    to[:-1] = np.where(same, np.minimum(to[:-1], since[1:]), to[:-1])
+    begin[order], until[order] = since, np.maximum(to, since)
+    return begin, until
+
+
+def _causes(
+    trace: Trace, rows: NDArray[np.int64], kind: NDArray[np.int8], op: NDArray[np.int32]
+) -> pl.Series:
+    """Why the host waited, as text. The outermost telling operator, else the nearest optimizer,
+    gradient clipping or scaler range, else the innermost operator, else the call."""
+    cpu = trace.cpu
+    if not len(rows):
+        return pl.Series([], dtype=pl.String)
+    parent = parents(trace)
+    is_op = operators(trace)
+    telling = climb(parent, is_op & matches(cpu["name"], _TELLING).to_numpy(), rows, top=True)
+    ranges = ~is_op & (cpu["kind"] != "runtime").to_numpy()
+    ranges &= matches(cpu["name"], _TELLING_RANGE).to_numpy()
+    around = climb(parent, ranges, rows)
+    row = np.where(telling >= 0, telling, np.where(around >= 0, around, op))
+    names = map_names(cpu["name"].gather(np.maximum(row, 0)), _short, pl.String)
+    calls = cpu["name"].gather(rows).cast(pl.String)
+    fallback = pl.Series(
+        [_NO_OP.get(KINDS[k], call) for k, call in zip(kind.tolist(), calls, strict=True)]
+    )
+    return names.zip_with(pl.Series(row >= 0), fallback)
+
+
+def _short(name: str) -> str:
+    """``Optimizer.step#AdamW.step`` as it is; a frame without its line."""
+    from advisor.measure.host.stacks import parse_frame
+
+    frame = parse_frame(name)
+    return name if frame is None else f"{frame.file}: {frame.function}"
+
+
+def _nullable(rows: NDArray[np.int32] | NDArray[np.int64]) -> pl.Series:
+    series = pl.Series(rows)
+    return series.set(series < 0, None)

@@ -1,0 +1,148 @@
+"""Free memory of the allocator that a request could not use, and why it could not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.measure.memory.post_mortem import PostMortem
+
+SMALL_REQUEST = 1 << 20
+"""Requests up to this are served from the small pool (``kSmallSize`` of CUDACachingAllocator)."""
+ROUND = 512
+"""Requests are rounded up to this (``kMinBlockSize``)."""
+PAGE = {True: 20 << 20, False: 2 << 20}
+"""What expandable segments map and give back at once, of large and small requests
+(``kLargeBuffer``, ``kSmallBuffer``), bytes."""
+NEAR = 0.05
+"""The state is that of the failure where as many bytes are in tensors, up to this share."""
+
+
+class Fragments(NamedTuple):
+    """The free blocks of one device's segments, by what keeps them from being used. Bytes."""
+
+    free: int
+    """In all segments."""
+    largest: int
+    """The largest free block, whatever pool and stream it is of."""
+    split: int
+    """Free, in segments that also hold a tensor: not to be given back to the driver."""
+    whole: int
+    """Free, in segments that hold nothing: given back before a request fails."""
+    rounding: int
+    """Lost to rounding inside the blocks in use."""
+    pending: int
+    """Freed, and waiting for another stream."""
+    expandable: int
+    """What could be given back if the segments were expandable: whole pages in the free blocks
+    of those that are not."""
+    table: pl.DataFrame
+    """By ``pool`` (null: the common one), ``stream``, ``large``, ``expandable``: ``segments``,
+    ``reserved``, ``allocated``, ``free``, ``largest`` (bytes); most reserved first."""
+
+
+class Placement(NamedTuple):
+    """The request that failed against what was free. Bytes."""
+
+    request: int
+    """As the allocator rounds it."""
+    usable: int
+    """Free in the request's own pool and stream."""
+    largest: int
+    """The largest free block there."""
+    elsewhere: int
+    """Free in other pools or of other streams."""
+    driver: int | None
+    """What the driver still had; ``None``: not told."""
+    fits_expandable: bool
+    """Whole pages of free blocks and the driver's rest would have held it."""
+    scattered: bool
+    """There was as much free as was asked for, but in no one piece."""
+
+
+def fragments(post: PostMortem) -> Fragments | None:
+    """The state that the snapshot was taken of; ``None``: no segments in it."""
+    h = post.history
+    if h.segments.is_empty():
+        return None
+    joined = (
+        h.blocks.with_columns(
+            free=pl.when(pl.col("state") == "inactive").then("size").otherwise(0),
+            used=pl.when(pl.col("state") == "allocated").then("size").otherwise(0),
+            asked=pl.when(pl.col("state") == "allocated").then("requested").otherwise(0),
+            waits=pl.when(pl.col("state") == "pending").then("size").otherwise(0),
+        )
+        .with_columns(busy=((pl.col("used") + pl.col("waits")) > 0).any().over("segment"))
+        .join(
+            post.snapshot.segments.with_row_index("segment").with_columns(
+                pl.col("segment").cast(pl.Int32)
+            ),
+            on="segment",
+            how="left",
+            suffix="_segment",
+        )
+    )
+    large = joined["large"].fill_null(True).to_numpy()
+    page = np.where(large, PAGE[True], PAGE[False])
+    free = joined["free"].to_numpy()
+    fixed = ~joined["expandable"].fill_null(False).to_numpy()
+    busy = joined["busy"].to_numpy()
+    sums = (
+        joined.group_by("pool", "stream", "large", "expandable")
+        .agg(
+            pl.col("segment").n_unique().cast(pl.Int64).alias("segments"),
+            pl.col("size").sum().alias("reserved"),
+            pl.col("used").sum().alias("allocated"),
+            pl.col("free").sum(),
+            pl.col("free").max().alias("largest"),
+        )
+        .sort(["reserved", "pool", "stream", "large"], descending=[True, False, False, True])
+    )
+    return Fragments(
+        free=int(free.sum()),
+        largest=int(free.max(initial=0)),
+        split=int(free[busy].sum()),
+        whole=int(free[~busy].sum()),
+        rounding=_total(joined["used"]) - _total(joined["asked"]),
+        pending=_total(joined["waits"]),
+        expandable=int((free // page * page)[fixed & busy].sum()) + int(free[fixed & ~busy].sum()),
+        table=sums,
+    )
+
+
+def placement(post: PostMortem) -> Placement | None:
+    """Why the request that failed could not be placed; ``None``: none failed, or the snapshot was
+    taken so much later that its state is another."""
+    h, found = post.history, fragments(post)
+    if post.request is None or found is None or h.failed is None:
+        return None
+    now = int(h.allocated[-1])
+    if abs(now - post.allocated) > NEAR * max(post.allocated, 1):
+        return None
+    request = -(-max(post.request, 1) // ROUND) * ROUND
+    event = h.events.row(h.failed, named=True)
+    small = request <= SMALL_REQUEST
+    mine = (pl.col("large").is_null() | (pl.col("large") == (not small))) & (
+        pl.col("stream").eq_missing(pl.lit(event["stream"])) | pl.col("stream").is_null()
+    )
+    if "pool" in found.table.columns:
+        mine &= pl.col("pool").eq_missing(pl.lit(event["pool"], pl.String))
+    own = found.table.filter(mine)
+    usable = _total(own["free"])
+    largest = max([0, *own["largest"].to_list()])
+    driver = post.device_free
+    return Placement(
+        request=request,
+        usable=usable,
+        largest=largest,
+        elsewhere=found.free - usable,
+        driver=driver,
+        fits_expandable=found.expandable + (driver or 0) >= request and found.expandable > 0,
+        scattered=usable >= request > largest,
+    )
+
+
+def _total(values: pl.Series) -> int:
+    return int(values.sum() or 0)

@@ -1,0 +1,214 @@
+"""The allocator's history put in order: how long each block lived, what was held at each event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.snapshot import MemorySnapshot
+from advisor.measure.memory.memory_origin import Origin, origin
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Lives:
+    """The blocks of a device, one an entry: from the event that made it to the one that ended it.
+
+    ``born`` is -1 for what was there before the history begins; ``ended`` is the number of events
+    for what is there still. Bytes are those that were asked for.
+    """
+
+    address: Ints
+    size: Ints
+    born: Ints
+    ended: Ints
+    stack: Ints
+    """-1: not recorded."""
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def at(self, event: int) -> Mask:
+        """Those held after an event (-1: before the first)."""
+        held: Mask = (self.born <= event) & (self.ended > event)
+        return held
+
+
+class History:
+    """One device of a snapshot."""
+
+    def __init__(self, snapshot: MemorySnapshot, device: int) -> None:
+        self.snapshot = snapshot
+        self.device = device
+        self.events = snapshot.events.filter(pl.col("device") == device)
+        self.blocks = snapshot.blocks.filter(pl.col("device") == device)
+        self.segments = snapshot.segments.filter(pl.col("device") == device)
+        self.unmatched = 0
+        """Allocations without an end that are not in the state: their ends were not recorded."""
+
+    @property
+    def count(self) -> int:
+        """Events."""
+        return self.events.height
+
+    @cached_property
+    def origins(self) -> list[Origin]:
+        """Of each stack of the snapshot; the last is of no stack at all."""
+        return [*(origin(stack) for stack in self.snapshot.stacks), origin(None)]
+
+    @cached_property
+    def event_stack(self) -> Ints:
+        """Of each event; -1: none."""
+        return self.events["stack"].fill_null(-1).cast(pl.Int64).to_numpy()
+
+    @cached_property
+    def is_action(self) -> dict[str, Mask]:
+        """Aligned with ``events``, by action."""
+        actions = self.events["action"].cast(pl.String).to_numpy()
+        names = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free",
+                 "segment_map", "segment_unmap", "oom")  # fmt: skip
+        return {name: actions == name for name in names}
+
+    @cached_property
+    def lives(self) -> Lives:
+        """Every block that was allocated or freed in the history, or is there at its end.
+
+        A tensor lets go of its block at ``free_requested`` (at ``free_completed`` where the former
+        is not in the history): from then on no line of the program holds it.
+        """
+        is_ = self.is_action
+        ends = is_["free_requested"] if is_["free_requested"].any() else is_["free_completed"]
+        rows = np.flatnonzero(is_["alloc"] | ends)
+        address = self.events["address"].fill_null(-1).to_numpy()[rows]
+        order = np.argsort(address, kind="stable")
+        rows, address = rows[order], address[order]
+        starts = is_["alloc"][rows]
+        size = self.events["size"].fill_null(0).to_numpy()[rows]
+        same = address[1:] == address[:-1]
+        same_next = np.append(same, False)[: len(rows)]
+        same_before = np.append(False, same)[: len(rows)]
+        after = np.append(rows[1:], 0)[: len(rows)]
+        before_starts = np.append(False, starts[:-1])[: len(rows)]
+        ended = np.where(same_next, after, self.count)
+        orphan = ~starts & ~(same_before & before_starts)
+        state = self.blocks.filter(pl.col("state") == "allocated")
+        here = state["address"].to_numpy()
+        alive = starts & (ended == self.count)
+        if self.segments.height:  # the state is told: what is not in it has ended somewhere
+            gone = alive & ~np.isin(address, here)
+            self.unmatched = int(gone.sum())
+            ended = np.where(gone, rows, ended)
+            alive &= ~gone
+        older = ~np.isin(here, address[alive])
+        stacks = self.event_stack[rows]
+        return Lives(
+            address=np.concatenate([address[starts], address[orphan], here[older]]),
+            size=np.concatenate([size[starts], size[orphan], state["requested"].to_numpy()[older]]),
+            born=np.concatenate(
+                [rows[starts], np.full(int(orphan.sum()), -1), np.full(int(older.sum()), -1)]
+            ).astype(np.int64),
+            ended=np.concatenate(
+                [ended[starts], rows[orphan], np.full(int(older.sum()), self.count)]
+            ).astype(np.int64),
+            stack=np.concatenate(
+                [
+                    stacks[starts],
+                    np.full(int(orphan.sum()), -1),  # theirs says who freed it
+                    state["stack"].fill_null(-1).cast(pl.Int64).to_numpy()[older],
+                ]
+            ),
+        )
+
+    @cached_property
+    def allocated(self) -> Ints:
+        """Bytes in tensors before the first event and after each: one entry more than events."""
+        lives = self.lives
+        change = np.zeros(self.count + 1, dtype=np.int64)
+        change[0] = int(lives.size[lives.born < 0].sum())
+        born = lives.born >= 0
+        np.add.at(change, lives.born[born] + 1, lives.size[born])
+        ended = lives.ended < self.count
+        np.add.at(change, lives.ended[ended] + 1, -lives.size[ended])
+        return np.cumsum(change)
+
+    @cached_property
+    def reserved(self) -> Ints:
+        """Bytes in segments, aligned with ``allocated``: counted back from those in the end."""
+        is_ = self.is_action
+        size = self.events["size"].fill_null(0).to_numpy()
+        change = np.where(is_["segment_alloc"] | is_["segment_map"], size, 0)
+        change = change - np.where(is_["segment_free"] | is_["segment_unmap"], size, 0)
+        upto = np.concatenate([[0], np.cumsum(change)]).astype(np.int64)
+        whole = int(self.segments["total"].sum() or 0)
+        counted: Ints = upto + (whole - upto[-1])
+        return counted
+
+    @cached_property
+    def role(self) -> NDArray[np.int16]:
+        """Of each event's stack: place in ``memory_origin.ROLES``."""
+        from advisor.measure.memory.memory_origin import ROLES
+
+        codes = np.array([ROLES.index(each.role) for each in self.origins], dtype=np.int16)
+        return codes[self.event_stack]
+
+    @property
+    def began_before(self) -> bool:
+        """Blocks were there that the history does not tell the making of: it was switched on late,
+        or has lost its start (``max_entries``)."""
+        return bool((self.lives.born < 0).any())
+
+    @cached_property
+    def failed(self) -> int | None:
+        """The last event that says out of memory; ``None``: none."""
+        found = np.flatnonzero(self.is_action["oom"])
+        return int(found[-1]) if len(found) else None
+
+    @cached_property
+    def peak(self) -> int:
+        """The event after which most bytes were in tensors; -1: before the first."""
+        return int(np.argmax(self.allocated)) - 1
+
+    @cached_property
+    def steps(self) -> tuple[str, Ints]:
+        """What steps are told by, and the event at which each begins; fewer than two: not told.
+
+        By annotations ``ProfilerStep#``, where they were recorded; else by bursts of the
+        optimizer's allocations, the step after which begins the next; else by the first gradient
+        of each backward pass.
+        """
+        marks = self._annotated()
+        if len(marks) >= 2:
+            return "annotations", marks
+        from advisor.measure.memory.memory_origin import ROLES
+
+        optimizer = self.role == ROLES.index("optimizer")
+        codes = np.array([each.backward_begins for each in self.origins])
+        begins = np.flatnonzero(codes[self.event_stack] & self.is_action["alloc"])
+        forward = np.isin(self.role, [ROLES.index("forward"), ROLES.index("own")])
+        acts = np.flatnonzero((optimizer | forward) & self.is_action["alloc"])
+        ends = np.flatnonzero(optimizer[acts][:-1] & ~optimizer[acts][1:])
+        first = acts[ends + 1]
+        # an optimizer that allocates in its first steps only does not tell steps
+        if len(first) >= 2 and (len(begins) < 3 or first[-1] >= begins[-3]):
+            return "optimizer", first
+        if len(begins) >= 2:
+            return "backward passes", begins
+        return "", np.empty(0, dtype=np.int64)
+
+    def _annotated(self) -> Ints:
+        told = self.snapshot.annotations.filter(
+            pl.col("name").str.starts_with("ProfilerStep#")
+            & (pl.col("stage") == "START")
+            & ((pl.col("device") == self.device) | pl.col("device").is_null())
+        )
+        times = self.events["time_us"]
+        if told.is_empty() or times.is_null().any():
+            return np.empty(0, dtype=np.int64)
+        at = np.searchsorted(times.to_numpy(), np.sort(told["time_us"].unique().to_numpy()))
+        return np.unique(at[at < self.count]).astype(np.int64)

@@ -1,0 +1,187 @@
+"""What an allocation was for, and whose line asked for it: told by its stack alone."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from advisor.core.snapshot import SnapshotFrame, Stack
+from advisor.measure.host.stacks import frame_rank
+
+ROLES = (
+    "parameter",
+    "optimizer",
+    "gradient",
+    "forward",
+    "recomputed",
+    "backward",
+    "input",
+    "communication",
+    "workspace",
+    "own",  # the user's own line, outside any module
+    "nothing",  # no frame at all
+)
+
+_CPP = re.compile(r"\.(?:so(?:\.\d+)*|cpp|cc|cu|h|cuh|hpp|c)$|^\?\?|^$|^/?csrc/")
+MODULE = re.compile(r"(?:^|/)torch/nn/modules/module\.py$")
+CALLS = {"_call_impl", "_wrapped_call_impl", "_slow_forward"}
+_MOVE = {
+    "_apply", "to", "cuda", "half", "bfloat16", "float", "double", "convert", "to_empty",
+    "_load_from_state_dict", "load_state_dict", "load",
+}  # fmt: skip
+_PARAMETER = re.compile(
+    r"(?:^|/)torch/nn/(?:parameter|init)\.py$|/_?(?:flat_param|fsdp_param(?:_group)?)\.py$"
+)
+_BUILT = {"__init__", "reset_parameters", "_reset_parameters", "_init_weights", "init_weights"}
+_LOADED = re.compile(r"(?:^|/)transformers/(?:modeling_utils|core_model_loading)\.py$")
+_LAYER = re.compile(r"(?:^|/)torch/nn/modules/\w+\.py$")
+_FUNCTIONAL = re.compile(r"(?:^|/)torch/nn/functional\.py$")
+_OPTIMIZER = re.compile(r"(?:^|/)torch/optim/\w+\.py$|optim", re.IGNORECASE)
+_OPTIMIZER_NAMES = re.compile(
+    r"^(?:step|_?init_group|_?init_state|_?update\w*|_single_tensor_\w+|_multi_tensor_\w+"
+    r"|_fused_\w+|optimizer_update|adam\w*|sgd\w*)$"
+)
+_SCHEDULE = re.compile(r"(?:^|/)torch/optim/(?:lr_scheduler|swa_utils)\.py$")
+_WRAPPER = re.compile(r"(?:^|/)torch/optim/optimizer\.py$")
+_STATE = re.compile(r"^(?:_?init_group|_?init_state|__setstate__|load_state_dict)$")
+_CHECKPOINT = re.compile(r"(?:^|/)torch/utils/checkpoint\.py$")
+_RECOMPUTE = {"recompute_fn", "unpack_hook", "backward", "inner_unpack_hook"}
+_BACKWARD_FILE = re.compile(
+    r"(?:^|/)torch/(?:autograd/(?:__init__|graph|function)|_tensor)\.py$"
+    r"|/_functorch/_aot_autograd/runtime_wrappers\.py$"
+)
+_BACKWARD_NAMES = {"backward", "_engine_run_backward", "_make_grads", "apply"}
+_BACKWARD_CPP = re.compile(r"autograd::Engine|Backward\w*::apply|autograd::PyNode|AccumulateGrad")
+_ACCUMULATE = re.compile(r"AccumulateGrad")
+_WORKSPACE = re.compile(r"[Ww]orkspace|cublas(?:Lt)?\w*Handle|cudnn\w*(?:Handle|Workspace)")
+_COMMUNICATION = re.compile(r"(?:^|/)torch/(?:distributed/|nn/parallel/)")
+_COMMUNICATION_CPP = re.compile(r"c10d::|ProcessGroup")
+_INPUT = re.compile(r"(?:^|/)torch/utils/data/|(?:^|/)nvidia/dali/")
+_INPUT_NAMES = re.compile(
+    r"^(?:_?prepare_inputs?|_?send_to_device|move_(?:data_)?to_device|move_data_to_device"
+    r"|(?:transfer_)?batch_to_device|batch_to|data_to_device|recursive_to|_?to_device|to_cuda"
+    r"|_?prefetch\w*|_?preload)$"
+)
+_LOSS = re.compile(r"cross_entropy|log_softmax|nll_loss|CrossEntropy|lm_loss|loss_function")
+_LOSS_FILE = re.compile(r"(?:^|/)torch/nn/modules/loss\.py$|/loss/loss_utils\.py$")
+
+
+class Origin(NamedTuple):
+    """What a stack says."""
+
+    role: str
+    """One of ROLES."""
+    file: str | None
+    """Of the innermost frame of the user's own code (of an installed library's, where there is
+    none of theirs); ``None``: no such frame."""
+    line: int | None
+    function: str | None
+    state: bool = False
+    """``optimizer``: where its state is made."""
+    loss: bool = False
+    """Inside a loss over classes."""
+    backward_begins: bool = False
+    """The first gradient of a backward pass, which ``backward()`` makes itself."""
+
+
+def origin(stack: Stack | None) -> Origin:
+    """What an allocation with this stack (innermost frame first) was for.
+
+    From the innermost frame outwards the first that tells decides: a file and function of PyTorch
+    (or a well-known library) that makes parameters, optimizer state, inputs, buffers of
+    communication; the autograd engine; a module's call. Inside a recomputation of
+    ``torch.utils.checkpoint`` a module's call is a recomputed one.
+    """
+    if not stack:
+        return Origin("nothing", None, None, None)
+    own = _own(stack)
+    role, state = _role(stack, own)
+    return Origin(
+        role,
+        None if own is None else own.file,
+        None if own is None else own.line,
+        None if own is None else own.name,
+        state=state,
+        loss=any(
+            _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and whose(f) < 2) for f in stack
+        ),
+        backward_begins=any(
+            f.name == "_make_grads" and _BACKWARD_FILE.search(f.file) for f in stack[:8]
+        ),
+    )
+
+
+def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
+    found = ""
+    for frame in stack:
+        file, name = frame.file.replace("\\", "/"), frame.name
+        if (_CPP.search(file) and frame.line == 0) or "::" in name:
+            if _WORKSPACE.search(name):
+                return "workspace", False
+            if _ACCUMULATE.search(name):
+                return "gradient", False
+            if _COMMUNICATION_CPP.search(name) and not found:
+                return "communication", False
+            if _BACKWARD_CPP.search(name):
+                return ("recomputed", False) if found == "recomputed" else ("backward", False)
+            continue
+        if _CHECKPOINT.search(file) and name in _RECOMPUTE:
+            return "recomputed", False
+        if found:
+            if _is_backward(file, name):
+                return "backward", False
+            continue
+        if (kind := _telling(file, name)) is not None:
+            return kind, any(_STATE.search(f.name) for f in stack)
+        if _is_backward(file, name):
+            return "backward", False
+        if (MODULE.search(file) and name in CALLS) or _FUNCTIONAL.search(file):
+            found = "forward"
+        elif frame is own and name in _BUILT:
+            found = "parameter"
+    return found or "own", False
+
+
+def _telling(file: str, name: str) -> str | None:
+    """The role of a frame that settles it."""
+    if MODULE.search(file):
+        return "parameter" if name in _MOVE else None
+    if _PARAMETER.search(file) or (_LAYER.search(file) and name in _BUILT):
+        return "parameter"
+    if _LOADED.search(file):
+        return "parameter" if "load" in name or name == "from_pretrained" else None
+    if (
+        _OPTIMIZER.search(file)
+        and not _SCHEDULE.search(file)
+        and not _WRAPPER.search(file)
+        and (_OPTIMIZER_NAMES.search(name) or _STATE.search(name))
+    ):
+        return "optimizer"
+    if _INPUT.search(file) or _INPUT_NAMES.search(name):
+        return "input"
+    if _COMMUNICATION.search(file) and name != "forward":
+        return "communication"
+    return None
+
+
+def _is_backward(file: str, name: str) -> bool:
+    return name in _BACKWARD_NAMES and bool(_BACKWARD_FILE.search(file))
+
+
+def _own(stack: Stack) -> SnapshotFrame | None:
+    """The innermost frame of the user's code, else of an installed library's."""
+    library = None
+    for frame in stack:
+        rank = whose(frame)
+        if rank == 2:
+            return frame
+        if rank == 1 and library is None:
+            library = frame
+    return library
+
+
+def whose(frame: SnapshotFrame) -> int:
+    """Whose code it is, as ``stacks.frame_rank``; of C++ code nobody's."""
+    if _CPP.search(frame.file) or frame.line <= 0:
+        return 0
+    return frame_rank(f"{frame.file}({min(frame.line, 999_999_999)}): {frame.name}")

@@ -1,0 +1,391 @@
+"""What held a device's memory at one moment, by category and line; what grew; what comes and goes.
+
+Everything is read off a snapshot (``memory_history.py``); bytes are those that were asked for,
+which the allocator rounds up.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.snapshot import MemorySnapshot
+from advisor.measure.memory.memory_history import History, Ints, Mask
+from advisor.measure.memory.memory_origin import ROLES, Origin
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "inputs",
+    "outside modules",
+    "earlier steps",
+    "backward temporaries",
+    "optimizer temporaries",
+    "communication",
+    "workspace",
+    "not told",
+)
+"""``outside modules``: allocated on the user's own lines, in no module's call (inputs that are
+copied there are among them). ``earlier steps``: made by a forward pass of a step before, and held
+still. ``not told``: there before the history began, or without a stack."""
+CUBLAS_WORKSPACES = (8_519_680, 33_554_432 + 131_072)
+"""Bytes of cuBLAS's default workspace (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``): told without a
+stack."""
+HELD_SCHEMA: dict[str, Any] = {
+    "category": pl.String,
+    "file": pl.String,
+    "line": pl.Int64,
+    "function": pl.String,
+    "label": pl.String,
+    "blocks": pl.Int64,
+    "bytes": pl.Int64,
+    "oldest": pl.Int64,  # event that made the oldest; -1: before the history
+}
+CHURN_SCHEMA: dict[str, Any] = {
+    "file": pl.String,
+    "line": pl.Int64,
+    "function": pl.String,
+    "size": pl.Int64,  # the size asked for most often there
+    "times": pl.Float64,  # a step
+    "bytes": pl.Float64,  # a step
+}
+GROWTH_SCHEMA: dict[str, Any] = {
+    "category": pl.String,
+    "file": pl.String,
+    "line": pl.Int64,
+    "function": pl.String,
+    "steps": pl.Int64,  # of whose allocations something is held still
+    "of": pl.Int64,  # steps that were looked at
+    "bytes": pl.Int64,  # held of them
+    "step_bytes": pl.Float64,  # median of a step
+}
+LEAST_STEPS = 6
+"""Whole steps from which on growth can be told from what any step holds."""
+LEAST_SHARE = 0.8
+"""Of the steps, in which a line must have left something behind."""
+
+
+class PostMortem:
+    """One device of a snapshot, measured at the moment that matters: when memory ran out, else at
+    the peak."""
+
+    def __init__(self, snapshot: MemorySnapshot, device: int) -> None:
+        self.snapshot = snapshot
+        self.device = device
+        self.history = History(snapshot, device)
+
+    # -- the moment -----------------------------------------------------------------------------
+
+    @cached_property
+    def moment(self) -> int:
+        """The event after which is looked; -1 before the first, or without a history."""
+        failed = self.history.failed
+        return self.history.peak if failed is None else failed
+
+    @cached_property
+    def allocated(self) -> int:
+        """Bytes in tensors then."""
+        return int(self.history.allocated[self.moment + 1])
+
+    @cached_property
+    def reserved(self) -> int:
+        """Bytes in segments then."""
+        return int(self.history.reserved[self.moment + 1])
+
+    @cached_property
+    def request(self) -> int | None:
+        """Bytes of the request that failed; ``None``: none did."""
+        return self._of_failure("size")
+
+    @cached_property
+    def device_free(self) -> int | None:
+        """Bytes that the driver still had then; ``None``: not told."""
+        return self._of_failure("device_free")
+
+    @cached_property
+    def failed_at(self) -> Origin | None:
+        """Where the request that failed was made."""
+        failed = self.history.failed
+        if failed is None:
+            return None
+        return self.history.origins[int(self.history.event_stack[failed])]
+
+    def _of_failure(self, column: str) -> int | None:
+        failed = self.history.failed
+        value = None if failed is None else self.history.events[column][failed]
+        return None if value is None else int(value)
+
+    # -- categories -----------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> NDArray[np.int8]:
+        """Of each life: place in CATEGORIES, as of the moment."""
+        h, lives = self.history, self.history.lives
+        role = np.array([ROLES.index(o.role) for o in h.origins], dtype=np.int16)[lives.stack]
+        state = np.array([o.state for o in h.origins])[lives.stack]
+        known = lives.born >= 0
+        tells = bool(len(self.snapshot.stacks))
+
+        def is_(name: str) -> Mask:
+            found: Mask = role == ROLES.index(name)
+            return found
+
+        forward = self._happens("forward") | self._happens("recomputed")
+        past_forward = self._crosses(forward)
+        parameter = is_("parameter")
+        sizes = np.unique(lives.size[parameter])
+        engine = is_("backward") | (is_("nothing") & known & tells)
+        stays = (
+            past_forward
+            | self._crosses(self._happens("optimizer"))
+            | (np.isin(lives.size, sizes) & (lives.ended > self.moment))
+        )
+        kind = np.full(len(lives), CATEGORIES.index("not told"), dtype=np.int8)
+
+        def put(rows: Mask, name: str) -> None:
+            kind[rows] = CATEGORIES.index(name)
+
+        put(parameter, "parameters")
+        put(is_("gradient") | (engine & stays), "gradients")
+        put(engine & ~stays, "backward temporaries")
+        keeps = state | past_forward | ~known
+        put(is_("optimizer") & keeps, "optimizer state")
+        put(is_("optimizer") & ~keeps, "optimizer temporaries")
+        put(is_("forward") | is_("recomputed"), "activations")
+        put(is_("input"), "inputs")
+        put(is_("own"), "outside modules")
+        put(is_("communication"), "communication")
+        put(
+            is_("workspace") | (is_("nothing") & np.isin(lives.size, CUBLAS_WORKSPACES)),
+            "workspace",
+        )
+        put(self.of_earlier_steps & (is_("forward") | is_("recomputed")), "earlier steps")
+        return kind
+
+    @cached_property
+    def of_earlier_steps(self) -> Mask:
+        """Of each life: made in the history, and held beyond the end of its step. Steps that are
+        told by backward passes may be parts of one, and do not count."""
+        source, marks = self.history.steps
+        lives = self.history.lives
+        if not source or source == "backward passes":
+            return np.zeros(len(lives), dtype=np.bool_)
+        until = np.minimum(lives.ended, self.history.count)
+        steps = np.searchsorted(marks, [lives.born, until], side="right")
+        old: Mask = (lives.born >= 0) & (steps[1] > steps[0])
+        return old
+
+    def _happens(self, role: str) -> Mask:
+        found: Mask = (self.history.role == ROLES.index(role)) & self.history.is_action["alloc"]
+        return found
+
+    def _crosses(self, happens: Mask) -> Mask:
+        """Lives during which something happens, their own beginning aside; up to the moment."""
+        lives = self.history.lives
+        upto = np.concatenate([[0], np.cumsum(happens)])
+        begin = np.minimum(lives.born + 1, self.history.count)
+        end = np.clip(np.minimum(lives.ended, self.moment + 1), 0, self.history.count)
+        crossed: Mask = upto[np.maximum(begin, end)] - upto[begin] > 0
+        return crossed
+
+    @cached_property
+    def held_rows(self) -> Ints:
+        """Lives held at the moment."""
+        return np.flatnonzero(self.history.lives.at(self.moment))
+
+    @cached_property
+    def by_category(self) -> dict[str, int]:
+        """Bytes held at the moment, largest first; they add up to ``allocated``."""
+        lives, rows = self.history.lives, self.held_rows
+        sums = np.bincount(self.kinds[rows], weights=lives.size[rows], minlength=len(CATEGORIES))
+        found = {name: int(sums[n]) for n, name in enumerate(CATEGORIES) if sums[n] > 0}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def held(self) -> pl.DataFrame:
+        """The same by category and line (HELD_SCHEMA), largest first."""
+        lives, rows = self.history.lives, self.held_rows
+        return (
+            self._placed(rows)
+            .with_columns(size=pl.Series(lives.size[rows]), born=pl.Series(lives.born[rows]))
+            .group_by("category", "file", "line", "function", "label")
+            .agg(
+                pl.len().cast(pl.Int64).alias("blocks"),
+                pl.col("size").sum().alias("bytes"),
+                pl.col("born").min().alias("oldest"),
+            )
+            .sort(["bytes", "category", "file", "line"], descending=[True, False, False, False])
+            .select(*HELD_SCHEMA)
+            .cast(pl.Schema(HELD_SCHEMA))
+        )
+
+    def _placed(self, rows: Ints) -> pl.DataFrame:
+        """Category, line and label of lives."""
+        h, lives = self.history, self.history.lives
+        origins = [h.origins[stack] for stack in lives.stack[rows].tolist()]
+        return pl.DataFrame(
+            {
+                "category": [CATEGORIES[n] for n in self.kinds[rows]],
+                "file": [o.file for o in origins],
+                "line": [o.line for o in origins],
+                "function": [o.function for o in origins],
+                "label": self._labels(rows),
+            },
+            schema={
+                "category": pl.String,
+                "file": pl.String,
+                "line": pl.Int64,
+                "function": pl.String,
+                "label": pl.String,
+            },
+        )
+
+    def _labels(self, rows: Ints) -> list[str | None]:
+        """The user's metadata of lives."""
+        h = self.history
+        born = h.lives.born[rows]
+        told = h.events["label"]
+        if told.null_count() == told.len():
+            return [None] * len(rows)
+        at = pl.Series(np.maximum(born, 0))
+        found = told.gather(at).to_list()
+        return [label if b >= 0 else None for label, b in zip(found, born.tolist(), strict=True)]
+
+    # -- over the steps -------------------------------------------------------------------------
+
+    @cached_property
+    def whole_steps(self) -> Ints:
+        """Events at which steps begin, and the last one ends."""
+        return self.history.steps[1]
+
+    @cached_property
+    def step_source(self) -> str:
+        """What steps are told by; empty: they are not."""
+        return self.history.steps[0]
+
+    @cached_property
+    def churn_bytes(self) -> float | None:
+        """Bytes that are allocated a step (median of whole steps); ``None``: no steps."""
+        marks = self.whole_steps
+        if len(marks) < 3:
+            return None
+        return float(np.median([self._allocated_in(a, b) for a, b in _pairs(marks)[1:]]))
+
+    def _allocated_in(self, begin: int, end: int) -> int:
+        h = self.history
+        size = h.events["size"].fill_null(0).to_numpy()
+        return int(size[begin:end][h.is_action["alloc"][begin:end]].sum())
+
+    @cached_property
+    def churn(self) -> pl.DataFrame:
+        """By line, what is allocated and freed again within whole steps (CHURN_SCHEMA), most bytes
+        first. Empty: no steps."""
+        marks = self.whole_steps
+        if len(marks) < 3:
+            return pl.DataFrame(schema=CHURN_SCHEMA)
+        lives = self.history.lives
+        begin, end = int(marks[1]), int(marks[-1])
+        step_of = np.searchsorted(marks, lives.born, side="right")
+        inside = (lives.born >= begin) & (lives.born < end)
+        inside &= np.searchsorted(marks, lives.ended, side="right") == step_of
+        rows = np.flatnonzero(inside)
+        steps = max(1, len(marks) - 2)
+        return (
+            self._placed(rows)
+            .with_columns(size=pl.Series(lives.size[rows]))
+            .group_by("file", "line", "function")
+            .agg(
+                pl.col("size").mode().max().alias("size_"),
+                (pl.len() / steps).alias("times"),
+                (pl.col("size").sum() / steps).alias("bytes"),
+            )
+            .rename({"size_": "size"})
+            .sort(["bytes", "file", "line"], descending=[True, False, False])
+            .select(*CHURN_SCHEMA)
+            .cast(pl.Schema(CHURN_SCHEMA))
+        )
+
+    @cached_property
+    def growth(self) -> pl.DataFrame:
+        """Lines of which something is left behind by nearly every step, and held to the end
+        (GROWTH_SCHEMA), most bytes a step first. Empty: none, or fewer than LEAST_STEPS steps."""
+        marks = self.whole_steps
+        lives = self.history.lives
+        blank = pl.DataFrame(schema=GROWTH_SCHEMA)
+        if len(marks) < LEAST_STEPS + 2:
+            return blank
+        # the first step makes what stays, the last two hold what any step holds
+        looked = len(marks) - 3
+        step_of = np.searchsorted(marks, lives.born, side="right") - 1
+        left = (lives.ended == self.history.count) & (step_of >= 1) & (step_of <= looked)
+        rows = np.flatnonzero(left)
+        if not len(rows):
+            return blank
+        return (
+            self._placed(rows)
+            .with_columns(size=pl.Series(lives.size[rows]), step=pl.Series(step_of[rows]))
+            .group_by("file", "line", "function", "step")
+            .agg(pl.col("size").sum(), pl.col("category").mode().sort().first())
+            .group_by("file", "line", "function")
+            .agg(
+                pl.col("category").mode().sort().first(),
+                pl.len().cast(pl.Int64).alias("steps"),
+                pl.lit(looked, pl.Int64).alias("of"),
+                pl.col("size").sum().alias("bytes"),
+                pl.col("size").median().alias("step_bytes"),
+            )
+            .filter(pl.col("steps") >= LEAST_SHARE * looked)
+            .sort(["step_bytes", "file", "line"], descending=[True, False, False])
+            .select(*GROWTH_SCHEMA)
+            .cast(pl.Schema(GROWTH_SCHEMA))
+        )
+
+    # -- over time ------------------------------------------------------------------------------
+
+    def timeline(self, points: int = 600) -> pl.DataFrame:
+        """Bytes in tensors by category at up to ``points`` events, the moment among them:
+        ``event``, ``time_us`` (since the first; null: not told), ``reserved`` and one column a
+        category that is not empty."""
+        h, lives = self.history, self.history.lives
+        count = h.count
+        at = np.unique(
+            np.concatenate(
+                [
+                    np.linspace(-1, count - 1, min(points, count + 1)).astype(np.int64),
+                    [self.moment, h.peak],
+                ]
+            )
+        )
+        columns: dict[str, Any] = {"event": at}
+        times = h.events["time_us"]
+        if count and not times.is_null().any():
+            columns["time_us"] = (times.to_numpy() - int(times[0]))[np.maximum(at, 0)]
+        else:
+            columns["time_us"] = pl.Series([None] * len(at), dtype=pl.Int64)
+        columns["reserved"] = h.reserved[at + 1]
+        for number, name in enumerate(CATEGORIES):
+            mine = self.kinds == number
+            if not mine.any():
+                continue
+            change = np.zeros(count + 2, dtype=np.int64)
+            np.add.at(change, lives.born[mine] + 1, lives.size[mine])
+            np.add.at(change, np.minimum(lives.ended[mine], count) + 1, -lives.size[mine])
+            columns[name] = np.cumsum(change)[at + 1]
+        return pl.DataFrame(columns)
+
+
+def _pairs(marks: Ints) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for a, b in pairwise(marks.tolist())]
+
+
+def post_mortems(snapshot: MemorySnapshot) -> list[PostMortem]:
+    """One a device, the one with most in segments first."""
+    made = [PostMortem(snapshot, device) for device in snapshot.devices]
+    return sorted(made, key=lambda each: (-each.reserved, each.device))

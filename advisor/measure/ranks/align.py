@@ -1,0 +1,296 @@
+"""One clock for a thousand ranks, from the ends of the collectives that they leave together.
+
+Time and memory grow with the number of collectives, not with pairs of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.measure.ranks.clocks import END_TOLERANCE_NS, MAX_CLOCK_DIFFERENCE_NS, MIN_MATCHES
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+MIN_FOR_DRIFT = 12
+"""Collectives of a group from which the drift of its clocks is told from scatter."""
+MAX_DRIFT = 5e-4
+"""Ten times what a quartz clock may drift: what looks like more is no drift."""
+ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """What brings each rank's clock to the common one: ``t + shift + drift * t``."""
+
+    shift: Floats
+    """By rank, ns; NaN: not aligned."""
+    drift: Floats
+    error_ns: float | None
+    """Median distance of an end from the middle of the others' ends, of the worst hundredth of the
+    ranks, ns; ``None``: not aligned."""
+    reason: str
+    matched: int
+    """Collectives of two or more aligned ranks."""
+    broken: Bools
+    """By row: it cannot be one collective."""
+
+
+def medians(values: Floats, first: Ints) -> Floats:
+    """Median of each stretch between neighbours of ``first`` (none is empty)."""
+    size = np.diff(first)
+    found = np.empty(len(size))
+    for count in np.unique(size).tolist():  # few distinct sizes: groups are of few sizes
+        rows = np.flatnonzero(size == count)
+        found[rows] = np.median(values[first[rows][:, None] + np.arange(count)], axis=1)
+    return found
+
+
+def align_cells(
+    rank: Ints,
+    first: Ints,
+    start: Floats,
+    end: Floats,
+    usable: Bools,
+    ranks: int,
+    *,
+    unix: bool,
+    pairs: Bools | None = None,
+) -> Clocks:
+    """Offsets and drifts of ``ranks`` clocks.
+
+    ``rank``, ``start``, ``end``: by cell, sorted by row; ``first``: first cell of each row and the
+    number of cells; ``usable``: rows that nobody leaves before all have entered; ``pairs``: rows
+    of a send and its receive, which end together too, about: they join what nothing else does (the
+    stages of a pipeline).
+    """
+    seen = np.diff(first)
+    broken = np.zeros(len(seen), dtype=np.bool_)
+    nothing = np.full(ranks, np.nan)
+    if ranks < 2:
+        return Clocks(nothing, np.zeros(ranks), None, "only one rank is here", 0, broken)
+    use = usable & (seen > 1)
+    sends = _Part(rank, first, pairs & (seen == 2)) if pairs is not None else None
+    if sends is not None and not len(sends.rows):
+        sends = None
+    if not use.any() and sends is None:
+        reason = "the ranks have no collectives that can be matched"
+        return Clocks(nothing, np.zeros(ranks), None, reason, 0, broken)
+    total = int(use.sum())
+    shift, drift, spread = nothing, np.zeros(ranks), nothing
+    for _ in range(ROUNDS):  # each drops collectives that cannot be one; most need one round
+        part = _Part(rank, first, use)
+        shift, drift, spread = part.settle(end, ranks, sends)
+        if not np.isfinite(spread).any() or not len(part.rows):
+            break
+        move = shift[part.rank] + drift[part.rank] * end[part.cells]
+        ends = end[part.cells] + move
+        starts = start[part.cells] + shift[part.rank] + drift[part.rank] * start[part.cells]
+        # ranks with too few are no measure of what is possible
+        out = ~np.isfinite(ends)
+        last_in = np.maximum.reduceat(np.where(out, -np.inf, starts), part.at[:-1])
+        first_out = np.minimum.reduceat(np.where(out, np.inf, ends), part.at[:-1])
+        tolerance = min(2 * _worst(spread), END_TOLERANCE_NS)
+        impossible = last_in > first_out + tolerance
+        if not impossible.any():
+            break
+        broken[part.rows[impossible]] = True
+        use &= ~broken
+        if not use.any() and sends is None:
+            break
+    left = int(use.sum())
+    if int(broken.sum()) > left:
+        reason = (
+            f"of {total} collectives that look the same on several ranks, {int(broken.sum())} "
+            "cannot be: one rank leaves before another enters"
+        )
+        return Clocks(nothing, np.zeros(ranks), None, reason, 0, broken)
+    if not np.isfinite(shift).any():
+        reason = f"no two ranks share more than {MIN_MATCHES - 1} collectives that can be matched"
+        return Clocks(nothing, np.zeros(ranks), None, reason, 0, broken)
+    apart = float(np.nanmax(shift) - np.nanmin(shift))
+    if unix and apart > MAX_CLOCK_DIFFERENCE_NS:
+        reason = f"the traces were recorded {apart / 1e9:.0f} s apart: not one run"
+        return Clocks(nothing, np.zeros(ranks), None, reason, 0, broken)
+    return Clocks(shift, drift, _worst(spread), "", left, broken)
+
+
+def _worst(spread: Floats) -> float:
+    """Of the worst rank; of a hundred and more the worst in a hundred, so that one that is damaged
+    does not hide what the others tell."""
+    known = np.sort(spread[np.isfinite(spread)])
+    if not len(known):
+        return float("inf")
+    return float(known[max(0, int(np.ceil(0.99 * len(known))) - 1)])
+
+
+class _Part:
+    """The cells of some of the rows."""
+
+    def __init__(self, rank: Ints, first: Ints, use: Bools) -> None:
+        self.rows = np.flatnonzero(use)
+        size = np.diff(first)[self.rows]
+        self.at = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
+        which = np.repeat(np.arange(len(self.rows)), size)
+        self.which = which
+        self.cells = first[self.rows][which] + np.arange(len(which)) - self.at[:-1][which]
+        self.rank = rank[self.cells]
+        order = np.argsort(self.rank, kind="stable")
+        self.by_rank = order
+        self.bounds = np.searchsorted(self.rank[order], np.arange(int(rank.max(initial=-1)) + 2))
+
+    def settle(self, end: Floats, ranks: int, sends: _Part | None) -> tuple[Floats, Floats, Floats]:
+        """Shift, drift and spread by rank; NaN: not placed."""
+        ends = end[self.cells]
+        counts = np.bincount(self.rank, minlength=ranks)
+        shift, drift = self._place(ends, ranks, sends, end)
+        if sends is not None:
+            counts = counts + np.bincount(sends.rank, minlength=ranks)
+        shift[counts < MIN_MATCHES] = np.nan
+        placed = np.isfinite(shift)
+        if not placed.any():
+            return shift, drift, np.full(ranks, np.nan)
+        for _ in range(2):
+            residual = self._residual(ends, shift, drift)
+            for each in np.flatnonzero(placed).tolist():
+                if len(cells := self._of(each)):
+                    shift[each] += float(np.median(residual[cells]))
+        residual = self._residual(ends, shift, drift)
+        spread = np.full(ranks, np.nan)
+        # distance from the others' middle: from the middle of all, times k / (k - 1)
+        count = np.diff(self.at)[self.which]
+        far = np.abs(residual) * count / (count - 1)
+        for each in np.flatnonzero(placed).tolist():
+            if len(cells := self._of(each)):
+                spread[each] = np.median(far[cells])
+        if sends is not None:  # of ranks that only send and receive: half of what pairs miss
+            apart = np.abs(sends._residual(end[sends.cells], shift, drift))
+            for each in np.flatnonzero(placed & ~np.isfinite(spread)).tolist():
+                if len(cells := sends._of(each)):
+                    spread[each] = np.median(apart[cells])
+        reference = int(np.argmax(np.where(placed, counts, -1)))
+        return shift - shift[reference], drift - drift[reference], spread
+
+    def _of(self, rank: int) -> Ints:
+        if rank + 1 >= len(self.bounds):
+            return self.by_rank[:0]
+        found: Ints = self.by_rank[self.bounds[rank] : self.bounds[rank + 1]]
+        return found
+
+    def _residual(self, ends: Floats, shift: Floats, drift: Floats) -> Floats:
+        """How much earlier each end is than the middle of its row."""
+        moved = ends + shift[self.rank] + drift[self.rank] * ends
+        there = np.isfinite(moved)
+        if there.all():
+            return np.asarray(medians(moved, self.at)[self.which] - moved)
+        middle = np.full(len(self.rows), np.nan)
+        kept = np.flatnonzero(there)
+        rows, begin = np.unique(self.which[kept], return_index=True)
+        middle[rows] = medians(moved[kept], np.append(begin, len(kept)))
+        return np.asarray(middle[self.which] - moved)
+
+    def _place(
+        self, ends: Floats, ranks: int, sends: _Part | None, end: Floats
+    ) -> tuple[Floats, Floats]:
+        """Offsets and drifts: of the members of each group among themselves, then group by group,
+        each brought to those that it shares ranks with; what is not connected by that is then
+        joined by sends."""
+        shift, drift = np.full(ranks, np.nan), np.zeros(ranks)
+        groups = self._groups(ranks) if len(self.rows) else []
+        inside = [(members, *_within(ends[cells])) for members, cells in groups]
+        of_rank: dict[int, list[int]] = {}
+        for number, (members, _, _) in enumerate(inside):
+            for rank in members.tolist():
+                of_rank.setdefault(rank, []).append(number)
+        weight = [len(cells) * len(members) for members, cells in groups]
+        island = np.full(ranks, -1, dtype=np.int64)
+        left = set(range(len(groups)))
+        islands = 0
+        while left:  # an island of connected groups a round
+            reached = [max(left, key=lambda number: (weight[number], -number))]
+            shift[inside[reached[0]][0][0]] = 0.0
+            left -= set(reached)
+            for number in reached:  # grows: groups in the order in which they are reached
+                members, offset, lean = inside[number]
+                known = np.isfinite(shift[members])
+                level = float(np.median(shift[members][known] + offset[known]))
+                turn = float(np.median(drift[members][known] + lean[known]))
+                fresh = members[~known]
+                shift[fresh], drift[fresh] = level - offset[~known], turn - lean[~known]
+                island[members] = islands
+                around = {other for rank in members.tolist() for other in of_rank[rank]} & left
+                reached += sorted(around, key=lambda other: (-weight[other], other))
+                left -= around
+            islands += 1
+        if sends is not None:
+            alone = np.setdiff1d(np.unique(sends.rank), np.flatnonzero(island >= 0))
+            island[alone] = islands + np.arange(len(alone))
+            shift[alone] = 0.0
+            sends.bridge(end[sends.cells], island, shift, drift)
+        largest = np.argmax(np.bincount(island[island >= 0])) if (island >= 0).any() else -1
+        shift[island != largest] = np.nan
+        return shift, drift
+
+    def bridge(self, ends: Floats, island: Ints, shift: Floats, drift: Floats) -> None:
+        """Move islands of ranks to each other, by the ends of the pairs between them."""
+        moved = ends + shift[self.rank] + drift[self.rank] * ends
+        one, two = self.at[:-1], self.at[:-1] + 1  # the cells of each pair
+        here, there = self.rank[one], self.rank[two]
+        for _ in range(len(np.unique(island[self.rank]))):  # each joins two islands
+            a, b = island[here], island[there]
+            across = np.flatnonzero(a != b)
+            if not len(across):
+                return
+            low, high = np.minimum(a, b)[across], np.maximum(a, b)[across]
+            names, which, counts = np.unique(
+                low * (int(island.max()) + 1) + high, return_inverse=True, return_counts=True
+            )
+            most = int(np.argmax(counts))
+            rows = across[which == most]
+            keep, move = divmod(int(names[most]), int(island.max()) + 1)
+            kept_first = a[rows] == keep
+            kept = np.where(kept_first, moved[one[rows]], moved[two[rows]])
+            other = np.where(kept_first, moved[two[rows]], moved[one[rows]])
+            offset, lean = _within(np.column_stack([kept, other]))
+            turn, level = float(lean[0] - lean[1]), float(offset[0] - offset[1])
+            members = np.flatnonzero(island == move)
+            shift[members] += level
+            drift[members] += turn
+            cells = np.isin(self.rank, members)
+            moved[cells] += level + turn * ends[cells]
+            island[members] = keep
+
+    def _groups(self, ranks: int) -> list[tuple[Ints, Ints]]:
+        """Rows with the same members: (members, cells as rows x members)."""
+        # a row's members as one number: ranks hashed and summed
+        seed = np.random.default_rng(7).integers(1, 1 << 62, size=ranks, dtype=np.int64)
+        mark = np.add.reduceat(seed[self.rank], self.at[:-1])
+        size = np.diff(self.at)
+        order = np.lexsort((size, mark))
+        changed = (mark[order][1:] != mark[order][:-1]) | (size[order][1:] != size[order][:-1])
+        found = []
+        for rows in np.split(order, np.flatnonzero(changed) + 1):
+            cells = self.at[rows][:, None] + np.arange(size[rows[0]])
+            found.append((self.rank[cells[0]], cells))
+        return found
+
+
+def _within(ends: Floats) -> tuple[Floats, Floats]:
+    """Offset and drift of each member (column) from the mean of the members, at time 0; each row
+    is a collective, in order of time or not. Drift is 0 where there are too few to tell."""
+    middle = ends.mean(axis=1)
+    apart = ends - middle[:, None]
+    lean = np.zeros(ends.shape[1])
+    if len(ends) >= MIN_FOR_DRIFT:
+        order = np.argsort(middle, kind="stable")
+        third = len(ends) // 3
+        early, late = order[:third], order[-third:]
+        length = float(np.median(middle[late]) - np.median(middle[early]))
+        if length > 0:
+            lean = (np.median(apart[late], axis=0) - np.median(apart[early], axis=0)) / length
+            lean[np.abs(lean) > MAX_DRIFT] = 0.0
+    return np.median(apart - lean * middle[:, None], axis=0), lean

@@ -1,0 +1,290 @@
+"""Ranks on one clock: how far their clocks are apart, told by the ends of collectives."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.measure.comm.comms import describe
+from advisor.measure.comm.host_comms import describe_on_host, has_host_collectives
+from advisor.measure.host.names import map_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from advisor.measure import Analysis
+
+SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""No rank can leave one of these before every rank of its group has entered it. (A rank can leave
+a broadcast, a reduce or a send before the others have come.)"""
+
+MAX_CLOCK_DIFFERENCE_NS = 60 * 10**9
+"""Hosts of one job keep Unix time to well under a second (NTP); traces whose collectives fall
+together only when their clocks are moved by minutes are of different runs of one script."""
+
+END_TOLERANCE_NS = 1_000_000.0
+"""Ends of one collective on two ranks differ by less: up to 0.33 ms on a public pair of traces
+(all-gather of 1 GiB over 64 ranks)."""
+
+MIN_MATCHES = 3
+"""One difference of ends always agrees with itself: fewer say nothing about the error."""
+
+_SAME = (
+    "group",
+    "ranks",
+    "collective",
+    "bytes",
+    "annotation",
+    "step",
+    "sequence",
+    "source",
+    "target",
+)
+_DIGITS = re.compile(r"\d+")
+_KEY = (*_SAME, "order", "count")
+Times = NDArray[np.float64]
+
+
+class Matches(NamedTuple):
+    """Collectives that are on two or more ranks. Row i of the matrices is row i of ``table``,
+    column j is rank ``ranks[j]``; NaN: that rank does not have it. ns from the start of that
+    rank's own trace."""
+
+    table: pl.DataFrame
+    ranks: tuple[int, ...]
+    start: Times
+    end: Times
+
+    def keep(self, rows: NDArray[np.bool_]) -> Matches:
+        """Only some of the collectives."""
+        table = self.table.filter(pl.Series(rows, dtype=pl.Boolean))
+        return Matches(table, self.ranks, self.start[rows], self.end[rows])
+
+    def only(self, cells: NDArray[np.bool_]) -> Matches:
+        """Only some cells of the matrices; the others become NaN."""
+        start, end = (np.where(cells, times, np.nan) for times in (self.start, self.end))
+        return Matches(self.table, self.ranks, start, end)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The clocks of several ranks, compared at the ends of the collectives they share."""
+
+    matched: int
+    """Collectives that two or more aligned ranks share."""
+    error_ns: float | None
+    """How well their ends agree once the clocks are aligned: median distance of an end from the
+    middle of the other ranks' ends, of the worst rank, ns. ``None``: not aligned."""
+    reason: str
+    """Why ranks could not be aligned; empty when they could."""
+    offset_ns: dict[int, int] = field(default_factory=dict)
+    """Rank -> what to add to its clock to get the clock of the reference rank (whose value is 0),
+    ns. Only aligned ranks."""
+    shift_ns: dict[int, int] = field(default_factory=dict)
+    """Rank -> what to add to times of its trace to get times of the reference's trace, ns."""
+    spread_ns: dict[int, float] = field(default_factory=dict)
+    """Rank -> its own ``error_ns``."""
+    unaligned: tuple[int, ...] = ()
+    """Ranks left out: they share no collective with the others, or used no device where others
+    did."""
+    matches: Matches | None = field(default=None, repr=False, compare=False)
+
+
+def align(ranks: Mapping[int, Analysis]) -> Alignment:
+    """Put ranks on one clock by the ends of matched collectives: all ranks leave one together.
+
+    A collective of one rank is that of another when group, kind, message size, annotation
+    (digits apart) and place agree: ``Seq`` where the profiler recorded it, else the n-th such
+    launched in the same ``ProfilerStep#N`` (or recorder's step), else the n-th such of the trace;
+    for the last two both ranks must have equally many. The message sizes of an all-to-all may
+    differ between ranks.
+
+    The offset of a rank is the median difference of its ends from those of the ranks that are
+    placed already, beginning with the one that shares most. A check
+    follows: nobody leaves a collective before the last rank has entered. Matches that break it
+    by more than the error of ends are not one collective: they are dropped and the offsets taken
+    again. When most are, nothing is known about the others either: not aligned. Nor is a rank
+    that shares fewer than three.
+
+    Where no rank has device work, the collectives are those of gloo, in threads of the hosts.
+    """
+    known = {number: a for number, a in ranks.items() if a.device_id is not None}
+    if not known:
+        known = {number: a for number, a in ranks.items() if has_host_collectives(a)}
+    if len(ranks) < 2:
+        return Alignment(0, None, "only one rank is here")
+    if len(known) < 2:
+        return Alignment(0, None, "fewer than two ranks have device work", unaligned=tuple(ranks))
+    found = match_collectives(known)
+    if not found.table.height:
+        reason = "the ranks have no collectives that can be matched"
+        return Alignment(0, None, reason, unaligned=tuple(ranks))
+    matches, shift, spread, broken = _settle(found)
+    left = matches.table.height
+    if broken > left:
+        reason = (
+            f"of {broken + left} collectives that look the same on several ranks, {broken} cannot "
+            "be: one rank leaves before another enters"
+        )
+        return Alignment(0, None, reason, unaligned=tuple(ranks))
+    if not left:
+        reason = f"no two ranks share more than {MIN_MATCHES - 1} collectives that can be matched"
+        return Alignment(0, None, reason, unaligned=tuple(ranks))
+    placed = np.flatnonzero(np.isfinite(shift))
+    numbers = [found.ranks[column] for column in placed]
+    moved = {n: round(ns) for n, ns in zip(numbers, shift[placed].tolist(), strict=True)}
+    first = known[found.ranks[int(np.flatnonzero(shift == 0)[0])]].trace.meta
+    offset = {n: moved[n] + first.start_ns - known[n].trace.meta.start_ns for n in numbers}
+    apart = max(map(abs, offset.values()))
+    unix = all(known[n].trace.meta.clock == "unix" for n in numbers)
+    if unix and apart > MAX_CLOCK_DIFFERENCE_NS:
+        reason = f"the traces were recorded {apart / 1e9:.0f} s apart: not one run"
+        return Alignment(0, None, reason, unaligned=tuple(ranks))
+    return Alignment(
+        matched=matches.table.height,
+        error_ns=float(np.max(spread[placed])),
+        reason="",
+        offset_ns=offset,
+        shift_ns=moved,
+        spread_ns=dict(zip(numbers, spread[placed].tolist(), strict=True)),
+        unaligned=tuple(n for n in ranks if n not in moved),
+        matches=matches,
+    )
+
+
+def _settle(found: Matches) -> tuple[Matches, Times, Times, int]:
+    """Matches that can be one collective, shift and spread of each rank from them (NaN: not
+    placed), and how many matches cannot be."""
+    matches, broken = found, 0
+    while True:  # each round drops matches or ends of a rank, so it ends
+        shift = _shifts(matches.end)
+        there = np.isfinite(matches.end + shift)
+        there &= (there.sum(axis=1) > 1)[:, None]
+        few = there.any(axis=0) & (there.sum(axis=0) < MIN_MATCHES)
+        there[:, few] = False
+        enough = there.sum(axis=1) > 1
+        if few.any() or not enough.all():
+            matches = matches.only(there).keep(enough)
+            if not matches.table.height:
+                nothing = np.full(len(shift), np.nan)
+                return matches, nothing, nothing, broken
+            continue
+        ends = matches.end + shift
+        # distance from the others' middle: from the middle of all, times k / (k - 1)
+        count = there.sum(axis=1, keepdims=True)
+        far = np.abs(ends - np.nanmedian(ends, axis=1, keepdims=True)) * count / (count - 1)
+        some = there.any(axis=0)
+        spread = np.full(len(shift), np.nan)
+        spread[some] = np.nanmedian(far[:, some], axis=0)
+        tolerance = min(2 * float(np.nanmax(spread)), END_TOLERANCE_NS)
+        last_in = np.nanmax(matches.start + shift, axis=1)
+        possible = last_in <= np.nanmin(ends, axis=1) + tolerance
+        if possible.all():
+            return matches, np.where(some, shift, np.nan), spread, broken
+        broken += int((~possible).sum())
+        matches = matches.keep(possible)
+
+
+def _shifts(end: Times) -> Times:
+    """What to add to each column so that ends agree; NaN: no chain of shared rows leads there."""
+    there = np.isfinite(end)
+    shift = np.full(end.shape[1], np.nan)
+    first = int(np.argmax(there.sum(axis=0)))
+    shift[first] = 0.0
+    total = np.where(there[:, first], end[:, first], 0.0)
+    placed = there[:, first].astype(np.int64)
+    left = set(range(end.shape[1])) - {first}
+    while left:  # a rank a round
+        common = {c: int((there[:, c] & (placed > 0)).sum()) for c in left}
+        best = max(left, key=lambda c: (common[c], -c))
+        if not common[best]:
+            break
+        both = there[:, best] & (placed > 0)
+        shift[best] = np.median(total[both] / placed[both] - end[both, best])
+        left.remove(best)
+        total += np.where(there[:, best], end[:, best] + shift[best], 0.0)
+        placed += there[:, best]
+    return shift
+
+
+def match_collectives(ranks: Mapping[int, Analysis]) -> Matches:
+    """Synchronising collectives, of the whole traces, that two or more ranks have: see align.
+
+    ``table``: ``collective``, ``group``, ``ranks``, ``bytes`` (null: not known, or all-to-all),
+    ``group_size`` (null), ``annotation`` (digits replaced; null), ``step`` (name of the step it
+    was launched in; null: matched by ``sequence`` or by place in the trace), ``sequence`` (null),
+    ``order``, ``seen`` (ranks).
+    """
+    numbers = tuple(ranks)
+    stepped = all(a.steps.numbered for a in ranks.values())
+    every = pl.concat([keyed(a, n, stepped=stepped) for n, a in ranks.items()])
+    # what one rank has twice under one key cannot be told apart
+    doubled = every.group_by(*_KEY, "rank").len().filter(pl.col("len") > 1).select(_KEY)
+    table = (
+        every.join(doubled, on=_KEY, how="anti", nulls_equal=True)
+        .group_by(*_KEY)
+        .agg(pl.len().alias("seen"), pl.col("group_size").first(), pl.col("start").min())
+        .filter(pl.col("seen") > 1)
+        .sort("start")
+        .drop("start")
+        .with_row_index("row")
+    )
+    start = np.full((table.height, len(numbers)), np.nan)
+    end = start.copy()
+    found = every.join(table.select(*_KEY, "row"), on=_KEY, nulls_equal=True)
+    column = {number: c for c, number in enumerate(numbers)}
+    at = found["row"].to_numpy(), np.array([column[n] for n in found["rank"]], dtype=np.int64)
+    start[at], end[at] = found["start"].to_numpy(), found["end"].to_numpy()
+    return Matches(table.drop("row", "count"), numbers, start, end)
+
+
+def keyed(
+    a: Analysis, rank: int, *, stepped: bool, kinds: Sequence[str] = SYNCHRONISING
+) -> pl.DataFrame:
+    """Collectives of one rank, by their start, with the key that they are matched by:
+    ``group``, ``ranks``, ``collective``, ``bytes``, ``annotation``, ``step`` (see
+    :func:`match_collectives`), ``sequence``, ``order`` and ``count`` (among those of the same
+    key), ``group_size``, ``start``, ``end`` (ns of the trace), ``rank``, ``amount`` (elements that
+    the rank gives or gets in an all-to-all, whichever are more; 0: another kind, or not known)."""
+    described = describe_on_host(a) if a.device_id is None else describe(a)
+    table = described.filter(pl.col("collective").is_in(kinds))
+    marks = a.steps.marks
+    name = pl.Series([None], dtype=pl.String).new_from_index(0, table.height)
+    if stepped and marks.height:
+        # by launch: which step it runs in depends on how far the device is behind
+        launch = table["launch_ts"].fill_null(-(1 << 62)).to_numpy()
+        at = np.searchsorted(marks["ts"].to_numpy(), launch, side="right") - 1
+        inside = (at >= 0) & (launch < marks["end"].to_numpy()[np.maximum(at, 0)])
+        name = marks["name"].gather(np.maximum(at, 0)).set(pl.Series(~inside), None)
+    own_amount = pl.col("collective") == "all_to_all"
+    # ranks of a pipeline count their sends each for itself: they are matched by who sends to whom
+    pair = pl.col("source").is_not_null() & pl.col("target").is_not_null()
+    recorded = pl.col("sequence").is_not_null() & ~pair
+    elements = [pl.col(name) for name in ("given", "out") if name in table.columns]
+    amount = pl.max_horizontal(*elements, pl.lit(0, dtype=pl.Int64))
+    table = table.select(
+        "group",
+        "ranks",
+        "collective",
+        "group_size",
+        "source",
+        "target",
+        sequence=pl.when(recorded).then("sequence"),
+        bytes=pl.when(~own_amount).then("bytes"),
+        step=pl.when(~recorded).then(name),
+        annotation=map_names(
+            table["annotation"].cast(pl.Categorical), lambda n: _DIGITS.sub("#", n), pl.String
+        ),
+        start=pl.col("ts").cast(pl.Float64),
+        end=(pl.col("ts") + pl.col("dur")).cast(pl.Float64),
+        rank=pl.lit(rank, dtype=pl.Int64),
+        amount=pl.when(own_amount).then(amount).otherwise(0),
+    )
+    if stepped:  # the traces may begin at different ones of those launched before the first step
+        table = table.filter(pl.col("step").is_not_null() | pl.col("sequence").is_not_null())
+    return table.with_columns(order=pl.int_range(pl.len()).over(_SAME), count=pl.len().over(_SAME))

@@ -1,0 +1,311 @@
+"""Many ranks' collectives brought together: which are one, on one clock, and who waits for whom.
+
+All of it in whole columns: a cell is one collective on one rank, a row is one collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.core.errors import AdvisorError
+from advisor.measure.ranks.align import Clocks, align_cells, medians
+from advisor.measure.ranks.summary import Collectives, Summary, unpack
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+COLUMNS = ("key", "order", "step", "start", "end", "exposed", "work")
+
+
+@dataclass(frozen=True)
+class Key:
+    """What the collectives of one key are."""
+
+    kind: str
+    group: str
+    message: int
+    """Bytes; 0: not known."""
+    size: int
+    """Members of the group; 0: not known."""
+    synchronising: bool
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Cells sorted by row. ``rank`` and others that say "place" index the list of summaries.
+
+    ``start``, ``end`` are ns on one clock (from the earliest start of all) where the rank is
+    aligned, else on its own; ``exposed`` and ``work`` as in ``Collectives``; ``progress`` is the
+    rank's own time from the start of the step to the cell's start.
+    """
+
+    keys: list[Key]
+    rank: Ints
+    row: Ints
+    step: Ints
+    """Row of that rank's ``Summary.steps``."""
+    start: Floats
+    end: Floats
+    exposed: Floats
+    work: Floats
+    first: Ints
+    """First cell of each row, and one past the last of all."""
+    key: Ints
+    """By row."""
+    clocks: Clocks
+    dropped: int
+    """Collectives that summaries left out."""
+    amount: Floats
+    """By cell, as in ``Collectives``."""
+    origin: int = 0
+    """ns on the ranks' own clocks at which ``start`` and ``end`` are 0."""
+
+    @property
+    def rows(self) -> int:
+        """How many collectives."""
+        return len(self.key)
+
+    @property
+    def seen(self) -> Ints:
+        """By row: ranks that have it."""
+        return np.diff(self.first)
+
+    @property
+    def matched(self) -> Bools:
+        """By row: a synchronising collective that two or more ranks have, all of them aligned."""
+        if not self.rows:
+            return np.zeros(0, dtype=np.bool_)
+        sync = np.array([key.synchronising for key in self.keys], dtype=np.bool_)[self.key]
+        aligned = np.isfinite(self.clocks.shift)[self.rank]
+        every = np.minimum.reduceat(aligned.astype(np.int8), self.first[:-1]) > 0
+        return sync & every & (self.seen > 1)
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Arrivals at the matched collectives."""
+
+    row: Ints
+    """Row of ``Joined``, by collective."""
+    last: Ints
+    """Place of the rank that arrives last; -1: all within twice the error of the clocks."""
+    skew: Floats
+    """Last arrival less the first, ns."""
+    mean_wait: Floats
+    """Of the others, ns; 0 where nobody is last."""
+    transfer: Floats
+    """From the last arrival to the (median) end, ns."""
+    cells: Ints
+    """Cells of these collectives."""
+    wait: Floats
+    """By one of ``cells``: ns until the last has come."""
+    exposed: Floats
+    """By one of ``cells``: of that at most, with no compute."""
+    taken: Ints
+    """By place: collectives that a rank takes part in."""
+    late: Ints
+    """By place: at how many it is last."""
+    caused: Floats
+    """By place: ns, summed over those: mean wait of the others."""
+    caused_exposed: Floats
+    """By place: its exposed part."""
+
+
+def join(summaries: Sequence[Summary]) -> Joined:
+    """Match the collectives of all ranks and put them on one clock.
+
+    Raises AdvisorError: a summary's columns do not belong together.
+    """
+    keys, parts = _cells(summaries)
+    cells = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    del parts
+    order = np.lexsort((cells["start"], cells["rank"], *_identity(cells)))
+    cells = {name: values[order] for name, values in cells.items()}
+    new = np.zeros(len(order), dtype=np.bool_)
+    if len(order):
+        new[0] = True
+        for column in _identity(cells):
+            new[1:] |= column[1:] != column[:-1]
+    row = _split(np.cumsum(new) - 1, cells, keys)
+    order = np.argsort(row, kind="stable")
+    cells = {name: values[order] for name, values in cells.items()}
+    row = row[order]
+    first = np.flatnonzero(np.concatenate([[True], row[1:] != row[:-1]])) if len(row) else row
+    origin = int(cells["start"].min()) if len(row) else 0
+    start = (cells["start"] - origin).astype(np.float64)
+    end = (cells["end"] - origin).astype(np.float64)
+    row = np.cumsum(np.concatenate([[True], row[1:] != row[:-1]])) - 1 if len(row) else row
+    key = cells["key"][first] if len(row) else row
+    bounds = np.append(first, len(row)).astype(np.int64)
+    sync = np.array([each.synchronising for each in keys], dtype=np.bool_)
+    usable = sync[key] if len(key) else np.zeros(0, dtype=np.bool_)
+    sent = np.array([each.kind == "send_recv" for each in keys], dtype=np.bool_)
+    pairs = sent[key] if len(key) else usable
+    unix = all(summary.clock == "unix" for summary in summaries)
+    clocks = align_cells(
+        cells["rank"], bounds, start, end, usable, len(summaries), unix=unix, pairs=pairs
+    )
+    moved = np.where(np.isfinite(clocks.shift), clocks.shift, 0.0)[cells["rank"]]
+    drift = clocks.drift[cells["rank"]]
+    return Joined(
+        keys=keys,
+        rank=cells["rank"],
+        row=row.astype(np.int64),
+        step=cells["step"],
+        start=start + moved + drift * start,
+        end=end + moved + drift * end,
+        exposed=cells["exposed"].astype(np.float64),
+        work=cells["work"].astype(np.float64),
+        first=bounds,
+        key=key.astype(np.int64),
+        clocks=clocks,
+        amount=cells["amount"].astype(np.float64),
+        dropped=sum(s.collectives.dropped for s in summaries if s.collectives is not None),
+        origin=origin,
+    )
+
+
+def _identity(cells: dict[str, Ints]) -> tuple[Ints, ...]:
+    return cells["order"], cells["count"], cells["mark"], cells["key"]
+
+
+def _cells(summaries: Sequence[Summary]) -> tuple[list[Key], list[dict[str, Ints]]]:
+    """Keys of all ranks, each once, and the cells of each rank with rows of that list."""
+    numbers: dict[str, int] = {}
+    marks: dict[str, int] = {}
+    keys: list[Key] = []
+    more = ("rank", "mark", "count", "amount")
+    nothing = {name: np.zeros(0, dtype=np.int64) for name in (*COLUMNS, *more)}
+    parts = [nothing]
+    for place, summary in enumerate(summaries):
+        found = summary.collectives
+        if found is None or not found.key.count:
+            continue
+        columns = {name: unpack(getattr(found, name)) for name in COLUMNS}
+        columns["amount"] = (
+            np.zeros(found.key.count, dtype=np.int64)
+            if found.amount is None
+            else unpack(found.amount)
+        )
+        _check(columns, found, len(summary.steps))
+        own = np.empty(len(found.keys), dtype=np.int64)
+        for at, text in enumerate(found.keys):
+            if text not in numbers:
+                numbers[text] = len(keys)
+                keys.append(_key(found, at))
+            own[at] = numbers[text]
+        recorded = np.array(found.sequenced or [False] * len(found.keys), dtype=np.bool_)
+        names = [marks.setdefault(step.name, len(marks)) for step in summary.steps]
+        mark = np.array([*names, -1], dtype=np.int64)[columns["step"]]
+        mark[recorded[columns["key"]]] = -1
+        count = _count(columns["key"], mark)
+        count[recorded[columns["key"]]] = 0
+        columns["key"] = own[columns["key"]]
+        rank = np.full(len(mark), place, dtype=np.int64)
+        parts.append({**columns, "rank": rank, "mark": mark, "count": count})
+    return keys, parts
+
+
+def _check(columns: dict[str, Ints], found: Collectives, steps: int) -> None:
+    lengths = {len(values) for values in columns.values()}
+    by_key = (found.synchronising, found.group, found.size, found.kind, found.message)
+    fits = (
+        len(lengths) == 1
+        and all(len(told) == len(found.keys) for told in by_key)
+        and (not found.sequenced or len(found.sequenced) == len(found.keys))
+        and columns["key"].min() >= 0
+        and columns["key"].max() < len(found.keys)
+        and columns["step"].min() >= -1
+        and columns["step"].max() < steps
+        and bool((columns["end"] >= columns["start"]).all())
+    )
+    if not fits:
+        raise AdvisorError("a rank's summary is damaged")
+
+
+def _key(found: Collectives, at: int) -> Key:
+    return Key(
+        found.kind[at], found.group[at], found.message[at], found.size[at], found.synchronising[at]
+    )
+
+
+def _count(key: Ints, mark: Ints) -> Ints:
+    """How many of the same key and step there are: ranks with other numbers do not match."""
+    _, inverse, counts = np.unique(
+        key * (int(mark.max(initial=0)) + 2) + mark + 1, return_inverse=True, return_counts=True
+    )
+    return np.asarray(counts[inverse], dtype=np.int64)
+
+
+def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
+    """Rows that cannot be one collective taken apart: a rank is in it twice, there are more ranks
+    than members, or nothing says which of several sends belongs to which receive."""
+    if not len(row):
+        return row
+    rows = int(row[-1]) + 1
+    twice = np.zeros(rows, dtype=np.bool_)
+    same = (row[1:] == row[:-1]) & (cells["rank"][1:] == cells["rank"][:-1])
+    twice[row[1:][same]] = True
+    seen = np.bincount(row, minlength=rows)
+    key = np.zeros(rows, dtype=np.int64)
+    key[row] = cells["key"]
+    size = np.array([each.size for each in keys], dtype=np.int64)[key]
+    pair = np.array([each.kind == "send_recv" for each in keys], dtype=np.bool_)[key]
+    apart = twice | ((size > 0) & (seen > size)) | (pair & (seen != 2))
+    lone = apart[row]
+    split = row.copy()
+    split[lone] = rows + np.arange(int(lone.sum()))
+    return split
+
+
+def waits(joined: Joined) -> Waits:
+    """How late each rank comes to the collectives that others wait in, and what that costs."""
+    ranks = len(joined.clocks.shift)
+    rows = np.flatnonzero(joined.matched)
+    cells = np.flatnonzero(joined.matched[joined.row]) if len(rows) else rows
+    size = joined.seen[rows]
+    at = np.concatenate([[0], np.cumsum(size)]).astype(np.int64)
+    which = np.repeat(np.arange(len(rows)), size)
+    none = np.zeros(0)
+    if not len(rows):
+        zeros = np.zeros(ranks)
+        count = np.zeros(ranks, dtype=np.int64)
+        return Waits(rows, rows, none, none, none, cells, none, none, count, count, zeros, zeros)
+    arrival, end = joined.start[cells], joined.end[cells]
+    latest = np.maximum.reduceat(arrival, at[:-1])
+    wait = latest[which] - arrival
+    skew = np.maximum.reduceat(wait, at[:-1])
+    exposed = np.minimum(wait, joined.exposed[cells])
+    error = joined.clocks.error_ns or 0.0
+    latest_cell = wait <= 0
+    decided = (skew > 2 * error) & (np.add.reduceat(latest_cell.astype(np.int64), at[:-1]) == 1)
+    last = np.full(len(rows), -1, dtype=np.int64)
+    chosen = latest_cell & decided[which]
+    last[which[chosen]] = joined.rank[cells[chosen]]
+    others = np.maximum(size - 1, 1)
+    mean_wait = np.where(decided, np.add.reduceat(wait, at[:-1]) / others, 0.0)
+    mean_exposed = np.add.reduceat(np.where(chosen, 0.0, exposed), at[:-1]) / others
+    known = last >= 0
+    transfer = np.maximum(medians(end, at) - latest, 0.0)
+    return Waits(
+        row=rows,
+        last=last,
+        skew=skew,
+        mean_wait=mean_wait,
+        transfer=transfer,
+        cells=cells,
+        wait=wait,
+        exposed=exposed,
+        taken=np.bincount(joined.rank[cells], minlength=ranks),
+        late=np.bincount(last[known], minlength=ranks),
+        caused=_summed(last[known], mean_wait[known], ranks),
+        caused_exposed=_summed(last[known], mean_exposed[known], ranks),
+    )
+
+
+def _summed(rank: Ints, values: Floats, ranks: int) -> Floats:
+    return np.bincount(rank, weights=values, minlength=ranks).astype(np.float64)

@@ -1,0 +1,162 @@
+"""Ranks, hosts and racks: at which of these levels something is odd."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.measure.ranks.chance import chances, of_the_largest, residuals, upper_tail
+from advisor.measure.ranks.hosts import racks
+from advisor.measure.ranks.summary import Summary
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_OF_IT = 0.7
+"""Share of a host's ranks (of a rack's hosts) that must be odd for the host (the rack) to be."""
+
+
+class Who(NamedTuple):
+    """Some ranks that are odd together."""
+
+    what: str
+    name: str
+    places: tuple[int, ...]
+    chance: float
+
+
+class Places:
+    """Which ranks are on which host, and hosts in which rack."""
+
+    def __init__(self, summaries: Sequence[Summary]) -> None:
+        self.ranks = [s.rank for s in summaries]
+        of_host: dict[str, list[int]] = defaultdict(list)
+        for place, summary in enumerate(summaries):
+            if summary.host:
+                of_host[summary.host].append(place)
+        self.hosts = {name: tuple(places) for name, places in sorted(of_host.items())}
+        of_rack: dict[str, list[str]] = defaultdict(list)
+        for host, rack in racks(self.hosts).items():
+            of_rack[rack].append(host)
+        self.racks = dict(sorted(of_rack.items()))
+
+
+def find_who(
+    excess: Floats, floor: float, limit: float, places: Places, *, spreads: bool = False
+) -> list[Who]:
+    """Ranks whose ``excess`` (over those that are like them; NaN: not comparable) is above
+    ``floor`` and would come by chance in less than ``limit``; told as hosts and racks where most
+    of these have it. ``spreads``: ranks that wait for one of their host hide what they have of the
+    same (the host runs ahead meanwhile), so that of the others any excess counts that chance does
+    not explain. The largest excess first."""
+    chance = chances(excess)
+    high = np.isfinite(excess) & (excess > floor)
+    flagged = {
+        place: float(chance[place]) for place in np.flatnonzero(high & (chance < limit)).tolist()
+    }
+    by_host = _hosts(excess, floor, limit, places, flagged)
+    if spreads:
+        _shared(excess, chance < limit, places, flagged, by_host)
+    found = _racks(excess, floor, limit, places, by_host)
+    covered = {place for who in found for place in who.places}
+    for host, p in by_host.items():
+        if not set(places.hosts[host]) <= covered:
+            found.append(Who("host", host, places.hosts[host], p))
+            covered |= set(places.hosts[host])
+    for place, p in flagged.items():
+        if place not in covered:
+            found.append(Who("rank", str(places.ranks[place]), (int(place),), p))
+    return sorted(found, key=lambda who: -float(np.nanmean(excess[list(who.places)])))
+
+
+def _hosts(
+    excess: Floats, floor: float, limit: float, places: Places, flagged: dict[int, float]
+) -> dict[str, float]:
+    """Hosts that are odd as a whole, with the chance of each."""
+    several = {name: own for name, own in places.hosts.items() if len(own) > 1}
+    if len(several) < 2 or len(places.hosts) < 2:
+        return {}
+    found: dict[str, float] = {}
+    for name, own in several.items():  # nearly all of its ranks are odd one by one
+        there = [place for place in own if place in flagged]
+        if len(there) >= MOST_OF_IT * len(own):
+            found[name] = min(flagged[place] for place in there)
+    units = {name: excess[list(own)] for name, own in several.items()}
+    for name, p in _extreme(units, limit).items():
+        values = units[name]
+        middle = float(np.median(_known(values)))
+        if middle > floor and np.mean(_known(values) > middle / 2) >= MOST_OF_IT:
+            found[name] = min(p, found.get(name, 1.0))
+    return found
+
+
+def _shared(
+    excess: Floats,
+    unlikely: NDArray[np.bool_],
+    places: Places,
+    flagged: dict[int, float],
+    found: dict[str, float],
+) -> None:
+    """Add hosts of which one rank is odd and most of the others unlikely in the same direction."""
+    for name, own in places.hosts.items():
+        there = [place for place in own if place in flagged]
+        known = [place for place in own if np.isfinite(excess[place])]
+        also = [place for place in known if unlikely[place] and excess[place] > 0]
+        if there and name not in found and len(known) > 2 and len(also) >= MOST_OF_IT * len(known):
+            found[name] = min(flagged[place] for place in there)
+
+
+def _racks(
+    excess: Floats, floor: float, limit: float, places: Places, hosts: dict[str, float]
+) -> list[Who]:
+    found = []
+    units = {}
+    for rack, own in places.racks.items():
+        each = [_known(excess[list(places.hosts[host])]) for host in own]
+        if sum(len(values) > 0 for values in each) > 1:
+            units[rack] = np.array([float(values.mean()) for values in each if len(values)])
+    odd = _extreme(units, limit) if len(units) > 1 else {}
+    for rack, values in units.items():
+        own = places.racks[rack]
+        there = [hosts[host] for host in own if host in hosts]
+        p = min(odd.get(rack, 1.0), min(there) if len(there) >= MOST_OF_IT * len(own) else 1.0)
+        middle = float(np.median(values))
+        if p < limit and middle > floor and np.mean(values > middle / 2) >= MOST_OF_IT:
+            members = tuple(place for host in own for place in places.hosts[host])
+            found.append(Who("rack", rack, members, p))
+    return found if len(found) < len(units) else []
+
+
+def _extreme(units: dict[str, Floats], limit: float) -> dict[str, float]:
+    """Units (of several values each) whose mean is above the others', with the chance of it.
+
+    Of four and more among each other; of two or three against the scatter inside of them."""
+    names = list(units)
+    units = {name: known for name in units if len(known := _known(units[name]))}
+    names = list(units)
+    if len(names) < 2:
+        return {}
+    means = np.array([float(units[name].mean()) for name in names])
+    if len(names) >= 4:
+        chance = chances(residuals(means, np.zeros(len(names), dtype=np.int64)))
+        return {n: float(p) for n, p in zip(names, chance, strict=True) if p < limit}
+    kept = list(units.values())
+    degrees = sum(len(values) - 1 for values in kept)
+    if degrees < 2:
+        return {}
+    inside = sum(float(((v - v.mean()) ** 2).sum()) for v in kept) / degrees
+    top = int(np.argmax(means))
+    rest = np.concatenate([v for place, v in enumerate(kept) if place != top])
+    error = float(np.sqrt(inside * (1 / len(kept[top]) + 1 / len(rest))))
+    apart = means[top] - float(rest.mean())
+    tail = upper_tail(apart / error, min(30.0, degrees)) if error > 0 else float(apart <= 0)
+    p = of_the_largest(tail, len(names))
+    return {names[top]: p} if p < limit else {}
+
+
+def _known(values: Floats) -> Floats:
+    return values[np.isfinite(values)]

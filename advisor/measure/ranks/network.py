@@ -1,0 +1,107 @@
+"""Collectives that take longer where some hosts take part, after the last rank has come."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.measure.ranks.align import medians
+from advisor.measure.ranks.job_report import numbers
+from advisor.measure.ranks.members import Who, find_who
+from advisor.measure.ranks.odd import CHANCE, MIN_SHARE, Seen
+
+if TYPE_CHECKING:
+    from advisor.measure.ranks.odd import Fleet
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MIN_GROUPS = 3
+"""Of the same kind of collective, to say that one of them is slower."""
+
+
+def transfer_excess(fleet: Fleet, without: frozenset[int] = frozenset()) -> list[Floats]:
+    """Transfer time above the middle of the same kind and size in other groups, by rank, ns a step:
+    of all together, then of each kind by itself. NaN: nothing to compare with. Collectives of the
+    ranks in ``without`` take no part."""
+    joined, waits = fleet.joined, fleet.waits
+    ranks = len(fleet.summaries)
+    excess = np.full(len(waits.row), np.nan)
+    group, kind = _groups(fleet)
+    member = joined.rank[waits.cells]
+    which = np.repeat(np.arange(len(waits.row)), joined.seen[waits.row])
+    left_out = np.zeros(len(waits.row), dtype=np.bool_)
+    left_out[which[np.isin(member, sorted(without))]] = True
+    for one in np.unique(kind).tolist():
+        rows = np.flatnonzero((kind == one) & ~left_out)
+        groups, inverse = np.unique(group[rows], return_inverse=True)
+        if len(groups) < MIN_GROUPS:
+            continue
+        order = np.argsort(inverse, kind="stable")
+        first = np.searchsorted(inverse[order], np.arange(len(groups) + 1))
+        middles = medians(waits.transfer[rows][order], first)
+        excess[rows] = middles[inverse] - np.median(middles)
+    known = np.isfinite(excess)
+    found = []
+    for rows in (known, *(known & (kind == one) for one in np.unique(kind[known]).tolist())):
+        cells = np.flatnonzero(rows[which])
+        total = np.bincount(member[cells], weights=excess[which[cells]], minlength=ranks)
+        there = np.bincount(member[cells], minlength=ranks) > 0
+        found.append(np.where(there, total / max(1, len(fleet.own.steps)), np.nan))
+    return found
+
+
+def _groups(fleet: Fleet) -> tuple[Ints, Ints]:
+    """By collective: the number of its members' set, and of its kind, message and size."""
+    joined, waits = fleet.joined, fleet.waits
+    if not len(waits.row):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    seed = np.random.default_rng(11).integers(1, 1 << 62, len(fleet.summaries), dtype=np.int64)
+    sizes = joined.seen[waits.row]
+    at = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    group = np.add.reduceat(seed[joined.rank[waits.cells]], at)
+    kinds: dict[tuple[str, int, int], int] = {}
+    told = [
+        (joined.keys[key].kind, joined.keys[key].message, joined.keys[key].size or size)
+        for key, size in zip(joined.key[waits.row].tolist(), sizes.tolist(), strict=True)
+    ]
+    kind = np.array([kinds.setdefault(each, len(kinds)) for each in told], dtype=np.int64)
+    return group, kind
+
+
+def slow_links(fleet: Fleet) -> list[Seen]:
+    """Hosts or racks (ranks, where hosts are not known) whose collectives take longer; one after
+    the other, each without what those found before have caused."""
+    found: list[Seen] = []
+    done: frozenset[int] = frozenset()
+    floor = MIN_SHARE * fleet.step_ns
+    if floor <= 0:
+        return found
+    while len(found) < 5:
+        every = transfer_excess(fleet, done)
+        # where half of the groups of one kind have a slow member, their scatter hides the others
+        for excess in every:
+            if who := find_who(excess, floor, CHANCE / len(every), fleet.places):
+                break
+        else:
+            return found
+        worst = _same(fleet, who, excess)
+        found.append(Seen("network", worst, float(np.nanmean(excess[list(worst.places)]))))
+        done |= set(worst.places)
+    return found
+
+
+def _same(fleet: Fleet, who: list[Who], excess: Floats) -> Who:
+    """The worst; ranks that share its collectives, and so have the same figure, belong to it."""
+    worst = who[0]
+    if worst.what != "rank":
+        return worst
+    level = float(excess[worst.places[0]])
+    alike = [w for w in who if w.what == "rank" and abs(excess[w.places[0]] - level) < 0.1 * level]
+    places = tuple(sorted(place for w in alike for place in w.places))
+    if len(places) == 1:
+        return worst
+    name = numbers([fleet.places.ranks[place] for place in places])
+    return Who("rank", name, places, worst.chance)

@@ -1,0 +1,134 @@
+"""What each rank does by itself: its own time by class, over the job and step by step.
+
+Own time is what is left of a step without communication that nothing hides: ranks share the step,
+they do not share their work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.measure.ranks.summary import Summary, unpack
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+CLASSES = ("compute", "copies", "input", "host", "communication")
+"""Of a step, exclusive; the last one is no work of the rank's own."""
+OWN = CLASSES[:-1]
+CUT_SHARE = 0.9
+"""Of the compute of the steps before it, that the last step of a damaged file must have."""
+_INPUT = ("idle: loader", "loader")
+_COPIES = ("copies", "memset")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A row a rank (place in the list of summaries)."""
+
+    values: Floats
+    """Mean ns a step by class (columns: CLASSES); NaN: not measured, or the file is damaged."""
+    steps: list[str]
+    """Names of the steps that most ranks have."""
+    by_step: dict[str, Floats]
+    """Class of OWN -> rank x ``steps``, ns; NaN: that rank does not have it."""
+    step_ns: Floats
+    """Mean step, ns."""
+
+    @property
+    def own(self) -> Floats:
+        """Own time of each rank, ns a step."""
+        return np.asarray(self.values[:, : len(OWN)].sum(axis=1))
+
+    @property
+    def own_by_step(self) -> Floats:
+        """Own time of each rank in each step, ns."""
+        total: Floats = np.sum([self.by_step[name] for name in OWN], axis=0)
+        return total
+
+
+def profile(summaries: Sequence[Summary]) -> Profile:
+    """Own time of all ranks, from what each tells of its steps."""
+    values = np.full((len(summaries), len(CLASSES)), np.nan)
+    counts: Counter[str] = Counter()
+    for summary in summaries:
+        counts.update({step.name for step in summary.steps})
+    most = max(counts.values(), default=0)
+    steps = _in_order(summaries, {name for name, n in counts.items() if 2 * n >= most})
+    at = {name: column for column, name in enumerate(steps)}
+    by_step = {name: np.full((len(summaries), len(steps)), np.nan) for name in OWN}
+    for place, summary in enumerate(summaries):
+        columns = own_columns(summary)
+        if columns is None:
+            continue
+        if summary.damage:
+            columns = _whole(columns)
+        for column, name in enumerate(CLASSES):
+            known = columns[name][np.isfinite(columns[name])]
+            values[place, column] = float(known.mean()) if len(known) else np.nan
+        where = [at.get(step.name, -1) for step in summary.steps]
+        rows = [row for row, column in enumerate(where) if column >= 0]
+        for name in OWN:
+            by_step[name][place, [where[row] for row in rows]] = columns[name][rows]
+    step_ns = np.array([s.step_ns for s in summaries], dtype=np.float64)
+    return Profile(values, steps, by_step, step_ns)
+
+
+def _in_order(summaries: Sequence[Summary], wanted: set[str]) -> list[str]:
+    """Step names in order of time, as the rank with most of them has them."""
+    longest = max(summaries, key=lambda s: len({t.name for t in s.steps} & wanted), default=None)
+    if longest is None:
+        return []
+    own = dict.fromkeys(step.name for step in longest.steps if step.name in wanted)
+    return [*own, *sorted(wanted - own.keys())]
+
+
+def _whole(columns: dict[str, Floats]) -> dict[str, Floats]:
+    """Of a file that is cut off, the steps before the cut; NaN: the others, where what is missing
+    would pass for idle time."""
+    work = columns["compute"]
+    busy = np.flatnonzero(work > 0)
+    whole = np.zeros(len(work), dtype=np.bool_)
+    if len(busy):
+        last = int(busy[-1])
+        whole[:last] = True
+        # the last one with work counts where it has as much as those before it
+        whole[last] = last > 0 and work[last] >= CUT_SHARE * float(np.median(work[:last]))
+    return {name: np.where(whole, values, np.nan) for name, values in columns.items()}
+
+
+def own_columns(summary: Summary) -> dict[str, Floats] | None:
+    """By class (CLASSES), ns of each of the steps; ``None``: it tells nothing of its time."""
+    if not summary.steps or not (summary.per_step or summary.time or summary.host_time):
+        return None
+    length = np.array([step.end - step.start for step in summary.steps], dtype=np.float64)
+    told = {
+        name: unpack(packed).astype(np.float64)
+        for name, packed in summary.per_step.items()
+        if packed.count == len(length)
+    }
+    if not told:  # only means: the same for each step
+        told = {name: np.full(len(length), ns) for name, ns in summary.time.items()}
+        told |= {f"idle: {name}": np.full(len(length), ns) for name, ns in summary.idle.items()}
+        told.pop("idle", None)
+    nothing = np.zeros(len(length))
+    waiting = np.minimum(told.get("communication", nothing), length)
+    loading = sum((told[name] for name in _INPUT if name in told), nothing)
+    copies = sum((told[name] for name in _COPIES if name in told), nothing)
+    if summary.time:
+        compute = told.get("compute", nothing)
+    else:  # operators on the host; what waits in a collective is in them
+        compute = np.maximum(told.get("dispatch", nothing) - waiting, 0.0)
+    rest = np.maximum(length - waiting - loading - copies - compute, 0.0)
+    return {
+        "compute": compute,
+        "copies": copies,
+        "input": loading,
+        "host": rest,
+        "communication": waiting,
+    }

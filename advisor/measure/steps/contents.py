@@ -1,0 +1,161 @@
+"""What runs inside given host ranges, a loader's fetches say: the calls that take their time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.intervals import covered
+from advisor.measure.host.names import map_names
+from advisor.measure.host.stacks import Rows, frame_rank, nearest, operators, outermost, parents
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+CONTENTS_SCHEMA: dict[str, Any] = {
+    "frame": pl.Int32,  # row of trace.cpu: innermost frame of user code inside, null: none
+    "callee": pl.Int32,  # what that frame calls (or, without one, the outermost call inside)
+    "leaf": pl.Int32,  # the call below it that holds most of its time
+    "ns": pl.Int64,
+    "leaf_ns": pl.Int64,
+    "count": pl.Int64,  # calls of the callee
+}
+MOST = 50
+HOLDS = 0.5
+"""A call is followed into the one below it while that holds at least half of its time."""
+
+
+def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
+    """What takes the time of some host rows: the columns of CONTENTS_SCHEMA, most ``ns`` first.
+
+    Each instant of the ranges belongs to the innermost frame of the user's code that runs inside
+    the range then, and to what that frame has called: a library's function, a built-in, an
+    operator, or itself (``callee`` = ``frame``). Where no user code is recorded inside, it belongs
+    to the outermost installed library's frame, without stacks to the outermost operator. Instants
+    in which nothing inside is recorded are not in the table. ``ns`` counts what lies inside the
+    used steps; rows are the longest calls of their kind; at most MOST kinds are listed, and
+    their times add up to no more than the ranges'.
+    """
+    cpu = a.trace.cpu
+    empty = pl.DataFrame(schema=CONTENTS_SCHEMA)
+    if not len(ranges):
+        return empty
+    parent = parents(a.trace)
+    is_range = np.zeros(cpu.height, dtype=bool)
+    is_range[ranges] = True
+    top = nearest(parent, is_range)
+    below = (top >= 0) & ~is_range
+    rows = np.flatnonzero(below)
+    if not len(rows):
+        return empty
+    rank = np.zeros(cpu.height, dtype=np.int8)
+    python = rows[(cpu["kind"] == "python").to_numpy()[rows]]
+    if len(python):
+        names = cpu["name"].gather(python)
+        rank[python] = map_names(names, frame_rank, pl.Int8).to_numpy()
+    frame = nearest(parent, is_range | (rank == 2))
+    frame = np.where((frame >= 0) & ~is_range[np.maximum(frame, 0)], frame, -1).astype(np.int32)
+    callee = _called(a, parent, frame, rank, below)
+    inside = covered(*_times(a, rows), a.spans)
+    own = _own_time(parent, rows, inside, cpu.height)
+    known = rows[(callee[rows] >= 0) & (own[rows] > 0)]
+    if not len(known):
+        return empty
+    name = cpu["name"].to_physical().to_numpy()
+    table = pl.DataFrame(
+        {
+            "frame": frame[known],
+            "callee": callee[known],
+            "frame_name": np.where(frame[known] >= 0, name[frame[known]].astype(np.int64), -1),
+            "callee_name": _names(cpu["name"].gather(callee[known])),
+            "ns": own[known],
+        }
+    )
+    kinds = (
+        table.group_by("frame_name", "callee_name")
+        .agg(
+            pl.col("frame").first(),
+            pl.col("callee"),
+            pl.col("ns").sum(),
+        )
+        .sort("ns", "callee_name", descending=[True, False])
+        .head(MOST)
+    )
+    found = []
+    for row in kinds.iter_rows(named=True):
+        calls = np.unique(np.asarray(row["callee"], dtype=np.int64))
+        longest = int(calls[np.argmax(cpu["dur"].to_numpy()[calls])])
+        itself = frame[longest] == longest
+        leaf, leaf_ns = (-1, 0) if itself else _leaf(a, parent, calls, frame)
+        found.append(
+            {
+                "frame": None if row["frame"] < 0 else int(frame[longest]),
+                "callee": longest,
+                "leaf": leaf if leaf >= 0 else longest,
+                "ns": row["ns"],
+                "leaf_ns": leaf_ns if leaf >= 0 else row["ns"],
+                "count": len(calls),
+            }
+        )
+    return pl.DataFrame(found, schema=CONTENTS_SCHEMA)
+
+
+def _names(names: pl.Series) -> pl.Series:
+    """Without the addresses of objects: a method of two tensors is one thing."""
+    return names.cast(pl.String).str.replace(r" object at 0x[0-9a-fA-F]+", "")
+
+
+def _times(a: Analysis, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ts = a.trace.cpu["ts"].to_numpy()[rows]
+    return ts, ts + a.trace.cpu["dur"].to_numpy()[rows]
+
+
+def _own_time(
+    parent: Rows, rows: NDArray[np.int64], inside: NDArray[np.int64], height: int
+) -> NDArray[np.int64]:
+    """Time of each row without that of the rows below it; calls of a thread nest."""
+    own = np.zeros(height + 1, dtype=np.int64)  # the last entry takes what has no parent
+    own[rows] = inside
+    np.subtract.at(own, parent[rows], inside)
+    return np.maximum(own[:-1], 0)
+
+
+def _called(
+    a: Analysis, parent: Rows, frame: Rows, rank: NDArray[np.int8], below: NDArray[np.bool_]
+) -> Rows:
+    """For each row what the user's frame around it has called; see :func:`contents`."""
+    here = np.arange(len(parent), dtype=np.int32)
+    direct = (frame >= 0) & ((frame == here) | (frame == parent))
+    alone = outermost(parent, operators(a.trace) & below)
+    if (rank == 1).any():
+        library = outermost(parent, rank == 1)
+        alone = np.where(library >= 0, library, alone)
+    return np.where(frame >= 0, nearest(parent, direct), alone).astype(np.int32)
+
+
+def _leaf(a: Analysis, parent: Rows, calls: NDArray[np.int64], frame: Rows) -> tuple[int, int]:
+    """Below some calls of one kind: the deepest call that holds at least HOLDS of their time,
+    going down by the heaviest name each time, and its time (its user frame stays the same)."""
+    cpu = a.trace.cpu
+    dur = cpu["dur"].to_numpy()
+    order = np.argsort(parent, kind="stable")
+    above = parent[order]
+    at, held, best, best_ns = calls, int(dur[calls].sum()), -1, 0
+    for _ in range(200):
+        low = np.searchsorted(above, at, side="left")
+        high = np.searchsorted(above, at, side="right")
+        children = order[np.concatenate([np.arange(x, y) for x, y in zip(low, high, strict=True)])]
+        children = children[frame[children] != children]
+        if not len(children):
+            break
+        which = _names(cpu["name"].gather(children)).rank("dense").to_numpy() - 1
+        spent = np.bincount(which, weights=dur[children])
+        heaviest = int(np.argmax(spent))
+        if spent[heaviest] < HOLDS * held:
+            break
+        at = children[which == heaviest]
+        best, best_ns = int(at[np.argmax(dur[at])]), int(spent[heaviest])
+    return best, best_ns

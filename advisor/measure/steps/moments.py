@@ -1,0 +1,93 @@
+"""Stretches of the step that selectors and rules call by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.intervals import EMPTY, Intervals, intersect, union
+from advisor.measure.host.names import matches
+from advisor.measure.host.stacks import nearest, parents
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+REGION = r"^Torch-Compiled Region"
+"""Execution of a function that torch.compile rewrote, all of it: graph, bytecode, and what the
+rewritten function calls. Where the graph breaks, what follows is a function of its own, so its
+region lies *inside* that of the first part (seen with torch 2.13)."""
+GRAPH = r"^CompiledFunction$|^(?:## )?Call CompiledFxGraph|^CompiledFxGraph"
+"""Execution of one compiled graph."""
+RESUME = r"torch_dynamo_resume_in_"
+"""Python frames of what follows a break; their line is where the graph broke."""
+
+
+def step_starts(a: Analysis) -> Intervals:
+    """From the start of each used step to the first device work that was launched in it.
+
+    A step that launches nothing has none; neither has a window without steps.
+    """
+    used = a.steps.used
+    gpu, cpu = a.trace.gpu, a.trace.cpu
+    if a.device_id is None or a.steps.source == "whole trace" or cpu.is_empty():
+        return EMPTY
+    mine = gpu.filter((pl.col("device") == a.device_id) & pl.col("launch").is_not_null())
+    launched = cpu["ts"].gather(mine["launch"]).to_numpy()
+    order = np.argsort(launched, kind="stable")
+    # the earliest start of all work launched from here on
+    first = np.minimum.accumulate(mine["ts"].to_numpy()[order][::-1])[::-1]
+    start, end = used["ts"].to_numpy(), used["end"].to_numpy()
+    place = np.searchsorted(launched[order], start, side="left")
+    at = np.minimum(place, max(len(first) - 1, 0))
+    if not len(first):
+        return EMPTY
+    found = (place < len(first)) & (launched[order][at] < end)
+    return union(start[found], np.minimum(first[at], end)[found])
+
+
+def broken_regions(a: Analysis) -> NDArray[np.int64]:
+    """Rows of ``trace.cpu``: compiled regions inside another one, which follow a graph break."""
+    region = matches(a.trace.cpu["name"], REGION).to_numpy()
+    if not region.any():
+        return np.zeros(0, dtype=np.int64)
+    parent = parents(a.trace)
+    around = nearest(parent, region)
+    rows = np.flatnonzero(region & (parent >= 0))
+    return rows[around[parent[rows]] >= 0]
+
+
+def graph_breaks(a: Analysis) -> Intervals:
+    """Host time from the end of one compiled graph to the start of the next across a break.
+
+    That is the code at which the graph broke, guards, and the way in and out of the two functions.
+    """
+    rows = broken_regions(a)
+    cpu = a.trace.cpu
+    if not len(rows):
+        return EMPTY
+    graph = np.flatnonzero(matches(cpu["name"], GRAPH).to_numpy())
+    region = matches(cpu["name"], REGION).to_numpy()
+    parent = parents(a.trace)
+    outer = nearest(parent, region)[parent[rows]]
+    ts = cpu["ts"].to_numpy()
+    end = ts + cpu["dur"].to_numpy()
+    begin, finish = ts[outer].copy(), ts[rows].copy()
+    if len(graph):
+        # rows of one thread are in order of time, so the graph run last before a row is the
+        # graph row before it, and the next one the row after it
+        place = np.searchsorted(graph, rows)
+        before = graph[np.maximum(place - 1, 0)]
+        inside = (place > 0) & (before > outer) & (end[before] <= ts[rows])
+        begin = np.where(inside, end[before], begin)
+        after = graph[np.minimum(place, len(graph) - 1)]
+        inside = (place < len(graph)) & (ts[after] < end[rows]) & (after > rows)
+        inside &= cpu["thread"].to_numpy()[after] == cpu["thread"].to_numpy()[rows]
+        finish = np.where(inside, ts[after], finish)
+    return intersect(union(begin, finish), a.spans)
+
+
+MOMENTS = {"step_start": step_starts, "graph_break": graph_breaks}
+"""Name, as in ``Select.at``, -> the instants."""

@@ -1,0 +1,87 @@
+"""Costs that a recording has once: code loaded, algorithms searched, kernels compiled, at a first
+call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from advisor.core.intervals import covered, union
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+TIMES_LATER = 10.0
+"""A first call this many times as long as the median of the later ones did something else besides:
+first calls that only warm caches take two or three times as long."""
+MIN_EXCESS_NS = 1_000_000
+"""Loading a module, searching an algorithm or compiling takes milliseconds to seconds."""
+MAX_BUSY = 0.2
+"""Part of the call during which the device may be at work: a call that waits for it is no cost."""
+MIN_SHARE = 0.05
+"""Part of what is analysed below which a call distorts no figure, and may be slow by chance."""
+CALLS = ("launch", "graph_launch", "module_load", "malloc", "host_alloc", "free", "other")
+
+ONE_OFF_SCHEMA: dict[str, Any] = {
+    "host": pl.Int64,  # row of trace.cpu
+    "name": pl.String,
+    "ts": pl.Int64,  # ns
+    "dur": pl.Int64,  # ns
+    "usual": pl.Float64,  # ns: median of the later calls
+    "count": pl.Int64,  # calls of this kind, this one included
+}
+
+
+def one_off(a: Analysis) -> pl.DataFrame:
+    """Host rows that did something once, columns of ONE_OFF_SCHEMA, outermost first.
+
+    An operator's first call with given inputs, and a runtime call at the first of its name, or
+    within such an operator, that took TIMES_LATER as long as the median of the later ones while
+    the device idled. Of operators inside each other the innermost that holds nearly all of it is
+    named. A call that has no later one is not judged: it may be slow every time.
+    """
+    cpu = a.trace.cpu
+    if cpu.is_empty() or a.device_id is None:
+        return pl.DataFrame(schema=ONE_OFF_SCHEMA)
+    rows = cpu.with_row_index("host").filter(
+        (pl.col("kind") == "op") | pl.col("call").cast(pl.String).is_in(CALLS)
+    )
+    key = ["name", "inputs"]
+    long = rows.select("host", "ts", "dur", "thread", "parent", *key).filter(
+        pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
+    )
+    if long.is_empty():
+        return pl.DataFrame(schema=ONE_OFF_SCHEMA)
+    same = rows.join(long.select(key).unique(), on=key, how="semi", nulls_equal=True)
+    groups = same.group_by(key).agg(
+        first=pl.col("host").sort_by("ts").first(),
+        usual=pl.col("dur").sort_by("ts").slice(1).median(),
+        count=pl.len().cast(pl.Int64),
+    )
+    found = long.join(groups, on=key, nulls_equal=True).filter(
+        (pl.col("host") == pl.col("first"))
+        & (pl.col("count") > 2)
+        & (pl.col("dur") > TIMES_LATER * pl.col("usual"))
+    )
+    ts, dur = found["ts"].to_numpy(), found["dur"].to_numpy()
+    gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
+    began = gpu["ts"].to_numpy()
+    busy = covered(ts, ts + dur, union(began, began + gpu["dur"].to_numpy()))
+    found = found.filter(pl.Series(busy <= MAX_BUSY * dur))
+    return _innermost(found).select(
+        pl.col("host").cast(pl.Int64), pl.col("name").cast(pl.String), "ts", "dur", "usual", "count"
+    )
+
+
+def _innermost(found: pl.DataFrame) -> pl.DataFrame:
+    """Without rows that hold another one of nearly their length."""
+    found = found.sort("ts", "dur", descending=[False, True])
+    ts, dur, thread = (found[c].to_numpy() for c in ("ts", "dur", "thread"))
+    keep = np.ones(len(ts), dtype=np.bool_)
+    for i in range(len(ts) - 1):  # a few rows: first calls of milliseconds
+        inside = (thread == thread[i]) & (ts >= ts[i]) & (ts + dur <= ts[i] + dur[i])
+        inside[: i + 1] = False
+        keep[i] = not (inside & (dur >= 0.8 * dur[i])).any()
+    return found.filter(pl.Series(keep))

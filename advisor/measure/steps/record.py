@@ -1,0 +1,352 @@
+"""What the recorder wrote of every step, as columns: which steps count, and what they took."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.core.run_directory import LARGEST, is_sane
+
+if TYPE_CHECKING:
+    from advisor.core.run_directory import Gpu, Host, RankRecord, Step
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+WARM_UP = 10
+"""Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short run,
+a fifth (as ``advisor compare`` does it)."""
+START_UP = 3
+"""Steps that are no measure even of what is around a window that comes early."""
+NEAR, MIN_AROUND = 20, 5
+"""Unprofiled steps so close to a profiled one are compared with it; and how many there must be."""
+MIN_SAMPLES = 3
+"""Samples from which a mean use of the cores says something."""
+MOSTLY = 0.9
+"""Of the steps of a loop that does not train hold a forward that was seen: where less do, what is
+not seen (a compiled step) may train."""
+MIN_PROFILED = 2
+"""Profiled steps from which their median says something."""
+
+
+class Recorded:
+    """The steps and samples of one rank. All times ns; missing is NaN in columns of floats."""
+
+    def __init__(self, record: RankRecord) -> None:
+        self.record = record
+        self.steps: list[Step] = [step for step in record.steps if is_sane(step)]
+
+    # -- which steps --------------------------------------------------------------------------
+
+    @cached_property
+    def dur(self) -> Ints:
+        """Length of each step."""
+        return np.array([step.dur for step in self.steps], dtype=np.int64)
+
+    @cached_property
+    def ts(self) -> Ints:
+        """Start of each step."""
+        return np.array([step.t for step in self.steps], dtype=np.int64)
+
+    @cached_property
+    def profiled(self) -> Mask:
+        """Steps while a window was open."""
+        return np.array([step.window is not None for step in self.steps], dtype=bool)
+
+    @cached_property
+    def settled(self) -> Mask:
+        """Steps after the warm-up."""
+        found = np.ones(len(self.steps), dtype=bool)
+        found[: min(WARM_UP, len(self.steps) // 5)] = False
+        return found
+
+    @cached_property
+    def used(self) -> Mask:
+        """Steps that count: after the warm-up, with no window open, and not the one after a
+        window, in which the trace is written."""
+        after = np.zeros(len(self.steps), dtype=bool)
+        after[1:] = self.profiled[:-1]
+        return self.settled & ~self.profiled & ~after
+
+    @cached_property
+    def inference(self) -> bool:
+        """The loop does not train: the recorder said so, or its steps were marked by hand and hold
+        forwards and nothing learnt."""
+        if self.record.inference:
+            return True
+        kinds = [step.phases.keys() for step in self.steps]
+        if any(phases & {"backward", "optimizer"} for phases in kinds):
+            return False
+        return sum("forward" in phases for phases in kinds) >= max(1, MOSTLY * len(kinds))
+
+    @cached_property
+    def outside(self) -> int:
+        """Time between the steps that went into validation, checkpoints and the like, ns. Before
+        the first step lie imports, the making of the model and the like: not between steps."""
+        told = (step.evaluation for step in self.steps if step.n)
+        return sum(length for length in told if 0 <= length < LARGEST)
+
+    @cached_property
+    def count(self) -> int:
+        """How many steps count."""
+        return int(self.used.sum())
+
+    # -- how long -----------------------------------------------------------------------------
+
+    @cached_property
+    def median(self) -> float | None:
+        """Median of the steps that count; ``None``: there are none."""
+        return float(np.median(self.dur[self.used])) if self.count else None
+
+    @cached_property
+    def mean(self) -> float | None:
+        """Mean of the steps that count."""
+        return float(self.dur[self.used].mean()) if self.count else None
+
+    def quantile(self, share: float) -> float | None:
+        """A quantile of the steps that count."""
+        return float(np.quantile(self.dur[self.used], share)) if self.count else None
+
+    @cached_property
+    def active(self) -> Mask:
+        """Steps that a window kept: without its warm-up, and without the step in which the trace
+        is written. All steps of windows of which that is not told."""
+        found = self.profiled.copy()
+        number = np.array([step.n for step in self.steps], dtype=np.int64)
+        window = self.column("window")
+        for event in self.record.of_kind("window"):
+            which, steps = event.get("window"), event.get("steps")
+            if event.get("state") != "done" or not isinstance(which, int):
+                continue
+            if not isinstance(steps, list) or len(steps) != 2:
+                continue
+            if all(isinstance(end, int) and abs(end) < LARGEST for end in steps):
+                own = window == which
+                found[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
+        return found
+
+    @cached_property
+    def profiled_median(self) -> float | None:
+        """Median of the steps that windows kept; ``None``: fewer than two."""
+        inside = self.dur[self.active]
+        return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
+
+    @cached_property
+    def around_windows(self) -> float | None:
+        """Median of the unprofiled steps within 20 of a kept one, so that a run whose speed drifts
+        is compared with itself; ``None``: fewer than five."""
+        found = self.around(self.active)
+        return float(np.median(found)) if len(found) >= MIN_AROUND else None
+
+    def kept(self, window: int) -> Mask:
+        """Steps that one window kept."""
+        found: Mask = self.active & (self.column("window") == window)
+        return found
+
+    def around(self, steps: Mask) -> Ints:
+        """Lengths of the unprofiled steps within 20 of some, without the first three and the one
+        after a window."""
+        some = np.flatnonzero(steps)
+        if not len(some):
+            return np.zeros(0, dtype=np.int64)
+        after = np.zeros(len(self.steps), dtype=bool)
+        after[1:] = self.profiled[:-1]
+        plain = ~self.profiled & ~after
+        plain[:START_UP] = False
+        at = np.arange(len(self.steps))
+        following = np.searchsorted(some, at)
+        right = some[np.minimum(following, len(some) - 1)]
+        left = some[np.maximum(following - 1, 0)]
+        near = np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR
+        found: Ints = self.dur[plain & near]
+        return found
+
+    @cached_property
+    def observer(self) -> float | None:
+        """How much longer profiled steps are, as a share of those around them; ``None``: one kind
+        is missing. Negative where noise outweighs it."""
+        if self.profiled_median is None or not self.around_windows:
+            return None
+        return self.profiled_median / self.around_windows - 1
+
+    @cached_property
+    def phases(self) -> dict[str, Floats]:
+        """Host time of each step by phase, the largest first; they add up to ``dur``."""
+        names = sorted({name for step in self.steps for name in step.phases})
+        found = {
+            name: np.array([finite(step.phases.get(name, 0)) for step in self.steps])
+            for name in names
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1][self.used].sum()))
+
+    def phase(self, name: str) -> Floats | None:
+        """Host time of one phase in the steps that count; ``None``: not measured."""
+        found = self.phases.get(name)
+        return None if found is None or not self.count else found[self.used]
+
+    def share(self, name: str) -> float | None:
+        """Share of a phase in the time of the steps that count; ``None``: not measured."""
+        found, total = self.phase(name), float(self.dur[self.used].sum())
+        return None if found is None or total <= 0 else float(found.sum()) / total
+
+    # -- the other columns --------------------------------------------------------------------
+
+    def column(self, name: str) -> Floats:
+        """A field of every step; NaN where it was not measured."""
+        return np.array([finite(getattr(step, name)) for step in self.steps], dtype=np.float64)
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """First start and last end of the steps after the warm-up; (0, 0): none."""
+        if not self.settled.any():
+            return 0, 0
+        ts, dur = self.ts[self.settled], self.dur[self.settled]
+        return int(ts[0]), int((ts + dur).max())
+
+    @cached_property
+    def samples_per_second(self) -> float | None:
+        """Batch sizes over the time of the steps that count; ``None``: sizes not told."""
+        sizes = self.column("samples")[self.used]
+        known = ~np.isnan(sizes)
+        if not known.any() or known.mean() < 0.9:
+            return None
+        time = float(self.dur[self.used][known].sum())
+        return float(sizes[known].sum()) * 1e9 / time if time else None
+
+    # -- telemetry ----------------------------------------------------------------------------
+
+    @cached_property
+    def hosts(self) -> list[tuple[int, Host]]:
+        """Samples of the host while steps ran, without the warm-up: (time, sample)."""
+        first, last = self.span
+        return [
+            (s.t, s.host)
+            for s in self.record.samples
+            if s.host is not None and first <= s.t <= last
+        ]
+
+    def host(self, name: str) -> Floats:
+        """A field of the host's samples, where it was measured."""
+        return _known([getattr(sample, name) for _, sample in self.hosts])
+
+    @cached_property
+    def gpus(self) -> list[Gpu]:
+        """Samples of the GPU that this rank uses while steps ran, without the warm-up."""
+        return [gpu for _, gpu in self.timed_gpus]
+
+    @cached_property
+    def timed_gpus(self) -> list[tuple[int, Gpu]]:
+        """The same with their times."""
+        first, last = self.span
+        wanted = self.uuid
+        return [
+            (sample.t, gpu)
+            for sample in self.record.samples
+            if first <= sample.t <= last
+            for gpu in sample.gpus
+            if gpu.uuid == wanted
+        ]
+
+    @cached_property
+    def uuid(self) -> str | None:
+        """UUID of the GPU in use, as telemetry spells it: that of the first device of the rank, or
+        the only one that was sampled; ``None``: not known."""
+        seen = list(dict.fromkeys(g.uuid for s in self.record.samples for g in s.gpus))
+        own = next((device.uuid for device in self.record.rank.devices), None)
+        if own is not None:
+            bare = own.removeprefix("GPU-").lower()
+            return next((u for u in seen if u and u.removeprefix("GPU-").lower() == bare), None)
+        return seen[0] if len(seen) == 1 else None
+
+    def gpu(self, name: str) -> Floats:
+        """A field of the GPU's samples, where it was measured."""
+        return _known([getattr(sample, name) for sample in self.gpus])
+
+    # -- what is told once --------------------------------------------------------------------
+
+    def flag(self, name: str) -> Any:
+        """A framework flag; ``None``: not recorded."""
+        return self.record.rank.flags.get(name)
+
+    @cached_property
+    def used_cores(self) -> float | None:
+        """Cores that this process and its children kept busy while steps ran, on average; ``None``:
+        not sampled."""
+        own = self.host("process_cpu")
+        return float(own.mean()) / 100 if len(own) else None
+
+    @cached_property
+    def others_cores(self) -> float | None:
+        """Cores that other programs of the machine kept busy, where this process may use all of
+        them; ``None``: not sampled."""
+        rank, machine = self.record.rank, self.host("cpu")
+        total = rank.cpus_total or rank.cpus
+        if rank.cpus is None or total is None or rank.cpus < total or not len(machine):
+            return None
+        return max(0.0, float(machine.mean()) / 100 * total - (self.used_cores or 0.0))
+
+    @cached_property
+    def free_cores(self) -> float | None:
+        """Cores that this process may use and nobody does, on average; ``None``: not sampled. Of
+        ranks that share a machine, each has its part."""
+        rank = self.record.rank
+        if rank.cpus is None or self.used_cores is None:
+            return None
+        if len(self.host("process_cpu")) < MIN_SAMPLES:
+            return None
+        return max(0.0, rank.cpus - self.used_cores - (self.others_cores or 0.0))
+
+    def computed(self, loading: float, *, on_host: bool) -> float | None:
+        """The largest share of the main thread's loading that can be computing, by the CPU time of
+        the process; the rest was waited for (storage, a sleep). ``loading``: its share of the step.
+        ``on_host``: the step computes on the CPU as well, on one core at least. ``None``: not
+        sampled."""
+        if self.used_cores is None:
+            return None
+        rest = 1 - loading if on_host else 0.0
+        return min(1.0, max(0.0, self.used_cores - rest) / max(loading, 1e-9))
+
+    def taken(self, loading: float, computed: float) -> float | None:
+        """Share of the main thread's loading that a step which computes on the CPU goes on to take
+        with workers, since they need cores that it computes on: threads that share out an operator
+        wait for the one whose core a worker has. Cores that are idle, workers have. Where use was
+        not sampled PyTorch's threads are taken to be at work; ``None``: neither is known."""
+        cores, threads = self.record.rank.cpus, self.flag("num_threads")
+        if not cores or (self.used_cores is None and not isinstance(threads, int)):
+            return None
+        rest = max(1 - loading, 1e-9)
+        if self.used_cores is None:
+            busy = float(threads or 1)
+        else:
+            busy = max(1.0, (self.used_cores - computed * loading) / rest)
+        spare = max(0.0, cores - busy - (self.others_cores or 0.0))
+        return max(0.0, computed - spare * rest / max(loading, 1e-9))
+
+    @cached_property
+    def loaders(self) -> list[dict[str, Any]]:
+        """The DataLoaders that fed steps, by first use. In a training, one that was only iterated
+        for validation is left out."""
+        if self.inference:
+            return self.record.of_kind("loader")
+        iterations = self.record.of_kind("loader_iter")
+        evaluated = [e.get("id") for e in iterations if e.get("evaluation")]
+        trained = [e.get("id") for e in iterations if not e.get("evaluation")]
+        return [
+            event
+            for event in self.record.of_kind("loader")
+            if event.get("id") in trained or event.get("id") not in evaluated
+        ]
+
+
+def finite(value: float | None) -> float:
+    """A figure as a column has it: NaN where it is missing, or larger than any that is written."""
+    return float(value) if value is not None and -LARGEST < value < LARGEST else np.nan
+
+
+def _known(values: list[float | None]) -> Floats:
+    found = np.array([finite(value) for value in values], dtype=np.float64)
+    return found[~np.isnan(found)]

@@ -1,0 +1,191 @@
+"""Steps where nothing marks them: the range, or the sequence of device work, that repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.finding import REPEATED
+from advisor.core.trace import JAX, TENSORFLOW, Trace
+from advisor.measure.host.backlog import analysed_device
+
+MIN_REPEATS = 3
+"""Fewer are no repetition: two alike may be start and end."""
+LAUNCHED_INSIDE = 0.9
+"""Part of the device's time whose launches must lie in a range for it to be the step."""
+ALIKE = 0.9
+"""How much of their work two periods must share: a few kernels depend on shapes and data."""
+ALIKE_TIME = 0.8
+"""The same for the time of each kind of work: clocks change, and collectives wait for others."""
+COVERED = 0.8
+"""Part of the device's rows that must lie in periods that are alike."""
+AS_GOOD = 0.98
+"""Of what the best period covers. Of equally good ones the shortest is the step: whatever repeats
+also repeats twice as slowly, while layers inside a step leave out what lies between two steps."""
+MOST_LEFT_OUT = 20
+"""Ranges before the first round: a recording begins anywhere."""
+MAX_CANDIDATES = 300
+MAX_TABLE = 8_000_000
+"""Cells of the table of one candidate: periods by kinds of work."""
+_NAMED = r"(?i)\b(?:train_?)?(?:step|iter(?:ation)?|batch)s?(?:\b|_|\d)"
+
+Numbers = NDArray[np.int64]
+
+
+def repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
+    """Marks of the steps (``name``, ``ts``, ``dur``, in time's order) and what they are: ``ranges``
+    or ``device sequence``. ``None``: nothing repeats."""
+    device = analysed_device(trace)
+    if device is None:
+        marks = _cycle(trace)
+        return None if marks is None else (marks, "ranges")
+    rows = trace.gpu.filter(pl.col("device") == device)
+    called = _called(trace, rows)
+    marks = _ranges(trace, rows, called)
+    if marks is not None:
+        return marks, "ranges"
+    marks = _sequence(rows, called)
+    return None if marks is None else (marks, REPEATED)
+
+
+def _called(trace: Trace, rows: pl.DataFrame) -> Numbers:
+    """When each piece of device work was launched, or began where its launch is not known, ns."""
+    launch = rows["launch"].fill_null(-1).to_numpy().astype(np.int64)
+    ts = rows["ts"].to_numpy()
+    if not trace.cpu.height:
+        return ts
+    return np.where(launch >= 0, trace.cpu["ts"].to_numpy()[np.maximum(launch, 0)], ts)
+
+
+def _ranges(trace: Trace, rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
+    """The range in which nearly all device work is launched, again and again: one that is called a
+    step first, else the outermost. Numbers in names (``step 7``) do not tell ranges apart."""
+    launch = rows["launch"].drop_nulls()
+    if not len(launch):
+        return None
+    thread = int(trace.cpu["thread"].gather(launch).mode().sort()[0])
+    found = trace.cpu.filter(
+        (pl.col("kind") == "annotation") & (pl.col("thread") == thread)
+    ).select("ts", "dur", "depth", name=pl.col("name").cast(pl.String))
+    found = found.with_columns(kind=pl.col("name").str.replace_all(r"\d+", "#"))
+    work = rows["dur"].to_numpy()
+    best: tuple[tuple[bool, int, int], pl.DataFrame] | None = None
+    for _, group in found.group_by("kind", maintain_order=True):
+        if group.height < MIN_REPEATS:
+            continue
+        marks = group.sort("ts")
+        start = marks["ts"].to_numpy()
+        end = start + marks["dur"].to_numpy()
+        if (start[1:] < end[:-1]).any():
+            continue
+        place = np.searchsorted(start, called, side="right") - 1
+        inside = (place >= 0) & (called < end[np.maximum(place, 0)])
+        if work[inside].sum() < LAUNCHED_INSIDE * work.sum():
+            continue
+        named = bool(marks["name"].str.contains(_NAMED).any())
+        rank = (named, -int(marks["depth"].min()), marks.height)  # type: ignore[arg-type]
+        if best is None or rank > best[0]:
+            best = rank, marks
+    return None if best is None else best[1].select("name", "ts", "dur")
+
+
+def _cycle(trace: Trace) -> pl.DataFrame | None:
+    """Without device work: rounds of a thread's outermost ranges, which come in one order again and
+    again (``load``, ``solve``, ``write``). Frameworks' own ranges are no rounds of a program."""
+    if trace.meta.framework in (JAX, TENSORFLOW):
+        return None
+    found = trace.cpu.filter((pl.col("kind") == "annotation") & (pl.col("dur") > 0))
+    if found.height < MIN_REPEATS:
+        return None
+    spent = found.filter(pl.col("depth") == pl.col("depth").min()).group_by("thread")
+    thread = int(spent.agg(pl.col("dur").sum()).sort("dur", "thread")["thread"][-1])
+    found = found.filter(pl.col("thread") == thread)
+    found = found.filter(pl.col("depth") == pl.col("depth").min()).sort("ts")
+    kind = found["name"].cast(pl.String).str.replace_all(r"\d+", "#")
+    codes = kind.rank("dense").to_numpy()
+    ts, end = found["ts"].to_numpy(), (found["ts"] + found["dur"]).to_numpy()
+    # what comes before the first round is part of another
+    for first in dict.fromkeys(codes[:MOST_LEFT_OUT].tolist()):
+        at = np.flatnonzero(codes == first)
+        rounds = [tuple(codes[low:high]) for low, high in pairwise([*at.tolist(), len(codes)])]
+        usual, count = Counter(rounds).most_common(1)[0]
+        whole = len(at) if rounds[-1] == usual else len(at) - 1
+        if whole < MIN_REPEATS or count < ALIKE * whole:
+            continue
+        if len(usual) == 1:
+            return found[at[:whole]].select(pl.col("name").cast(pl.String), "ts", "dur")
+        begin = np.append(ts[at], end[-1])[: whole + 1]
+        names = [f"round {number + 1}" for number in range(whole)]
+        return pl.DataFrame({"name": names, "ts": begin[:-1], "dur": np.diff(begin)})
+    return None
+
+
+def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
+    """Periods of the device's work, in the order of its launches. Each kind of work may begin one;
+    of those whose periods are alike, the ones that cover most of all work count."""
+    order = np.argsort(called, kind="stable")
+    names = rows.select(pl.struct("kind", "name").rank("dense").cast(pl.Int64) - 1).to_series()
+    codes = names.to_numpy()[order]
+    if len(codes) < 2 * MIN_REPEATS:
+        return None
+    work = rows["dur"].to_numpy()[order]
+    counts = np.bincount(codes)
+    wanted = np.flatnonzero(counts >= MIN_REPEATS)
+    wanted = wanted[counts[wanted] * len(counts) <= MAX_TABLE]
+    found: list[tuple[float, int, int, Numbers]] = []
+    for count in np.unique(counts[wanted]).tolist():
+        for code in wanted[counts[wanted] == count].tolist()[:8]:
+            if len(found) >= MAX_CANDIDATES:
+                break
+            at = np.flatnonzero(codes == code)
+            found.append((_alike(codes, work, at, len(counts)), count, -int(at[0]), at))
+    best = max((one[0] for one in found), default=0.0)
+    if best < COVERED:
+        return None
+    *_, at = max((one for one in found if one[0] >= AS_GOOD * best), key=lambda one: one[1:3])
+    at = _from_the_first(at, len(codes))
+    begin = np.append(called[order][at], 0)
+    ended = (rows["ts"] + rows["dur"]).to_numpy()[order]
+    begin[-1] = max(int(ended[at[-1] :].max()), int(begin[-2]) + 1)
+    usual = float(np.median(np.diff(at)))
+    count = len(at) if len(codes) - at[-1] >= ALIKE * usual else len(at) - 1
+    if count < MIN_REPEATS:
+        return None
+    return pl.DataFrame(
+        {
+            "name": [f"period {number + 1}" for number in range(count)],
+            "ts": begin[:count],
+            "dur": np.diff(begin)[:count],
+        }
+    )
+
+
+def _alike(codes: Numbers, work: Numbers, at: Numbers, kinds: int) -> float:
+    """Part of all work that lies in periods, each beginning ``at`` one place, that hold the same
+    pieces as most of them do, and as much time of each kind."""
+    place = np.arange(at[0], len(codes))
+    cell = (np.searchsorted(at, place, side="right") - 1) * kinds + codes[place]
+    alike = np.ones(len(at), dtype=np.bool_)
+    sizes = np.bincount(cell // kinds, minlength=len(at))
+    for weights, share in ((None, ALIKE), (work[place], ALIKE_TIME)):
+        table = np.bincount(cell, weights, minlength=len(at) * kinds).reshape(len(at), kinds)
+        usual = np.median(table, axis=0)
+        shared = np.minimum(table, usual).sum(axis=1)
+        alike &= 2 * shared >= share * (table.sum(axis=1) + usual.sum())
+    if int(alike.sum()) < max(MIN_REPEATS, COVERED * (len(at) - 1)):
+        return 0.0
+    # a period that had begun before the recording
+    before = min(int(at[0]), int(np.median(sizes[alike])))
+    return float((sizes[alike].sum() + before) / len(codes))
+
+
+def _from_the_first(at: Numbers, count: int) -> Numbers:
+    """Periods from the first piece of work on, where all are equally long: a step begins where the
+    recording does, not at whichever kind of work was counted."""
+    length = np.diff(at)
+    whole = len(length) and (length == length[0]).all() and at[0] < length[0]
+    return at - at[0] if whole and count - at[-1] + at[0] >= length[0] else at

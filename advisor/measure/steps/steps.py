@@ -1,0 +1,338 @@
+"""Steps: which spans of time the analysis is about, and how they were found."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import polars as pl
+
+from advisor.core.errors import AdvisorError
+from advisor.core.intervals import Intervals, union
+from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
+from advisor.measure.host.backlog import device_steps, drained
+from advisor.measure.host.names import matches
+from advisor.measure.steps.repeats import repeats
+
+MIN_OPTIMIZER_STEPS = 3
+OUTLIER_FACTOR = 1.5
+"""A step longer than this many medians, and more than 5 median absolute deviations away, is
+measured but set aside; gpuprof calls a first step an outlier at 3x, Hampel's test uses 3 MAD."""
+OUTLIER_MADS = 5.0
+MIN_STEPS_LEFT = 3
+MAX_RHYTHM = 16
+"""Longest distance of long steps that come back; few loops have more loader workers a rank."""
+RHYTHM_ALIKE = 2.5
+"""How much longer than the shortest of them the longest may be."""
+PARTIAL_SHARE = 0.25
+"""A last step shorter than this share of the median was cut off by the end of the recording."""
+
+STEPS_SCHEMA = {
+    "index": pl.Int32,  # 0, 1, … in order of time
+    "name": pl.String,
+    "ts": pl.Int64,  # ns
+    "end": pl.Int64,  # ns; contiguous steps end where the next one starts
+    "dur": pl.Int64,  # ns: end - ts
+    "outlier": pl.Boolean,
+    "used": pl.Boolean,  # selected and not an outlier
+}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
+    ``ProfilerStep`` (or what other frameworks call their marks, ``TraceMeta.step_marks``),
+    ``recorder``, ``optimizer``, ``ranges``, ``device sequence`` or ``whole trace``.
+
+    Where the host runs ahead of the device, a step is the device's period, from the first work of
+    a step to the first of the next (``backlog.py``): ``ahead_ns`` is the time that the work of a
+    step waits in the queue, and ``host_ns`` the mean step by the host's own marks."""
+
+    table: pl.DataFrame
+    source: str
+    ahead_ns: float | None = None
+    host_ns: float | None = None
+    launched: pl.DataFrame | None = None
+    """The same rows as the host marked them (``ts``, ``end``, ``dur``), where it runs ahead."""
+
+    @property
+    def marks(self) -> pl.DataFrame:
+        """``table`` with the times of the host: what it launched in them is a step's work."""
+        if self.launched is None:
+            return self.table
+        return self.table.with_columns(self.launched.get_columns())
+
+    @property
+    def numbered(self) -> bool:
+        """The program marked them: a step of that name is the same one on other ranks."""
+        return self.source in ("ProfilerStep", "recorder", *STEP_MARKS[:2])
+
+    @cached_property
+    def used(self) -> pl.DataFrame:
+        """The steps that count."""
+        return self.table.filter("used")
+
+    @cached_property
+    def spans(self) -> Intervals:
+        """The instants that count, ns."""
+        return union(self.used["ts"].to_numpy(), self.used["end"].to_numpy())
+
+
+def plain_step(name: str) -> str:
+    """What a mark is called where it is none of PyTorch's (``TraceMeta.step_marks``)."""
+    return re.sub(r"^(?:step #|ProfilerStep\s*#?)(?=\d+$)", "step ", name)
+
+
+def refuse_none(steps: Steps, path: str, rank: int, *, selected: bool) -> None:
+    """Raises AdvisorError for steps none of which counts: those ``selected`` by hand are others,
+    or the marks have no length."""
+    if steps.used.height or not steps.table.height:
+        return
+    count = steps.table.height
+    whose = f"{count} steps" + (f" of rank {rank}" if rank >= 0 else "")
+    if selected:
+        raise AdvisorError(f"{path}: --steps selects none of the {whose}")
+    what = "it spans no time" if steps.source == "whole trace" else f"its {whose} have no length"
+    raise AdvisorError(f"{path}: {what}, so there is nothing to measure; record the trace again")
+
+
+def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> pl.Series:
+    """Index of the first used step that each interval [start, end) touches; null: none. Without
+    ``end``, of the step that each instant lies in."""
+    used = steps.used
+    begin, finish = used["ts"].to_numpy(), used["end"].to_numpy()
+    if not len(begin) or not len(start):
+        return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(start))
+    until = start + 1 if end is None else np.maximum(end, start + 1)
+    place = np.searchsorted(finish, start, side="right")
+    at = np.minimum(place, len(begin) - 1)
+    touches = (place < len(begin)) & (begin[at] < until)
+    index = used["index"].gather(at)
+    return index.set(pl.Series(~touches), None)
+
+
+def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None) -> Steps:
+    """Find the steps: the ranges that were said to be steps, else ProfilerStep ranges, else the
+    recorder's ``advisor::step`` ranges, else the period of ``Optimizer.step``; in formats without
+    marks of their own the range or the sequence of device work that repeats (``repeats.py``); else
+    the whole trace.
+
+    Raises AdvisorError: no range is named as was said.
+
+    A step ends where the next one starts; the last one ends with its own range, or with the last
+    device work launched inside it if that is later. Where the host runs ahead, steps are the
+    device's. ``select`` is a half-open range of indices
+    (negative ones count from the end); outliers among what it leaves are set aside, but never
+    below three steps.
+    """
+    if trace.meta.step_ranges is not None:
+        return _finish(trace, *_said(trace, trace.meta.step_ranges), select)
+    for source, pattern in (
+        ("ProfilerStep", trace.meta.step_names),
+        ("recorder", r"^advisor::step\b"),
+    ):
+        marks = _marks(trace, pattern)
+        if not marks.height:
+            continue
+        if source == "ProfilerStep" and trace.meta.step_marks is not None:
+            source = trace.meta.step_marks
+            marks = marks.with_columns(pl.Series("name", map(plain_step, marks["name"])))
+        return _finish(trace, marks, source, select)
+    marks = _one_name(_marks(trace, r"^Optimizer\.step#"))
+    if marks.height > MIN_OPTIMIZER_STEPS:
+        # one step: from the end of one Optimizer.step to the end of the next
+        ends = (marks["ts"] + marks["dur"]).to_numpy()
+        marks = pl.DataFrame(
+            {
+                "name": [f"optimizer step {i + 1}" for i in range(len(ends) - 1)],
+                "ts": ends[:-1],
+                "dur": ends[1:] - ends[:-1],
+            }
+        )
+        return _finish(trace, marks, "optimizer", select)
+    if trace.meta.format != KINETO:
+        repeated = repeats(trace)
+        if repeated is not None:
+            return _finish(trace, *repeated, select)
+    start, end = extent(trace) if trace.meta.format == KINETO else working(trace)
+    whole = pl.DataFrame({"name": ["whole trace"], "ts": [start], "dur": [end - start]})
+    return _finish(trace, whole, "whole trace", None)
+
+
+def extent(trace: Trace) -> tuple[int, int]:
+    """First start and last end of the work in the trace, ns, without the profiler's overhead
+    rows."""
+    frames = [
+        trace.cpu.filter(pl.col("kind") != "overhead").select("ts", "dur"),
+        trace.gpu.select("ts", "dur"),
+    ]
+    frames = [f for f in frames if f.height]
+    if not frames:
+        return 0, max(trace.meta.end_ns, 0)
+    both = pl.concat(frames)
+    return int(both["ts"].min()), int((both["ts"] + both["dur"]).max())  # type: ignore[arg-type]
+
+
+def working(trace: Trace) -> tuple[int, int]:
+    """First call that put work on a device, or such work, and the end of the last of them, ns. What
+    profiles a whole program records its start and end too, before and after the device is used."""
+    if trace.gpu.is_empty():
+        return extent(trace)
+    calls = trace.cpu[trace.gpu["launch"].drop_nulls().unique().sort()].select("ts", "dur")
+    both = pl.concat([trace.gpu.select("ts", "dur"), calls])
+    return int(both["ts"].min()), int((both["ts"] + both["dur"]).max())  # type: ignore[arg-type]
+
+
+def _said(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:
+    """The ranges of that name on the thread that has the first of them, without those inside
+    others, and what to call them."""
+    try:
+        marks = _marks(trace, pattern)
+    except pl.exceptions.ComputeError:
+        raise AdvisorError(f"--steps {pattern}: not a regular expression") from None
+    if marks.height:
+        before = (marks["ts"] + marks["dur"]).cum_max().shift(1).fill_null(marks["ts"][0])
+        marks = marks.filter(marks["ts"] >= before)
+    if not marks.height or not marks["dur"].sum():
+        raise AdvisorError(f"{trace.meta.path}: no range is named like {pattern!r}")
+    return marks, "ranges"
+
+
+def _marks(trace: Trace, pattern: str) -> pl.DataFrame:
+    names = trace.cpu.filter(pl.col("kind").is_in(["annotation", "op"])).select(
+        "name", "ts", "dur", "thread"
+    )
+    unique = names["name"].unique().cast(pl.String)
+    wanted = unique.filter(unique.str.contains(pattern))
+    marks = names.filter(pl.col("name").is_in(wanted.cast(pl.Categorical).implode()))
+    if not marks.height:
+        return marks
+    first = marks.sort("ts")["thread"][0]
+    return (
+        marks.filter(pl.col("thread") == first)
+        .with_columns(pl.col("name").cast(pl.String))
+        .sort("ts")
+    )
+
+
+def _one_name(marks: pl.DataFrame) -> pl.DataFrame:
+    """Only the most frequent name (the first of equals): a loop with several optimizers, or with
+    one that wraps another, has as many steps as one of them."""
+    if not marks.height:
+        return marks
+    counts = marks.group_by("name", maintain_order=True).len()
+    return marks.filter(pl.col("name") == counts["name"][int(counts["len"].arg_max() or 0)])
+
+
+def _finish(
+    trace: Trace, marks: pl.DataFrame, source: str, select: tuple[int | None, int | None] | None
+) -> Steps:
+    ts = marks["ts"].to_numpy().astype(np.int64)
+    end = ts + marks["dur"].to_numpy()
+    count = len(ts)
+    if count > 1:
+        # contiguous loops: a step lasts until the next one starts; a real gap is not a step
+        following = ts[1:] - end[:-1]
+        near = following <= 0.5 * np.median(np.diff(ts))
+        end[:-1] = np.where(near, ts[1:], np.minimum(end[:-1], ts[1:]))
+    ahead_ns = host_ns = launched_in = None
+    queue = None
+    if source != "whole trace":
+        queue = device_steps(trace, ts, end, closed=source != "optimizer")
+    waits = _loader_waits(trace, ts, end)
+    if queue is not None:
+        ahead_ns, host_ns = queue.ahead_ns, float(np.mean(end - ts))
+        launched_in = pl.DataFrame({"ts": ts, "end": end, "dur": end - ts})
+        ts, end = queue.start, queue.end
+    else:
+        launched = _last_device_end(trace, int(ts[-1]), int(end[-1]))
+        if launched is not None and source != "optimizer":
+            end[-1] = max(int(end[-1]), launched)
+        waited_until = drained(trace, int(ts[0]), int(end[0]))
+        if waited_until is not None:
+            ts[0] = waited_until
+    dur = end - ts
+    chosen = np.zeros(count, dtype=bool)
+    chosen[slice(*select) if select else slice(None)] = True
+    marked = dur if launched_in is None else end - launched_in["ts"].to_numpy()
+    if count > 1 and chosen[:-1].any() and marked[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
+        chosen[-1] = False  # the profiler stopped inside it
+    outlier = _outliers(dur, chosen, waits)
+    table = pl.DataFrame(
+        {
+            "index": np.arange(count),
+            "name": marks["name"],
+            "ts": ts,
+            "end": end,
+            "dur": dur,
+            "outlier": outlier,
+            "used": chosen & ~outlier & (dur > 0),
+        },
+        schema_overrides=STEPS_SCHEMA,
+    )
+    return Steps(table, source, ahead_ns, host_ns, launched_in)
+
+
+def _last_device_end(trace: Trace, start: int, end: int) -> int | None:
+    """End of the last device work whose launch lies in [start, end)."""
+    work = trace.gpu.filter(pl.col("launch").is_not_null())
+    if not work.height:
+        inside = trace.gpu.filter(pl.col("ts").is_between(start, end))
+        return int((inside["ts"] + inside["dur"]).max()) if inside.height else None  # type: ignore[arg-type]
+    launched = trace.cpu["ts"].gather(work["launch"])
+    work = work.filter((launched >= start) & (launched < end))
+    return int((work["ts"] + work["dur"]).max()) if work.height else None  # type: ignore[arg-type]
+
+
+def _loader_waits(trace: Trace, ts: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Time in calls for the next batch that began in each step, ns."""
+    calls = trace.cpu.filter(
+        (pl.col("kind") == "annotation") & matches(trace.cpu["name"], LOADER)
+    ).sort("ts")
+    start, total = calls["ts"].to_numpy(), np.append(0, np.cumsum(calls["dur"].to_numpy()))
+    waits: np.ndarray = total[np.searchsorted(start, end)] - total[np.searchsorted(start, ts)]
+    return waits
+
+
+def _outliers(dur: np.ndarray, chosen: np.ndarray, waits: np.ndarray) -> np.ndarray:
+    """Long steps among the chosen, most extreme first, as long as three steps are left; not those
+    that belong to the loop: which come back evenly, or wait for the loader more than once."""
+    outlier = np.zeros(len(dur), dtype=bool)
+    values = dur[chosen]
+    if len(values) <= MIN_STEPS_LEFT:
+        return outlier
+    median = float(np.median(values))
+    mad = float(np.median(np.abs(values - median)))
+    limit = max(OUTLIER_FACTOR * median, median + OUTLIER_MADS * mad)
+    candidates = np.flatnonzero(chosen & (dur > limit))
+    if rhythm(np.flatnonzero(values > limit), values):
+        return outlier
+    fed_late = candidates[dur[candidates] - waits[candidates] <= limit]
+    if len(fed_late) > 1:
+        candidates = np.setdiff1d(candidates, fed_late)
+    candidates = candidates[np.argsort(-dur[candidates])]
+    outlier[candidates[: len(values) - MIN_STEPS_LEFT]] = True
+    return outlier
+
+
+def rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
+    """Every how many steps a long one comes, ``None`` if they do not come back evenly.
+
+    Long steps (places in ``dur``) at even distances all through the window, all about as long,
+    are the loop's own pace: with n loader workers that cannot keep up, every n-th step waits for
+    all of them.
+    """
+    if len(long) < 2:
+        return None
+    distance = np.diff(long)
+    apart = float(distance.mean())
+    even = (
+        2 <= round(apart) <= MAX_RHYTHM
+        and np.ptp(distance) <= 1
+        and long[0] <= apart
+        and len(dur) - long[-1] <= apart + 1
+        and dur[long].max() <= RHYTHM_ALIKE * dur[long].min()
+    )
+    return round(apart) if even else None

@@ -1,0 +1,310 @@
+"""What each host thread was doing at each instant: exclusive segments of its call tree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import ArrayLike, NDArray
+
+from advisor.core.intervals import Ints
+from advisor.core.trace import CALLS, LOADER, PYTORCH, Trace
+from advisor.measure.device.copies import held_by_copy
+from advisor.measure.host.names import distinct_names
+from advisor.measure.host.stacks import nearest, operators, outermost, parents
+from advisor.measure.host.syncs import profiler_syncs
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+CLASSES = (
+    "loader",  # in the DataLoader's __next__, whatever is below it
+    "sync",  # blocked in a synchronising call
+    "copy",  # in a copy call that held the host
+    "allocation",  # cudaMalloc, cudaFree, cudaHostAlloc, cudaFreeHost
+    "compile",  # torch.compile compiling, a CUDA module being loaded, a graph being captured
+    "profiler",  # the profiler's own code
+    "launch",  # in a call that starts device work
+    "dispatch",  # in an operator, outside the calls above
+    "python",  # in a Python frame, outside operators
+    "other_thread",  # in a Python frame that waits for another thread
+    "unknown",  # in nothing but annotations: no operator, no Python frame
+    "unrecorded",  # in no recorded event
+)
+"""Classes of host time; each instant of a thread has one."""
+
+CODE = {name: code for code, name in enumerate(CLASSES)}
+
+_CALL_CLASS = {
+    "launch": "launch",
+    "graph_launch": "launch",
+    "memcpy": "launch",
+    "memcpy_blocking": "launch",
+    "memset": "launch",
+    "sync_device": "sync",
+    "sync_stream": "sync",
+    "sync_event": "sync",
+    "malloc": "allocation",
+    "free": "allocation",
+    "host_alloc": "allocation",
+    "host_free": "allocation",
+    "graph_capture": "compile",
+    "module_load": "compile",
+}
+# Calls that are not listed (cudaEventRecord, cudaFuncSetAttribute, …) belong to what is around.
+
+COMPILE = (
+    r"\(dynamo_timed\)|^torch/_dynamo/convert_frame\.py\("
+    r"|^triton/compiler/compiler\.py\(\d+\): compile"
+    r"|^torch/_inductor/compile_fx\.py\(\d+\): _?(?:compile_fx|fx_codegen_and_compile)"
+    # JAX and TensorFlow: their own ranges, and the frames of JAX around them
+    r"|^(?:tf\.function-graph_building|XlaCompile\w*|backend_compile(?:_and_load)?)$"
+    r"|^lower_sharding_computation$|(?:^|/)compiler\.py\(\d+\): (?:backend_compile|compile_or_get)"
+    r"|(?:^|/)pxla\.py\(\d+\): (?:compile|from_hlo|_cached_compilation|lower_sharding_computation)$"
+    r"|(?:^|/)pjit\.py\(\d+\): (?:_trace_for_jit|_create_pjit_jaxpr|_resolve_and_lower|_pjit_lower)"
+)
+"""Compiling, with tracing before it. ``Torch-Compiled Region``, ``TorchDynamo Cache Lookup`` and
+``Call CompiledFxGraph`` are around the *execution* of what was compiled, so they are dispatch."""
+PROFILER = r"(?:^|/)torch/profiler/\w+\.py\(|(?:^|/)profiler\.py\(\d+\): (?:start|stop)_trace$"
+_WAITS = (
+    r"^<built-in method (?:run_backward|acquire|__enter__) of (?:torch\._C\._EngineBase|_thread\.)"
+    r"|(?:^|/)threading\.py\(\d+\): (?:wait|wait_for|join|_wait_for_tstate_lock|acquire)$"
+    r"|(?:^|/)concurrent/futures/_base\.py\(\d+\): (?:result|wait)$|(?:^|/)queue\.py\(\d+\): get$"
+    r"|^ThunkExecutor::Execute \(wait for completion\)$"
+)
+_BLOCKING = (
+    r"^<built-in (?:function|method) (?:_(?:cuda|xpu|hip|mps)_(?:synchronize|deviceSynchronize)\b"
+    r"|synchronize of torch\.|(?:item|tolist|cpu|nonzero) of Tensor )"
+)
+"""Built-ins that return when the device is through: what of them no call below explains is waiting
+all the same, and no Python that could be written better."""
+_AWAITS = (
+    r"(?:^|/)(?:api|array)\.py\(\d+\): (?:_?block_until_ready|_value)$|^np\.asarray\(jax\.Array\)$"
+)
+"""JAX's the same; without a device it is the threads of XLA that compute."""
+_COMPILED = (
+    r"^Torch-Compiled Region|^TorchDynamo Cache Lookup|^## Call CompiledFxGraph|^Pregraph bytecode"
+    r"|^AOTDispatcher Runtime|^CompiledFunction"
+)
+_COLLECTIVE = r"^(?:nccl|gloo|ucc|mpi|xccl):"
+LOADING = r"(?i)loading|driver compiler"
+
+
+class Classified(NamedTuple):
+    """Aligned with ``trace.cpu``. ``row``: the event that says what the innermost instants of
+    each row are (itself or an ancestor, -1: none); ``code``: its class, index of CLASSES."""
+
+    row: NDArray[np.int32]
+    code: NDArray[np.int8]
+    annotation: NDArray[np.int32]
+    """Innermost annotation at or around the row, -1: none."""
+
+
+class Pieces(NamedTuple):
+    """Parts of asked intervals, consecutive and complete: ``which`` of the asked ones, from
+    ``start`` to ``end`` (ns), ``row`` of cpu that explains it (-1: none), ``code`` of CLASSES."""
+
+    which: NDArray[np.int64]
+    start: Ints
+    end: Ints
+    row: NDArray[np.int32]
+    code: NDArray[np.int8]
+
+
+class Timeline(NamedTuple):
+    """Exclusive segments of all threads, back to back from the beginning to the end of time.
+
+    ``key`` is thread x stride + time since ``origin``: one sorted axis for all threads.
+    """
+
+    key: Ints
+    row: NDArray[np.int32]
+    code: NDArray[np.int8]
+    origin: int
+    stride: int
+    threads: int
+
+    @property
+    def thread(self) -> Ints:
+        """Thread of each segment."""
+        return self.key // self.stride
+
+    @property
+    def start(self) -> Ints:
+        """Start of each segment, ns."""
+        return self.key % self.stride + self.origin
+
+    @property
+    def end(self) -> Ints:
+        """End of each segment, ns."""
+        following = np.append(self.key[1:], self.threads * self.stride)
+        return following - self.thread * self.stride + self.origin
+
+    def look(self, thread: ArrayLike, start: ArrayLike, end: ArrayLike) -> Pieces:
+        """What the given threads did in the given intervals. Intervals of no length give no
+        piece; a thread that is not here (-1) did nothing recorded."""
+        begin = np.asarray(start, dtype=np.int64)
+        finish = np.asarray(end, dtype=np.int64)
+        owner = np.broadcast_to(np.asarray(thread, dtype=np.int64), begin.shape)
+        known = (owner >= 0) & (owner < self.threads) & (finish > begin)
+        ask = np.flatnonzero(known)
+        base = owner[ask] * self.stride - self.origin
+        which, at, low, high = spread(self.key, begin[ask] + base, finish[ask] + base)
+        other = np.flatnonzero(~known & (finish > begin))
+        pieces = Pieces(
+            np.concatenate([ask[which], other]),
+            np.concatenate([low - base[which], begin[other]]),
+            np.concatenate([high - base[which], finish[other]]),
+            np.concatenate([self.row[at], np.full(len(other), -1, dtype=np.int32)]),
+            np.concatenate([self.code[at], np.full(len(other), CODE["unrecorded"], np.int8)]),
+        )
+        if not len(other):
+            return pieces
+        order = np.argsort(pieces.which, kind="stable")
+        return Pieces(
+            pieces.which[order],
+            pieces.start[order],
+            pieces.end[order],
+            pieces.row[order],
+            pieces.code[order],
+        )
+
+
+def spread(
+    key: Ints, start: Ints, end: Ints
+) -> tuple[NDArray[np.int64], NDArray[np.int64], Ints, Ints]:
+    """Cut intervals at the sorted points ``key``: (interval, point before, start, end) a piece.
+
+    ``key[0]`` must not lie after any start. Only for intervals of positive length.
+    """
+    first = np.searchsorted(key, start, side="right") - 1
+    count = np.maximum(np.searchsorted(key, end, side="left") - first, 0)
+    which = np.repeat(np.arange(len(start)), count)
+    at = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
+    upper = np.append(key[1:], np.iinfo(np.int64).max)
+    return which, at, np.maximum(start[which], key[at]), np.minimum(end[which], upper[at])
+
+
+def classify(trace: Trace) -> Classified:
+    """What each host row stands for.
+
+    The innermost event that tells something decides, except that everything below the
+    DataLoader's ``__next__``, a compilation and the profiler's own code is theirs.
+    """
+    cpu = trace.cpu
+    kind = cpu["kind"]
+    is_op = (kind == "op").to_numpy()
+    is_python = (kind == "python").to_numpy()
+    is_annotation = (kind == "annotation").to_numpy()
+    patterns = (
+        LOADER,
+        COMPILE,
+        PROFILER,
+        _WAITS,
+        _BLOCKING,
+        _AWAITS,
+        _COMPILED,
+        _COLLECTIVE,
+        LOADING,
+    )
+    loader, compiling, profiling, waiting, blocking, awaits, compiled, collective, loading = (
+        _match_names(cpu["name"], *patterns)
+    )
+    code = np.full(cpu.height, -1, dtype=np.int8)
+    named = operators(trace)
+    code[named] = CODE["dispatch"]
+    code[(is_annotation | is_op) & (compiled | collective)] = CODE["dispatch"]
+    code[is_python] = CODE["python"]
+    code[(is_python | is_op) & waiting] = CODE["other_thread"]
+    code[is_python & blocking] = CODE["sync"]
+    awaited = CODE["sync" if trace.gpu.height else "other_thread"]
+    if trace.meta.framework != PYTORCH:  # whose programs may have an ``array.py`` of their own
+        code[(is_python | is_annotation) & awaits] = awaited
+    calls = np.array([CODE[_CALL_CLASS[c]] if c in _CALL_CLASS else -1 for c in CALLS] + [-1])
+    call = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
+    runtime = calls[call]
+    code = np.where(runtime >= 0, runtime, code).astype(np.int8)
+    held = trace.gpu["launch"].gather(np.flatnonzero(held_by_copy(trace))).to_numpy()
+    code[held] = CODE["copy"]
+    overhead = (kind == "overhead").to_numpy()
+    code[overhead] = CODE["profiler"]
+    code[overhead & loading] = CODE["compile"]
+    code[profiler_syncs(trace)] = CODE["profiler"]
+    swallows = (is_annotation | is_op) & loader
+    code[swallows] = CODE["loader"]
+    compiling &= is_annotation | is_op | is_python
+    code[compiling] = CODE["compile"]
+    profiling &= is_python
+    code[profiling] = CODE["profiler"]
+    parent = parents(trace)
+    row = nearest(parent, code >= 0)
+    swallows |= compiling | profiling
+    if swallows.any():
+        top = outermost(parent, swallows)
+        row = np.where(top >= 0, top, row)
+    found = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
+    return Classified(row, found, nearest(parent, is_annotation | (is_op & ~named)))
+
+
+def build_timeline(a: Analysis) -> Timeline:
+    """Exclusive segments of all host threads, classified. See :class:`Timeline`.
+
+    An unexplained instant inside annotations has the innermost annotation as its row.
+    """
+    trace = a.trace
+    classified = classify(trace)
+    explained = np.where(classified.row >= 0, classified.row, classified.annotation)
+    # the last entry, which -1 finds, stands for no event
+    explained = np.append(explained, np.int32(-1)).astype(np.int32)
+    codes = np.append(classified.code, np.int8(CODE["unrecorded"])).astype(np.int8)
+    ts, end, thread = _nested_ends(trace)
+    times = [ts, end, trace.gpu["ts"].to_numpy(), a.spans.start, a.spans.end]
+    times.append((trace.gpu["ts"] + trace.gpu["dur"]).to_numpy())
+    low = min((int(t.min()) for t in times if len(t)), default=0)
+    high = max((int(t.max()) for t in times if len(t)), default=0)
+    stride = high - low + 2
+    # threads are ordered busiest first; beyond this many the one axis would overflow
+    threads = min(trace.threads.height, (1 << 62) // stride)
+    rows = np.flatnonzero((end > ts) & (thread < threads))
+    base = thread[rows].astype(np.int64) * stride - low
+    starts, ends = ts[rows] + base, end[rows] + base
+    # At equal times: a thread's beginning, then ends (inner ones first), then starts (outer ones
+    # first); the last of them says what follows. Rows are in the order (thread, start, outer
+    # first), so reversing them puts inner ends first.
+    backwards = np.argsort(ends[::-1], kind="stable")
+    closing = rows[::-1][backwards]
+    key = np.concatenate([np.arange(threads) * stride, ends[::-1][backwards], starts])
+    label = np.concatenate([np.full(threads, -1), parents(trace)[closing], rows])
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    last = np.ones(len(key), dtype=bool)
+    last[:-1] = key[1:] != key[:-1]
+    key, label = key[last], label[order[last]]
+    row, code = explained[label], codes[label]
+    fresh = np.ones(len(key), dtype=bool)
+    fresh[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
+    fresh[np.searchsorted(key, np.arange(threads) * stride)] = True
+    return Timeline(key[fresh], row[fresh], code[fresh], low, stride, threads)
+
+
+def _nested_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
+    """Starts, ends and threads of host rows; an annotation that outlasts what is around it is
+    cut there, so that the tree's ends nest."""
+    cpu = trace.cpu
+    ts = cpu["ts"].to_numpy()
+    end = ts + cpu["dur"].to_numpy()
+    parent = parents(trace)
+    inner = np.flatnonzero(parent >= 0)
+    for _ in range(1000):  # MAX_DEPTH of the nesting; one round settles nearly every trace
+        late = inner[end[inner] > end[parent[inner]]]
+        if not len(late):
+            break
+        end[late] = end[parent[late]]
+    return ts, end, cpu["thread"].to_numpy()
+
+
+def _match_names(names: pl.Series, *patterns: str) -> list[NDArray[np.bool_]]:
+    """One mask a pattern; the distinct names are collected once for all of them."""
+    texts, which = distinct_names(names)
+    return [np.append(texts.str.contains(p).to_numpy(), False)[which] for p in patterns]

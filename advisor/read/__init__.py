@@ -1,0 +1,28 @@
+"""Trace files to tables: readers, one file format each, and what they share."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from advisor.read.directory import open_run
+    from advisor.read.file import read_trace
+    from advisor.read.reader import ReadOptions
+
+__all__ = ["ReadOptions", "open_run", "read_trace"]
+
+_HOME = {
+    "ReadOptions": "advisor.read.reader",
+    "open_run": "advisor.read.directory",
+    "read_trace": "advisor.read.file",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first used: the decoding processes import this package, but not polars."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,316 @@
+"""Columns of all pieces to one trace: codes merged, bad rows dropped and counted, joins made."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.trace import CPU_SCHEMA, GPU_SCHEMA
+from advisor.read import tables
+from advisor.read.columns import Columns, Piece
+from advisor.read.heap import give_back
+from advisor.read.launches import Launches, classify_calls
+from advisor.read.nesting import nest, release_ranges, separate, stack_order
+from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS
+
+Array = NDArray[Any]
+DAY_US = 86_400e6
+"""No profiler window is a day long: durations and distances beyond that are damage."""
+
+_ANNOTATION, _PYTHON, _RUNTIME = map(HOST_KINDS.index, ("annotation", "python", "runtime"))
+_MEDIAN_SAMPLE = 10_000
+
+
+@dataclass
+class Tables:
+    """Rows of any format, ready to be joined: times in whole ns from the trace's start, names,
+    threads, inputs and collectives as codes into lists. A table without rows is empty."""
+
+    host: Columns
+    """``ts`` ``dur`` ``kind`` (index in HOST_KINDS) ``name`` ``thread`` ``correlation``
+    ``external`` ``sequence`` (below 0: none) ``inputs`` ``comm`` (-1: none); perhaps ``call``
+    (index in CALLS, -1: no call), else it is told by the name of a runtime call."""
+    device: Columns
+    """``ts`` ``dur`` ``kind`` (index in DEVICE_KINDS) ``name`` ``correlation`` ``external``
+    ``limits`` ``comm``, and the other columns of GPU_SCHEMA, as floats (NaN for none) or as series
+    of any numbers; perhaps series of ``copy``, ``src``, ``dst`` and ``limits``."""
+    names: list[str]
+    threads: list[tuple[str, str]]
+    """Process and thread, as they are shown."""
+    thread_names: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+@dataclass
+class Facts:
+    """What was learnt about a trace while its frames were built."""
+
+    origin_ns: int = 0
+    """The trace's 0, ns after the file's base time."""
+    end_ns: int = 0
+    nesting_repaired: int = 0
+    python_frames: bool = False
+    runtime_calls: list[str] = field(default_factory=list)
+    """Names of the runtime and driver calls."""
+    told_calls: dict[str, str] = field(default_factory=dict)
+    """Name -> one of CALLS, where the name alone does not tell."""
+
+
+class _Merger:
+    """One dictionary for the whole trace out of the dictionaries of its pieces."""
+
+    def __init__(self) -> None:
+        self.index: dict[Hashable, int] = {}
+
+    def table(self, values: list[Any]) -> Array:
+        """Code in the whole trace for each code in the piece; the last entry is for -1."""
+        index = self.index
+        return np.array([index.setdefault(v, len(index)) for v in values] + [-1], dtype=np.int32)
+
+    def values(self) -> list[Any]:
+        return list(self.index)
+
+
+class Assembler:
+    """Takes pieces one by one, then builds frames."""
+
+    def __init__(self) -> None:
+        self._names, self._threads, self._inputs, self._comms = (_Merger() for _ in range(4))
+        self._parts: dict[str, list[Columns]] = {
+            key: [] for key in ("host", "device", "sync", "memory", "counters")
+        }
+        self._epoch: int | None = None
+        self.events = 0
+        """Events decoded, also those that are of no use."""
+        self.rows = 0
+        """Events that became rows."""
+        self.unsound = 0
+        """Stretches between commas that could not be decoded."""
+        self.dropped: dict[str, int] = {}
+        self.ignored: dict[str, int] = {}
+        self.thread_names: dict[tuple[str, str], str] = {}
+
+    def add(self, piece: Piece) -> None:
+        """Merge one piece's dictionaries and keep its columns."""
+        names = self._names.table(piece.names)
+        codes = {
+            "name": names,
+            "limits": names,
+            "range": names,
+            "thread": self._threads.table(piece.threads),
+            "inputs": self._inputs.table(piece.inputs),
+            "comm": self._comms.table(piece.comms),
+        }
+        if self._epoch is None:
+            self._epoch = piece.epoch
+        shift = piece.epoch - self._epoch
+        for group, parts in self._parts.items():
+            columns: Columns = getattr(piece, group)
+            if not columns:
+                continue
+            merged = {k: codes[k][v] if k in codes else v for k, v in columns.items()}
+            if shift:
+                merged["ts"] = merged["ts"] + float(shift)
+            parts.append(merged)
+            self.rows += len(merged["ts"])
+        self.events += piece.events
+        self.unsound += piece.unsound
+        for counts, more in ((self.dropped, piece.dropped), (self.ignored, piece.ignored)):
+            for key, count in more.items():
+                counts[key] = counts.get(key, 0) + count
+        for pid, tid, name in piece.thread_names:
+            self.thread_names[pid, tid] = name
+
+    def build(
+        self, told_calls: dict[str, str] | None = None
+    ) -> tuple[dict[str, pl.DataFrame], Facts]:
+        """The frames of a Trace by name, and facts for its meta. Empties the assembler."""
+        told = told_calls or {}
+        host, device, sync, memory, counters = (self._take(g) for g in tuple(self._parts))
+        origin_us = self._clean(host, device, sync, memory, counters)
+        origin_ns = (self._epoch or 0) * 1000 + _exact_ns(origin_us)
+        facts = Facts(origin_ns=origin_ns, told_calls=told)
+        ends = [
+            self._to_ns(columns, origin_us) for columns in (host, device, sync, memory, counters)
+        ]
+        facts.end_ns = max(ends)
+        texts = self._names.values()
+        names = as_names(texts)
+        given = Tables(host, device, texts, self._threads.values(), self.thread_names)
+        frames, thread_table = joined(given, names, facts)
+        frames |= {
+            "sync": tables.sync_frame(sync, texts),
+            "memory": tables.on_devices(tables.memory_frame(memory, thread_table), frames["gpu"]),
+            "counters": tables.counters_frame(counters, names),
+            "inputs": tables.inputs_frame(self._inputs.values()),
+            "comms": tables.comms_frame(self._comms.values()),
+        }
+        return frames, facts
+
+    def _take(self, group: str) -> Columns:
+        """The columns of all pieces as one; empty when there is not a row."""
+        parts = self._parts[group]
+        joined: Columns = {}
+        for key in list(parts[0]) if parts else ():
+            # column by column, so that only one column is held twice
+            joined[key] = np.concatenate([part.pop(key) for part in parts])
+        parts.clear()
+        return joined
+
+    # -- cleaning ---------------------------------------------------------------------------
+
+    def _clean(self, *groups: Columns) -> float:
+        """Drop rows without usable times; return the origin (smallest start, us)."""
+        for columns in groups:
+            if not columns:
+                continue
+            with np.errstate(invalid="ignore"):
+                self._drop(columns, ~np.isfinite(columns["ts"]), "no start time")
+                if "dur" in columns:
+                    self._drop(columns, ~np.isfinite(columns["dur"]), "no duration")
+                    self._drop(columns, columns["dur"] < 0, "negative duration")
+                    self._drop(columns, columns["dur"] > DAY_US, "absurd duration")
+        starts = [columns["ts"] for columns in groups if len(columns.get("ts", ()))]
+        if starts:
+            sample = [t[:: max(1, len(t) // _MEDIAN_SAMPLE)] for t in starts]
+            middle = float(np.median(np.concatenate(sample)))
+            for columns in groups:
+                if columns:
+                    far = np.abs(columns["ts"] - middle) > DAY_US
+                    self._drop(columns, far, "absurd start time")
+        for columns in groups:
+            if columns and not len(columns["ts"]):
+                columns.clear()
+        return min((float(columns["ts"].min()) for columns in groups if columns), default=0.0)
+
+    def _drop(self, columns: Columns, bad: Array, reason: str) -> None:
+        count = int(bad.sum())
+        if count:
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+            keep = ~bad
+            for key in columns:
+                columns[key] = columns[key][keep]
+
+    @staticmethod
+    def _to_ns(columns: Columns, origin_us: float) -> int:
+        """Times to whole ns from the origin, in place; returns the last end."""
+        if not columns:
+            return 0
+        columns["ts"] = np.rint((columns["ts"] - origin_us) * 1000.0).astype(np.int64)
+        if "dur" not in columns:
+            return int(columns["ts"].max())
+        columns["dur"] = np.rint(columns["dur"] * 1000.0).astype(np.int64)
+        return int((columns["ts"] + columns["dur"]).max())
+
+    # -- joins ------------------------------------------------------------------------------
+
+    @staticmethod
+    def _order_threads(host: Columns, threads: list[tuple[str, str]]) -> Array:
+        """Number the threads by their host rows, the busiest first; returns old -> new."""
+        counts = np.zeros(len(threads), dtype=np.int64)
+        if host:
+            counts = np.bincount(host["thread"], minlength=len(threads))
+        order = np.argsort(-counts, kind="stable")
+        table = np.empty(len(threads), dtype=np.int32)
+        table[order] = np.arange(len(order), dtype=np.int32)
+        threads[:] = [threads[old] for old in order.tolist()]
+        if host:
+            host["thread"] = table[host["thread"]]
+        return table
+
+    @staticmethod
+    def _nest(
+        host: Columns, device: Columns, texts: list[str], facts: Facts
+    ) -> tuple[Array, Array]:
+        """Order both tables, find parents and launches; returns launch and op of device rows."""
+        if device:
+            # kinds break ties, so that the order does not depend on where pieces were cut
+            key = device["ts"] * len(DEVICE_KINDS) + device["kind"]
+            _reorder(device, np.argsort(key, kind="stable"))
+        none = np.full(len(device.get("ts", ())), -1, dtype=np.int32)
+        if not host:
+            return none, none
+        _reorder(host, stack_order(host["thread"], host["ts"], host["dur"], host["kind"]))
+        give_back(len(host["ts"]))
+        host["parent"], host["depth"], facts.nesting_repaired = _stacks(host)
+        runtime = np.flatnonzero(host["kind"] == _RUNTIME)
+        codes = np.unique(host["name"][runtime])
+        facts.python_frames = bool((host["kind"] == _PYTHON).any())
+        facts.runtime_calls = [texts[code] for code in codes.tolist()]
+        if "call" not in host:
+            call = np.full(len(host["kind"]), -1, dtype=np.int8)
+            call[runtime] = classify_calls(
+                host["name"][runtime], codes, facts.runtime_calls, facts.told_calls
+            )
+            host["call"] = call
+        if not device:
+            return none, none
+        launches = Launches(host)
+        launch = launches.find(device)
+        launches.name_unknown(launch, device["kind"])
+        return launch, launches.op_around(launch, device)
+
+
+def as_names(texts: list[str]) -> pl.Series:
+    """The names that codes stand for."""
+    return pl.Series("name", texts, dtype=pl.String).cast(pl.Categorical)
+
+
+def joined(given: Tables, names: pl.Series, facts: Facts) -> tuple[dict[str, pl.DataFrame], Array]:
+    """The frames ``cpu``, ``gpu`` and ``threads`` with all their joins: stacks, launches, the ops
+    around them. Orders the rows in place; every other column that they have goes along. Also the
+    row of ``threads`` for the code of each thread."""
+    host, device = given.host, given.device
+    table = Assembler._order_threads(host, given.threads)
+    launches = Assembler._nest(host, device, given.names, facts)
+    count = len(launches[0]) + len(host.get("ts", ()))
+    give_back(count)
+    cpu = tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA)
+    give_back(count)
+    return {
+        "cpu": cpu,
+        "gpu": tables.gpu_frame(device, names, given.names, *launches)
+        if device
+        else pl.DataFrame(schema=GPU_SCHEMA),
+        "threads": tables.threads_frame(given.threads, given.thread_names),
+    }, table
+
+
+def _stacks(host: Columns) -> tuple[Array, Array, int]:
+    """Parent and depth of the ordered host rows, and how many of them outlasted their parents:
+    these are cut, in place."""
+    parent, depth = (np.empty(len(host["ts"]), dtype=np.int32) for _ in range(2))
+    repaired = 0
+    for part in separate(host["thread"], host["ts"], host["dur"]):
+        kind, thread, start, dur = (host[key][part] for key in ("kind", "thread", "ts", "dur"))
+        ends = start + dur
+        found = nest(thread, start, release_ranges(kind, thread, start, ends))
+        # a range that was opened in one function and closed in another keeps its length
+        cut = (ends > found.end) & (kind != _ANNOTATION)
+        dur[cut] = found.end[cut] - start[cut]
+        parent[part] = np.where(found.parent < 0, -1, found.parent + part.start)
+        depth[part] = found.depth
+        repaired += found.repaired
+    return parent, depth, repaired
+
+
+def _reorder(columns: dict[str, Any], order: Array) -> None:
+    """In place, column by column."""
+    index = None
+    for key, column in columns.items():
+        if isinstance(column, np.ndarray):
+            if not tables.is_blank(column):
+                columns[key] = column[order]
+        elif column.null_count() < len(column):
+            index = pl.Series(order.astype(np.uint32)) if index is None else index
+            columns[key] = column.gather(index)
+
+
+def _exact_ns(us: float) -> int:
+    """Microseconds to ns without rounding the whole of a Unix time to a float's precision."""
+    whole = int(us)
+    return whole * 1000 + round((us - whole) * 1000)

@@ -1,0 +1,361 @@
+"""Rows of any format to a :class:`Trace`: what a reader hands over once it has decoded its file.
+
+Columns go by the names of ``core.trace``'s schemas, times are whole nanoseconds on any clock,
+texts are plain strings. What joins them (stacks, launches, the op around a launch) is the same for
+all formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.errors import AdvisorError
+from advisor.core.trace import (
+    CALLS,
+    COMMS_SCHEMA,
+    COUNTER_SCHEMA,
+    CPU_KINDS,
+    GPU_KINDS,
+    GPU_SCHEMA,
+    INPUTS_SCHEMA,
+    MEMORY_SCHEMA,
+    SYNC_SCHEMA,
+    Trace,
+    TraceMeta,
+)
+from advisor.read.assemble import Facts, Tables, as_names, joined
+from advisor.read.columns import NAME_LIMIT
+from advisor.read.heap import give_back
+from advisor.read.tables import blank
+
+DAY_NS = 86_400 * 10**9
+"""No profiler window is a day long: durations and distances beyond that are damage."""
+MOST_PAIRS = 1 << 20
+"""Of processes and threads for which there is room in a table."""
+_UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
+_HOST_IDS = ("correlation", "external", "sequence", "inputs", "comm")
+_DEVICE_IDS = ("correlation", "external", "comm")
+_GIVEN = ("copy", "src", "dst", "limits")
+"""Text columns of device rows that stand in the trace as they are given."""
+_DEVICE_NUMBERS = tuple(
+    name
+    for name, kind in GPU_SCHEMA.items()
+    if name not in ("ts", "dur", "kind", "name", "launch", "op", *_DEVICE_IDS, *_GIVEN)
+    and kind != pl.Categorical
+)
+
+Columns = dict[str, Any]
+"""Arrays; of what is not joined, series."""
+
+
+def build_trace(
+    meta: TraceMeta,
+    *,
+    host: pl.DataFrame | None = None,
+    device: pl.DataFrame | None = None,
+    sync: pl.DataFrame | None = None,
+    memory: pl.DataFrame | None = None,
+    counters: pl.DataFrame | None = None,
+    inputs: pl.DataFrame | None = None,
+    comms: pl.DataFrame | None = None,
+    thread_names: dict[tuple[str, str], str] | None = None,
+) -> Trace:
+    """The trace of these rows, in any order.
+
+    ``host``: ``ts`` and ``dur`` (ns), ``kind`` (one of CPU_KINDS), ``name``, ``thread`` (as it is
+    shown) are needed; ``process``, ``call`` (one of CALLS; without the column CUDA's and HIP's
+    calls are told by their names), ``correlation``, ``external``, ``sequence``, and ``inputs`` and
+    ``comm`` (rows of those frames) may be there. A step is an annotation ``ProfilerStep#<n>``.
+
+    ``device``: ``ts``, ``dur``, ``kind`` (one of GPU_KINDS), ``name``, ``device``, ``stream`` are
+    needed; the other columns of GPU_SCHEMA may be there, but for ``launch`` and ``op``, which are
+    found by ``correlation`` and ``external``. Without ``copy`` the name of a copy tells its
+    direction and memories.
+
+    ``sync``, ``memory``, ``counters``, ``inputs``, ``comms``: as in their schemas; columns that are
+    not there are null. Rows without sane times are left out and counted in
+    ``meta.events_dropped``; of ``meta``, what rows tell is filled in. Raises AdvisorError: no row
+    is left. Raises ValueError: a column that is needed is not there, or a kind that does not exist.
+    """
+    dropped = dict(meta.events_dropped)
+    timed = {
+        "host": _frame(host, ("ts", "dur", "kind", "name", "thread")),
+        "device": _frame(device, ("ts", "dur", "kind", "name", "device", "stream")),
+        "sync": _frame(sync, ("ts", "dur", "kind"), SYNC_SCHEMA),
+        "memory": _frame(memory, ("ts",), MEMORY_SCHEMA),
+        "counters": _frame(counters, ("ts", "dur", "name", "value"), COUNTER_SCHEMA),
+    }
+    host = device = sync = memory = counters = None  # each is held once, and let go once read
+    given = sum(frame.height for frame in timed.values())
+    timed, origin, end = _cleaned(timed, dropped)
+    if not any(frame.height for frame in timed.values()):
+        raise AdvisorError(f"{meta.path}: no usable event in it; record the trace again")
+    give_back(given)
+    texts: dict[str, int] = {}
+    threads: dict[tuple[str, str], int] = {}
+    rows = Tables(
+        host=_host(timed.pop("host"), origin, texts, threads),
+        device=_device(timed.pop("device"), origin, texts),
+        names=list(texts),
+        threads=list(threads),
+        thread_names=thread_names or {},
+    )
+    give_back(given)
+    facts = Facts()
+    frames, _ = joined(rows, as_names(rows.names), facts)
+    frames |= {
+        "sync": timed["sync"].sort("ts", maintain_order=True),
+        "memory": timed["memory"].sort("ts", maintain_order=True),
+        "counters": timed["counters"].sort("ts", maintain_order=True),
+        "inputs": _frame(inputs, ("dims",), INPUTS_SCHEMA).fill_null(""),
+        "comms": _frame(comms, ("collective",), COMMS_SCHEMA),
+    }
+    del rows
+    give_back(given)
+    start = meta.start_ns + origin
+    return Trace(
+        **frames,
+        meta=replace(
+            meta,
+            start_ns=start,
+            clock="unix" if start in _UNIX else "arbitrary",
+            end_ns=end - origin,
+            record_shapes=bool(meta.record_shapes) or frames["inputs"].height > 0,
+            with_stack=bool(meta.with_stack) or facts.python_frames,
+            profile_memory=bool(meta.profile_memory) or frames["memory"].height > 0,
+            sync_events=frames["sync"].height > 0,
+            events_read=meta.events_read or given,
+            events_dropped=dropped,
+            nesting_repaired=facts.nesting_repaired,
+        ),
+    )
+
+
+def _frame(
+    frame: pl.DataFrame | None, needed: tuple[str, ...], schema: dict[str, Any] | None = None
+) -> pl.DataFrame:
+    """A frame with at least the needed columns; with a schema, exactly that one's."""
+    if frame is None:
+        return pl.DataFrame(schema=schema or dict.fromkeys(needed, pl.Null))
+    lacking = [name for name in needed if name not in frame.columns]
+    if lacking:
+        raise ValueError(f"a table of a trace lacks the column {lacking[0]!r}")
+    if schema is None:
+        return frame
+    return frame.select(
+        (pl.col(name) if name in frame.columns else pl.lit(None).alias(name)).cast(
+            kind, strict=False
+        )
+        for name, kind in schema.items()
+    )
+
+
+def _cleaned(
+    frames: dict[str, pl.DataFrame], dropped: dict[str, int]
+) -> tuple[dict[str, pl.DataFrame], int, int]:
+    """Without rows that have no usable times, counted by reason; the first start, from which on the
+    times of the small tables are, and the last end."""
+
+    def keep(name: str, good: pl.Expr, why: str) -> None:
+        mask = frames[name].select(good.fill_null(False)).to_series()
+        if lost := len(mask) - int(mask.sum()):
+            dropped[why] = dropped.get(why, 0) + lost
+            frames[name] = frames[name].filter(mask)
+
+    for name, frame in frames.items():
+        times = [column for column in ("ts", "dur") if column in frame.columns]
+        odd = [column for column in times if frame.schema[column] not in _WHOLE[column]]
+        if odd:
+            frame = frame.with_columns(pl.col(odd).cast(pl.Int64, strict=False))
+            frames[name] = frame
+        if all(_within(frame[column], *_SANE[column]) for column in times):
+            continue
+        keep(name, pl.col("ts").is_not_null(), "no start time")
+        keep(name, pl.col("ts").is_between(-(1 << 61), 1 << 61), "absurd start time")
+        if "dur" in times:
+            keep(name, pl.col("dur").is_not_null(), "no duration")
+            keep(name, pl.col("dur") >= 0, "negative duration")
+            keep(name, pl.col("dur") <= DAY_NS, "absurd duration")
+    if not any(frame.height for frame in frames.values()):
+        return frames, 0, 0
+    if _last(frames) - _origin(frames) > DAY_NS:
+        starts = pl.concat([frame["ts"] for frame in frames.values()]).to_numpy()
+        middle = int(np.partition(starts, len(starts) // 2)[len(starts) // 2])
+        near = pl.col("ts").is_between(middle - DAY_NS, middle + DAY_NS)
+        for name in frames:
+            keep(name, near, "absurd start time")
+    origin = _origin(frames)
+    end = pl.col("ts") + pl.col("dur")
+    ends = [
+        frame.select((end if "dur" in frame.columns else pl.col("ts")).max()).item()
+        for frame in frames.values()
+        if frame.height
+    ]
+    for name, frame in frames.items():
+        if name not in ("host", "device"):  # whose columns are taken one by one
+            frames[name] = frame.with_columns(pl.col("ts") - origin)
+    return frames, origin, int(max(ends))
+
+
+_WHOLE = {"ts": (pl.Int64,), "dur": (pl.Int8, pl.Int16, pl.Int32, pl.Int64)}
+_SANE = {"ts": (-(1 << 61), 1 << 61), "dur": (0, DAY_NS)}
+
+
+def _within(column: pl.Series, low: int, high: int) -> bool:
+    """Every value is there and in the range."""
+    if column.null_count() or not len(column):
+        return not len(column)
+    return bool(column.min() >= low and column.max() <= high)  # type: ignore[operator]
+
+
+def _origin(frames: dict[str, pl.DataFrame]) -> int:
+    return min(int(frame["ts"].min()) for frame in frames.values() if frame.height)  # type: ignore[arg-type]
+
+
+def _last(frames: dict[str, pl.DataFrame]) -> int:
+    return max(int(frame["ts"].max()) for frame in frames.values() if frame.height)  # type: ignore[arg-type]
+
+
+def _host(
+    frame: pl.DataFrame, origin: int, texts: dict[str, int], threads: dict[tuple[str, str], int]
+) -> Columns:
+    if not frame.height:
+        return {}
+    count = frame.height
+    columns: Columns = {
+        "thread": _threads(
+            _taken(frame, "process", count), _taken(frame, "thread", count), threads
+        ),
+        "ts": _taken(frame, "ts", count).to_numpy() - origin,
+        "dur": _owned(_taken(frame, "dur", count)),
+        "kind": _kinds(_taken(frame, "kind", count), CPU_KINDS, np.uint8),
+        "name": _coded(_texts(_taken(frame, "name", count)), texts),
+    }
+    for key in _HOST_IDS:
+        columns[key] = _ids(_taken(frame, key, count))
+    if "call" in frame.columns:
+        columns["call"] = _kinds(_taken(frame, "call", count), CALLS, np.int8)
+    return columns
+
+
+def _taken(frame: pl.DataFrame, column: str, count: int) -> pl.Series:
+    """A column of so many rows, which the frame then has no more: what becomes of it need not be
+    in memory beside it. Nulls where there is none."""
+    if column in frame.columns:
+        return frame.drop_in_place(column)
+    return pl.Series(column, [None], dtype=pl.Null).new_from_index(0, count)
+
+
+def _owned(column: pl.Series) -> NDArray[Any]:
+    """The values, to be changed."""
+    values = _of_words(column).to_numpy()
+    return values if values.flags.writeable else values.copy()
+
+
+def _threads(
+    process: pl.Series, thread: pl.Series, threads: dict[tuple[str, str], int]
+) -> NDArray[np.int32]:
+    """Codes into ``threads``, which takes up what is new."""
+    # each column to its distinct texts first: they are few, rows are many
+    of_process: dict[str, int] = {}
+    of_thread: dict[str, int] = {}
+    pair, own = _coded(_texts(process), of_process), _coded(_texts(thread), of_thread)
+    pids, tids = list(of_process), list(of_thread)
+    few = len(pids) * len(tids) <= MOST_PAIRS
+    pair = pair * (np.int32 if few else np.int64)(max(len(of_thread), 1))
+    pair += own
+    del own
+    distinct, place = (
+        (np.flatnonzero(np.bincount(pair)), pair) if few else np.unique(pair, return_inverse=True)
+    )
+    codes = [
+        threads.setdefault((pids[one // len(tids)], tids[one % len(tids)]), len(threads))
+        for one in distinct.tolist()
+    ]
+    table = np.zeros(int(distinct[-1]) + 1 if few else len(distinct), dtype=np.int32)
+    table[distinct if few else slice(None)] = codes
+    found: NDArray[np.int32] = table[place]
+    return found
+
+
+def _device(frame: pl.DataFrame, origin: int, texts: dict[str, int]) -> Columns:
+    if not frame.height:
+        return {}
+    count = frame.height
+    columns: Columns = {
+        "ts": _taken(frame, "ts", count).to_numpy() - origin,
+        "dur": _of_words(_taken(frame, "dur", count)).to_numpy(),
+        "kind": _kinds(_taken(frame, "kind", count), GPU_KINDS, np.uint8),
+        "name": _coded(_texts(_taken(frame, "name", count)), texts),
+        **{key: frame.drop_in_place(key) for key in _GIVEN if key in frame.columns},
+    }
+    columns.setdefault("limits", blank(count, -1, np.int32))
+    for key in _DEVICE_IDS:
+        columns[key] = _ids(_taken(frame, key, count))
+    for key in _DEVICE_NUMBERS:
+        columns[key] = _taken(frame, key, count)
+    return columns
+
+
+def _texts(column: pl.Series) -> pl.Series:
+    """Texts without null, no longer than names may be. Categories stay what they are."""
+    if column.dtype == pl.Categorical and not column.null_count():
+        return column
+    return column.cast(pl.String).fill_null("").str.slice(0, NAME_LIMIT)
+
+
+def _coded(column: pl.Series, texts: dict[str, int]) -> NDArray[np.int32]:
+    """Codes into ``texts``, which takes up what is new."""
+    if column.dtype == pl.Categorical:
+        physical = column.to_physical()
+        seen, kept = physical.unique(maintain_order=True), column.unique(maintain_order=True)
+        texts_of = kept.cast(pl.String).str.slice(0, NAME_LIMIT).to_list()
+        codes = [texts.setdefault(text, len(texts)) for text in texts_of]
+        return _by_code(physical, seen, codes, np.int32)
+    seen = column.unique(maintain_order=True)
+    codes = [texts.setdefault(text, len(texts)) for text in seen.to_list()]
+    return column.replace_strict(seen, codes, return_dtype=pl.Int32).to_numpy()
+
+
+def _by_code(column: pl.Series, seen: pl.Series, values: list[int], dtype: Any) -> NDArray[Any]:
+    """What stands for each code of a column without nulls; ``seen``: all its codes."""
+    table = np.zeros(int(seen.max()) + 1, dtype=dtype)  # type: ignore[arg-type]
+    table[seen.to_numpy()] = values
+    found: NDArray[Any] = table[column.to_numpy()]
+    return found
+
+
+def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any]:
+    """Places in ``known``; of a call, -1 for none. Raises ValueError for one that is not there."""
+    codes = {name: number for number, name in enumerate(known)}
+    distinct = column.unique().cast(pl.String)
+    strange = [one for one in distinct if one not in codes and (one or column.name == "kind")]
+    if strange:
+        raise ValueError(f"{column.name} {str(strange[0])[:60]!r} is none of {', '.join(known)}")
+    if column.dtype == pl.Categorical or isinstance(column.dtype, pl.Enum):
+        kinds = column.unique().drop_nulls()
+        places = [codes[text] for text in kinds.cast(pl.String)]
+        if not column.null_count():
+            return _by_code(column.to_physical(), kinds.to_physical(), places, dtype)
+        column, codes = column.to_physical(), dict(zip(kinds.to_physical(), places, strict=True))
+    found = column.replace_strict(codes, default=-1, return_dtype=pl.Int16)
+    return found.to_numpy().astype(dtype)
+
+
+def _ids(column: pl.Series) -> NDArray[Any]:
+    """-1 for none. Narrow integers stay such."""
+    if column.null_count() == len(column):
+        return blank(len(column), -1, np.int64)
+    return _of_words(column).fill_null(-1).to_numpy()
+
+
+def _of_words(column: pl.Series) -> pl.Series:
+    """As integers that are narrow or not, but no narrower than the constants they meet."""
+    if column.dtype in (pl.Int8, pl.Int16, pl.Int32):
+        return column.cast(pl.Int32)
+    return column.cast(pl.Int64, strict=False)

@@ -1,0 +1,531 @@
+"""Typed events to plain columns: one pass to sort them by kind, then one a field."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.read.damage import sanitise, segments
+from advisor.read.events import ABSENT, NO_ARGS, Args, Event
+from advisor.read.spelling import (
+    COUNTER_CATEGORY,
+    DEVICE_CATEGORIES,
+    DEVICE_KINDS,
+    HOST_CATEGORIES,
+    HOST_KINDS,
+    IGNORED_CATEGORIES,
+    SYNC_CATEGORY,
+    is_range,
+)
+
+Columns = dict[str, NDArray[Any]]
+MISSING = -(1 << 62)
+"""Integer columns: not given."""
+NAME_LIMIT = 8192
+"""Characters of a name that are kept."""
+RAW_LIMIT = 1 << 18
+"""Bytes of one input or collective description that are kept; longer: not recorded."""
+LABEL_LIMIT = 64
+"""Distinct categories that are counted by name."""
+
+_BIG = 1 << 60
+_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
+_joined = b"\0".join
+"""Joins undecoded values to one key. JSON text holds no NUL."""
+
+
+class Piece(msgspec.Struct):
+    """The columns of one piece. Names, threads, inputs and collectives are codes into lists."""
+
+    host: Columns
+    device: Columns
+    sync: Columns
+    memory: Columns
+    counters: Columns
+    names: list[str]
+    threads: list[tuple[str, str]]
+    inputs: list[bytes]
+    """Dims, types and perhaps strides and concrete values as JSON texts, joined by NUL."""
+    comms: list[bytes]
+    """The fields of a collective as JSON texts, joined by NUL."""
+    thread_names: list[tuple[str, str, str]]
+    events: int
+    """Events decoded, also those that are of no use."""
+    dropped: dict[str, int]
+    ignored: dict[str, int]
+    unsound: int
+    """Stretches of text between commas that could not be decoded."""
+    epoch: int
+    """Microseconds that were taken off all ``ts``."""
+
+
+class _Codes(dict[Hashable, int]):
+    """Distinct values and the codes that stand for them: a look-up of a new one adds it."""
+
+    def __missing__(self, value: Hashable) -> int:
+        code = self[value] = len(self)
+        return code
+
+    def of(self, values: Sequence[Hashable]) -> NDArray[np.int32]:
+        return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
+
+
+class _Routes(dict[Hashable, Callable[[Event], Any]]):
+    """Category -> where its events are appended, found once for each spelling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: dict[str, list[Event]] = {kind: [] for kind in HOST_KINDS}
+        self.device: dict[str, list[Event]] = {kind: [] for kind in DEVICE_KINDS}
+        self.sync: list[Event] = []
+        self.counters: list[Event] = []
+        self.untold: list[Event] = []
+        """Events without a category: the legacy profiler's, told apart by their process."""
+        self.other: dict[str, list[Event]] = {}
+
+    def __missing__(self, category: Hashable) -> Callable[[Event], Any]:
+        route = self[category] = self.find(category)
+        return route
+
+    def find(self, category: Hashable) -> Callable[[Event], Any]:
+        key = category[:100].lower() if isinstance(category, str) else ""
+        if category is None:
+            return self.untold.append
+        if key in HOST_CATEGORIES:
+            return self.host[HOST_CATEGORIES[key]].append
+        if key in DEVICE_CATEGORIES:
+            return self.device[DEVICE_CATEGORIES[key]].append
+        if key == SYNC_CATEGORY:
+            return self.sync.append
+        if key == COUNTER_CATEGORY:
+            return self.counters.append
+        if key in IGNORED_CATEGORIES:
+            return deque[Event](maxlen=0).append
+        label = f"category {_printable(key[:60])}"
+        if len(self.other) >= LABEL_LIMIT and label not in self.other:
+            label = "other categories"
+        return self.other.setdefault(label, []).append
+
+
+def build_columns(
+    events: list[Event], piece: bytes, *, unsound: int, lenient: int, epoch: int
+) -> Piece:
+    """Columns of the events. ``piece`` is their text: counters are decoded from it again."""
+    routes = _Routes()
+    rest: list[Event] = []
+    aside = rest.append
+    for event in events:  # a loop: the one place where each event is looked at by itself
+        if event.ph == "X":
+            routes[event.cat](event)
+        else:
+            aside(event)
+    for event in routes.untold:
+        routes[event.pid if isinstance(event.pid, str) else "none"](event)
+    instants, thread_names, pairs = _aside(rest)
+
+    names, threads, inputs, comms = _Codes(), _Codes(), _Codes(), _Codes()
+    ignored = {label: len(found) for label, found in routes.other.items()}
+    if pairs:
+        ignored["begin/end pairs"] = pairs
+    dropped = {}
+    if lenient:
+        dropped["odd types, read leniently"] = lenient
+    if unsound:
+        dropped["not decodable"] = unsound
+    result = Piece(
+        host=_join(
+            [
+                _host(kind, found, names, threads, inputs, comms)
+                for kind, found in routes.host.items()
+                if found
+            ]
+        ),
+        device=_join(
+            [_device(kind, found, names, comms) for kind, found in routes.device.items() if found]
+        ),
+        sync=_sync(routes.sync, names) if routes.sync else {},
+        memory=_memory(instants, threads) if instants else {},
+        counters=_counters(piece, names) if routes.counters else {},
+        names=[_text(name) for name in names],
+        threads=[(_text(pid), _text(tid)) for pid, tid in threads],  # type: ignore[misc, has-type]
+        inputs=list(inputs),  # type: ignore[arg-type]
+        comms=list(comms),  # type: ignore[arg-type]
+        thread_names=thread_names,
+        events=len(events),
+        dropped=dropped,
+        ignored=ignored,
+        unsound=unsound,
+        epoch=epoch,
+    )
+    if epoch:
+        for group in (result.host, result.device, result.sync, result.memory, result.counters):
+            if "ts" in group:  # those that were not cut are still as long as they were
+                group["ts"] = np.where(group["ts"] > 1e14, group["ts"] - epoch, group["ts"])
+    return result
+
+
+def _aside(rest: list[Event]) -> tuple[list[Event], list[tuple[str, str, str]], int]:
+    """Of the events without a duration: memory instants, thread names, number of B/E events."""
+    instants = []
+    thread_names = []
+    pairs = 0
+    for event in rest:
+        phase = event.ph
+        if phase in ("s", "f", "t"):
+            continue
+        if phase in ("i", "I"):
+            if event.args is not None and event.args.allocated is not None:
+                instants.append(event)
+        elif phase == "M":
+            if event.name == "thread_name" and event.args is not None and event.args.name:
+                thread_names.append(
+                    (_text(event.pid), _text(event.tid), _text(event.args.name)[:NAME_LIMIT])
+                )
+        elif phase in ("B", "E"):
+            pairs += 1
+    return instants, thread_names, pairs
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value[:NAME_LIMIT]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return "" if value is None else str(value)[:NAME_LIMIT]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _join(parts: list[Columns]) -> Columns:
+    if len(parts) < 2:
+        return parts[0] if parts else {}
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def floats(values: list[Any]) -> NDArray[np.float64]:
+    """A float column; what is not a number becomes NaN."""
+    try:  # three times as fast as numpy, where all are floats
+        return np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
+    except struct.error:
+        return np.fromiter(map(_float, values), np.float64, len(values))
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def ints(values: list[Any]) -> NDArray[np.int64]:
+    """An integer column; what is not a sane number becomes MISSING."""
+    try:
+        return np.fromiter(values, np.int64, len(values))
+    except (TypeError, ValueError, OverflowError):
+        return np.fromiter(map(_int, values), np.int64, len(values))
+
+
+def _int(value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        as_float = _float(value)
+        if not math.isfinite(as_float):
+            return MISSING
+        number = int(as_float)
+    return number if -_BIG < number < _BIG else MISSING
+
+
+def _external(args: list[Args]) -> NDArray[np.int64]:
+    found = ints([a.external for a in args])
+    unknown = found == -1
+    if unknown.any():
+        found = np.where(unknown, ints([a.external_old for a in args]), found)
+    return found
+
+
+def _times(events: list[Event]) -> Columns:
+    return {"ts": floats([e.ts for e in events]), "dur": floats([e.dur for e in events])}
+
+
+# -- host events --------------------------------------------------------------------------------
+
+
+def _host(
+    kind: str,
+    events: list[Event],
+    names: _Codes,
+    threads: _Codes,
+    inputs: _Codes,
+    comms: _Codes,
+) -> Columns:
+    count = len(events)
+    none = np.full(count, -1, dtype=np.int32)
+    missing = np.full(count, MISSING, dtype=np.int64)
+    coded = names.of([e.name for e in events])
+    kinds = np.full(count, HOST_KINDS.index(kind), dtype=np.uint8)
+    if kind == "op":
+        ranges = [code for name, code in names.items() if is_range(str(name)[:100])]
+        kinds[np.isin(coded, ranges)] = HOST_KINDS.index("annotation")
+    columns: Columns = {
+        **_times(events),
+        "kind": kinds,
+        "name": coded,
+        "thread": _threads(events, threads),
+        "correlation": missing,
+        "external": missing,
+        "sequence": missing,
+        "inputs": none,
+        "comm": none,
+    }
+    if kind in ("op", "annotation", "runtime"):
+        args = [e.args or NO_ARGS for e in events]
+        columns["external"] = _external(args)
+        if kind == "runtime":
+            columns["correlation"] = ints([a.correlation for a in args])
+        else:
+            columns["sequence"] = ints([a.sequence for a in args])
+            columns["inputs"] = _inputs(args, inputs)
+            columns["comm"] = _comms(args, comms)
+    return columns
+
+
+def _threads(events: list[Event], codes: _Codes) -> NDArray[np.int32]:
+    pids = [e.pid for e in events]
+    if pids.count(pids[0]) < len(pids):
+        return codes.of([(e.pid, e.tid) for e in events])
+    tids = _Codes()  # one process, as nearly always: fewer pairs to make
+    column = tids.of([e.tid for e in events])
+    return codes.of([(pids[0], tid) for tid in tids])[column]
+
+
+def _inputs(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
+    found = np.fromiter(
+        [
+            codes[_joined((a.dims, a.types))]
+            if a.dims is not ABSENT and a.strides is ABSENT and a.concrete is ABSENT
+            else codes[_joined((a.dims, a.types, a.strides, a.concrete))]
+            if a.dims is not ABSENT
+            else codes[_joined((a.dims_old, a.types, a.strides, a.concrete))]
+            if a.dims_old is not ABSENT
+            else -1
+            for a in args
+        ],
+        np.int32,
+        len(args),
+    )
+    if not codes:
+        return found
+    table = np.arange(len(codes) + 1, dtype=np.int32)
+    table[-1] = -1
+    for code, text in enumerate(codes):
+        if len(text) > RAW_LIMIT or not text.startswith(b"["):  # type: ignore[arg-type, attr-defined]
+            table[code] = -1
+    return table[found]
+
+
+def _comms(args: list[Args], codes: _Codes) -> NDArray[np.int32]:
+    found = np.full(len(args), -1, dtype=np.int32)
+    for row in [row for row, a in enumerate(args) if a.collective is not ABSENT]:
+        a = args[row]
+        key = _joined(
+            (
+                a.collective,
+                a.comm_in,
+                a.comm_out,
+                a.comm_size,
+                a.comm_dtype,
+                a.comm_group,
+                a.comm_description,
+                a.comm_ranks,
+                a.comm_in_split,
+                a.comm_out_split,
+                a.comm_sequence,
+                a.comm_source,
+                a.comm_target,
+            )
+        )
+        if len(key) <= RAW_LIMIT:
+            found[row] = codes[key]
+    return found
+
+
+# -- device work --------------------------------------------------------------------------------
+
+_FLOATS = (
+    "bytes",
+    "gbps",
+    "blocks",
+    "threads",
+    "registers",
+    "shared",
+    "blocks_per_sm",
+    "warps_per_sm",
+    "occupancy",
+    "active_blocks",
+)
+
+
+def _device(kind: str, events: list[Event], names: _Codes, comms: _Codes) -> Columns:
+    args = [e.args or NO_ARGS for e in events]
+    count = len(events)
+    columns: Columns = {
+        **_times(events),
+        "kind": np.full(count, DEVICE_KINDS.index(kind), dtype=np.uint8),
+        "name": names.of([e.name for e in events]),
+        "device": _or_else(floats([a.device for a in args]), lambda: [e.pid for e in events]),
+        "stream": _or_else(floats([a.stream for a in args]), lambda: [e.tid for e in events]),
+        "correlation": ints([a.correlation for a in args]),
+        "external": _external(args),
+        "graph": floats([a.graph for a in args]),
+        "limits": np.full(count, -1, dtype=np.int32),
+        "comm": np.full(count, -1, dtype=np.int32),
+        **dict.fromkeys(_FLOATS, np.full(count, math.nan)),
+    }
+    if kind == "kernel":
+        columns["blocks"], columns["threads"] = _sizes(args)
+        columns["registers"] = floats([a.registers for a in args])
+        columns["shared"] = floats([a.shared for a in args])
+        columns["blocks_per_sm"] = floats([a.blocks_per_sm for a in args])
+        columns["warps_per_sm"] = floats([a.warps_per_sm for a in args])
+        columns["occupancy"] = floats([a.occupancy for a in args])
+        columns["comm"] = _comms(args, comms)
+        if any(a.occupancy_detail is not ABSENT for a in args):
+            columns["active_blocks"], columns["limits"] = _occupancies(args, names)
+    else:
+        columns["bytes"] = floats([a.bytes for a in args])
+        columns["gbps"] = _or_else(
+            floats([a.gbps for a in args]), lambda: [a.gbps_old for a in args]
+        )
+    return columns
+
+
+def _or_else(column: NDArray[np.float64], instead: Callable[[], list[Any]]) -> NDArray[np.float64]:
+    unknown = np.isnan(column)
+    return np.where(unknown, floats(instead()), column) if unknown.any() else column
+
+
+def _sizes(args: list[Args]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Blocks of the grid and threads of the block; NaN where there is none."""
+    codes = _Codes()
+    column = codes.of([_joined((a.grid, a.block)) for a in args])
+    sizes = np.array([_grid_and_block(text) for text in codes]).reshape(-1, 2)
+    return sizes[column, 0], sizes[column, 1]
+
+
+@lru_cache(maxsize=1 << 15)
+def _grid_and_block(text: bytes) -> tuple[float, float]:
+    grid, block = text.split(b"\0")
+    return _product(grid), _product(block)
+
+
+def _product(text: bytes) -> float:
+    """Product of a small JSON list of sizes, NaN when it is none."""
+    try:
+        sizes = msgspec.json.decode(text, type=list[int])
+    except _ERRORS:
+        return math.nan
+    if not 0 < len(sizes) <= 3 or not all(0 < size < 1 << 32 for size in sizes):
+        return math.nan
+    return float(math.prod(sizes))
+
+
+class _Occupancy(msgspec.Struct):
+    activeBlocksPerMultiprocessor: float | None = None
+    limitingFactors: str | None = None
+
+
+def _occupancies(args: list[Args], names: _Codes) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Active blocks a multiprocessor and code of the limiting factors, from newer profilers."""
+    codes = _Codes()
+    column = codes.of([bytes(a.occupancy_detail) for a in args])
+    active, limits = [], []
+    for text in codes:
+        try:
+            found = msgspec.json.decode(cast(bytes, text), type=_Occupancy)
+        except _ERRORS:
+            found = _Occupancy()
+        blocks = found.activeBlocksPerMultiprocessor
+        active.append(math.nan if blocks is None else blocks)
+        limits.append(names[found.limitingFactors] if found.limitingFactors else -1)
+    return np.array(active)[column], np.array(limits, dtype=np.int32)[column]
+
+
+# -- the rest -----------------------------------------------------------------------------------
+
+
+def _sync(events: list[Event], names: _Codes) -> Columns:
+    args = [e.args or NO_ARGS for e in events]
+    return {
+        **_times(events),
+        "name": names.of([e.name for e in events]),
+        "device": floats([a.device for a in args]),
+        "stream": floats([a.stream for a in args]),
+        "correlation": ints([a.correlation for a in args]),
+        "wait_stream": floats([a.wait_stream for a in args]),
+        "wait_correlation": floats([a.wait_correlation for a in args]),
+    }
+
+
+def _memory(events: list[Event], threads: _Codes) -> Columns:
+    args = [e.args or NO_ARGS for e in events]
+    return {
+        "ts": floats([e.ts for e in events]),
+        "thread": _threads(events, threads),
+        "bytes": ints([a.alloc_bytes for a in args]),
+        "address": ints([a.address for a in args]),
+        "allocated": ints([a.allocated for a in args]),
+        "reserved": ints([a.reserved for a in args]),
+        "device_type": floats([a.device_type for a in args]),
+        "device_id": floats([a.device_id for a in args]),
+    }
+
+
+def _counters(piece: bytes, names: _Codes) -> Columns:
+    """Hardware counters (``cuda_profiler_range``): their argument names are metric names, so
+    these few events are decoded a second time, without a type."""
+    rows: list[tuple[Any, Any, str, str, float]] = []
+    for text in segments(sanitise(piece)[1:-1])[0]:
+        if COUNTER_CATEGORY.encode() not in text:
+            continue
+        try:
+            event = msgspec.json.decode(text)
+        except _ERRORS:
+            continue
+        if not isinstance(event, dict) or event.get("cat") != COUNTER_CATEGORY:
+            continue
+        args = event.get("args")
+        for metric, value in args.items() if isinstance(args, dict) else ():
+            number = math.nan if isinstance(value, bool) else _float(value)
+            if math.isfinite(number):
+                rows.append(
+                    (
+                        event.get("ts"),
+                        event.get("dur"),
+                        str(metric)[:NAME_LIMIT],
+                        _text(event.get("name")),
+                        number,
+                    )
+                )
+    if not rows:
+        return {}
+    return {
+        "ts": floats([row[0] for row in rows]),
+        "dur": floats([row[1] for row in rows]),
+        "name": names.of([row[2] for row in rows]),
+        "range": names.of([row[3] for row in rows]),
+        "value": floats([row[4] for row in rows]),
+    }

@@ -1,0 +1,113 @@
+"""One piece of JSON to typed events, whatever it takes, and from there to plain columns.
+
+Runs in the decoding processes: needs only msgspec and numpy.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from advisor.read.columns import Piece, build_columns
+from advisor.read.damage import sanitise, segments
+from advisor.read.events import Args, Event
+
+event_list = msgspec.json.Decoder(list[Event])
+"""What the bulk of the work is: a piece of JSON to a list of events."""
+_event = msgspec.json.Decoder(Event)
+_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
+
+# Profilers of early 2024 wrote Unix time in microseconds with decimals: more digits than a float
+# holds (it would round to 0.25 us). The leading digits are cut off before decoding.
+_LONG_TIME = re.compile(rb'"ts"\s*:\s*(\d{4})\d{12}\.\d')
+_LOOK = 1 << 16
+_CUT_TO = 10**12
+
+
+def decode_piece(piece: bytes) -> Piece:
+    """Decode a JSON list of events into columns. Never raises for bad content."""
+    epoch = 0
+    if match := _LONG_TIME.search(piece, 0, _LOOK):
+        digits = match.group(1)
+        epoch = int(digits) * _CUT_TO - _CUT_TO
+        piece = re.sub(rb'("ts"\s*:\s*)' + digits + rb"(\d{12}\.\d)", rb"\g<1>1\2", piece)
+    events, unsound, lenient = _events(piece)
+    return build_columns(events, piece, unsound=unsound, lenient=lenient, epoch=epoch)
+
+
+def _events(piece: bytes) -> tuple[list[Event], int, int]:
+    """Events, how many could not be decoded, and how many only by force."""
+    try:
+        return event_list.decode(piece), 0, 0
+    except _ERRORS:
+        pass
+    piece = sanitise(piece)
+    try:
+        return event_list.decode(piece), 0, 0
+    except _ERRORS:
+        pass
+    events: list[Event] = []
+    lenient = 0
+    texts, unsound = segments(piece[1:-1])
+    for text in texts:
+        try:
+            events.append(_event.decode(text))
+            continue
+        except _ERRORS:
+            pass
+        try:
+            event = _coerce(msgspec.json.decode(text))
+        except _ERRORS:
+            event = None
+        if event is None:
+            unsound += 1
+        else:
+            lenient += 1
+            events.append(event)
+    return events, unsound, lenient
+
+
+_fields = cache(msgspec.structs.fields)
+"""Of a struct: to work them out takes longer than to decode an event."""
+
+
+def _coerce(value: Any) -> Event | None:
+    """An event whose fields have unexpected types, with what can be used of it."""
+    if not isinstance(value, dict):
+        return None
+    fields: dict[str, Any] = {
+        spec.name: _fitting(value[spec.encode_name], spec.name)
+        for spec in _fields(Event)
+        if spec.encode_name in value and spec.name != "args"
+    }
+    fields = {name: item for name, item in fields.items() if item is not None}
+    if isinstance(value.get("args"), dict):
+        fields["args"] = _coerce_args(value["args"])
+    return Event(**fields)
+
+
+def _coerce_args(value: dict[str, Any]) -> Args:
+    given: dict[str, Any] = {}
+    for spec in _fields(Args):
+        if spec.encode_name not in value:
+            continue
+        item = value[spec.encode_name]
+        if spec.type is Raw:
+            given[spec.name] = Raw(msgspec.json.encode(item))
+        elif (fitting := _fitting(item, spec.name)) is not None:
+            given[spec.name] = fitting
+    return Args(**given)
+
+
+def _fitting(item: Any, name: str) -> str | int | float | None:
+    if name in ("ph", "cat"):
+        return item if isinstance(item, str) else None
+    if isinstance(item, bool) or not isinstance(item, str | int | float):
+        return None
+    if isinstance(item, int) and abs(item) > 1 << 200:
+        return None
+    return item

@@ -1,0 +1,335 @@
+"""A path, or several, to a Run: finds traces, tells ranks and windows apart."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Literal
+
+from advisor.core.errors import AdvisorError
+from advisor.core.run_directory import is_run, read_recording
+from advisor.core.trace import Run, Trace
+from advisor.read.elsewhere import named_like_traces, read_source, traces_at
+from advisor.read.file import read_trace, with_window
+from advisor.read.hosts import as_ranks, without_copies
+from advisor.read.memory_events import joined, with_memory
+from advisor.read.merged import ranks_in
+from advisor.read.reader import ReadOptions
+from advisor.read.registry import is_trace_name, trace_names
+from advisor.read.remote.source import Source
+from advisor.read.remote.urls import Ranks, is_url, local_path, rank_in, shown
+from advisor.read.runs import SeveralRuns, runs_in
+
+_WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
+MAX_FILES = 4096
+MOST_ELSEWHERE = 64
+"""Files of a URL that are held at once."""
+OVERLAP_NS = 1_000_000
+"""Device times are converted to the host's clock: ends and starts this close are not an overlap."""
+
+
+def open_run(
+    paths: str | Path | Sequence[str | Path],
+    options: ReadOptions | None = None,
+    *,
+    rank: int | None = None,
+    window: int | Literal["first", "all"] = "all",
+    executor: Executor | None = None,
+) -> Run:
+    """Open a trace file, a directory of traces, or several of either, as one Run. Each can be a URL
+    that fsspec knows (``s3://bucket/run/``, ``zip://*.json::https://…``), unless
+    ``options.urls`` says otherwise; then it is the path of a file.
+
+    A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its
+    name or the nearest folder that has one, else -1; one file may hold several ranks that were
+    merged into it (``merged.py``). Files of one rank are its windows, in order
+    of time; ones that overlap in time are an error, because two recordings of one rank cannot.
+    A run directory of the recorder is opened with all that was recorded, with or without traces.
+    ``rank`` keeps one rank only, ``options.ranks`` several. ``window``: of a run directory,
+    read only this window of each rank, or its first that can be read; the others are told in
+    ``Run.unread``. ``executor`` reads files in parallel.
+
+    One file must be a trace. Of several, those that are none are left out and told in
+    ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, a directory
+    without traces, or one of several runs (SeveralRuns), no readable trace at all, a rank that is
+    not there, overlapping windows.
+    """
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    given = [_here(path, options) for path in given]
+    if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
+        run = _open_recording(Path(given[0]), options, rank, window, executor)
+        return with_memory(run, options)
+    ranks = Ranks(options.ranks) if options is not None and options.ranks else None
+    files = _distinct([file for path in given for file in trace_files(path, len(given) > 1)])
+    if not files:
+        raise AdvisorError("no trace given")
+    files = _of_ranks(files, range(rank, rank + 1) if rank is not None else ranks)
+    problems: list[str] = []
+    traces: list[Trace] = []
+    if len(files) == 1:
+        traces.append(_read(files[0], options))
+    else:
+        for trace in _read_all(files, options, executor):
+            if isinstance(trace, str):
+                problems.append(trace)
+            else:
+                traces.append(trace)
+    if not traces:
+        none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
+        raise AdvisorError(f"{_shown(given[0])}: {none}")
+    traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
+    traces, memory = joined(traces, {place: _rank(trace) for place, trace in enumerate(traces)})
+    by_rank = _group(traces)
+    if rank is not None:
+        if rank not in by_rank:
+            have = ", ".join(map(str, sorted(by_rank)))
+            raise AdvisorError(
+                f"{_shown(given[0])}: no trace of rank {rank} (ranks present: {have})"
+            )
+        by_rank = {rank: by_rank[rank]}
+    elif ranks is not None:
+        kept = {number: windows for number, windows in by_rank.items() if number in ranks}
+        if not kept:
+            have = ", ".join(map(str, sorted(by_rank)[:20]))
+            raise AdvisorError(f"--ranks {ranks.text}: no trace of these (ranks present: {have})")
+        by_rank = kept
+    keyed = {}
+    for number, windows in by_rank.items():
+        _refuse_overlap(number, windows)
+        for window, trace in enumerate(windows):
+            shown = None if number < 0 else number
+            keyed[number, window] = with_window(trace, shown, window)
+    path = Path(given[0]) if len(given) == 1 and not _is_elsewhere(given[0]) else None
+    snapshots = {
+        number: trace.meta.snapshot
+        for number, trace in memory.items()
+        if trace.meta.snapshot is not None and number in by_rank
+    }
+    run = Run(traces=keyed, path=path, problems=tuple(problems), snapshots=snapshots)
+    return with_memory(run, options)
+
+
+def _open_recording(
+    folder: Path,
+    options: ReadOptions | None,
+    rank: int | None,
+    window: int | Literal["first", "all"],
+    executor: Executor | None,
+) -> Run:
+    """A run directory: what the recorder wrote, and the traces of its windows, by the numbers in
+    their names. A window that cannot be read is told and left out; a run without any is a Run
+    without traces. Raises AdvisorError: nothing was recorded, or not of this rank."""
+    recording = read_recording(folder)
+    if not recording.ranks:
+        raise AdvisorError(f"{folder}: a run directory in which no process has recorded anything")
+    if rank is not None:
+        if rank not in recording.ranks:
+            have = ", ".join(map(str, recording.ranks))
+            raise AdvisorError(f"{folder}: nothing of rank {rank} (ranks present: {have})")
+        recording.ranks = {rank: recording.ranks[rank]}
+    waiting = {
+        (number, int(found[1])): file
+        for number, record in recording.ranks.items()
+        for file in _listed(Path(record.folder))
+        if (found := _WINDOW_NAME.match(file.name)) is not None and file.is_file()
+    }
+    waiting = dict(sorted(waiting.items()))
+    problems = list(recording.problems)
+    keyed: dict[tuple[int, int], Trace] = {}
+    while now := _next_windows(waiting, keyed, window):
+        read = _read_all([str(waiting.pop(place)) for place in now], options, executor)
+        for place, trace in zip(now, read, strict=True):
+            if isinstance(trace, str):
+                problems.append(trace)
+            else:
+                keyed[place] = with_window(trace, *place)
+    return Run(
+        traces=dict(sorted(keyed.items())),
+        path=folder,
+        problems=tuple(problems),
+        recording=recording,
+        unread=tuple(waiting),
+    )
+
+
+def _next_windows(
+    waiting: Iterable[tuple[int, int]],
+    have: Iterable[tuple[int, int]],
+    window: int | Literal["first", "all"],
+) -> list[tuple[int, int]]:
+    """Which of the (rank, window) pairs to read next: a rank's second only when its first could
+    not be read."""
+    if window == "all":
+        return list(waiting)
+    if window != "first":
+        return [place for place in waiting if place[1] == window]
+    served = {rank for rank, _ in have}
+    first: dict[int, tuple[int, int]] = {}
+    for place in waiting:
+        if place[0] not in served:
+            first.setdefault(place[0], place)
+    return list(first.values())
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise AdvisorError(f"{folder}: cannot be read ({error.strerror or error})") from None
+
+
+def _here(path: str | Path, options: ReadOptions | None) -> str | Path:
+    """A path as it is given, a URL as text; what is not to be taken for one, and what is here all
+    the same (``file://…``), as Path."""
+    text = str(path)
+    if isinstance(path, Path) or not is_url(text):
+        return path
+    here = text if options is not None and not options.urls else local_path(text)
+    return text if here is None else Path(here)
+
+
+def _is_elsewhere(given: str | Path) -> bool:
+    return isinstance(given, str) and is_url(given)
+
+
+def _shown(given: str | Path) -> str:
+    return shown(given) if isinstance(given, str) else str(given)
+
+
+def _of_ranks(files: list[str | Source], ranks: Ranks | range | None) -> list[str | Source]:
+    """Without files elsewhere whose names tell another rank: those are not fetched. Raises
+    AdvisorError: there are more than can be held at once."""
+    kept = [
+        file
+        for file in files
+        if isinstance(file, str) or ranks is None or file.rank is None or file.rank in ranks
+    ]
+    if sum(isinstance(file, Source) for file in kept) > MOST_ELSEWHERE:
+        raise AdvisorError(
+            f"{len(kept)} traces elsewhere, more than {MOST_ELSEWHERE} to hold at once; have them "
+            "measured one by one (advisor analyze --workers N, advisor.analyze_job), or choose "
+            "some, as with --ranks 0-7"
+        )
+    if not kept:
+        have = ", ".join(str(file.rank) for file in files[:20] if isinstance(file, Source))
+        raise AdvisorError(f"no trace of the ranks that were chosen (by the names: {have})")
+    return kept
+
+
+def _read_all(
+    files: Sequence[str | Source], options: ReadOptions | None, executor: Executor | None
+) -> list[Trace | str]:
+    if executor is None:
+        return [_try_read(file, options) for file in files]
+    plain = replace(options or ReadOptions(), progress=None, peek=None, processes=1)
+    return list(executor.map(_try_read, files, [plain] * len(files)))
+
+
+def _read(file: str | Source, options: ReadOptions | None) -> Trace:
+    if isinstance(file, str):
+        return read_trace(file, options)
+    return read_source(file, options or ReadOptions())
+
+
+def _try_read(file: str | Source, options: ReadOptions | None) -> Trace | str:
+    """A trace, or the line that says why it is none."""
+    try:
+        return _read(file, options)
+    except AdvisorError as error:
+        return str(error)
+
+
+def trace_files(given: str | Path, one_of_several: bool) -> list[str | Source]:
+    """The trace files that a path, or a URL given as text, stands for. Raises AdvisorError: a
+    directory without any, or a path that is not there (the reader says so when it is the only
+    one)."""
+    if isinstance(given, str) and _is_elsewhere(given):
+        return list(traces_at(given))
+    return list(_files(str(given), one_of_several))
+
+
+def _files(path: str, one_of_several: bool) -> list[str]:
+    if path == "-":
+        return [path]
+    if "\0" in path:
+        raise AdvisorError(f"{path!r}: not a file name")
+    try:
+        if not Path(path).is_dir():
+            if one_of_several and not Path(path).exists():
+                raise AdvisorError(f"{path}: no such file or directory")
+            return [path]
+        if not one_of_several:
+            refuse_several(path)
+        found = without_copies(sorted(islice(_traces_under(Path(path)), MAX_FILES + 1)))
+    except OSError as error:
+        raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if not found:
+        raise AdvisorError(f"{path}: a directory without traces ({trace_names()})")
+    if len(found) > MAX_FILES:
+        raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
+    return found
+
+
+def refuse_several(path: str) -> None:
+    """Raise SeveralRuns for a folder that holds runs of the recorder and no trace of its own: read
+    together they would pass for windows of one run."""
+    folder = Path(path)
+    if path == "-" or "\0" in path or not folder.is_dir() or not (runs := runs_in(folder)):
+        return
+    with os.scandir(folder) as entries:
+        if not any(is_trace_name(entry.name) and entry.is_file() for entry in entries):
+            raise SeveralRuns(path, runs)
+
+
+def _traces_under(folder: Path) -> Iterator[str]:
+    """Files named like traces. Hidden ones are left out: what is there are editors' copies."""
+    os.scandir(folder).close()  # os.walk is silent about a folder that may not be read
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in named_like_traces(names):
+            file = Path(where, name)
+            if file.is_file():
+                yield str(file)
+
+
+def _distinct(files: list[str | Source]) -> list[str | Source]:
+    """Each file once, however often and by whichever path it was given."""
+    kept: dict[str, str | Source] = {}
+    for file in files:
+        at = file.at if isinstance(file, Source) else file
+        kept.setdefault(at if at == "-" or is_url(at) else os.path.realpath(at), file)
+    return list(kept.values())
+
+
+def _group(traces: list[Trace]) -> dict[int, list[Trace]]:
+    """Traces by rank, those of one rank in order of time."""
+    by_rank: dict[int, list[Trace]] = {}
+    for trace in sorted(traces, key=lambda t: t.meta.start_ns):
+        by_rank.setdefault(_rank(trace), []).append(trace)
+    return dict(sorted(by_rank.items()))
+
+
+def _refuse_overlap(number: int, windows: list[Trace]) -> None:
+    for before, after in pairwise(windows):
+        end = before.meta.start_ns + before.meta.end_ns
+        unix = before.meta.clock == after.meta.clock == "unix"
+        if unix and after.meta.start_ns < end - OVERLAP_NS:
+            who, cure = f"traces of rank {number}", "give one of them"
+            if number < 0:
+                who = "traces without a rank"
+                cure += ", or put 'rank0', 'rank1' … in the file names"
+            raise AdvisorError(
+                f"{before.meta.path} and {after.meta.path}: two {who} overlap in time; {cure}"
+            )
+
+
+def _rank(trace: Trace) -> int:
+    if trace.meta.rank is not None and trace.meta.rank >= 0:
+        return trace.meta.rank
+    number = rank_in(trace.meta.path)
+    return -1 if number is None else number

@@ -1,0 +1,44 @@
+"""A file to a :class:`Trace`, whatever its format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from advisor.core.errors import AdvisorError
+from advisor.core.trace import KINETO, Trace
+from advisor.read.reader import ReadOptions
+from advisor.read.registry import read_by, reader_of, readers
+from advisor.read.source import Source
+
+
+def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
+    """Read one trace file (``-``: standard input), packed or not.
+
+    Raises AdvisorError when the file holds no trace at all. Damage short of that (a truncated
+    file, unreadable events) is repaired or left out, counted, and told in ``Trace.meta``.
+    """
+    options = options or ReadOptions()
+    return _read(Source(path, limit=options.max_bytes, peek=options.peek), options)
+
+
+def read_bytes(text: bytes, name: str = "<memory>", options: ReadOptions | None = None) -> Trace:
+    """Read a trace that is already in memory (packed or not)."""
+    options = options or ReadOptions()
+    return _read(Source(name, limit=options.max_bytes, given=text), options)
+
+
+def _read(source: Source, options: ReadOptions) -> Trace:
+    reader = reader_of(source)
+    trace: object = read_by(reader, source, options)
+    if not isinstance(trace, Trace):  # somebody else's
+        raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
+    told = trace.meta.format if reader.name == KINETO else reader.name
+    if told != reader.name and told not in {one.name for one in readers()}:
+        told = reader.name  # it says that we wrote it, from a file of a format that nobody knows
+    meta = replace(trace.meta, format=told, step_ranges=options.step_ranges)
+    return replace(trace, meta=meta)
+
+
+def with_window(trace: Trace, rank: int | None, window: int) -> Trace:
+    """The same trace, told which rank and window of a run it is."""
+    return replace(trace, meta=replace(trace.meta, rank=rank, window=window))

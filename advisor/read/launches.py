@@ -1,0 +1,165 @@
+"""From device work to the runtime call that launched it, and the op around that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.core.trace import CALLS
+from advisor.read.columns import Columns
+from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS, call_class
+
+Array = NDArray[Any]
+
+_OP, _RUNTIME = HOST_KINDS.index("op"), HOST_KINDS.index("runtime")
+_SLACK_NS = 10_000  # device times are converted to the host's clock
+_OTHER = CALLS.index("other")
+# Calls that carry a correlation id of their own, but launch nothing.
+_WAITS = [
+    CALLS.index(call)
+    for call in (
+        "sync_device",
+        "sync_stream",
+        "sync_event",
+        "event_record",
+        "event_query",
+        "stream_wait",
+    )
+]
+# Calls that put work on a device, and the kinds of work that each may be.
+_LAUNCHES = (
+    ("kernel", ("launch", "graph_launch")),
+    ("memcpy", ("memcpy", "memcpy_blocking", "graph_launch")),
+    ("memset", ("memset", "graph_launch")),
+)
+# What a call of unknown name was, told by the device work it caused.
+_CAUSED = np.array([CALLS.index({"kernel": "launch"}.get(kind, kind)) for kind in DEVICE_KINDS])
+
+
+def classify_calls(
+    column: Array, codes: Array, texts: list[str], told: dict[str, str]
+) -> NDArray[np.int8]:
+    """Call class (index in CALLS) of each runtime row; each distinct name is looked at once.
+
+    ``codes``: the distinct values of ``column``, in order; ``texts``: their names. ``told``:
+    the class of those whose name does not tell.
+    """
+    if not len(codes):
+        return np.zeros(0, dtype=np.int8)
+    table = np.full(int(codes[-1]) + 1, -1, dtype=np.int8)
+    table[codes] = [CALLS.index(told.get(text) or call_class(text)) for text in texts]
+    return table[column]
+
+
+class Launches:
+    """Runtime calls by correlation id, and ops by External id.
+
+    ``host`` holds the ordered host columns with ``parent`` and ``call``.
+    """
+
+    def __init__(self, host: Columns) -> None:
+        self._parent: Array = host["parent"]
+        self._call: Array = host["call"]
+        self._is_op = host["kind"] == _OP
+        runtime = np.flatnonzero((host["kind"] == _RUNTIME) & (host["correlation"] >= 0))
+        runtime = runtime[~np.isin(self._call[runtime], _WAITS)]
+        self._runtime = _Lookup(host["correlation"][runtime], runtime)
+        self._external: Array = host["external"]
+        self._ts: Array = host["ts"]
+        ops = np.flatnonzero(self._is_op & (host["external"] >= 0))
+        self._ops = _Lookup(host["external"][ops], ops)
+
+    def find(self, device: Columns) -> NDArray[np.int32]:
+        """Row of the call that launched each device row; -1: outside the window.
+
+        By correlation. Device rows that have none are tied by External id, call by call: the op
+        around a call gives its id to it, so that several calls and rows share one, and the n-th
+        call that can have launched such work launched the n-th of it.
+        """
+        launch = self._runtime.find(device["correlation"])
+        bare = np.flatnonzero((device["correlation"] < 0) & (device["external"] >= 0))
+        if len(bare):
+            launch[bare] = self._by_external(device, bare)
+        return launch
+
+    def _by_external(self, device: Columns, bare: Array) -> NDArray[np.int32]:
+        found = np.full(len(bare), -1, dtype=np.int32)
+        for kind, names in _LAUNCHES:
+            calls = np.flatnonzero(
+                np.isin(self._call, [CALLS.index(name) for name in names]) & (self._external >= 0)
+            )
+            rows = np.flatnonzero(device["kind"][bare] == DEVICE_KINDS.index(kind))
+            if not len(calls) or not len(rows):
+                continue
+            calls = calls[np.lexsort((self._ts[calls], self._external[calls]))]
+            ids = self._external[calls]
+            wanted = device["external"][bare[rows]]
+            order = np.lexsort((device["ts"][bare[rows]], wanted))
+            first = np.searchsorted(ids, wanted, side="left")
+            count = np.searchsorted(ids, wanted, side="right") - first
+            nth = np.empty(len(rows), dtype=np.int64)
+            ordered = wanted[order]
+            nth[order] = np.arange(len(rows)) - np.searchsorted(ordered, ordered)
+            # more work than calls: a graph, or calls that were not recorded: the last has the rest
+            place = first + np.minimum(nth, count - 1)
+            call = calls[np.minimum(place, len(calls) - 1)]
+            real = (count > 0) & (self._ts[call] <= device["ts"][bare[rows]] + _SLACK_NS)
+            found[rows] = np.where(real, call, -1)
+        return found
+
+    def name_unknown(self, launch: Array, kind: Array) -> None:
+        """Calls whose name is unknown ("INVALID" for an API newer than the profiler) but that
+        caused device work are what they caused. Changes the ``call`` column."""
+        rows = launch[launch >= 0]
+        unknown = self._call[rows] == _OTHER
+        if not unknown.any():
+            return
+        rows, caused = rows[unknown], _CAUSED[kind[launch >= 0][unknown]]
+        self._call[rows] = caused
+        row, count = np.unique(rows, return_counts=True)
+        self._call[row[count > 1]] = CALLS.index("graph_launch")
+
+    def op_around(self, launch: Array, device: Columns) -> NDArray[np.int32]:
+        """Row of the innermost op around each launch; where there is none, the op with the same
+        External id; -1: neither.
+
+        Work without a call was not launched by an op that began after it. Nor does an id tell
+        where calls are tied by correlation and this work's call is not here: profilers then write
+        the correlation in its place, which is the number of some other op.
+        """
+        op = launch.astype(np.int32)
+        climbing = np.flatnonzero(op >= 0)
+        while len(climbing):  # one round a level: only those that have not met an op go on
+            climbing = climbing[~self._is_op[op[climbing]]]
+            op[climbing] = self._parent[op[climbing]]
+            climbing = climbing[op[climbing] >= 0]
+        lost = np.flatnonzero(op < 0)
+        external, correlation = device["external"][lost], device["correlation"][lost]
+        if (launch >= 0).any():
+            stand_in = (launch[lost] < 0) & (external == correlation)
+            lost, external = lost[~stand_in], external[~stand_in]
+        named = self._ops.find(external)
+        late = (
+            (named >= 0)
+            & (launch[lost] < 0)
+            & (self._ts[np.maximum(named, 0)] > device["ts"][lost] + _SLACK_NS)
+        )
+        op[lost] = np.where(late, -1, named)
+        return op
+
+
+class _Lookup:
+    """Id -> row, the first one that has it."""
+
+    def __init__(self, keys: Array, rows: Array) -> None:
+        order = np.argsort(keys, kind="stable")
+        self._keys, self._rows = keys[order], rows[order].astype(np.int32)
+
+    def find(self, wanted: Array) -> NDArray[np.int32]:
+        """Row of each wanted id, else -1. Negative ids mean none."""
+        if not len(self._keys):
+            return np.full(len(wanted), -1, dtype=np.int32)
+        place = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        return np.where((self._keys[place] == wanted) & (wanted >= 0), self._rows[place], -1)

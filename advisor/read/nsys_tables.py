@@ -1,0 +1,490 @@
+"""Tables of an Nsight Systems export, as rows for ``build_trace``: device work and host calls.
+
+The layout is that of Nsight Systems' exporter ("SQLite Schema Reference" in its user guide), 2020
+to 2026. Tables are written only where something was recorded, and columns come and go between
+versions: whatever is not there is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import polars as pl
+import polars.selectors as cs
+
+from advisor.core.trace import Copy, CpuKind, Device, GpuKind
+from advisor.read.lookups import looked_up, with_all
+from advisor.read.nvtx import inputs_of, parsed
+from advisor.read.sqlite import Database, Types, narrowed
+
+PREFIX = "CUPTI_ACTIVITY_KIND_"
+KERNEL, MEMCPY, MEMSET = (PREFIX + name for name in ("KERNEL", "MEMCPY", "MEMSET"))
+GRAPH, SYNC, EVENT = (PREFIX + name for name in ("GRAPH_TRACE", "SYNCHRONIZATION", "CUDA_EVENT"))
+CALLS = (PREFIX + "RUNTIME", PREFIX + "DRIVER")
+LIBRARIES = ("CUDNN_EVENTS", "CUBLAS_EVENTS")
+MPI = ("MPI_COLLECTIVES_EVENTS", "MPI_P2P_EVENTS", "MPI_START_WAIT_EVENTS", "MPI_OTHER_EVENTS")
+NVTX, SYSTEM, OVERHEAD = "NVTX_EVENTS", "OSRT_API", "PROFILER_OVERHEAD"
+METRICS, METRIC_NAMES = "GPU_METRICS", "TARGET_INFO_GPU_METRICS"
+
+_TIMES = {"start": pl.Int64, "end": pl.Int64}
+_PLACE = {"deviceId": pl.Int32, "streamId": pl.Int64, "correlationId": pl.Int64,
+          "globalPid": pl.Int64}  # fmt: skip
+_COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoD", 4: "DtoH", 5: "DtoD", 6: "DtoD", 7: "DtoD", 8: "DtoD",
+           9: "HtoH", 10: "PtoP", 11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip
+"""CUpti_ActivityMemcpyKind, then the exporter's own kinds: migrations of managed memory."""
+_MEMORIES = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static",
+             6: "Managed Static"}  # fmt: skip
+_SYNCS = {1: "event", 2: "stream_wait", 3: "stream", 4: "context"}
+"""CUpti_ActivitySynchronizationType."""
+_PUSH_POP, _START_END = (59, 70), (60, 71)
+_THREAD_NAME, _DOMAIN = 39, 75
+_CORRELATIONS = 32
+"""Bits of a correlation number. They count in each process anew."""
+_NO_STREAM = 1 << 31
+_MAX_GPUS = 1024
+
+
+class Processes:
+    """Processes of a file, by what stands above the thread in its numbers of threads."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+
+    def correlation(self, process: pl.Series, number: pl.Series) -> pl.Series:
+        """Correlation numbers that are one process's own (null: none)."""
+        seen = process.drop_nulls().unique(maintain_order=True).to_list()
+        for one in seen:
+            self._places.setdefault(one, len(self._places))
+        place = process.fill_null(-1).replace_strict(
+            list(self._places), list(self._places.values()), default=0, return_dtype=pl.Int64
+        )
+        own = number.is_between(1, (1 << _CORRELATIONS) - 1)
+        return (number + place * (1 << _CORRELATIONS)).set(~own.fill_null(False), None)
+
+
+class Tables:
+    """What is read of one export."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._names = db.texts("StringIds", "id", "value")
+        self.processes = Processes()
+        self.dropped: dict[str, int] = {}
+        self.inputs: pl.DataFrame | None = None
+        self._gpus = self._gpu_of()
+
+    # -- the device -------------------------------------------------------------------------
+
+    def device(self) -> pl.DataFrame:
+        """Kernels, copies, memsets and whole graphs, as ``build_trace`` takes them."""
+        parts = [self._kernels(), self._graphs(), self._copies(), self._memsets()]
+        rows = [part for part in parts if part.height]
+        return pl.concat(rows, how="diagonal_relaxed") if rows else pl.DataFrame()
+
+    def _work(
+        self,
+        table: str,
+        more: Types,
+        kind: str,
+        made: Callable[[pl.DataFrame], pl.DataFrame] = lambda rows: rows,
+    ) -> pl.DataFrame:
+        """Rows of a table of device work. ``made``: what becomes of the columns ``more``, a batch
+        of rows at a time, so that a large table is never in memory as it stands in the file."""
+
+        def of(rows: pl.DataFrame) -> pl.DataFrame:
+            rows = with_all(rows, {**_PLACE, **more})
+            process = rows["globalPid"] // (1 << 24)
+            done = made(
+                rows.with_columns(
+                    ts=pl.col("start"),
+                    dur=pl.col("end") - pl.col("start"),
+                    kind=pl.lit(kind if kind in GpuKind.categories else None, dtype=GpuKind),
+                    device=self._real_device(process, rows["deviceId"]).cast(
+                        pl.Int32, strict=False
+                    ),
+                    stream=pl.col("streamId").fill_null(0),
+                    correlation=self.processes.correlation(process, rows["correlationId"]),
+                ).drop("start", "end", *_PLACE)
+            )
+            return narrowed(done)
+
+        if not self._db.has(table, "start", "end"):
+            return pl.DataFrame()
+        rows = self._db.read(table, {**_TIMES, **_PLACE, **more}, each=of)
+        return rows if rows.height else pl.DataFrame()
+
+    def _kernels(self) -> pl.DataFrame:
+        whole = ("registersPerThread", "gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ")
+        shared = ("staticSharedMemory", "dynamicSharedMemory")
+        names = ("demangledName", "shortName", "mangledName")
+        more = dict.fromkeys((*whole, *shared, *names, "graphId", "graphNodeId"), pl.Int64)
+
+        def made(rows: pl.DataFrame) -> pl.DataFrame:
+            return rows.with_columns(
+                name=self._text(rows, *names).fill_null("kernel").cast(pl.Categorical),
+                blocks=pl.col("gridX") * pl.col("gridY") * pl.col("gridZ"),
+                threads=pl.col("blockX") * pl.col("blockY") * pl.col("blockZ"),
+                registers=pl.col("registersPerThread"),
+                shared=pl.sum_horizontal(shared),
+                graph=_graph(),
+            ).drop(more)
+
+        return self._work(KERNEL, more, "kernel", made)
+
+    def _graphs(self) -> pl.DataFrame:
+        """Launches of graphs that were recorded as a whole: ``--cuda-graph-trace=graph``."""
+        rows = self._work(GRAPH, {"graphId": pl.Int64}, "kernel")
+        if not rows.height:
+            return rows
+        return rows.with_columns(
+            name=pl.format("CUDA graph {}", pl.col("graphId").fill_null(0)).cast(pl.Categorical),
+            graph="graphId",
+        ).drop("graphId")
+
+    def _copies(self) -> pl.DataFrame:
+        kinds = ("copyKind", "srcKind", "dstKind")
+        more = dict.fromkeys(("bytes", *kinds, "graphId", "graphNodeId"), pl.Int64)
+        memories = self._memories()
+
+        def made(rows: pl.DataFrame) -> pl.DataFrame:
+            rows = rows.with_columns(
+                copy=_coded("copyKind", _COPIES).fill_null("other"),
+                src=_coded("srcKind", memories),
+                dst=_coded("dstKind", memories),
+                graph=_graph(),
+                gbps=_rate(),
+            )
+            arrow = pl.format(" ({} -> {})", pl.col("src"), pl.col("dst")).fill_null("")
+            texts = pl.col("src", "dst", "name").cast(pl.Categorical)
+            return (
+                rows.with_columns(name=pl.format("Memcpy {}{}", pl.col("copy"), arrow))
+                .with_columns(texts, pl.col("copy").cast(Copy))
+                .drop(*kinds, "graphId", "graphNodeId")
+            )
+
+        return self._work(MEMCPY, more, "memcpy", made)
+
+    def _memsets(self) -> pl.DataFrame:
+        more = dict.fromkeys(("bytes", "memKind", "graphId", "graphNodeId"), pl.Int64)
+        memory = _coded("memKind", self._memories()).fill_null("Unknown")
+
+        def made(rows: pl.DataFrame) -> pl.DataFrame:
+            name = pl.format("Memset ({})", memory).cast(pl.Categorical)
+            return rows.with_columns(name=name, graph=_graph(), gbps=_rate()).drop(
+                "memKind", "graphId", "graphNodeId"
+            )
+
+        return self._work(MEMSET, more, "memset", made)
+
+    def syncs(self) -> pl.DataFrame | None:
+        """Synchronisations, with the record of the event that is waited for where that is told."""
+        more = {"syncType": pl.Int64, "eventId": pl.Int64, "eventSyncId": pl.Int64}
+        rows = self._work(SYNC, more, "sync")
+        if not rows.height:
+            return None
+        process = self._db.read(SYNC, {"globalPid": pl.Int64})
+        rows = (
+            rows.with_columns(cs.signed_integer().cast(pl.Int64))
+            .with_columns(
+                kind=_coded("syncType", _SYNCS),
+                stream=pl.when(pl.col("stream") < _NO_STREAM).then("stream"),
+                process=process["globalPid"] if process.height == rows.height else pl.lit(None),
+            )
+            .filter(pl.col("kind").is_not_null())
+        )
+        keys = ["process", "eventId", "eventSyncId"]
+        events = self._db.read(EVENT, {**_PLACE, "eventId": pl.Int64, "eventSyncId": pl.Int64})
+        if events.height and {"eventSyncId", "eventId", "globalPid"} <= set(events.columns):
+            events = with_all(events, _PLACE).with_columns(process="globalPid")
+            numbers = self.processes.correlation(
+                events["globalPid"] // (1 << 24), events["correlationId"]
+            )
+            events = events.select(*keys, wait_stream="streamId", wait_correlation=numbers)
+            rows = rows.join(
+                events.unique(keys, keep="none"), on=keys, how="left", maintain_order="left"
+            )
+        return rows
+
+    # -- the host ---------------------------------------------------------------------------
+
+    def host(self) -> tuple[pl.DataFrame, dict[tuple[str, str], str]]:
+        """Calls of CUDA, of the operating system and of libraries, ranges and the profiler's own
+        overhead; and the threads' names."""
+        parts = [
+            *(self._calls(table, "runtime") for table in CALLS),
+            self._calls(SYSTEM, "runtime"),
+            *(self._calls(table, "annotation") for table in LIBRARIES),
+            *(self._calls(table, "annotation", "textId") for table in MPI),
+            self._calls(OVERHEAD, "overhead"),
+            self._ranges(),
+        ]
+        rows = [part for part in parts if part.height]
+        host = pl.concat(rows, how="diagonal_relaxed") if rows else pl.DataFrame()
+        return host, self._thread_names()
+
+    def _calls(self, table: str, kind: str, named: str = "nameId") -> pl.DataFrame:
+        columns = {"globalTid": pl.Int64, "correlationId": pl.Int64, named: pl.Int64}
+        if not self._db.has(table, "start", "end", "globalTid"):
+            return pl.DataFrame()
+
+        def made(rows: pl.DataFrame) -> pl.DataFrame:
+            rows = with_all(rows, columns)
+            process = rows["globalTid"] // (1 << 24)
+            done = rows.select(
+                ts="start",
+                dur=pl.col("end") - pl.col("start"),
+                kind=pl.lit(kind, dtype=CpuKind),
+                name=self._text(rows, named).fill_null("call").cast(pl.Categorical),
+                correlation=self.processes.correlation(process, rows["correlationId"]),
+                **_thread(),
+            )
+            return narrowed(done)
+
+        rows = self._db.read(table, {**_TIMES, **columns}, each=made)
+        if not rows.height:
+            return pl.DataFrame()
+        return _without_wrappers(rows) if table in CALLS else rows
+
+    def _ranges(self) -> pl.DataFrame:
+        columns = {"eventType": pl.Int32, "text": pl.String, "textId": pl.Int64,
+                   "globalTid": pl.Int64, "endGlobalTid": pl.Int64,
+                   "domainId": pl.Int64}  # fmt: skip
+        kinds = f"eventType IN {(*_PUSH_POP, *_START_END)}"
+        where = kinds if self._db.has(NVTX, "eventType") else ""
+        domains = self._domains()
+        rows = self._db.read(
+            NVTX, {**_TIMES, **columns}, where, lambda batch: self._of_ranges(batch, domains)
+        )
+        if "ts" not in rows.columns:
+            return pl.DataFrame()
+        number, self.inputs = inputs_of(rows["dims"])
+        return rows.drop("dims").with_columns(number)
+
+    def _of_ranges(self, rows: pl.DataFrame, domains: dict[int, str]) -> pl.DataFrame:
+        """Rows of ranges, without their texts: nearly each of PyTorch's has a number in it."""
+        columns = {"eventType": pl.Int32, "text": pl.String, "textId": pl.Int64,
+                   "globalTid": pl.Int64, "endGlobalTid": pl.Int64,
+                   "domainId": pl.Int64}  # fmt: skip
+        rows = with_all(rows, {**_TIMES, **columns})
+        if open_ones := rows["end"].null_count():
+            why = "ranges without an end"
+            self.dropped[why] = self.dropped.get(why, 0) + open_ones
+        rows = rows.filter(pl.col("end").is_not_null() & pl.col("globalTid").is_not_null())
+        found = parsed(rows["text"].fill_null(self._text(rows, "textId")).fill_null("range"))
+        foreign = pl.Series("domain", [None], dtype=pl.String).new_from_index(0, rows.height)
+        if domains:
+            domain = rows["domainId"].fill_null(0)
+            foreign = domain.replace_strict(domains, default=None, return_dtype=pl.String)
+        found = found.with_columns(domain=foreign)
+        elsewhere = pl.col("domain").is_not_null()
+        name = pl.format("{}:{}", pl.col("domain"), pl.col("name"))
+        found = found.select(
+            "sequence",
+            pl.col("dims").cast(pl.Categorical),
+            name=pl.when(elsewhere).then(name).otherwise(pl.col("name")).cast(pl.Categorical),
+            kind=pl.when(elsewhere)
+            .then(pl.lit("annotation"))
+            .otherwise(pl.col("kind"))
+            .cast(CpuKind),
+        )
+        places = rows.select(ts="start", dur=pl.col("end") - pl.col("start"), **_thread())
+        # a range that another thread ended nests in nothing of the thread that began it
+        crossing = (
+            rows["eventType"].is_in(_START_END) & (rows["endGlobalTid"] != rows["globalTid"])
+        ).fill_null(False)
+        if crossing.any():
+            apart = pl.format("{} (ranges)", pl.col("thread").cast(pl.String))
+            kept = pl.col("thread").cast(pl.String)
+            thread = pl.when(crossing).then(apart).otherwise(kept).cast(pl.Categorical)
+            places = places.with_columns(thread=thread)
+        return narrowed(places.hstack(found))
+
+    def _domains(self) -> dict[int, str]:
+        columns = {"domainId": pl.Int64, "text": pl.String, "textId": pl.Int64}
+        if not self._db.has(NVTX, "eventType", "domainId"):
+            return {}
+        rows = self._db.read(NVTX, columns, f"eventType = {_DOMAIN}")
+        rows = with_all(rows, columns)
+        names = rows["text"].fill_null(self._text(rows, "textId"))
+        return {
+            int(number): str(name)[:200]
+            for number, name in zip(rows["domainId"], names, strict=True)
+            if number is not None and name and number != 0
+        }
+
+    def _thread_names(self) -> dict[tuple[str, str], str]:
+        rows = self._db.read("ThreadNames", {"nameId": pl.Int64, "globalTid": pl.Int64})
+        if set(rows.columns) != {"nameId", "globalTid"}:
+            return {}
+        rows = rows.drop_nulls().head(100_000)
+        return {
+            (str(number >> 24 & 0xFFFFFF), str(number & 0xFFFFFF)): name[:200]
+            for name_id, number in rows.iter_rows()
+            if (name := self._names.get(name_id))
+        }
+
+    # -- what the file says of the machine ----------------------------------------------------
+
+    def metrics(self) -> pl.DataFrame | None:
+        """Samples of the GPUs' hardware counters, each for the time to the next one."""
+        rows = self._db.read(
+            METRICS,
+            {"timestamp": pl.Int64, "typeId": pl.Int64, "metricId": pl.Int64, "value": pl.Float64},
+        )
+        columns = {"typeId": pl.Int64, "metricId": pl.Int64, "metricName": pl.String}
+        names = self._db.read(METRIC_NAMES, columns)
+        if not rows.height or set(rows.columns) != {"timestamp", "typeId", "metricId", "value"}:
+            return None
+        if set(names.columns) != set(columns):
+            return None
+        keys = ["typeId", "metricId"]
+        rows = rows.drop_nulls().join(names.drop_nulls().unique(keys), on=keys).sort("timestamp")
+        return rows.select(
+            ts="timestamp",
+            dur=(pl.col("timestamp").shift(-1).over(keys) - pl.col("timestamp")).fill_null(0),
+            name=pl.col("metricName").str.slice(0, 200),
+            range=pl.format("GPU {}", pl.col("typeId") % 256),
+            value="value",
+        )
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs of the machine, as ``TARGET_INFO_GPU`` has them."""
+        whole = ("id", "totalMemory", "smCount", "computeMajor", "computeMinor", "maxWarpsPerSm",
+                 "maxRegistersPerSm", "maxShmemPerSm", "maxShmemPerBlockOptin",
+                 "threadsPerWarp")  # fmt: skip
+        types = {"name": pl.String, **dict.fromkeys(whole, pl.Int64)}
+        rows = self._db.read("TARGET_INFO_GPU", types).head(_MAX_GPUS)
+        found = []
+        for row in with_all(rows, types).iter_rows(named=True):
+            if row["id"] is None or not 0 <= row["id"] < 1 << 31:
+                continue
+            told = {key: row[key] if row[key] and row[key] > 0 else None for key in whole[1:]}
+            major, minor = row["computeMajor"], row["computeMinor"]
+            warps, lanes = told["maxWarpsPerSm"], told["threadsPerWarp"]
+            found.append(
+                Device(
+                    id=row["id"],
+                    name=row["name"][:200] if row["name"] else None,
+                    memory_bytes=told["totalMemory"],
+                    sms=told["smCount"],
+                    compute=(major, minor) if major and minor is not None else None,
+                    max_threads_per_sm=warps * lanes if warps and lanes else None,
+                    registers_per_sm=told["maxRegistersPerSm"],
+                    shared_per_sm=told["maxShmemPerSm"],
+                    shared_per_block_optin=told["maxShmemPerBlockOptin"],
+                    warp_size=lanes,
+                )
+            )
+        return tuple({device.id: device for device in found}.values())
+
+    def programs(self, pids: list[str]) -> list[str]:
+        """Names of these processes."""
+        rows = self._db.read("PROCESSES", {"pid": pl.Int64, "name": pl.String})
+        if set(rows.columns) != {"pid", "name"}:
+            return []
+        known = rows.filter(pl.col("pid").cast(pl.String).is_in(pids))["name"].drop_nulls()
+        return [name[:500] for name in known.head(_MAX_GPUS).to_list()]
+
+    def mpi_rank(self) -> int | None:
+        """The one rank whose name MPI's ranges give a thread; ``None``: none, or several."""
+        columns = {"text": pl.String, "textId": pl.Int64}
+        if not self._db.has(NVTX, "eventType"):
+            return None
+        rows = with_all(self._db.read(NVTX, columns, f"eventType = {_THREAD_NAME}"), columns)
+        names = rows["text"].fill_null(self._text(rows, "textId"))
+        ranks = names.str.extract(r"^MPI Rank (\d{1,6})$", 1).drop_nulls().unique()
+        return int(ranks[0]) if len(ranks) == 1 else None
+
+    def start_ns(self) -> int:
+        """Unix time of the file's time 0, ns; 0: not told."""
+        types = {"utcEpochNs": pl.Int64, "systemClockNs": pl.Int64}
+        rows = self._db.read("TARGET_INFO_SESSION_START_TIME", types).head(1)
+        if not rows.height or "utcEpochNs" not in rows.columns:
+            return 0
+        unix = rows["utcEpochNs"][0] or 0
+        clock = (rows["systemClockNs"][0] or 0) if "systemClockNs" in rows.columns else 0
+        return int(unix) - int(clock) if 0 < unix < 1 << 62 and 0 <= clock < unix else 0
+
+    # -- lookups ----------------------------------------------------------------------------
+
+    def _text(self, rows: pl.DataFrame, *columns: str) -> pl.Series:
+        """The text that the first of these columns of numbers stands for."""
+        found = pl.Series("text", [None], dtype=pl.String).new_from_index(0, rows.height)
+        for column in columns:
+            if column not in rows.columns or not found.null_count():
+                continue
+            found = found.fill_null(looked_up(rows[column], self._names))
+        return found
+
+    def _memories(self) -> dict[int, str]:
+        """Kinds of memory by number: by the file's own list, where it has one."""
+        labels = self._db.texts("ENUM_CUDA_MEM_KIND", "id", "label")
+        return {n: text[:40] for n, text in labels.items() if text != "Unknown"} or _MEMORIES
+
+    def _gpu_of(self) -> dict[int, int]:
+        """CUDA's number of a device in a process, to the GPU's own: they differ where processes
+        see some GPUs only. Keys are pid * 1024 + CUDA's number."""
+        types = {"gpuId": pl.Int64, "cudaId": pl.Int64, "pid": pl.Int64}
+        rows = self._db.read("TARGET_INFO_CUDA_DEVICE", types).head(1 << 20)
+        if set(rows.columns) != set(types):
+            return {}
+        rows = rows.drop_nulls().filter(
+            pl.col("cudaId").is_between(0, _MAX_GPUS - 1) & pl.col("gpuId").is_between(0, 1 << 30)
+        )
+        return {
+            pid * _MAX_GPUS + cuda: gpu
+            for gpu, cuda, pid in rows.select("gpuId", "cudaId", "pid").iter_rows()
+            if 0 <= pid < 1 << 40
+        }
+
+    def _real_device(self, process: pl.Series, device: pl.Series) -> pl.Series:
+        number = device.fill_null(0).cast(pl.Int64)
+        if not self._gpus:
+            return number
+        key = (process % (1 << 24)).fill_null(-1) * _MAX_GPUS + number
+        gpus = key.replace_strict(self._gpus, default=None, return_dtype=pl.Int64)
+        return gpus.fill_null(number)
+
+
+def _thread() -> dict[str, pl.Expr]:
+    number = pl.col("globalTid")
+    return {
+        "process": (number // (1 << 24) % (1 << 24)).cast(pl.String).cast(pl.Categorical),
+        "thread": (number % (1 << 24)).cast(pl.String).cast(pl.Categorical),
+    }
+
+
+def _without_wrappers(rows: pl.DataFrame) -> pl.DataFrame:
+    """Some versions write a call twice, as it was made and as CUPTI saw it (``cudaMemcpy`` around
+    ``cudaMemcpy_v3020``), under one correlation number: the outer one goes."""
+    numbers = rows["correlation"].drop_nulls()
+    if numbers.n_unique() == len(numbers):  # as in nearly every file
+        return rows
+    keys = ["process", "thread", "correlation"]
+    numbered = rows["correlation"].is_not_null()
+    doubled = rows.select(pl.struct(keys).is_duplicated()).to_series() & numbered
+    if not doubled.any():
+        return rows
+    length = pl.col("dur")
+    inner = ((pl.col("ts") >= pl.col("ts").min()) & (length == length.min())).over(keys)
+    lost = doubled & ~rows.select(inner).to_series().fill_null(True)
+    return rows.filter(~lost)
+
+
+def _coded(column: str, texts: dict[int, str]) -> pl.Expr:
+    return pl.col(column).replace_strict(texts, default=None, return_dtype=pl.String)
+
+
+def _graph() -> pl.Expr:
+    """A node's number has its graph's in the upper half."""
+    node = pl.col("graphNodeId")
+    return pl.coalesce(
+        pl.when(pl.col("graphId") > 0).then(pl.col("graphId")),
+        pl.when(node > 0).then(node // (1 << 32)),
+    )
+
+
+def _rate() -> pl.Expr:
+    return pl.when((pl.col("dur") > 0) & (pl.col("bytes") > 0)).then(
+        pl.col("bytes") / pl.col("dur")
+    )

@@ -1,0 +1,90 @@
+"""Ranges of NVTX and ROCTX: which of them are operators of PyTorch, and what their texts say.
+
+``torch.autograd.profiler.emit_nvtx`` writes ``aten::addmm, seq = 5, op_id = 12, sizes = [[8, 4]],
+input_op_ids = [(3,0)]``: an operator's name, its autograd sequence number and its shapes.
+"""
+
+from __future__ import annotations
+
+import re
+
+import polars as pl
+
+from advisor.core.trace import CUDA, JAX, PYTORCH, TENSORFLOW
+from advisor.read.columns import NAME_LIMIT
+
+_DETAILS = r", (?:seq|op_id|sizes|input_op_ids) = "
+_NAMESPACES = (
+    r"^(?:aten|prims?|c10|c10d|_?c10d_functional|torch\w*|quantized|mkldnn|inductor|flash_attn|"
+    r"xformers|fbgemm|autograd)::"
+)
+_PLAIN = r"^[A-Za-z_]\w*(?:::\w+)*(?:\.\w+)?$"
+_RANGES = r"^(?:ProfilerStep|Optimizer\.|##|DistributedDataParallel\.|\[|FSDP|enumerate\(|nccl:)"
+_BACKWARD = r"^(?:autograd::engine::evaluate_function: )?\w+Backward\d*$"
+_MAX_SHAPES = 4096
+"""Characters of the shapes of one operator."""
+
+
+def parsed(texts: pl.Series) -> pl.DataFrame:
+    """Of each range: ``name`` without details, ``kind`` (op or annotation), ``sequence`` (null:
+    none) and ``dims`` (JSON text, null: not recorded)."""
+    text = pl.col("text").fill_null("")
+    shapes = text.str.extract(r", sizes = (\[[\[\]\d, -]*\])", 1)
+    table = pl.DataFrame({"text": texts}).select(
+        name=text.str.replace(_DETAILS + r"(?s:.*)$", "").str.slice(0, NAME_LIMIT),
+        told=text.str.contains(_DETAILS),
+        sequence=text.str.extract(r", seq = (\d{1,18})", 1).cast(pl.Int64, strict=False),
+        dims=pl.when(shapes.str.len_bytes() <= _MAX_SHAPES)
+        .then(shapes.str.replace_all(" ", ""))
+        .otherwise(None),
+    )
+    # of all these texts only few names are distinct: what they are is looked up once for each
+    name = pl.col("name")
+    always = name.str.contains(_NAMESPACES)
+    perhaps = always | name.str.contains(_BACKWARD) | name.str.contains(_PLAIN)
+    never = name.str.contains(_RANGES)
+    kinds = table.select("name").unique().with_columns(always=always, perhaps=perhaps, never=never)
+    operator = pl.col("always") | (pl.col("told") & pl.col("perhaps"))
+    operator = (operator | pl.col("sequence").is_not_null()) & ~pl.col("never")
+    return (
+        table.join(kinds, on="name", how="left", maintain_order="left")
+        .select(
+            "name",
+            "sequence",
+            "dims",
+            kind=pl.when(operator).then(pl.lit("op")).otherwise(pl.lit("annotation")),
+        )
+        .select("name", "kind", "sequence", "dims")
+    )
+
+
+def inputs_of(dims: pl.Series) -> tuple[pl.Series, pl.DataFrame | None]:
+    """Row of the table of inputs for each range (null: no shapes), and that table."""
+    distinct = dims.drop_nulls().unique(maintain_order=True)
+    if not len(distinct):
+        return pl.Series("inputs", [None], dtype=pl.Int64).new_from_index(0, len(dims)), None
+    rows = dims.replace_strict(
+        distinct, pl.Series(range(len(distinct))), default=None, return_dtype=pl.Int64
+    )
+    return rows.alias("inputs"), pl.DataFrame({"dims": distinct})
+
+
+_PYTHON = re.compile(r"(?:^|/)(?:i?python|pypy|pytest|torchrun|accelerate|deepspeed|jupyter)")
+_SIGNS = (
+    (PYTORCH, r"^aten::|\bat::native::|\bc10::|^void at::|torch::|^nccl:all_|^ProfilerStep#"),
+    (TENSORFLOW, r"\btensorflow::|^TensorFlow|tensorflow-core|^tf_|_TensorFlow"),
+    (JAX, r"^(?:TSL:)?Xla(?:Module|Op)|\bjit_\w+|\bxla::|^TSL:|^input_\w*fusion"),
+)
+
+
+def framework_of(names: pl.Series, programs: list[str]) -> str | None:
+    """What the program is written with, by the names of its ranges and kernels and, where these
+    tell nothing, of the program itself: ``None`` where that is not told either, or is Python's
+    (CuPy, RAPIDS, Numba, …)."""
+    distinct = names.drop_nulls().unique().cast(pl.String)
+    for framework, sign in _SIGNS:
+        if distinct.str.contains(sign).any():
+            return framework
+    if not programs or any(_PYTHON.search(name.lower()) for name in programs):
+        return None
+    return CUDA

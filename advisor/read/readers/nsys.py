@@ -1,0 +1,141 @@
+"""Nsight Systems: exports to SQLite, and reports through ``nsys export``."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from advisor.core.errors import AdvisorError
+from advisor.core.trace import Trace, TraceMeta
+from advisor.read.reader import Claim, Reader, ReadOptions
+from advisor.read.source import Source
+from advisor.read.sqlite import MAGIC, opened, table_names
+
+if TYPE_CHECKING:
+    import polars as pl
+
+REPORTS = (".nsys-rep", ".qdrep")
+_SIGNS = frozenset({"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO"})
+_EXPORT_SECONDS = 3600.0
+
+
+class Nsys(Reader):
+    """Exports of Nsight Systems, 2020 to 2026 (``nsys export --type sqlite``), of any program that
+    uses CUDA; and its reports, where ``nsys`` is installed. Never read is what tells of the
+    machine's users and the process's environment."""
+
+    name = "nsys"
+    reads = "an Nsight Systems export or report (.sqlite, .nsys-rep or .qdrep)"
+    suffixes = (".sqlite", *REPORTS)
+
+    def sniff(self, head: bytes, path: str) -> Claim:
+        """An SQLite file with Nsight Systems' tables; a report by its name, if it is no text."""
+        if head.startswith(MAGIC):
+            return Claim.SURE if table_names(head, path) & _SIGNS else Claim.NO
+        report = _is_report(path) and not head.lstrip()[:1].isascii()
+        binary = b"\0" in head[:4096]
+        return Claim.SURE if report or (_is_report(path) and binary) else Claim.NO
+
+    def read(self, source: Source, options: ReadOptions) -> Trace:
+        """Tables that hold events, joined by the numbers of processes, threads and calls."""
+        import polars as pl
+
+        from advisor.read.build import build_trace
+        from advisor.read.nsys_tables import Tables
+        from advisor.read.nvtx import framework_of
+
+        if not source.head().startswith(MAGIC):
+            return _exported(source, options)
+        with opened(source, options) as db:
+            tables = Tables(db)
+            host, threads = tables.host()
+            device = tables.device()
+            if not host.height and not device.height:
+                raise AdvisorError(
+                    f"{source.path}: an Nsight Systems export without CUDA work and without "
+                    "ranges; record with --trace=cuda,nvtx,osrt"
+                )
+            sync, metrics = tables.syncs(), tables.metrics()
+            pids = host["process"].unique().cast(pl.String).to_list() if host.height else []
+            names = [
+                frame["name"].unique().cast(pl.String) for frame in (host, device) if frame.height
+            ]
+            meta = TraceMeta(
+                path=source.path,
+                framework=framework_of(pl.concat(names), tables.programs(pids)),
+                rank=tables.mpi_rank(),
+                devices=tables.devices(),
+                start_ns=tables.start_ns(),
+                vendor="nvidia",
+                bytes_read=source.bytes_read,
+                truncated=source.truncated or bool(db.damaged),
+                damage=_damage(source, db.damaged),
+                events_dropped=tables.dropped,
+            )
+            if options.progress is not None:
+                options.progress(source.path, source.bytes_read)
+            rows = {"host": host, "device": device}
+            del host, device
+        return build_trace(  # which lets go of the rows as soon as it has read them
+            meta,
+            host=_some(rows.pop("host")),
+            device=_some(rows.pop("device")),
+            sync=sync,
+            counters=metrics,
+            inputs=tables.inputs,
+            thread_names=threads,
+        )
+
+
+def _some(rows: pl.DataFrame) -> pl.DataFrame | None:
+    return rows if rows.height else None
+
+
+def _damage(source: Source, tables: list[str]) -> str | None:
+    if not tables:
+        return source.damage
+    named = ", ".join(sorted({table[:60] for table in tables})[:3])
+    return f"tables that cannot be read to their end: {named}"
+
+
+def _is_report(path: str) -> bool:
+    return str(path).lower().endswith(REPORTS)  # a Path where read_trace was given one
+
+
+def _exported(source: Source, options: ReadOptions) -> Trace:
+    """A report, exported to a folder that is gone afterwards."""
+    command = shutil.which("nsys")
+    shown = Path(source.path).name
+    if command is None:
+        raise AdvisorError(
+            f"{source.path}: a report of Nsight Systems, and nsys is not installed here; where it "
+            f"is, run: nsys export --type sqlite {shown}   and give the .sqlite file"
+        )
+    with tempfile.TemporaryDirectory(prefix="advisor-") as folder:
+        report = Path(source.path)
+        if source.given is not None or not report.is_file():
+            report = Path(folder, "report.nsys-rep")
+            with report.open("wb") as file:
+                for block in source.blocks():
+                    file.write(block)
+        target = Path(folder, "report.sqlite")
+        arguments = [command, "export", "--type", "sqlite", "--force-overwrite", "true"]
+        arguments += ["--output", str(target), str(report.absolute())]
+        try:
+            done = subprocess.run(
+                arguments, capture_output=True, timeout=_EXPORT_SECONDS, check=False, cwd=folder,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            raise AdvisorError(f"{source.path}: nsys export failed ({error})") from None
+        if done.returncode or not target.is_file():
+            said = (done.stderr or done.stdout).decode("utf-8", "replace").split("\n")
+            why = next((line.strip() for line in said if line.strip()), f"exit {done.returncode}")
+            raise AdvisorError(f"{source.path}: nsys export failed ({why[:200]})")
+        inner = Source(str(target), limit=source.limit)
+        trace = Nsys().read(inner, options)
+    return replace(trace, meta=replace(trace.meta, path=source.path))

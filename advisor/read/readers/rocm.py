@@ -1,0 +1,126 @@
+"""ROCm: RPD and rocpd databases, and rocprofv3's JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from advisor.core.errors import AdvisorError
+from advisor.core.trace import Trace, TraceMeta
+from advisor.read.reader import Claim, Reader, ReadOptions
+from advisor.read.source import Source
+from advisor.read.sqlite import MAGIC, Database, opened, table_names
+
+MARK = b'"rocprofiler-sdk-tool"'
+MAX_JSON = 4 << 30
+"""Bytes of a JSON file: all of it is in memory at once."""
+
+
+class RpdReader(Reader):
+    """rocmProfileData: ``runTracer.sh``, ``rpdTracerControl``."""
+
+    name = "rpd"
+    reads = "an RPD profile of ROCm (.rpd)"
+    suffixes = (".rpd",)
+
+    def sniff(self, head: bytes, path: str) -> Claim:
+        """An SQLite file with tables of RPD, or of rocprofv3, which call themselves alike."""
+        return _claim(head, path, split=False)
+
+    def read(self, source: Source, options: ReadOptions) -> Trace:
+        """Tables of calls and of device work."""
+        from advisor.read.rocm import trace_of
+        from advisor.read.rocm_tables import Rpd
+
+        with opened(source, options) as db:
+            if not db.has("rocpd_api") and not db.has("rocpd_op"):
+                return _rocpd(source, db)
+            rpd = Rpd(db)
+            host, device = [rpd.host()], [rpd.device()]
+            counters = rpd.counters()
+            meta = _meta(source, db)
+        return trace_of(meta, host, device, rpd.inputs, [], counters)
+
+
+class RocpdReader(Reader):
+    """rocprofv3's database, of one process or of several."""
+
+    name = "rocpd"
+    reads = "a database of rocprofv3 (.db)"
+    suffixes = (".db",)
+
+    def sniff(self, head: bytes, path: str) -> Claim:
+        """An SQLite file whose tables are called after a process."""
+        return _claim(head, path, split=True)
+
+    def read(self, source: Source, options: ReadOptions) -> Trace:
+        """Tables of each process."""
+        with opened(source, options) as db:
+            return _rocpd(source, db)
+
+
+class RocprofJson(Reader):
+    """``rocprofv3 --output-format json``."""
+
+    name = "rocprofv3"
+    reads = "its JSON"
+    suffixes = ()
+
+    def sniff(self, head: bytes, path: str) -> Claim:
+        """JSON whose first key is the tool's."""
+        return Claim.SURE if MARK in head[:4096] else Claim.NO
+
+    def read(self, source: Source, options: ReadOptions) -> Trace:
+        """All of it at once."""
+        from advisor.read.rocm import trace_of
+        from advisor.read.rocprof_json import Rows, decoded
+
+        blocks, size = [], 0
+        for block in source.blocks():
+            blocks.append(block)
+            size += len(block)
+            if size > MAX_JSON:
+                raise AdvisorError(
+                    f"{source.path}: more than {MAX_JSON >> 30} GB of JSON; record with "
+                    "--output-format rocpd"
+                )
+        processes, left = decoded(b"".join(blocks), source.path)
+        rows = Rows(processes)
+        meta = TraceMeta(
+            path=source.path,
+            devices=rows.devices,
+            bytes_read=source.bytes_read,
+            truncated=source.truncated,
+            damage=source.damage,
+            events_dropped={"values of another type": left} if left else {},
+        )
+        return trace_of(meta, rows.host, rows.device, rows.inputs, rows.programs)
+
+
+def _claim(head: bytes, path: str, *, split: bool) -> Claim:
+    if not head.startswith(MAGIC) or "rocpd_" not in table_names(head, path):
+        return Claim.NO
+    return Claim.SURE if (b"rocpd_string_" in head) == split else Claim.PERHAPS
+
+
+def _rocpd(source: Source, db: Database) -> Trace:
+    from advisor.read.rocm import trace_of
+    from advisor.read.rocm_tables import Rocpd
+
+    tables = Rocpd(db)
+    host, device = tables.rows()
+    meta = replace(_meta(source, db), devices=tables.devices)
+    return trace_of(meta, host, device, tables.inputs, tables.programs)
+
+
+def _meta(source: Source, db: Database) -> TraceMeta:
+    damage = source.damage
+    if db.damaged:
+        damage = (
+            f"tables that cannot be read to their end: {', '.join(sorted(set(db.damaged))[:3])}"
+        )
+    return TraceMeta(
+        path=source.path,
+        bytes_read=source.bytes_read,
+        truncated=source.truncated or bool(db.damaged),
+        damage=damage,
+    )

@@ -1,0 +1,144 @@
+"""The timeline of TensorFlow's and JAX's profilers as JSON (``.trace.json.gz``)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from advisor.core.errors import AdvisorError
+from advisor.core.trace import Trace
+from advisor.read.columns import NAME_LIMIT
+from advisor.read.reader import Claim, Reader, ReadOptions
+from advisor.read.readers.xplane import Space, XPlane, space_to_trace
+from advisor.read.source import Source
+from advisor.read.split import without_mark
+from advisor.read.xspace import Events, Ints, Line, Plane
+
+MOST_BYTES = 1 << 30
+"""The profiler writes at most a million events, some 200 MB."""
+
+_PLANE = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
+_NUMBERS = ("correlation_id", "step_num", "allocation_bytes", "bytes_allocated", "addr",
+            "cuda_graph_id")  # fmt: skip
+_TEXTS = ("kernel_details", "memcpy_details", "memset_details", "hlo_op", "hlo_module",
+          "allocator_name")  # fmt: skip
+
+
+class _Event(msgspec.Struct):
+    ph: str = ""
+    pid: int | float | str | None = None
+    tid: int | float | str | None = None
+    ts: float | None = None
+    dur: float | None = None
+    name: str = ""
+    args: dict[str, Any] | None = None
+
+
+class _File(msgspec.Struct):
+    traceEvents: list[msgspec.Raw] = []
+
+
+class XlaTimeline(Reader):
+    """What ``<host>.trace.json.gz`` of a log directory holds: the events of the XPlane file beside
+    it, cut to a million. Processes are planes, threads are lines."""
+
+    name = "xla-timeline"
+    reads = XPlane.reads
+    suffixes = (".trace.json",)
+
+    def sniff(self, head: bytes, path: str) -> Claim:
+        """JSON whose processes are named as planes are."""
+        text = without_mark(head)
+        found = text[:1] in (b"{", b"[") and _PLANE.search(head)
+        return Claim.SURE if found else Claim.NO
+
+    def read(self, source: Source, options: ReadOptions) -> Trace:
+        """Whole: it is bounded."""
+        text = bytearray()
+        for block in source.blocks():
+            text += block
+            if len(text) > MOST_BYTES:
+                raise AdvisorError(f"{source.path}: longer than any such timeline; give .xplane.pb")
+        events, broken = _decoded(bytes(text), source)
+        return space_to_trace(_space(events, broken), source)
+
+
+def _decoded(text: bytes, source: Source) -> tuple[list[_Event], int]:
+    try:
+        raw = msgspec.json.decode(text, type=_File).traceEvents
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        raise AdvisorError(
+            f"{source.path}: a timeline that is damaged or cut off; give the .xplane.pb beside it"
+        ) from None
+    decoder = msgspec.json.Decoder(_Event)
+    events, broken = [], 0
+    for one in raw:  # a loop: a damaged event must not take the others with it
+        try:
+            events.append(decoder.decode(one))
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            broken += bytes(one) != b"{}"
+    return events, broken
+
+
+def _space(events: list[_Event], broken: int) -> Space:
+    """The same planes and lines that an XPlane file has."""
+    processes: dict[Any, str] = {}
+    threads: dict[tuple[Any, Any], str] = {}
+    rows: dict[Any, dict[Any, list[_Event]]] = {}
+    for event in events:
+        if event.ph == "M":
+            name = str((event.args or {}).get("name", ""))[:NAME_LIMIT]
+            if event.name == "process_name":
+                # "/host:CPU (pid 5)" and "/device:GPU:0 (pid 1)" are newer spellings
+                processes[event.pid] = name.split(" ")[0]
+            elif event.name == "thread_name":
+                threads[event.pid, event.tid] = name
+        elif event.ph == "X" and event.ts is not None:
+            rows.setdefault(event.pid, {}).setdefault(event.tid, []).append(event)
+    planes: list[tuple[Plane, list[Line], Events]] = []
+    for pid, lines in rows.items():
+        own = [event for one in lines.values() for event in one]
+        names = list(dict.fromkeys(event.name[:NAME_LIMIT] for event in own))
+        code = {name: number for number, name in enumerate(names, start=1)}
+        plane = Plane(processes.get(pid, ""), dict(enumerate(names, start=1)), {}, {}, {}, [])
+        found = [Line(n, threads.get((pid, tid), str(tid))) for n, tid in enumerate(lines)]
+        line = np.repeat(np.arange(len(lines)), [len(one) for one in lines.values()])
+        planes.append((plane, found, _events(own, line, code)))
+    return Space(planes=planes, broken=broken)
+
+
+def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:
+    meta = np.array([code[event.name[:NAME_LIMIT]] for event in own], dtype=np.int64)
+    events = Events(line, meta, _ns(own, "ts"), _ns(own, "dur"))
+    numbers: dict[str, tuple[list[int], list[int]]] = {}
+    texts: dict[str, tuple[list[int], list[str]]] = {}
+    for row, event in enumerate(own):
+        for key, value in (event.args or {}).items():
+            if key in _NUMBERS and (number := _whole(value)) is not None:
+                numbers.setdefault(key, ([], []))[0].append(row)
+                numbers[key][1].append(number)
+            elif key in _TEXTS and isinstance(value, str):
+                texts.setdefault(key, ([], []))[0].append(row)
+                texts[key][1].append(value[:NAME_LIMIT])
+    for key, (at, found) in numbers.items():
+        events.numbers[key] = np.array(at, dtype=np.int64), np.array(found, dtype=np.int64)
+    for key, (at, told) in texts.items():
+        events.texts[key] = np.array(at, dtype=np.int64), told
+    return events
+
+
+def _ns(own: list[_Event], what: str) -> Ints:
+    """Microseconds to ns; what is no sane time is below zero, or left out by its distance."""
+    us = np.array([getattr(event, what) or 0.0 for event in own])
+    found: Ints = np.rint(np.clip(np.nan_to_num(us, nan=-1e12), -1e12, 4e15) * 1000).astype(
+        np.int64
+    )
+    return found
+
+
+def _whole(value: object) -> int | None:
+    text = str(value)[:20]
+    return int(text) if text.isdecimal() and len(text) < 19 else None

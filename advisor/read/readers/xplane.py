@@ -1,0 +1,398 @@
+"""XPlane: what the profilers of TensorFlow, JAX and PyTorch/XLA write (``.xplane.pb``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from advisor.core.errors import AdvisorError
+from advisor.core.gpus import known
+from advisor.core.trace import GPU_KINDS, Device, Trace, TraceMeta
+from advisor.read import xla_host
+from advisor.read.build import build_trace
+from advisor.read.reader import Claim, Reader, ReadOptions
+from advisor.read.source import Source
+from advisor.read.spelling import copy_parts
+from advisor.read.wire import PADDING, Damaged, varint
+from advisor.read.xspace import Events, Line, Plane, XSpace
+
+MOST_BYTES = 2 << 30
+"""No message of Protocol Buffers is longer."""
+
+_GPU = re.compile(r"^/device:GPU:(\d+)")
+_TPU = re.compile(r"^/device:TPU:|^#?Chip|^/device:CUSTOM:")
+_STREAM = re.compile(r"(?i)^stream\s*#?\s*(\d+)")
+_PLANE_NAME = re.compile(rb"^(?:/\w+(?::|$)|Task Environment$|#Chip)")
+_STATS = frozenset(
+    {
+        "correlation_id",
+        "cuda_graph_id",
+        "hlo_module",
+        "hlo_op",
+        "kernel_details",
+        "memcpy_details",
+        "memset_details",
+    }
+)
+_ID_KEY, _NAME_KEY = 0x08, 0x12
+_PROCESS = "host"
+"""One a file. Its name and address are in the file and stay there."""
+_DETAIL = re.compile(r"(\w+):(\S+)")
+
+
+@dataclass
+class Space:
+    """Planes with their lines, from whichever file."""
+
+    planes: Iterable[tuple[Plane, list[Line], Events]]
+    truncated: bool = False
+    broken: int = 0
+    """Events that could not be decoded."""
+
+
+class XPlane(Reader):
+    """An ``XSpace`` message, packed or not. Reading it takes no TensorFlow and no protobuf."""
+
+    name = "xplane"
+    reads = "one of TensorFlow or JAX (.xplane.pb or .trace.json.gz)"
+    suffixes = (".xplane.pb",)
+
+    def sniff(self, head: bytes, path: str) -> Claim:
+        """A message whose first field is a plane, and that plane named as profilers name them."""
+        return Claim.SURE if _begins_with_plane(head) else Claim.NO
+
+    def read(self, source: Source, options: ReadOptions) -> Trace:
+        """Host threads, streams of the devices, and what ties them."""
+        data = bytearray()
+        for block in source.blocks():
+            if len(data) + len(block) > MOST_BYTES:
+                source.stop("longer than 2 GB, which no XPlane file is")
+                break
+            data += block
+            if options.progress is not None:
+                options.progress(source.path, source.bytes_read)
+        size = len(data)
+        data += bytes(PADDING)
+        space = XSpace(data, size)
+        read = Space(
+            planes=(
+                (plane, *space.read(plane, _STATS if _GPU.match(plane.name) else xla_host.STATS))
+                for plane in space.planes
+            ),
+            truncated=space.truncated,
+        )
+        trace = space_to_trace(read, source)
+        return replace(trace, meta=replace(trace.meta, events_dropped=_more(trace, space)))
+
+
+def _begins_with_plane(head: bytes) -> bool:
+    """Whether a message begins with a plane (field 1) whose first fields are a number (1) and a
+    name (2) such as ``/host:CPU``."""
+    at = 0
+    try:
+        if head[:1] != b"\x0a":
+            return False
+        size, at = varint(head, 1, min(len(head), 11))
+        end = min(at + size, len(head))
+        for _ in range(2):
+            if at < end and head[at] == _ID_KEY:
+                at = varint(head, at + 1, end)[1]
+        if at >= end or head[at] != _NAME_KEY:
+            return False
+        size, at = varint(head, at + 1, end)
+    except Damaged:
+        return False
+    return size < 200 and _PLANE_NAME.match(head[at : at + size]) is not None
+
+
+def space_to_trace(space: Space, source: Source) -> Trace:
+    """The tables of a decoded space. Raises AdvisorError: there is nothing in it to be read."""
+    path = source.path
+    hosts = xla_host.Host()
+    devices: list[Device] = []
+    device_rows: list[pl.DataFrame] = []
+    tpus: list[str] = []
+    vendor = None
+    aside = 0
+    facts: dict[str, Any] = {}
+    for plane, lines, events in space.planes:
+        gpu = _GPU.match(plane.name)
+        if gpu is not None:
+            number = min(int(gpu[1]), (1 << 31) - 1)
+            devices.append(_device(number, plane))
+            vendor = vendor or _vendor(plane)
+            # other lines are derived from the streams' events: steps, modules, ops, scopes
+            found = [_STREAM.match(line.name) for line in lines]
+            streams = np.array([-1 if one is None else int(one[1][:15]) for one in found])
+            device_rows.append(_work(hosts, plane, events, number, streams))
+        elif plane.name.startswith("/host:") and plane.name != "/host:metadata":
+            xla_host.read_names(hosts, plane)
+            xla_host.add_plane(hosts, plane, lines, events, _PROCESS)
+        elif plane.name == "Task Environment":
+            facts = plane.stats
+        elif _TPU.match(plane.name):
+            tpus.append(plane.name)
+        else:
+            aside += bool(plane.spans)
+    device = pl.concat(device_rows) if device_rows else None
+    if tpus and (device is None or not device.height):
+        raise AdvisorError(
+            f"{path}: a profile of a TPU ({tpus[0][:60]}): TPUs are not read, only GPUs and hosts "
+            "are; XProf shows it"
+        )
+    steps, main = xla_host.step_rows(hosts)
+    waits = xla_host.wait_rows(hosts, main)
+    host = xla_host.all_rows(hosts, steps, waits, main)
+    if device is not None and device.height:
+        host = _with_ops(host, device)
+    memory = [frame for frame in hosts.memory if frame.height]
+    dropped = _dropped(space, aside + len(tpus))
+    if not host.height and (device is None or not device.height):
+        if space.truncated:
+            raise AdvisorError(
+                f"{path}: an XPlane file that is cut off or damaged, no event can be read; copy it "
+                "again"
+            )
+        raise AdvisorError(
+            f"{path}: an XPlane file without events; was the profiler active while work was done?"
+        )
+    return build_trace(
+        TraceMeta(
+            path=path,
+            framework=hosts.framework(),
+            step_marks=hosts.step_marks,
+            devices=tuple(devices),
+            start_ns=_start(facts, host, device),
+            vendor=vendor,
+            events_dropped=dropped,
+            truncated=source.truncated or space.truncated,
+            damage=source.damage or ("cut off inside a plane" if space.truncated else None),
+            bytes_read=source.bytes_read,
+        ),
+        host=host if host.height else None,
+        device=None if device is None else device.drop("hlo"),
+        memory=pl.concat(memory) if memory else None,
+        thread_names=hosts.shown_threads(main),
+    )
+
+
+def _dropped(space: Space, others: int) -> dict[str, int]:
+    """What was left out, counted by reason."""
+    counts = {
+        "not used: planes of other devices": others,
+        "not decodable": space.broken,
+    }
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def _more(trace: Trace, space: XSpace) -> dict[str, int]:
+    """The same with what the decoder left out."""
+    counts = dict(trace.meta.events_dropped)
+    for reason, count in (
+        ("without a name", space.nameless),
+        ("not decodable", space.broken),
+        ("beyond the most that is read of a file", space.left_out),
+    ):
+        if count:
+            counts[reason] = counts.get(reason, 0) + count
+    return counts
+
+
+def _start(facts: dict[str, Any], host: pl.DataFrame, device: pl.DataFrame | None) -> int:
+    """Unix time of the file's 0, ns. Newer profilers count from their start and tell it; 0: times
+    are absolute already, or nothing tells."""
+    start = facts.get("profile_start_time")
+    frames = [frame["ts"] for frame in (host, device) if frame is not None and frame.height]
+    first = min((int(column.min()) for column in frames), default=0)  # type: ignore[arg-type]
+    return start if isinstance(start, int) and 0 <= first < 10**15 < start < 1 << 62 else 0
+
+
+def _device(number: int, plane: Plane) -> Device:
+    """A GPU by its plane's stats. Its model is not written; it is named where what is written
+    (compute capability, multiprocessors, memory, clock) is true of a single known one."""
+    stats = plane.stats
+
+    def whole(name: str) -> int | None:
+        value = stats.get(name)
+        return value if isinstance(value, int) and 0 < value < 1 << 53 else None
+
+    major, minor = stats.get("compute_cap_major"), stats.get("compute_cap_minor")
+    compute = (major, minor) if isinstance(major, int) and isinstance(minor, int) else None
+    sms, memory, clock = whole("core_count"), whole("memory_size"), whole("clock_rate")
+    told = stats.get("gpu_model") or stats.get("device_name")
+    name = told if isinstance(told, str) else None
+    fitting = [
+        gpu
+        for gpu in known()
+        if gpu.compute == compute and gpu.sms == sms and memory is not None
+        and 0.88 <= memory / gpu.memory_bytes <= 1.01
+    ]  # fmt: skip
+    if len(fitting) > 1 and clock is not None:  # kHz
+        fitting = [
+            g for g in fitting if g.boost_mhz is not None and abs(clock / 1000 - g.boost_mhz) < 3
+        ]
+    if name is None and len(fitting) == 1:
+        name = fitting[0].names[0]
+    return Device(
+        id=number,
+        name=name,
+        memory_bytes=memory,
+        sms=sms,
+        compute=compute,
+        max_threads_per_sm=fitting[0].max_threads_per_sm if len(fitting) == 1 else None,
+    )
+
+
+def _vendor(plane: Plane) -> str | None:
+    told = str(plane.stats.get("device_vendor", "")).lower()
+    if "amd" in told or "advanced micro" in told:
+        return "amd"
+    # compute capability is NVIDIA's; AMD's planes have the vendor beside it
+    return "nvidia" if "nvidia" in told or "compute_cap_major" in plane.stats else None
+
+
+def _work(
+    hosts: xla_host.Host, plane: Plane, events: Events, device: int, streams: Any
+) -> pl.DataFrame:
+    """The work of one device; ``streams``: the number of each line, -1: it is no stream."""
+    if not len(events.ts):
+        return pl.DataFrame(schema=_WORK_SCHEMA)
+    stream = streams[events.line]
+    codes, which = np.unique(events.meta, return_inverse=True)
+    names = [plane.names[code] for code in codes.tolist()]
+    kinds = np.array([GPU_KINDS.index(_kind(name)) for name in names], dtype=np.int8)[which]
+    for nth, kind in enumerate(GPU_KINDS):
+        kinds[events.has(f"{kind}_details")] = nth
+    columns: dict[str, Any] = {
+        "ts": events.ts,
+        "dur": events.dur,
+        "kind": pl.Series(GPU_KINDS).gather(kinds.astype(np.uint32)),
+        "name": pl.Series(names, dtype=pl.String).gather(which),
+        "device": device,
+        "stream": stream,
+        "correlation": events.number("correlation_id"),
+        "graph": pl.Series(events.number("cuda_graph_id", 0)).replace(0, None),
+    }
+    columns |= _details(events.texts.get("kernel_details"), len(which), _kernel)
+    moved = _details(events.texts.get("memcpy_details"), len(which), _copy)
+    filled = _details(events.texts.get("memset_details"), len(which), _copy)
+    columns["bytes"] = moved["bytes"].fill_null(filled["bytes"])
+    columns["gbps"] = columns["bytes"] / pl.Series(np.maximum(events.dur, 1))
+    columns["src"], columns["dst"] = moved["src"], moved["dst"]
+    directions = pl.Series([copy_parts(_COPY.sub(r"Memcpy \1to\2", name))[0] for name in names],
+                           dtype=pl.String).gather(which)  # fmt: skip
+    columns["copy"] = directions.set(pl.Series(kinds != GPU_KINDS.index("memcpy")), None)
+    hlo = pl.Series([None] * len(which), dtype=pl.String)
+    if "hlo_op" in events.texts:
+        rows, texts = events.texts["hlo_op"]
+        hlo = hlo.scatter(rows, texts)
+    if "hlo_module" in events.texts:
+        rows, texts = events.texts["hlo_module"]
+        module = pl.Series([None] * len(which), dtype=pl.String).scatter(rows, texts)
+        hlo = pl.DataFrame({"m": module, "o": hlo}).select(
+            pl.concat_str("m", "o", separator="/", ignore_nulls=False).fill_null(pl.col("o"))
+        ).to_series()  # fmt: skip
+    columns["hlo"] = hlo
+    table = pl.DataFrame(columns).select(
+        pl.col(name).cast(kind) for name, kind in _WORK_SCHEMA.items()
+    )
+    rows = np.flatnonzero(stream >= 0)
+    xla_host.count_modules(hosts, events)
+    return table[rows]
+
+
+_WORK_SCHEMA: dict[str, Any] = {
+    **dict.fromkeys(("ts", "dur"), pl.Int64),
+    **dict.fromkeys(("kind", "name"), pl.String),
+    **dict.fromkeys(("device", "stream", "correlation", "graph", "bytes"), pl.Int64),
+    **dict.fromkeys(("blocks", "threads", "registers", "shared"), pl.Int64),
+    **dict.fromkeys(("gbps", "occupancy"), pl.Float64),
+    **dict.fromkeys(("copy", "src", "dst", "hlo"), pl.String),
+}
+_COPY = re.compile(r"Memcpy\s*([HDAP])(?:2|to)([HDAP])", re.IGNORECASE)
+
+
+def _kind(name: str) -> str:
+    lowered = name[:20].lower()
+    return next((kind for kind in ("memcpy", "memset") if lowered.startswith(kind)), "kernel")
+
+
+def _details(told: tuple[Any, list[str]] | None, count: int, parse: Any) -> dict[str, pl.Series]:
+    """Columns from texts such as ``regs:38 shm:0 grid:160,1,1 block:1024,1,1``, each distinct one
+    parsed once."""
+    rows, texts = told if told is not None else (np.zeros(0, dtype=np.int64), [])
+    frame = pl.DataFrame({"text": texts}, schema={"text": pl.String})
+    seen = frame["text"].unique(maintain_order=True)
+    parsed = [parse(dict(_DETAIL.findall(text[:1000]))) for text in seen.to_list()]
+    columns = {}
+    for key in parse({}):
+        values = pl.Series([one[key] for one in parsed], dtype=_TYPES.get(key, pl.Int64))
+        table = pl.DataFrame({"text": seen, "value": values})
+        joined = frame.join(table, on="text", how="left", maintain_order="left")["value"]
+        empty = pl.Series(key, [None], dtype=values.dtype).new_from_index(0, count)
+        columns[key] = empty.scatter(rows, joined) if len(rows) else empty
+    return columns
+
+
+_TYPES = {"src": pl.String, "dst": pl.String, "occupancy": pl.Float64}
+_MEMORY_KINDS = {"pinned": "Pinned", "pageable": "Pageable", "device": "Device",
+                 "managed": "Managed", "array": "Array", "unified": "Managed"}  # fmt: skip
+
+
+def _kernel(told: dict[str, str]) -> dict[str, Any]:
+    shared = [_whole(told[key]) for key in ("static_shared", "dynamic_shared", "shm", "static_shm",
+                                            "dynamic_shm") if key in told]  # fmt: skip
+    return {
+        "registers": _whole(told.get("regs", ""), 1 << 16),
+        "shared": None if None in shared or not shared else sum(x or 0 for x in shared),
+        "blocks": _product(told.get("grid", "")),
+        "threads": _product(told.get("block", ""), 1 << 20),
+        "occupancy": None,
+    }
+
+
+def _copy(told: dict[str, str]) -> dict[str, Any]:
+    return {
+        "bytes": _whole(told.get("size", "")),
+        "src": _MEMORY_KINDS.get(told.get("kind_src", "").lower()),
+        "dst": _MEMORY_KINDS.get(told.get("kind_dst", "").lower()),
+    }
+
+
+def _whole(text: str, most: int = 1 << 53) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 18 and int(text) < most else None
+
+
+def _product(text: str, most: int = 1 << 53) -> int | None:
+    """Of a grid or a block: three numbers above 0."""
+    sizes = [_whole(part, 1 << 32) for part in text.split(",")]
+    if len(sizes) > 3 or not all(sizes):
+        return None
+    found = int(np.prod([float(size or 0) for size in sizes]))
+    return found if found < most else None
+
+
+def _with_ops(host: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
+    """The host rows, with an operator around each launch of which the device tells XLA's: it has
+    no range of its own on the host."""
+    told = (
+        device.filter(pl.col("hlo").is_not_null() & (pl.col("correlation") > 0))
+        .group_by("correlation")
+        .agg(pl.col("hlo").first(), pl.col("hlo").n_unique().alias("kinds"))
+        .filter(pl.col("kinds") == 1)  # a graph's one launch stands for many
+    )
+    if not told.height or not host.height:
+        return host
+    launches = host.filter((pl.col("kind") == "runtime") & (pl.col("correlation") > 0)
+                           & pl.col("call").is_in(["launch", "memcpy", "memcpy_blocking", "memset",
+                                                   "graph_launch", "other"]))  # fmt: skip
+    ops = launches.join(told, on="correlation", how="inner").with_columns(
+        name=pl.col("hlo"), kind=pl.lit("op"), call=pl.lit(None, dtype=pl.String),
+        correlation=pl.lit(-1, dtype=pl.Int64),
+    )  # fmt: skip
+    return pl.concat([host, ops.select(host.columns)])

@@ -1,0 +1,263 @@
+"""A file elsewhere as a local one, for as long as it is read: in blocks, never whole in memory.
+
+What breaks off goes on where it was, where the other side can do that, and from the start where it
+cannot. A file counts as read when as many bytes came as were promised and it is still the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from advisor.core.errors import AdvisorError
+from advisor.read.remote import archives, waiting
+from advisor.read.remote.failures import CutOffError
+from advisor.read.remote.places import LISTING
+from advisor.read.remote.scratch import scratch
+from advisor.read.remote.source import Source
+from advisor.read.remote.system import file_system
+from advisor.read.remote.urls import file_name, is_url, is_web
+from advisor.read.remote.waiting import give_up_or_wait, within
+
+BLOCK = 4 << 20
+"""Bytes that are asked for at once, and all that is in memory of a file."""
+MOST = 64 << 30
+"""Bytes that one file may have."""
+ROOM_LEFT = 256 << 20
+"""Bytes of the disk that are left free."""
+_SAME = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime")
+"""What tells that a file is still the same, under the names of several stores."""
+
+
+@contextmanager
+def opened(
+    source: Source,
+    *,
+    folder: str | Path | None = None,
+    most: int = MOST,
+    timeout: float | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> Iterator[Path]:
+    """A local path to a file, for the time of the ``with`` block: its own if it is here, else a
+    copy of the same name in a folder of its own, gone afterwards.
+
+    ``folder``: for the copy; default: the system's for temporary files. ``most``: bytes that it may
+    have. ``timeout``: seconds that a block may take; default ``waiting.TIMEOUT``. ``progress``:
+    called with (shown URL, bytes so far) after each block.
+
+    Raises AdvisorError, with one line: missing, access denied, too large, no room on the disk, cut
+    off or slow in spite of several attempts.
+    """
+    if source.problem:
+        raise AdvisorError(source.problem)
+    if not is_url(source.at):
+        yield Path(source.at)
+        return
+    seconds = waiting.TIMEOUT if timeout is None else timeout
+    with scratch(folder) as inside:
+        copy = inside / file_name(source.at)
+        _Copy(source, copy, most, seconds, progress).make()
+        yield copy
+
+
+class _Copy:
+    """One file on its way here."""
+
+    def __init__(
+        self,
+        source: Source,
+        path: Path,
+        most: int,
+        timeout: float,
+        progress: Callable[[str, int], None] | None,
+    ) -> None:
+        self._source = source
+        self._progress = progress
+        self._path = path
+        self._most = most
+        self._timeout = timeout
+        self._stream_only = False
+        self._goes_on = False
+        """What is here already stays for the next attempt."""
+        self._same: tuple[object, ...] | None = None
+
+    def make(self) -> None:
+        """Raises AdvisorError."""
+        failures = 0
+        with self._path.open("wb") as out:
+            while True:
+                before = out.tell()
+                try:
+                    self._attempt(out)
+                    return
+                except AdvisorError:
+                    raise
+                except Exception as error:  # a file system's library may raise anything
+                    if self._goes_on and out.tell() > before:
+                        failures = 0
+                    failures += 1
+                    give_up_or_wait(error, self._source.at, failures)
+
+    def _attempt(self, out: BinaryIO) -> None:
+        in_archive = archives.split(self._source.at)
+        if in_archive is None:
+            self._plain(self._source.at, out)
+        elif self._source.offset is not None:
+            self._plain(in_archive[2], out, self._source.offset, self._source.size)
+        else:
+            self._member(*in_archive, out)
+
+    def _plain(self, url: str, out: BinaryIO, offset: int = 0, size: int | None = None) -> None:
+        """A file, or so many of its bytes from an offset on."""
+        system, path = file_system(url)
+        info = self._info(system, path)
+        if info.get("type") == "directory":
+            raise IsADirectoryError
+        self._refuse_changed(info)
+        web = is_web(url)
+        if size is None and (not web or info.get("size")):  # some servers say 0 of what they make
+            size = info.get("size")
+        in_parts = info.get("partial", True) and not self._stream_only
+        if size is not None and (in_parts or offset):
+            self._ranged(system, path, offset, int(size), out)
+        else:
+            self._streamed(system, path, 0 if web else BLOCK, size, out)
+        with suppress(OSError, TimeoutError):  # all of it came; only a change counts
+            system.invalidate_cache()
+            self._refuse_changed(self._info(system, path))
+
+    def _info(self, system: Any, path: str) -> dict[str, Any]:
+        found: dict[str, Any] = within(self._timeout, lambda: system.info(path))
+        return found
+
+    def _refuse_changed(self, info: dict[str, Any]) -> None:
+        now = (info.get("size"), *(info.get(name) for name in _SAME))
+        if self._same is not None and now != self._same:
+            raise AdvisorError(f"{self._source.url}: changed while it was read; try again")
+        self._same = now
+
+    def _ranged(self, system: Any, path: str, offset: int, size: int, out: BinaryIO) -> None:
+        """The bytes that are not here yet, block by block."""
+        self._refuse_large(size, size - out.tell())
+        self._goes_on = True
+        file = within(
+            self._timeout,
+            lambda: system.open(path, "rb", block_size=BLOCK, cache_type="none"),
+        )
+        try:
+            if not file.seekable() or self._cannot_seek(file, offset + out.tell()):
+                self._stream_only = True
+                raise CutOffError("it can only be read from its start")
+            while (left := size - out.tell()) > 0:
+                block = self._block(file, min(BLOCK, left))
+                if not block:
+                    raise CutOffError(f"after {out.tell():,} of {size:,} bytes")
+                self._write(out, block)
+        except ValueError:  # what fsspec says where a server has no ranges
+            if self._stream_only:
+                raise
+            self._stream_only = True
+            raise CutOffError("it can only be read from its start") from None
+        finally:
+            _close(file)
+
+    @staticmethod
+    def _cannot_seek(file: Any, place: int) -> bool:
+        try:
+            file.seek(place)
+        except (OSError, ValueError):
+            return True
+        return False
+
+    def _streamed(
+        self, system: Any, path: str, block_size: int, size: int | None, out: BinaryIO
+    ) -> None:
+        """All of it, from the start. ``block_size``: 0 reads a web server's answer as it comes."""
+        self._from_start(out)
+        if size is not None:
+            self._refuse_large(size, size)
+        file = within(self._timeout, lambda: system.open(path, "rb", block_size=block_size))
+        try:
+            self._drain(file, out)
+        finally:
+            _close(file)
+        self._refuse_short(out, size)
+
+    def _member(self, kind: str, name: str, archive: str, out: BinaryIO) -> None:
+        self._from_start(out)
+        opened_member = archives.member(kind, archive, name)
+        file, size = within(max(self._timeout, LISTING), opened_member.__enter__)
+        try:
+            self._refuse_large(size, size)
+            self._drain(file, out)
+        except BaseException as error:
+            # the archive's own words for damage; it raises what it is given otherwise
+            opened_member.__exit__(type(error), error, error.__traceback__)
+            raise
+        opened_member.__exit__(None, None, None)
+        self._refuse_short(out, size)
+
+    def _from_start(self, out: BinaryIO) -> None:
+        self._goes_on = False
+        out.seek(0)
+        out.truncate()
+
+    def _drain(self, file: Any, out: BinaryIO) -> None:
+        while block := self._block(file, BLOCK):
+            self._refuse_large(out.tell() + len(block), len(block))
+            self._write(out, block)
+
+    def _block(self, file: Any, size: int) -> bytes:
+        """So many bytes, fewer only at the end, all of them in time: one that comes byte by byte
+        is as good as none."""
+
+        def read() -> bytes:
+            parts: list[bytes] = []
+            left = size
+            while left > 0 and (part := file.read(left)):
+                parts.append(part)
+                left -= len(part)
+            return b"".join(parts)
+
+        return within(self._timeout, read)
+
+    def _refuse_short(self, out: BinaryIO, size: int | None) -> None:
+        if size is not None and out.tell() != size:
+            raise CutOffError(f"{out.tell():,} of {size:,} bytes came")
+
+    def _refuse_large(self, size: int, coming: int) -> None:
+        if size > self._most:
+            raise AdvisorError(f"{self._source.url}: larger than {_gb(self._most)}")
+        free = shutil.disk_usage(self._path.parent).free
+        if coming > free - ROOM_LEFT:
+            raise AdvisorError(
+                f"{self._source.url}: {_gb(size)}, and {self._path.parent.parent} has "
+                f"{_gb(free)} free; name a larger disk in TMPDIR"
+            )
+
+    def _write(self, out: BinaryIO, block: bytes) -> None:
+        try:
+            out.write(block)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = "no room" if full else error.strerror or str(error)
+            raise AdvisorError(
+                f"{self._source.url}: {self._path.parent.parent} takes no copy ({why}); name "
+                "another disk in TMPDIR"
+            ) from None
+        if self._progress is not None:
+            self._progress(self._source.url, out.tell())
+
+
+def _close(file: Any) -> None:
+    """Without waiting for a server that does not answer."""
+    with suppress(Exception):
+        within(1.0, file.close)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 10**8 else f"{size / 1e6:.3g} MB"

@@ -1,0 +1,232 @@
+"""URLs, of files, folders and globs, to the files that they stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from advisor.core.errors import AdvisorError
+from advisor.read.remote import archives
+from advisor.read.remote.source import Source
+from advisor.read.remote.system import file_system
+from advisor.read.remote.urls import is_web, rank_in, scheme, shown
+from advisor.read.remote.waiting import patiently
+
+MOST_LISTED = 200_000
+"""Files of a folder and those in it."""
+MOST_FOLDERS, DEPTH = 2_000, 8
+"""Index pages of a web server that are looked at, and how far down."""
+FLAT = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+"""Stores of objects, whose folders are beginnings of names."""
+LISTING = 300.0
+"""Seconds that a listing may take."""
+
+Choose = Callable[[list[str]], list[str]]
+"""Which of the names of a folder, relative to it, are wanted."""
+
+
+def find(url: str, choose: Choose) -> list[Source]:
+    """The files that a URL stands for. A file is itself, whatever its name; of a folder and of a
+    glob those that ``choose`` wants, in the order of their names.
+
+    One file that cannot be asked for is there, with its ``problem``. Raises AdvisorError: a folder
+    that cannot be listed, has too many files, or none that is wanted; a scheme that nobody reads.
+    """
+    if archives.split(url) is not None:
+        found = _in_archive(url, choose)
+    else:
+        system, path = file_system(url)
+        _forget(system)
+        if _magic(url):
+            found = _globbed(system, url, choose)
+        elif is_web(url) and "?" not in url and url.endswith("/"):
+            found = _sources(url, _web_listing(system, url), choose)
+        else:
+            return _one_or_folder(system, path, url, choose)
+    if not found:
+        raise AdvisorError(f"{shown(url)}: no trace there; check the URL")
+    return found
+
+
+def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[Source]:
+    try:
+        info = patiently(url, lambda: system.info(path))
+    except AdvisorError as error:
+        if url.endswith("/"):
+            raise
+        return [Source(url=shown(url), at=url, rank=rank_in(url), problem=str(error))]
+    if info.get("type") != "directory":
+        return [Source(url=shown(url), at=url, rank=rank_in(url), size=_size(info))]
+    listed = patiently(url, lambda: system.find(path, detail=True), LISTING)
+    found = _sources(url, _relative(listed, path), choose)
+    if not found:
+        raise AdvisorError(f"{shown(url)}: a folder without traces")
+    return found
+
+
+def _relative(listed: dict[str, Any], root: str) -> dict[str, int | None]:
+    """Names below a folder, with their sizes."""
+    start = root.strip("/")
+    found = {}
+    for name, info in listed.items():
+        bare = name.strip("/")
+        if info.get("type") == "file" and (not start or bare.startswith(f"{start}/")):
+            found[bare[len(start) :].lstrip("/")] = _size(info)
+    return found
+
+
+def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[Source]:
+    """What is wanted below a folder's URL."""
+    if len(sizes) > MOST_LISTED:
+        raise AdvisorError(
+            f"{shown(url)}: more than {MOST_LISTED:,} files; give a folder with fewer"
+        )
+    before, bearing, after = _bearing(url)
+    wanted = sorted(choose([name for name in sizes if not _hidden(name)]))
+    root = bearing if bearing.endswith("/") else f"{bearing}/"
+    made = ((f"{before}{root}{name}{after}", sizes[name]) for name in wanted)
+    return [Source(url=shown(at), at=at, rank=rank_in(at), size=size) for at, size in made]
+
+
+def _bearing(url: str) -> tuple[str, str, str]:
+    """The part of a chain that has the path, between what stands before and after it:
+    ``simplecache::s3://b/c`` as ``("simplecache::", "s3://b/c", "")``."""
+    parts = url.split("::")
+    at = next((number for number, part in enumerate(parts) if "://" in part), 0)
+    before, after = parts[:at], parts[at + 1 :]
+    return "".join(f"{one}::" for one in before), parts[at], "".join(f"::{one}" for one in after)
+
+
+def _hidden(name: str) -> bool:
+    """Also what would lead out of its folder, or would be another URL in a chain."""
+    return "::" in name or any(part.startswith(".") for part in name.split("/"))
+
+
+# -- globs --------------------------------------------------------------------------------------
+
+
+def _magic(url: str) -> bool:
+    _, bearing, _ = _bearing(url)
+    path = bearing.partition("?")[0] if is_web(bearing) else bearing
+    return re.search(r"[*[]" if is_web(bearing) else r"[*?[]", path) is not None
+
+
+def _root(bearing: str) -> str:
+    """The folder above the first part of a path that has a wildcard in it."""
+    first = re.search(r"[*?[]", bearing)
+    return bearing if first is None else bearing[: bearing.rindex("/", 0, first.start()) + 1]
+
+
+def _globbed(system: Any, url: str, choose: Choose) -> list[Source]:
+    """Files that match, and those in folders that do."""
+    before, bearing, after = _bearing(url)
+    root = _root(bearing)
+    pattern = bearing[len(root) :].rstrip("/")
+    if is_web(url):
+        deep = None if "**" in pattern else pattern.count("/") + 1
+        sizes = _matching(_web_listing(system, root, deep), pattern)
+    elif (prefix := _flat(bearing, root)) is not None:
+        path = str(system._strip_protocol(root))
+        listed = patiently(url, lambda: system.find(path, detail=True, prefix=prefix), LISTING)
+        sizes = _matching(_relative(listed, path), pattern)
+    else:
+        whole = str(system._strip_protocol(bearing))
+        listed = patiently(url, lambda: _by_folder(system, whole), LISTING)
+        sizes = _relative(listed, str(system._strip_protocol(root)))
+    return _sources(f"{before}{root}{after}", sizes, choose)
+
+
+def _flat(bearing: str, root: str) -> str | None:
+    """What the names below a folder begin with, where a store of objects lists all of them at once;
+    ``None``: folder by folder is better, which a glob over a whole bucket is."""
+    prefix = re.split(r"[*?[]", bearing[len(root) :], maxsplit=1)[0]
+    in_bucket = root.partition("://")[2].rstrip("/").count("/") > 0
+    return prefix if scheme(bearing) in FLAT and (in_bucket or prefix) else None
+
+
+def _by_folder(system: Any, pattern: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, info in system.glob(pattern, detail=True).items():
+        if info.get("type") == "directory":
+            found |= system.find(name, detail=True)
+        else:
+            found[name] = info
+    return found
+
+
+def _matching(sizes: dict[str, int | None], pattern: str) -> dict[str, int | None]:
+    from fsspec.utils import glob_translate
+
+    wanted = [re.compile(glob_translate(one)) for one in (pattern, f"{pattern}/**")]
+    return {name: size for name, size in sizes.items() if any(one.match(name) for one in wanted)}
+
+
+# -- a web server's index pages -----------------------------------------------------------------
+
+
+def _web_listing(system: Any, url: str, deep: int | None = None) -> dict[str, int | None]:
+    """Files that index pages link to. Only what is below the folder counts, whatever they link."""
+    found: dict[str, int | None] = {}
+    seen = {url}
+    level = [url]
+    for _ in range(DEPTH + 1 if deep is None else min(deep, DEPTH) + 1):
+        below: list[str] = []
+        for folder in level:
+            for name, is_folder in _links(system, folder):
+                if not name.startswith(url) or _hidden(name[len(url) :].rstrip("/")):
+                    continue
+                if not is_folder:
+                    found[name[len(url) :]] = None
+                elif name not in seen and len(seen) < MOST_FOLDERS:
+                    seen.add(name)
+                    below.append(name)
+            if len(found) > MOST_LISTED:
+                return found
+        level = below
+    return found
+
+
+def _links(system: Any, folder: str) -> Iterator[tuple[str, bool]]:
+    for entry in patiently(folder, lambda: system.ls(folder, detail=True), LISTING):
+        name = str(entry["name"])
+        if "?" not in name and "#" not in name:  # links that sort the page
+            yield name, name.endswith("/")
+
+
+# -- archives -----------------------------------------------------------------------------------
+
+
+def _in_archive(url: str, choose: Choose) -> list[Source]:
+    split = archives.split(url)
+    if split is None:
+        return []
+    kind, path, archive = split
+    inside = patiently(url, lambda: archives.members(kind, archive), LISTING)
+    named = {one.name: one for one in inside}
+    if path in named:
+        return [_member(kind, archive, named[path])]
+    if re.search(r"[*?[]", path):
+        wanted = list(_matching(dict.fromkeys(named), path.rstrip("/")))
+    else:
+        folder = path.strip("/")
+        wanted = [name for name in named if not folder or name.startswith(f"{folder}/")]
+    wanted = [name for name in wanted if not _hidden(name)]
+    return [_member(kind, archive, named[name]) for name in sorted(choose(wanted))]
+
+
+def _member(kind: str, archive: str, member: archives.Member) -> Source:
+    at = f"{kind}://{member.name}::{archive}"
+    return Source(url=shown(at), at=at, rank=rank_in(at), size=member.size, offset=member.offset)
+
+
+def _size(info: dict[str, Any]) -> int | None:
+    size = info.get("size")
+    return size if isinstance(size, int) and size >= 0 else None
+
+
+def _forget(system: Any) -> None:
+    """What was listed earlier in this process may have changed."""
+    with suppress(Exception):  # not all file systems remember
+        system.invalidate_cache()

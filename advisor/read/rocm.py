@@ -1,0 +1,107 @@
+"""What ROCm's profilers write, as rows for ``build_trace``, whatever they are stored in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import polars as pl
+
+from advisor.core.errors import AdvisorError
+from advisor.core.trace import Device, Trace, TraceMeta
+from advisor.read.build import build_trace
+from advisor.read.nvtx import framework_of, inputs_of, parsed
+
+DIRECTIONS = {
+    "HOST_TO_DEVICE": "HtoD", "DEVICE_TO_HOST": "DtoH", "DEVICE_TO_DEVICE": "DtoD",
+    "HOST_TO_HOST": "HtoH", "HOSTTODEVICE": "HtoD", "DEVICETOHOST": "DtoH",
+    "DEVICETODEVICE": "DtoD", "HOSTTOHOST": "HtoH",
+}  # fmt: skip
+"""In the names of copies: ``MEMORY_COPY_HOST_TO_DEVICE``, ``CopyHostToDevice``."""
+FILL = r"(?i)fill_?buffer|memset"
+"""Kernels by which HIP sets memory, and RPD's name of that."""
+
+
+def direction(names: pl.Series) -> pl.Series:
+    """Direction of copies by their names; ``other`` where it is not told."""
+    known = {
+        name: next((way for word, way in DIRECTIONS.items() if word in name.upper()), "other")
+        for name in names.drop_nulls().unique().to_list()
+    }
+    return names.replace_strict(known, default="other", return_dtype=pl.String)
+
+
+def ranges(texts: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame | None]:
+    """``name``, ``kind``, ``sequence`` and ``inputs`` of ROCTX ranges, and the table of inputs:
+    PyTorch writes the texts of its operators there as it does with NVTX."""
+    found = parsed(texts)
+    number, inputs = inputs_of(found["dims"])
+    return found.drop("dims").with_columns(number), inputs
+
+
+def trace_of(
+    meta: TraceMeta,
+    host: list[pl.DataFrame],
+    device: list[pl.DataFrame],
+    inputs: pl.DataFrame | None,
+    programs: list[str],
+    counters: pl.DataFrame | None = None,
+) -> Trace:
+    """The trace of these rows, whose lists are emptied. Raises AdvisorError: there are none."""
+    rows = {"host": _one(host), "device": _one(device)}
+    if not any(part.height for part in rows.values()):
+        raise AdvisorError(
+            f"{meta.path}: a profile of ROCm without GPU work, calls and ranges; record with "
+            "rocprofv3 --sys-trace"
+        )
+    names = [part["name"].unique().cast(pl.String) for part in rows.values() if part.height]
+    meta = replace(meta, vendor="amd", framework=framework_of(pl.concat(names), programs))
+    return build_trace(  # which lets go of the rows as soon as it has read them
+        meta,
+        host=_some(rows.pop("host")),
+        device=_some(rows.pop("device")),
+        counters=counters,
+        inputs=inputs,
+    )
+
+
+def _some(rows: pl.DataFrame) -> pl.DataFrame | None:
+    return rows if rows.height else None
+
+
+def _one(parts: list[pl.DataFrame]) -> pl.DataFrame:
+    """All rows of these frames, which are let go of."""
+    filled = [part for part in parts if part.height]
+    parts.clear()
+    return pl.concat(filled, how="diagonal_relaxed") if filled else pl.DataFrame()
+
+
+def gpu(number: int, facts: Mapping[str, object]) -> Device:
+    """A device by what is told of an agent; what is not, is ``None``."""
+
+    def text(*keys: str) -> str | None:
+        for key in keys:
+            value = facts.get(key)
+            if isinstance(value, str) and value.strip():
+                return value.strip()[:200]
+        return None
+
+    def whole(key: str) -> int | None:
+        value = facts.get(key)
+        return value if isinstance(value, int) and 0 < value < 1 << 53 else None
+
+    name = text("product_name", "model_name", "name")
+    if name is not None and re.fullmatch(r"gfx\w+", name) is None and "AMD" not in name.upper():
+        name = f"AMD {name}"
+    waves, simds = whole("max_waves_per_cu"), whole("max_waves_per_simd")
+    lanes, per_cu = whole("wave_front_size"), whole("simd_per_cu")
+    if waves is None and simds and per_cu:
+        waves = simds * per_cu
+    return Device(
+        id=number,
+        name=name,
+        sms=whole("cu_count"),
+        warp_size=lanes,
+        max_threads_per_sm=waves * lanes if waves and lanes else None,
+    )

@@ -1,0 +1,337 @@
+"""rocprofv3's JSON (``--output-format json``): typed shapes, and rows for ``build_trace``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, get_args, get_origin
+
+import msgspec
+import polars as pl
+from msgspec import Struct, field
+
+from advisor.core.errors import AdvisorError
+from advisor.core.trace import Device
+from advisor.read.rocm import direction, gpu, ranges
+
+_CORRELATIONS = 40
+_GPU = 2  # rocprofiler_agent_type_t
+
+
+class Handle(Struct, frozen=True, gc=False):
+    handle: int = -1
+
+
+class Correlation(Struct, frozen=True, gc=False):
+    internal: int = 0
+
+
+class Size(Struct, frozen=True, gc=False):
+    x: int = 0
+    y: int = 0
+    z: int = 0
+
+
+class Dispatch(Struct, frozen=True, gc=False):
+    agent_id: Handle = Handle()
+    queue_id: Handle = Handle()
+    kernel_id: int = -1
+    group_segment_size: int = 0
+    workgroup_size: Size = Size()
+    grid_size: Size = Size()
+
+
+class Record(Struct, gc=False):
+    """A row of ``buffer_records``: a call, a dispatch or a copy."""
+
+    start_timestamp: int = -1
+    end_timestamp: int = -1
+    kind: int = -1
+    operation: int = -1
+    thread_id: int = 0
+    correlation_id: Correlation = Correlation()
+    stream_id: Handle = Handle()
+    dispatch_info: Dispatch = Dispatch()
+    src_agent_id: Handle = Handle()
+    dst_agent_id: Handle = Handle()
+    bytes: int = 0
+
+
+class Records(Struct):
+    kernel_dispatch: list[Record] = field(default_factory=list)
+    hip_api: list[Record] = field(default_factory=list)
+    marker_api: list[Record] = field(default_factory=list)
+    memory_copy: list[Record] = field(default_factory=list)
+    rccl_api: list[Record] = field(default_factory=list)
+
+
+class Kind(Struct):
+    kind: str = ""
+    operations: list[str] = field(default_factory=list)
+
+
+class Marker(Struct, gc=False):
+    key: int = -1
+    value: str = ""
+
+
+class Strings(Struct):
+    buffer_records: list[Kind] = field(default_factory=list)
+    marker_api: list[Marker] = field(default_factory=list)
+
+
+class Symbol(Struct, gc=False):
+    kernel_id: int = -1
+    formatted_kernel_name: str = ""
+    kernel_name: str = ""
+    arch_vgpr_count: int = 0
+
+
+class Agent(Struct):
+    id: Handle = Handle()
+    type: int = 0
+    node_id: int = -1
+    logical_node_type_id: int = -1
+    name: str = ""
+    product_name: str = ""
+    model_name: str = ""
+    cu_count: int = 0
+    wave_front_size: int = 0
+    max_waves_per_cu: int = 0
+    max_waves_per_simd: int = 0
+    simd_per_cu: int = 0
+
+
+class Metadata(Struct):
+    pid: int = 0
+    command: list[str] = field(default_factory=list)
+
+
+class Process(Struct):
+    metadata: Metadata = field(default_factory=Metadata)
+    agents: list[Agent] = field(default_factory=list)
+    kernel_symbols: list[Symbol] = field(default_factory=list)
+    strings: Strings = field(default_factory=Strings)
+    buffer_records: Records = field(default_factory=Records)
+
+
+class Document(Struct):
+    processes: list[Process] = field(name="rocprofiler-sdk-tool", default_factory=list)
+
+
+def decoded(data: bytes, path: str) -> tuple[list[Process], int]:
+    """The processes of a file, and how many of its parts had values of other types and were left
+    out. Raises AdvisorError: it is no JSON to its end, or of another layout."""
+    try:
+        return msgspec.json.decode(data, type=Document, strict=False).processes, 0
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        found = msgspec.json.decode(data)["rocprofiler-sdk-tool"]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
+        why = (str(error).splitlines() or ["no text"])[0][:150]
+        raise AdvisorError(
+            f"{path}: a damaged file of rocprofv3 ({why}); copy or record it again"
+        ) from None
+    left: list[str] = []
+    found = found if isinstance(found, list) else []
+    processes = [_sound(one, Process, left) for one in found if isinstance(one, dict)]
+    return processes, len(left)
+
+
+_S = TypeVar("_S")
+
+
+def _sound(value: object, kind: type[_S], left: list[str]) -> _S:
+    """What of a value fits; lists are kept item by item."""
+    parts: dict[str, object] = {}
+    if isinstance(value, dict):
+        for each in msgspec.structs.fields(kind):  # type: ignore[arg-type]
+            name, inner = each.name, each.type
+            if name not in value:
+                continue
+            if get_origin(inner) is list:
+                item = get_args(inner)[0]
+                given = value[name] if isinstance(value[name], list) else []
+                parts[name] = [
+                    one for one in (_fitting(part, item, left) for part in given) if one is not None
+                ]
+                if not isinstance(value[name], list):
+                    left.append(name)
+            elif isinstance(inner, type) and issubclass(inner, Struct):
+                parts[name] = _sound(value[name], inner, left)
+            else:
+                fitting = _fitting(value[name], inner, left)
+                if fitting is not None:
+                    parts[name] = fitting
+    return kind(**parts)
+
+
+def _fitting(value: object, kind: Any, left: list[str]) -> Any:
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except (msgspec.MsgspecError, RecursionError, OverflowError):
+        left.append(str(kind))
+        return None
+
+
+class Rows:
+    """Host and device rows of all processes."""
+
+    def __init__(self, processes: list[Process]) -> None:
+        self.host: list[pl.DataFrame] = []
+        self.device: list[pl.DataFrame] = []
+        self.inputs: pl.DataFrame | None = None
+        self._devices: dict[int, Device] = {}
+        self.programs = [each.metadata.command[0] for each in processes if each.metadata.command]
+        marks = []
+        for place, process in enumerate(processes):
+            first = place << _CORRELATIONS
+            agents = self._agents(process)
+            self.host += [
+                _calls(process, process.buffer_records.hip_api, first),
+                _calls(process, process.buffer_records.rccl_api, first),
+            ]
+            marks.append(_markers(process))
+            self.device += [_kernels(process, agents, first), _copies(process, agents, first)]
+        marks = [part for part in marks if part.height]
+        if marks:
+            rows = pl.concat(marks)
+            found, self.inputs = ranges(rows["text"])
+            self.host.append(rows.drop("text").hstack(found))
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(self._devices.values())
+
+    def _agents(self, process: Process) -> dict[int, int]:
+        """Number of the GPU, as HIP counts them, by the handle of its agent."""
+        found: dict[int, int] = {}
+        gpus = [agent for agent in process.agents if agent.type == _GPU]
+        for place, agent in enumerate(sorted(gpus, key=lambda one: one.node_id)):
+            number = agent.logical_node_type_id
+            number = number if 0 <= number < 1 << 31 else place
+            found[agent.id.handle] = number
+            self._devices[number] = gpu(number, msgspec.structs.asdict(agent))
+        return found
+
+
+def _times(records: list[Record], first: int) -> dict[str, pl.Series]:
+    start, end, number = (
+        pl.Series(values, dtype=pl.Int64, strict=False)
+        for values in (
+            [one.start_timestamp for one in records],
+            [one.end_timestamp for one in records],
+            [one.correlation_id.internal for one in records],
+        )
+    )
+    own = number.is_between(1, (1 << _CORRELATIONS) - 1).fill_null(False)
+    return {
+        "ts": start.set((start < 0).fill_null(False), None),
+        "dur": end - start,
+        "correlation": (number + first).set(~own, None),
+    }
+
+
+def _threads(process: Process, records: list[Record]) -> dict[str, object]:
+    return {
+        "process": pl.Series([str(process.metadata.pid)] * len(records), dtype=pl.String),
+        "thread": pl.Series([str(one.thread_id) for one in records], dtype=pl.String),
+    }
+
+
+def _operation(process: Process, one: Record) -> str:
+    kinds = process.strings.buffer_records
+    if not 0 <= one.kind < len(kinds) or not 0 <= one.operation < len(kinds[one.kind].operations):
+        return "call"
+    return kinds[one.kind].operations[one.operation]
+
+
+def _calls(process: Process, records: list[Record], first: int) -> pl.DataFrame:
+    # one by one: these are objects, and a column of them is made in one pass
+    return pl.DataFrame(
+        {
+            **_times(records, first),
+            **_threads(process, records),
+            "name": pl.Series([_operation(process, one) for one in records], dtype=pl.String),
+        }
+    ).with_columns(kind=pl.lit("runtime"))
+
+
+def _markers(process: Process) -> pl.DataFrame:
+    texts = {one.key: one.value for one in process.strings.marker_api}
+    records = [
+        one for one in process.buffer_records.marker_api if one.end_timestamp > one.start_timestamp
+    ]
+    frame = pl.DataFrame(
+        {
+            **_times(records, 0),
+            **_threads(process, records),
+            "text": pl.Series(
+                [texts.get(one.correlation_id.internal, "range") for one in records],
+                dtype=pl.String,
+            ),
+        }
+    )
+    return frame.drop("correlation")
+
+
+def _kernels(process: Process, agents: dict[int, int], first: int) -> pl.DataFrame:
+    records = process.buffer_records.kernel_dispatch
+    symbols = {one.kernel_id: one for one in process.kernel_symbols}
+    known = [symbols.get(one.dispatch_info.kernel_id, Symbol()) for one in records]
+    names = [one.formatted_kernel_name or one.kernel_name or "kernel" for one in known]
+    groups: list[int | None] = []
+    blocks: list[int | None] = []
+    for one in records:
+        group, grid = one.dispatch_info.workgroup_size, one.dispatch_info.grid_size
+        size = group.x * group.y * group.z
+        groups.append(size or None)
+        blocks.append(grid.x * grid.y * grid.z // size if size > 0 else None)
+    frame = pl.DataFrame(
+        {
+            **_times(records, first),
+            "name": pl.Series(names, dtype=pl.String),
+            "device": _whole([agents.get(one.dispatch_info.agent_id.handle, 0) for one in records]),
+            "stream": _whole(
+                [
+                    one.stream_id.handle
+                    if one.stream_id.handle >= 0
+                    else max(0, one.dispatch_info.queue_id.handle)
+                    for one in records
+                ]
+            ),
+            "threads": _whole(groups),
+            "blocks": _whole(blocks),
+            "shared": _whole([one.dispatch_info.group_segment_size for one in records]),
+            "registers": _whole([one.arch_vgpr_count or None for one in known]),
+        }
+    )
+    fill = pl.col("name").str.contains(r"^__amd_rocclr_fillBuffer")
+    return frame.with_columns(kind=pl.when(fill).then(pl.lit("memset")).otherwise(pl.lit("kernel")))
+
+
+def _copies(process: Process, agents: dict[int, int], first: int) -> pl.DataFrame:
+    records = process.buffer_records.memory_copy
+    device = [
+        agents.get(one.dst_agent_id.handle, agents.get(one.src_agent_id.handle, 0))
+        for one in records
+    ]
+    frame = pl.DataFrame(
+        {
+            **_times(records, first),
+            "name": pl.Series([_operation(process, one) for one in records], dtype=pl.String),
+            "device": _whole(device),
+            "stream": _whole([max(0, one.stream_id.handle) for one in records]),
+            "bytes": _whole([one.bytes or None for one in records]),
+        }
+    )
+    timed = (pl.col("bytes") > 0) & (pl.col("dur") > 0)
+    return frame.with_columns(
+        kind=pl.lit("memcpy"),
+        copy=direction(frame["name"]),
+        gbps=pl.when(timed).then(pl.col("bytes") / pl.col("dur")),
+    )
+
+
+def _whole(values: Sequence[int | None]) -> pl.Series:
+    return pl.Series(values, dtype=pl.Int64, strict=False)

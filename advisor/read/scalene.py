@@ -1,0 +1,120 @@
+"""Reads Scalene's JSON: the hot lines of Python code, from a pass of its own.
+
+The file is untrusted, and Scalene is not imported (two seconds). Of a line only what it costs is
+read; unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, field
+
+from advisor.core.errors import AdvisorError
+from advisor.core.files import open_regular
+from advisor.core.finding import HotLine
+
+MAX_BYTES = 16 << 20
+"""A pass without stacks writes about 60 KB; with stacks some MB. Decoded, a file that is written to
+do harm takes thirty times its size."""
+MAX_LINES = 20
+MIN_SHARE = 0.01
+"""Lines below 1 % of the samples are left out: a few samples each."""
+MAX_TEXT = 200
+
+_TRAINING = re.compile(r"\.backward\(|\.step\(\s*\)|\bfor\b.+\bin\b.+(?:loader|enumerate\()")
+
+
+class _Line(Struct):
+    lineno: int = 0
+    line: str = ""
+    n_cpu_percent_python: float = 0.0
+    n_cpu_percent_c: float = 0.0
+    n_sys_percent: float = 0.0
+    start_region_line: int = 0
+    start_function_line: int = 0
+
+
+class _Function(Struct):
+    lineno: int = 0
+    line: str = ""
+
+
+class _File(Struct):
+    lines: list[_Line] = field(default_factory=list)
+    functions: list[_Function] = field(default_factory=list)
+
+
+class _Profile(Struct):
+    files: dict[str, _File]
+    elapsed_time_sec: float = 0.0
+
+
+def read_scalene(path: str | Path) -> list[HotLine]:
+    """The lines that take most samples, the largest first.
+
+    Lines that run once are left out, because Scalene's samples cover the whole program: those at
+    the top level of a module outside a loop, and those of a function that holds the training loop
+    which are not inside a loop themselves (building the model, the optimizer's first use).
+
+    Raises AdvisorError: the file cannot be read, is too large, or is not Scalene's.
+    """
+    file = Path(path)
+    try:
+        with open_regular(file) as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        strerror = getattr(error, "strerror", None)
+        raise AdvisorError(f"{file}: cannot be read ({strerror or error})") from None
+    if len(data) > MAX_BYTES:
+        raise AdvisorError(f"{file}: larger than {MAX_BYTES >> 20} MiB, so not a Scalene profile")
+    try:
+        profile = msgspec.json.decode(data, type=_Profile)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise AdvisorError(f"{file}: not a Scalene profile ({error})") from None
+    found = [line for name, each in profile.files.items() for line in _of_file(name, each)]
+    return sorted(found, key=lambda line: -line.share)[:MAX_LINES]
+
+
+def _of_file(name: str, file: _File) -> list[HotLine]:
+    names = {function.lineno: function.line for function in file.functions}
+    training = {
+        line.start_function_line
+        for line in file.lines
+        if line.start_function_line and _TRAINING.search(line.line[:1000])
+    }
+    found = []
+    for line in file.lines:
+        python, native, system = (
+            _share(line.n_cpu_percent_python),
+            _share(line.n_cpu_percent_c),
+            _share(line.n_sys_percent),
+        )
+        in_loop = line.start_region_line not in (0, line.start_function_line, line.lineno) or (
+            line.line.lstrip().startswith(("for ", "while "))
+        )
+        once = not in_loop and (
+            not line.start_function_line or line.start_function_line in training
+        )
+        if python + native + system < MIN_SHARE or once or line.lineno < 1:
+            continue
+        found.append(
+            HotLine(
+                file=name[:4096],
+                line=line.lineno,
+                text=line.line.strip()[:MAX_TEXT],
+                function=names.get(line.start_function_line, "")[:MAX_TEXT] or None,
+                share=python + native + system,
+                python=python,
+                native=native,
+                system=system,
+            )
+        )
+    return found
+
+
+def _share(percent: float) -> float:
+    """0 to 1; anything else that a damaged file may hold is 0."""
+    return percent / 100 if 0 <= percent <= 100 else 0.0

@@ -1,0 +1,278 @@
+"""Bytes of a trace, whatever they are packed in: a bounded, damage-tolerant stream."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from itertools import chain
+from typing import BinaryIO, cast
+
+from advisor.core.errors import AdvisorError
+from advisor.core.files import open_regular
+
+BLOCK = 1 << 20
+"""Uncompressed bytes handed over at once, at most."""
+PACKED_BLOCK = 1 << 16
+"""Compressed bytes unpacked at once. What a block leaves over is copied, so small is quick."""
+DEFAULT_LIMIT = 16 << 30
+"""Uncompressed bytes that one trace may have before reading stops (``--max-size``)."""
+REMEMBER = 64 << 20
+"""Packed bytes of standard input that are kept for a second reading."""
+MAX_MEMBERS = 1_000_000
+"""Members of one gzip file. bgzip writes one for each 64 KiB; more than this is an attack."""
+
+PACKINGS = (".gz", ".zst", ".zstd")
+"""Suffixes of what is unpacked here."""
+
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_ZSTD_WINDOW = 1 << 27  # what the zstd tool accepts without being asked to take more memory
+_FIRST_NAME = 512
+"""Bytes of a zip archive in which its first member is named."""
+_GIVE = "give a PyTorch profiler trace"
+_OTHER_PACKINGS = (
+    (b"PK\x03\x04", "a zip archive; unpack it and give the JSON in it"),
+    (b"PK\x05\x06", f"an empty zip archive; {_GIVE}"),
+    (b"\xfd7zXZ\x00", "packed with xz; unpack it first (xz -d)"),
+    (b"BZh", "packed with bzip2; unpack it first (bzip2 -d)"),
+    (b"\x04\x22\x4d\x18", "packed with lz4; unpack it first (lz4 -d)"),
+    (b"7z\xbc\xaf", "a 7z archive; unpack it and give the JSON in it"),
+)
+
+
+@dataclass
+class Source:
+    """A trace's uncompressed bytes in blocks of at most a megabyte.
+
+    ``truncated`` and ``damage`` are set while iterating: a stream that ends early or is corrupt
+    yields what could be unpacked and says so, it does not raise.
+    """
+
+    path: str
+    limit: int = DEFAULT_LIMIT
+    truncated: bool = False
+    damage: str | None = None
+    bytes_read: int = 0
+    packed_read: int = 0
+    """The same before they were unpacked."""
+    given: bytes | None = field(default=None, repr=False)
+    """The packed bytes themselves, instead of a file of that name."""
+    peek: Callable[[bytes], None] | None = field(default=None, repr=False)
+    """Called with each block before it is handed over."""
+    _seen: list[bytes] | None = field(default=None, repr=False)
+    _begun: tuple[bytes, Iterator[bytes]] | None = field(default=None, repr=False)
+
+    def head(self) -> bytes:
+        """The first block, which :meth:`blocks` begins with all the same; empty: nothing could be
+        unpacked. Raises AdvisorError as that does."""
+        if self._begun is None:
+            blocks = self._blocks()
+            self._begun = next(blocks, b""), blocks
+        return self._begun[0]
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield uncompressed blocks. Raises AdvisorError: unreadable file, or over the limit."""
+        if self._begun is None:
+            return self._blocks()
+        (first, rest), self._begun = self._begun, None
+        return chain([first] if first else [], rest)
+
+    def _blocks(self) -> Iterator[bytes]:
+        file = self._open()
+        try:
+            head = self._read(file, PACKED_BLOCK)
+            if not head:
+                raise AdvisorError(f"{self.path}: the file is empty; record the trace again")
+            if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:_FIRST_NAME]:
+                raise AdvisorError(f"{self.path}: a checkpoint (torch.save); {_GIVE}")
+            for magic, advice in _OTHER_PACKINGS:
+                if head.startswith(magic):
+                    raise AdvisorError(f"{self.path}: {advice}")
+            if head.startswith(_GZIP):
+                stream = self._gunzip(head, file)
+            elif head.startswith(_ZSTD) or _is_zstd_skippable(head):
+                stream = self._unzstd(head, file)
+            else:
+                stream = self._plain(head, file)
+            for block in _joined(stream):
+                self.bytes_read += len(block)
+                if self.bytes_read > self.limit:
+                    raise AdvisorError(
+                        f"{self.path}: unpacks to more than {_size(self.limit)}; "
+                        "if that is expected, raise the limit with --max-size"
+                    )
+                if self.peek is not None:
+                    self.peek(block)
+                yield block
+        except OSError as error:
+            raise AdvisorError(
+                f"{self.path}: cannot be read ({error.strerror or error}); "
+                "copy it to a local disk and try again"
+            ) from None
+        finally:
+            if self.path != "-" or self.given is not None:
+                file.close()
+
+    def again(self) -> Source | None:
+        """The same bytes from their start; ``None``: standard input that was too long to keep."""
+        if self.given is not None or self.path != "-":
+            return Source(self.path, limit=self.limit, given=self.given)
+        if self._seen is None:
+            return None
+        return Source(self.path, limit=self.limit, given=b"".join(self._seen))
+
+    def expected_bytes(self) -> int:
+        """About how many uncompressed bytes there will be, without reading them; 0: not known."""
+        if self.given is not None:
+            return len(self.given)
+        try:
+            with open_regular(self.path) as file:
+                packed = os.fstat(file.fileno()).st_size
+                head = file.read(18)
+                if head.startswith(_GZIP) and packed > 18:
+                    file.seek(-4, os.SEEK_END)  # ISIZE: the length of the last member mod 2^32
+                    return max(packed * 4, int.from_bytes(file.read(4), "little"))
+                return packed * 4 if head.startswith(_ZSTD) else packed
+        except (OSError, ValueError):
+            return 0
+
+    def _open(self) -> BinaryIO:
+        if self.given is not None:
+            return BytesIO(self.given)
+        if self.path == "-":
+            stdin: BinaryIO | None = getattr(sys.stdin, "buffer", None)
+            if stdin is None or stdin.closed:
+                raise AdvisorError("-: there is no standard input; pipe a trace into the command")
+            self._seen = []
+            return stdin
+        try:
+            return open_regular(self.path)
+        except FileNotFoundError:
+            raise AdvisorError(f"{self.path}: no such file; check the path") from None
+        except IsADirectoryError:
+            raise AdvisorError(
+                f"{self.path}: a directory, not a file; give a trace in it"
+            ) from None
+        except PermissionError:
+            raise AdvisorError(f"{self.path}: you may not read it; check its permissions") from None
+        except OSError as error:
+            reason = error.strerror or error
+            advice = "check the path"
+            if reason == "a pipe, not a file":
+                advice = "pipe it into the command and give - as the path"
+            raise AdvisorError(f"{self.path}: cannot be opened ({reason}); {advice}") from None
+        except ValueError as error:
+            raise AdvisorError(f"{self.path!r}: not a file name ({error})") from None
+
+    def _read(self, file: BinaryIO, size: int) -> bytes:
+        data = file.read(size)
+        self.packed_read += len(data)
+        if self._seen is not None:
+            self._seen.append(data)
+            if len(self._seen) * PACKED_BLOCK > REMEMBER:
+                self._seen = None
+        return data
+
+    def _plain(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
+        size = PACKED_BLOCK if self.path == "-" else BLOCK
+        while head:
+            yield head
+            head = self._read(file, size)
+
+    def _gunzip(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
+        from isal import isal_zlib
+
+        failure = cast(type[Exception], isal_zlib.error)  # an instance in its stubs
+
+        unpack = isal_zlib.decompressobj(wbits=31)
+        data = head
+        members = 1
+        try:
+            while True:
+                block = unpack.decompress(data, BLOCK)
+                if block:
+                    yield block
+                data = unpack.unconsumed_tail
+                if unpack.eof:
+                    data = unpack.unused_data.lstrip(b"\0")
+                    if len(data) < 2:
+                        data += self._read(file, PACKED_BLOCK)
+                        data = data.lstrip(b"\0")
+                    if not data.startswith(_GZIP):
+                        return  # padding or other trailing bytes, which gunzip ignores too
+                    members += 1
+                    if members > MAX_MEMBERS:
+                        self._damaged(f"damaged gzip (more than {MAX_MEMBERS} members)")
+                        return
+                    unpack = isal_zlib.decompressobj(wbits=31)
+                elif not data and len(block) < BLOCK:
+                    data = self._read(file, PACKED_BLOCK)
+                    if not data:
+                        self._damaged("gzip that is cut off")
+                        return
+        except failure as error:
+            self._damaged(f"damaged gzip ({error})")
+
+    def _unzstd(self, head: bytes, file: BinaryIO) -> Iterator[bytes]:
+        import zstandard
+
+        unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        packed = _Joined(head, lambda size: self._read(file, size))
+        reader = unpacker.stream_reader(packed, read_size=PACKED_BLOCK, read_across_frames=True)  # type: ignore[arg-type]
+        try:
+            while block := reader.read(BLOCK):
+                yield block
+        except zstandard.ZstdError as error:
+            self._damaged(f"damaged zstd ({error})")
+
+    def stop(self, why: str) -> None:
+        """Told by who reads: the rest is left out."""
+        self._damaged(why)
+
+    def _damaged(self, how: str) -> None:
+        self.truncated = True
+        self.damage = how
+
+
+def _joined(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks of about a megabyte: a packed file may come byte by byte, and what
+    follows looks at each block."""
+    held: list[bytes] = []
+    size = 0
+    for block in blocks:
+        if not held and len(block) >= PACKED_BLOCK:
+            yield block
+            continue
+        held.append(block)
+        size += len(block)
+        if size >= BLOCK:
+            yield b"".join(held)
+            held, size = [], 0
+    if held:
+        yield b"".join(held)
+
+
+class _Joined:
+    """The bytes already read, then the rest of the file, as one readable object."""
+
+    def __init__(self, head: bytes, read: Callable[[int], bytes]) -> None:
+        self._head = head
+        self._rest = read
+
+    def read(self, size: int) -> bytes:
+        if self._head:
+            part, self._head = self._head[:size], self._head[size:]
+            return part
+        return self._rest(size)
+
+
+def _is_zstd_skippable(head: bytes) -> bool:
+    """pzstd starts its files with a frame that holds no data."""
+    return head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e6:.3g} MB"

@@ -1,0 +1,184 @@
+"""Old, new and AMD spellings, brought to one vocabulary here and nowhere else.
+
+Imports nothing of the project: the decoding processes load it, and they do without polars.
+"""
+
+from __future__ import annotations
+
+import re
+
+HOST_KINDS = ("op", "annotation", "python", "runtime", "overhead")
+"""Codes of host events while columns are built; the same order as ``core.trace.CPU_KINDS``."""
+DEVICE_KINDS = ("kernel", "memcpy", "memset")
+"""The same for device work and ``advisor.core.trace.GPU_KINDS``."""
+
+# Where an event goes, by its category. Categories are compared in lower case, which also covers
+# the capitalised spelling that profilers wrote before 2022.
+HOST_CATEGORIES: dict[str, str] = {
+    "cpu_op": "op",
+    "operator": "op",
+    "cpu functions": "op",  # the legacy autograd profiler's process name
+    "user_annotation": "annotation",
+    "python_function": "python",
+    "cuda_runtime": "runtime",
+    "cuda_driver": "runtime",
+    "runtime": "runtime",
+    "driver": "runtime",
+    "hip_runtime": "runtime",
+    "hip_driver": "runtime",
+    "xpu_runtime": "runtime",
+    "xpu_driver": "runtime",
+    "mtia_runtime": "runtime",
+    "privateuse1_runtime": "runtime",
+    "privateuse1_driver": "runtime",
+    "overhead": "overhead",
+}
+DEVICE_CATEGORIES: dict[str, str] = {
+    "kernel": "kernel",
+    "concurrent_kernel": "kernel",
+    "cuda functions": "kernel",
+    "gpu_memcpy": "memcpy",
+    "memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "memset": "memset",
+}
+_RANGE = re.compile(
+    r"^(?:ProfilerStep|Optimizer\.|##|DistributedDataParallel\.|\[|advisor::|enumerate\()"
+)
+
+
+def is_range(name: str) -> bool:
+    """Whether an event of an operator's category is a range around operators instead:
+    ``ProfilerStep#5``, ``Optimizer.step#Adam.step``, ``enumerate(DataLoader)#…``. Profilers before
+    2022, and ``_RecordFunctionFast`` to this day, write both in one category."""
+    return _RANGE.match(name) is not None
+
+
+SYNC_CATEGORY = "cuda_sync"
+COUNTER_CATEGORY = "cuda_profiler_range"
+IGNORED_CATEGORIES = frozenset(
+    {"advisor", "gpu_user_annotation", "trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "async_gpu"}
+)
+"""Device-side copies of annotations, the profiler's own span, flow arrows, and what we add to a
+trace ourselves (``advisor export``)."""
+
+# CUPTI's names of one call in several ABI versions: cudaLaunchKernel_ptsz_v7000.
+_ABI = re.compile(r"(_(ptsz|ptds|spt|v\d+))+$")
+_API = r"^(cuda|hip|cu)"
+_CALLS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), call)
+    for pattern, call in (
+        (_API + r"(Ext)?(Module)?Launch(Cooperative)?(Kernel|ByPtr|$)", "launch"),
+        (r"^hip(ExtModule|HccModule|ModuleCooperative)LaunchKernel", "launch"),
+        (r"^hipModuleLaunchCooperativeKernel", "launch"),
+        (_API + r"GraphLaunch", "graph_launch"),
+        # "like hipMemcpyAsync followed by hipStreamSynchronize" (HIP reference): it blocks
+        (r"^hipMemcpyWithStream", "memcpy_blocking"),
+        (_API + r"Memcpy.*Async", "memcpy"),
+        (_API + r"Memcpy", "memcpy_blocking"),
+        (_API + r"Memset", "memset"),
+        (_API + r"(Device|Thread|Ctx)Synchronize", "sync_device"),
+        (_API + r"StreamSynchronize", "sync_stream"),
+        (_API + r"EventSynchronize", "sync_event"),
+        (_API + r"EventRecord", "event_record"),
+        (_API + r"(Event|Stream)Query", "event_query"),
+        (_API + r"StreamWaitEvent", "stream_wait"),
+        (
+            r"^cuda(HostAlloc|MallocHost|HostRegister)|^hip(HostMalloc|MallocHost|HostAlloc|HostRegister)"
+            r"|^cuMem(HostAlloc|AllocHost|HostRegister)",
+            "host_alloc",
+        ),
+        (
+            r"^cuda(FreeHost|HostUnregister)|^hip(HostFree|FreeHost|HostUnregister)"
+            r"|^cuMem(FreeHost|HostUnregister)",
+            "host_free",
+        ),
+        (
+            r"^(cuda|hip|hipExt)Malloc|^cuMem(Alloc|Create|Map|AddressReserve)"
+            r"|^hipMem(Create|Map|AddressReserve)",
+            "malloc",
+        ),
+        (
+            r"^(cuda|hip)Free|^cuMem(Free|Unmap|Release|AddressFree)"
+            r"|^hipMem(Unmap|Release|AddressFree)",
+            "free",
+        ),
+        (_API + r"(Stream(Begin|End)Capture|GraphInstantiate)", "graph_capture"),
+        (_API + r"(ModuleLoad|LibraryLoad|LinkComplete)", "module_load"),
+    )
+)
+
+
+def call_class(name: str) -> str:
+    """Which of :data:`advisor.core.trace.CALLS` a CUDA or HIP runtime or driver call is."""
+    plain = _ABI.sub("", name[:200])
+    for pattern, call in _CALLS:
+        if pattern.search(plain):
+            return call
+    return "other"
+
+
+# Memcpy HtoD (Pageable -> Device)
+_COPY_NAME = re.compile(r"(?:Memcpy|Copy)\s*(\w+)?\s*(?:\(\s*([\w ]+)->\s*([\w ]+)\))?", re.I)
+_DIRECTIONS = {
+    "htod": "HtoD",
+    "dtoh": "DtoH",
+    "dtod": "DtoD",
+    "ptop": "PtoP",
+    "p2p": "PtoP",
+    "htoh": "HtoH",
+    "htoa": "HtoD",  # arrays live on the device
+    "atoh": "DtoH",
+    "atod": "DtoD",
+    "dtoa": "DtoD",
+    "atoa": "DtoD",
+}
+_HIP_DIRECTIONS = {
+    "copyhosttodevice": "HtoD",
+    "copydevicetohost": "DtoH",
+    "copydevicetodevice": "DtoD",
+    "copyhosttohost": "HtoH",
+}
+_MEMORIES = frozenset(
+    {"pageable", "pinned", "device", "managed", "array", "device static", "managed static"}
+)
+
+
+def copy_parts(name: str) -> tuple[str, str | None, str | None]:
+    """Direction (one of COPIES), source and destination memory of a copy, from its name.
+
+    ``Memcpy HtoD (Pageable -> Device)`` -> HtoD, Pageable, Device. AMD's profiler writes
+    ``CopyHostToDevice`` or ``Memcpy HtoD (Host -> Device)``: whether the host side was pinned is
+    then not told and stays ``None``.
+    """
+    name = name[:200]
+    squeezed = name.replace(" ", "").lower()
+    for word, direction in _HIP_DIRECTIONS.items():
+        if word in squeezed:
+            return direction, None, None
+    match = _COPY_NAME.search(name)
+    if match is None:
+        return "other", None, None
+    kind, src, dst = match.groups()
+    return _DIRECTIONS.get((kind or "").lower(), "other"), _memory(src), _memory(dst)
+
+
+def _memory(name: str | None) -> str | None:
+    name = (name or "").strip()
+    return name if name.lower() in _MEMORIES else None
+
+
+_SYNC_NAMES = {
+    "context sync": "context",
+    "device sync": "context",
+    "stream sync": "stream",
+    "stream synchronize": "stream",
+    "event sync": "event",
+    "event synchronize": "event",
+    "stream wait event": "stream_wait",
+}
+
+
+def sync_kind(name: str) -> str | None:
+    """Which of SYNC_KINDS a ``cuda_sync`` row is; ``None``: none of them."""
+    return _SYNC_NAMES.get(name.strip().lower())

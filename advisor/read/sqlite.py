@@ -1,0 +1,311 @@
+"""SQLite files that somebody else wrote, as columns: read-only, bounded, nothing in them is run."""
+
+from __future__ import annotations
+
+import gc
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import polars as pl
+import polars.selectors as cs
+
+from advisor.core.errors import AdvisorError
+from advisor.read.reader import ReadOptions
+from advisor.read.source import Source
+
+MAGIC = b"SQLite format 3\0"
+BATCH = 20_000
+"""Rows that are Python objects at once."""
+MAX_ROWS = 1 << 31
+"""Rows of one table: what 32-bit row numbers can count."""
+MAX_VALUE = 1 << 24
+"""Bytes of one text or blob. Longer ones are damage, or made to fill memory."""
+MOST_TEXT = 1 << 16
+"""Characters of a text that are kept."""
+MOST_AT_ONCE = 1 << 24
+"""Bytes of texts that are Python objects at once, as far as SAMPLED rows tell."""
+SAMPLED = 32
+MAX_TABLES = 100_000
+_STEPS = 1_000_000
+"""Instructions of SQLite's machine between two looks at how far it has come: some 10 ms."""
+_STEPS_A_BYTE = 40
+"""Instructions that reading a file may take for each of its bytes: some tens of times what the
+tables of profilers take. Damaged pages may name each other in circles."""
+_FEWEST_STEPS = 400
+
+Types = Mapping[str, Any]
+"""Column -> polars type."""
+
+
+def quoted(name: str) -> str:
+    """A table's or column's name, whatever it holds, as SQL writes it."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+class Database:
+    """The plain tables of one file. What views, triggers and virtual tables would do is not done:
+    only tables that are stored as such are looked at, with plain selections of columns."""
+
+    def __init__(self, connection: sqlite3.Connection, path: str) -> None:
+        self._connection = connection
+        self._path = path
+        self.tables: dict[str, tuple[str, ...]] = {}
+        """Columns by table."""
+        self.keys: dict[str, str] = {}
+        """Column by whose whole numbers a table's rows are stored, where it has one."""
+        self.damaged: list[str] = []
+        """Tables that could not be read to their end."""
+        names = self._rows(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0 "
+            f"LIMIT {MAX_TABLES}"
+        )
+        for (name,) in names:
+            if isinstance(name, str) and not name.startswith("sqlite_"):
+                self.tables[name] = ()
+        for name in self.tables:
+            described = self._rows(f"PRAGMA table_info({quoted(name)})")
+            self.tables[name] = tuple(str(row[1]) for row in described)
+            keys = [row for row in described if row[5]]
+            if len(keys) == 1 and str(keys[0][2]).upper() == "INTEGER":
+                self.keys[name] = str(keys[0][1])
+
+    def has(self, table: str, *columns: str) -> bool:
+        """Whether the table is there, with these columns."""
+        return set(columns) <= set(self.tables.get(table, ())) and table in self.tables
+
+    def read(
+        self,
+        table: str,
+        types: Types,
+        where: str = "",
+        each: Callable[[pl.DataFrame], pl.DataFrame] | None = None,
+    ) -> pl.DataFrame:
+        """Those of the wanted columns that the table has, in the order of its rows; no columns
+        where it has none of them, or is not there. Values that are of another type are null.
+        ``where``: a condition of ours. ``each``: what to make of every batch of rows, so that not
+        all of a table is in memory as it stands there: columns whose width differs from batch to
+        batch become as wide as the widest. A damaged table is read up to there."""
+        have = set(self.tables.get(table, ()))
+        wanted = {name: kind for name, kind in types.items() if name in have}
+        if not wanted:
+            return pl.DataFrame()
+        parts = []
+        columns = ", ".join(map(quoted, wanted))
+        condition = f" WHERE {where}" if where else ""
+        query = f"SELECT {columns} FROM {quoted(table)}{condition} LIMIT {MAX_ROWS}"
+        for rows in self._batches(query, table):
+            values = zip(wanted.items(), zip(*rows, strict=True), strict=True)
+            frame = pl.DataFrame([column(name, given, kind) for (name, kind), given in values])
+            del rows
+            parts.append(frame if each is None else each(frame))
+        return pl.concat(parts, how="vertical_relaxed") if parts else pl.DataFrame(schema=wanted)
+
+    def read_some(self, table: str, types: Types, numbers: Sequence[int]) -> pl.DataFrame:
+        """As :meth:`read`, the rows whose key is one of these numbers, which are in order and
+        some thousands."""
+        if not numbers:
+            return pl.DataFrame(schema=types)
+        key, first, last = quoted(self.keys[table]), numbers[0], numbers[-1]
+        if last - first < 1.6 * len(numbers):  # a seek takes as long as two thirds of a row more
+            return self.read(table, types, f"{key} BETWEEN {first:d} AND {last:d}")
+        return self.read(table, types, f"{key} IN ({', '.join(map(str, numbers))})")
+
+    def texts(self, table: str, key: str, value: str) -> dict[int, str]:
+        """A table of numbered texts as a dictionary; empty: it is not there."""
+        if not self.has(table, key, value):
+            return {}
+        query = f"SELECT {quoted(key)}, {quoted(value)} FROM {quoted(table)} LIMIT {MAX_ROWS}"
+        found: dict[int, str] = {}
+        for rows in self._batches(query, table):
+            found.update(
+                (number, text if len(text) <= MOST_TEXT else text[:MOST_TEXT])
+                for number, text in rows
+                if isinstance(number, int) and isinstance(text, str)
+            )
+        return found
+
+    def _batches(self, query: str, table: str) -> Iterator[list[tuple[Any, ...]]]:
+        done = 0
+        try:
+            try:
+                for rows in _some_at_once(self._connection.execute(query)):
+                    done += len(rows)
+                    yield rows
+            except sqlite3.OperationalError as error:
+                if "decode" not in str(error):
+                    raise
+                # a text that is no UTF-8: decoded by us from here on, which takes far longer
+                self._connection.text_factory = _text
+                yield from _some_at_once(self._connection.execute(f"{query} OFFSET {done}"))
+        except (sqlite3.Error, OverflowError, MemoryError):
+            self.damaged.append(table)
+
+    def _rows(self, query: str) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(query).fetchall()
+        except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
+            raise AdvisorError(f"{self._path}: {_how(error)}") from None
+
+
+def _some_at_once(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows, fewer at a time where their texts are long."""
+    count = 16
+    while rows := cursor.fetchmany(count):
+        seen = rows[:: max(1, len(rows) // SAMPLED)]
+        size = sum(len(value) for row in seen for value in row if isinstance(value, str | bytes))
+        yield rows
+        count = min(BATCH, 8 * count, max(1, MOST_AT_ONCE * len(seen) // max(size, 1)))
+
+
+def column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
+    """Values of any types as a column of one; what does not fit is null."""
+    try:
+        found = pl.Series(name, values, dtype=kind, strict=True)
+        if kind == pl.String and (found.str.len_bytes().max() or 0) > MOST_TEXT:  # type: ignore[operator]
+            return found.str.slice(0, MOST_TEXT)
+        return found
+    except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
+        pass
+    fitting: tuple[type, ...] = (int,)
+    if kind == pl.String:
+        fitting = (str,)
+    elif kind == pl.Float64:
+        fitting = (int, float)
+    kept = [value if isinstance(value, fitting) else None for value in values]
+    return pl.Series(name, kept, dtype=kind, strict=False)
+
+
+def narrowed(rows: pl.DataFrame) -> pl.DataFrame:
+    """The rows with their integers in as few bytes as these take: many rows wait for the last.
+    Starts stay as they are, since sums of narrow columns do not fit these."""
+    narrow = rows.select(cs.signed_integer() - cs.by_name("ts", require_all=False))
+    return rows.with_columns(column.shrink_dtype() for column in narrow.iter_columns())
+
+
+def table_names(head: bytes, path: str) -> frozenset[str]:
+    """Words of an SQLite file's list of tables, as far as it can be looked at before reading it;
+    empty: no such file. In a list that is longer than the head, the file itself is asked."""
+    if not head.startswith(MAGIC):
+        return frozenset()
+    found = {word for word in _KNOWN if word.encode() in head}
+    if not found and Path(path).is_file():
+        try:
+            with _connected(path) as connection:
+                rows = connection.execute("SELECT name FROM sqlite_master LIMIT 1000").fetchall()
+        except (sqlite3.Error, OSError):
+            return frozenset()
+        names = " ".join(str(name) for (name,) in rows)
+        found = {word for word in _KNOWN if word in names}
+    return frozenset(found)
+
+
+_KNOWN = ("StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO", "rocpd_")
+
+
+@contextmanager
+def opened(source: Source, options: ReadOptions) -> Iterator[Database]:
+    """A source's tables. A plain file is read where it lies; one that is packed or piped is
+    unpacked to a temporary file first. Raises AdvisorError: no database, or over the limit."""
+    head = source.head()
+    if source.given is None and source.path != "-" and _is_plain(source.path):
+        size = Path(source.path).stat().st_size
+        if size > options.max_bytes:
+            limit = options.max_bytes
+            raise AdvisorError(
+                f"{source.path}: larger than {limit / 1e9:.1f} GB; "
+                "if that is expected, raise the limit with --max-size"
+            )
+        for _ in source.blocks() if options.peek is not None else ():
+            pass  # whoever peeks sees every byte
+        source.bytes_read = size
+        with _reading(source.path, source.path, size) as database:
+            yield database
+        return
+    if not head:
+        raise AdvisorError(f"{source.path}: nothing in it could be unpacked; copy it again")
+    with tempfile.TemporaryDirectory(prefix="advisor-") as folder:
+        unpacked = Path(folder, "trace.sqlite")
+        with unpacked.open("wb") as file:
+            for block in source.blocks():
+                file.write(block)
+        with _reading(str(unpacked), source.path, unpacked.stat().st_size) as database:
+            yield database
+
+
+@contextmanager
+def _reading(path: str, shown: str, size: int) -> Iterator[Database]:
+    try:
+        with _connected(path) as connection:
+            left = max(_FEWEST_STEPS, size * _STEPS_A_BYTE // _STEPS)
+
+            def count() -> int:
+                nonlocal left
+                left -= 1
+                return int(left < 0)
+
+            connection.set_progress_handler(count, _STEPS)
+            with _no_collections():
+                yield Database(connection, shown)
+    except sqlite3.Error as error:
+        raise AdvisorError(f"{shown}: {_how(error)}") from None
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Rows are tuples of numbers and texts, many and soon gone: looking for circles among them, and
+    among all that is imported, would take a third of the time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@contextmanager
+def _connected(path: str) -> Iterator[sqlite3.Connection]:
+    """A connection that writes nothing, not even a journal, and runs nothing of the file's."""
+    place = quote(str(Path(path).absolute()))
+    # a statement may name thousands of rows, and none is asked twice: none is kept
+    where = f"file:{place}?mode=ro&immutable=1"
+    connection = sqlite3.connect(where, uri=True, cached_statements=0)
+    try:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        for setting in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON"):
+            connection.execute(f"PRAGMA {setting}")
+        connection.set_authorizer(_allowed)
+        yield connection
+    finally:
+        connection.close()
+
+
+def _allowed(action: int, first: str | None, *_: str | None) -> int:
+    if action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ):
+        return sqlite3.SQLITE_OK
+    if action == sqlite3.SQLITE_PRAGMA and first == "table_info":
+        return sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_DENY
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def _is_plain(path: str) -> bool:
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _how(error: Exception) -> str:
+    text = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+    return f"a damaged SQLite file ({text}); copy or export it again"

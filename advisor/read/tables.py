@@ -1,0 +1,327 @@
+"""Clean columns to the frames of a Trace, each with the schema of ``advisor.core.trace``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.trace import (
+    CALLS,
+    COMMS_SCHEMA,
+    COUNTER_SCHEMA,
+    CPU_KINDS,
+    CPU_SCHEMA,
+    GPU_KINDS,
+    GPU_SCHEMA,
+    INPUTS_SCHEMA,
+    MEMORY_SCHEMA,
+    SYNC_SCHEMA,
+    THREADS_SCHEMA,
+    Call,
+    Copy,
+    CpuKind,
+    GpuKind,
+    SyncKind,
+)
+from advisor.read.columns import MISSING, Columns
+from advisor.read.spelling import DEVICE_KINDS, copy_parts, sync_kind
+
+Array = NDArray[Any]
+_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError, ValueError)
+_INT_LIMIT = 1 << 62
+
+
+def blank(count: int, value: float, dtype: Any) -> Array:
+    """A column of nothing but one value, which takes no memory: read-only."""
+    return np.broadcast_to(np.array(value, dtype=dtype), (count,))
+
+
+def is_blank(values: Any) -> bool:
+    """It is one of those."""
+    return isinstance(values, np.ndarray) and len(values) > 1 and values.strides == (0,)
+
+
+def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
+    """``Trace.cpu`` from ordered, nested host columns, which are let go of one by one."""
+    made: dict[str, Callable[[Array], pl.Series]] = {
+        "kind": lambda codes: _decode(codes, CPU_KINDS, CpuKind),
+        "name": names.gather,
+        "call": lambda codes: _decode(codes, CALLS, Call),
+        **dict.fromkeys(("ts", "dur", "thread", "depth"), pl.Series),
+    }
+    columns, nothing = {}, _Nothing(len(host["ts"]))
+    for name, dtype in CPU_SCHEMA.items():
+        columns[name] = nothing.instead(made.get(name, _or_null)(host.pop(name)), dtype)
+    return pl.DataFrame(columns)
+
+
+def gpu_frame(
+    device: dict[str, Any], names: pl.Series, texts: list[str], launch: Array, op: Array
+) -> pl.DataFrame:
+    """``Trace.gpu`` from ordered device columns, which are let go of; ``texts`` are the names as a
+    list."""
+    told = {key: device.pop(key) for key in _TOLD if isinstance(device.get(key), pl.Series)}
+    columns = dict(zip(_TOLD, _copies(device, texts), strict=False)) if len(told) < 3 else {}
+    wholes = ("bytes", "blocks", "threads", "registers", "shared", "graph")
+    reals = ("gbps", "blocks_per_sm", "warps_per_sm", "occupancy", "active_blocks")
+    if "limits" in device:
+        columns["limits"] = _gather(names, device.pop("limits"))
+    nothing = _Nothing(len(launch))
+    columns |= {
+        "ts": pl.Series(device.pop("ts")),
+        "dur": pl.Series(device.pop("dur")),
+        "kind": _decode(device.pop("kind"), GPU_KINDS, GpuKind),
+        "name": names.gather(device.pop("name")),
+        "device": _ordinals(_whole(device.pop("device"))),
+        "stream": _whole(device.pop("stream")).fill_null(0),
+        "correlation": _or_null(device.pop("correlation")),
+        "external": _or_null(device.pop("external")),
+        "launch": _or_null(launch),
+        "op": _or_null(op),
+        "comm": _or_null(device.pop("comm")),
+    }
+    for key in (*wholes, *reals):  # each in its own type before the next one is made
+        number = _real(device.pop(key)) if key in reals else _whole(device.pop(key))
+        columns[key] = nothing.instead(number, GPU_SCHEMA[key])
+    for key, texts_told in told.items():
+        own = texts_told.dtype == GPU_SCHEMA[key]
+        columns[key] = texts_told if own else texts_told.cast(pl.String)
+    return _conform(columns, GPU_SCHEMA)
+
+
+_TOLD = ("copy", "src", "dst", "limits")
+"""Texts of device rows that a file may tell: as series, they are taken as they are."""
+
+
+def _ordinals(numbers: pl.Series) -> pl.Series:
+    """0 for what numbers no device."""
+    numbers = numbers.cast(pl.Int32, strict=False)
+    good = (numbers >= 0).fill_null(False)
+    return numbers if good.all() else numbers.zip_with(good, pl.Series([0], dtype=pl.Int32))
+
+
+def _copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl.Series]:
+    """Direction and memories of copies; each distinct name is parsed once."""
+    rows = np.flatnonzero(device["kind"] == DEVICE_KINDS.index("memcpy"))
+    codes, inverse = np.unique(device["name"][rows], return_inverse=True)
+    parts = [copy_parts(texts[code]) for code in codes.tolist()]
+    at = np.full(len(device["kind"]), -1, dtype=np.int64)
+    at[rows] = inverse
+    return (
+        _gather(pl.Series([part[0] for part in parts], dtype=Copy), at),
+        _gather(pl.Series([part[1] for part in parts], dtype=pl.Categorical), at),
+        _gather(pl.Series([part[2] for part in parts], dtype=pl.Categorical), at),
+    )
+
+
+def sync_frame(sync: Columns, texts: list[str]) -> pl.DataFrame:
+    """``Trace.sync``: rows of a kind that is not known are left out."""
+    if not sync:
+        return pl.DataFrame(schema=SYNC_SCHEMA)
+    codes, inverse = np.unique(sync["name"], return_inverse=True)
+    kinds = pl.Series([sync_kind(texts[code]) for code in codes.tolist()], dtype=SyncKind)
+    streams = {
+        key: _whole(np.where(sync[key] < 0, np.nan, sync[key]))
+        for key in ("stream", "wait_stream", "wait_correlation")
+    }
+    frame = _conform(
+        {
+            "ts": pl.Series(sync["ts"]),
+            "dur": pl.Series(sync["dur"]),
+            "kind": kinds.gather(inverse),
+            "device": _whole(sync["device"]),
+            "correlation": _or_null(sync["correlation"]),
+            **streams,
+        },
+        SYNC_SCHEMA,
+    )
+    return frame.filter(pl.col("kind").is_not_null()).sort("ts", maintain_order=True)
+
+
+def memory_frame(memory: Columns, threads: Array) -> pl.DataFrame:
+    """``Trace.memory``; ``threads`` gives the row of ``Trace.threads`` for a thread's code."""
+    if not memory:
+        return pl.DataFrame(schema=MEMORY_SCHEMA)
+    device = np.where(memory["device_type"] == 0, -1.0, memory["device_id"])
+    frame = _conform(
+        {
+            "ts": pl.Series(memory["ts"]),
+            "device": _whole(device),
+            "thread": pl.Series(threads[memory["thread"]]),
+            **{
+                key: _or_null(memory[key], MISSING)
+                for key in ("bytes", "address", "allocated", "reserved")
+            },
+        },
+        MEMORY_SCHEMA,
+    )
+    return frame.sort("ts", maintain_order=True)
+
+
+def on_devices(memory: pl.DataFrame, gpu: pl.DataFrame) -> pl.DataFrame:
+    """``Trace.memory`` with the device numbers of ``Trace.gpu``.
+
+    The allocator counts the devices that the program sees, the driver all there are: with
+    ``HIP_VISIBLE_DEVICES=2`` the kernels are on 2 and the memory on 0. Where all kernels are on one
+    device and all memory on one other, it is the same device; else nothing tells which is which.
+    """
+    seen = memory["device"].drop_nulls().unique()
+    own = seen.filter(seen >= 0)
+    used = gpu["device"].drop_nulls().unique()
+    if len(own) != 1 or len(used) != 1 or own[0] == used[0]:
+        return memory
+    return memory.with_columns(device=pl.col("device").replace(own[0], used[0]))
+
+
+def counters_frame(counters: Columns, names: pl.Series) -> pl.DataFrame:
+    """``Trace.counters``."""
+    if not counters:
+        return pl.DataFrame(schema=COUNTER_SCHEMA)
+    frame = _conform(
+        {
+            "ts": pl.Series(counters["ts"]),
+            "dur": pl.Series(counters["dur"]),
+            "name": names.gather(counters["name"]),
+            "range": names.gather(counters["range"]),
+            "value": pl.Series(counters["value"]),
+        },
+        COUNTER_SCHEMA,
+    )
+    return frame.sort("ts", maintain_order=True)
+
+
+def inputs_frame(keys: list[bytes]) -> pl.DataFrame:
+    """``Trace.inputs`` from the joined texts."""
+    rows = [[*key.decode("utf-8", "replace").split("\0"), "", ""][:4] for key in keys]
+    return pl.DataFrame(rows, schema=INPUTS_SCHEMA, orient="row")
+
+
+def comms_frame(keys: list[bytes]) -> pl.DataFrame:
+    """``Trace.comms`` from the joined texts."""
+    columns = list(COMMS_SCHEMA.items())
+    rows = [
+        [
+            _integer(part) if dtype == pl.Int64 else _string(part)
+            for part, (_, dtype) in zip(key.split(b"\0"), columns, strict=True)
+        ]
+        for key in keys
+    ]
+    return pl.DataFrame(rows, schema=COMMS_SCHEMA, orient="row")
+
+
+def threads_frame(
+    threads: list[tuple[str, str]], names: dict[tuple[str, str], str]
+) -> pl.DataFrame:
+    """``Trace.threads``."""
+    rows = [(pid, tid, names.get((pid, tid))) for pid, tid in threads]
+    return pl.DataFrame(rows, schema=THREADS_SCHEMA, orient="row")
+
+
+def _integer(part: bytes) -> int | None:
+    try:
+        value = msgspec.json.decode(part, type=int | float | str)
+        number = int(value)
+    except (*_ERRORS, OverflowError):
+        return None
+    return number if abs(number) < _INT_LIMIT else None
+
+
+def _string(part: bytes) -> str | None:
+    """A JSON string's content, or the JSON text of any other value."""
+    if not part or part == b"null":
+        return None
+    try:
+        return msgspec.json.decode(part, type=str)
+    except _ERRORS:
+        return part.decode("utf-8", "replace")
+
+
+# -- columns to series --------------------------------------------------------------------------
+
+
+def _or_null(values: Array, missing: int = -1) -> pl.Series:
+    """Codes, rows and ids: ``missing`` and, unless another mark is given, all below 0 are null."""
+    if is_blank(values) and values[0] == missing:
+        return _nothing(len(values), pl.Int64)
+    none = values < 0 if missing == -1 else values == missing
+    series = pl.Series(values)
+    return series.set(pl.Series(none), None) if none.any() else series
+
+
+def _whole(values: Array | pl.Series) -> pl.Series:
+    """Floats that stand for integers, NaN for none; or a series of any numbers."""
+    if isinstance(values, pl.Series):
+        if values.null_count() == len(values):
+            return _nothing(len(values), pl.Int64)
+        if values.dtype.is_signed_integer() and values.dtype != pl.Int64:
+            return values
+        whole = values.cast(pl.Int64, strict=False)
+        good = whole.is_between(1 - _INT_LIMIT, _INT_LIMIT - 1)
+        return whole if good.all() else whole.set(~good, None)
+    if is_blank(values) and values[0] != values[0]:
+        return _nothing(len(values), pl.Int64)
+    sane = np.abs(values) < float(_INT_LIMIT)
+    if sane.all():
+        return pl.Series(values.astype(np.int64))
+    return pl.Series(np.where(sane, values, 0).astype(np.int64)).set(pl.Series(~sane), None)
+
+
+def _nothing(count: int, dtype: Any) -> pl.Series:
+    """So many nulls, in memory that is never touched."""
+    return pl.Series([None], dtype=dtype).new_from_index(0, count)
+
+
+def _real(values: Array | pl.Series) -> pl.Series:
+    if isinstance(values, pl.Series):
+        if values.null_count() == len(values):
+            return _nothing(len(values), pl.Float64)
+        real = values.cast(pl.Float64, strict=False)
+        good = real.is_finite()
+        return real if good.all() else real.set(~good, None)
+    if is_blank(values) and values[0] != values[0]:
+        return _nothing(len(values), pl.Float64)
+    return pl.Series(np.where(np.isfinite(values), values, np.nan), nan_to_null=True)
+
+
+def _decode(codes: Array, values: tuple[str, ...], dtype: Any) -> pl.Series:
+    """Codes to an enumeration, -1 to null."""
+    return _gather(pl.Series(values, dtype=dtype), codes)
+
+
+def _gather(table: pl.Series, codes: Array) -> pl.Series:
+    """Values of a small table by code, -1 to null."""
+    if not len(table) or (none := codes < 0).all():
+        return _nothing(len(codes), table.dtype)
+    if not none.any():
+        return table.gather(codes.astype(np.uint32))
+    places = codes.astype(np.uint32)
+    places[none] = len(table)
+    return table.append(pl.Series([None], dtype=table.dtype)).gather(places)
+
+
+class _Nothing:
+    """Columns of so many nulls, which share their memory."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._of: dict[Any, pl.Series] = {}
+
+    def instead(self, series: pl.Series, dtype: Any) -> pl.Series:
+        """The series as one of that type."""
+        if series.null_count() < self._count or not self._count:
+            return series if series.dtype == dtype else series.cast(dtype, strict=False)
+        if dtype not in self._of:
+            self._of[dtype] = _nothing(self._count, dtype)
+        return self._of[dtype]
+
+
+def _conform(columns: dict[str, pl.Series], schema: dict[str, Any]) -> pl.DataFrame:
+    nothing = _Nothing(len(next(iter(columns.values()))))
+    return pl.DataFrame(
+        {name: nothing.instead(columns.pop(name), dtype) for name, dtype in schema.items()}
+    )

@@ -1,0 +1,366 @@
+"""What the host events of TensorFlow, JAX and XLA are: calls, operators, waits for input, steps."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.intervals import Intervals, union
+from advisor.core.trace import CALLS, CPU_KINDS, JAX, PYTORCH, TENSORFLOW, TF_DATA
+from advisor.read.spelling import call_class
+from advisor.read.xspace import Events, Line, Plane
+
+Ints = NDArray[np.int64]
+STATS = frozenset(
+    {
+        "addr",
+        "allocation_bytes",
+        "allocator_name",
+        "bytes_allocated",
+        "correlation_id",
+        "hlo_module",
+        "hlo_op",
+        "kernel_details",
+        "memcpy_details",
+        "memset_details",
+        "step_num",
+    }
+)
+"""What is read of host events beside their names and times."""
+
+_WAIT = re.compile(r"^(?:MultiDevice)?IteratorGetNext\w*(?:Op)?::DoCompute$|^OwnedIterator::Get")
+_FRAME = re.compile(r"^\$(\S+):(\d+) (.+)$", re.DOTALL)
+_TF_OP = re.compile(r"^[\w.][\w.\-/>]*:[A-Z_]\w*$")
+_MARK = re.compile(r"^ThreadpoolListener::")
+"""Instants that tie the profiler's own bookkeeping together."""
+_RUNTIME_RANGES = re.compile(
+    r"^(?:ExecutorState::Process$|Eager|TFE_|KernelAndDeviceFunc|PjitFunction\(|ParseArguments"
+    r"|DevicePut|\w*PjRt\w*::Execute|\w*Executable::Execute|XlaCompile|Thunk)"
+)
+"""Ranges in which the framework itself is at work on the way to a launch."""
+_BLOCKED = re.compile(r"Buffer::Await|BlockHostUntilDone|BlockUntilReady|SynchronizeAllActivity")
+_API = re.compile(r"^(?:cu|cuda|hip)[A-Z]\w*$")
+_PROGRAM = re.compile(r"^(?:PjitFunction\(.+\)|FunctionRun|SessionRun|RunGraph|TfrtModelRun|"
+                      r"EagerExecute: __inference_\w+)$")  # fmt: skip
+"""One call of a whole program: where no step is marked, its period is taken for one."""
+_OP, _RUNTIME = CPU_KINDS.index("op"), CPU_KINDS.index("runtime")
+MIN_CALLS = 3
+REGULAR = 2 / 3
+"""Share of the periods that must be alike: a first one may compile, an epoch may end."""
+_TENSORFLOW = re.compile(
+    r"^(?:ExecutorState::|FunctionRun$|EagerExecute|SessionRun$|TFE_|Iterator::)"
+)
+_PYTHON = re.compile(r"^(?:python[\d.]*|main|MainThread)$")
+_JIT = re.compile(r"^(?:jit|pjit|pmap)_")
+
+
+@dataclass
+class Host:
+    """Rows of a host's planes, for :func:`advisor.read.build.build_trace`."""
+
+    rows: list[pl.DataFrame] = field(default_factory=list)
+    memory: list[pl.DataFrame] = field(default_factory=list)
+    thread_names: dict[tuple[str, str], str] = field(default_factory=dict)
+    waits: list[pl.DataFrame] = field(default_factory=list)
+    """``thread``, ``ts``, ``dur``: waits for the input pipeline."""
+    marks: list[pl.DataFrame] = field(default_factory=list)
+    """``thread``, ``ts``, ``dur``, ``number``: steps that the program marked."""
+    calls: list[pl.DataFrame] = field(default_factory=list)
+    """``thread``, ``name``, ``ts``, ``dur``: calls of whole programs."""
+    modules: dict[str, int] = field(default_factory=dict)
+    """Time of XLA's modules, on the device or, without one, on the host; ns."""
+    signs: set[str] = field(default_factory=set)
+    """Which frameworks left names of theirs."""
+    step_marks: str | None = None
+    """As in ``TraceMeta``; ``None``: no steps are known."""
+
+    def shown_threads(self, main: str | None) -> dict[tuple[str, str], str]:
+        """Names of threads by process and thread, as :func:`all_rows` has them."""
+        return {(p, p if t == main else t): name for (p, t), name in self.thread_names.items()}
+
+    def framework(self) -> str | None:
+        """What the program is written with, as far as names tell."""
+        return next((one for one in (PYTORCH, JAX, TENSORFLOW) if one in self.signs), None)
+
+
+def read_names(host: Host, plane: Plane) -> None:
+    """Look for signs of a framework among a plane's names."""
+    for name in plane.names.values():
+        if name.startswith("PjitFunction("):
+            host.signs.add(JAX)
+        elif _TENSORFLOW.match(name):
+            host.signs.add(TENSORFLOW)
+    read_modules(host, plane.stat_names.values())
+
+
+def read_modules(host: Host, names: object) -> None:
+    """The same among the names of XLA's modules."""
+    for name in names:  # type: ignore[attr-defined]
+        if _JIT.match(name):
+            host.signs.add(JAX)
+        elif name.startswith("SyncTensorsGraph"):
+            host.signs.add(PYTORCH)
+
+
+def add_plane(host: Host, plane: Plane, lines: list[Line], events: Events, process: str) -> None:
+    """The threads of a plane."""
+    if not len(events.ts):
+        return
+    threads = [f"{process}:{line.id}" for line in lines]
+    for thread, line in zip(threads, lines, strict=True):
+        host.thread_names[process, thread] = line.name
+    of_line = pl.Series(threads, dtype=pl.String)
+    codes, which = np.unique(events.meta, return_inverse=True)
+    names = [plane.names[code] for code in codes.tolist()]
+
+    def named(pattern: re.Pattern[str]) -> NDArray[np.bool_]:
+        return np.array([pattern.search(name) is not None for name in names])[which]
+
+    given = events.number("correlation_id")
+    launch = events.has("kernel_details")
+    copy, fill = events.has("memcpy_details"), events.has("memset_details")
+    allocation, blocked = events.has("allocation_bytes"), named(_BLOCKED)
+    kinds = [_kind(name, code in plane.shown) for name, code in zip(names, codes, strict=True)]
+    kind = np.array([CPU_KINDS.index(one) for one in kinds], dtype=np.int8)[which]
+    kind[((launch | copy | fill) & (given >= 0)) | blocked] = _RUNTIME
+    kind[events.has("hlo_op")] = _OP
+    calls = [
+        CALLS.index(call_class(name)) if one == "runtime" else -1
+        for name, one in zip(names, kinds, strict=True)
+    ]
+    call = np.array(calls, dtype=np.int8)[which]
+    shown = list(map(_shown, names))
+    name = which.astype(np.int64)
+    # calls that bear the name of what they launched: it is the device's to have
+    nameless = ~named(_API) & (given >= 0)
+    for mask, text, what in ((launch, "kernel launch", "launch"), (copy, "copy call", "memcpy"),
+                             (fill, "memset call", "memset")):  # fmt: skip
+        call[mask] = CALLS.index(what)
+        name[mask & nameless] = len(shown)
+        shown.append(text)
+    if "memcpy_details" in events.texts:
+        rows, texts = events.texts["memcpy_details"]
+        call[rows[["async:0" in text for text in texts]]] = CALLS.index("memcpy_blocking")
+    call[blocked] = CALLS.index("sync_stream")
+    call[kind != _RUNTIME] = -1
+    table = pl.DataFrame(
+        {
+            "ts": events.ts,
+            "dur": events.dur,
+            "kind": _decoded(CPU_KINDS, kind),
+            "name": _decoded(tuple(shown), name),
+            "process": process,
+            "thread": of_line.gather(events.line),
+            "call": _decoded(CALLS, call),
+            "correlation": np.where(kind == _RUNTIME, given, -1),
+        }
+    )
+    number = events.number("step_num")
+    steps = (number >= 0) & (events.dur > 0)
+    mark = table.select("thread", "ts", "dur").with_columns(number=pl.Series(number))
+    host.marks.append(mark.filter(steps))
+    waits = named(_WAIT)
+    host.waits.append(table.filter(waits).select("thread", "ts", "dur"))
+    # the pipeline's own functions are no steps
+    outside = np.array([not line.name.startswith("tf_data") for line in lines])[events.line]
+    program = named(_PROGRAM) & outside
+    host.calls.append(table.filter(program).select("thread", "name", "ts", "dur"))
+    count_modules(host, events)
+    host.memory.append(_memory(events, allocation, plane))
+    host.rows.append(table.filter(~(allocation | named(_MARK) | waits)))
+
+
+def _decoded(values: tuple[str, ...], codes: NDArray[Any]) -> pl.Series:
+    """Texts by their place, below 0: null."""
+    table = pl.Series([*values, None], dtype=pl.String)
+    return table.gather(np.where(codes < 0, len(values), codes).astype(np.uint32))
+
+
+def _kind(name: str, has_display: bool) -> str:
+    if name.startswith("$"):
+        return "python"
+    if _API.match(name) or _BLOCKED.search(name):
+        return "runtime"
+    if (has_display and not name.startswith("Iterator::")) or _TF_OP.match(name):
+        return "op"
+    return "op" if _RUNTIME_RANGES.match(name) else "annotation"
+
+
+def _shown(name: str) -> str:
+    """A Python frame as other profilers write it: ``$train.py:31 step`` is ``train.py(31): step``,
+    and ``$time sleep``, which has no line, is built in."""
+    if not name.startswith("$"):
+        return name
+    found = _FRAME.match(name)
+    if found:
+        return f"{found[1]}({found[2]}): {found[3]}"
+    module, _, function = name[1:].partition(" ")
+    return f"<built-in method {function or module} of {module}>"
+
+
+def count_modules(host: Host, events: Events) -> None:
+    """Add the time of XLA's modules."""
+    if "hlo_module" not in events.texts:
+        return
+    rows, names = events.texts["hlo_module"]
+    spent = pl.DataFrame({"name": names, "dur": np.maximum(events.dur[rows], 0)})
+    for name, ns in spent.group_by("name").agg(pl.col("dur").sum()).iter_rows():
+        host.modules[name] = host.modules.get(name, 0) + ns
+    read_modules(host, set(names))
+
+
+_GPU_ALLOCATOR = re.compile(r"^(?:GPU|gpu)_(\d+)_")
+
+
+def _memory(events: Events, allocation: NDArray[np.bool_], plane: Plane) -> pl.DataFrame:
+    """What the framework's allocators took and gave back."""
+    at = np.flatnonzero(allocation)
+    if not len(at):
+        return pl.DataFrame()
+    owner = np.full(len(allocation), "", dtype=object)
+    if "allocator_name" in events.texts:
+        rows, texts = events.texts["allocator_name"]
+        owner[rows] = texts
+    device = [int(found[1]) if (found := _GPU_ALLOCATOR.match(name)) else -1 for name in owner[at]]
+    freed = np.array(["Dealloc" in plane.names[code] for code in events.meta[at].tolist()])
+    size = events.number("allocation_bytes", 0)[at]
+    return pl.DataFrame(
+        {
+            "ts": events.ts[at],
+            "bytes": np.where(freed, -size, size),
+            "address": events.number("addr", 0)[at],
+            "allocated": events.number("bytes_allocated", 0)[at],
+            "device": device,
+        }
+    )
+
+
+_CALLS_SCHEMA = {"thread": pl.String, "name": pl.String, "ts": pl.Int64, "dur": pl.Int64}
+
+
+def step_rows(host: Host) -> tuple[pl.DataFrame, str | None]:
+    """Steps as annotations, and the thread that drives the loop. Marks of the program (JAX's
+    ``StepTraceAnnotation``, TensorFlow's ``Trace`` and Keras, which give a ``step_num``), else the
+    period of the program that runs longest and is called at least MIN_CALLS times. What the steps
+    are is said in ``Host.step_marks``."""
+    marks = pl.concat(host.marks) if host.marks else pl.DataFrame()
+    if marks.height:
+        spent = marks.group_by("thread", maintain_order=True).agg(pl.col("dur").sum())
+        thread = str(spent.sort("dur", descending=True)["thread"][0])
+        own = _outermost(marks.filter(pl.col("thread") == thread))
+        ts, dur = own["ts"].to_numpy(), own["dur"].to_numpy()
+        host.step_marks = "StepTraceAnnotation" if host.framework() == JAX else "step_num"
+        return _as_steps(ts, dur, own["number"].to_list(), thread), thread
+    calls, main = _longest_program(host)
+    if calls is None or main is None:
+        return pl.DataFrame(), main or _python_thread(host)
+    ts = calls["ts"].to_numpy()
+    dur = np.append(np.diff(ts), calls["dur"].to_numpy()[-1])
+    host.step_marks = "program"
+    return _as_steps(ts, dur, list(range(len(ts))), main), main
+
+
+def _longest_program(host: Host) -> tuple[pl.DataFrame | None, str | None]:
+    """The calls that come evenly and whose program runs longest, and their thread; without such
+    calls, the thread that spends most time in one program."""
+    best: tuple[float, str, pl.DataFrame] | None = None
+    busiest: tuple[float, str | None] = 0, None
+    modules: dict[str, int] = {}
+    for name, ns in host.modules.items():
+        inner = _JIT.sub("", name).split(".")[0]
+        modules[inner] = modules.get(inner, 0) + ns
+    calls = pl.concat(host.calls) if host.calls else pl.DataFrame(schema=_CALLS_SCHEMA)
+    for (where, name), group in calls.group_by("thread", "name", maintain_order=True):
+        own = _outermost(group)
+        spent = float(own["dur"].sum())
+        if spent > busiest[0]:
+            busiest = spent, str(where)
+        worth = spent + modules.get(str(name).removeprefix("PjitFunction(").removesuffix(")"), 0)
+        if _regular(own["ts"].to_numpy()) and (best is None or worth > best[0]):
+            best = worth, str(where), own
+    return (None, busiest[1]) if best is None else (best[2], best[1])
+
+
+def _python_thread(host: Host) -> str | None:
+    named = (thread for (_, thread), name in host.thread_names.items() if _PYTHON.match(name))
+    return next(named, None)
+
+
+def _regular(ts: Ints) -> bool:
+    """Whether calls come often and evenly enough for their period to be a loop's: nearly all of
+    the distances are within a factor of two of the median. One name may stand for calls of very
+    different programs."""
+    if len(ts) < MIN_CALLS:
+        return False
+    apart = np.diff(ts)
+    middle = float(np.median(apart))
+    alike = (apart >= middle / 2) & (apart <= middle * 2)
+    return middle > 0 and float(alike.mean()) >= REGULAR
+
+
+def _outermost(frame: pl.DataFrame) -> pl.DataFrame:
+    """Without those that lie inside an earlier one; ordered by start, longest first."""
+    frame = frame.sort("ts", "dur", descending=[False, True])
+    ts = frame["ts"].to_numpy()
+    end = ts + frame["dur"].to_numpy()
+    before = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end)[:-1])
+    return frame.filter(pl.Series(ts >= before))
+
+
+def _as_steps(ts: Ints, dur: Ints, numbers: list[int], thread: str) -> pl.DataFrame:
+    process = thread.rpartition(":")[0]
+    return pl.DataFrame(
+        {
+            "ts": ts, "dur": dur, "kind": "annotation",
+            "name": [f"step #{number}" for number in numbers],
+            "process": process, "thread": thread, "call": None, "correlation": -1,
+        },
+        schema_overrides={"call": pl.String, "correlation": pl.Int64},
+    )  # fmt: skip
+
+
+def wait_rows(host: Host, main: str | None) -> pl.DataFrame:
+    """Waits for tf.data, as ranges of the thread that drives the loop: it is that thread which
+    cannot go on, whichever of TensorFlow's own asks for the batch. Overlapping ones are one."""
+    asked = pl.concat(host.waits).sort("ts") if host.waits else pl.DataFrame()
+    if not asked.height:
+        return asked
+    spans = union(asked["ts"].to_numpy(), (asked["ts"] + asked["dur"].clip(0)).to_numpy())
+    if not len(spans):
+        return pl.DataFrame()
+    thread = main or str(asked["thread"][0])
+    start = _once_free(host, thread, spans)
+    frame = _as_steps(start, spans.end - start, [0] * len(spans), thread)
+    return frame.with_columns(name=pl.lit(f"{TF_DATA}IteratorGetNext"))
+
+
+def _once_free(host: Host, thread: str, spans: Intervals) -> Ints:
+    """When a thread waits in each span: from its start on, or from the end of what the thread was
+    in then, if that ends inside (``FunctionRun`` hands the asking to another thread, and
+    returns)."""
+    own = [rows.filter(pl.col("thread") == thread).select("ts", "dur") for rows in host.rows]
+    rows = pl.concat(own) if own else pl.DataFrame(schema={"ts": pl.Int64, "dur": pl.Int64})
+    begin, end = rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy()
+    span = np.searchsorted(spans.start, end) - 1
+    inside = (span >= 0) & (end < spans.end[span]) & (begin <= spans.start[span])
+    free = spans.start.copy()
+    np.maximum.at(free, span[inside], end[inside])
+    return free
+
+
+def all_rows(
+    host: Host, steps: pl.DataFrame, waits: pl.DataFrame, main: str | None
+) -> pl.DataFrame:
+    """Host rows of every kind. The thread that drives the loop gets its process's name, which is
+    how a trace says which thread that is (``Trace.main_thread``)."""
+    frames = [frame for frame in (*host.rows, steps, waits) if frame.height]
+    if not frames:
+        return pl.DataFrame(schema={"ts": pl.Int64})
+    rows = pl.concat([frame.select(frames[0].columns) for frame in frames])
+    own = pl.when(pl.col("thread") == (main or "")).then("process").otherwise("thread")
+    return rows.with_columns(thread=own)

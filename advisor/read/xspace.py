@@ -1,0 +1,377 @@
+"""XSpace, the profile of TensorFlow, JAX and PyTorch/XLA: planes, lines and events as columns.
+
+A space holds planes (a host's threads, a device), a plane lines (a thread, a stream), and those
+events. Names of events and of their values ("stats") stand once a plane and are referred to by
+number (``tsl/profiler/protobuf/xplane.proto``, whose field numbers are the constants here).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.read.columns import NAME_LIMIT
+from advisor.read.wire import (
+    BYTES,
+    FIXED64,
+    VARINT,
+    Buffer,
+    Damaged,
+    Fields,
+    fields,
+    split,
+    varint,
+)
+
+Ints = NDArray[np.int64]
+MOST_EVENTS = 30_000_000
+"""Events of one file; beyond, lines are left out and told. A profiler keeps fewer."""
+MOST_PLANES, MOST_LINES = 4_096, 100_000
+"""Of one file: hosts and devices, threads and streams."""
+CHUNK = 250_000
+"""Events decoded at once: what is held besides the columns is of these."""
+
+_PLANES = 1
+_NAME, _LINES, _EVENTS_META, _STATS_META, _PLANE_STATS = 2, 3, 4, 5, 6
+_LINE_ID, _LINE_NAME, _LINE_TIME, _LINE_EVENTS, _DISPLAY_ID, _DISPLAY_NAME = 1, 2, 3, 4, 10, 11
+_KEY, _VALUE = 1, 2
+_META_NAME, _META_DISPLAY = 2, 4
+_EVENT_META, _OFFSET, _DURATION, _EVENT_STATS = 1, 2, 3, 4
+_STAT_META, _DOUBLE, _UNSIGNED, _SIGNED, _STRING, _RAW, _REFERENCE = 1, 2, 3, 4, 5, 6, 7
+
+
+@dataclass
+class Events:
+    """The events of one plane, line by line, those without a name left out."""
+
+    line: Ints
+    """Place of its line among those of the plane."""
+    meta: Ints
+    """Number of its name."""
+    ts: Ints
+    """ns, on the clock of the file."""
+    dur: Ints
+    """ns."""
+    numbers: dict[str, tuple[Ints, Ints]] = field(default_factory=dict)
+    """Of the stats that were asked for: rows and values, of those with a number."""
+    texts: dict[str, tuple[Ints, list[str]]] = field(default_factory=dict)
+    """The same of those with a text."""
+
+    def number(self, name: str, missing: int = -1) -> Ints:
+        """A stat as a column."""
+        found = np.full(len(self.ts), missing, dtype=np.int64)
+        if name in self.numbers:
+            rows, values = self.numbers[name]
+            found[rows] = values
+        return found
+
+    def has(self, name: str) -> NDArray[np.bool_]:
+        """Which events have a stat."""
+        found = np.zeros(len(self.ts), dtype=bool)
+        for kept in (self.numbers, self.texts):
+            if name in kept:
+                found[kept[name][0]] = True
+        return found
+
+
+@dataclass
+class Line:
+    """A thread, a stream, or what was derived from them."""
+
+    id: int
+    name: str
+
+
+@dataclass
+class Plane:
+    """One host or device. ``lines`` are read by :meth:`XSpace.read`."""
+
+    name: str
+    names: dict[int, str]
+    """Of events, by their number."""
+    shown: dict[int, str]
+    """Display names, where they have one."""
+    stat_names: dict[int, str]
+    stats: dict[str, int | float | str]
+    spans: list[tuple[int, int]] = field(repr=False)
+
+
+class XSpace:
+    """A decoded file. ``data`` ends with ``wire.PADDING`` zero bytes, which are no part of it."""
+
+    def __init__(self, data: bytes | bytearray, size: int) -> None:
+        self._buffer = Buffer(data)
+        self._read = self._lines = 0
+        self.broken = 0
+        """Messages that could not be read to their end."""
+        self.left_out = 0
+        """Events, lines and planes beyond the most that is read."""
+        self.nameless = 0
+        """Events that refer to no name."""
+        starts, ends, others, sound = split(data, 0, size, _PLANES)
+        self.truncated = not sound
+        spans = list(zip(starts, ends, strict=True))
+        self.left_out += max(len(spans) - MOST_PLANES, 0)
+        self.planes = [self._plane(*span) for span in spans[:MOST_PLANES]]
+        last = max([*ends, *(one.end for one in others), 0])
+        if not sound and (cut := _cut_off(data, last, size, _PLANES)):
+            self.planes.append(self._plane(*cut))
+
+    def _plane(self, start: int, end: int) -> Plane:
+        buffer = self._buffer
+        starts, ends, others, sound = split(buffer.data, start, end, _LINES)
+        spans = [span for span in zip(starts, ends, strict=True) if span[0] < span[1]]
+        self.broken += not sound
+        if not sound:  # what is left of a line that was cut off
+            last = max([*ends, *(one.end for one in others), start])
+            if cut := _cut_off(buffer.data, last, end, _LINES):
+                spans.append(cut)
+        name = ""
+        maps: dict[int, list[tuple[int, int]]] = {
+            _EVENTS_META: [],
+            _STATS_META: [],
+            _PLANE_STATS: [],
+        }
+        for one in others:
+            if one.wire != BYTES:
+                continue
+            if one.number == _NAME:
+                name = buffer.text(one.start, one.end)[:NAME_LIMIT]
+            elif one.number in maps:
+                maps[one.number].append((one.start, one.end))
+        names, shown = self._names(maps[_EVENTS_META])
+        stat_names, _ = self._names(maps[_STATS_META])
+        plane = Plane(name, names, shown, stat_names, {}, spans)
+        for owner, stat in self._stats(maps[_PLANE_STATS], plane):
+            plane.stats[owner] = stat
+        return plane
+
+    def _names(self, entries: list[tuple[int, int]]) -> tuple[dict[int, str], dict[int, str]]:
+        """Names and display names of a map's entries, by their key."""
+        buffer = self._buffer
+        start, end = _pair(entries)
+        outer, broken = buffer.fields(start, end)
+        self.broken += broken
+        keys = np.zeros(len(start), dtype=np.int64)
+        found = outer.of(_KEY, VARINT)
+        keys[found.row] = found.value.astype(np.int64)
+        value = outer.of(_VALUE, BYTES)
+        inner, broken = buffer.fields(value.start, value.start + value.value.astype(np.int64))
+        self.broken += broken
+        told: list[dict[int, str]] = []
+        for number in (_META_NAME, _META_DISPLAY):
+            text = inner.of(number, BYTES)
+            at = text.start.tolist()
+            stop = (text.start + np.minimum(text.value.astype(np.int64), NAME_LIMIT)).tolist()
+            key = keys[value.row[text.row]].tolist()
+            told.append(
+                {k: buffer.text(a, b) for k, a, b in zip(key, at, stop, strict=True) if b > a}
+            )
+        return told[0], told[1]
+
+    def _stats(
+        self, entries: list[tuple[int, int]], plane: Plane
+    ) -> Iterator[tuple[str, int | float | str]]:
+        """Name and value of a plane's own stats."""
+        for start, end in entries:
+            name: str | None = None
+            value: int | float | str | None = None
+            try:
+                for one in fields(self._buffer.data, start, end):
+                    if one.number == _STAT_META:
+                        name = plane.stat_names.get(_signed(one.value))
+                    elif one.number == _DOUBLE and one.wire == FIXED64:
+                        value = struct.unpack("<d", struct.pack("<Q", one.value))[0]
+                    elif one.number in (_UNSIGNED, _SIGNED) and one.wire == VARINT:
+                        value = one.value if one.number == _UNSIGNED else _signed(one.value)
+                    elif one.number == _STRING and one.wire == BYTES:
+                        value = self._buffer.text(one.start, min(one.end, one.start + NAME_LIMIT))
+                    elif one.number == _REFERENCE:
+                        value = plane.stat_names.get(_signed(one.value))
+            except Damaged:
+                self.broken += 1
+            if name is not None and value is not None:
+                yield name, value
+
+    def read(self, plane: Plane, wanted: frozenset[str]) -> tuple[list[Line], Events]:
+        """The lines of a plane, and their events with those stats that are wanted."""
+        ids = {number: name for number, name in plane.stat_names.items() if name in wanted}
+        room = MOST_LINES - self._lines
+        self.left_out += max(len(plane.spans) - room, 0)
+        lines: list[Line] = []
+        bases: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        counts: list[int] = []
+        for span in plane.spans[:room]:
+            line, base, begin, finish = self._line(*span)
+            lines.append(line)
+            bases.append(base)
+            counts.append(len(begin))
+            starts += begin
+            ends += finish
+        self._lines += len(lines)
+        owner = np.repeat(np.arange(len(lines)), counts)
+        base_of = np.array(bases, dtype=np.int64)
+        begin_at, end_at = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
+        del starts, ends
+        parts = []
+        for i in range(0, max(len(owner), 1), CHUNK):
+            part = slice(i, i + CHUNK)
+            parts.append(
+                self._events(begin_at[part], end_at[part], owner[part], base_of, plane, ids)
+            )
+        return lines, _joined(parts)
+
+    def _line(self, start: int, end: int) -> tuple[Line, int, list[int], list[int]]:
+        """A line, its time in ns, and where its events begin and end."""
+        starts, ends, others, sound = split(self._buffer.data, start, end, _LINE_EVENTS)
+        self.broken += not sound
+        told: dict[int, int] = {}
+        texts: dict[int, str] = {}
+        for one in others:
+            if one.wire == VARINT:
+                told[one.number] = _signed(one.value)
+            elif one.wire == BYTES and one.number in (_LINE_NAME, _DISPLAY_NAME):
+                stop = min(one.end, one.start + NAME_LIMIT)
+                texts[one.number] = self._buffer.text(one.start, stop)
+        room = MOST_EVENTS - self._read
+        self._read += min(len(starts), room)
+        self.left_out += max(len(starts) - room, 0)
+        base = told.get(_LINE_TIME, 0)
+        name = texts.get(_DISPLAY_NAME) or texts.get(_LINE_NAME, "")
+        line = Line(told.get(_LINE_ID, 0), name)
+        return line, base if abs(base) < 1 << 61 else 0, starts[:room], ends[:room]
+
+    def _events(
+        self, start: Ints, end: Ints, owner: Ints, bases: Ints, plane: Plane, ids: dict[int, str]
+    ) -> Events:
+        found, broken = self._buffer.fields(start, end)
+        self.broken += broken
+        columns = []
+        for number in (_EVENT_META, _OFFSET, _DURATION):
+            column = np.zeros(len(start), dtype=np.int64)
+            one = found.of(number, VARINT)
+            column[one.row] = one.value.astype(np.int64)
+            columns.append(column)
+        meta, offset, duration = columns
+        known = np.isin(meta, np.fromiter(plane.names, np.int64, len(plane.names)))
+        self.nameless += int((~known).sum())
+        place = np.cumsum(known) - 1
+        base = bases[owner]
+        begin = base + offset // 1000
+        sane = np.abs(duration) < 1 << 62
+        finish = base + (offset + np.where(sane, duration, 0)) // 1000
+        length = np.where(sane, finish - begin, -1)
+        events = Events(owner[known], meta[known], begin[known], length[known])
+        if ids:
+            stats = found.of(_EVENT_STATS, BYTES)
+            stats = stats.take(np.flatnonzero(known[stats.row]))
+            self._event_stats(stats, place[stats.row], plane, ids, events)
+        return events
+
+    def _event_stats(
+        self, stats: Fields, row: Ints, plane: Plane, ids: dict[int, str], events: Events
+    ) -> None:
+        """Fill in the stats of events; ``row``: the event of each."""
+        wanted = np.fromiter(ids, np.int64, len(ids))
+        # nearly always the name comes first: most stats need not be looked at any further
+        first, _, _ = self._buffer.numbers(stats.start + 1)
+        keep = (self._buffer.bytes[stats.start] != _STAT_META << 3) | np.isin(first, wanted)
+        stats, row = stats.take(np.flatnonzero(keep)), row[keep]
+        found, broken = self._buffer.fields(stats.start, stats.start + stats.value.astype(np.int64))
+        self.broken += broken
+        meta = np.zeros(len(row), dtype=np.int64)
+        one = found.of(_STAT_META, VARINT)
+        meta[one.row] = one.value.astype(np.int64)
+        of_field = meta[found.row]
+        for number, name in ids.items():
+            mine = found.take(np.flatnonzero((of_field == number) & (found.number > _STAT_META)))
+            if not len(mine.row):
+                continue
+            whole = np.isin(mine.number, (_UNSIGNED, _SIGNED)) & (mine.wire == VARINT)
+            if whole.any():
+                events.numbers[name] = _appended(
+                    events.numbers.get(name), row[mine.row[whole]],
+                    mine.value[whole].astype(np.int64),
+                )  # fmt: skip
+            texts = self._texts(mine, plane)
+            at = [place for place, text in enumerate(texts) if text is not None]
+            if at:
+                told = [text for text in texts if text is not None]
+                rows = row[mine.row[at]]
+                if name in events.texts:
+                    before, earlier = events.texts[name]
+                    rows, told = np.concatenate([before, rows]), earlier + told
+                events.texts[name] = rows, told
+
+    def _texts(self, mine: Fields, plane: Plane) -> list[str | None]:
+        """Texts of stats, given or referred to; each distinct one is decoded once."""
+        data, seen = self._buffer.data, {}
+        told: list[str | None] = []
+        for number, wire, value, start in zip(
+            mine.number.tolist(), mine.wire.tolist(), mine.value.tolist(), mine.start.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            if number == _REFERENCE and wire == VARINT:
+                told.append(plane.stat_names.get(value))
+            elif number == _STRING and wire == BYTES:
+                raw = bytes(data[start : start + min(value, NAME_LIMIT)])
+                if raw not in seen:
+                    seen[raw] = raw.decode("utf-8", "replace")
+                told.append(seen[raw])
+            else:
+                told.append(None)
+        return told
+
+
+def _cut_off(data: bytes | bytearray, at: int, end: int, number: int) -> tuple[int, int] | None:
+    """What is left of a message of a repeated field that runs beyond the end."""
+    try:
+        key, at = varint(data, at, end)
+        if key != number << 3 | BYTES:
+            return None
+        _, at = varint(data, at, end)
+    except Damaged:
+        return None
+    return (at, end) if at < end else None
+
+
+def _pair(spans: list[tuple[int, int]]) -> tuple[Ints, Ints]:
+    both = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _appended(before: tuple[Ints, Ints] | None, rows: Ints, values: Ints) -> tuple[Ints, Ints]:
+    if before is None:
+        return rows, values
+    return np.concatenate([before[0], rows]), np.concatenate([before[1], values])
+
+
+def _joined(parts: list[Events]) -> Events:
+    """The events of chunks as one."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = Events(
+        np.concatenate([part.line for part in parts]),
+        np.concatenate([part.meta for part in parts]),
+        np.concatenate([part.ts for part in parts]),
+        np.concatenate([part.dur for part in parts]),
+    )
+    offset = 0
+    for part in parts:
+        for name, (rows, values) in part.numbers.items():
+            whole.numbers[name] = _appended(whole.numbers.get(name), rows + offset, values)
+        for name, (rows, texts) in part.texts.items():
+            before, earlier = whole.texts.get(name, (np.zeros(0, dtype=np.int64), []))
+            whole.texts[name] = np.concatenate([before, rows + offset]), earlier + texts
+        offset += len(part.ts)
+    return whole

@@ -1,0 +1,378 @@
+"""``advisor.profile``: one object that is decorator, context manager and the way to say more.
+
+::
+
+    @advisor.profile                     # a train() with the loop inside, or a train_step()
+    @advisor.profile(active=10)          # with options, see advisor.recorder.options
+    with advisor.record("runs/a") as rec:
+        for batch in rec.steps(loader):  # step boundary and data wait
+            with rec.phase("forward"): ...
+    advisor.step()                       # a step ends here, wherever one is recorded
+
+``ADVISOR=0`` makes all of it a no-op. A second recording inside a first one is a no-op too, with
+a warning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from multiprocessing import parent_process
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from advisor.recorder.options import RecordOptions, chosen, switched_off
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from advisor.recorder.session import Session
+
+log = logging.getLogger("advisor")
+_PROCESS = os.getpid()
+
+_T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Recorder:
+    """Records what runs inside it. Keywords are the options; ``step=True``: each call of the
+    decorated function is one step (else that is found out)."""
+
+    def __init__(
+        self,
+        out: str | None = None,
+        *,
+        step: bool | None = None,
+        **options: Any,
+    ) -> None:
+        if out is not None:
+            options["out"] = str(out)
+        RecordOptions().with_changes(**options)  # a wrong keyword is told at the line that has it
+        self._keywords = options
+        self._step = step
+        self._session: Session | None = None
+        self._depth = 0
+        self._warned = False
+        self._atexit = False
+
+    @overload
+    def __call__(self, out: _F, /) -> _F: ...
+
+    @overload
+    def __call__(
+        self, out: str | None = None, /, *, step: bool | None = None, **options: Any
+    ) -> Recorder: ...
+
+    def __call__(self, out: Any = None, /, *, step: bool | None = None, **options: Any) -> Any:
+        """Decorate a function, or make a recorder with other options."""
+        if callable(out):
+            return self._decorate(out)
+        merged = {**self._keywords, **options}
+        if out is not None:
+            merged["out"] = out
+        return Recorder(step=self._step if step is None else step, **merged)
+
+    # -- as a context manager -------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        self._depth += 1
+        if self._depth == 1:
+            self.begin("context")
+        elif self._session is not None:
+            log.warning("advisor: already recording; the recording inside is left out")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the recording, write what is left, and say where it is."""
+        session, self._session = self._session, None
+        if session is not None:
+            conclude(session, error)
+
+    @property
+    def path(self) -> Path | None:
+        """The run directory; ``None``: nothing is being recorded, or it is not there yet."""
+        session = self._session
+        if session is None or session.writer.folder is None:
+            return None
+        return session.writer.folder.parent
+
+    # -- what the user says ---------------------------------------------------------------------
+
+    def step(self) -> None:
+        """A step ends here."""
+        step()
+
+    def phase(self, name: str) -> Phase:
+        """A context manager: the time inside is of this phase."""
+        return Phase(name)
+
+    def steps(self, loader: Iterable[_T]) -> Iterator[_T]:
+        """Iterate over a loader: each batch is a step, and waiting for it is its phase ``data``."""
+        from advisor.recorder.session import current
+
+        session = current()
+        if session is None:
+            yield from loader
+            return
+        length = getattr(loader, "__len__", None)
+        iterator = _begin_loop(session, loader, length)
+        while True:
+            try:
+                batch = _fetch(session, iterator)
+            except StopIteration:
+                session.end_loop(broken_off=False)
+                return
+            try:
+                yield batch
+            except GeneratorExit:  # the loop was left by break: after a whole step, or before
+                _contained(session, lambda: session.end_loop(broken_off=True))
+                raise
+            _contained(session, session.boundary)
+
+    # -- as a decorator -------------------------------------------------------------------------
+
+    def _decorate(self, function: Any) -> Any:
+        if inspect.isasyncgenfunction(function):
+
+            @functools.wraps(function)
+            async def values(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+                with _Call(self):
+                    inner = function(*args, **kwargs)
+                    try:
+                        sent = None
+                        while True:
+                            item = await inner.asend(sent)
+                            try:
+                                sent = yield item
+                            except GeneratorExit:
+                                raise
+                            except BaseException as error:
+                                sent = yield await inner.athrow(error)
+                    except StopAsyncIteration:
+                        return
+                    finally:
+                        await inner.aclose()
+
+            return values
+        if inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def items(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+                with _Call(self):
+                    return (yield from function(*args, **kwargs))
+
+            return items
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with _Call(self):
+                    return await function(*args, **kwargs)
+
+            return awaited
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with _Call(self):
+                return function(*args, **kwargs)
+
+        return called
+
+    def begin(self, entry: str = "context") -> None:
+        """Begin to record, unless ``ADVISOR=0``; until ``close``, or the end of the process."""
+        if switched_off() or self._session is not None:
+            return
+        self._session = open_session(entry, self._keywords, self)
+        if self._session is not None and not self._atexit:
+            self._atexit = True
+            atexit.register(self.close)
+
+    def _refuse(self) -> None:
+        """Somebody records already."""
+        if not self._warned:
+            self._warned = True
+            log.warning("advisor: already recording; the recording inside is left out")
+
+
+class _Call:
+    """One call of a decorated function."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._before = 0
+        self._ours = self._first = False
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        recorder._depth += 1
+        if recorder._depth > 1:
+            return
+        session = recorder._session
+        if session is None or session.over:
+            recorder._session = None
+            recorder.begin("decorator")
+            session = recorder._session
+            self._first = True
+        elif not session.listening:
+            _contained(session, session.listen)
+            self._first = True
+        if session is not None:
+            self._ours = True
+            self._before = session.steps.count
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        recorder = self._recorder
+        recorder._depth -= 1
+        session = recorder._session
+        if not self._ours or session is None:
+            return
+        if error is not None and not isinstance(error, GeneratorExit | StopIteration):
+            session.failed(error)  # who catches it may call again
+            return
+        if recorder._step:
+            _contained(session, session.boundary)
+        elif self._first:
+            _contained(session, lambda: self._tell_apart(session))
+
+    def _tell_apart(self, session: Session) -> None:
+        if session.count() - self._before > 1:
+            # the loop is inside: until the next call there is nothing to record
+            session.pause()
+            if os.getpid() != _PROCESS or parent_process() is not None:
+                session.writer.flush()  # a child may leave without a word
+
+
+class Phase:
+    """The time inside is of the named phase: ``data``, ``h2d``, ``forward``, ``backward``,
+    ``optimizer``, or a name of your own."""
+
+    __slots__ = ("_before", "_name", "_session")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._session: Session | None = None
+        self._before = 0
+
+    def __enter__(self) -> None:
+        from advisor.recorder.session import current
+
+        session = current()
+        if session is None or not session.here():
+            return
+        try:
+            self._before = session.enter(session.tape.phase(self._name))
+            self._session = session
+        except Exception as error:
+            session.broken(error)
+
+    def __exit__(self, *_: object) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            session.leave(self._before)
+        except Exception as error:
+            session.broken(error)
+
+
+def step() -> None:
+    """A training step ends here. Does nothing where nothing is recorded."""
+    from advisor.recorder.session import current
+
+    session = current()
+    if session is not None and session.here() and not session.in_loop:
+        _contained(session, session.boundary)
+
+
+def phase(name: str) -> Phase:
+    """A context manager: the time inside is of this phase of the step."""
+    return Phase(name)
+
+
+def open_session(
+    entry: str, keywords: dict[str, Any], recorder: Recorder | None = None, *, lazy: bool = False
+) -> Session | None:
+    """Begin to record; ``None``: not possible, or somebody records already (told once)."""
+    try:
+        from advisor.recorder.quiet import hush
+        from advisor.recorder.session import Session, current
+
+        if current() is not None:
+            if recorder is not None:
+                recorder._refuse()
+            return None
+        session = Session(chosen(**keywords), entry, lazy=lazy)
+        if entry == "command":
+            session.anew = lambda: open_session("command", {}, lazy=True)
+        hush()
+        try:
+            session.start()
+        except BaseException:
+            session.finish()
+            raise
+        return session
+    except Exception as error:  # whatever is wrong with recording, training begins
+        log.warning("advisor: not recording: %s: %s", type(error).__name__, error)
+        return None
+
+
+def conclude(session: Session, error: BaseException | None = None) -> None:
+    """End a recording and say where it is."""
+    from advisor.recorder.quiet import unhush
+
+    session.finish(error)
+    unhush()
+    if session.writer.folder is not None and session.rank == 0 and session.problem is None:
+        from advisor.recorder.finish import say
+
+        say(session.writer.folder.parent, analyse=session.options.report and error is None)
+
+
+def _begin_loop(session: Session, loader: Iterable[_T], length: Any) -> Iterator[_T]:
+    if session.here():
+        try:
+            session.begin_loop()
+            if length is not None:
+                session.windows.fit(length())
+        except Exception as error:
+            session.broken(error)
+    return iter(loader)
+
+
+def _fetch(session: Session, iterator: Iterator[_T]) -> _T:
+    return session.fetch(iterator) if session.here() else next(iterator)
+
+
+def _contained(session: Session, call: Callable[[], None]) -> None:
+    if session.over:
+        return
+    try:
+        if session.here() or not session.listening:
+            call()
+    except Exception as error:
+        session.broken(error)
+
+
+profile = Recorder()
+"""The recorder with default options; call it for others."""
+record = profile

@@ -1,0 +1,36 @@
+"""``Trainer(callbacks=[AdvisorCallback()])`` for Lightning.
+
+Do not give Lightning's own ``PyTorchProfiler`` beside it: two profilers crash a process; windows
+are left out while another one is active.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from advisor.recorder.api import Recorder
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError:  # the package under its older name
+    from pytorch_lightning.callbacks import Callback
+
+
+class AdvisorCallback(Callback):
+    """Records ``Trainer.fit``. Keywords are the recorder's options."""
+
+    def __init__(self, out: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.recorder = Recorder(out, **options)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin."""
+        self.recorder.begin("callback")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End."""
+        self.recorder.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End, because training raised."""
+        self.recorder.close(exception)

@@ -1,0 +1,29 @@
+"""``Trainer(callbacks=[AdvisorCallback()])`` for Hugging Face Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from advisor.recorder.api import Recorder
+
+
+class AdvisorCallback(TrainerCallback):
+    """Records ``Trainer.train``. Keywords are the recorder's options.
+
+    The trainer does not tell its callbacks of an exception: then the recording ends with the
+    process, and what was recorded until then is on the disk.
+    """
+
+    def __init__(self, out: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.recorder = Recorder(out, **options)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin."""
+        self.recorder.begin("callback")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End."""
+        self.recorder.close()

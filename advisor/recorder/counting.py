@@ -1,0 +1,90 @@
+"""Counts training steps and leaves the process after enough of them: the pass under Scalene, and
+programs that are only tried."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from advisor.recorder.clock import ONLINE, THREAD, Tape
+from advisor.recorder.hooks import Hooks
+from advisor.recorder.loaders import Loaders
+from advisor.recorder.reader import Reader
+from advisor.recorder.steps import Segment
+
+log = logging.getLogger("advisor")
+
+
+class Counter:
+    """Listens, keeps nothing. ``ended`` is called with the number of each step as it ends, in the
+    training thread; what it raises that is no Exception goes through to the program."""
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self.ended = ended
+        self.tape = Tape()
+        self.tape.here[ONLINE] = 1
+        self.looping: list[Any] = []
+        self.loaders = Loaders(lambda kind, data: None)
+        self.reader = Reader(self.loaders, self._emit)
+        self.hooks = Hooks(self)
+
+    def glance(self, batch: Any) -> Any:
+        """Batches are of no interest."""
+
+    def entered(self, phase: int) -> None:
+        """Nobody watches."""
+
+    def left(self, phase: int) -> None:
+        """Nobody watches."""
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+
+    def forwarded(self, module: Any) -> None:
+        """Loops that do not train are left alone."""
+
+    def generating(self) -> None:
+        """The same."""
+
+    generated = learning = generating
+
+    def elsewhere(self) -> None:
+        """Other threads are left alone."""
+
+    def drain(self) -> None:
+        """Read the tape."""
+        try:
+            self.reader.read(self.tape.take())
+        except Exception as error:
+            self.broken(error)
+
+    def broken(self, error: BaseException) -> None:
+        """Something of ours failed: let the program run to its end."""
+        self.stop()
+        log.warning("advisor: steps are not counted: %s", error)
+
+    def start(self) -> None:
+        """Count the steps of the calling thread."""
+        self.hooks.install()
+        self.tape.here[THREAD] = threading.get_ident()
+
+    def stop(self) -> None:
+        """No more."""
+        self.tape.here[THREAD] = -1
+
+    def _emit(self, segment: Segment, micro: int, gap: int) -> None:
+        self.ended(self.reader.steps.count + 1)
+
+
+def count_steps(limit: int) -> None:
+    """Raise SystemExit in the calling thread after so many training steps."""
+
+    def ended(count: int) -> None:
+        if count >= limit:
+            counter.stop()
+            raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
+
+    counter = Counter(ended)
+    counter.start()

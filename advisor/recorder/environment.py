@@ -1,0 +1,498 @@
+"""What is told once about a run and its processes: command, versions, flags, limits, devices.
+
+Nothing here raises or imports: torch and others are looked up among the modules that are loaded
+already, CUDA is only asked when the process has initialised it, and what cannot be had is left
+out. No environment variable is kept that is not on the list.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from advisor import __version__
+from advisor.core.run_directory import Device, Manifest, Rank
+from advisor.core.words import words
+from advisor.recorder.cgroup import Cgroup
+from advisor.recorder.redact import clean_command, clean_value
+
+_T = TypeVar("_T")
+
+GIT_SECONDS = 2.0
+"""A repository that takes longer to look at is not described."""
+
+PACKAGES = words(
+    """
+    torch torchvision torchaudio triton numpy transformers accelerate datasets tokenizers peft
+    trl lightning pytorch_lightning deepspeed megatron torchtitan torchao torchdata flash_attn
+    xformers bitsandbytes apex transformer_engine timm nvidia.dali webdataset kornia nvtx
+    pynvml psutil
+    """
+)
+"""Described when the process has loaded them."""
+
+ENV = set(
+    words(
+        """
+        CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
+        CUDA_DEVICE_MAX_CONNECTIONS CUDA_CACHE_DISABLE CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
+        CUDA_AUTO_BOOST CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE
+        NVIDIA_VISIBLE_DEVICES TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TEARDOWN_CUPTI
+        PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF
+        PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_JIT PYTORCH_NVML_BASED_CUDA_CHECK
+        TORCH_SHOW_CPP_STACKTRACES TORCH_SHOW_DISPATCH_TRACE TORCH_DISTRIBUTED_DEBUG
+        TORCH_CPP_LOG_LEVEL TORCH_LOGS TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
+        TORCHDYNAMO_VERBOSE TORCHINDUCTOR_MAX_AUTOTUNE TORCHINDUCTOR_COMPILE_THREADS
+        TORCHINDUCTOR_FX_GRAPH_CACHE TORCH_USE_CUDA_DSA TORCH_USE_RTLD_GLOBAL
+        OMP_NUM_THREADS OMP_PROC_BIND OMP_PLACES OMP_WAIT_POLICY OMP_DYNAMIC
+        MKL_NUM_THREADS MKL_DYNAMIC OPENBLAS_NUM_THREADS NUMEXPR_NUM_THREADS
+        NUMEXPR_MAX_THREADS VECLIB_MAXIMUM_THREADS KMP_AFFINITY KMP_BLOCKTIME
+        GOMP_CPU_AFFINITY GOMP_SPINCOUNT RAYON_NUM_THREADS TOKENIZERS_PARALLELISM
+        MALLOC_ARENA_MAX PYTHONDEVMODE PYTHONMALLOC PYTHONTRACEMALLOC PYTHONASYNCIODEBUG
+        PYTHONHASHSEED PYTHON_GIL UCX_TLS UCX_NET_DEVICES GLOO_SOCKET_IFNAME RANK
+        LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK
+        TORCHELASTIC_RESTART_COUNT SLURM_NNODES SLURM_NTASKS SLURM_NTASKS_PER_NODE
+        SLURM_CPUS_PER_TASK SLURM_CPUS_ON_NODE SLURM_GPUS_ON_NODE SLURM_PROCID
+        SLURM_LOCALID
+        """
+    )
+)
+"""Environment variables that are kept. Nothing else is, and of these no credentials."""
+ENV_PREFIXES = ("NCCL_", "TORCH_NCCL_", "RCCL_")
+
+
+def manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest:
+    """The run as a whole. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``."""
+    commit, dirty = _try(git_state) or (None, None)
+    return Manifest(
+        run_id=run_id,
+        started_unix_ns=time.time_ns(),
+        command=_try(lambda: clean_command(command_line())) or [],
+        entry=entry,
+        git_commit=commit,
+        git_dirty=dirty,
+        world_size=_try(_world_size),
+        versions=_try(versions) or {},
+        options=options,
+    )
+
+
+def rank_info() -> Rank:
+    """This process: where it runs, on what, with which flags."""
+    unix, perf = anchors()
+    cgroup = _try(Cgroup)
+    return Rank(
+        rank=_try(_rank),
+        local_rank=_int(os.environ.get("LOCAL_RANK")),
+        pid=os.getpid(),
+        anchor_unix_ns=unix,
+        anchor_perf_ns=perf,
+        devices=_try(devices) or [],
+        cpus=_try(lambda: usable_cpus(cgroup)),
+        cpus_total=os.cpu_count(),
+        memory_bytes=_try(lambda: _memory(cgroup)),
+        flags=_try(flags) or {},
+        env=_try(environment) or {},
+        ulimits=_try(ulimits) or {},
+        shm_bytes=_try(_shm),
+    )
+
+
+def anchors() -> tuple[int, int]:
+    """One instant on the wall clock and on ``perf_counter_ns``, as exact as a few tries get it."""
+    best: tuple[int, int, int] | None = None
+    for _ in range(5):
+        before = time.perf_counter_ns()
+        unix = time.time_ns()
+        after = time.perf_counter_ns()
+        if best is None or after - before < best[0]:
+            best = (after - before, unix, (before + after) // 2)
+    assert best is not None
+    return best[1], best[2]
+
+
+# -- the process --------------------------------------------------------------------------------
+
+
+def command_line() -> list[str]:
+    """The command as it was typed, as far as the interpreter knows."""
+    given = list(getattr(sys, "orig_argv", None) or [sys.executable, *sys.argv])
+    if given:
+        given[0] = Path(given[0]).name
+    return given
+
+
+def environment() -> dict[str, str]:
+    """The variables of the list that are set."""
+    return {
+        name: clean_value(value)
+        for name, value in sorted(os.environ.items())
+        if name in ENV or name.startswith(ENV_PREFIXES)
+    }
+
+
+def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
+    """(commit, uncommitted changes in tracked files) of the repository around a folder."""
+    folder = folder or Path.cwd()
+    told = _git(
+        folder,
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+        "--ignore-submodules",
+    )
+    if told is None:
+        return _head(folder), None
+    lines = told.decode("utf-8", "replace").splitlines()
+    oid = next((x.split()[-1] for x in lines if x.startswith("# branch.oid ")), None)
+    commit = oid if oid is not None and _is_commit(oid) else None
+    return commit, any(not line.startswith("#") for line in lines)
+
+
+def _git(folder: Path, *words: str) -> bytes | None:
+    """What git prints; ``None``: it failed, or is not here.
+
+    Without a pipe: loader workers that are forked just now would inherit its other end, and
+    whoever reads from it wait until they end, which may be when training does. Popen makes none,
+    not even its own, with a full path, an open file and ``close_fds=False``.
+    """
+    program = shutil.which("git")
+    if program is None:
+        return None
+    command = [program, "-C", str(folder), "-c", "core.fsmonitor=false", *words]
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        with tempfile.TemporaryFile() as out:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.DEVNULL,
+                close_fds=False,
+                timeout=GIT_SECONDS,
+                env=env,
+                check=False,
+            )
+            out.seek(0)
+            return out.read() if done.returncode == 0 else None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _head(folder: Path) -> str | None:
+    """The commit from the files of .git, where git itself cannot be asked."""
+    for place in (folder.resolve(), *folder.resolve().parents):
+        git = place / ".git"
+        if git.is_file():
+            git = place / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+        if not (git / "HEAD").is_file():
+            continue
+        head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        if _is_commit(head):
+            return head
+        name = head.removeprefix("ref:").strip()
+        common = git / "commondir"
+        home = git / common.read_text(encoding="utf-8").strip() if common.is_file() else git
+        if (home / name).is_file():
+            value = (home / name).read_text(encoding="utf-8").strip()
+            return value if _is_commit(value) else None
+        packed = home / "packed-refs"
+        for line in packed.read_text(encoding="utf-8").splitlines() if packed.is_file() else ():
+            if line.endswith(f" {name}") and _is_commit(line.split()[0]):
+                return line.split()[0]
+        return None
+    return None
+
+
+def _is_commit(text: str) -> bool:
+    return len(text) in (40, 64) and all(c in "0123456789abcdef" for c in text)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what is loaded and of what it was built with."""
+    found = {"advisor": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        version = _try(lambda name=name: getattr(sys.modules.get(name), "__version__", None))  # type: ignore[misc]
+        if isinstance(version, str):
+            found[name] = str(version)[:100]
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found |= _texts(
+            {
+                "cuda": lambda: torch.version.cuda,
+                "hip": lambda: torch.version.hip,
+                "cudnn": lambda: _ask(torch, "backends.cudnn.version"),
+                "nccl": lambda: _nccl(torch),
+            }
+        )
+    found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return found
+
+
+def _nccl(torch: Any) -> str | None:
+    """Asked only where there is one: without it torch complains."""
+    if torch.version.cuda is None or not torch.cuda.is_initialized():
+        return None
+    version = torch.cuda.nccl.version()
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def _texts(getters: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    values = {name: _try(get) for name, get in getters.items()}
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def _world_size() -> int | None:
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_world_size())
+    return _int(os.environ.get("WORLD_SIZE"))
+
+
+def _rank() -> int | None:
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return _int(os.environ.get("RANK"))
+
+
+def _int(text: str | None) -> int | None:
+    return int(text) if text is not None and text.strip().isdecimal() else None
+
+
+# -- limits -------------------------------------------------------------------------------------
+
+
+def usable_cpus(cgroup: Cgroup | None = None) -> int | None:
+    """CPUs that the process may keep busy: its affinity, and the container's quota if lower."""
+    if hasattr(os, "sched_getaffinity"):
+        found: int | None = len(os.sched_getaffinity(0))
+    else:
+        found = os.cpu_count()
+    quota = cgroup.cpu_quota() if cgroup is not None else None
+    if quota is None or found is None:
+        return found
+    return max(1, min(found, int(quota)))
+
+
+def _memory(cgroup: Cgroup | None) -> int | None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = cgroup.memory_limit() if cgroup is not None else None
+    return total if limit is None else min(total, limit)
+
+
+def ulimits() -> dict[str, int]:
+    """Soft limits; -1: unlimited."""
+    import resource
+
+    found = {}
+    for name in ("nofile", "memlock", "nproc", "stack", "core"):
+        number = getattr(resource, f"RLIMIT_{name.upper()}", None)
+        if number is not None:
+            soft = resource.getrlimit(number)[0]
+            found[name] = -1 if soft == resource.RLIM_INFINITY else soft
+    return found
+
+
+def _shm() -> int | None:
+    stat = os.statvfs("/dev/shm")
+    return stat.f_blocks * stat.f_frsize
+
+
+# -- NUMA ---------------------------------------------------------------------------------------
+
+NODES = Path("/sys/devices/system/node")
+PCI = Path("/sys/bus/pci/devices")
+
+
+def cpu_list(text: str) -> set[int]:
+    """``0-3,8,10-11`` as the kernel writes sets of CPUs."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (not last or last.isdecimal()):
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def numa(folder: Path = NODES) -> tuple[int | None, list[int] | None]:
+    """(number of NUMA nodes with CPUs, the nodes that the process's affinity touches)."""
+    nodes = {}
+    for place in sorted(folder.glob("node[0-9]*")):
+        cpus = cpu_list((place / "cpulist").read_text(encoding="ascii"))
+        if cpus:
+            nodes[int(place.name.removeprefix("node"))] = cpus
+    if not nodes or not hasattr(os, "sched_getaffinity"):
+        return None, None
+    mine = os.sched_getaffinity(0)
+    return len(nodes), sorted(number for number, cpus in nodes.items() if cpus & mine)
+
+
+def gpu_node(bus: str, folder: Path = PCI) -> int | None:
+    """NUMA node of a PCI device (``0000:3b:00.0``); ``None``: the machine does not tell."""
+    node = int((folder / bus.lower() / "numa_node").read_text(encoding="ascii"))
+    return node if node >= 0 else None
+
+
+# -- torch --------------------------------------------------------------------------------------
+
+
+def flags() -> dict[str, Any]:
+    """Flags that advice needs, by their torch spelling; what cannot be had is left out."""
+    nodes, own = _try(numa) or (None, None)
+    found: dict[str, Any] = {
+        "gc_enabled": gc.isenabled(),
+        "gc_threshold": list(gc.get_threshold()),
+        "gc_frozen": gc.get_freeze_count(),
+        "start_method": _try(lambda: multiprocessing.get_start_method(allow_none=True)),
+        "numa_nodes": nodes,
+        "numa_node_cpus": own,
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found |= {name: _try(get) for name, get in _torch_flags(torch).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+_FLAGS = {
+    "float32_matmul_precision": "get_float32_matmul_precision",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": (
+        "backends.cuda.matmul.allow_bf16_reduced_precision_reduction"
+    ),
+    "cudnn.enabled": "backends.cudnn.enabled",
+    "cudnn.benchmark": "backends.cudnn.benchmark",
+    "cudnn.deterministic": "backends.cudnn.deterministic",
+    "deterministic_algorithms": "are_deterministic_algorithms_enabled",
+    "anomaly_mode": "is_anomaly_enabled",
+    "grad_enabled": "is_grad_enabled",
+    "num_threads": "get_num_threads",
+    "interop_threads": "get_num_interop_threads",
+    "flash_sdp": "backends.cuda.flash_sdp_enabled",
+    "mem_efficient_sdp": "backends.cuda.mem_efficient_sdp_enabled",
+    "math_sdp": "backends.cuda.math_sdp_enabled",
+}
+"""Flags that are an attribute of torch, or what a function of it says."""
+
+
+def _torch_flags(torch: Any) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {
+        name: lambda path=path: _ask(torch, path)  # type: ignore[misc]
+        for name, path in _FLAGS.items()
+    }
+    return found | {
+        "cuda.matmul.allow_tf32": lambda: _tf32(torch.backends.cuda.matmul),
+        "cudnn.allow_tf32": lambda: _tf32(torch.backends.cudnn),
+        "autocast": lambda: _autocast(torch),
+        "compile": _compiled,
+        "arch_list": lambda: torch.cuda.get_arch_list() or None,
+        "sync_debug_mode": lambda: _if_cuda(torch, torch.cuda.get_sync_debug_mode),
+        "numa_node_gpu": lambda: _if_cuda(torch, lambda: gpu_node(_bus(torch))),
+    }
+
+
+def _ask(torch: Any, path: str) -> Any:
+    for name in path.split("."):
+        torch = getattr(torch, name)
+    return torch() if callable(torch) else torch
+
+
+def _tf32(backend: Any) -> bool | None:
+    """TF32 allowed; by the newer setting where both spellings were mixed and torch objects."""
+    try:
+        return bool(backend.allow_tf32)
+    except RuntimeError:
+        return str(backend.fp32_precision) == "tf32"
+
+
+def _autocast(torch: Any) -> str | None:
+    """The dtype of an autocast region that is open now; ``None``: none is, which says nothing
+    about other places of the program."""
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return None
+
+
+def _compiled() -> int | None:
+    """Graphs that torch.compile has made so far."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return 0
+    return int(utils.counters["stats"].get("unique_graphs", 0))
+
+
+def _if_cuda(torch: Any, get: Callable[[], _T]) -> _T | None:
+    """Only in a process that uses the GPU already: asking would initialise CUDA, after which
+    forked DataLoader workers cannot."""
+    return get() if torch.cuda.is_initialized() else None
+
+
+def _bus(torch: Any) -> str:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
+        f":{properties.pci_device_id:02x}.0"
+    )
+
+
+def devices() -> list[Device]:
+    """Visible GPUs, the current one first; none while the process has not initialised CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    current = torch.cuda.current_device()
+    order = [current, *(i for i in range(torch.cuda.device_count()) if i != current)]
+    driver = _try(_driver)
+    found = []
+    for index in order:
+        properties = torch.cuda.get_device_properties(index)
+        uuid = getattr(properties, "uuid", None)
+        found.append(
+            Device(
+                index=index,
+                name=str(properties.name),
+                uuid=None if uuid is None else _prefixed(str(uuid)),
+                total_bytes=int(properties.total_memory),
+                capability=f"{properties.major}.{properties.minor}",
+                driver=driver,
+            )
+        )
+    return found
+
+
+def _prefixed(uuid: str) -> str:
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _driver() -> str | None:
+    from advisor.recorder.nvml import open_nvml
+
+    nvml = open_nvml()
+    if isinstance(nvml, str):
+        return None
+    try:
+        return nvml.driver
+    finally:
+        nvml.close()
+
+
+def _try(get: Callable[[], _T]) -> _T | None:
+    """A value, or ``None`` whatever goes wrong: what is described here is never worth a failure
+    of the training around it, and what torch or the system raises is not ours to enumerate."""
+    try:
+        return get()
+    except Exception:
+        return None

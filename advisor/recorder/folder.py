@@ -1,0 +1,161 @@
+"""Which directory a process records into: a new one for every run, the same for all its ranks.
+
+``advisor record`` makes the directory and names it in ``ADVISOR_RUN_DIR``. Otherwise the first
+rank makes it and leaves its name in a hidden file beside it, under a key that only the processes
+of one launch share; the others wait for that file. All of this happens in the writer's thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import multiprocessing
+import os
+import secrets
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from advisor.core import run_directory as rundir
+
+RUN_DIR = "ADVISOR_RUN_DIR"
+"""Set by ``advisor record`` for the processes that it starts."""
+WAIT_SECONDS = 60.0
+"""How long a rank waits for the first one to make the directory."""
+STALE_SECONDS = 600.0
+"""An older note is of another launch that happened to have the same key."""
+MAX_TRIES = 1000
+
+
+def new_run(out: str = "") -> Path:
+    """Make a new run directory. Raises OSError."""
+    wanted = Path(out) if out else Path("runs") / _name()
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, MAX_TRIES):
+        path = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}_{attempt}")
+        try:
+            path.mkdir()
+            return path.absolute()
+        except FileExistsError:
+            if path.is_dir() and not any(path.iterdir()):
+                return path.absolute()
+    raise OSError(errno.EEXIST, "too many runs of this name", str(wanted))
+
+
+def rank_folder(out: str, rank: int, world: int) -> Path:
+    """Make this rank's folder in the run's directory. Raises OSError."""
+    given = os.environ.get(RUN_DIR)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if given:
+        run = Path(given)
+        if restart not in ("", "0"):
+            run = run.with_name(f"{run.name}_restart{restart}")
+        run.mkdir(parents=True, exist_ok=True)
+    elif world > 1:
+        run = _meet(out, rank)
+    else:
+        run = new_run(out)
+    for attempt in range(1, MAX_TRIES):
+        # a second training in a process tree that shares the variable: a run of its own
+        sibling = run if attempt == 1 else run.with_name(f"{run.name}_{attempt}")
+        sibling.mkdir(exist_ok=True)
+        folder = sibling / f"rank{rank}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+    raise OSError(errno.EEXIST, "too many recordings of this rank", str(run))
+
+
+def write_once(path: Path, record: msgspec.Struct) -> None:
+    """Write a record unless it is there already: complete, or not at all. Raises OSError."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        hidden.write_bytes(msgspec.json.encode(record))
+        with suppress(FileExistsError):
+            try:
+                os.link(hidden, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                if not path.exists():
+                    hidden.replace(path)
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _name() -> str:
+    return time.strftime("%Y-%m-%d_%H%M%S_") + secrets.token_hex(2)
+
+
+def _meet(out: str, rank: int) -> Path:
+    """The directory that all ranks of this launch share."""
+    parent = Path(out).parent if out else Path("runs")
+    note = parent / f".launch_{_launch()}"
+    if rank == 0:
+        run = new_run(out)
+        hidden = note.with_name(f"{note.name}.{os.getpid()}")
+        hidden.write_text(str(run), "utf-8")
+        hidden.replace(note)
+        return run
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if time.time() - note.stat().st_mtime < STALE_SECONDS:
+                run = Path(note.read_text("utf-8"))
+                if run.is_dir() and not (run / f"rank{rank}").exists():
+                    return run
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise OSError(errno.ETIMEDOUT, "rank 0 did not begin to record", str(note))
+
+
+def _launch() -> str:
+    """A name that the processes of one launch have in common, and no other launch has.
+
+    On one machine: the process that started them. On several: what the launcher calls the job.
+    """
+    env = os.environ
+    names = [
+        "TORCHELASTIC_RUN_ID",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RESTART_COUNT",
+        "SLURM_JOB_ID",
+        "SLURM_STEP_ID",
+    ]
+    parts = [env.get(name, "") for name in names]
+    if env.get("LOCAL_WORLD_SIZE", "") == env.get("WORLD_SIZE", ""):
+        mother = multiprocessing.parent_process()
+        pid = mother.pid if mother is not None and mother.pid else os.getppid()
+        parts += [str(pid), _started(pid)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def _started(pid: int) -> str:
+    """When a process began, in the kernel's ticks; empty where that cannot be told."""
+    if sys.platform != "linux":
+        return ""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError, UnicodeDecodeError):
+        return ""
+
+
+def remove_if_empty(run: Path) -> bool:
+    """Take away a run directory that nothing was recorded into."""
+    try:
+        run.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def manifest_of(folder: Path) -> Path:
+    """Where the manifest belongs, from a rank's folder."""
+    return folder.parent / rundir.MANIFEST

@@ -1,0 +1,656 @@
+"""Where the recorder listens: wrappers around a handful of torch's entry points.
+
+Each wrapper does the user's call exactly once, with the user's arguments, result and exception.
+What is ours around it writes on the tape, and what can fail besides is contained. All begin with
+the same questions: does dynamo trace this (then they are as if they were not there: no graph
+break, no guard on our state), are we inside something that is timed already, and is this the
+watched thread? They spell out what a shared helper would do: each call of Python is a
+microsecond where the caches are cold.
+
+No module hooks: global ones put every submodule on torch's slow path and make compiled modules
+warn, and hooks on an instance are pickled with the user's model.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter_ns as now
+from types import MethodType
+from typing import Any, NamedTuple, Protocol
+
+from advisor.recorder.clock import (
+    APPLIED,
+    BACKWARD,
+    BACKWARD_END,
+    BATCH,
+    DATA,
+    EXHAUSTED,
+    FETCH,
+    FETCHED,
+    FETCHED_INSIDE,
+    FORWARD,
+    FORWARD_END,
+    FORWARD_END_NO_GRAD,
+    GENERATE,
+    GENERATED,
+    H2D,
+    ITERATE,
+    ITERATED,
+    LEAVE,
+    LOADER,
+    MAX_TAPE,
+    OPTIMIZED_BY,
+    OPTIMIZER,
+    OPTIMIZER_END,
+    OTHER,
+    PART_OF_GRADIENTS,
+    PART_OF_UPLOADS,
+    RESET,
+    SAVE,
+    TOLD,
+    Tape,
+)
+from advisor.recorder.loaders import Loaders
+from advisor.recorder.modules import ModuleCalls, leave_to_dynamo
+from advisor.recorder.witness import Witness
+
+
+class Listener(Protocol):
+    """What hooks talk to."""
+
+    tape: Tape
+    loaders: Loaders
+    looping: list[Any]
+    """Not empty: ``Recorder.steps`` waits for a batch."""
+
+    def glance(self, batch: Any) -> Any:
+        """Note what a batch is made of."""
+
+    def entered(self, phase: int) -> None:
+        """A phase is about to begin; called while somebody watches. Contained, as the next ones."""
+
+    def left(self, phase: int) -> None:
+        """A phase has ended, this one goes on."""
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+
+    def forwarded(self, module: Any) -> None:
+        """The forward of an outermost module has ended, where nothing was learnt so far."""
+
+    def generating(self) -> None:
+        """A call of ``generate`` is about to begin, where nothing was learnt so far …"""
+
+    def generated(self) -> None:
+        """… and has ended."""
+
+    def learning(self) -> None:
+        """The first backward begins."""
+
+    def elsewhere(self) -> None:
+        """A backward or an optimizer's step begins in a thread that is not watched; it may become
+        the one that is."""
+
+    def drain(self) -> None:
+        """Read the tape, if it is to be read in this thread."""
+
+    def broken(self, error: BaseException) -> None:
+        """Something of ours failed: stop."""
+
+
+class _Patch(NamedTuple):
+    """One of torch's functions, replaced."""
+
+    owner: Any
+    name: str
+    original: Any
+    own: bool
+    """It was the owner's; else inherited."""
+    hook: Any
+
+
+OVERRIDABLE = frozenset(("to", "cuda"))
+"""Methods of tensors of which ``__torch_function__`` is told. torch takes the one that it tells of
+from ``torch.Tensor``, so that it is our hook, and overrides look it up in tables: our hook has to
+be equal to the original."""
+
+
+FOREIGN = (
+    ("nvidia.dali.plugin.pytorch", "DALIGenericIterator"),
+    ("nvidia.dali.plugin.pytorch", "DALIRaggedIterator"),
+    ("ffcv.loader.epoch_iterator", "EpochIterator"),
+)
+"""Iterators of loaders that are not torch's and have none of torch's inside, by module and class.
+Where the module is imported, waits for them are told as those for torch's are."""
+
+
+GENERATION = "transformers.generation.utils"
+"""Where the ``generate`` of Transformers' models is."""
+
+
+class Equal:
+    """A hook that is equal to what it is around."""
+
+    def __init__(self, original: Any, hook: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, original)
+        self._original = original
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hook(*args, **kwargs)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else MethodType(self._hook, owner)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._original == (other._original if type(other) is Equal else other))
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def __reduce__(self) -> Any:
+        return self._original.__reduce__()
+
+
+class Hooks:
+    """The wrappers, put in place by ``install`` and taken out by ``remove``."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._on = listener
+        self._patches: list[_Patch] = []
+        self._handles: list[Any] = []
+        self._calls: ModuleCalls | None = None
+        self._foreign: set[Any] = set()
+        self.lifted = False
+        """Forwards are not seen at present."""
+
+    def install(self) -> None:
+        """Listen. Raises AttributeError: this torch has another shape than those that are known."""
+        import torch
+        from torch.optim import optimizer as optim
+        from torch.utils.data import dataloader
+
+        wrap = self._patch
+        wrap(dataloader._BaseDataLoaderIter, "__next__", _next(self._on))
+        wrap(dataloader.DataLoader, "__iter__", _iter(self._on))
+        self._foreign.clear()
+        self.look()
+        leave_to_dynamo()
+        self._calls = ModuleCalls(self._on.tape.here, lambda calls: _forward(self._on, calls))
+        self._calls.install()
+        wrap(torch.Tensor, "to", _to(self._on))
+        wrap(torch.Tensor, "cuda", _cuda(self._on))
+        if hasattr(torch.autograd, "_engine_run_backward"):  # what both of them call
+            wrap(torch.autograd, "_engine_run_backward", _backward(self._on))
+        else:
+            wrap(torch.autograd, "backward", _backward(self._on))
+            wrap(torch.autograd, "grad", _backward(self._on))
+        opened: Opened = []
+        wrap(torch.amp.GradScaler, "step", _scaler_step(self._on, opened))
+        wrap(torch, "save", _save(self._on))
+        wrap(torch.serialization, "save", lambda original: torch.save)  # the same: it is pickled so
+        before, after = _around_step(self._on, opened)
+        self._handles = [
+            optim.register_optimizer_step_pre_hook(before),
+            optim.register_optimizer_step_post_hook(after),
+        ]
+
+    def look(self) -> bool:
+        """Listen to what was imported since: other loaders, ``generate``. Nothing is imported here.
+        Whether it was ``generate``."""
+        for name, kind in FOREIGN:
+            module = sys.modules.get(name)
+            owner = None if module is None else vars(module).get(kind)
+            if isinstance(owner, type) and owner not in self._foreign:
+                self._foreign.add(owner)
+                if "__next__" in vars(owner):
+                    self._patch(owner, "__next__", _next(self._on))
+        module = sys.modules.get(GENERATION)
+        owner = None if module is None else vars(module).get("GenerationMixin")
+        if isinstance(owner, type) and owner not in self._foreign:
+            self._foreign.add(owner)
+            if "generate" in vars(owner):
+                self._patch(owner, "generate", _generate(self._on))
+                return True
+        return False
+
+    def remove(self) -> None:
+        """Put everything back. A wrapper that somebody has wrapped since stays, and passes
+        through."""
+        if self._calls is not None:
+            self._calls.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for owner, name, original, own, hook in reversed(self._patches):
+            if vars(owner).get(name) is hook:
+                if own:
+                    setattr(owner, name, original)
+                else:
+                    delattr(owner, name)
+        self._patches.clear()
+
+    def lift(self) -> None:
+        """Give ``Module.__call__`` its own code until ``lower``, before a profiler with Python
+        stacks starts: torch's tracer recognises modules by it, as it is when the first tracer of
+        the process starts."""
+        self.lifted = True
+        if self._calls is not None:
+            self._calls.remove()
+
+    def lower(self) -> None:
+        """That profiler has ended."""
+        self.lifted = False
+        if self._calls is not None and self._patches:
+            self._calls.install()
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        own = name in vars(owner)
+        original = getattr(owner, name)
+        made = make(original)
+        hook: Any = made if hasattr(made, "__wrapped__") else functools.wraps(original)(made)
+        if name in OVERRIDABLE:
+            hook = Equal(original, hook)
+        setattr(owner, name, hook)
+        self._patches.append(_Patch(owner, name, original, own, hook))
+
+
+def _next(on: Listener) -> Callable[[Any], Any]:
+    from torch import Tensor
+
+    tape, looping, glance = on.tape, on.looping, on.glance
+    put, here, numbers = tape.log.extend, tape.here, on.loaders.numbers
+
+    def make(original: Any) -> Any:
+        def __next__(self: Any) -> Any:
+            if get_ident() != here[0]:
+                return original(self)
+            before = here[1]
+            if before == DATA:  # inside Recorder.steps, or a dataset's own loader
+                batch = original(self)
+                if looping:
+                    try:
+                        put((FETCHED_INSIDE, now(), BATCH, glance(batch)))
+                        looping.clear()
+                    except Exception as error:
+                        on.broken(error)
+                return batch
+            if before == OPTIMIZER:  # one that raised: its hook for the end was not called
+                before = OTHER
+            if here[2]:
+                on.entered(DATA)
+            put((FETCH, now()))
+            here[1] = DATA
+            try:
+                if here[3]:
+                    on.drain()
+                batch = original(self)
+            except BaseException as raised:
+                here[1] = before
+                put((EXHAUSTED if isinstance(raised, StopIteration) else LEAVE, now()))
+                if here[2]:
+                    on.left(before)
+                raise
+            here[1] = before
+            try:
+                end = now()
+                kind = type(batch)
+                # two tensors, the usual batch: what ``glance`` would find
+                if (
+                    (kind is list or kind is tuple)
+                    and len(batch) == 2
+                    and type(batch[0]) is Tensor
+                    and type(batch[1]) is Tensor
+                ):
+                    x, y = batch
+                    put((FETCHED, end, BATCH, (((x.shape, x.dtype), (y.shape, y.dtype)), None)))
+                else:
+                    put((FETCHED, end, BATCH, glance(batch)))
+                number = numbers.get(id(self), -1)
+                if number != here[TOLD]:
+                    here[TOLD] = number
+                    put((LOADER, number))
+                if here[2]:
+                    on.left(before)
+            except Exception as error:
+                on.broken(error)
+            return batch
+
+        return __next__
+
+    return make
+
+
+def _iter(on: Listener) -> Callable[[Any], Any]:
+    tape = on.tape
+    put, here = tape.log.extend, tape.here
+
+    def make(original: Any) -> Any:
+        def __iter__(self: Any) -> Any:
+            if get_ident() != here[0] or here[1] == DATA:
+                return original(self)
+            begin = now()
+            put((ITERATE, begin))
+            iterator = original(self)
+            try:
+                data = on.loaders.iterated(self, iterator, begin, now() - begin)
+                if data is not None:
+                    put((ITERATED, data))
+            except Exception as error:
+                on.broken(error)
+            return iterator
+
+        return __iter__
+
+    return make
+
+
+def _timed(
+    on: Listener,
+    phase: int,
+    *,
+    inside: frozenset[int],
+    end: int = LEAVE,
+    applies: Callable[[Any, Any], bool] | None = None,
+) -> Callable[[Any], Any]:
+    """A wrapper that times calls as a phase, except in the phases ``inside`` which it is part of.
+
+    ``applies`` looks at the arguments. ``end`` is the code of a call that returned.
+    """
+    compiling = _compiling()
+    tape = on.tape
+    put, here = tape.log.extend, tape.here
+
+    def make(original: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if (
+                compiling()
+                or here[1] in inside
+                or get_ident() != here[0]
+                or (applies is not None and not applies(args, kwargs))
+            ):
+                return original(*args, **kwargs)
+            before = here[1]
+            if here[2]:
+                on.entered(phase)
+            here[1] = phase
+            put((phase, now()))
+            code = LEAVE
+            try:
+                result = original(*args, **kwargs)
+                code = end
+            finally:
+                here[1] = before
+                put((code, now()))
+                if here[2]:
+                    on.left(before)
+            if end == OPTIMIZER_END and here[3]:
+                on.drain()
+            return result
+
+        return timed
+
+    return make
+
+
+def _forward(
+    on: Listener, calls: ModuleCalls
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """Makes the call of an outermost module: a forward. Those inside are not looked at."""
+    from torch import is_grad_enabled
+
+    function, original, code = calls.function, calls.original, calls.code
+    tape = on.tape
+    put, here = tape.log.extend, tape.here
+
+    def forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = here[1]
+        if here[3] and here[6] and not here[5]:
+            on.drain()  # of an optimizer that is not seen, a step's end is known by now
+        if here[2]:
+            on.entered(FORWARD)
+        here[1] = FORWARD
+        put((FORWARD, now()))
+        try:
+            if calls.reported:
+                function.__code__ = original
+            if module._compiled_call_impl is not None:
+                return module._compiled_call_impl(*args, **kwargs)
+            return module._call_impl(*args, **kwargs)
+        finally:
+            if calls.reported and function.__code__ is original:
+                function.__code__ = code
+            here[1] = before
+            put((FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD, now()))
+            if here[2]:
+                on.left(before)
+            if not here[6]:
+                on.forwarded(module)
+
+    return forward
+
+
+def _generate(on: Listener) -> Callable[[Any], Any]:
+    """Marks calls of ``generate``. Its forwards are timed as they are."""
+    compiling = _compiling()
+    tape = on.tape
+    put, here = tape.log.extend, tape.here
+
+    def make(original: Any) -> Any:
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if compiling() or here[6] or get_ident() != here[0] or here[1] in PART_OF_GRADIENTS:
+                return original(*args, **kwargs)
+            on.generating()
+            put((GENERATE, now()))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                put((GENERATED, now()))
+                on.generated()
+
+        return generate
+
+    return make
+
+
+def _to(on: Listener) -> Callable[[Any], Any]:
+    """``Tensor.to`` from the host to a device."""
+    from torch import device
+
+    is_cpu = _told("is_cpu")
+
+    def applies(args: Any, kwargs: Any) -> bool:
+        target: Any = args[1] if len(args) > 1 else kwargs.get("device")
+        if not args:
+            return False
+        kind = type(target)
+        if kind is device:
+            there = target.type != "cpu"
+        else:
+            there = kind is int or (kind is str and not target.startswith("cpu"))
+        return bool(there and is_cpu(args[0]))
+
+    return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
+
+
+def _cuda(on: Listener) -> Callable[[Any], Any]:
+    is_cpu = _told("is_cpu")
+    applies = lambda args, kwargs: bool(args) and is_cpu(args[0])  # noqa: E731
+    return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
+
+
+def _told(name: str) -> Callable[[Any], Any]:
+    """An attribute of a tensor, false for what is none. Overrides and modes (``TorchFunctionMode``)
+    do not hear that we ask."""
+    from torch import Tensor
+    from torch._C import DisableTorchFunction as silently
+
+    of = operator.attrgetter(name)
+
+    def told(tensor: Any) -> Any:
+        with silently():
+            return isinstance(tensor, Tensor) and of(tensor)
+
+    return told
+
+
+def _backward(on: Listener) -> Callable[[Any], Any]:
+    """Until an optimizer is seen, it is also noted whether weights or gradients were changed since
+    the last backward: then that one ended a step."""
+    compiling = _compiling()
+    tape, witness = on.tape, Witness()
+    put, here = tape.log.extend, tape.here
+    inside = PART_OF_GRADIENTS
+
+    def make(original: Any) -> Any:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return original(*args, **kwargs)
+            if get_ident() != here[0]:
+                on.elsewhere()
+                if get_ident() != here[0]:
+                    return original(*args, **kwargs)
+            before = here[1]
+            if before in inside:
+                return original(*args, **kwargs)
+            if not here[5]:
+                if not here[6]:
+                    on.learning()
+                if witness.touched(args):
+                    put((APPLIED, now()))
+            if here[2]:
+                on.entered(BACKWARD)
+            here[1] = BACKWARD
+            put((BACKWARD, now()))
+            code = LEAVE
+            try:
+                result = original(*args, **kwargs)
+                code = BACKWARD_END
+            finally:
+                here[1] = before
+                put((code, now()))
+                if here[2]:
+                    on.left(before)
+            if not here[5]:
+                witness.look()
+            return result
+
+        return run_backward
+
+    return make
+
+
+def _scaler_step(on: Listener, opened: Opened) -> Callable[[Any], Any]:
+    """A scaler may leave the optimizer out (infinite gradients): it was a step all the same."""
+    put = on.tape.log.extend
+
+    def applies(args: Any, kwargs: Any) -> bool:
+        if _left_open(on, opened):
+            on.tape.here[1] = OTHER
+        if on.tape.here[1] == OPTIMIZER:
+            return False
+        put((OPTIMIZED_BY, id(args[1]) if len(args) > 1 else 0))
+        return True
+
+    return _timed(
+        on,
+        OPTIMIZER,
+        inside=frozenset((DATA,)),
+        end=OPTIMIZER_END,
+        applies=applies,
+    )
+
+
+Opened = list[tuple[int, int, tuple[int, Any]]]
+"""Steps of optimizers that have begun: the optimizer by id, the phase around it, and the frame, by
+id and code."""
+
+
+def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks of all optimizers. The second is not called when the optimizer raises."""
+    compiling = _compiling()
+    tape = on.tape
+    log, put, here = tape.log, tape.log.extend, tape.here
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if compiling():
+            return
+        if get_ident() != here[0]:
+            on.elsewhere()
+            if get_ident() != here[0]:
+                return
+        phase = here[1]
+        if opened and _left_open(on, opened):
+            phase = OTHER
+        caller = sys._getframe(1)
+        opened.append((id(optimizer), phase, (id(caller), caller.f_code)))
+        if here[2]:
+            on.entered(OPTIMIZER)
+        here[1] = OPTIMIZER
+        put((OPTIMIZER, now()))
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if compiling() or get_ident() != here[0] or not opened:
+            return
+        number, here[1], _ = opened.pop()
+        if here[2]:
+            on.left(here[1])
+        put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
+        here[5] = 1
+        if here[3] or len(log) > MAX_TAPE:
+            on.stepped()
+            on.drain()
+
+    return before, after
+
+
+def _left_open(on: Listener, opened: Opened) -> bool:
+    """Whether the last step that began has raised; then nothing is open any more."""
+    if not opened:
+        return False
+    here = on.tape.here
+    if here[1] == OPTIMIZER and _on_the_stack(opened[-1][2]):
+        return False
+    opened.clear()
+    on.tape.log.extend((RESET, now()))
+    if here[2]:
+        on.left(OTHER)
+    return True
+
+
+def _on_the_stack(call: tuple[int, Any]) -> bool:
+    """Whether a call has not ended: its frame, by id, is one of those that led here."""
+    # not the optimizer's that asks: a dead frame's memory is used again
+    frame: Any = sys._getframe(4)
+    while frame is not None:
+        if (id(frame), frame.f_code) == call:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _save(on: Listener) -> Callable[[Any], Any]:
+    tape = on.tape
+
+    def make(original: Any) -> Any:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() == tape.here[0]:
+                tape.log.extend((SAVE, now()))
+            return original(*args, **kwargs)
+
+        return save
+
+    return make
+
+
+def _compiling() -> Callable[[], bool]:
+    """Whether dynamo traces this call: it takes the answer for a constant. ``is_compiling`` would
+    also know of export, at five times the cost; there our few lines do no harm."""
+    from torch.compiler import is_dynamo_compiling
+
+    asked: Callable[[], bool] = is_dynamo_compiling
+    return asked

@@ -1,0 +1,303 @@
+"""Finds the steps of a loop that does not train: forwards repeated, with a loader or without.
+
+It reads the same tape as ``steps``, beside it, until something is learnt in the process (a
+backward, an optimizer's step) or the user says where steps end. Once a step is found that way, all
+that was found here was a validation before the training, and is dropped. So it is written apart
+(``inference.jsonl``), and nothing of it reaches the record of a training.
+
+- With a loader a step goes from one fetch to the next, however many forwards are in it.
+- Without one it ends with an outermost forward, and begins where the one before ended. Where
+  several modules take turns (encoder, decoder), the one that comes again ends it.
+- A call of ``generate`` is one forward, whatever it calls.
+
+Modules without parameters and submodules (transforms, losses) are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from advisor.recorder import clock as tape
+from advisor.recorder.clock import BACKWARD, DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
+
+LOOP = 3
+"""Steps from which it is a loop: a model that is called once or twice is being tried."""
+MAX_PARTS = 1024
+"""Forwards that are kept while it is unknown which step they belong to."""
+SINGLE = 64
+"""Forwards since a fetch, at least, from which the loop is taken for one that does not fetch
+(``x = next(iter(loader))`` before it) …"""
+TIMES = 4
+"""… and that many times what was in a step before."""
+AHEAD = 8
+"""Batches fetched without a forward, beyond as many as there are steps: something that is not seen
+works on them, perhaps a training."""
+
+LEARNING = frozenset((BACKWARD, OPTIMIZER))
+LEARNT = frozenset(
+    (
+        tape.BACKWARD_END,
+        tape.OPTIMIZED_BY,
+        tape.OPTIMIZER_END,
+        tape.APPLIED,
+        tape.BOUNDARY,
+        tape.BEGIN,
+        tape.BREAK_OFF,
+        tape.FETCHED_INSIDE,
+    )
+)
+LEAVING = frozenset((tape.LEAVE, tape.FORWARD_END, tape.FORWARD_END_NO_GRAD))
+
+
+class Part(NamedTuple):
+    """What lies between the ends of two forwards."""
+
+    t: int
+    end: int
+    phases: list[int]
+    module: int
+    forwards: int
+    """Forwards in it: more than one inside of ``generate``."""
+
+
+class Inferred(NamedTuple):
+    """A step of a loop that does not train."""
+
+    n: int
+    t: int
+    end: int
+    phases: list[int]
+    batches: list[Any]
+    """What was noted of each batch."""
+    forwards: int
+    late: bool
+    """It was not known when it ended that it was one."""
+    unaided: bool
+    """Forwards alone tell where it ended: no fetch, no ``generate``."""
+    gc: int
+    memory: Any
+
+
+class Inference:
+    """``emit`` is called with each step. ``lifted``: whether forwards cannot be seen at present."""
+
+    def __init__(self, emit: Callable[[Inferred], None], lifted: Callable[[], bool]) -> None:
+        self._emit = emit
+        self._lifted = lifted
+        self.count = 0
+        """Steps that were handed on."""
+        self._clock = Clock()
+        self._kept: list[Inferred] = []
+        self._parts: list[Part] = []
+        self._batches: list[Any] = []
+        self._begun = 0
+        self._open = False
+        self._outside = True
+        self._drawn = 0
+        """Batches since the loader was iterated."""
+        self._ahead = 0
+        self._usual = 0
+        """Most parts of a step with a loader."""
+        self._known: dict[int, int] = {}
+        self._primary: int | None = None
+        self._inside = 0
+        """Calls of ``generate`` that are open …"""
+        self._inner = 0
+        """… and the forwards in them."""
+        self._generated = False
+        self._gc = 0
+        self._memory: Any = None
+
+    def start(self, now: int) -> None:
+        """Begin, with no phase open."""
+        self._clock.start(now)
+        self._forget(now)
+
+    def read(self, codes: list[int], values: list[Any]) -> bool:
+        """Go through what was cut off the tape; false: something was learnt, or may have been
+        where it cannot be seen. Not to be called again then."""
+        clock = self._clock
+        for code, value in zip(codes, values, strict=True):
+            if code < MAX_PHASES:
+                if code in LEARNING:
+                    return False
+                if not self._open and (code == FORWARD or code > OPTIMIZER):
+                    self._begin(value)
+                clock.enter(code, value)
+            elif code in LEAVING:
+                clock.leave(value)
+            elif code in LEARNT:
+                return False
+            elif code == tape.FORWARD_OF:
+                self._forwarded(value)
+            elif code == tape.FETCH:
+                self._fetching(value)
+            elif code == tape.FETCHED:
+                clock.leave(value)
+                self._drawn += 1
+                self._batches.append(None)
+            elif code == tape.BATCH:
+                if self._batches:
+                    self._batches[-1] = value
+            elif code == tape.GENERATE:
+                if not self._open:
+                    self._begin(value)
+                self._inside += 1
+            elif code == tape.GENERATED:
+                self._generate_ended(value)
+            elif code == tape.EXHAUSTED:
+                clock.leave(value)
+                self._leave_loader(value)
+            elif code == tape.ITERATE:
+                self._break_off()
+                self._batches.clear()
+                self._leave_loader(value)
+                self._drawn = 0
+            elif code in (tape.RESET, tape.ABANDON):
+                clock.leave_all(value)
+                self._forget(value)
+            elif code == tape.PAUSE:
+                self._gc += value
+            elif code == tape.MEMORY:
+                self._memory = value
+            if self._ahead > AHEAD + self.count + len(self._kept):
+                return False
+        return True
+
+    def finish(self) -> None:
+        """Recording ends, or is paused: a step whose forward has ended is kept."""
+        if self._inside:
+            self._inside = 1
+            self._generate_ended(self._clock.last)
+        self._break_off()
+        self._forget(self._clock.last)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _begin(self, now: int) -> None:
+        self._clock.cut(now)
+        self._begun = now
+        self._open = True
+
+    def _forget(self, now: int) -> None:
+        self._parts.clear()
+        self._batches.clear()
+        self._leave_loader(now)
+        self._inside = self._inner = 0
+
+    def _leave_loader(self, now: int) -> None:
+        self._clock.cut(now)
+        self._parts.clear()
+        self._open = False
+        self._outside = True
+
+    def _fetching(self, now: int) -> None:
+        looping = self.count and not self._outside and self._batches
+        if self._outside:
+            self._parts.clear()
+            self._begin(now)
+        elif self._parts or (looping and self._lifted()):
+            self._close(now)
+        elif self._batches:
+            self._ahead += 1  # a batch fetched ahead: the step goes on
+        else:
+            self._begin(now)
+        self._outside = False
+        self._open = True
+        self._clock.enter(DATA, now)
+
+    def _forwarded(self, module: int) -> None:
+        """A forward has ended, at the time of the entry before."""
+        if not module:
+            return
+        if self._inside:
+            self._inner += 1
+            return
+        self._generated = False
+        self._piece(self._clock.last, module, 1)
+
+    def _generate_ended(self, now: int) -> None:
+        self._inside = max(0, self._inside - 1)
+        if not self._inside and self._inner:
+            inner, self._inner = self._inner, 0
+            self._generated = True
+            self._piece(now, -1, inner)
+
+    def _piece(self, now: int, module: int, forwards: int) -> None:
+        self._cut(now, module, forwards)
+        if self._outside:
+            self._took_turn(self._parts[-1])
+        elif len(self._parts) >= max(SINGLE, TIMES * self._usual):
+            self._go_outside()
+
+    def _cut(self, now: int, module: int, forwards: int) -> None:
+        """End a part; time inside of a phase of the user's is counted up to here."""
+        phases = self._clock.cut(now)
+        self._parts.append(Part(self._begun, now, phases, module, forwards))
+        self._begun = now
+        if self._outside:
+            self._clock.rest()
+        if len(self._parts) > MAX_PARTS:
+            del self._parts[0]
+
+    def _took_turn(self, part: Part, late: bool = False) -> None:
+        """Without a loader: whether the step ends here."""
+        module, known = part.module, self._known
+        known[module] = known.get(module, 0) + 1
+        if self._primary is None or (module != self._primary and known[module] > 1):
+            self._primary = module
+        if len(known) > MAX_PARTS:
+            known.clear()
+        if module == self._primary:
+            known.clear()
+            parts, self._parts = self._parts, []
+            self._step(parts, part.end, late)
+
+    def _go_outside(self) -> None:
+        """What was taken for one step is a loop without a loader."""
+        parts, self._parts = self._parts, []
+        self._outside = True
+        for part in parts:
+            self._parts.append(part)
+            self._took_turn(part, late=True)
+        self._clock.rest()
+
+    def _close(self, now: int) -> None:
+        """Work on a batch has ended."""
+        parts, self._parts = self._parts, []
+        self._usual = max(self._usual, len(parts))
+        parts.append(Part(self._begun, now, self._clock.cut(now), 0, 0))
+        self._begun = now
+        self._step(parts, now, late=False)
+
+    def _break_off(self) -> None:
+        """The loop was left: its last step ends with its last forward."""
+        if self._outside or not self._parts:
+            return
+        if self._drawn == 1 and len(self._parts) >= LOOP:
+            self._go_outside()
+            return
+        parts, self._parts = self._parts, []
+        self._step(parts, parts[-1].end, late=True)
+
+    def _step(self, parts: list[Part], end: int, late: bool) -> None:
+        phases = [sum(column) for column in zip(*(part.phases for part in parts), strict=True)]
+        batches, self._batches = self._batches, []
+        forwards = sum(part.forwards for part in parts)
+        unaided = self._outside and not self._generated
+        step = Inferred(
+            self.count + len(self._kept), parts[0].t, end, phases, batches, forwards, late,
+            unaided, self._gc, self._memory,
+        )  # fmt: skip
+        self._gc, self._memory = 0, None
+        if self.count:
+            self.count += 1
+            self._emit(step)
+            return
+        self._kept.append(step)
+        if len(self._kept) >= LOOP:
+            kept, self._kept = self._kept, []
+            for found in kept:
+                self.count += 1
+                self._emit(found._replace(late=late or found is not kept[-1]))

@@ -1,0 +1,240 @@
+"""Begins the recording in a process that ``advisor record`` started, once it has imported torch,
+and runs the user's own sitecustomize. On PYTHONPATH in front of everything else.
+
+Not a module of the package: the interpreter imports it by its bare name, in every Python that the
+program starts, of any version and with or without advisor. So it imports nothing that is not there
+already, advisor itself only after torch, and nothing but the user's own errors may leave it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+MYPY = False
+if MYPY:  # the module ``typing`` is not loaded for this
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+TORCH = "torch"
+HERE = os.path.dirname(__file__)  # noqa: PTH120
+"""This folder, as PYTHONPATH has it."""
+RECORDING = "advisor.recorder.injection"
+BEGIN = "ADVISOR_BEGIN"
+"""Names the module that begins in the recording's place: ``before()`` at once, ``begin(note)`` when
+torch is there."""
+NOTES = "ADVISOR_NOTES"
+"""A folder of ``advisor record``: each process notes in it how far it came."""
+
+
+def note(text: str) -> None:
+    """Append a line for ``advisor record``, which tells it if nothing was recorded."""
+    folder = os.environ.get(NOTES)
+    if not folder:
+        return
+    try:
+        name = os.path.join(folder, str(os.getpid()))  # noqa: PTH118
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(file, (text.replace("\n", " ") + "\n").encode("utf-8", "replace"))
+        finally:
+            os.close(file)
+    except OSError:  # another machine, or the command has ended
+        return
+
+
+class Watch:
+    """Notices that torch has been imported, by whatever way, and lets that happen as it would.
+
+    Looking for torch is not importing it (``importlib.util.find_spec`` asks only), an import can
+    fail and be tried again, and other finders may come before this one, after it, or in its place.
+    So nothing is decided when torch is looked for: the loader that is found tells when it has run
+    torch's code. It is found in two places, for either can be passed by: among the finders
+    (editable installs have one of their own), and in ``PathFinder``, that most of them ask.
+    """
+
+    def __init__(self) -> None:
+        self._asking: set[int] = set()  # threads in which the other finders are being asked
+        self._path_finder: Any = None
+        self._original: Any = None
+        self._ours: Any = None
+        self._running = 0
+        self._begun = False
+
+    def install(self) -> None:
+        """Begin at once, if torch is there already; else wait for it."""
+        if self._loaded():
+            self.begin()
+            return
+        sys.meta_path.insert(0, self)
+        for finder in sys.meta_path:
+            if getattr(finder, "__name__", "") == "PathFinder":
+                self._hook(finder)
+                break
+
+    def _hook(self, finder: Any) -> None:
+        self._original = finder.__dict__["find_spec"]
+        original = self._original.__func__
+
+        def find_spec(cls: Any, fullname: str, path: Any = None, target: Any = None) -> Any:
+            """Find a module in ``sys.path`` or in ``path``."""
+            spec = original(cls, fullname, path, target)
+            return self._watched(spec) if fullname == TORCH else spec
+
+        self._path_finder, self._ours = finder, classmethod(find_spec)
+        finder.find_spec = self._ours
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """As a finder: what the others find."""
+        if fullname != TORCH:
+            if TORCH in sys.modules and not self._running and self._loaded():
+                self.begin()  # it came by a way of its own
+            return None
+        thread = _ident()
+        if thread in self._asking:  # another finder asks all of them
+            return None
+        self._asking.add(thread)
+        try:
+            for finder in list(sys.meta_path):
+                find = None if finder is self else getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
+                if spec is not None:
+                    return self._watched(spec)
+            return None
+        finally:
+            self._asking.discard(thread)
+
+    def _watched(self, spec: ModuleSpec | None) -> ModuleSpec | None:
+        loader: Any = getattr(spec, "loader", None)
+        run: Any = getattr(loader, "exec_module", None)
+        if self._begun or run is None or getattr(run, "advisor", False):
+            return spec
+
+        def exec_module(module: ModuleType) -> None:
+            if getattr(module, "__name__", None) != TORCH:  # of one zip file, with others
+                run(module)
+                return
+            self._running += 1
+            try:
+                run(module)
+            finally:
+                self._running -= 1
+            vars(loader).pop("exec_module", None)
+            self.begin()
+
+        # an import that fails shows no frame of ours: the interpreter leaves out its own
+        exec_module.__code__ = exec_module.__code__.replace(
+            co_filename="<frozen importlib._bootstrap_external>"
+        )
+        exec_module.advisor = True  # type: ignore[attr-defined]
+        # of this one loader: its type, which programs look at, stays what it is. Where that is
+        # not possible, ``find_spec`` will see that torch is there.
+        if hasattr(loader, "__dict__"):
+            loader.exec_module = exec_module
+        return spec
+
+    @staticmethod
+    def _loaded() -> bool:
+        """Whether torch has been imported, to its end, and is torch."""
+        module = sys.modules.get(TORCH)
+        if type(module) is not type(sys):  # no module yet (a lazy one), or somebody's stand-in
+            return False
+        names = vars(module)
+        spec = names.get("__spec__")
+        return "Tensor" in names and not getattr(spec, "_initializing", False)
+
+    def begin(self) -> None:
+        """Torch is there: take everything back, and record."""
+        if self._begun:
+            return
+        self._begun = True
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        finder = self._path_finder
+        if finder is not None and finder.__dict__.get("find_spec") is self._ours:
+            finder.find_spec = self._original
+        note("torch")
+        try:
+            if not _is_advisor():
+                note("without " + sys.executable)
+                return
+            import importlib
+
+            begin = importlib.import_module(os.environ.get(BEGIN) or RECORDING).begin
+        except Exception as error:
+            note("without %s (%s: %s)" % (sys.executable, type(error).__name__, error))  # noqa: UP031
+            return
+        begin(note)
+
+
+def _ident() -> int:
+    import _thread
+
+    return _thread.get_ident()
+
+
+def _is_advisor() -> bool:
+    """Whether what would be imported by this name is this package: a program may have a module
+    of its own that is called so, which must not be run."""
+    if "advisor" in sys.modules:
+        where = getattr(sys.modules["advisor"], "__file__", None)
+    else:
+        import importlib.util
+
+        spec = importlib.util.find_spec("advisor")
+        where = None if spec is None else spec.origin
+    parts = os.path.dirname(where or ""), "recording", "injection.py"  # noqa: PTH120
+    return bool(where) and os.path.isfile(os.path.join(*parts))  # noqa: PTH113, PTH118
+
+
+def _chain() -> None:
+    """Import the sitecustomize that this file hides."""
+    import importlib.machinery
+    import importlib.util
+
+    others = [path for path in sys.path if path != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is None or spec.loader is None:
+        return
+    ours = sys.modules.get("sitecustomize")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if ours is not None:
+            sys.modules["sitecustomize"] = ours
+        raise
+
+
+def _leave_path() -> None:
+    """Programs find ``sys.path`` as they left it; other processes get it by PYTHONPATH."""
+    sys.path[:] = [path for path in sys.path if path != HERE]
+
+
+def _record() -> None:
+    other = os.environ.get(BEGIN)
+    if not (os.environ.get("ADVISOR_RUN_DIR") or other):
+        return
+    if os.environ.get("ADVISOR", "").strip().lower() in ("0", "false", "no", "off"):
+        return
+    note("python " + sys.executable)
+    if other:
+        if not _is_advisor():
+            note("without " + sys.executable)
+            return
+        import importlib
+
+        importlib.import_module(other).before()
+    Watch().install()
+
+
+try:
+    _leave_path()
+    _record()
+except Exception as error:
+    note("without %s (%s: %s)" % (sys.executable, type(error).__name__, error))  # noqa: UP031
+_chain()

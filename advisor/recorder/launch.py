@@ -1,0 +1,204 @@
+"""Starts the program that ``advisor record`` was given, waits for it, and says what came of it.
+
+The program runs in processes of its own, exactly as it would: ``__main__``, arguments, standard
+streams and the terminal's process group are its own. Only the environment differs, by
+``PYTHONPATH`` (see ``inject/sitecustomize.py``) and ``ADVISOR_*``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from advisor.core import run_directory as rundir
+from advisor.core.errors import AdvisorError
+from advisor.core.install import install
+from advisor.recorder import reach
+from advisor.recorder.finish import injected, say, tell
+from advisor.recorder.folder import RUN_DIR, new_run, remove_if_empty
+from advisor.recorder.injection import STOP_AFTER
+from advisor.recorder.options import chosen
+
+PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Signals that are meant for the program and may be sent to us. SIGINT and SIGQUIT come from the
+terminal, which sends them to the program as well."""
+
+
+def command_line(program: list[str]) -> list[str]:
+    """The command to start: a script or ``-m module`` gets this Python in front.
+
+    Raises AdvisorError: no such program.
+    """
+    first = program[0]
+    if first == "-m":
+        return [sys.executable, *program]
+    if first.endswith((".py", ".pyw")):
+        if not Path(first).is_file():
+            raise AdvisorError(f"{first}: no such file")
+        return [sys.executable, *program]
+    found = shutil.which(first)
+    if found is None:
+        # of the same environment, though its bin folder is not on the path
+        beside = Path(sys.executable).with_name(first)
+        if beside.is_file():
+            return [str(beside), *program[1:]]
+        if _for_python(Path(first)):
+            return [sys.executable, *program]
+        raise AdvisorError(f"{first}: neither a script (*.py) nor a command on the path")
+    return [found, *program[1:]]
+
+
+def _for_python(path: Path) -> bool:
+    """Whether Python would run it: a folder or an archive with a ``__main__``, or a script that
+    says so in its first line and is no command (``chmod +x``)."""
+    if path.is_dir():
+        return (path / "__main__.py").is_file()
+    try:
+        with path.open("rb") as file:
+            line = file.readline(200)
+    except OSError:
+        return False
+    return (line.startswith(b"#!") and b"python" in line) or zipfile.is_zipfile(path)
+
+
+def record(words: list[str], options: Mapping[str, Any]) -> int:
+    """Run the program and record it; its exit code. Raises AdvisorError: no run directory."""
+    decided = chosen(**options)
+    try:
+        run_dir = new_run(decided.out)
+    except OSError as error:
+        raise AdvisorError(
+            f"{decided.out or 'runs'}: no run directory can be made ({error.strerror or error})"
+        ) from None
+    told = reach.unreachable(words)
+    if told:
+        tell(f"this will not be recorded: {told}")
+    with reach.notes() as folder:
+        code = run(words, {**environment(run_dir, options), reach.NOTES: str(folder)})
+        parts = _recorded(run_dir)
+        if not parts:
+            remove_if_empty(run_dir)
+            tell(f"nothing was recorded: {told or reach.why_nothing(folder)}")
+            return code
+    for part in parts:
+        say(part, analyse=decided.report)
+    return code
+
+
+def environment(run_dir: Path, options: Mapping[str, Any]) -> dict[str, str]:
+    """Variables of a process that is to be recorded."""
+    env = os.environ.copy()
+    env[RUN_DIR] = str(run_dir)
+    for name, value in options.items():
+        if name != "out":
+            env[f"ADVISOR_{name.upper()}"] = str(value)
+    before = env.get("PYTHONPATH", "")
+    env["PYTHONPATH"] = os.pathsep.join([str(injected()), *([before] if before else [])])
+    return env
+
+
+def _recorded(run_dir: Path) -> list[Path]:
+    """The run directory, and those beside it that the program's later trainings made."""
+    beside = [run_dir, *run_dir.parent.glob(f"{run_dir.name}_[0-9r]*")]
+    return sorted(path for path in beside if (path / rundir.MANIFEST).is_file())
+
+
+def run(words: list[str], env: Mapping[str, str]) -> int:
+    """Run a command with our streams, pass signals on, and return its exit code; -N: signal N
+    ended it. Raises AdvisorError: it cannot be started."""
+    before: dict[int, Any] = {}
+    early: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if process is None:
+            early.append(number)
+        else:
+            process.send_signal(number)
+
+    def leave_it(number: int, frame: FrameType | None) -> None:
+        """The terminal has sent it to the program too."""
+
+    for name in PASSED_ON:
+        _handle(name, pass_on, before)
+    for name in ("SIGINT", "SIGQUIT"):
+        _handle(name, leave_it, before)
+    try:
+        process = subprocess.Popen(words, env=dict(env))
+        for number in early:
+            process.send_signal(number)
+        return process.wait()
+    except OSError as error:
+        raise AdvisorError(f"{words[0]}: cannot be started ({error.strerror or error})") from None
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _handle(
+    name: str, handler: Callable[[int, FrameType | None], None], before: dict[int, Any]
+) -> None:
+    number = getattr(signal, name, None)
+    # one that our caller ignores (nohup) is ignored by the program too
+    if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+        before[number] = signal.signal(number, handler)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as the program ended: with its exit code, or by the same signal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code < 0:
+        with suppress(ImportError, ValueError, OSError):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program's own core is enough
+        with suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        code = 128 - code
+    sys.exit(code)
+
+
+def under_scalene(program: list[str], steps: int, out: str = "") -> None:
+    """Run the script once more, under Scalene and not recorded, for so many steps; the profile
+    goes to the newest run directory's first rank. What the script writes, it writes again.
+
+    Only CPU time is sampled: Scalene's other modes start a torch profiler of their own, and slow
+    training sixfold. Raises AdvisorError: no script, no Scalene, no profile.
+    """
+    if not program[0].endswith(".py"):
+        raise AdvisorError(f"{program[0]}: Scalene runs scripts (*.py) only")
+    if importlib.util.find_spec("scalene") is None:
+        raise AdvisorError(f"Scalene is not installed: {install('record')}")
+    run_dir = _newest(out)
+    hidden = run_dir / "rank0" / f".{rundir.SCALENE}"
+    # cpu-only, no stacks, no async: anything more would start a profiler or cost memory
+    words = [sys.executable, "-m", "scalene", "run", "--cpu-only", "--no-stacks", "--no-async"]
+    words += ["-o", str(hidden), program[0], "---", *program[1:]]
+    env = environment(run_dir, {})
+    env[STOP_AFTER] = str(steps)
+    print(f"advisor: once more under Scalene, {steps} steps", file=sys.stderr)
+    run(words, env)
+    if not hidden.is_file():
+        raise AdvisorError(f"{program[0]}: Scalene left no profile")
+    hidden.replace(run_dir / "rank0" / rundir.SCALENE)
+
+
+def _newest(out: str) -> Path:
+    """The run that was recorded last."""
+    wanted = Path(out) if out else Path("runs") / "*"
+    runs = [p for p in wanted.parent.glob(f"{wanted.name}*") if (p / rundir.MANIFEST).is_file()]
+    if not runs:
+        raise AdvisorError(f"{wanted}: nothing was recorded that Scalene's lines could join")
+    return max(runs, key=lambda path: (path / rundir.MANIFEST).stat().st_mtime)

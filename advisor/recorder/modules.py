@@ -1,0 +1,141 @@
+"""Times the forward of outermost modules, by what the function ``Module.__call__`` does.
+
+The function stays the same object, under the same name: it is given other code, which does what
+the original does and, where no module's call is open, reports one. So nothing is set on models
+(they are copied, pickled, scripted and exported as they are), torch's own look at the function
+finds what it expects, and dynamo treats the frame as it treats torch's: it has the file name and
+the line of the original. While an outermost call is open the function has its own code, so that
+submodules cost nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import get_ident
+from types import CodeType, FunctionType
+from typing import Any
+
+from advisor.recorder.clock import PART_OF_GRADIENTS
+
+_FOLDER = str(Path(__file__).parent)
+_NAME = "_wrapped_call_impl"
+_OURS = "_advisor_here", "_advisor_inside", "_advisor_thread", "_advisor_forward"
+_SOURCE = f"""
+def {_NAME}(self, *args, **kwargs):
+    if not (
+        torch.compiler.is_dynamo_compiling()
+        or _advisor_here[1] in _advisor_inside
+        or _advisor_thread() != _advisor_here[0]
+    ):
+        return _advisor_forward(self, args, kwargs)
+    if self._compiled_call_impl is not None:
+        return self._compiled_call_impl(*args, **kwargs)
+    else:
+        return self._call_impl(*args, **kwargs)
+"""
+"""What torch has there since 2.2, with the question in front. Dynamo takes its first part for true
+and never comes to what is ours."""
+
+
+class ModuleCalls:
+    """Put in place and taken out; ``make(calls)`` gives ``forward(module, args, kwargs)``, which
+    makes a call that is outermost in the watched thread. ``here`` is the tape's."""
+
+    def __init__(
+        self,
+        here: list[int],
+        make: Callable[[ModuleCalls], Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]],
+    ) -> None:
+        """Raises AttributeError: this torch calls modules in another way."""
+        from torch.nn import Module
+
+        function: Any = getattr(Module, _NAME)
+        if not isinstance(function, FunctionType) or function.__closure__:
+            raise AttributeError(f"Module.{_NAME}")
+        if not (hasattr(Module, "_compiled_call_impl") and hasattr(Module, "_call_impl")):
+            raise AttributeError("Module._call_impl")
+        self.function = function
+        self.original = function.__code__
+        self.code = _in_place_of(self.original)
+        self.reported = False
+        """Calls are to be reported: whoever takes the code out for a while puts it in again."""
+        self._values = here, PART_OF_GRADIENTS, get_ident, make(self)
+
+    def install(self) -> None:
+        """Report calls, unless somebody else has changed the function."""
+        function = self.function
+        if function.__code__ is self.original:
+            function.__globals__.update(zip(_OURS, self._values, strict=True))
+            self.reported = True
+            function.__code__ = self.code
+
+    def remove(self) -> None:
+        """No more. A call that is going on in another thread may still end as one of ours."""
+        self.reported = False
+        if self.function.__code__ is self.code:
+            self.function.__code__ = self.original
+
+
+def _in_place_of(original: CodeType) -> CodeType:
+    """Our code, at the place of the original's last line: where tracebacks point anyway."""
+    lines = [line for _, _, line in original.co_lines() if line]
+    last = max(lines, default=original.co_firstlineno)
+    places = [p for p in original.co_positions() if p[0] == last and p[2] is not None]
+    begin = min((p[2] for p in places if p[2] is not None), default=0)
+    end = max((p[3] for p in places if p[3] is not None), default=0)
+    tree = ast.parse(_SOURCE)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.lineno, node.end_lineno = original.co_firstlineno, last
+        elif hasattr(node, "lineno"):
+            node.lineno = node.end_lineno = last  # type: ignore[attr-defined]
+            node.col_offset, node.end_col_offset = begin, end  # type: ignore[attr-defined]
+    space: dict[str, Any] = {}
+    exec(compile(tree, original.co_filename, "exec"), space)  # our own text, above
+    code: CodeType = space[_NAME].__code__
+    return code.replace(co_qualname=original.co_qualname)
+
+
+def leave_to_dynamo() -> None:
+    """Have dynamo pass over frames of ours, as it does over torch's own: else, met inside of a
+    compiled call, they would be compiled."""
+    try:
+        from torch._C import _dynamo
+
+        eval_frame: Any = _dynamo.eval_frame
+        if hasattr(eval_frame, "set_code_exec_strategy"):
+            action = eval_frame._FrameAction
+            strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+            for code in _codes():
+                eval_frame.set_code_exec_strategy(code, strategy)
+        else:
+            for code in _codes():
+                eval_frame.skip_code(code)
+    except (ImportError, AttributeError, TypeError):
+        return
+
+
+def _codes() -> set[CodeType]:
+    """Of all functions of this package that are loaded, with those inside of them."""
+    package = __name__.rpartition(".")[0]
+    found: set[CodeType] = set()
+    todo: list[Any] = []
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            for value in list(vars(module).values()):
+                todo += vars(value).values() if isinstance(value, type) else [value]
+    while todo:
+        value = todo.pop()
+        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+        if isinstance(code, CodeType) and code not in found and _is_ours(code):
+            found.add(code)
+            todo += code.co_consts
+    return found
+
+
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(_FOLDER)

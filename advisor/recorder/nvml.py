@@ -1,0 +1,445 @@
+"""NVML: what the driver tells about each GPU, as far as it can and may.
+
+Devices are matched by UUID, because CUDA and NVML number them differently. A query that a device
+does not support, or that this user may not make, is asked once and never again, and its value is
+``None``. A device that is lost in mid-run is left alone from then on. ``nvidia-ml-py`` (module
+``pynvml``) is optional.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from advisor.core.run_directory import Gpu
+
+_T = TypeVar("_T")
+
+MAX_FAILURES = 5
+"""A query that fails so often in a row for other reasons is given up as well."""
+KIB = 1024
+GPM = {
+    "sm_util": "SM_UTIL",
+    "sm_occupancy": "SM_OCCUPANCY",
+    "tensor": "ANY_TENSOR_UTIL",
+    "dram": "DRAM_BW_UTIL",
+    "fp64": "FP64_UTIL",
+    "fp32": "FP32_UTIL",
+    "fp16": "FP16_UTIL",
+    "integer": "INTEGER_UTIL",
+}
+"""GPM metrics that are kept (Hopper and later), by their name behind ``NVML_GPM_METRIC_``; %."""
+GPM_MIN_NS = 200_000_000
+"""GPM counts between two samples: closer ones are not asked for."""
+
+
+def open_nvml() -> Nvml | str:
+    """NVML, ready to be asked; or why it cannot be."""
+    try:
+        import pynvml
+    except ImportError:
+        return "nvidia-ml-py is not installed"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        code = getattr(error, "value", None)
+        if code == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+            return "no NVIDIA driver"
+        return f"the NVIDIA driver cannot be asked ({error})"
+    return Nvml(pynvml)
+
+
+class Nvml:
+    """An open NVML."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.driver: str | None = self._value("nvmlSystemGetDriverVersion")
+        self._open = True
+
+    def devices(self, uuids: Iterable[str] | None = None) -> list[NvmlDevice]:
+        """The GPUs of the given UUIDs (with or without ``GPU-``); ``"all"``: every GPU; by default
+        those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+        if uuids is None:
+            chosen = visible(os.environ.get("CUDA_VISIBLE_DEVICES"), self._all())
+        elif uuids == "all":
+            chosen = visible(None, self._all())
+        else:
+            chosen = [self._find(uuid) for uuid in uuids]
+        return [NvmlDevice(self.module, handle) for handle in chosen if handle is not None]
+
+    def _all(self) -> list[tuple[str, Any]]:
+        """(UUID, handle) of every GPU in NVML's order, MIG slices behind the GPU they are of."""
+        nv = self.module
+        found = []
+        for index in range(self._value("nvmlDeviceGetCount") or 0):
+            handle = self._value("nvmlDeviceGetHandleByIndex", index)
+            if handle is None:
+                continue
+            found.append((self._uuid(handle), handle))
+            mode = self._value("nvmlDeviceGetMigMode", handle)
+            if not mode or mode[0] != nv.NVML_DEVICE_MIG_ENABLE:
+                continue
+            for number in range(self._value("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+                part = self._value("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+                if part is not None:
+                    found.append((self._uuid(part), part))
+        return found
+
+    def _find(self, uuid: str) -> Any:
+        spellings = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+        for spelling in spellings:
+            handle = self._value("nvmlDeviceGetHandleByUUID", spelling)
+            if handle is not None:
+                return handle
+        return None
+
+    def _uuid(self, handle: Any) -> str:
+        return text(self._value("nvmlDeviceGetUUID", handle)) or ""
+
+    def _value(self, name: str, *arguments: Any) -> Any:
+        try:
+            value = getattr(self.module, name)(*arguments)
+        except (self.module.NVMLError, AttributeError):
+            return None
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    def close(self) -> None:
+        """Give NVML back; it counts its users."""
+        if self._open:
+            self._open = False
+            self._value("nvmlShutdown")
+
+
+def visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]:
+    """The devices that ``CUDA_VISIBLE_DEVICES`` names, of those that are ``present``.
+
+    As CUDA reads it: numbers, UUIDs or their beginnings, and nothing after the first entry that
+    names no device. Numbers are taken in NVML's order, which is CUDA's with
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or among equal GPUs.
+    """
+    whole = [handle for uuid, handle in present if not uuid.startswith("MIG-")]
+    if variable is None:
+        return whole
+    found: list[_T] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        if entry.isdecimal():
+            match = [whole[int(entry)]] if int(entry) < len(whole) else []
+        elif entry.startswith(("GPU-", "MIG-")):
+            wanted = entry.lower()
+            match = [handle for uuid, handle in present if uuid.lower().startswith(wanted)]
+        else:
+            match = []
+        if len(match) != 1:
+            break
+        found.append(match[0])
+    return found
+
+
+def text(value: Any) -> str | None:
+    """A string of NVML's, which older bindings give as bytes."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return None if value is None else str(value)
+
+
+class NvmlDevice:
+    """One GPU, or one MIG slice of it, and what of it can be asked."""
+
+    def __init__(self, module: Any, handle: Any) -> None:
+        self.nv = module
+        self.handle = handle
+        self.lost = False
+        """The driver has lost it: nothing is asked any more."""
+        self._given_up: set[str] = set()
+        self._failures: dict[str, int] = {}
+        mig = self._ask("nvmlDeviceIsMigDeviceHandle", handle)
+        board = self._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) if mig else None
+        self.board = handle if board is None else board
+        """The whole GPU: clocks, power and temperature are the board's."""
+        self.instance: int | None = self._ask("nvmlDeviceGetGpuInstanceId", handle) if mig else None
+        self.uuid = text(self._ask("nvmlDeviceGetUUID", handle))
+        self.name = text(self._ask("nvmlDeviceGetName", handle))
+        self._events = self._watch()
+        self._gpm = _Gpm.open(self)
+        self._pcie: tuple[int, int, int] | None = None
+        self._static = self._constants()
+
+    def sample(self, *, slow: bool, own: Iterable[int] = ()) -> Gpu | None:
+        """What it does now; ``slow``: the costly queries too. ``own``: processes that are not
+        others. ``None``: the device is lost, and no XID error says why."""
+        gpu = Gpu(uuid=self.uuid, **self._static)
+        self._fast(gpu)
+        if slow and not self.lost:
+            self._slow(gpu, set(own))
+        gpu.xid = self._errors()
+        return gpu if gpu.xid or not self.lost else None
+
+    def close(self) -> None:
+        """Give back what was allocated for it."""
+        if self._gpm is not None:
+            self._gpm.close()
+            self._gpm = None
+        if self._events is not None:
+            events, self._events = self._events, None
+            self._ask("nvmlEventSetFree", events)
+
+    # -- the queries ----------------------------------------------------------------------------
+
+    def _constants(self) -> dict[str, Any]:
+        nv, board = self.nv, self.board
+        threshold = getattr(nv, "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN", 1)
+        return {
+            "sm_clock_max": self._ask("nvmlDeviceGetMaxClockInfo", board, nv.NVML_CLOCK_SM),
+            "memory_clock_max": self._ask("nvmlDeviceGetMaxClockInfo", board, nv.NVML_CLOCK_MEM),
+            "temperature_slowdown": self._ask(
+                "nvmlDeviceGetTemperatureThreshold", board, threshold
+            ),
+            "pcie_gen_max": self._ask("nvmlDeviceGetMaxPcieLinkGeneration", board),
+            "pcie_width_max": self._ask("nvmlDeviceGetMaxPcieLinkWidth", board),
+        }
+
+    def _fast(self, gpu: Gpu) -> None:
+        nv, handle, board = self.nv, self.handle, self.board
+        used = self._ask("nvmlDeviceGetUtilizationRates", handle)
+        if used is not None:
+            gpu.utilisation, gpu.memory_utilisation = int(used.gpu), int(used.memory)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        if memory is not None:
+            gpu.memory_used, gpu.memory_total = int(memory.used), int(memory.total)
+        gpu.sm_clock = self._ask("nvmlDeviceGetClockInfo", board, nv.NVML_CLOCK_SM)
+        gpu.memory_clock = self._ask("nvmlDeviceGetClockInfo", board, nv.NVML_CLOCK_MEM)
+        gpu.throttle = self._first(
+            ("nvmlDeviceGetCurrentClocksEventReasons", board),
+            ("nvmlDeviceGetCurrentClocksThrottleReasons", board),
+        )
+        gpu.power = self._ask("nvmlDeviceGetPowerUsage", board)
+        gpu.energy = self._ask("nvmlDeviceGetTotalEnergyConsumption", board)
+        gpu.temperature = self._first(
+            ("nvmlDeviceGetTemperatureV", board, nv.NVML_TEMPERATURE_GPU),
+            ("nvmlDeviceGetTemperature", board, nv.NVML_TEMPERATURE_GPU),
+        )
+        gpu.gpm = self._gpm.sample() if self._gpm is not None else None
+
+    def _slow(self, gpu: Gpu, own: set[int]) -> None:
+        nv, board = self.nv, self.board
+        gpu.power_limit = self._ask("nvmlDeviceGetEnforcedPowerLimit", board)
+        gpu.pcie_gen = self._ask("nvmlDeviceGetCurrPcieLinkGeneration", board)
+        gpu.pcie_width = self._ask("nvmlDeviceGetCurrPcieLinkWidth", board)
+        gpu.pcie_tx, gpu.pcie_rx = self._pcie_rates()
+        gpu.nvlink_tx = self._field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", 0xFFFFFFFF)
+        gpu.nvlink_rx = self._field("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", 0xFFFFFFFF)
+        volatile = nv.NVML_VOLATILE_ECC
+        errors = "nvmlDeviceGetTotalEccErrors"
+        corrected, uncorrected = (
+            nv.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+            nv.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        )
+        gpu.ecc_corrected = self._ask(errors, board, corrected, volatile)
+        gpu.ecc_uncorrected = self._ask(errors, board, uncorrected, volatile)
+        rows = self._ask("nvmlDeviceGetRemappedRows", board)
+        if rows is not None:
+            gpu.remapped_rows = int(rows[0]) + int(rows[1])
+            gpu.remap_pending = bool(rows[2]) or bool(rows[3])
+        gpu.processes, gpu.processes_bytes = self._others(own)
+
+    def _others(self, own: set[int]) -> tuple[int | None, int | None]:
+        """Processes that are not ours, and their memory. Where our own are not in the list though
+        we were told to leave them out, process numbers are another container's: then nothing is
+        known."""
+        running = self._ask("nvmlDeviceGetComputeRunningProcesses", self.handle)
+        if running is None or (own and not own & {int(p.pid) for p in running}):
+            return None, None
+        others = [process for process in running if int(process.pid) not in own]
+        sizes = [process.usedGpuMemory for process in others]
+        known = all(size is not None and 0 <= size < 1 << 50 for size in sizes)
+        return len(others), sum(map(int, sizes)) if known else None
+
+    def _pcie_rates(self) -> tuple[int | None, int | None]:
+        """Bytes a second to and from the host: from counters, else measured by the driver over
+        20 ms, during which it does not return."""
+        tx = self._field("NVML_FI_DEV_PCIE_COUNT_TX_BYTES")
+        rx = self._field("NVML_FI_DEV_PCIE_COUNT_RX_BYTES")
+        if tx is not None and rx is not None:
+            now, before = time.perf_counter_ns(), self._pcie
+            self._pcie = (now, tx, rx)
+            if before is None or now <= before[0] or tx < before[1] or rx < before[2]:
+                return None, None
+            seconds = (now - before[0]) / 1e9
+            return round((tx - before[1]) / seconds), round((rx - before[2]) / seconds)
+        nv = self.nv
+        rates = []
+        for counter in (nv.NVML_PCIE_UTIL_TX_BYTES, nv.NVML_PCIE_UTIL_RX_BYTES):
+            value = self._ask("nvmlDeviceGetPcieThroughput", self.board, counter)
+            rates.append(None if value is None else int(value) * KIB)
+        return rates[0], rates[1]
+
+    def _field(self, name: str, scope: int = 0) -> int | None:
+        """One field value, an integer."""
+        number = getattr(self.nv, name, None)
+        if number is None or name in self._given_up:
+            return None
+        values = self._ask("nvmlDeviceGetFieldValues", self.board, [(number, scope)])
+        if values is None:
+            return None
+        if values[0].nvmlReturn != self.nv.NVML_SUCCESS:
+            self._given_up.add(name)
+            return None
+        kinds = {
+            self.nv.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+            self.nv.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+            self.nv.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
+        }
+        kind = kinds.get(values[0].valueType)
+        return None if kind is None else int(getattr(values[0].value, kind))
+
+    def _watch(self) -> Any:
+        """A set of events that collects XID errors."""
+        events = self._ask("nvmlEventSetCreate")
+        if events is None:
+            return None
+        kind = getattr(self.nv, "nvmlEventTypeXidCriticalError", 8)
+        try:
+            self.nv.nvmlDeviceRegisterEvents(self.board, kind, events)
+        except self.nv.NVMLError:
+            self._ask("nvmlEventSetFree", events)
+            return None
+        return events
+
+    def _errors(self) -> list[int]:
+        """XID errors since the last time, at most a hundred."""
+        if self._events is None:
+            return []
+        found: list[int] = []
+        wait = getattr(self.nv, "nvmlEventSetWait_v2", None) or self.nv.nvmlEventSetWait
+        try:
+            while len(found) < 100:
+                found.append(int(wait(self._events, 0).eventData))
+        except self.nv.NVMLError as error:
+            if error.value != self.nv.NVML_ERROR_TIMEOUT:
+                self._failed("nvmlEventSetWait_v2", error)
+                events, self._events = self._events, None
+                self._ask("nvmlEventSetFree", events)
+        return found
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def _first(self, *queries: tuple[Any, ...]) -> Any:
+        """The answer of the first query that is answered: newer and older names."""
+        for name, *arguments in queries:
+            value = self._ask(name, *arguments)
+            if value is not None:
+                return value
+        return None
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """The answer of a query; ``None``: the device or the driver has none."""
+        key = name if len(arguments) < 2 else f"{name}{arguments[1:]}"
+        if self.lost or key in self._given_up:
+            return None
+        query: Callable[..., Any] | None = getattr(self.nv, name, None)
+        if query is None:
+            self._given_up.add(key)
+            return None
+        try:
+            value = query(*arguments)
+        except self.nv.NVMLError as error:
+            self._failed(key, error)
+            return None
+        self._failures.pop(key, None)
+        return value
+
+    def _failed(self, key: str, error: Any) -> None:
+        nv = self.nv
+        code = getattr(error, "value", None)
+        if code in (nv.NVML_ERROR_GPU_IS_LOST, nv.NVML_ERROR_UNINITIALIZED):
+            self.lost = True
+            return
+        never = {
+            nv.NVML_ERROR_NOT_SUPPORTED,
+            nv.NVML_ERROR_NO_PERMISSION,
+            nv.NVML_ERROR_FUNCTION_NOT_FOUND,
+            nv.NVML_ERROR_INVALID_ARGUMENT,
+        }
+        self._failures[key] = self._failures.get(key, 0) + 1
+        if code in never or self._failures[key] >= MAX_FAILURES:
+            self._failures.pop(key, None)
+            self._given_up.add(key)
+
+
+class _Gpm:
+    """GPM metrics of one device: differences between two samples (Hopper and later)."""
+
+    def __init__(self, device: NvmlDevice, samples: list[Any]) -> None:
+        self.device = device
+        self.samples = samples
+        nv = device.nv
+        self.names = {
+            name: getattr(nv, f"NVML_GPM_METRIC_{metric}")
+            for name, metric in GPM.items()
+            if hasattr(nv, f"NVML_GPM_METRIC_{metric}")
+        }
+        self.request = nv.c_nvmlGpmMetricsGet_t()
+        self.at = 0
+
+    @classmethod
+    def open(cls, device: NvmlDevice) -> _Gpm | None:
+        """``None``: the device has no GPM, or this user may not read it."""
+        support = device._ask("nvmlGpmQueryDeviceSupport", device.board)
+        if support is None or not support.isSupportedDevice:
+            return None
+        samples = [device._ask("nvmlGpmSampleAlloc") for _ in range(2)]
+        if any(sample is None for sample in samples):
+            return None
+        found = cls(device, samples)
+        found._take()
+        return found
+
+    def sample(self) -> dict[str, float] | None:
+        """Metrics since the sample before; ``None``: too close to it, or refused."""
+        now = time.perf_counter_ns()
+        if self.at and now - self.at < GPM_MIN_NS:
+            return None
+        first = not self.at
+        if not self._take() or first:
+            return None
+        nv, request = self.device.nv, self.request
+        request.version = nv.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(self.names)
+        request.sample1, request.sample2 = self.samples
+        for position, number in enumerate(self.names.values()):
+            request.metrics[position].metricId = number
+        answer = self.device._ask("nvmlGpmMetricsGet", request)
+        if answer is None:
+            return None
+        found = {}
+        for position, name in enumerate(self.names):
+            metric = answer.metrics[position]
+            if metric.nvmlReturn == nv.NVML_SUCCESS and math.isfinite(metric.value):
+                found[name] = round(float(metric.value), 2)
+        return found or None
+
+    def _take(self) -> bool:
+        """A new second sample; the one before becomes the first."""
+        self.samples.reverse()
+        newest = self.samples[1]
+        if self.device.instance is None:
+            taken = self.device._ask("nvmlGpmSampleGet", self.device.board, newest)
+        else:
+            taken = self.device._ask(
+                "nvmlGpmMigSampleGet", self.device.board, self.device.instance, newest
+            )
+        if taken is None:
+            self.at = 0
+            return False
+        self.at = time.perf_counter_ns()
+        return True
+
+    def close(self) -> None:
+        """Free the samples."""
+        for sample in self.samples:
+            self.device._ask("nvmlGpmSampleFree", sample)
+        self.samples = []

@@ -1,0 +1,187 @@
+"""How far recording reached into the processes of a program: what it says if nothing was recorded.
+
+The folder that ``advisor record`` puts on PYTHONPATH holds a sitecustomize; each process that runs
+it notes how far it came (``inject/sitecustomize.py``), and that is read here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from advisor.core.install import install
+
+NOTES: Final = "ADVISOR_NOTES"
+"""Names the folder of notes to the processes, one file each."""
+MOST_FILES, MOST_BYTES = 10_000, 64_000
+"""Of the notes that are read: a program may start any number of processes."""
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?", re.IGNORECASE)
+_WITH_VALUE = "cmWX"
+"""Options of the interpreter whose value follows; what comes after the first two is the program's
+own."""
+DECORATE = "Put @advisor.profile on the function that trains instead: it needs no start-up file."
+
+
+@contextmanager
+def notes() -> Iterator[Path]:
+    """A folder for the notes of a program's processes, for as long as it runs. An empty path:
+    there is no room for one."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="advisor_"))
+    except OSError:
+        yield Path()
+        return
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def unreachable(words: list[str]) -> str:
+    """Why a command cannot be recorded, as far as its words tell; empty: nothing speaks against
+    it. A script with a first line (``#!``) is taken for its interpreter."""
+    for command in (words, _shebang(words[0])):
+        option = _isolating(command)
+        if option:
+            return (
+                f"python {option} skips the start-up file by which recording begins: run it "
+                f"without {option}, or put @advisor.profile on the function that trains."
+            )
+    return ""
+
+
+def _shebang(file: str) -> list[str]:
+    try:
+        with Path(file).open("rb") as program:
+            first = program.read(256).split(b"\n", 1)[0]
+    except OSError:
+        return []
+    words = first[2:].decode("utf-8", "replace").split() if first.startswith(b"#!") else []
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if word != "-S" and "=" not in word]
+    return words
+
+
+def _isolating(words: list[str]) -> str:
+    """The option of a Python command that keeps it from reading PYTHONPATH or from start-up
+    files: ``-I``, ``-E`` or ``-S``."""
+    if not words or not _PYTHON.fullmatch(Path(words[0]).name):
+        return ""
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "--" or not word.startswith("-") or word == "-":
+            return ""
+        if word.startswith("--"):
+            continue
+        for place, letter in enumerate(word[1:], 1):
+            if letter in "IES":
+                return f"-{letter}"
+            if letter in _WITH_VALUE:
+                if letter in "cm":
+                    return ""
+                if place == len(word) - 1:
+                    next(rest, None)
+                break
+    return ""
+
+
+def why_nothing(folder: Path) -> str:
+    """Why nothing was recorded, and what to do about it, from the notes: a few sentences."""
+    lines = _read(folder)
+    problems = _after(lines, "problem ")
+    if problems:
+        return f"recording stopped by itself: {problems[0]}."
+    seen = [found for found in map(_counts, _after(lines, "seen ")) if any(found.values())]
+    if seen:
+        most = max(seen, key=lambda found: sum(found.values()))
+        return f"no training step was seen, only {_what(most)} {_advice(most)}"
+    without = _after(lines, "without ")
+    if without:
+        return (
+            f"torch was imported by a Python that has no advisor, {without[0]}. Install it there: "
+            f"{install('record')}."
+        )
+    if "torch" in lines:
+        return (
+            "torch was imported, but no batch, forward, backward or optimizer's step was seen. "
+            "End each step with advisor.step() where that happens in a way of its own."
+        )
+    if lines:
+        count = sum(line.startswith("python ") for line in lines)
+        return (
+            f"none of the program's Python processes imported torch ({count:,} ran). One that is "
+            "started without the program's environment is not seen."
+        )
+    return (
+        "no Python of the program read the start-up file by which recording begins. That is so "
+        "with python -I, -E or -S, where the environment is emptied (env -i, sudo) or PYTHONPATH "
+        f"is set anew, and in containers and on other machines. {DECORATE}"
+    )
+
+
+def _what(seen: dict[str, int]) -> str:
+    names = (
+        ("fetched", "a DataLoader's batch", "batches of a DataLoader"),
+        ("forwards", "forward", "forwards"),
+        ("backwards", "backward", "backwards"),
+        ("optimized", "optimizer's step", "optimizer's steps"),
+    )
+    there = [
+        f"{seen[key]:,} {one if seen[key] == 1 else many}" for key, one, many in names if seen[key]
+    ]
+    missing = [one for key, one, _ in names[1:] if not seen[key]]
+    text = ", ".join(there).replace("1 a ", "1 ")
+    return f"{text} (no {', no '.join(missing)})." if missing else f"{text}."
+
+
+def _advice(seen: dict[str, int]) -> str:
+    if seen["backwards"]:
+        return (
+            "If the weights are updated by hand, say where a step ends: advisor.step() after the "
+            "update."
+        )
+    if seen["fetched"] or seen["forwards"]:
+        return (
+            "A loop that does not train (inference, generate) is found from three forwards of a "
+            "model on; where they are not seen (in another thread, compiled whole), say where a "
+            "step ends: 'import advisor', and advisor.step() at the end of each iteration."
+        )
+    return "End each step with advisor.step()."
+
+
+def _read(folder: Path) -> list[str]:
+    lines: list[str] = []
+    if folder == Path():
+        return lines
+    try:
+        files = sorted(folder.iterdir())[:MOST_FILES]
+    except OSError:
+        return lines
+    for note in files:
+        try:
+            with note.open("rb") as file:
+                lines += file.read(MOST_BYTES).decode("utf-8", "replace").splitlines()
+        except OSError:
+            continue
+    return [line.rstrip(".") if line.startswith("problem ") else line for line in lines]
+
+
+def _after(lines: list[str], word: str) -> list[str]:
+    return [line[len(word) :][:300] for line in lines if line.startswith(word)]
+
+
+def _counts(text: str) -> dict[str, int]:
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        found = {}
+    found = found if isinstance(found, dict) else {}
+    keys = ("fetched", "forwards", "backwards", "optimized")
+    return {key: found[key] if isinstance(found.get(key), int) else 0 for key in keys}

@@ -1,0 +1,190 @@
+"""Reads the tape: what the training thread noted, in order, becomes phases, steps and loaders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from advisor.recorder import clock as tape
+from advisor.recorder.clock import DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
+from advisor.recorder.inference import Inference
+from advisor.recorder.loaders import Loaders
+from advisor.recorder.repeats import Block, Repeats
+from advisor.recorder.steps import Segment, StepFinder
+
+OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
+"""Phases that a step may begin with, besides those of the user's own."""
+BITE = 512
+"""Entries that are read at a stretch in a thread of our own, a few tenths of a millisecond …"""
+BREATH_SECONDS = 1e-4
+"""… until it sleeps so long: else the training thread could wait for the interpreter up to its
+switch interval, 5 ms."""
+
+
+class Reader:
+    """Handlers by code. Not to be used in two threads at once. ``emit`` is called with each step,
+    ``emit_block`` with those that were read together (``None``: none are)."""
+
+    def __init__(
+        self,
+        loaders: Loaders,
+        emit: Callable[[Segment, int, int], None],
+        emit_block: Callable[[Block], None] | None = None,
+    ) -> None:
+        self.clock = Clock()
+        self._emit = emit
+        self._emit_block = emit_block
+        self.steps = StepFinder(self.clock, self._ended)
+        self._repeats = Repeats(self.clock, self.steps)
+        self._found: tuple[Segment, int] | None = None
+        """The step that ended last, if it is one that may be a pattern."""
+        self.loaders = loaders
+        self.inference: Inference | None = None
+        """Looks for the steps of a loop that does not train, until something is learnt."""
+        self.learnt: Callable[[], None] | None = None
+        """Called when that happens."""
+        self.memory: Any = None
+        """The allocator's counters since the last step."""
+        self.paused = 0
+        """Garbage collection since the last step, ns."""
+        self._optimizer = 0
+        self._fetch_began = 0
+        self._handlers: dict[int, Callable[[Any], None]] = {
+            tape.LEAVE: self.clock.leave,
+            tape.FETCH: self._fetch,
+            tape.FETCHED: self._fetched,
+            tape.FETCHED_INSIDE: lambda now: self.steps.fetched(),
+            tape.EXHAUSTED: self._exhausted,
+            tape.ITERATE: self.steps.iterating,
+            tape.ITERATED: self.loaders.began,
+            tape.LOADER: self.loaders.fetching_from,
+            tape.BATCH: self.steps.batch,
+            tape.FORWARD_END: self._forward_end,
+            tape.FORWARD_END_NO_GRAD: self._forward_end_no_grad,
+            tape.BACKWARD_END: self._backward_end,
+            tape.OPTIMIZED_BY: self._optimized_by,
+            tape.OPTIMIZER_END: self._optimizer_end,
+            tape.SAVE: self.steps.saving,
+            tape.APPLIED: self.steps.applied,
+            tape.BOUNDARY: self.steps.boundary,
+            tape.BEGIN: self.steps.begin,
+            tape.BREAK_OFF: self.steps.break_off,
+            tape.ABANDON: self.steps.abandon,
+            tape.RESET: self.clock.leave_all,
+            tape.PAUSE: self._pause,
+            tape.MEMORY: self._memory,
+            tape.MARK: self.steps.mark,
+            tape.MARKS_END: lambda _: self.steps.unmarked(),
+            tape.FORWARD_OF: _pass,
+            tape.GENERATE: _pass,
+            tape.GENERATED: _pass,
+        }
+
+    def read(self, taken: list[Any], *, aside: bool = False) -> None:
+        """Go through what was cut off the tape. ``aside``: in a thread of our own, which reads
+        steps that repeat together, and lets the others run now and then."""
+        clock, steps, handlers = self.clock, self.steps, self._handlers
+        codes, values = taken[::2], taken[1::2]
+        if self.inference is not None and not self.inference.read(codes, values):
+            self.inference = None
+            if self.learnt is not None:
+                self.learnt()
+        self._repeats.forget()
+        together = aside and self._emit_block is not None
+        count, entry, size = steps.count, 0, len(values)
+        breath = BITE if aside else size
+        while entry < size:
+            code, value = codes[entry], values[entry]
+            entry += 1
+            if code < MAX_PHASES:
+                if code == FORWARD and steps.undecided:
+                    steps.parted(value)
+                if not steps.open and (code in OPENING or code > OPTIMIZER):
+                    steps.active(value)
+                clock.enter(code, value)
+            else:
+                handlers[code](value)
+                if together and steps.count != count:
+                    entry = self._follow(codes, values, entry, steps.count - count)
+                    count = steps.count
+            if entry >= breath:
+                time.sleep(BREATH_SECONDS)
+                breath = entry + BITE
+
+    def _follow(self, codes: list[int], values: list[Any], entry: int, ended: int) -> int:
+        """Read on as far as steps repeat; the entry that comes next."""
+        repeats, steps, clock = self._repeats, self.steps, self.clock
+        state = self._state(values[entry - 1])
+        repeats.ended(state, codes, values, entry, self._found if ended == 1 else None)
+        while state is not None:
+            found = repeats.follow(state, codes, values, entry)
+            if found is None:
+                break
+            block, seen, entry = found
+            assert self._emit_block is not None
+            self._emit_block(block)
+            clock.last = block.ends[-1]
+            steps.repeated(len(block.ends), block.ends[-1], seen)
+            repeats.resume(entry)
+            time.sleep(BREATH_SECONDS)
+        return entry
+
+    def _state(self, now: int) -> Hashable:
+        """What decides how the next entries are read, when a step has ended just now; ``None``:
+        more than what can be told so."""
+        clock, loaders = self.clock, self.loaders
+        of_steps = self.steps.state(now)
+        if of_steps is None or clock.last != now or self.memory is not None or self.paused:
+            return None
+        return of_steps, clock.cur, *clock.stack, loaders.last, loaders.unsettled
+
+    def _ended(self, segment: Segment, micro: int, gap: int) -> None:
+        plain = not (gap or self.paused or segment.marks or self.memory is not None)
+        self._found = (segment, micro) if plain else None
+        self._emit(segment, micro, gap)
+
+    def _fetch(self, now: int) -> None:
+        self._fetch_began = now
+        self.steps.fetching(now)
+        self.clock.enter(DATA, now)
+
+    def _fetched(self, now: int) -> None:
+        self.clock.leave(now)
+        self.steps.fetched()
+
+    def _exhausted(self, now: int) -> None:
+        self.clock.leave(now)
+        self.steps.exhausted(now)
+        self.loaders.exhausted(now - self._fetch_began)
+
+    def _forward_end(self, now: int) -> None:
+        self.clock.leave(now)
+        self.steps.forwarded(True, now)
+
+    def _forward_end_no_grad(self, now: int) -> None:
+        self.clock.leave(now)
+        self.steps.forwarded(False, now)
+
+    def _backward_end(self, now: int) -> None:
+        self.clock.leave(now)
+        self.steps.backwarded(now)
+        self.loaders.trained()
+
+    def _optimized_by(self, optimizer: int) -> None:
+        self._optimizer = optimizer
+
+    def _optimizer_end(self, now: int) -> None:
+        self.clock.leave(now)
+        if self.clock.cur != OPTIMIZER:  # else a scaler or another optimizer is around it
+            self.steps.optimized(self._optimizer, now)
+
+    def _pause(self, length: int) -> None:
+        self.paused += length
+
+    def _memory(self, counters: Any) -> None:
+        self.memory = counters
+
+
+def _pass(_: Any) -> None:
+    """An entry that only ``Inference`` reads."""

@@ -1,0 +1,245 @@
+"""Reads steps that repeat the one before, many at once.
+
+Most steps of a training put the same codes on the tape, with other times. What such a step does to
+the state of the reader is then known: from one step's end to the next it led from a state to the
+same state. So a stretch of the tape that was read entry by entry, and began and ended in one state,
+is a pattern; where the same codes follow, the times are taken out in columns, in a tenth of the
+time. Everything else is read entry by entry, and what a pattern says of its first step is compared
+with what was found there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from itertools import chain
+from operator import add, sub
+from typing import Any, NamedTuple
+
+from advisor.recorder import clock as tape
+from advisor.recorder.clock import DATA, MAX_PHASES, Clock
+from advisor.recorder.steps import Found, Segment, StepFinder
+
+MOST, MOST_ENTRIES = 128, 2048
+"""Steps of a stretch, and entries: what is worked out of them takes about half a millisecond, in
+which the training thread may wait for the interpreter."""
+MAX_STATES = 16
+MAX_PATTERNS = 4
+"""Patterns from one state."""
+MAX_ENTRIES = 512
+"""Entries of a step that may be a pattern."""
+
+LEAVING = frozenset(
+    (
+        tape.LEAVE,
+        tape.FETCHED,
+        tape.FORWARD_END,
+        tape.FORWARD_END_NO_GRAD,
+        tape.BACKWARD_END,
+        tape.OPTIMIZER_END,
+    )
+)
+"""Codes by which the innermost phase ends."""
+KNOWN = LEAVING | {
+    tape.FETCH,
+    tape.FETCHED_INSIDE,
+    tape.BATCH,
+    tape.OPTIMIZED_BY,
+    tape.BOUNDARY,
+    tape.FORWARD_OF,
+}
+"""Codes of a pattern, besides phases."""
+TIMELESS = frozenset((tape.BATCH, tape.OPTIMIZED_BY, tape.FORWARD_OF))
+
+
+class Block(NamedTuple):
+    """Steps that follow each other without a gap, outside of windows, by columns."""
+
+    n: int
+    begins: list[int]
+    ends: list[int]
+    phases: list[tuple[int, list[int]]]
+    """Number of each phase, and ns of each step."""
+    micro: int
+    batches: list[list[Any]]
+    """What was noted of each step's batches."""
+
+    def steps(self) -> list[Found]:
+        """The same, one by one."""
+        found = []
+        for index, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
+            phases = [0] * MAX_PHASES
+            for phase, column in self.phases:
+                phases[phase] = column[index]
+            batch = self.batches[index] if self.batches else []
+            number = self.n + index
+            found.append(
+                Found(number, begin, end, phases, self.micro, 0, None, 0, batch, None, None)
+            )
+        return found
+
+
+class Pattern(NamedTuple):
+    """Entries of a step."""
+
+    codes: list[int]
+    intervals: list[tuple[int, list[tuple[int, int]]]]
+    """Time of each phase but one: from one entry to another, -1 for the step's begin."""
+    rest: int
+    """The phase that has what is left."""
+    fixed: list[tuple[int, Any]]
+    """Entries whose value must be this."""
+    batches: list[int]
+    """Entries that tell of a batch."""
+    micro: int
+    seen: dict[str, int]
+    """What a step adds to ``StepFinder.seen``."""
+
+
+class Repeats:
+    """The patterns of one tape."""
+
+    def __init__(self, clock: Clock, steps: StepFinder) -> None:
+        self._clock = clock
+        self._steps = steps
+        self._patterns: dict[Hashable, list[Pattern]] = {}
+        self._since = -1
+        self._state: Hashable = None
+        self._seen: dict[str, int] = {}
+
+    def forget(self) -> None:
+        """Another part of the tape is read: what comes next does not follow on the last end."""
+        self._since = -1
+
+    def resume(self, entry: int) -> None:
+        """Steps that repeat were read up to here; the state is the same."""
+        self._since, self._seen = entry, dict(self._steps.seen)
+
+    def ended(
+        self,
+        state: Hashable,
+        codes: list[int],
+        values: list[Any],
+        entry: int,
+        found: tuple[Segment, int] | None,
+    ) -> None:
+        """A step ended just before ``entry``, in this state (``None``: in none that may repeat).
+        ``found`` is what was handed on of it, and its batches; ``None``: it was no plain step."""
+        since, before, seen = self._since, self._state, self._seen
+        self._since, self._state, self._seen = entry, state, dict(self._steps.seen)
+        if since < 1 or state is None or state != before or found is None:
+            return
+        if entry - since > MAX_ENTRIES:
+            return
+        pattern = self._learn(codes[since:entry], values[since:entry], values[since - 1], *found)
+        if pattern is None:
+            return
+        added = {key: self._steps.seen[key] - seen[key] for key in seen}
+        known = self._patterns.setdefault(state, [])
+        known.insert(0, pattern._replace(seen=added))
+        del known[MAX_PATTERNS:]
+        if len(self._patterns) > MAX_STATES:
+            self._patterns.clear()
+
+    def follow(
+        self, state: Hashable, codes: list[int], values: list[Any], entry: int
+    ) -> tuple[Block, dict[str, int], int] | None:
+        """Steps from ``entry`` on that repeat a pattern, what each of them adds to
+        ``StepFinder.seen``, and where they end."""
+        for pattern in self._patterns.get(state, ()):
+            wanted = pattern.codes
+            size = len(wanted)
+            most = max(1, min(MOST, MOST_ENTRIES // size))
+            end, last = entry, min(len(codes), entry + most * size)
+            while end + size <= last and codes[end : end + size] == wanted:
+                end += size
+            count = (end - entry) // size
+            for at, value in pattern.fixed:
+                column = values[entry + at : end : size]
+                if column.count(value) < count:
+                    count = min(count, [other == value for other in column].index(False))
+            if count:
+                return (
+                    self._block(pattern, values, entry, count),
+                    pattern.seen,
+                    entry + count * size,
+                )
+        return None
+
+    def _block(self, pattern: Pattern, values: list[Any], entry: int, count: int) -> Block:
+        size = len(pattern.codes)
+        stop = entry + count * size
+        columns: dict[int, list[int]] = {}
+
+        def column(at: int) -> list[int]:
+            found = columns.get(at)
+            if found is None:
+                # where a step begins is where the one before ended
+                found = columns[at] = values[entry + at : stop + at : size][:count]
+            return found
+
+        begins, ends = column(-1), column(size - 1)
+        rest = list(map(sub, ends, begins))
+        phases = []
+        for phase, intervals in pattern.intervals:
+            total: list[int] | None = None
+            for a, b in intervals:
+                lengths = list(map(sub, column(b), column(a)))
+                total = lengths if total is None else list(map(add, total, lengths))
+            if total is not None:
+                phases.append((phase, total))
+                rest = list(map(sub, rest, total))
+        if pattern.rest >= 0:
+            phases.append((pattern.rest, rest))
+        batches: list[list[Any]] = []
+        if pattern.batches:
+            told = [values[entry + at : stop : size] for at in pattern.batches]
+            stock = self._steps.turn([*chain.from_iterable(zip(*told, strict=True))])
+            micro = len(pattern.batches)
+            batches = [stock[i : i + micro] for i in range(0, len(stock), micro)]
+        return Block(self._steps.count, begins, ends, phases, pattern.micro, batches)
+
+    def _learn(
+        self, codes: list[int], values: list[Any], begin: int, found: Segment, micro: int
+    ) -> Pattern | None:
+        """What these entries do, if that is all told by their codes."""
+        if any(code >= MAX_PHASES and code not in KNOWN for code in codes):
+            return None
+        if found.t != begin or found.end != values[-1]:
+            return None
+        batches = [at for at, code in enumerate(codes) if code == tape.BATCH]
+        fetched = [at for at, c in enumerate(codes) if c in (tape.FETCHED, tape.FETCHED_INSIDE)]
+        if [at - 1 for at in batches] != fetched or (batches and len(batches) != micro):
+            return None
+        spans: dict[int, list[tuple[int, int]]] = {}
+        # the phase that is open between steps: the state is again what it was when they began
+        current, stack = self._clock.cur, list(self._clock.stack)
+        last = -1
+        for at, code in enumerate(codes):
+            if code in TIMELESS or code in (tape.FETCHED_INSIDE, tape.BOUNDARY):
+                continue
+            leaves = code in LEAVING
+            if leaves and not stack:
+                return None
+            spans.setdefault(current, []).append((last, at))
+            last = at
+            if leaves:
+                current = stack.pop()
+            else:
+                stack.append(tape.OTHER if current == tape.BETWEEN else current)
+                current = DATA if code == tape.FETCH else code
+        if last != len(codes) - 1:
+            spans.setdefault(current, []).append((last, len(codes) - 1))
+        at_ = lambda at: begin if at < 0 else values[at]  # noqa: E731
+        told = {phase: sum(at_(b) - at_(a) for a, b in ab) for phase, ab in spans.items()}
+        if any(ns != told.get(phase, 0) for phase, ns in enumerate(found.phases)):
+            return None
+        rest = max(spans, key=lambda phase: len(spans[phase]))
+        return Pattern(
+            codes,
+            [(phase, intervals) for phase, intervals in spans.items() if phase != rest],
+            rest,
+            [(at, values[at]) for at, code in enumerate(codes) if code == tape.OPTIMIZED_BY],
+            batches,
+            micro,
+            {},
+        )

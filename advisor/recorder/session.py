@@ -1,0 +1,718 @@
+"""One recording of one process: everything that listens, measures and writes, as one object.
+
+There is at most one at a time (``current``). Whatever fails in here ends the recording with one
+warning; training goes on as if it had never been there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from operator import sub
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from advisor.core.run_directory import Event, Manifest, Rank
+from advisor.recorder.batch import Batches
+from advisor.recorder.clock import (
+    ABANDON,
+    BATCH,
+    BEGIN,
+    BOUNDARY,
+    BREAK_OFF,
+    DATA,
+    FETCHED_INSIDE,
+    FORWARD_OF,
+    GENERATE,
+    GENERATED,
+    LEARNT,
+    LEAVE,
+    MAX_TAPE,
+    MEMORY,
+    ONLINE,
+    PHASE,
+    RESET,
+    THREAD,
+    Tape,
+)
+from advisor.recorder.cuda import Allocator, Marks, Reading, usable
+from advisor.recorder.hooks import GENERATION, Hooks
+from advisor.recorder.inference import Inference, Inferred
+from advisor.recorder.level import in_backward
+from advisor.recorder.loaders import Loaders
+from advisor.recorder.oom import OutOfMemory
+from advisor.recorder.options import RecordOptions
+from advisor.recorder.pauses import Pauses
+from advisor.recorder.ranges import TraceRanges, ranges
+from advisor.recorder.reader import Reader
+from advisor.recorder.redact import clean_value
+from advisor.recorder.repeats import Block
+from advisor.recorder.slowdown import SlowdownWatch
+from advisor.recorder.steps import Found, Segment
+from advisor.recorder.windows import Windows
+from advisor.recorder.writer import NO_INFERENCE, Writer
+
+log = logging.getLogger("advisor")
+
+_T = TypeVar("_T")
+
+
+MAX_MESSAGE = 500
+WAITING = frozenset(("threading", "concurrent", "queue", "selectors", "asyncio", "multiprocessing"))
+"""Modules in which a thread that waits for others is."""
+UNMARKED = (
+    "advisor: no step was seen, but %d forwards were, which are no loop. To record it, say where"
+    " its steps end: advisor.step(), or: for batch in advisor.record.steps(loader)"
+)
+
+
+class _Here:
+    """What there is one of in a process."""
+
+    session: Session | None = None
+    watches_forks = False
+
+
+def current() -> Session | None:
+    """The recording that is going on in this process."""
+    return _Here.session
+
+
+class Session:
+    """A recording. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``. With
+    ``lazy`` the run directory is made when training is seen, not at the start."""
+
+    def __init__(self, options: RecordOptions, entry: str, *, lazy: bool = False) -> None:
+        import torch
+
+        self.options = options
+        self.entry = entry
+        self.anew: Callable[[], Session | None] | None = None
+        """How a forked child that trains gets a recording of its own; ``None``: it gets none."""
+        self.problem: str | None = None
+        """Why recording stopped before its time."""
+        self.tape = Tape()
+        self.looping: list[Any] = []
+        self.in_loop = False
+        """Inside a loop that says itself where steps end."""
+        self.loaders = Loaders(self.tell)
+        self.reader = Reader(self.loaders, self._emit, self._emit_block)
+        self.steps = self.reader.steps
+        self.inference = Inference(self._emit_inferred, lambda: self.hooks.lifted)
+        self.reader.inference = self.inference
+        self.reader.learnt = self._learnt
+        self.tape.here[LEARNT] = 0
+        self._generate: tuple[int, Any] | None = None
+        """The call of ``generate`` that was going on when it was met first: its frame."""
+        self.batches = Batches(self._shapes)
+        self.glance = self.batches.glance
+        self._pid = os.getpid()
+        self._torch = torch
+        self._lazy = lazy
+        self.over = False
+        """It has ended."""
+        self.listening = False
+        """The hooks are in place."""
+        self._told: tuple[int, BaseException | None] = -1, None
+        self._lock = threading.Lock()
+        self._reading = threading.RLock()
+        self.rank, self.world = rank_of(torch)
+        self.hooks = Hooks(self)
+        self.pauses = Pauses(self.tape)
+        self.allocator = Allocator(torch)
+        self.marks = Marks(self.tape, torch, options.cuda_events) if options.cuda_events else None
+        self.windows = Windows(
+            options,
+            self.rank,
+            lambda data: self.tell("window", data),
+            self.hooks,
+            TraceRanges(self.tape),
+        )
+        self.oom = OutOfMemory(lambda data: self.tell("oom", data), options.memory_history)
+        self.writer = Writer(
+            out=options.out,
+            rank=self._where,
+            names=self.tape.names,
+            describe=self._describe,
+            failed=self._failed,
+        )
+        self.writer.resolve = self.batches.resolve
+        self.writer.opened = self._opened
+        self.writer.wanted = self.want
+        self.writer.read = self._read_in_writer
+        self.writer.slowdown = (
+            SlowdownWatch() if options.on_trouble and self.windows.enabled else None
+        )
+        self._sampler: Any = None
+        self._old_signal: Any = None
+
+    # -- life -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to record in the calling thread."""
+        _Here.session = self
+        if not _Here.watches_forks:
+            os.register_at_fork(after_in_child=_forked)
+            _Here.watches_forks = True
+        made = ranges(self.tape) if self.options.nvtx else None
+        if made is not None:
+            self.tape.watch(made)
+        self.writer.start()
+        if not self._lazy:
+            self.writer.open()
+        self._take_signal()
+        if multiprocessing.parent_process() is not None:  # ends without atexit
+            from multiprocessing import util
+
+            util.Finalize(None, self.finish, exitpriority=100)
+        self.listen()
+
+    def listen(self) -> None:
+        """Put the hooks in place; the calling thread is the one that trains."""
+        if self.listening or self.over:
+            return
+        self.listening = True
+        now = time.perf_counter_ns()
+        self.reader.clock.start(now)
+        self.steps.begun = now
+        if self.reader.inference is not None:
+            self.inference.start(now)
+        self.tape.here[PHASE] = 0
+        self.hooks.install()
+        self.windows.guard()
+        self.pauses.install()
+        self.oom.install()  # a first step may be the one that does not fit
+        self._settle()
+        self.tape.here[THREAD] = threading.get_ident()
+
+    def pause(self, error: BaseException | None = None) -> None:
+        """Take the hooks out; ``listen`` goes on from here."""
+        if not self.listening:
+            return
+        self.listening = False
+        self.tape.here[THREAD] = -1
+        self.hooks.remove()
+        self.pauses.remove()
+        if self.marks is not None:
+            self.marks.end()
+        now = time.perf_counter_ns()
+        with self._reading:
+            self.reader.read(self.tape.take())
+            self.steps.finish(now)
+            self.steps.abandon(now)
+            if self.reader.inference is not None:
+                self.inference.finish()
+            if self.over:
+                self.windows.finish(self.recorded)
+            else:
+                self.windows.stop("recording was paused")
+        self.windows.unguard()
+        if self.marks is not None:
+            self.marks.answer()
+        self._end(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Training raised: perhaps for good."""
+        try:
+            self.oom.raised(error)
+            self.pause(error)
+        except Exception as problem:
+            self.broken(problem)
+
+    def here(self) -> bool:
+        """Whether the calling thread is the one that is watched."""
+        return self.tape.here[THREAD] == threading.get_ident()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the recording and write what is left. Never raises; a second call does nothing."""
+        with self._lock:
+            if self.over or os.getpid() != self._pid:
+                return
+            self.over = True
+        if _Here.session is self:
+            _Here.session = None
+        try:
+            self._give_signal_back()
+            if error is not None:
+                self.oom.raised(error)
+            self.pause(error)
+            self.oom.close()
+            self.loaders.finish()
+            if self._sampler is not None:
+                self._sampler.stop()
+            self._end(error)
+            seen = not self.recorded and self.steps.forwards and self.problem is None
+            if seen and self.entry != "command":  # the command says more, and once
+                log.warning(UNMARKED, self.steps.forwards)
+        except Exception as problem:
+            self._warn(problem)
+        self.writer.stop()
+
+    @property
+    def recorded(self) -> int:
+        """Steps so far: of the training, or else of a loop that does not train."""
+        return self.steps.count or self.inference.count
+
+    # -- what hooks call ------------------------------------------------------------------------
+
+    def entered(self, phase: int) -> None:
+        """A phase is about to begin."""
+        try:
+            for watcher in self.tape.watched:
+                watcher.entered(phase)
+        except Exception as error:
+            self.broken(error)
+
+    def left(self, phase: int) -> None:
+        """A phase has ended, and this one goes on."""
+        try:
+            for watcher in self.tape.watched:
+                watcher.left(phase)
+        except Exception as error:
+            self.broken(error)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+        try:
+            counters = self.allocator.sample()
+            if counters is not None:
+                self.tape.log.extend((MEMORY, counters))
+            if self.marks is not None:
+                self.marks.stepped()
+            if len(self.tape.log) > MAX_TAPE:
+                self.tape.log.clear()
+                raise RuntimeError("the recorder's thread does not keep up")
+        except Exception as error:
+            self.broken(error)
+
+    def forwarded(self, module: Any) -> None:
+        """The forward of an outermost module has ended, where nothing was learnt so far."""
+        try:
+            put = self.tape.log.extend
+            if self._generate is not None:
+                self._leave_generate(sys._getframe(2))
+            elif GENERATION in sys.modules:
+                self._meet_generate(sys._getframe(2))
+            model = getattr(module, "_parameters", None) or getattr(module, "_modules", None)
+            put((FORWARD_OF, id(module) if model else 0))
+            self._inferred()
+        except Exception as error:
+            self.broken(error)
+
+    def generating(self) -> None:
+        """A call of ``generate`` is about to begin, where nothing was learnt so far."""
+        if self._generate is not None:
+            self._generate = None
+            self.tape.log.extend((GENERATED, time.perf_counter_ns()))
+
+    def generated(self) -> None:
+        """It has ended."""
+        try:
+            self._inferred()
+        except Exception as error:
+            self.broken(error)
+
+    def learning(self) -> None:
+        """The first backward begins: what was found before it may have to go, at once."""
+        self.tape.here[LEARNT] = 1
+        if self.inference.count and self.windows.enabled:
+            self.windows.restarts = True
+            self.tape.here[ONLINE] = 1
+
+    def elsewhere(self) -> None:
+        """A backward begins in another thread than the one that is watched."""
+        try:
+            if os.getpid() != self._pid:
+                self._begin_anew()
+            elif self._may_move():
+                now = time.perf_counter_ns()
+                self.tape.here[THREAD] = -1
+                self.tape.log.extend((RESET, now, ABANDON, now))
+                self.tape.here[PHASE] = 0
+                self.tape.here[THREAD] = threading.get_ident()
+        except Exception as error:
+            self.broken(error)
+
+    def drain(self) -> None:
+        """Read the tape in the training thread, while a window is open or due."""
+        if not self.windows.waits or not self._reading.acquire(blocking=False):
+            return  # the writer is at it; the next boundary will do
+        try:
+            self.reader.read(self.tape.take())
+        except Exception as error:
+            self.broken(error)
+        finally:
+            self._reading.release()
+
+    def broken(self, error: BaseException) -> None:
+        """Something of ours failed: recording is over."""
+        self._warn(error)
+        self._stop_early()
+
+    # -- what the user says ---------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """A step ends here."""
+        self._say(BOUNDARY)
+
+    def begin_loop(self) -> None:
+        """A loop begins whose every iteration is a step."""
+        self.in_loop = True
+        self._say(BEGIN)
+
+    def end_loop(self, *, broken_off: bool) -> None:
+        """It ended; ``broken_off``: in the middle of an iteration, as far as can be told."""
+        self.in_loop = False
+        if broken_off:
+            self._say(BREAK_OFF)
+
+    def enter(self, phase: int) -> int:
+        """A phase of the user's begins; what was open before, for ``leave``."""
+        tape = self.tape
+        before = tape.here[PHASE]
+        if tape.watched:
+            self.entered(phase)
+        tape.here[PHASE] = phase
+        tape.log.extend((phase, time.perf_counter_ns()))
+        return before
+
+    def leave(self, before: int) -> None:
+        """It ends."""
+        tape = self.tape
+        tape.here[PHASE] = before
+        tape.log.extend((LEAVE, time.perf_counter_ns()))
+        if tape.watched:
+            self.left(before)
+
+    def fetch(self, iterator: Iterator[_T]) -> _T:
+        """The next item of any iterator; the wait is of phase ``data``."""
+        before = self.enter(DATA)
+        self.looping.append(1)
+        try:
+            batch = next(iterator)
+            if self.looping:  # no DataLoader, whose hook would have told
+                self.tape.log.extend((FETCHED_INSIDE, time.perf_counter_ns()))
+                self.tape.log.extend((BATCH, self.glance(batch)))
+            return batch
+        finally:
+            self.looping.clear()
+            self.leave(before)
+
+    def count(self) -> int:
+        """Steps so far, the one that is complete and has not ended included."""
+        with self._reading:
+            self.reader.read(self.tape.take())
+            return self.steps.count + self.steps.complete() or self.inference.count
+
+    def want(self, reason: str, asked: bool) -> None:
+        """Open a window at the next boundary."""
+        if asked:
+            self.windows.asked = reason
+        else:
+            self.windows.wanted = reason
+        self._settle()
+
+    def tell(self, kind: str, data: dict[str, Any]) -> None:
+        """Write an event."""
+        self.writer.put(Event(t=time.perf_counter_ns(), kind=kind, data=data))
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _may_move(self) -> bool:
+        """Whether this thread may be the one that trains: the one that is watched has ended, or
+        waits for others; under ``advisor record`` it is enough that it has not trained yet."""
+        watched = self.tape.here[THREAD]
+        if watched == -1 or self.in_loop or self.over or in_backward(self._torch):
+            return False
+        frame = sys._current_frames().get(watched)
+        if frame is None:
+            return True
+        names: list[tuple[Any, str]] = []
+        while frame is not None and len(names) < 4:
+            names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
+            frame = frame.f_back
+        if any(name == "start" for _, name in names):  # only until the other one runs
+            return self.entry == "command" and not self.steps.count
+        waits = any(str(module).partition(".")[0] in WAITING for module, _ in names[:2])
+        if not (self.steps.open or self.steps.count or self.tape.log):
+            return waits or self.entry == "command"
+        # it has trained: a helper does not take over from it, another worker of a pool does
+        return waits and watched != threading.main_thread().ident
+
+    def _inferred(self) -> None:
+        """A step of a loop that does not train may have ended."""
+        tape = self.tape
+        if len(tape.log) > MAX_TAPE:
+            tape.log.clear()
+            raise RuntimeError("the recorder's thread does not keep up")
+        if tape.here[ONLINE]:
+            counters = self.allocator.sample()
+            if counters is not None:
+                tape.log.extend((MEMORY, counters))
+            self.drain()
+
+    def _meet_generate(self, frame: FrameType | None) -> None:
+        """Listen to ``generate``, if it came since the last look; the first call of it may be going
+        on already, in a frame around this one."""
+        if not self.hooks.look():
+            return
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "generate" and frame.f_globals.get("__name__") == GENERATION:
+                self._generate = id(frame), code
+                self.tape.log.extend((GENERATE, time.perf_counter_ns()))
+                return
+            frame = frame.f_back
+
+    def _leave_generate(self, frame: FrameType | None) -> None:
+        """Whether the first call of ``generate`` has ended meanwhile."""
+        while frame is not None:
+            if (id(frame), frame.f_code) == self._generate:
+                return
+            frame = frame.f_back
+        self.generating()
+
+    def _learnt(self) -> None:
+        """A backward or the like: from now on no steps of another loop are looked for."""
+        self.tape.here[LEARNT] = 1
+        self.windows.unaided = False
+
+    def _begin_anew(self) -> None:
+        """In a forked child that trains: it gets a recording of its own, under the command."""
+        self.tape.here[THREAD] = -1
+        self.hooks.remove()
+        self.windows.unguard()
+        self.pauses.remove()
+        if self.anew is not None:
+            session = self.anew()
+            if session is not None:
+                atexit.register(session.finish)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Tell that recording has ended here; it may go on after a pause."""
+        steps = self.recorded
+        if (steps, error) == self._told or (error is None and self._told[0] == steps):
+            return
+        self._told = steps, error
+        end: dict[str, Any] = {"steps": steps, "reason": "finished"}
+        if error is not None:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            end["reason"] = "interrupted" if interrupted else "exception"
+            end["exception"] = type(error).__name__
+            end["message"] = clean_value(str(error))[:MAX_MESSAGE]
+        self.tell("end", end)
+
+    def _say(self, code: int) -> None:
+        if self.marks is not None and self.marks in self.tape.watched:
+            self.marks.entered(self.tape.here[PHASE])
+        self.tape.log.extend((code, time.perf_counter_ns()))
+        if self.tape.here[ONLINE]:
+            self.drain()
+
+    def _settle(self) -> None:
+        """Work out whether hooks must call when an optimizer has stepped. In any thread: whatever
+        changes the answer calls this afterwards."""
+        here = self.tape.here
+        here[ONLINE] = 0
+        if self.windows.waits or usable(self._torch):
+            here[ONLINE] = 1
+
+    def _read_in_writer(self) -> None:
+        """Read the tape in the writer's thread, unless the training thread is at it."""
+        self._settle()
+        if self.listening:
+            self.hooks.look()
+        if self._reading.acquire(blocking=False):
+            try:
+                self.reader.read(self.tape.take(), aside=True)
+            finally:
+                self._reading.release()
+
+    def _emit(self, segment: Segment, micro: int, gap: int) -> None:
+        windows, reader = self.windows, self.reader
+        number = self.steps.count
+        if number == 0 and self.inference.count:  # what came before was a validation
+            self.inference.count = 0
+            self.writer.put(NO_INFERENCE)
+            self.windows.restart("it lies before the training")
+        memory, paused = reader.memory, reader.paused
+        reader.memory, reader.paused = None, 0
+        batch, self.steps.used = self.steps.used, []
+        window = windows.during(segment.t, segment.end)
+        self.writer.put(
+            Found(
+                number,
+                segment.t,
+                segment.end,
+                segment.phases,
+                micro,
+                gap,
+                window,
+                paused,
+                batch,
+                memory,
+                self._reading_of(segment.marks),
+            )
+        )
+        if number == 0:
+            self._first(micro)
+        duration = segment.end - segment.t
+        if not self.here():
+            windows.note(window, duration)
+        else:
+            # without an optimizer, a step is known to have ended when the next one is nearly over
+            windows.step(number + 1 + self.steps.undecided, window, duration)
+            self._settle()
+
+    def _emit_inferred(self, step: Inferred) -> None:
+        windows = self.windows
+        window = windows.during(step.t, step.end)
+        self.writer.put(
+            Found(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0, window,
+                  step.gc, step.batches, step.memory, None, trains=False)
+        )  # fmt: skip
+        if step.n == 0:
+            self._first(1)
+            windows.fit_forwards(step.forwards)
+        windows.unaided = step.unaided
+        duration = step.end - step.t
+        if step.late or not self.here():
+            windows.note(window, duration)
+        else:
+            windows.step(step.n + 1, window, duration)
+            self._settle()
+
+    def _emit_block(self, block: Block) -> None:
+        """Steps that were read together, in the writer's thread."""
+        windows = self.windows
+        if windows.during(block.begins[0], block.ends[-1]) is None:
+            self.writer.put(block)
+            windows.note_all(list(map(sub, block.ends, block.begins)))
+            return
+        for found in block.steps():
+            window = windows.during(found.t, found.end)
+            self.writer.put(found._replace(window=window))
+            windows.note(window, found.end - found.t)
+
+    def _reading_of(self, marks: Any) -> Reading | None:
+        if self.marks is None or not marks:
+            return None
+        return self.marks.ask(marks, len(self.tape.names))
+
+    def _first(self, micro: int) -> None:
+        """The first step has ended: this process does train."""
+        if self.loaders.length is not None:
+            self.windows.fit(self.loaders.length // micro)
+        self._where()  # a window may open before the writer's thread has asked
+        self.writer.open()
+        self.oom.install()
+
+    def _where(self) -> tuple[int, int]:
+        """Rank and world size, asked once training has begun: before, the process may not know."""
+        self.rank, self.world = rank_of(self._torch)
+        self.windows.enabled = self.options.traces(self.rank) and not self.over
+        self._settle()
+        return self.rank, self.world
+
+    def _shapes(self, index: int, shapes: list[list[int]], dtypes: list[str]) -> None:
+        self.tell("shapes", {"index": index, "shapes": shapes, "dtypes": dtypes})
+
+    def _describe(self, run: str) -> tuple[Manifest, Rank]:
+        from advisor.recorder import environment
+
+        manifest = environment.manifest(asdict(self.options), self.entry, run)
+        rank = environment.rank_info()
+        rank.rank = self.rank
+        return manifest, rank
+
+    def _opened(self, folder: Path) -> None:
+        self.windows.place(folder)
+        self.oom.folder = folder
+        if self.options.telemetry > 0 and not self.over:
+            from advisor.recorder.telemetry import Sampler
+
+            self._sampler = Sampler(self.writer.put, hz=self.options.telemetry)
+            self._sampler.start()
+
+    def _failed(self, problem: str) -> None:
+        """The writer's thread could not go on."""
+        if self.problem is None:
+            self.problem = problem
+            log.warning("advisor: recording stopped, training goes on: %s", problem)
+        self._stop_early()
+
+    def _warn(self, error: BaseException) -> None:
+        if self.problem is None:
+            self.problem = f"{type(error).__name__}: {error}"
+            log.warning("advisor: recording stopped, training goes on: %s", self.problem)
+            self.tell("error", {"text": self.problem[:500]})
+
+    def _stop_early(self) -> None:
+        """Hooks pass through from now on; what was recorded stays."""
+        self.tape.here[THREAD] = -1
+        self.windows.enabled = False
+        if self.writer.folder is None:
+            self.windows.place(None)
+        if self._sampler is not None and threading.current_thread().name != "advisor telemetry":
+            self._sampler.stop()
+
+    def _take_signal(self) -> None:
+        name = self.options.signal
+        number = getattr(signal, name, None) if name.startswith("SIG") else None
+        if not name:
+            return
+        if number is None:
+            log.warning("advisor: %r is no signal; none is taken", name)
+            return
+        try:
+            if signal.getsignal(number) is not signal.SIG_DFL:
+                log.warning("advisor: %s has a handler already; it is left alone", name)
+                return
+            signal.signal(number, lambda *_: self.want(f"{name} received", True))
+            self._old_signal = number
+        except (ValueError, OSError) as error:  # not the main thread, or not to be caught
+            log.warning("advisor: %s cannot be taken: %s", name, error)
+
+    def _give_signal_back(self) -> None:
+        if self._old_signal is not None:
+            try:
+                signal.signal(self._old_signal, signal.SIG_DFL)
+            except ValueError:
+                return  # not the main thread
+            self._old_signal = None
+
+
+def rank_of(torch: Any) -> tuple[int, int]:
+    """Number of this process among those that train together, and how many they are."""
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    for rank, world in (
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ):
+        number, total = os.environ.get(rank, ""), os.environ.get(world, "")
+        if number.isdecimal() and total.isdecimal():
+            return int(number), int(total)
+    return 0, 1
+
+
+def _forked() -> None:
+    """In a forked child: the recording is the parent's."""
+    session, _Here.session = _Here.session, None
+    if session is not None:
+        session.tape.here[THREAD] = -1
+        session.windows.forget()
+        session.over = True
+        session.tape.log.clear()

@@ -1,0 +1,421 @@
+"""Finds the training steps in what happens: fetches, forwards, backwards, optimizer steps.
+
+The time between two fetches of a batch is a *segment*. What was seen in it tells what it was:
+
+- an optimizer stepped: it ends a training step;
+- a backward and no optimizer: part of a step, which goes on (gradient accumulation);
+- a forward alone: validation. It belongs to no step; its time is the next step's ``evaluation``;
+- a fetch alone: batches fetched ahead. They belong to the step that follows.
+
+Where no loader is fetched from (a list of tensors, the last batch of a loader that looks one
+batch ahead), a step ends when the optimizer has stepped. ``Recorder.step`` and its like take
+over from all this once they are used: then the user says where a step ends.
+
+Several optimizers (GAN): in a loader's loop any of them makes the step; without a loader the one
+that stepped first ends it. Where no optimizer is seen (weights updated by hand, an optimizer that
+is compiled or in another thread) a step is what lies between two changes of weights or gradients
+outside of backwards (``witness``), from the second change on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from advisor.recorder.clock import OPTIMIZER, OTHER, Clock
+
+MAX_HELD = 1024
+"""Segments kept while it is unknown whether an optimizer will ever step."""
+
+
+class Found(NamedTuple):
+    """A step that was found; the writer makes a record of it."""
+
+    n: int
+    t: int
+    end: int
+    phases: list[int]
+    micro: int
+    gap: int
+    window: int | None
+    gc: int
+    batch: Any
+    memory: Any
+    marks: Any
+    """A ``cuda.Reading``; ``None``: no events."""
+    trains: bool = True
+    """False: of a loop that does not (``inference``)."""
+
+
+class Segment(NamedTuple):
+    t: int
+    end: int
+    phases: list[int]
+    backwards: int
+    marks: Any
+
+
+class StepFinder:
+    """Segments to steps, in the order of the tape. ``now`` is when something happened, ns."""
+
+    def __init__(self, clock: Clock, emit: Callable[[Segment, int, int], None]) -> None:
+        self.clock = clock
+        self._emit = emit
+        self.seen = {"fetched": 0, "forwards": 0, "backwards": 0, "optimized": 0}
+        """What happened, whether or not it made steps: to say why there are none."""
+        self.explicit = False
+        """The user says where steps end."""
+        self.count = 0
+        self.gap = 0
+        """Time since the last step that belongs to none, ns."""
+        self.marks: list[Any] = []
+        """CUDA events of the segment, with the phase that each begins …"""
+        self._marks_whole = False
+        """… and whether they reach back to its begin."""
+        self.begun = 0
+        """When the segment began …"""
+        self.open = False
+        """… and whether one has: before the first activity, time belongs to nothing."""
+        self.outside = True
+        """No loader's batch is being worked on."""
+        self._batches = 0
+        self._stock: list[Any] = []
+        """What was noted of each batch that is in no step yet."""
+        self.used: list[Any] = []
+        """The same of those in the step that is handed on."""
+        self.forwards = 0
+        """How many there were in all."""
+        self._forwards = 0
+        self._backwards = 0
+        self._micro = 0
+        self._stepped = False
+        self._trained_here = False
+        """The loader that is being fetched from has been trained with."""
+        self._rest: tuple[int, list[int]] | None = None
+        """When an optimizer stepped last in this segment, and the time in each phase until then."""
+        self._held: list[Segment] = []
+        self._optimizers: dict[int, int] = {}
+        self._primary: int | None = None
+        self._first: int | None = None
+        """So many parts that are kept are the first of those steps, which waits for a second.
+        ``None``: there was none; 0: there were two."""
+
+    # -- what hooks report ----------------------------------------------------------------------
+
+    def fetching(self, now: int) -> None:
+        """A loader is asked for a batch: the segment before ends here."""
+        if self.explicit:
+            return
+        if self.clock.cur == OPTIMIZER:  # an optimizer raised, its hook for the end was not called
+            self.clock.leave_all(now)
+        self._close(now)
+        self.outside = False
+        self.open = True
+
+    def fetched(self) -> None:
+        """The loader gave a batch."""
+        self.seen["fetched"] += 1
+        self._batches += 1
+        self._stock.append(None)
+
+    def batch(self, glance: Any) -> None:
+        """What was noted of it."""
+        if self._stock:
+            self._stock[-1] = glance
+
+    def exhausted(self, now: int) -> None:
+        """The loader has no more: what comes is no longer work on its batches."""
+        if self.explicit:
+            return
+        self._forget_batches()
+        self.gap += sum(self._cut(now).phases)
+        if not self._trained_here:
+            self._drop_ahead()
+        self._outside()
+
+    def iterating(self, now: int) -> None:
+        """A loader is iterated anew, for another epoch or a validation."""
+        if self.explicit:
+            return
+        if self.open:
+            self._close(now)
+        self._drop_ahead()
+        self._stock.clear()
+        self._trained_here = False
+        self._outside()
+
+    def saving(self, now: int) -> None:
+        """A checkpoint is written: no part of a step that is complete."""
+        if not self.explicit and self._stepped and not self.clock.stack:
+            self._close(now)
+            self._outside()
+
+    def active(self, now: int) -> None:
+        """Something a step does has begun: one begins, if none has."""
+        if not self.open:
+            before = sum(self._cut(now).phases)
+            if not self.explicit:
+                self.gap += before
+            self.open = True
+
+    def forwarded(self, grad: bool, now: int) -> None:
+        """The outermost module returned."""
+        self.seen["forwards"] += 1
+        self._forwards += 1
+        self.forwards += 1
+        if grad or self.explicit or not self.outside or self._backwards or self._stepped:
+            return
+        # without a loader, a forward that nothing is learnt from is validation; training begins
+        # after it
+        self.gap += sum(self._cut(now).phases)
+        self.open = False
+
+    def backwarded(self, now: int) -> None:
+        """A backward ended."""
+        self.seen["backwards"] += 1
+        self._backwards += 1
+        if self.outside and self._stepped and not self.clock.stack:
+            self._end_outside(now)
+
+    def optimized(self, optimizer: int, now: int) -> None:
+        """An optimizer stepped, or its scaler skipped it."""
+        self.seen["optimized"] += 1
+        known = self._optimizers
+        known[optimizer] = known.get(optimizer, 0) + 1
+        if self._primary is None or (optimizer != self._primary and known[optimizer] > 1):
+            self._primary = optimizer
+        if optimizer == self._primary:
+            known.clear()
+        if self.outside and optimizer != self._primary:
+            self._backwards += not self._backwards
+            return
+        self._stepped = True
+        if self.outside and not self.explicit and not self.clock.stack:
+            self._end_outside(now)
+        elif not self.clock.stack:
+            self._rest = now, self.clock.acc.copy()
+
+    def applied(self, now: int) -> None:
+        """A backward begins, and weights or gradients were changed since the last one."""
+        if not self.undecided or self.clock.stack:
+            return
+        self.parted(now)
+        self._applied()
+
+    def parted(self, now: int) -> None:
+        """A forward begins: without a loader, what was learnt before is a part of its own."""
+        if self.outside and self._backwards and not self._stepped and not self.clock.stack:
+            self._close(now)
+            self.open = True
+
+    # -- what the user says ---------------------------------------------------------------------
+
+    def boundary(self, now: int) -> None:
+        """A step ends here."""
+        if not self.explicit:
+            self.explicit = True
+            if self.count == 1 and not self._held and not self._stepped and not self._batches:
+                # found by itself already: a loop without a loader
+                self._cut(now)
+                self.open = True
+                return
+            self._held = [part for part in self._held if part.backwards]
+        drawn = self._batches
+        self._complete(now)
+        self.open = True
+        if not drawn:
+            self.clock.rest()
+
+    def begin(self, now: int) -> None:
+        """A loop whose every iteration is a step begins here."""
+        self.explicit = True
+        self._held.clear()
+        self.gap += sum(self._cut(now).phases)
+        self.open = True
+
+    def break_off(self, now: int) -> None:
+        """The loop was left in the middle: after a whole step, if anything was learnt in it."""
+        if self._stepped or self._backwards or self._primary is None:
+            self.boundary(now)
+        else:
+            self.abandon(now)
+
+    def complete(self) -> int:
+        """1 if what is open would be a step if it ended now."""
+        unseen = self._first is not None and (self._backwards or self._learnt())
+        return int(bool(self._stepped or unseen))
+
+    @property
+    def undecided(self) -> bool:
+        """No optimizer was seen, and the user did not say where steps end."""
+        return self._primary is None and not self.explicit
+
+    def abandon(self, now: int) -> None:
+        """What was begun is no step."""
+        self._held.clear()
+        self._cut(now)
+        self.open = False
+
+    def finish(self, now: int) -> None:
+        """Recording ends: a step that is complete is kept, one that is not is dropped."""
+        if self.explicit:
+            return
+        if self.open and self._rest is not None:  # what follows until the program's end is no step
+            (now, phases), self._rest = self._rest, None
+            self.clock.last, self.clock.cur = now, OTHER
+            self.clock.acc = phases
+            self.unmarked()
+        if self.open and (self._stepped or (self._first is not None and self._backwards)):
+            self._close(now)
+        if self._first is not None:
+            self._applied()
+        if self._primary is None and self._held:
+            for part in self._held:
+                if part.backwards:
+                    self._hand_on([part], self._micro_steps(1))
+            if self._backwards:
+                self._hand_on([self._cut(now)], self._micro_steps(1))
+        self._held.clear()
+
+    def mark(self, mark: Any) -> None:
+        """A CUDA event was made."""
+        self.marks.append(mark)
+
+    def unmarked(self) -> None:
+        """There will be no CUDA events for a while."""
+        self.marks = []
+        self._marks_whole = False
+
+    # -- for steps that repeat ------------------------------------------------------------------
+
+    def state(self, now: int) -> Hashable:
+        """All that decides what the next entries do, just after a step has ended; ``None``: more
+        than what can be told so."""
+        if self.begun != now or self.gap or self._held or self.marks or self._marks_whole:
+            return None
+        return (
+            (self.explicit, self.open, self.outside, self._stepped, self._trained_here),
+            (self._batches, len(self._stock), self._forwards, self._backwards, self._micro),
+            (self._primary, self._first, *self._optimizers.items()),
+        )
+
+    def turn(self, batches: list[Any]) -> list[Any]:
+        """Batches come in, and as many that came before them go out: those of the next steps."""
+        stock = [*self._stock, *batches]
+        self._stock = stock[len(batches) :]
+        return stock[: len(batches)]
+
+    def repeated(self, count: int, end: int, seen: dict[str, int]) -> None:
+        """So many steps followed, up to ``end``; each did what ``seen`` says."""
+        self.count += count
+        self.begun = end
+        for key, each in seen.items():
+            self.seen[key] += count * each
+        self.forwards += count * seen["forwards"]
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _outside(self) -> None:
+        self.outside = True
+        self.open = False
+
+    def _end_outside(self, now: int) -> None:
+        self._complete(now)
+        self.open = True
+        self.clock.rest()
+
+    def _cut(self, now: int) -> Segment:
+        """End the segment, whatever it was."""
+        marks = self.marks if self._marks_whole and len(self.marks) > 1 else None
+        self.marks = self.marks[-1:]  # where this segment ends, the next one begins
+        self._marks_whole = bool(self.marks)
+        segment = Segment(self.begun, now, self.clock.cut(now), self._backwards, marks)
+        self.begun = now
+        self._batches = self._forwards = self._backwards = 0
+        self._stepped = False
+        self._rest = None
+        return segment
+
+    def _close(self, now: int) -> None:
+        """End the segment, and the step if it ended one."""
+        if self._stepped:
+            self._trained_here = True
+            self._complete(now)
+        elif self._backwards:
+            self._trained_here = True
+            self._micro += self._backwards
+            self._hold(self._cut(now))
+        elif self._forwards or not self._batches:
+            self._forget_batches()
+            self.gap += sum(self._cut(now).phases)
+            self._drop_ahead()
+        else:
+            self._hold(self._cut(now))
+
+    def _forget_batches(self) -> None:
+        """Those of this segment are in no step."""
+        if self._batches:
+            del self._stock[-self._batches :]
+
+    def _hold(self, segment: Segment) -> None:
+        self._held.append(segment)
+        if len(self._held) > MAX_HELD:
+            self.gap += sum(self._held.pop(0).phases)
+            if self._first:
+                self._first -= 1
+
+    def _learnt(self) -> int:
+        """So many parts that are kept end with one that has gradients."""
+        return max((n for n, part in enumerate(self._held, 1) if part.backwards), default=0)
+
+    def _applied(self) -> None:
+        """An optimizer that is not seen has stepped since the last part with gradients."""
+        end = self._learnt()
+        if not end or end == self._first:
+            return
+        if self._first is None:  # once may be gradients that nobody wanted
+            self._first = end
+            return
+        for parts in (self._held[: self._first], self._held[self._first : end]):
+            if parts:
+                backwards = sum(part.backwards for part in parts)
+                self._micro -= backwards
+                self._hand_on(parts, self._micro_steps(backwards))
+        self._held = self._held[end:]
+        self._first = 0
+
+    def _drop_ahead(self) -> None:
+        """Batches fetched ahead that were not trained with."""
+        if self._held and not self._learnt():
+            self.gap += sum(sum(part.phases) for part in self._held)
+            self._held.clear()
+
+    def _complete(self, now: int) -> None:
+        backwards = self._micro + self._backwards
+        self._micro = 0
+        parts = [*self._held, self._cut(now)]
+        self._held = []
+        self._hand_on(parts, self._micro_steps(backwards))
+
+    def _micro_steps(self, backwards: int) -> int:
+        """Batches that went into a step, taken out of those that were fetched."""
+        micro = max(1, min(backwards, len(self._stock)) if self._stock else backwards)
+        self.used = self._stock[:micro]
+        del self._stock[:micro]
+        return micro
+
+    def _hand_on(self, parts: list[Segment], micro: int) -> None:
+        whole = parts[-1]
+        if len(parts) > 1:
+            phases = list(whole.phases)
+            for part in parts[:-1]:
+                for index, value in enumerate(part.phases):
+                    phases[index] += value
+            marked = all(part.marks is not None for part in parts)
+            marks = None
+            if marked:  # the last event of a part is the first of the next
+                marks = [*parts[0].marks, *(m for part in parts[1:] for m in part.marks[1:])]
+            whole = Segment(parts[0].t, whole.end, phases, whole.backwards, marks)
+        gap, self.gap = self.gap, 0
+        self._emit(whole, micro, gap)
+        self.count += 1

@@ -1,0 +1,144 @@
+"""The sampler: a quiet thread that writes what GPU and host do, a few times a second."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from advisor.core.run_directory import Gpu, Sample
+from advisor.recorder.host import HostSampler
+from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
+
+MAX_HZ = 20.0
+"""Faster sampling was seen to slow the training thread (100 Hz: a third), and to hold the driver's
+lock."""
+STOP_SECONDS = 2.0
+"""How long ``stop`` waits for a sample that is being taken."""
+
+
+class Sampler:
+    """Calls ``write`` with a ``run_directory.Sample`` ``hz`` times a second, from a daemon
+    thread, until ``stop``.
+
+    Cheap queries are made for every sample, costly ones (processes, ECC, PCIe, children, disk)
+    every ``slow_every_s``. ``uuids``: the GPUs to look at; by default those that
+    ``CUDA_VISIBLE_DEVICES`` leaves visible. Nothing it meets reaches the caller: the first
+    failure ends the thread and is kept in ``problem``. In a forked child it is not running, and
+    ``stop`` does nothing.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Sample], None],
+        *,
+        hz: float = 2.0,
+        slow_every_s: float = 7.0,
+        uuids: list[str] | None = None,
+    ) -> None:
+        self.write = write
+        self.interval = 1 / min(max(hz, 1e-3), MAX_HZ)
+        self.slow_every_s = slow_every_s
+        self.uuids = uuids
+        self.problem: str | None = None
+        """What ended the sampling before its time; ``None``: nothing."""
+        self.without_gpu: str | None = None
+        """Why there are no GPU samples; ``None``: there are, or it has not begun."""
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid: int | None = None
+
+    def start(self) -> None:
+        """Begin. A second call does nothing."""
+        if self._thread is not None:
+            return
+        self._pid = os.getpid()
+        thread = threading.Thread(target=self._run, name="advisor telemetry", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is going down
+            self.problem = str(error)
+            return
+        self._thread = thread
+
+    def stop(self) -> None:
+        """End, once the sample that is being taken is written. May be called at any time."""
+        thread = self._thread
+        if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
+            return
+        self._over.set()
+        thread.join(STOP_SECONDS)
+        self._thread = None
+
+    def _run(self) -> None:
+        try:
+            with SampleSource(self.uuids) as source:
+                self.without_gpu = source.without_gpu
+                self._loop(source)
+        except Exception as error:
+            # Whatever a driver, /proc or the writer's disk does must end here: this is a thread of
+            # somebody's training process.
+            self.problem = f"{type(error).__name__}: {error}"[:300]
+
+    def _loop(self, source: SampleSource) -> None:
+        begun = time.monotonic()
+        slow_at = begun
+        ticks = 0
+        while True:
+            now = time.monotonic()
+            slow = now >= slow_at
+            if slow:
+                slow_at = now + self.slow_every_s
+            self.write(source.sample(slow=slow))
+            # late ticks are dropped, not made up for
+            ticks = max(ticks + 1, int((time.monotonic() - begun) / self.interval) + 1)
+            if self._over.wait(max(0.0, begun + ticks * self.interval - time.monotonic())):
+                return
+
+
+class SampleSource:
+    """Where samples come from: the GPUs through NVML, and the host. A context manager.
+
+    ``uuids``: as for :meth:`advisor.recorder.nvml.Nvml.devices`.
+    """
+
+    def __init__(self, uuids: Sequence[str] | None = None, *, own: bool = True) -> None:
+        self.host = HostSampler()
+        self.own = own
+        """This process and its children do not count as others on the GPU."""
+        opened = open_nvml()
+        self.nvml: Nvml | None = None if isinstance(opened, str) else opened
+        self.without_gpu: str | None = opened if isinstance(opened, str) else None
+        self.devices: list[NvmlDevice] = []
+        if self.nvml is not None:
+            self.devices = self.nvml.devices(uuids)
+            if not self.devices:
+                self.without_gpu = "no GPU is visible to this process"
+
+    def sample(self, *, slow: bool) -> Sample:
+        """What GPUs and host do now."""
+        now = time.perf_counter_ns()
+        host = self.host.sample(slow=slow)
+        gpus: list[Gpu] = []
+        for device in list(self.devices):
+            gpu = device.sample(slow=slow, own=self.host.pids if self.own else ())
+            if gpu is not None:
+                gpus.append(gpu)
+            if device.lost:
+                self.devices.remove(device)
+                self.without_gpu = f"the driver has lost GPU {device.uuid or 'of unknown UUID'}"
+        return Sample(t=now, gpus=gpus, host=host)
+
+    def close(self) -> None:
+        """Give back what the driver lent."""
+        for device in self.devices:
+            device.close()
+        if self.nvml is not None:
+            self.nvml.close()
+
+    def __enter__(self) -> SampleSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,562 @@
+"""Profiled windows: a torch profiler that lives for a few steps, and its trace on disk.
+
+No profiler object exists outside a window (an idle one costs 39 µs a step). Opened and closed at
+step boundaries in the training thread, where that is at its outermost level (``level``; ``_safe``
+is the one place that decides), and nowhere else; exported, compressed and renamed in a thread of
+its own. Two profilers in one process crash it, so another one that is active is left alone, and one
+that starts during a window ends the window first. A session that somebody else took, or whose
+thread is gone, cannot be ended without a crash either: it is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import logging
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+from weakref import WeakSet
+
+from advisor.core.run_directory import trace_name
+from advisor.recorder.hooks import Hooks
+from advisor.recorder.level import outermost, quiet
+from advisor.recorder.options import RecordOptions
+from advisor.recorder.ranges import TraceRanges
+
+log = logging.getLogger("advisor")
+
+LOOP = 3
+"""Steps before the first window where each is long …"""
+FORWARDS, MOST_FORWARDS = 8, 64
+"""… because it has more than so many forwards; and forwards that a window is to keep at most."""
+GUARD_STEPS = 3
+"""Profiled steps that the guard wants to see before it stops a window: the first one holds the
+start of the trace, and the median of three leaves it out …"""
+GUARD_NS = 20_000_000
+"""… and ns that they must have lost together: five short steps are not worth stopping."""
+BASELINE = 32
+"""Steps before a window that are compared with."""
+RETRY = 20
+"""Steps until the next try when another profiler is active."""
+MAX_RETRIES = 5
+MAX_UNSAFE = 12
+"""So many steps that end where no profiler may start are looked at, ever fewer …"""
+MAX_PAUSE = 256
+"""… with so many steps between them in the end."""
+WAY_SECONDS = 1.0
+"""How long a profiler that another thread starts waits for a window to end."""
+EXPORT_SECONDS = 120.0
+"""How long the end of a run waits for a trace that is being written."""
+PLACE_SECONDS = 20.0
+"""How long a trace waits for its folder: a short run can be over before it is made."""
+
+INSIDE = "inside a backward, a hook, compiled code or the like, where no profiler may start or stop"
+
+
+class Windows:
+    """The windows of one rank. ``tell(data)`` writes a ``window`` event."""
+
+    def __init__(
+        self,
+        options: RecordOptions,
+        rank: int,
+        tell: Callable[[dict[str, Any]], None],
+        hooks: Hooks,
+        ranges: TraceRanges,
+    ) -> None:
+        self._options = options
+        self._ranges = ranges
+        self._stacks = options.stacks or options.deep
+        self._hooks = hooks
+        self._tell = tell
+        self.enabled = options.traces(rank)
+        self._folder: Path | None = None
+        self._placed = threading.Event()
+        self.wanted: str | None = None
+        """Why a window should open at the next boundary; set by any thread."""
+        self.asked: str | None = None
+        """The same, when somebody asked for it."""
+        self._spans: list[tuple[int, int, int | None]] = []
+        """Number of each window, when it opened, and when its trace was written."""
+        self.at = options.skip
+        """Step before which the first window opens."""
+        self._warmup = options.warmup
+        self._active = options.active
+        self.unaided = False
+        """Forwards alone tell where steps end: Python stacks would hide them."""
+        self.restarts = False
+        """A training may be about to begin."""
+        self._dropped = -1
+        """Windows up to this number lie before the training."""
+        self._profiler: Any = None
+        self._steps: list[int] = []
+        self._durations: list[int] = []
+        self._before: deque[int] = deque(maxlen=BASELINE)
+        self._reason = ""
+        self._number = -1
+        self._own = self._requested = 0
+        self._retries = 0
+        self._written = 0
+        self._export: threading.Thread | None = None
+        self._guards: list[tuple[str, Any]] = []
+        self._unsafe = 0
+        self._pause = 1
+        self._thread = -1
+        """The one that a window was opened in."""
+        self._ending: str | None = None
+        """Why a window is to end at the next step."""
+        self._ended = threading.Event()
+        self._lost: list[Any] = []
+        """Profilers that cannot be stopped, kept: their end would be one."""
+        self._others: WeakSet[Any] = WeakSet()
+        """Profilers of the user's that are at work, warming up included …"""
+        self._lifting: WeakSet[Any] = WeakSet()
+        """… and those that record Python stacks."""
+
+    def place(self, folder: Path | None) -> None:
+        """Where traces go, from any thread; ``None``: there will be no such place."""
+        self._folder = folder
+        self._placed.set()
+
+    def fit(self, length: int | None) -> None:
+        """A loader of so many batches is begun: a short loop gets an earlier window."""
+        total = self.at + self._warmup + self._active
+        if not self._first_due or length is None or length >= total + 1:
+            return
+        spare = max(0, length - self._active - 1)
+        self._warmup = min(self._warmup, max(1, spare // 2))
+        self.at = max(1, min(self.at, spare - self._warmup))
+
+    def fit_forwards(self, forwards: int) -> None:
+        """A step calls the model so often (``generate``): a few of them are a long trace already,
+        and there may not be many."""
+        if forwards > FORWARDS:
+            self.at, self._warmup = min(self.at, LOOP), min(self._warmup, 1)
+        self._active = max(1, min(self._active, MOST_FORWARDS // max(1, forwards)))
+
+    def restart(self, why: str) -> None:
+        """A training begins: the windows so far are not of it."""
+        self._dropped = self._number
+        for number in range(self._number + 1):
+            if self._folder is not None:
+                (self._folder / trace_name(number)).unlink(missing_ok=True)
+            self._tell({"window": number, "state": "dropped", "why": why})
+        if self._profiler is not None:
+            self._ending = why
+        options = self._options
+        self.at, self._warmup, self._active = options.skip, options.warmup, options.active
+        self._own = self._requested = self._written = self._retries = 0
+        self.unaided = self.restarts = False
+        self.wanted = None
+        self._before.clear()
+
+    @property
+    def _first_due(self) -> bool:
+        """No window was opened yet."""
+        return self._number <= self._dropped
+
+    def during(self, begin: int, end: int) -> int | None:
+        """The window that made a step slower: it was open, or its trace was being written."""
+        for number, opened, closed in reversed(self._spans):
+            if end > opened and (closed is None or begin < closed):
+                return number
+        return None
+
+    def note(self, window: int | None, dur: int) -> None:
+        """A step has ended, and was read too late for a window to open after it."""
+        if window is None:
+            self._before.append(dur)
+
+    def note_all(self, lengths: list[int]) -> None:
+        """The same of steps outside of windows."""
+        self._before.extend(lengths[-BASELINE:])
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps must be told at once when they end: a window is open or due."""
+        if self._profiler is not None or self.restarts:
+            return True
+        wanted = self._first_due or self.asked is not None or self.wanted is not None
+        return self.enabled and wanted
+
+    def step(self, number: int, window: int | None, dur: int) -> None:
+        """A step has ended, just now; ``number`` is the one that begins."""
+        if self._profiler is not None:
+            if self._safe():
+                self._advance(number, dur)
+            elif self._ending is None:
+                self._ending = f"step {number - 1} ended {INSIDE}"
+        else:
+            self.note(window, dur)
+            first = self._first_due and number >= self.at
+            if self.enabled and (first or self.asked is not None or self.wanted is not None):
+                self._consider(number)
+
+    def finish(self, number: int) -> None:
+        """Recording ends."""
+        if self._profiler is not None:
+            if not self._stoppable():
+                self._lose("the run ended elsewhere than in the thread that it was opened in")
+            elif self._steps[self._warmup :]:
+                self._close("done", "the run ended first")
+            else:
+                self._abandon("never", "the run ended before a step was profiled")
+        elif self._unsafe and self._first_due:
+            self._tell_unsafe()
+        elif self.enabled and self._first_due and number:
+            steps = f"{number} step{'s' * (number != 1)}"
+            why = f"the run has {steps}; the first window opens after {self.at}"
+            if number > self.at:
+                why = f"where {'a step' if number == 1 else 'the steps'} ended was only known later"
+            self._tell(
+                {"window": self._number + 1, "reason": "schedule", "state": "never", "why": why}
+            )
+        export = self._export
+        if export is not None:
+            export.join(EXPORT_SECONDS)
+
+    def forget(self) -> None:
+        """In a forked child: nothing here belongs to it."""
+        self._profiler = None
+        self._export = None
+        self.enabled = False
+
+    def stop(self, why: str) -> None:
+        """Give the profiler up now, e.g. because another one starts."""
+        if self._profiler is not None:
+            if not self._stoppable():
+                self._lose(why)
+            elif self._steps[self._warmup :]:
+                self._close("stopped", why)
+            else:
+                self._abandon("stopped", why)
+
+    # -- opening --------------------------------------------------------------------------------
+
+    def _consider(self, number: int) -> None:
+        options = self._options
+        if self._export is not None:
+            return
+        asked = self.asked is not None
+        reason = self.asked or self.wanted or "schedule"
+        self.asked = self.wanted = None
+        used, most = (self._requested if asked else self._own), options.windows
+        if used >= most or self._written >= options.max_bytes:
+            if asked:
+                why = f"{used} of {most} windows used, {self._written >> 20} MiB written"
+                self._tell({"reason": reason, "state": "never", "why": why})
+            return
+        import torch
+
+        another = bool(self._others) or torch.autograd._profiler_enabled()
+        if not another and not outermost(torch):
+            self._put_off(number, reason, asked)
+            return
+        if another:
+            self._retries += 1
+            if self._retries <= MAX_RETRIES:
+                self.at = number + RETRY
+            if self._retries == 1:
+                why = "another profiler is active"
+                self._tell({"reason": reason, "state": "never", "why": why})
+            return
+        self._requested += asked
+        self._own += not asked
+        self._open(torch, reason, number)
+
+    def _open(self, torch: Any, reason: str, number: int) -> None:
+        self._number += 1
+        self._reason = reason
+        self._steps = []
+        self._durations = []
+        options = self._options
+        self._stacks = (options.stacks or options.deep) and not self.unaided
+        if not self._stacks:
+            options = options.with_changes(
+                stacks=False, deep=False, memory=options.memory or options.deep
+            )
+        profiler = make_profiler(torch, options, number + self._warmup)
+        if hasattr(profiler, "step_num"):
+            profiler.step_num = number  # ProfilerStep#n is our step n
+        if self._stacks:
+            self._hooks.lift()
+        self._spans.append((self._number, perf_counter_ns(), None))
+        self._thread = threading.get_ident()
+        self._ending = None
+        self._ended.clear()
+        self._profiler = profiler
+        profiler.start()
+        self._ranges.begin()
+        self._tell({"window": self._number, "reason": reason, "state": "open", "steps": [number]})
+
+    def _put_off(self, number: int, reason: str, asked: bool) -> None:
+        """This step ended where no profiler may start. One that was asked for waits; whoever looks
+        too often would slow a program whose every step is like this."""
+        self._unsafe += 1
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+        if self._first_due:
+            self.at = number + self._pause
+        if self._unsafe >= MAX_UNSAFE:
+            self._tell_unsafe()
+            self.enabled = False
+        elif asked:
+            self.asked = reason
+        elif not self._first_due:
+            self.wanted = reason
+
+    def _tell_unsafe(self) -> None:
+        why = f"every step that was looked at ended {INSIDE}"
+        self._tell({"window": self._number + 1, "reason": "schedule", "state": "never", "why": why})
+
+    # -- while it is open -----------------------------------------------------------------------
+
+    def _safe(self) -> bool:
+        """Whether the profiler may be told anything here and now."""
+        import torch
+
+        return self._in_its_thread() and outermost(torch, profiled=self._recording())
+
+    def _stoppable(self) -> bool:
+        """Whether it can be stopped at all."""
+        import torch
+
+        return self._in_its_thread() and quiet(torch, profiled=self._recording())
+
+    def _in_its_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _recording(self) -> bool:
+        """During the warm-up torch takes a profiler for none."""
+        return getattr(self._profiler.current_action, "name", "").startswith("RECORD")
+
+    def _advance(self, number: int, dur: int) -> None:
+        if self._ending is not None:
+            self.stop(self._ending)
+            return
+        self._steps.append(number - 1)
+        active = len(self._steps) - self._warmup
+        if active > 0:
+            self._durations.append(dur)
+            if active >= self._active:
+                self._close("done", None)
+                return
+            slow = self._too_slow()
+            if slow:
+                self._close("stopped", slow)
+                return
+        self._profiler.step()
+
+    def _too_slow(self) -> str | None:
+        if len(self._before) < GUARD_STEPS or len(self._durations) < GUARD_STEPS:
+            return None
+        usual, now = median(self._before), median(self._durations)
+        lost = len(self._durations) * (now - usual)
+        if now > usual * self._options.guard and lost > GUARD_NS:
+            return f"profiled steps take {now / usual:.1f} times as long"
+        return None
+
+    def guard(self) -> None:
+        """Be told when somebody else starts a profiler, before it does."""
+        from torch.autograd.profiler import profile
+
+        def guarded(original: Any) -> Any:
+            @functools.wraps(original)
+            def call(other: Any, *args: Any, **kwargs: Any) -> Any:
+                ours = self._profiler
+                if ours is None or other is not getattr(ours, "profiler", None):
+                    self._make_way(other)
+                return original(other, *args, **kwargs)
+
+            return call
+
+        for name in ("__enter__", "_prepare_trace", "_start_trace"):
+            original = getattr(profile, name, None)
+            if original is not None:
+                setattr(profile, name, guarded(original))
+                self._guards.append((name, original))
+        exits = profile.__exit__
+
+        @functools.wraps(exits)
+        def leave(other: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return exits(other, *args, **kwargs)
+            finally:
+                self._gave_way(other)
+
+        profile.__exit__ = leave
+        self._guards.append(("__exit__", exits))
+
+    def unguard(self) -> None:
+        """No more."""
+        if self._guards:
+            from torch.autograd.profiler import profile
+
+            for name, original in self._guards:
+                setattr(profile, name, original)
+            self._guards.clear()
+
+    def _make_way(self, other: Any) -> None:
+        try:
+            why = "another profiler was started"
+            if self._profiler is not None and not self._in_its_thread():
+                self._ending = why
+                self._ended.wait(WAY_SECONDS)
+            self.stop(why)
+            self._others.add(other)
+            if getattr(other, "with_stack", True) or getattr(other, "with_modules", True):
+                self._lifting.add(other)
+                self._hooks.lift()
+        except Exception as error:  # called inside torch, on the user's behalf
+            log.warning("advisor: the window was not ended: %s", error)
+
+    def _gave_way(self, other: Any) -> None:
+        self._others.discard(other)
+        if other in self._lifting:
+            self._lifting.discard(other)
+            self._lower()
+
+    def _lower(self) -> None:
+        if not self._lifting and not (self._stacks and self._profiler is not None):
+            self._hooks.lower()
+
+    # -- closing --------------------------------------------------------------------------------
+
+    def _lose(self, why: str) -> None:
+        """Its session is not ours any more, or cannot be reached: stopping it would crash."""
+        self._lost.append(self._profiler)
+        self._profiler = None
+        self.enabled = False
+        self._ended.set()
+        self._over()
+        event = {"window": self._number, "reason": self._reason, "state": "stopped", "why": why}
+        self._tell(event)
+
+    def _end(self) -> Any:
+        """Stop the profiler; it holds what it recorded."""
+        profiler, self._profiler = self._profiler, None
+        self._ranges.end()
+        profiler.stop()
+        self._ended.set()
+        if self._stacks:
+            self._lower()
+        return profiler
+
+    def _over(self) -> None:
+        """From now on steps are what they were."""
+        number, opened, _ = self._spans[-1]
+        self._spans[-1] = number, opened, perf_counter_ns()
+
+    def _abandon(self, state: str, why: str) -> None:
+        event = {"window": self._number, "reason": self._reason, "state": state, "why": why}
+        self._end()
+        self._over()
+        self._tell(event)
+
+    def _close(self, state: str, why: str | None) -> None:
+        if self._number <= self._dropped:
+            self._end()
+            self._over()
+            return
+        kept = self._steps[self._warmup :]
+        event: dict[str, Any] = {
+            "window": self._number,
+            "reason": self._reason,
+            "state": state,
+            "steps": [kept[0], kept[-1]],
+        }
+        if why:
+            event["why"] = why
+        profiler = self._end()
+        # not a daemon: a trace that is being written when the interpreter ends is finished
+        self._export = threading.Thread(
+            target=self._write, args=(profiler, event), name="advisor trace"
+        )
+        self._export.start()
+
+    def _write(self, profiler: Any, event: dict[str, Any]) -> None:
+        number = event["window"]
+        try:
+            self._placed.wait(PLACE_SECONDS)
+            if self._folder is None:
+                raise RuntimeError("there is no folder for it")
+            size = write_trace(profiler, self._folder, number)
+            self._written += size
+            event["file"] = trace_name(number)
+            if number <= self._dropped:
+                (self._folder / trace_name(number)).unlink(missing_ok=True)
+                event["state"] = "dropped"
+        except (OSError, RuntimeError, AssertionError, ValueError) as error:
+            event["state"] = "failed"
+            event["why"] = f"{type(error).__name__}: {error}"[:300]
+            log.warning("advisor: the trace of window %d was not written: %s", number, error)
+        self._tell(event)
+        self._over()
+        self._export = None
+
+
+def make_profiler(torch: Any, options: RecordOptions, first: int) -> Any:
+    """A profiler that keeps steps from ``first`` on, with what this torch can do."""
+    from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        activities.append(ProfilerActivity.CUDA)
+
+    def action(step: int) -> Any:
+        return ProfilerAction.WARMUP if step < first else ProfilerAction.RECORD
+
+    return profile(
+        activities=activities,
+        schedule=action,
+        record_shapes=options.shapes,
+        with_stack=options.stacks or options.deep,
+        profile_memory=options.memory or options.deep,
+        experimental_config=_experimental(options),
+    )
+
+
+def _experimental(options: RecordOptions) -> Any:
+    """Settings of recent torch versions, those that this one knows."""
+    try:
+        from torch._C._profiler import _ExperimentalConfig
+    except ImportError:
+        return None
+    # sync events: who waits for which stream
+    wanted: dict[str, Any] = {"enable_cuda_sync_events": True}
+    if options.stacks or options.deep:
+        wanted["verbose"] = True
+    else:
+        wanted["trace_only"] = True  # nothing is parsed in this process; stacks need that
+    known: dict[str, Any] = {}
+    for name, value in wanted.items():
+        try:
+            _ExperimentalConfig(**{name: value})
+        except TypeError:
+            continue
+        known[name] = value
+    return _ExperimentalConfig(**known)
+
+
+def write_trace(profiler: Any, folder: Path, window: int) -> int:
+    """Export, compress, and give the trace its name once it is whole; its size, bytes.
+
+    torch would compress by itself, at level 9 and with the interpreter's lock held.
+    """
+    plain = folder / f".{trace_name(window)}.json"
+    packed = folder / f".{trace_name(window)}"
+    try:
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=1) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        size = packed.stat().st_size
+        packed.replace(folder / trace_name(window))
+        return size
+    finally:
+        plain.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)

@@ -1,0 +1,312 @@
+"""The recorder's own thread: makes the run directory and writes what the training thread hands on.
+
+It reads the tape and encodes five times a second, and appends whole lines once. Everything slow is
+done here: git and versions for the manifest, the directory, CUDA events that have passed, looking
+for trouble and for requests. The first error of the disk ends the recording, with one warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import chain
+from operator import sub
+from pathlib import Path
+from typing import Any
+
+from advisor.core import run_directory as rundir
+from advisor.recorder.batch import Batch
+from advisor.recorder.folder import manifest_of, rank_folder, write_once
+from advisor.recorder.inference import Inferred
+from advisor.recorder.lines import Lines
+from advisor.recorder.repeats import Block
+from advisor.recorder.slowdown import SlowdownWatch
+from advisor.recorder.steps import Found
+
+log = logging.getLogger("advisor")
+
+READ_SECONDS = 0.2
+"""The tape is read so often: what waits on it fits the caches. The training thread was measured to
+wait for the interpreter 3 to 4 µs a step where it is read once a second, and not at all so."""
+EVERY_SECONDS = 1.0
+"""What was read is written so often."""
+MAX_QUEUE = 200_000
+"""Records that wait when the disk is slow; older ones are dropped."""
+BREATH_SECONDS = 1e-4
+"""Sleep between pieces of work: the training thread is not to wait for the interpreter."""
+MAX_WAITING = 4096
+"""Steps that wait for their CUDA events; the oldest is then written without."""
+STOP_SECONDS = 10.0
+NO_INFERENCE = threading.Event()
+"""Put to say that a training has begun: what was recorded before it is none of it."""
+REQUEST = "window.request"
+"""``advisor window RUN`` touches this file in the run directory."""
+
+
+class Writer:
+    """One rank's files. ``put`` may be called in any thread; the rest is the thread's own."""
+
+    def __init__(
+        self,
+        *,
+        out: str,
+        rank: Callable[[], tuple[int, int]],
+        names: list[str],
+        describe: Callable[[str], tuple[rundir.Manifest, rundir.Rank]],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._out = out
+        self._rank = rank
+        self._names = names
+        self._describe = describe
+        self._failed = failed
+        self._queue: deque[Any] = deque(maxlen=MAX_QUEUE)
+        self._waiting: deque[Found | Block] = deque()
+        self._open_wanted = threading.Event()
+        self._wake = threading.Event()
+        self._over = False
+        self._thread: threading.Thread | None = None
+        self._files: dict[type, Lines] = {}
+        self._asked_at = 0.0
+        self._written_at = 0.0
+        self.folder: Path | None = None
+        """This rank's folder, once it exists."""
+        self.read: Callable[[], None] | None = None
+        """Reads what the training thread noted; steps are ``put`` by it."""
+        self.resolve: Callable[[Any], Batch] | None = None
+        """Works out what the training thread noted of a batch."""
+        self.opened: Callable[[Path], None] | None = None
+        """Called in the thread once the folder exists."""
+        self.slowdown: SlowdownWatch | None = None
+        self.wanted: Callable[[str, bool], None] | None = None
+        """Called with the reason to open a window, and whether somebody asked for it."""
+
+    def start(self) -> None:
+        """Begin. Raises RuntimeError where no thread can be started."""
+        self._thread = threading.Thread(target=self._run, name="advisor writer", daemon=True)
+        self._thread.start()
+
+    def open(self) -> None:
+        """From now on there is something worth a directory."""
+        if not self._open_wanted.is_set():
+            self._open_wanted.set()
+            self._wake.set()
+
+    def put(self, record: Found | Block | rundir.Sample | rundir.Event | threading.Event) -> None:
+        """Hand a record on."""
+        self._queue.append(record)
+
+    def flush(self, seconds: float = STOP_SECONDS) -> None:
+        """Wait until what was put so far is on the disk, at most so long."""
+        done = threading.Event()
+        self._queue.append(done)
+        self._wake.set()
+        if self._thread is not None and self._thread.is_alive():
+            done.wait(seconds)
+
+    def stop(self) -> None:
+        """Write what is left and end."""
+        self._over = True
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STOP_SECONDS)
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._over:
+                self._wake.wait(READ_SECONDS)
+                self._wake.clear()
+                self._round()
+            self._round(last=True)
+        except OSError as error:
+            self._failed(f"{self.folder or self._out or 'runs'}: {error.strerror or error}")
+        except Exception as error:
+            # This is a thread of somebody's training process: whatever it is, it ends here.
+            self._failed(f"{type(error).__name__}: {error}")
+        finally:
+            for lines in self._files.values():
+                with suppress(OSError):
+                    lines.close()
+            self._release()
+
+    def _round(self, *, last: bool = False) -> None:
+        if self.read is not None:
+            self.read()
+        if self.folder is None:
+            if not self._open_wanted.is_set():
+                if last:
+                    self._release()
+                return
+            self._make()
+        waiters: list[threading.Event] = []
+        for _ in range(len(self._queue)):
+            record = self._queue.popleft()
+            if isinstance(record, Found | Block):
+                self._waiting.append(record)
+            elif record is NO_INFERENCE:
+                self._waiting = deque(f for f in self._waiting if isinstance(f, Block) or f.trains)
+                self._files[Inferred].remove()
+                self.slowdown = None if self.slowdown is None else SlowdownWatch()
+            elif isinstance(record, threading.Event):
+                waiters.append(record)
+            else:
+                self._files[type(record)].add(record)
+        self._steps(last or bool(waiters))
+        at = time.monotonic()
+        if last or waiters or at - self._written_at >= EVERY_SECONDS:
+            self._written_at = at
+            for lines in self._files.values():
+                lines.flush()
+            self._requests()
+        for waiter in waiters:
+            waiter.set()
+
+    def _release(self) -> None:
+        """Let nobody wait for a thread that has ended."""
+        for record in list(self._queue):
+            if isinstance(record, threading.Event):
+                record.set()
+
+    def _make(self) -> None:
+        number, world = self._rank()
+        folder = rank_folder(self._out, number, world)
+        # the bare minimum first: a process that is killed now leaves a directory that can be read
+        manifest, rank = self._describe(folder.parent.name)
+        write_once(manifest_of(folder), manifest)
+        write_once(folder / rundir.RANK, rank)
+        self._files = {
+            Found: Lines(folder / rundir.STEPS),
+            Inferred: Lines(folder / rundir.INFERENCE),
+            rundir.Sample: Lines(folder / rundir.TELEMETRY),
+            rundir.Event: Lines(folder / rundir.EVENTS),
+        }
+        self.folder = folder
+        self._asked_at = time.time()
+        if self.opened is not None:
+            self.opened(folder)
+
+    def _steps(self, all_of_them: bool) -> None:
+        """Write steps, in order, as soon as their CUDA events have passed."""
+        if not self._waiting:
+            return
+        resident = _resident()
+        while self._waiting:
+            found = self._waiting[0]
+            if isinstance(found, Block):
+                self._waiting.popleft()
+                self._block(found, None if self._waiting else resident)
+                time.sleep(BREATH_SECONDS)
+                continue
+            ready = found.marks is None or found.marks.done
+            if not ready and not all_of_them and len(self._waiting) < MAX_WAITING:
+                break
+            self._waiting.popleft()
+            step = self._record(found)
+            if not self._waiting:
+                step.rss = resident
+            self._files[Found if found.trains else Inferred].add(step)
+            if found.window is None:
+                self._watch([step.dur])
+
+    def _watch(self, lengths: list[int]) -> None:
+        """Look for trouble in steps outside of windows."""
+        if self.slowdown is not None and self.wanted is not None:
+            reason = self.slowdown.steps(lengths)
+            if reason:
+                self.wanted(reason, False)
+
+    def _block(self, block: Block, resident: int | None) -> None:
+        """Write steps that were read together: the lines of ``_record``, by one format."""
+        if any(0 in column for _, column in block.phases if any(column)):
+            for found in block.steps():
+                self._files[Found].add(self._record(found))
+            self._watch([end - begin for begin, end in zip(block.begins, block.ends, strict=True)])
+            return
+        phases = [(phase, column) for phase, column in block.phases if column[0]]
+        names = (json.dumps(self._names[phase]).replace("%", "%%") for phase, _ in phases)
+        told = ",".join(f"{name}:%d" for name in names)
+        line = f'{{"n":%d,"t":%d,"dur":%d,"phases":{{{told}}}%s}}\n'
+        count = len(block.ends)
+        lengths = list(map(sub, block.ends, block.begins))
+        first = f',"micro":{block.micro}' if block.micro != 1 else ""
+        ends = [first] * count
+        if block.batches and block.batches.count(block.batches[0]) == count:
+            ends = [first + self._described(block.batches[0])] * count
+        elif block.batches:
+            ends = [first + self._described(batches) for batches in block.batches]
+        if resident is not None:
+            ends[-1] += f',"rss":{resident}'
+        numbers = range(block.n, block.n + count)
+        columns = (numbers, block.begins, lengths, *(column for _, column in phases), ends)
+        text = line * count % tuple(chain.from_iterable(zip(*columns, strict=True)))
+        self._files[Found].add_lines(text.encode())
+        self._watch(lengths)
+
+    def _described(self, glances: list[Any]) -> str:
+        """Batches in JSON, from a comma on."""
+        step = rundir.Step(n=0, t=0, dur=0)
+        self._describe_batches(step, glances)
+        told = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
+        return "".join(f',"{name}":{value}' for name, value in told if value is not None)
+
+    def _record(self, found: Found) -> rundir.Step:
+        names = self._names
+        phases = {names[i]: ns for i, ns in enumerate(found.phases) if ns}
+        step = rundir.Step(
+            n=found.n,
+            t=found.t,
+            dur=sum(found.phases),
+            phases=phases,
+            micro=found.micro,
+            window=found.window,
+            gc=found.gc,
+            evaluation=found.gap,
+        )
+        if found.marks is not None and found.marks.times is not None:
+            step.gpu = {names[i]: ns for i, ns in enumerate(found.marks.times) if ns}
+        self._describe_batches(step, found.batch)
+        if found.memory is not None:
+            step.allocated, step.reserved, step.peak, step.retries = found.memory
+        return step
+
+    def _describe_batches(self, step: rundir.Step, glances: list[Any]) -> None:
+        batches = [glance for glance in glances if glance is not None]
+        if batches and self.resolve is not None:
+            # those that were not seen (a loader that is not asked through us) are not counted
+            for batch in map(self.resolve, batches):
+                if batch.samples is not None:
+                    step.samples = (step.samples or 0) + batch.samples
+                step.bytes = (step.bytes or 0) + batch.bytes
+                step.shapes = batch.kind
+                if batch.padding is not None:
+                    step.padding = batch.padding
+
+    def _requests(self) -> None:
+        """Whether somebody asked for a window since the last look."""
+        if self.folder is None or self.wanted is None:
+            return
+        try:
+            at = (self.folder.parent / REQUEST).stat().st_mtime
+        except OSError:
+            return
+        if at > self._asked_at:
+            self._asked_at = at
+            self.wanted("asked for", True)
+
+
+def _resident() -> int | None:
+    """Resident memory of this process, bytes."""
+    try:
+        with Path("/proc/self/statm").open("rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,17 @@
+"""A Comparison as its documented JSON."""
+
+from __future__ import annotations
+
+from advisor.compare.data import Comparison
+from advisor.core.text import harmless
+from advisor.render.renderer import DEFAULT, Options, Renderer
+
+
+class Json(Renderer[Comparison]):
+    """The whole comparison, indented by two."""
+
+    suffixes = (".json",)
+
+    def render(self, subject: Comparison, options: Options = DEFAULT) -> str:
+        """Nothing is shortened or left out."""
+        return harmless(subject.to_json())

@@ -1,0 +1,181 @@
+"""A sample of GPUs and host as a table for the terminal, and as text for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from advisor.core import text as t
+from advisor.core.run_directory import THROTTLE, Gpu, Sample
+from advisor.render.page import Page
+
+NONE = "–"
+"""What the driver does not tell."""
+
+
+def render(
+    sample: Sample,
+    *,
+    names: Mapping[str | None, str | None],
+    without_gpu: str | None,
+    width: int,
+    colour: bool,
+) -> str:
+    """One sample as text. ``names``: of the GPUs, by UUID; ``without_gpu``: why there are none."""
+    page = Page(width, colour=colour)
+    if sample.gpus:
+        page.section("GPUs", f"{len(sample.gpus)}")
+        head = ["GPU", "used", "memory", "clock", "power", "°C", "processes"]
+        page.table(head, [_row(number, gpu) for number, gpu in enumerate(sample.gpus)])
+        for number, gpu in enumerate(sample.gpus):
+            page.flow(f"GPU {number}", _details(gpu, names.get(gpu.uuid)), indent=2)
+    if without_gpu is not None:
+        page.wrapped(f"No GPU is shown: {t.clean(without_gpu)}.", style="yellow")
+    _host(page, sample)
+    return page.getvalue()
+
+
+def _row(number: int, gpu: Gpu) -> list[str]:
+    return [
+        str(number),
+        _percent(gpu.utilisation),
+        NONE
+        if gpu.memory_used is None
+        else f"{t.memory(gpu.memory_used)} of {t.memory(gpu.memory_total)}",
+        NONE if gpu.sm_clock is None else f"{gpu.sm_clock} of {gpu.sm_clock_max or NONE} MHz",
+        NONE if gpu.power is None else f"{gpu.power / 1e3:.0f} W",
+        NONE if gpu.temperature is None else str(gpu.temperature),
+        NONE if gpu.processes is None else str(gpu.processes),
+    ]
+
+
+def _details(gpu: Gpu, name: str | None) -> list[str]:
+    parts = [t.clean(name or "model not told")]
+    if held := reasons(gpu):
+        parts.append(f"held down by: {', '.join(held)}")
+    if gpu.gpm:
+        known = {"sm_util": "SMs active", "tensor": "tensor cores", "dram": "DRAM"}
+        parts += [f"{label} {gpu.gpm[key]:.0f}%" for key, label in known.items() if key in gpu.gpm]
+    if gpu.power_limit is not None:
+        parts.append(f"limit {gpu.power_limit / 1e3:.0f} W")
+    if gpu.pcie_gen is not None and gpu.pcie_width is not None:
+        best = f" of {gpu.pcie_gen_max} x{gpu.pcie_width_max}" if gpu.pcie_gen_max else ""
+        parts.append(f"PCIe {gpu.pcie_gen} x{gpu.pcie_width}{best}")
+    if gpu.ecc_uncorrected:
+        parts.append(f"{gpu.ecc_uncorrected} uncorrectable memory errors")
+    if gpu.remap_pending:
+        parts.append("row remapping pending")
+    if gpu.xid:
+        parts.append(f"XID {', '.join(map(str, gpu.xid[:5]))}")
+    return parts
+
+
+def reasons(gpu: Gpu) -> list[str]:
+    """Why the clocks are not at their highest, as words; idling is no reason worth a word."""
+    value = gpu.throttle or 0
+    return [name for name, bit in THROTTLE.items() if value & bit and name != "idle"]
+
+
+def _host(page: Page, sample: Sample) -> None:
+    host = sample.host
+    if host is None:
+        return
+    page.section("Host")
+    free = NONE if host.memory_available is None else t.memory(host.memory_available)
+    parts = [f"CPU {_percent(host.cpu)}", f"memory available {free}"]
+    if host.swap_used is not None:
+        parts.append(f"swap {t.memory(host.swap_used)}")
+    if host.throttled_periods:
+        parts.append(
+            f"stopped by the CPU quota {host.throttled_periods:,} times, "
+            f"{t.time((host.throttled or 0) * 1e3)} in all"
+        )
+    page.flow("host", parts, indent=2)
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0f}%"
+
+
+# -- Prometheus ---------------------------------------------------------------------------------
+
+_Get = Callable[[Gpu], float | None]
+
+_GPU: dict[str, tuple[str, str, _Get]] = {
+    "utilisation_ratio": (
+        "gauge",
+        "Share of time in which any kernel ran",
+        lambda g: _scaled(g.utilisation, 0.01),
+    ),
+    "memory_used_bytes": ("gauge", "Device memory in use", lambda g: g.memory_used),
+    "memory_total_bytes": ("gauge", "Device memory", lambda g: g.memory_total),
+    "sm_clock_hertz": ("gauge", "SM clock", lambda g: _scaled(g.sm_clock, 1e6)),
+    "sm_clock_max_hertz": ("gauge", "Highest SM clock", lambda g: _scaled(g.sm_clock_max, 1e6)),
+    "throttle_reasons": ("gauge", "Bits of nvmlClocksEventReasons", lambda g: g.throttle),
+    "power_watts": ("gauge", "Power draw", lambda g: _scaled(g.power, 1e-3)),
+    "power_limit_watts": ("gauge", "Enforced limit", lambda g: _scaled(g.power_limit, 1e-3)),
+    "energy_joules_total": (
+        "counter",
+        "Energy since the driver was loaded",
+        lambda g: _scaled(g.energy, 1e-3),
+    ),
+    "temperature_celsius": ("gauge", "Temperature of the GPU", lambda g: g.temperature),
+    "pcie_generation": ("gauge", "PCIe generation in use", lambda g: g.pcie_gen),
+    "pcie_width": ("gauge", "PCIe lanes in use", lambda g: g.pcie_width),
+    "pcie_transmit_bytes_per_second": ("gauge", "To the host", lambda g: g.pcie_tx),
+    "pcie_receive_bytes_per_second": ("gauge", "From the host", lambda g: g.pcie_rx),
+    "ecc_uncorrected_total": (
+        "counter",
+        "Uncorrectable memory errors",
+        lambda g: g.ecc_uncorrected,
+    ),
+    "processes": ("gauge", "Processes with a context on it", lambda g: g.processes),
+    "sm_active_ratio": ("gauge", "Multiprocessors active (GPM)", lambda g: _gpm(g, "sm_util")),
+    "tensor_active_ratio": ("gauge", "Tensor cores active (GPM)", lambda g: _gpm(g, "tensor")),
+    "dram_active_ratio": ("gauge", "DRAM active (GPM)", lambda g: _gpm(g, "dram")),
+}
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _gpm(gpu: Gpu, name: str) -> float | None:
+    return _scaled((gpu.gpm or {}).get(name), 0.01)
+
+
+def prometheus(sample: Sample, names: Mapping[str | None, str | None]) -> str:
+    """The sample in Prometheus' text format, for node_exporter's textfile collector. What is not
+    measured has no line."""
+    lines: list[str] = []
+    for name, (kind, text, get) in _GPU.items():
+        rows = [
+            f"advisor_gpu_{name}{{gpu={_quoted(gpu.uuid or str(number))},"
+            f'index="{number}",name={_quoted(names.get(gpu.uuid) or "")}}} {_number(value)}'
+            for number, gpu in enumerate(sample.gpus)
+            if (value := get(gpu)) is not None
+        ]
+        if rows:
+            lines += [f"# HELP advisor_gpu_{name} {text}", f"# TYPE advisor_gpu_{name} {kind}"]
+            lines += rows
+    host = sample.host
+    told: dict[str, tuple[str, float | None]] = {}
+    if host is not None:
+        told = {
+            "cpu_ratio": ("gauge", _scaled(host.cpu, 0.01)),
+            "memory_available_bytes": ("gauge", host.memory_available),
+            "swap_used_bytes": ("gauge", host.swap_used),
+            "cpu_throttled_seconds_total": ("counter", _scaled(host.throttled, 1e-6)),
+        }
+    for name, (kind, value) in told.items():
+        if value is not None:
+            lines += [f"# TYPE advisor_host_{name} {kind}", f"advisor_host_{name} {_number(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(round(value, 9))
+
+
+def _quoted(text: str) -> str:
+    escaped = t.clean(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

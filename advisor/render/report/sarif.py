@@ -1,0 +1,230 @@
+"""The SARIF renderer: findings as static-analysis results, for code scanning and editors.
+
+SARIF 2.1.0 (OASIS standard, 27 March 2020). Times and confidences are in property bags. GitHub's
+code scanning refuses a whole file for one result without a file, and shows only a result's first
+place: so lines of code come first, and what has none lies at the trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from advisor.advise import facts
+from advisor.core import text as t
+from advisor.core.finding import Finding, Location
+from advisor.core.report import Report, RuleText
+from advisor.render import memory
+from advisor.render.places import code_place, relative
+from advisor.render.renderer import DEFAULT, Options, Renderer
+
+SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
+HOME = "https://pypi.org/project/gpu-advisor/"
+LEVELS = {"critical": "error", "warning": "warning", "info": "note"}
+MOST_PLACES = 10
+MOST_RESULTS = 5000
+"""GitHub keeps the first 5,000 of a run."""
+
+
+class Sarif(Renderer[Report]):
+    """One SARIF run."""
+
+    suffixes = (".sarif",)
+
+    def render(self, subject: Report, options: Options = DEFAULT) -> str:
+        """A result for every finding, risk and note."""
+        log = json.dumps(_log(subject), indent=2, ensure_ascii=False)
+        return t.harmless(log.encode("utf-8") + b"\n")
+
+
+def _log(report: Report) -> dict[str, Any]:
+    found = [*report.findings, *report.risks, *report.notes][:MOST_RESULTS]
+    rules = {finding.rule: finding for finding in reversed(found)}
+    order = sorted(rules)
+    known = {rule.id: rule for rule in report.rules}
+    marks = _fingerprints(found)
+    return {
+        "$schema": SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "advisor",
+                        "version": report.version or "0",
+                        "informationUri": HOME,
+                        "rules": [_rule(rules[name], known.get(name)) for name in order],
+                    }
+                },
+                "columnKind": "unicodeCodePoints",
+                "originalUriBaseIds": {
+                    "SRCROOT": {"description": {"text": "The root of the profiled program."}}
+                },
+                "invocations": [
+                    {
+                        "executionSuccessful": True,
+                        "toolExecutionNotifications": [
+                            {"level": "note", "message": {"text": text}}
+                            for text in _notifications(report)
+                        ],
+                    }
+                ],
+                "results": [
+                    _result(finding, order.index(finding.rule), mark, report)
+                    for finding, mark in zip(found, marks, strict=True)
+                ],
+                "properties": {
+                    "status": report.status,
+                    "verdict": _plain(report.verdict),
+                    "step_ns": report.step_ns,
+                },
+            }
+        ],
+    }
+
+
+def _notifications(report: Report) -> Iterable[str]:
+    """What is true of the run as a whole, and what could not be checked."""
+    yield _plain(report.verdict)
+    for device in memory.devices(report):
+        for sentence in memory.sentences(device):
+            yield _plain(f"{device.title} {device.aside}: {sentence}")
+    for what, why in facts.abstentions(report):
+        yield _plain(f"Not checked: {what}: {why}")
+    for limit in report.limits:
+        yield _plain(limit)
+
+
+def _rule(finding: Finding, told: RuleText | None) -> dict[str, Any]:
+    """A rule: what it says of itself; where the report does not have that, its finding's words."""
+    title = told.title if told is not None else finding.title
+    paragraphs = told.paragraphs if told is not None else []
+    about = " ".join(paragraphs) or title
+    links = [item for item in finding.references if item.startswith("https://")]
+    uris = [quote(link, safe=":/?#[]@!$&'()*+,;=%~") for link in links]
+    rule: dict[str, Any] = {
+        "id": t.clean(finding.rule) or "unknown",
+        "shortDescription": {"text": _plain(title) or "unknown"},
+        "fullDescription": {"text": _plain(about) or "unknown"},
+        "help": {"text": _plain("\n\n".join([about, *uris]), lines=True) or "unknown"},
+        "properties": {"category": finding.category, "tags": ["performance", finding.category]},
+    }
+    if uris:
+        rule["helpUri"] = uris[0]
+    return rule
+
+
+def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
+    text = f"{finding.summary} {t.gain(finding).capitalize()}. Fix: {finding.fix}"
+    folded = finding.folded_under is not None
+    result: dict[str, Any] = {
+        "ruleId": t.clean(finding.rule) or "unknown",
+        "ruleIndex": index,
+        "level": "note" if folded or finding.informational else LEVELS[finding.severity],
+        "message": {"text": _plain(f"{finding.title}: {text}")},
+        # the second is the only one that GitHub's code scanning looks at
+        "partialFingerprints": {
+            "advisor/v1": mark.partition(":")[0],
+            "primaryLocationLineHash": mark,
+        },
+        "properties": _properties(finding),
+        "locations": _locations(finding, report),
+    }
+    if finding.rank is not None:
+        result["rank"] = round(max(0.0, min(100.0, _share(finding) * 100)), 3)
+    return result
+
+
+def _locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
+    """Where it is: lines of code first; what has none lies at the trace's first line."""
+    read = report.inputs[0].path if report.inputs else "-"
+    trace = read if read != "-" else "trace"
+    places = sorted(finding.where, key=lambda place: not place.file)[:MOST_PLACES] or [Location()]
+    return [
+        _location(place if place.file else msgspec.structs.replace(place, file=trace, line=1))
+        for place in places
+    ]
+
+
+def _share(finding: Finding) -> float:
+    return (finding.worth.share or 0.0) if finding.worth is not None else 0.0
+
+
+def _properties(finding: Finding) -> dict[str, Any]:
+    worth = finding.worth
+    found = {
+        "category": finding.category,
+        "confidence": finding.confidence,
+        "order": finding.rank,
+        "foldedUnder": finding.folded_under,
+    }
+    if worth is not None:
+        found |= {
+            "currency": worth.currency,
+            "gainNs": worth.gain_ns,
+            "lowNs": worth.low_ns,
+            "highNs": worth.high_ns,
+            "freedBytes": worth.freed_bytes,
+            "method": worth.method,
+        }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _location(place: Location) -> dict[str, Any]:
+    path, inside = relative(place.file or "")
+    uri = quote(path, safe="/") if inside else f"file:///{quote(path.lstrip('/'), safe='/')}"
+    artifact = {"uri": uri, "uriBaseId": "SRCROOT"} if inside else {"uri": uri}
+    line = place.line if place.line is not None and place.line > 0 else 1
+    found: dict[str, Any] = {
+        "physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line}}
+    }
+    logical = [
+        {"fullyQualifiedName": t.shorten(t.clean(name), 1000), "kind": kind}
+        for name, kind in (
+            (place.function, "function"),
+            (place.op, "member"),
+            (place.kernel, "function"),
+        )
+        if name
+    ]
+    if logical:  # unique, says the schema: an operator may be called as its kernel is
+        found["logicalLocations"] = [x for i, x in enumerate(logical) if x not in logical[:i]]
+    return found
+
+
+def _fingerprints(found: Iterable[Finding]) -> list[str]:
+    """One for each finding, with a number for those that are otherwise alike: ``3f…:1``."""
+    seen: Counter[str] = Counter()
+    marks = []
+    for finding in found:
+        mark = _fingerprint(finding)
+        seen[mark] += 1
+        marks.append(f"{mark}:{seen[mark]}")
+    return marks
+
+
+def _fingerprint(finding: Finding) -> str:
+    """The same for a finding that only moved by some lines."""
+    place = code_place(finding)
+    where = [finding.rule]
+    if place is not None and place.file is not None:
+        where += [relative(place.file)[0], place.function or ""]
+    elif finding.where:
+        where += [finding.where[0].op or finding.where[0].kernel or ""]
+    return hashlib.sha256("\0".join(map(t.clean, where)).encode("utf-8", "replace")).hexdigest()[
+        :32
+    ]
+
+
+def _plain(text: object, *, lines: bool = False) -> str:
+    """Plain text: SARIF reads brackets in messages as links and braces as placeholders."""
+    safe = t.shorten(t.clean(text, lines=lines), 4000)
+    return safe.replace("[", "\\[").replace("]", "\\]").replace("{", "{{").replace("}", "}}")

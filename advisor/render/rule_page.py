@@ -1,0 +1,341 @@
+"""What a rule says about itself: its docstring, thresholds with their sources, how it was tested.
+
+Read by ``advisor rules`` and by the generator of the reference in docs/rules.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from advisor.core import text as t
+from advisor.core.finding import ANY, Rule, Source, Threshold
+from advisor.core.trace import CUDA, JAX, TENSORFLOW
+from advisor.render.page import Page
+
+CATEGORIES = {
+    "input": "Input pipeline",
+    "host": "Host and launches",
+    "sync": "Synchronisation",
+    "transfer": "Transfers",
+    "kernel": "Kernels",
+    "memory": "Memory",
+    "optimizer": "Optimizer",
+    "compile": "Compilation and CUDA graphs",
+    "distributed": "Distributed",
+    "hardware": "Hardware",
+    "inference": "Inference",
+}
+FRAMEWORKS = {
+    ANY: ("In any language", "text"),
+    CUDA: ("C++ with CUDA", "cpp"),
+    TENSORFLOW: ("TensorFlow", "python"),
+    JAX: ("JAX", "python"),
+}
+"""As ``Rule.elsewhere`` names them: what a person calls it, and the language of its snippets."""
+VALIDATION = {
+    "real traces": "right on public real traces",
+    "recordings": "right on recordings of programs that are slow on purpose",
+    "synthetic": "only on synthetic examples: its findings say so, with less confidence",
+}
+
+
+class Option(NamedTuple):
+    """One option of a rule: name, built-in value, what it is of, and where it comes from."""
+
+    name: str
+    value: Any
+    meaning: str
+    """For a plain attribute the comment beside it."""
+    sources: tuple[Source, ...]
+
+
+class Told(NamedTuple):
+    """What a rule advises a kind of program that is not written with PyTorch."""
+
+    program: str
+    """As a person calls it."""
+    language: str
+    """Of the snippet, as Markdown has it."""
+    words: str
+    """The fix, and how to see that it worked; of what is common to all, only what differs."""
+    code: str
+
+
+class RulePage(NamedTuple):
+    """A rule's documentation, taken apart."""
+
+    id: str
+    title: str
+    category: str
+    paragraphs: list[str]
+    """Of the class docstring."""
+    fix: str
+    code: str
+    verify: str
+    falsified_by: str
+    assumptions: list[str]
+    cases: dict[str, dict[str, Any]]
+    """Case -> attribute -> what it is then."""
+    inference: dict[str, Any]
+    """Attribute -> what it is where nothing is trained."""
+    elsewhere: list[Told]
+    thresholds: list[Option]
+    sources: tuple[Source, ...]
+    """Of the numbers in the paragraphs that are no thresholds."""
+    validated: str
+    validated_on: str
+    found_in: tuple[str, ...]
+    silent_in: tuple[str, ...]
+    references: tuple[str, ...]
+    fires_on: list[str]
+    """Names of the examples that must produce a finding."""
+    silent_on: list[str]
+    """Names of the traps that must not."""
+
+
+def describe(rule: Rule) -> RulePage:
+    """Take a rule's documentation from its class."""
+    cls = type(rule)
+    comments = _comments(cls)
+    return RulePage(
+        id=cls.id,
+        title=cls.title,
+        category=str(cls.category),
+        paragraphs=cls.paragraphs(),
+        fix=cls.fix,
+        code=cls.code,
+        verify=cls.verify,
+        falsified_by=cls.falsified_by,
+        assumptions=rule.filled(cls.assumptions),
+        cases=_filled_cases(rule, cls.cases),
+        inference=_inference(rule, cls.inference),
+        elsewhere=list(_elsewhere(cls)),
+        thresholds=[
+            Option(name, value, *_told(cls, name, comments))
+            for name, value in cls.options().items()
+        ],
+        sources=cls.sources,
+        validated=str(cls.validated),
+        validated_on=cls.validated_on,
+        found_in=cls.found_in,
+        silent_in=cls.silent_in,
+        references=cls.references,
+        fires_on=list(cls.fires_on()),
+        silent_on=list(cls.silent_on()),
+    )
+
+
+def _filled(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: rule.filled(text) if key == "assumptions" else text for key, text in texts.items()}
+
+
+def _filled_cases(rule: Rule, cases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: _filled(rule, case) for name, case in cases.items()}
+
+
+def _inference(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
+    filled = _filled(rule, texts)
+    if "cases" in texts:
+        filled["cases"] = _filled_cases(rule, texts["cases"])
+    return filled
+
+
+def _elsewhere(cls: type[Rule]) -> Iterator[Told]:
+    common = cls.elsewhere.get(ANY)
+    for framework, advice in cls.elsewhere.items():
+        words = " ".join(filter(None, (advice.fix, advice.verify)))
+        if common is not None and advice is not common:
+            if (advice.fix, advice.code) == (common.fix, common.code):
+                continue
+            words = advice.fix.removeprefix(common.fix).strip()  # what is called there, alone
+        yield Told(*FRAMEWORKS[framework], words, advice.code)
+
+
+def _told(cls: type[Rule], name: str, comments: dict[str, str]) -> tuple[str, tuple[Source, ...]]:
+    own = getattr(cls, name)
+    if isinstance(own, Threshold):
+        return own.meaning, own.sources
+    return comments.get(name, ""), ()
+
+
+def _comments(cls: type[Rule]) -> dict[str, str]:
+    """Class attribute -> the comment on its line, or those on the lines just above it."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not issubclass(base, Rule) or base is Rule:
+            continue
+        try:
+            source = textwrap.dedent(inspect.getsource(base))
+            tree = ast.parse(source)
+        except (OSError, TypeError, SyntaxError):  # defined where no source is kept
+            continue
+        remarks = _remarks(source)
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for node in body:
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else ([node.target] if isinstance(node, ast.AnnAssign) else [])
+            )
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    found[target.id] = _remark(remarks, node.lineno, node.end_lineno or node.lineno)
+    return found
+
+
+def _remarks(source: str) -> dict[int, tuple[str, bool]]:
+    """Line -> (comment, whether the line holds nothing else)."""
+    found = {}
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row = token.start[0]
+            text = token.string.lstrip("# ").rstrip()
+            alone = lines[row - 1].lstrip().startswith("#")
+            if not text.startswith(("fmt:", "type:", "noqa")):
+                found[row] = (text, alone)
+    return found
+
+
+def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
+    inside = [remarks[row][0] for row in range(first, last + 1) if row in remarks]
+    above = []
+    row = first - 1
+    while row in remarks and remarks[row][1]:
+        above.append(remarks[row][0])
+        row -= 1
+    return " ".join([*reversed(above), *inside])
+
+
+def cite(source: Source) -> str:
+    """A source in one line."""
+    return f"{source.name} <{source.at}>" if source.at else source.name
+
+
+def override(page: RulePage) -> str:
+    """The lines of pyproject.toml that change a threshold, or switch the rule off."""
+    lines = [f"[tool.advisor.rules.{page.id}]"]
+    lines += [f"{item.name} = {toml(item.value)}" for item in page.thresholds[:1]]
+    return "\n".join([*lines, "enabled = false  # to switch it off"])
+
+
+def toml(value: Any) -> str:
+    """A value as pyproject.toml writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else f'"{value}"'
+
+
+def render(rule: Rule, *, width: int = 80, colour: bool = False) -> str:
+    """A rule's page for the terminal."""
+    about = describe(rule)
+    page = Page(width, colour=colour)
+    page.wrapped((t.clean(about.title), "bold"))
+    category = CATEGORIES.get(about.category, about.category)
+    page.wrapped(f"{about.id} · {category}", style="dim")
+    page.section("Why it matters")
+    for number, paragraph in enumerate(about.paragraphs):
+        if number:
+            page.blank()
+        _paragraph(page, paragraph)
+    if about.fix:
+        page.section("What to do")
+        _advice(page, about._asdict())
+    _cases(page, about.cases)
+    if about.inference:
+        page.section("Where nothing is trained")
+        _advice(page, about.inference)
+        _cases(page, about.inference.get("cases", {}))
+    for told in about.elsewhere:
+        page.section("Without PyTorch", told.program)
+        page.wrapped(t.clean(told.words), indent=2)
+        if told.code:
+            page.code("", told.code, indent=2)
+    if about.thresholds:
+        page.section("Thresholds")
+        for item in about.thresholds:
+            page.wrapped((f"{item.name} = {toml(item.value)}", "bold"), indent=2)
+            for line in (item.meaning, *map(cite, item.sources)):
+                if line:
+                    page.wrapped(t.clean(line), indent=6, style="dim")
+    page.section("How it was tested")
+    page.field("on", VALIDATION.get(about.validated, about.validated), indent=2)
+    page.field("seen", about.validated_on, indent=2)
+    page.field("right", "; ".join(about.found_in), indent=2)
+    page.field("quiet", "; ".join(about.silent_in), indent=2)
+    page.field("fires", "; ".join(about.fires_on), indent=2)
+    page.field("silent", "; ".join(about.silent_on), indent=2)
+    page.section("Change it", "in pyproject.toml")
+    page.code("", override(about), indent=0)
+    if about.references:
+        page.section("References")
+        for reference in about.references:
+            page.wrapped(t.clean(reference), indent=2)
+    return page.getvalue()
+
+
+def _advice(page: Page, texts: Mapping[str, Any]) -> None:
+    """Fix, code, and how far to trust them."""
+    if texts.get("fix"):
+        page.wrapped(t.clean(texts["fix"]), indent=2)
+    if texts.get("code"):
+        page.code("", texts["code"], indent=2)
+    page.field("check", texts.get("verify", ""), indent=2)
+    page.field("unless", texts.get("falsified_by", ""), indent=2)
+    page.field("assumes", "; ".join(texts.get("assumptions", ())), indent=2)
+
+
+def _cases(page: Page, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, case in cases.items():
+        page.section("Case", name)
+        for key in ("title", "fix"):
+            if key in case:
+                page.wrapped(t.clean(case[key]), indent=2)
+        if "code" in case:
+            page.code("", case["code"], indent=2)
+
+
+def _paragraph(page: Page, paragraph: str) -> None:
+    """Prose is wrapped anew; lists and indented lines keep their line breaks."""
+    lines = paragraph.split("\n")
+    if any(line.startswith((" ", "- ", "* ")) for line in lines):
+        for line in lines:
+            page.wrapped(t.clean(line.strip()), indent=2 + len(line) - len(line.lstrip()))
+    else:
+        page.wrapped(t.clean(" ".join(lines)), indent=2)
+
+
+def render_list(
+    rules: list[Rule], *, disabled: set[str], width: int = 80, colour: bool = False
+) -> str:
+    """All rules by category."""
+    page = Page(width, colour=colour)
+    known = list(CATEGORIES)
+    by_category: dict[str, list[Rule]] = {}
+    for rule in rules:
+        by_category.setdefault(str(rule.category), []).append(rule)
+    order = sorted(by_category, key=lambda c: known.index(c) if c in known else len(known))
+    longest = max((len(rule.id) for rule in rules), default=0)
+    for category in order:
+        page.section(CATEGORIES.get(category, category))
+        for rule in sorted(by_category[category], key=lambda rule: rule.id):
+            remark = (
+                "switched off"
+                if rule.id in disabled
+                else ("not proven on real traces" if rule.validated == "synthetic" else "")
+            )
+            title = f"{t.clean(rule.title)}{f' ({remark})' if remark else ''}"
+            page.wrapped(title, first=f"  {rule.id:<{longest}}  ", indent=longest + 4)
+    page.blank()
+    page.wrapped(
+        f"{len(rules)} rules; 'advisor rules show ID' says what one looks for and how to "
+        "change its thresholds. Note only: not yet seen right on a real recording, so its "
+        "findings are not ranked."
+    )
+    return page.getvalue().lstrip("\n")

@@ -1,0 +1,298 @@
+"""From tables to the dependency graph of a run of consecutive steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from advisor.measure.host.names import WORKERS, matches
+from advisor.measure.steps.steps import OUTLIER_FACTOR, rhythm
+from advisor.replay.device import DeviceWork, device_nodes, device_work, stream_edges
+from advisor.replay.edges import EdgeList
+from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.handover import Handover, find_handovers
+from advisor.replay.latencies import measure
+from advisor.replay.points import HAND_BATCH_NS, Points, launches, loaders, waits
+from advisor.replay.release import release_edges
+
+if TYPE_CHECKING:
+    from advisor.core.trace import Trace
+    from advisor.measure import Analysis
+
+MAX_NODES = 30_000
+"""Nodes that one replay may have: about 15 ms. Longer recordings are represented by a run of
+consecutive steps in their middle."""
+
+
+def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]:
+    """First step and one after the last (rows of the steps table) of the run to replay: all
+    consecutive used steps, or the middle ones when that would be more than ``limit`` nodes; at
+    least three where there are three; whole turns where every n-th step is long. Long steps that
+    leave no three others in a row are the loop's own pace, and replayed with them."""
+    used = a.steps.table["used"].to_numpy()
+    group = _in_a_row(used)
+    if 0 < len(group) < 3:
+        every = _in_a_row((a.steps.table["dur"] > 0).to_numpy())
+        group = every if len(every) >= 3 else group
+    if not len(group):
+        return 0, 0
+    first, last = int(group[0]), int(group[-1]) + 1
+    work = 2.2 * a.trace.gpu.height * (last - first) / max(1, len(used))
+    if work > limit and last - first > 3:
+        keep = max(3, int((last - first) * limit / work))
+        first += (last - first - keep) // 2
+        last = first + keep
+    return last - (last - first) // (turn := _turn(a, first, last)) * turn, last
+
+
+def _in_a_row(wanted: Array) -> Array:
+    """The longest run of consecutive places that are wanted."""
+    rows = np.flatnonzero(wanted)
+    return max(np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1), key=len)
+
+
+def _turn(a: Analysis, first: int, last: int) -> int:
+    """Every how many of these steps a long one comes; 1: they are alike, or long ones come as
+    they like."""
+    dur = a.steps.table["dur"].to_numpy()[first:last]
+    if not len(dur) or dur.max() <= OUTLIER_FACTOR * dur.min():
+        return 1
+    every = rhythm(np.flatnonzero(dur > (dur.min() + dur.max()) / 2), dur)
+    return every if every is not None and every <= len(dur) else 1
+
+
+def build(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
+    """The graph of the given steps (rows of the steps table; default: representative ones)."""
+    trace = a.trace
+    steps = representative_steps(a) if steps is None else steps
+    table = a.steps.marks[steps[0] : steps[1]]
+    bounds = np.append(table["ts"].to_numpy(), _host_end(trace, table)).astype(np.int64)
+    start, end = int(bounds[0]), int(bounds[-1])
+
+    points = Points()
+    waiting = waits(trace, start, end)
+    launching = launches(trace, start, end)
+    loading = loaders(trace, start, end, (end - start) / table.height)
+    cpu_ts = trace.cpu["ts"].to_numpy()
+    cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
+    cpu_thread = trace.cpu["thread"].to_numpy()
+    for rows, what in ((launching, Node.LAUNCH), (waiting, Node.WAIT), (loading, Node.LOADER)):
+        points.add(cpu_thread[rows], cpu_ts[rows], what, rows)
+    points.add(cpu_thread[waiting], cpu_end[waiting], Node.RELEASED, waiting)
+    points.add(cpu_thread[loading], cpu_end[loading], Node.LOADED, loading)
+    main = trace.main_thread
+    if main is not None:
+        points.add(np.array(main), bounds, Node.STEP)
+    threads = np.unique(cpu_thread[np.concatenate([launching, waiting, loading])])
+    if main is not None and main not in threads:
+        threads = np.append(threads, main)
+    handovers = find_handovers(trace, threads, start, end, loading)
+    for owner, time in (
+        (handovers.waiter, handovers.left),
+        (handovers.worker, handovers.began),
+        (handovers.worker, handovers.done),
+        (handovers.waiter, handovers.back),
+    ):
+        points.add(owner, time, Node.MARK)
+    thread, time, kind, row = points.arrays()
+    inside = (time >= start) & (time <= end)
+    thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
+
+    team = _working_for(main, handovers)
+    work = device_work(trace, start, end, team, waiting)
+    graph = _join(trace, thread, time, kind, row, work, start)
+    graph.latencies = measure(work)
+    edges = EdgeList(graph)
+    _program(edges, graph)
+    release_edges(trace, graph, edges, work)
+    _loader(edges, graph, trace)
+    _handover(edges, graph, handovers, start)
+    stream_edges(trace, graph, edges, work)
+    edges.store()
+    graph.steps = steps
+    graph.turn = _turn(a, *steps)
+    graph.starts = _boundaries(graph, bounds - start)
+    graph.last = _last_work(trace, graph, work, bounds)
+    graph.others = np.setdiff1d(work.lane, work.lane[work.ours])
+    graph.early = _early(graph, work)
+    return graph
+
+
+def _host_end(trace: Trace, table: pl.DataFrame) -> int:
+    """When the main thread was done with the last step. The steps table has the end of its device
+    work if that was later, and that is to be replayed, not copied."""
+    end, begin = int(table["end"][-1]), int(table["ts"][-1])
+    if trace.main_thread is None:
+        return end
+    cpu = trace.cpu.filter(
+        (pl.col("thread") == trace.main_thread)
+        & (pl.col("ts") >= begin)
+        & (pl.col("ts") < end)
+        & (pl.col("kind") != "overhead")
+    ).select("ts", "name", "kind", until=pl.col("ts") + pl.col("dur"))
+    mark = cpu.filter(
+        (pl.col("ts") == begin)
+        & (pl.col("kind") == "annotation")
+        & (pl.col("name").cast(pl.String) == table["name"][-1])
+    )
+    known = mark if mark.height else cpu.filter(pl.col("until") <= end)
+    ends: list[int] = known["until"].sort().to_list()
+    return min([end, *ends[-1:]])
+
+
+def _join(
+    trace: Trace, thread: Array, time: Array, kind: Array, row: Array, work: DeviceWork, start: int
+) -> Graph:
+    """One list of nodes in order of measured time (device nodes: of their start)."""
+    hosts, devices = len(time), len(work.row)
+    # work that runs when the window begins counts from there
+    begin = np.maximum(work.ts, start)
+    when = np.concatenate([[start - 1], time, begin])
+    tie = np.concatenate([[0], np.ones(hosts), np.full(devices, 2)])
+    # host points keep their order on a thread when several share an instant
+    inner = np.concatenate([[0], np.arange(hosts), np.arange(devices)])
+    order = np.lexsort((inner, tie, when))
+    kinds = np.concatenate([[Node.SOURCE], kind, np.full(devices, Node.DEVICE)]).astype(np.uint8)
+    ends = np.concatenate([[start], time, work.ts + work.dur])
+    dur = np.concatenate([np.zeros(1 + hosts), work.ts + work.dur - begin]).astype(float)
+    rows = np.concatenate([[-1], row, work.row])
+    lane = np.concatenate([[-1], thread, work.lane])
+    none = np.zeros(0, dtype=np.int64)
+    return Graph(
+        kind=kinds[order],
+        row=rows[order],
+        lane=lane[order],
+        time=(ends[order] - start).astype(float),
+        dur=dur[order],
+        src=none,
+        dst=none,
+        weight=none.astype(float),
+        edge=none.astype(np.uint8),
+        from_start=none.astype(bool),
+        lanes=work.lanes,
+        starts=none,
+        last=[],
+        origin=start,
+        steps=(0, 0),
+    )
+
+
+def _same_as_before(values: Array) -> Array:
+    """Which values equal the one before them; the first never does."""
+    same = np.zeros(len(values), dtype=bool)
+    same[1:] = values[1:] == values[:-1]
+    return same
+
+
+def _program(edges: EdgeList, graph: Graph) -> None:
+    """Host time between consecutive points of a thread; the first of each hangs on the source."""
+    host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
+    order = host[np.argsort(graph.lane[host], kind="stable")]
+    same = _same_as_before(graph.lane[order])
+    first = order[~same]
+    edges.add(np.zeros(len(first), dtype=np.int64), first, graph.time[first], Edge.PROGRAM)
+    src, dst = order[np.flatnonzero(same) - 1], order[same]
+    edges.add(src, dst, graph.time[dst] - graph.time[src], Edge.PROGRAM)
+
+
+def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
+    """A starved loader delivers at the rate of its workers, however early it is asked. Without
+    workers the call is host time; its rate edge is there, switched off, for edits that spread
+    the work over workers."""
+    asked = np.flatnonzero(graph.kind == Node.LOADER)
+    loaded = np.flatnonzero(graph.kind == Node.LOADED)
+    if not len(loaded):
+        return
+    by_row = {int(r): int(n) for r, n in zip(graph.row[asked], asked, strict=True)}
+    start = np.array([by_row.get(int(r), 0) for r in graph.row[loaded]])
+    names = trace.cpu["name"].gather(pl.Series(graph.row[loaded]))
+    workers = matches(names, WORKERS).to_numpy()
+    fed = loaded[workers]
+    edges.drop_program(fed)
+    wait = graph.time[fed] - graph.time[start[workers]]
+    edges.add(start[workers], fed, np.minimum(wait, HAND_BATCH_NS), Edge.PROGRAM)
+    before = np.append(0, loaded[:-1])
+    rate = np.where(workers, graph.time[loaded] - graph.time[before], NEVER)
+    edges.add(before, loaded, rate, Edge.LOADER)
+
+
+def _handover(edges: EdgeList, graph: Graph, found: Handover, start: int) -> None:
+    marks = np.flatnonzero(graph.kind == Node.MARK)
+    at = {
+        (int(lane), round(time)): int(node)
+        for lane, time, node in zip(graph.lane[marks], graph.time[marks], marks, strict=True)
+    }
+
+    def nodes(owner: Array, time: Array) -> Array:
+        return np.array(
+            [at.get((int(o), int(t) - start), 0) for o, t in zip(owner, time, strict=True)],
+            dtype=np.int64,
+        )
+
+    left, began = nodes(found.waiter, found.left), nodes(found.worker, found.began)
+    done, back = nodes(found.worker, found.done), nodes(found.waiter, found.back)
+    pairs_of = [(left, began), (done, back)]
+    forward = [(src > 0) & (src < dst) for src, dst in pairs_of]
+    woken = np.concatenate([dst[good] for (_, dst), good in zip(pairs_of, forward, strict=True)])
+    edges.drop_program(woken)
+    for (src, dst), real in zip(pairs_of, forward, strict=True):
+        pairs = np.unique(np.stack([src[real], dst[real]]), axis=1)
+        edges.add(pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], Edge.HANDOVER)
+    silent = np.zeros(len(graph))
+    silent[back[forward[1]]] = (graph.time[back] - graph.time[left])[forward[1]]
+    woken = np.unique(woken)
+    graph.hard["thread hand-overs"] = woken, silent[woken]
+
+
+def _boundaries(graph: Graph, bounds: Array) -> Array:
+    steps = np.flatnonzero(graph.kind == Node.STEP)
+    if len(steps) >= len(bounds):
+        return steps[np.searchsorted(graph.time[steps], bounds)]
+    # no host thread: a boundary is the source for all, and device work alone decides
+    return np.zeros(len(bounds), dtype=np.int64)
+
+
+def _early(graph: Graph, work: DeviceWork) -> Array:
+    """Work whose launch is not in the window, before the first of its stream whose launch is."""
+    if not len(work.row):
+        return np.zeros(0, dtype=np.int64)
+    launched = work.launch >= 0
+    first = np.full(len(work.lanes), -1, dtype=np.int64)
+    lanes, place = np.unique(work.lane[launched], return_index=True)
+    first[lanes] = np.flatnonzero(launched)[place]
+    early = ~launched & (np.arange(len(launched)) < first[work.lane])
+    return device_nodes(graph, work)[early]
+
+
+def _working_for(main: int | None, handovers: Handover) -> list[int]:
+    """The main thread and those it works with in turns."""
+    if main is None:
+        return []
+    pairs = np.stack([handovers.waiter, handovers.worker])
+    found = np.array([main])
+    while True:  # as many rounds as threads hand over to each other in a row
+        more = pairs[:, np.isin(pairs, found).any(axis=0)]
+        wider = np.union1d(found, more)
+        if len(wider) == len(found):
+            return [int(t) for t in found]
+        found = wider
+
+
+def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
+    """The last device node of every lane launched inside each step (or started, if unknown). What
+    threads launch that work on their own is not part of the step."""
+    nodes = device_nodes(graph, work)[work.ours] if len(work.row) else graph.device
+    nodes = np.sort(nodes)
+    launch = trace.gpu["launch"].gather(pl.Series(graph.row[nodes])).fill_null(-1).to_numpy()
+    ts = trace.gpu["ts"].to_numpy()[graph.row[nodes]]
+    if trace.cpu.height:
+        ts = np.where(launch >= 0, trace.cpu["ts"].to_numpy()[launch], ts)
+    step = np.searchsorted(bounds, ts, side="right") - 1
+    found = []
+    for number in range(len(bounds) - 1):
+        mine = nodes[step == number]
+        _, last = np.unique(graph.lane[mine][::-1], return_index=True)
+        found.append(mine[::-1][last])
+    return found

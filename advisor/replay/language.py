@@ -1,0 +1,336 @@
+"""The edit language: one line an edit, compiled to the same objects that rules yield.
+
+    VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]
+
+=========  ==========================================================  =====================
+verb       what it does                                                NUMBER
+=========  ==========================================================  =====================
+remove     the work is not done, the host time not spent, the wait     none
+           not made
+scale      its time is multiplied                                      factor, 0 and up
+roofline   kernels come up to a share of what the device can do, by    share, 0 to 1
+           their FLOPs and bytes (unknown ones stay)                   (default 0.75)
+resize     the batch grows: kernels that fill the device grow with     batch new / old
+           it, others once they do; judge the step by time a sample
+overlap    device work moves to a stream of its own; nothing waits     none
+           for it but the same work one step later, and waits
+           for the whole device
+async      a blocking call no longer holds the host                    none
+merge      neighbouring kernels of a stream become one                 factor on their summed
+                                                                       time (default 1)
+graph      launches become part of a CUDA graph                        host ns left a launch
+                                                                       (default 1000)
+spread     loader work moves to worker processes                       workers, 1 and up
+punctual   collectives of rank N keep no other rank waiting            none
+=========  ==========================================================  =====================
+
+==========  ===========================================================================
+target      what it selects; PATTERN is a regular expression searched in the name
+==========  ===========================================================================
+kernel      kernels by name
+family      kernels of a family: gemm, attention, softmax, elementwise, communication …
+comm        collectives (PATTERN: kernel name)
+copy        copies; PATTERN is a direction: HtoD, DtoH, DtoD, PtoP
+memset      memsets
+work        all device work
+op          operators by name
+python      Python frames, ``train.py.*loss``
+range       user annotations
+host        any host event
+sync        blocking runtime calls; PATTERN: an operator around them, ``item``
+loader      waits for the data loader
+gap         idle gaps of the device; PATTERN is a cause: dispatch, python, sync …
+==========  ===========================================================================
+
+``under:PATTERN`` keeps what an operator, range or Python frame of that name encloses. Patterns
+with spaces are quoted: ``remove "python:train.py.* loss"``. ``rank:N`` changes that rank only, in
+a run with the traces of several; without it a change is made on all ranks.
+
+More words narrow the target down, as the findings' own edits do: ``kind:``, ``family:``, ``copy:``,
+``memory:``, ``call:``, ``cause:``, ``stream:``, ``id:`` (correlation) take one or more values with
+commas between them, ``max:`` a duration in ns, ``at:`` a moment, ``name:`` the event that a gap is
+blamed on; ``ahead`` is for ``overlap``. A
+factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the central one, the pessimistic
+one. :func:`write_edit` writes any Edit as such a line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from advisor.core.errors import AdvisorError
+from advisor.core.finding import Edit, Operation, Select
+from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS, LOADER
+
+VERBS: dict[str, Operation] = {
+    "remove": "remove",
+    "scale": "scale",
+    "roofline": "roofline",
+    "resize": "resize",
+    "overlap": "overlap",
+    "async": "asynchronous",
+    "merge": "merge",
+    "graph": "drop_launch",
+    "spread": "spread",
+    "punctual": "punctual",
+}
+BLOCKING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
+
+
+def _copy(pattern: str) -> Select:
+    if not pattern:
+        return Select(on="gpu", kind=("memcpy",))
+    wanted = tuple(d for d in COPIES if d.lower() == pattern.lower())
+    if not wanted:
+        raise AdvisorError(f"copy:{pattern}: a direction is one of {', '.join(COPIES)}")
+    return Select(on="gpu", kind=("memcpy",), copy=wanted)
+
+
+TARGETS: dict[str, Callable[[str], Select]] = {
+    "kernel": lambda p: Select(on="gpu", kind=("kernel",), name=p),
+    "family": lambda p: Select(on="gpu", family=(p,)),
+    "comm": lambda p: Select(on="gpu", family=("communication",), name=p),
+    "copy": _copy,
+    "memset": lambda p: Select(on="gpu", kind=("memset",), name=p),
+    "work": lambda p: Select(on="gpu", name=p),
+    "op": lambda p: Select(on="host", kind=("op",), name=p),
+    "python": lambda p: Select(on="host", kind=("python",), name=p),
+    "range": lambda p: Select(on="host", kind=("annotation",), name=p),
+    "host": lambda p: Select(on="host", name=p),
+    "sync": lambda p: Select(on="host", call=BLOCKING, under=p),
+    "loader": lambda p: Select(on="host", name=p or LOADER),
+    "gap": lambda p: Select(on="gap", cause=tuple(p.split(",")) if p else ()),
+}
+WORDS = ("kind", "family", "copy", "memory", "call", "cause", "at")
+NUMBERS = ("stream", "id")
+QUALIFIERS = ("under", "name", "rank", "max", *WORDS, *NUMBERS)
+_FIELD = {"id": "correlation", "max": "max_ns"}
+_SINGLE = ("memory", "at", "max")
+HOST_ONLY = {"async": ("sync", "loader", "host", "op", "python", "range"), "spread": ("loader",)}
+DEVICE_ONLY = ("overlap", "merge", "roofline", "resize")
+PUNCTUAL = ("comm",)
+NO_LAUNCHES = ("sync", "loader")
+"""Targets that no launch stands behind: nothing of them can be part of a graph."""
+NEEDS_PATTERN = ("family", "op", "python", "range")
+NEEDS_SOMETHING = ("host",)
+
+
+def parse_edit(line: str) -> Edit:
+    """One line of the language to an Edit. Raises AdvisorError that says what is wrong."""
+
+    def wrong(why: str) -> AdvisorError:
+        return AdvisorError(f"edit {line.strip()!r}: {why}")
+
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise wrong(f"{error}".lower()) from None
+    if len(words) < 2:
+        raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]")
+    verb, rest = words[0].lower(), words[1:]
+    if verb not in VERBS:
+        raise wrong(f"no verb {words[0]!r}; there are {', '.join(VERBS)}")
+    factors: tuple[float | None, float | None, float | None] = (None, None, None)
+    numbers = [w for w in rest[1:] if _NUMBER.fullmatch(w)]
+    if len(numbers) == 1:
+        low, middle, high = _NUMBER.fullmatch(numbers[0]).group("low", "middle", "high")  # type: ignore[union-attr]
+        factors = tuple(None if f in (None, "") else float(f) for f in (low, middle, high))  # type: ignore[assignment]
+        rest.remove(numbers[0])
+    number = factors[1]
+    for word in (*factors, *(w for w in rest[1:] if _NOT_FINITE.fullmatch(w))):
+        if word is not None and not math.isfinite(float(word)):
+            raise wrong(f"{numbers[0] if numbers else word} is not a finite number")
+    ahead = "ahead" in rest[1:]
+    rest = [rest[0], *(w for w in rest[1:] if w != "ahead")]
+    # the target is the first word: comes a qualifier of the same name, it is one
+    qualifiers = [w for w in rest[1:] if w.partition(":")[0] in QUALIFIERS and ":" in w]
+    under = [w[len("under:") :] for w in qualifiers if w.startswith("under:")]
+    ranks = [w[len("rank:") :] for w in qualifiers if w.startswith("rank:")]
+    named = [w for w in rest if w not in qualifiers or w is rest[0]]
+    if len(named) != 1 or len(under) > 1 or len(ranks) > 1:
+        raise wrong("give one target, at most one under:PATTERN, rank:N and number")
+    if ranks and not re.fullmatch(r"\d{1,9}", ranks[0]):
+        raise wrong(f"rank:{ranks[0]}: a rank is a whole number")
+    if verb == "punctual" and not ranks:
+        raise wrong("punctual needs the late rank, rank:N")
+    target, _, pattern = named[0].partition(":")
+    if target not in TARGETS:
+        raise wrong(f"no target {target!r}; there are {', '.join(TARGETS)}")
+    if target in NEEDS_PATTERN and not pattern:
+        raise wrong(f"{target} needs a pattern, {target}:REGEX")
+    try:
+        select = TARGETS[target](pattern)
+    except AdvisorError as error:
+        raise wrong(str(error)) from None
+    if verb in HOST_ONLY and target not in HOST_ONLY[verb]:
+        raise wrong(f"{verb} takes {' or '.join(HOST_ONLY[verb])}, not {target}")
+    if verb == "graph" and target in NO_LAUNCHES:
+        can = ", ".join(name for name in TARGETS if name not in NO_LAUNCHES)
+        raise wrong(f"graph takes what is launched, or launches: {can}; not {target}")
+    if verb == "punctual" and target not in PUNCTUAL:
+        raise wrong(f"{verb} takes comm, not {target}")
+    if verb in DEVICE_ONLY and select.on != "gpu":
+        raise wrong(f"{verb} is for device work, not {target}")
+    named_by = [w[len("name:") :] for w in qualifiers if w.startswith("name:")]
+    for text in (select.name, select.under, *under, *named_by):
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise wrong(f"{text!r} is not a regular expression ({error})") from None
+    if under:
+        if target == "sync" and pattern:
+            raise wrong("sync:PATTERN already says what the call is under")
+        select = _under(select, under[0])
+    select = _narrowed(select, qualifiers, wrong)
+    if target in NEEDS_SOMETHING and select == Select(on="host"):
+        raise wrong(f"{target} needs a pattern, {target}:REGEX")
+    edit = _edit(verb, select, number, wrong)
+    if factors[0] is not None or factors[2] is not None:
+        if verb not in ("scale", "merge", "punctual"):
+            raise wrong(f"{verb} takes no band of factors")
+        edit = replace(edit, factor_low=factors[0], factor_high=factors[2])
+    if ahead and verb != "overlap":
+        raise wrong("ahead is for overlap")
+    edit = replace(edit, ahead=True) if ahead else edit
+    return replace(edit, rank=int(ranks[0])) if ranks else edit
+
+
+def _narrowed(
+    select: Select, qualifiers: list[str], wrong: Callable[[str], AdvisorError]
+) -> Select:
+    """The selector with what further words say."""
+    given: dict[str, object] = {}
+    for word in qualifiers:
+        key, _, text = word.partition(":")
+        if key in ("under", "rank"):
+            continue
+        field = _FIELD.get(key, key)
+        if field in given:
+            raise wrong(f"{key}: is given twice")
+        if key == "name":
+            if select.name:
+                raise wrong("name: the target says it already")
+            given[field] = text
+            continue
+        values = text.split(",")
+        if key in NUMBERS or key == "max":
+            if not all(re.fullmatch(r"-?\d{1,18}", value) for value in values):
+                raise wrong(f"{word}: whole numbers, please")
+            given[field] = tuple(int(value) for value in values)
+        else:
+            given[field] = tuple(values)
+        if key in _SINGLE:
+            if len(values) != 1:
+                raise wrong(f"{word}: one value, please")
+            given[field] = int(text) if key == "max" else text
+    for name, known in _VALUES.items():
+        value = given.get(name, ())
+        for one in (value,) if isinstance(value, str) else value:  # type: ignore[attr-defined]
+            if one not in known:
+                raise wrong(f"{name}:{one}: there are {', '.join(known)}")
+    try:
+        return replace(select, **given)
+    except TypeError as error:
+        raise wrong(str(error)) from None
+
+
+def write_edit(edit: Edit) -> str:
+    """An Edit as a line of the language: :func:`parse_edit` gives the same Edit back."""
+    s = edit.select
+    verb = next(v for v, op in VERBS.items() if op == edit.op)
+    covered = {"on", "name", "under"}
+    if s.on == "gap":
+        target, pattern = "gap", ",".join(s.cause)
+        covered.add("cause")
+    elif edit.op == "punctual" and s.family == ("communication",):
+        target, pattern = "comm", s.name
+        covered.add("family")
+    elif edit.op == "spread":
+        target, pattern = "loader", "" if s.name == LOADER else s.name
+    else:
+        named = _TARGET.get(s.kind)
+        if named in NEEDS_PATTERN and not s.name:
+            named = None
+        target, pattern = named or ("work" if s.on == "gpu" else "host"), s.name
+        covered |= {"kind"} if named else set()
+    words = [verb, f"{target}:{pattern}" if pattern else target]
+    words += [f"under:{s.under}"] if s.under else []
+    words += [f"name:{s.name}"] if s.on == "gap" and s.name else []
+    for key in (*WORDS, *NUMBERS, "max"):
+        field = _FIELD.get(key, key)
+        value = getattr(s, field)
+        if field not in covered and value not in ((), "", None):
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words.append(f"{key}:{text}")
+    words += [] if edit.rank is None else [f"rank:{edit.rank}"]
+    words += ["ahead"] if edit.ahead else []
+    number: float | None = edit.factor
+    if edit.op == "spread":
+        number = edit.workers
+    if edit.op == "drop_launch":
+        number = edit.host_ns
+    if edit.factor_low is not None or edit.factor_high is not None:
+        parts = (edit.factor_low, edit.factor, edit.factor_high)
+        words.append("..".join("" if p is None else f"{p!r}" for p in parts))
+    elif number is not None:
+        words.append(f"{number!r}")
+    return shlex.join(words)
+
+
+_TARGET: dict[tuple[str, ...], str] = {
+    ("kernel",): "kernel",
+    ("memset",): "memset",
+    ("op",): "op",
+    ("python",): "python",
+    ("annotation",): "range",
+}
+_F = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_NOT_FINITE = re.compile(r"(?i)[+-]?(?:nan|inf(?:inity)?)")
+_NUMBER = re.compile(rf"(?:(?P<low>(?:{_F})?)\.\.)?(?P<middle>{_F})(?:\.\.(?P<high>(?:{_F})?))?")
+_VALUES: dict[str, tuple[str, ...]] = {
+    "kind": (*GPU_KINDS, *CPU_KINDS),
+    "copy": COPIES,
+    "memory": ("pageable", "pinned"),
+    "call": CALLS,
+    "at": ("step_start", "graph_break"),
+}
+
+
+def _under(select: Select, pattern: str) -> Select:
+    return replace(select, under=pattern)
+
+
+def _edit(
+    verb: str, select: Select, number: float | None, wrong: Callable[[str], AdvisorError]
+) -> Edit:
+    op = VERBS[verb]
+    if verb in ("scale", "merge"):
+        if number is None and verb == "scale":
+            raise wrong("scale needs a factor")
+        if number is not None and not 0 <= number <= 1000:
+            raise wrong("a factor is a number from 0 to 1000")
+        return Edit(op=op, select=select, factor=1.0 if number is None else number)
+    if verb in ("roofline", "resize"):
+        if number is None and verb == "resize":
+            raise wrong("resize needs a factor, new batch size over old")
+        if number is not None and not 0 < number <= (1 if verb == "roofline" else 1000):
+            raise wrong("a share is above 0 and at most 1; a batch factor above 0, at most 1000")
+        return Edit(op=op, select=select, factor=number)
+    if verb == "spread":
+        if number is None or number < 1 or number != int(number) or number > 4096:
+            raise wrong("spread needs a whole number of workers, 1 and up")
+        return Edit(op=op, select=select, workers=int(number))
+    if verb == "graph":
+        if number is not None and number < 0:
+            raise wrong("host time a launch cannot be negative")
+        return Edit(op=op, select=select, host_ns=None if number is None else int(number))
+    if verb == "punctual":
+        return Edit(op=op, select=select, factor=number)
+    if number is not None:
+        raise wrong(f"{verb} takes no number")
+    return Edit(op=op, select=select)

@@ -1,0 +1,367 @@
+"""WhatIf: the measured steps, replayed; the same with edits; how far to trust it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from advisor.measure.host.names import WORKERS, matches
+from advisor.replay.bands import widened
+from advisor.replay.build import build
+from advisor.replay.critical import composition
+from advisor.replay.graph import NEVER, Array, Edge, Graph
+from advisor.replay.operations import apply
+from advisor.replay.patch import Patch
+from advisor.replay.ranks.joint_build import JointRanks, find_joint_ranks
+from advisor.replay.ranks.joint_replay import JointReplay, Patched
+from advisor.replay.replay import Plan, StepTimes, completions
+from advisor.replay.selected import Selected
+from advisor.replay.trust import (
+    EXPLAINED_NS,
+    PartQuality,
+    Quality,
+    device_idle,
+    hard_parts,
+    host_waits,
+)
+
+if TYPE_CHECKING:
+    from advisor.core.finding import Edit
+    from advisor.measure import Analysis
+
+EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
+"""Host time that the profiler adds to each event, about: 0.8 µs plain, 1.4 with shapes, 2.3 with
+stacks and all else (PyTorch 2.13, CPU; per event, so small operators suffer most)."""
+VISIBLE = 0.8
+"""Busy share of the device from which host time is hidden behind it."""
+MOST_COST = 3.0
+"""Times the usual cost of an event that a measured one may be."""
+MAX_WORSE = 0.01
+"""How much more of the measured steps a replay with other ranks may miss than one alone."""
+MIN_LEFT = 0.3
+"""No stretch of host time is taken to be more than this much profiler."""
+
+
+def event_cost(a: Analysis) -> float:
+    """Host time that the profiler adds to each event, ns: measured where a recorded run has steps
+    with and without it and the device leaves it visible, else as ``EVENT_COST_NS`` has it.
+
+    Measured: what the median profiled step takes beyond the median of those around the window,
+    over the host events of a step. On a device that hardly idles the cost is hidden, and the
+    difference says nothing about it. It is bounded, because steps differ for other reasons too.
+    """
+    meta = a.trace.meta
+    usual = EVENT_COST_NS["plain"]
+    usual += EVENT_COST_NS["shapes"] if meta.record_shapes else 0.0
+    usual += EVENT_COST_NS["stacks"] if meta.with_stack else 0.0
+    recorded = a.recorded
+    if recorded is None or recorded.profiled_median is None or a.trace.main_thread is None:
+        return usual
+    if recorded.around_windows is None:
+        return usual
+    if a.device_id is not None and a.breakdown.busy.total > VISIBLE * a.span_ns:
+        return usual
+    cpu = a.trace.cpu
+    ts = cpu["ts"].to_numpy()[(cpu["thread"] == a.trace.main_thread).to_numpy()]
+    begin, end = a.steps.used["ts"].to_numpy(), a.steps.used["end"].to_numpy()
+    starts = np.sort(ts)
+    events = (np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()
+    if not events:
+        return usual
+    longer = max(0.0, recorded.profiled_median - recorded.around_windows)
+    return min(longer * a.step_count / float(events), MOST_COST * usual)
+
+
+def _patched(patch: Patch) -> Patched:
+    graph, weight, src = patch.widened()
+    gone, punctual = np.flatnonzero(patch.dropped), np.flatnonzero(patch.punctual)
+    return Patched(graph, weight, patch.dur, src, gone, punctual)
+
+
+class WhatIf:
+    """Replays of one window. All times in ns.
+
+    ``others``: the same window of the other ranks, by rank. Where these can be put on one clock
+    with this one, they are replayed with it, edits included, and a collective waits for the last
+    of them; where not, a collective takes as long as it was measured to.
+    """
+
+    def __init__(
+        self, a: Analysis, rank: int = 0, others: Mapping[int, Analysis] | None = None
+    ) -> None:
+        self.a = a
+        self.rank = rank
+        self.others = {number: other for number, other in (others or {}).items() if number != rank}
+        self._steps: tuple[int, int] | None = None
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The dependency graph of the representative steps."""
+        if self._steps is None and self._joint_ranks is not None:
+            self._steps = self._joint_ranks.steps[0]
+        return build(self.a, self._steps)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The graph laid out for replaying."""
+        return Plan(self.graph)
+
+    @cached_property
+    def _joint_ranks(self) -> JointRanks | None:
+        return (
+            find_joint_ranks(self.rank, {self.rank: self.a} | self.others) if self.others else None
+        )
+
+    @cached_property
+    def _joined(self) -> tuple[JointReplay, tuple[WhatIf, ...]] | None:
+        """The replay with other ranks and one of these for each of them; ``None``: alone, also
+        where the measured steps come out worse than alone."""
+        joint_ranks = self._joint_ranks
+        if joint_ranks is None:
+            return None
+        members = [self]
+        for number, a, steps in list(
+            zip(joint_ranks.ranks, joint_ranks.analyses, joint_ranks.steps, strict=True)
+        )[1:]:
+            member = WhatIf(a, number)
+            member._steps = steps
+            members.append(member)
+        joint = JointReplay(joint_ranks, [m.graph for m in members])
+        if not len(joint.node):
+            return None
+        patched = [
+            _patched(Patch(m._selected, dur))
+            for m, dur in zip(members, joint.transfer, strict=True)
+        ]
+        with_others = joint.run(patched)[0].time
+        worse = self._step_error(with_others) - self._step_error(self.plan.run())
+        return (joint, tuple(members)) if worse <= MAX_WORSE else None
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that are replayed together, this one first; alone: empty."""
+        return () if self._joined is None else tuple(m.rank for m in self._joined[1])
+
+    @cached_property
+    def _periods(self) -> dict[tuple[tuple[Edit, ...], str, int], float]:
+        return {}
+
+    @cached_property
+    def _selected(self) -> Selected:
+        return Selected(self.a, self.graph)
+
+    @cached_property
+    def base(self) -> StepTimes:
+        """The replay without edits."""
+        return self.step_times([])
+
+    @cached_property
+    def measured(self) -> StepTimes:
+        """The same moments, as measured."""
+        return StepTimes(self.graph.time, completions(self.graph, self.graph.time), self.graph.turn)
+
+    def _step_error(self, time: Array) -> float:
+        measured = np.diff(completions(self.graph, self.graph.time))
+        replayed = np.diff(completions(self.graph, time))
+        return float(np.abs(replayed - measured).sum()) / max(float(measured.sum()), 1.0)
+
+    def step_times(self, edits: Sequence[Edit], assumption: str = "") -> StepTimes:
+        """Replay with edits applied."""
+        time = self._replay(edits, assumption)[0]
+        return StepTimes(time, completions(self.graph, time), self.graph.turn)
+
+    def _replay(self, edits: Sequence[Edit], assumption: str = "") -> tuple[Array, Array, Patched]:
+        """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
+        if self._joined is not None:
+            joint = self._joined[0]
+            patched = self._patches(edits, assumption)
+            found = joint.run(patched)[0]
+            dur, mine = patched[0].dur.copy(), joint.members[0]
+            dur[mine] = found.dur[mine]
+            return found.time, dur, patched[0]
+        own = _patched(apply(Patch(self._selected), self._own(edits), assumption))
+        return self._plan(own.graph).run(own.weight, own.dur, own.src), own.dur, own
+
+    def _patches(
+        self, edits: Sequence[Edit], assumption: str = "", *, plain: bool = False
+    ) -> list[Patched]:
+        """Each rank's graph with the edits that apply to it. Correlation ids select events of one
+        trace."""
+        assert self._joined is not None
+        joint, members = self._joined
+        found = []
+        for member, dur in zip(members, joint.transfer, strict=True):
+            mine = [
+                e
+                for e in edits
+                if e.rank in (None, member.rank) and (member is self or not e.select.correlation)
+            ]
+            patch = apply(Patch(member._selected, dur), mine, assumption)
+            if plain:
+                patch.weight *= member._real_share
+            found.append(_patched(patch))
+        return found
+
+    def _own(self, edits: Sequence[Edit]) -> list[Edit]:
+        """The edits that concern this rank when it is replayed alone."""
+        return [e for e in edits if e.rank in (None, self.rank) or e.op == "punctual"]
+
+    def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
+        """Steady-state time of a step with edits applied. ``assumption``: ``low`` or ``high`` (a
+        small or large gain), or ``plain``: without the host time that the profiler itself takes."""
+        return self._period(edits, assumption, 0)
+
+    def _period(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
+        """The same, of any of the ranks that are replayed together."""
+        if assumption != "plain" and all(
+            e.factor_low is None and e.factor_high is None and e.op != "spread" and not e.ahead
+            for e in edits
+        ):
+            assumption = ""
+        key = (tuple(edits), assumption, of)
+        if key not in self._periods:
+            self._periods[key] = self._steady(edits, assumption, of)
+        return self._periods[key]
+
+    def _steady(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
+        plain = assumption == "plain"
+        assumption = "" if plain else assumption
+        if self._joined is not None:
+            return self._joined[0].steady(self._patches(edits, assumption, plain=plain), of)
+        patch = apply(Patch(self._selected), self._own(edits), assumption)
+        if plain:
+            patch.weight *= self._real_share
+        own = _patched(patch)
+        return self._plan(own.graph).steady(own.weight, own.dur, own.src)
+
+    def _of(self, edits: Sequence[Edit]) -> int:
+        """The rank whose step tells what edits save: this one; another one where this one is
+        the late rank that keeps the others waiting."""
+        late = any(e.op == "punctual" and e.rank == self.rank for e in edits)
+        return 1 if late and self._joined is not None else 0
+
+    def _plan(self, graph: Graph) -> Plan:
+        return self.plan if graph is self.graph else Plan(graph)
+
+    def step_after(self, edits: Sequence[Edit]) -> float:
+        """The measured step with edits applied: less what they save between two replays."""
+        return max(0.0, self.a.step_ns - self.gain(edits))
+
+    def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
+        """What edits save a step, on top of others that are given."""
+        both = [*given, *edits]
+        of = self._of(both)
+        return self._period(given, "", of) - self._period(both, "", of)
+
+    def band(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> tuple[float, float]:
+        """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
+        the error of the replay itself, and as wide as such predictions have been wrong."""
+        both = [*given, *edits]
+        of = self._of(both)
+        before = self._period(given, "", of)
+        gains = [before - self._period(both, assumption, of) for assumption in ("low", "", "high")]
+        gains.append(self._period(given, "plain", of) - self._period(both, "plain", of))
+        error = abs(self.base.period - self.measured.period)
+        low, high = min(gains) - error, max(gains) + error
+        return widened(gains[1], low, high, edits, self.a.step_ns)
+
+    @cached_property
+    def _real_share(self) -> Array:
+        """For each edge: the share of its host time that would be there without a profiler."""
+        graph, trace = self.graph, self.a.trace
+        cost = event_cost(self.a)
+        share = np.ones(len(graph.weight))
+        edges = np.flatnonzero((graph.edge == Edge.PROGRAM) & (graph.weight > 0))
+        lane = graph.lane[graph.dst[edges]]
+        cpu = trace.cpu
+        thread, ts = cpu["thread"].to_numpy(), cpu["ts"].to_numpy()
+        for owner in np.unique(lane):
+            mine = edges[lane == owner]
+            starts = np.sort(ts[thread == owner])
+            begin = graph.time[graph.src[mine]] + graph.origin
+            end = graph.time[graph.dst[mine]] + graph.origin
+            events = np.searchsorted(starts, end) - np.searchsorted(starts, begin)
+            length = graph.weight[mine]
+            share[mine] = np.maximum(1.0 - events * cost / length, MIN_LEFT)
+        return share
+
+    @cached_property
+    def unseen_loader(self) -> bool:
+        """Batches come from worker processes that always had one ready: how fast these could be
+        is not in the trace, and a faster step may have to wait for them."""
+        graph, cpu = self.graph, self.a.trace.cpu
+        rate = graph.weight[graph.edge == Edge.LOADER]
+        if (rate > NEVER).any() or cpu.is_empty():
+            return False
+        begin, end = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
+        inside = cpu["ts"].is_between(begin, end)
+        return bool((matches(cpu["name"], WORKERS) & inside).any())
+
+    def selected(self, edit: Edit) -> int:
+        """How many events an edit selects in the replayed steps."""
+        return Patch(self._selected).count(edit)
+
+    def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
+        """What the critical path consists of with edits applied, ns a step, largest first."""
+        time, dur, own = self._replay(edits)
+        parts = composition(
+            own.graph, time, own.weight, dur, own.src, self.a.kernels["communication"]
+        )
+        steps = max(1, len(self.graph.starts) - 1)
+        return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
+
+    @cached_property
+    def quality(self) -> Quality:
+        """How well the replay without edits reproduces what was measured."""
+        graph = self.graph
+        measured, replayed = (np.diff(o.complete) for o in (self.measured, self.base))
+        whole = max(float(measured.sum()), 1.0)
+        device = graph.device
+        error = graph.local_start() - (graph.time - graph.dur)
+        own = [n for n, (d, _) in enumerate(graph.lanes) if d == self.a.device_id]
+        waits, idle = host_waits(graph), device_idle(graph, np.array(own, dtype=np.int64))
+        return Quality(
+            step_error=self._step_error(self.base.time),
+            total_error=float(replayed.sum() - measured.sum()) / whole,
+            explained=float((np.abs(error[device]) <= EXPLAINED_NS).mean())
+            if len(device)
+            else None,
+            starts=len(device),
+            hard=(*hard_parts(graph), *self._peers()),
+            steps=graph.steps[1] - graph.steps[0],
+            of_steps=max(self.a.step_count, graph.steps[1] - graph.steps[0]),
+            waits=float(waits.time.sum()) / whole,
+            waits_explained=waits.share,
+            idle=float(idle.time.sum()) / whole,
+            idle_explained=idle.share,
+        )
+
+    def _peers(self) -> tuple[PartQuality, ...]:
+        """Waits of collectives for the ranks that come later, replayed with these."""
+        if self._joined is None:
+            return ()
+        joint = self._joined[0]
+        nodes, graph = joint.members[0], self.graph
+        waited = graph.dur[nodes] - joint.transfer[0][nodes]
+        _, dur, own = self._replay([])
+        error = (dur - own.dur)[nodes] - waited
+        total = float(waited.sum())
+        if total <= 0:
+            return ()
+        share = float(np.clip(waited - np.abs(error), 0.0, None).sum()) / total
+        return (
+            PartQuality(
+                "waits for other ranks", len(nodes), share, float(np.median(np.abs(error))), total
+            ),
+        )
+
+    @cached_property
+    def unusable(self) -> str:
+        """Why it prices nothing; empty: there are steps, and the replay without edits reproduces
+        them and explains their waiting."""
+        if self.a.steps.used.is_empty() or self.a.span_ns <= 0:
+            return "there is no step to replay"
+        return self.quality.unusable

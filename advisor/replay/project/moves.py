@@ -1,0 +1,248 @@
+"""How long each piece of device work takes on another GPU.
+
+A kernel keeps its efficiency: what it takes beyond the shortest a kernel takes changes as its
+roofline does. ``max(FLOPs / matmul rate, bytes / memory rate)`` of the one over that of the other,
+at the rates that are attained. Kernels without shapes go by their family: those that are no matrix
+products by the memory; matrix products by the geometric mean of both rates, and anywhere between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.measure.device.families import MATRIX
+from advisor.replay.project.rates import computed_in, host_rate, matmul_rate, memory_rate, peer_rate
+
+if TYPE_CHECKING:
+    from advisor.core.gpus import GpuSpec
+    from advisor.measure import Analysis
+
+Array = NDArray[Any]
+
+SHORTEST_NS = {"nvidia": 1_800.0, "amd": 3_600.0}
+"""What the shortest kernels take: the median over public traces of their shortest hundredth (ten of
+NVIDIA GPUs: 1.0 to 5.7 µs; two of AMD's: 2.4 and 4.9)."""
+MOST_SHORTEST_NS = 6_000.0
+"""The shortest hundredth of a trace is no measure of that where all its kernels are long."""
+NODE = 8
+"""GPUs that one machine's links join, at most: a larger group crosses a network that stays."""
+
+KINDS = ("compute", "memory", "mixture", "unknown", "launch", "copy", "link", "unchanged")
+"""``compute``, ``memory``: by FLOPs and bytes, or by a family that only moves data. ``mixture``:
+matrix products whose shapes are not known. ``unknown``: kernels of no known family. ``launch``: no
+longer than the shortest. ``copy``: between host and device. ``link``: between GPUs."""
+CODE = {name: code for code, name in enumerate(KINDS)}
+
+
+class Moved(NamedTuple):
+    """Aligned with ``trace.gpu``."""
+
+    factor: Array
+    """New duration over the old one."""
+    low: Array
+    high: Array
+    """The same by what the kernel could be bound by, if that is not told."""
+    kind: Array
+    """Codes of ``KINDS``."""
+    missing: tuple[str, ...]
+    """Formats that the GPU has no unit for, and nothing is computed in instead."""
+    instead: tuple[tuple[str, str], ...]
+    """Formats, and in what the GPU computes them."""
+
+
+def shortest(durations: Array, vendor: str) -> float:
+    """What the shortest kernels of this trace take, ns."""
+    if not len(durations):
+        return SHORTEST_NS[vendor]
+    found = float(np.percentile(durations, 1))
+    return found if found <= MOST_SHORTEST_NS else SHORTEST_NS[vendor]
+
+
+def move(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:
+    """Factors of all device work of a trace that was recorded on ``source``."""
+    gpu, kernels = a.trace.gpu, a.kernels
+    size = gpu.height
+    dur = np.maximum(gpu["dur"].to_numpy().astype(float), 1.0)
+    is_kernel = (gpu["kind"] == "kernel").to_numpy()
+    rows = _Ratios(a, source, target)
+    kind = np.full(size, CODE["unchanged"], dtype=np.int64)
+    work, low, high = np.ones(size), np.ones(size), np.ones(size)
+
+    family = kernels["family"].cast(pl.String).fill_null("other")
+    matrix = is_kernel & family.is_in(list(MATRIX)).to_numpy()
+    link = kernels["communication"].fill_null(value=False).to_numpy() & is_kernel
+    nameless = is_kernel & (family == "other").to_numpy() & ~rows.known
+    by_memory = (is_kernel & ~matrix & ~nameless & ~link) | (gpu["kind"] == "memset").to_numpy()
+
+    work[by_memory] = low[by_memory] = high[by_memory] = rows.memory
+    kind[by_memory] = CODE["memory"]
+    told = matrix & rows.known
+    work[told] = low[told] = high[told] = rows.roofline[told]
+    kind[told] = np.where(rows.computes[told], CODE["compute"], CODE["memory"])
+    for chosen, name in ((matrix & ~rows.known, "mixture"), (nameless, "unknown")):
+        ends = np.stack([rows.compute[chosen], np.full(int(chosen.sum()), rows.memory)])
+        work[chosen] = np.sqrt(ends.prod(axis=0))
+        low[chosen], high[chosen] = ends.min(axis=0), ends.max(axis=0)
+        kind[chosen] = CODE[name]
+
+    # A kernel with fewer blocks than processors leaves the others empty, on each GPU its share.
+    # Libraries cut matrix products otherwise for another GPU: half of that, and all in the band.
+    fill = _fill(gpu, source, target)
+    computing = is_kernel & ~link
+    low[computing] = np.minimum(low, low * fill)[computing]
+    high[computing] = np.maximum(high, high * fill)[computing]
+    work[computing] = (work * np.where(matrix, np.sqrt(fill), fill))[computing]
+
+    base = shortest(dur[computing], source.vendor)
+    other = base + SHORTEST_NS[target.vendor] - SHORTEST_NS[source.vendor]
+    fixed = np.minimum(dur, base)
+    then = np.maximum(other, 0.0) * fixed / base
+    factors = [(then + (dur - fixed) * part) / dur for part in (work, low, high)]
+    for values, changed in zip((work, low, high), factors, strict=True):
+        values[computing] = changed[computing]
+    kind[computing & (dur <= 1.5 * base)] = CODE["launch"]
+
+    _copies(gpu, source, target, rows.memory, (work, low, high, kind))
+    _collectives(a, link, source, target, (work, low, high, kind))
+    missing, instead = _formats(kernels.filter(pl.Series(matrix)), source, target)
+    return Moved(work, low, high, kind, missing, instead)
+
+
+def _formats(
+    matrices: pl.DataFrame, source: GpuSpec, target: GpuSpec
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Formats that the target has nothing for, and those in which it computes others."""
+    missing, instead = set(), set()
+    used = matrices.select(
+        pl.col("dtype").cast(pl.String), convolves=pl.col("family") == "convolution"
+    )
+    for dtype, convolves in used.drop_nulls().unique().iter_rows():
+        new = computed_in(target, then(dtype, convolves, source, target))
+        if new is None:
+            missing.add(dtype)
+        elif new != computed_in(source, dtype):
+            instead.add((f"{dtype} of convolutions" if new == "tf32" else dtype, new))
+    return tuple(sorted(missing)), tuple(sorted(instead))
+
+
+class _Ratios:
+    """Ratios of times, target over source."""
+
+    def __init__(self, a: Analysis, source: GpuSpec, target: GpuSpec) -> None:
+        kernels = a.kernels
+        memory = memory_rate(source), memory_rate(target)
+        self.memory = memory[0] / memory[1]
+        formats = kernels["dtype"].cast(pl.String).fill_null("")
+        half = a.trace.gpu["name"].cast(pl.String).str.contains(r"f16f16_f16f16_f16|h16816|h1688")
+        convolves = kernels["family"].cast(pl.String) == "convolution"
+        works = list(zip(formats, half, convolves.fill_null(value=False), strict=True))
+        rates = {
+            (d, h, c): (_rate(source, d, h), _rate(target, then(d, c, source, target), h))
+            for d, h, c in set(works)
+        }
+        of = [rates[work] for work in works]
+        here, there = (np.array([pair[i] for pair in of], dtype=float) for i in (0, 1))
+        self.compute = np.where(np.isfinite(here / there), here / there, self.memory)
+        flops, moved = (
+            kernels[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
+            for name in ("flops", "moved")
+        )
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ideal = [
+                np.maximum(flops / rate, moved / band)
+                for rate, band in zip((here, there), memory, strict=True)
+            ]
+            self.roofline = ideal[1] / ideal[0]
+            self.computes = flops / here >= moved / memory[0]
+        self.known = np.isfinite(self.roofline) & (self.roofline > 0)
+
+
+def then(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:
+    """The format of the same work there. PyTorch's convolutions in fp32 are computed in TF32 where
+    there is a unit for it (``torch.backends.cudnn.allow_tf32`` is on by default; matrix products'
+    is not)."""
+    new = computed_in(source, "tf32") != "tf32" and computed_in(target, "tf32") == "tf32"
+    return "tf32" if convolves and dtype == "fp32" and new else dtype
+
+
+def _rate(gpu: GpuSpec, dtype: str, half: bool) -> float:
+    """NaN: not known. Where no format is told, the vector units' fp32 stands for the chip's."""
+    found = matmul_rate(gpu, dtype or "fp32", half_sums=bool(half))
+    return np.nan if found is None else found
+
+
+def _fill(gpu: pl.DataFrame, source: GpuSpec, target: GpuSpec) -> Array:
+    """How much more of the other GPU a kernel leaves empty; 1 where blocks are not recorded."""
+    per_sm = gpu["blocks_per_sm"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+    blocks = np.maximum(np.round(per_sm * source.sms), 1.0)
+    used = [np.minimum(blocks, g.sms) / g.sms for g in (source, target)]
+    return np.nan_to_num(used[0] / used[1], nan=1.0)
+
+
+def _copies(
+    gpu: pl.DataFrame,
+    source: GpuSpec,
+    target: GpuSpec,
+    memory: float,
+    into: tuple[Array, Array, Array, Array],
+) -> None:
+    """By the interface that they cross. Pageable memory is staged by the host, which stays."""
+    work, low, high, kind = into
+    copying = (gpu["kind"] == "memcpy").to_numpy()
+    way = gpu["copy"].cast(pl.String).fill_null("")
+    host = copying & way.is_in(["HtoD", "DtoH"]).to_numpy()
+    inside = copying & (way == "DtoD").to_numpy()
+    peers = copying & (way == "PtoP").to_numpy()
+    work[inside] = low[inside] = high[inside] = memory
+    kind[inside] = CODE["memory"]
+    for chosen, here, there, name in (
+        (host, host_rate(source), host_rate(target), "copy"),
+        (peers, peer_rate(source), peer_rate(target), "link"),
+    ):
+        ratio = 1.0 if here is None or there is None else here / there
+        work[chosen] = ratio
+        low[chosen], high[chosen] = min(ratio, 1.0), max(ratio, 1.0)
+        kind[chosen] = CODE[name]
+    pageable = np.zeros(gpu.height, dtype=bool)
+    for side in ("src", "dst"):
+        pageable |= (
+            (gpu[side].cast(pl.String).str.to_lowercase() == "pageable")
+            .fill_null(value=False)
+            .to_numpy()
+        )
+    work[host & pageable] = 1.0
+
+
+def _collectives(
+    a: Analysis,
+    link: Array,
+    source: GpuSpec,
+    target: GpuSpec,
+    into: tuple[Array, Array, Array, Array],
+) -> None:
+    """Collectives take as long as their bytes and as they wait for other ranks. How much is which
+    is told by bytes and group where they are recorded: bytes go by the links, waits as the rank's
+    own device work does. Groups of more than ``NODE`` cross a network, which stays."""
+    if not link.any():
+        return
+    work, low, high, kind = into
+    here, there = peer_rate(source), peer_rate(target)
+    ratio = 1.0 if here is None or there is None else here / there
+    dur = a.trace.gpu["dur"].to_numpy().astype(float)
+    rest = (a.trace.gpu["kind"] == "kernel").to_numpy() & ~link
+    waits = float((work * dur)[rest].sum() / dur[rest].sum()) if dur[rest].sum() else 1.0
+    ends = sorted((ratio, waits, 1.0))
+    work[link] = np.sqrt(ratio * waits)
+    low[link], high[link] = ends[0], ends[-1]
+    kind[link] = CODE["link"]
+    table = a.collectives.filter(pl.col("bytes").is_not_null() & pl.col("group_size").is_not_null())
+    for row, size, group in table.select("gpu", "bytes", "group_size").iter_rows():
+        if not link[row] or not here:
+            continue
+        # a ring moves 2 (n - 1) / n of an all-reduce's bytes through each link, others half of it
+        share = min(2.0 * (group - 1) / max(group, 1) * size / here * 1e9 / max(dur[row], 1.0), 1.0)
+        work[row] = share * (1.0 if group > NODE else ratio) + (1 - share) * waits

@@ -1,0 +1,219 @@
+"""A measured step on another GPU: replayed with its device work moved, and a band around it."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.errors import AdvisorError
+from advisor.replay.graph import NEVER, Array, Edge
+from advisor.replay.price import WhatIf
+from advisor.replay.project.crossings import error, host_error
+from advisor.replay.project.memory import Fit, fit
+from advisor.replay.project.moves import CODE, KINDS, Moved, move
+
+if TYPE_CHECKING:
+    from advisor.core.gpus import GpuSpec
+    from advisor.measure import Analysis
+
+MOST_UNKNOWN = 0.5
+"""Share of kernel time of kernels of no known family from which nothing is projected."""
+HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOVER)
+"""What the host's speed decides: its own threads, and the loader's workers."""
+HOST_PACE = 0.8
+"""Share of the step that remains with a GPU that takes no time, from which that is said."""
+START_NS = {"nvidia": 1_700.0, "amd": 6_600.0}
+"""From a launch call to the kernel's start on an idle GPU: medians of public traces (NVIDIA: 1.5 to
+3 µs in seven; AMD: 6.6 µs on MI250, 20.7 on MI300X, the smaller taken). The calls themselves take
+HIP no longer than CUDA there (4.4 to 6.3 against 3.3 to 8.2 µs), so host time stays."""
+
+
+class Part(NamedTuple):
+    """Device work of one kind."""
+
+    kind: str
+    """One of ``moves.KINDS``."""
+    ns: float
+    """A step on the source, ns (summed over streams)."""
+    then_ns: float
+    """The same on the target."""
+
+
+class Projection(NamedTuple):
+    """A step on another GPU. Times ns a step."""
+
+    gpu: str
+    step_ns: float
+    low_ns: float
+    high_ns: float
+    measured_ns: float
+    parts: tuple[Part, ...]
+    """By kind, the most time first."""
+    fit: Fit
+    notes: tuple[str, ...]
+    """What it takes for granted, beyond what is true of all."""
+    refused: str
+    """Why this GPU cannot run the step as it is; empty: it can. Then the times are null (NaN)."""
+
+    @property
+    def speedup(self) -> float:
+        """Measured over projected step."""
+        return self.measured_ns / self.step_ns
+
+
+class Projector:
+    """Projections of one recorded window. ``same_host``: the other GPU is put into this machine, so
+    host time is as measured; else the band holds other machines. ``source``: what it was recorded
+    on, where the recording does not tell.
+
+    AdvisorError: the recorded GPU is not known, or is another than ``source``; there is no device
+    work or step; or most kernels are of no known family.
+    """
+
+    def __init__(
+        self, a: Analysis, *, same_host: bool = False, source: GpuSpec | None = None
+    ) -> None:
+        self.a = a
+        self.same_host = same_host
+        path = a.trace.meta.path or "trace"
+        if a.device_id is None or a.trace.gpu.is_empty():
+            raise AdvisorError(f"{path}: no device work, so nothing to project")
+        told = a.hardware
+        if told is not None and source is not None and told.name != source.name:
+            raise AdvisorError(f"{path}: recorded on {told.name}, not on {source.name}")
+        if (source := told or source) is None:
+            name = a.device.name if a.device is not None and a.device.name else None
+            why = f"{name!r} is not a GPU whose rates are known" if name else "its GPU is not told"
+            raise AdvisorError(
+                f"{path}: {why}, so there is nothing to project from; --from NAME says what it was"
+            )
+        if a.steps.used.is_empty() or a.span_ns <= 0:
+            raise AdvisorError(f"{path}: there is no step to project")
+        self.source: GpuSpec = source
+        if self.unknown > MOST_UNKNOWN:
+            raise AdvisorError(
+                f"{path}: {self.unknown:.0%} of the kernel time is in kernels of no known kind (at "
+                f"most {MOST_UNKNOWN:.0%} is accepted), so what bounds them is not known"
+            )
+
+    @cached_property
+    def unknown(self) -> float:
+        """Share of the kernel time of the steps in kernels whose family and work are not known."""
+        families = self.a.families.filter(~pl.col("family").is_in(["copy", "memset"]))
+        total = int(families["dur"].sum())
+        other = families.filter(pl.col("family") == "other")
+        told = other["flops"].is_not_null() & other["moved"].is_not_null()
+        return int(other.filter(~told)["dur"].sum()) / total if total else 0.0
+
+    @cached_property
+    def whatif(self) -> WhatIf:
+        """The replay; built once for all targets."""
+        return WhatIf(self.a)
+
+    @cached_property
+    def replayed(self) -> bool:
+        """Whether the replay is good enough to go by."""
+        return not self.whatif.unusable
+
+    @cached_property
+    def _here(self) -> float:
+        return self.whatif.plan.steady() if self.replayed else self.a.step_ns
+
+    def on(self, target: GpuSpec) -> Projection:
+        """The step on another GPU."""
+        moved = move(self.a, self.source, target)
+        fitting = fit(self.a, target)
+        parts = self._parts(moved)
+        if moved.missing:
+            formats = ", ".join(moved.missing)
+            return Projection(
+                target.name, math.nan, math.nan, math.nan, self.a.step_ns, parts, fitting, (),
+                f"it has no unit for {formats}, in which the step computes",
+            )  # fmt: skip
+        other = target.vendor != self.source.vendor
+        same = target.name == self.source.name
+        host = 0.0 if self.same_host or same else host_error()
+        off = np.array(
+            [0.0 if same else error(kind, other_vendor=other) for kind in KINDS], dtype=float
+        )
+        off[CODE["unchanged"]] = 0.0
+        wide = off[moved.kind]
+        step = self._step(moved.factor, 1.0, target)
+        low = self._step(moved.low * np.exp(-wide), math.exp(-host), target)
+        high = self._step(moved.high * np.exp(wide), math.exp(host), target)
+        miss = self.whatif.quality.step_error if self.replayed else 0.0
+        return Projection(
+            target.name,
+            step,
+            min(low, step) * (1 - miss),
+            max(high, step) * (1 + miss),
+            self.a.step_ns,
+            parts,
+            fitting,
+            tuple(self._notes(moved, target, step)),
+            "",
+        )
+
+    @cached_property
+    def host_step(self) -> float:
+        """The step on this host with a GPU that takes no time, ns."""
+        return self._step(np.zeros(self.a.trace.gpu.height), 1.0, self.source)
+
+    def _step(self, factor: Array, host: float, target: GpuSpec) -> float:
+        """The measured step by the ratio of two replays, or where steps cannot be replayed, its
+        busy time moved and the rest as the host is."""
+        if not self.replayed:
+            return self._by_busy(factor, host)
+        graph = self.whatif.graph
+        dur, weight = graph.dur.copy(), graph.weight.copy()
+        device = graph.device
+        dur[device] *= factor[graph.row[device]]
+        weight[np.isin(graph.edge, HOST_EDGES) & (weight > 0)] *= host
+        launch = (graph.edge == Edge.LAUNCH) & (weight > NEVER)
+        later = START_NS[target.vendor] - START_NS[self.source.vendor]
+        weight[launch] = np.maximum(weight[launch] + later, np.minimum(weight[launch], 0.0))
+        return self.a.step_ns * self.whatif.plan.steady(weight, dur) / max(self._here, 1.0)
+
+    def _by_busy(self, factor: Array, host: float) -> float:
+        busy = self.a.device_busy(self.a.in_window).total
+        dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window
+        mean = float((dur * factor).sum() / max(dur.sum(), 1))
+        return (busy * mean + (self.a.span_ns - busy) * host) / self.a.step_count
+
+    def _parts(self, moved: Moved) -> tuple[Part, ...]:
+        dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window / self.a.step_count
+        found = []
+        for name, code in CODE.items():
+            mine = moved.kind == code
+            if dur[mine].sum():
+                then = float((dur * moved.factor)[mine].sum())
+                found.append(Part(name, float(dur[mine].sum()), then))
+        return tuple(sorted(found, key=lambda part: -part.ns))
+
+    def _notes(self, moved: Moved, target: GpuSpec, step: float) -> list[str]:
+        notes = [f"{a} is computed in {b} on {target.name}" for a, b in moved.instead]
+        if self.host_step > HOST_PACE * step:
+            notes.append(
+                f"on {target.name} the host sets the pace: with a GPU that takes no time the step "
+                f"would be {self.host_step / step:.0%} of this"
+            )
+        if not self.replayed:
+            notes.append(
+                f"{self.whatif.unusable}: busy time is moved and idle time kept, without a replay"
+            )
+        if target.vendor != self.source.vendor:
+            notes.append(
+                "another vendor's libraries launch other kernels, and more or fewer of them: "
+                "that is not modelled; the band is wider by how much kernels of one family differ "
+                "in efficiency between the vendors in public traces"
+            )
+        if self.whatif.unseen_loader:
+            notes.append(
+                "the loader's workers keep up with these steps; how fast they could be is not in "
+                "the trace, and a faster step may have to wait for them"
+            )
+        return notes

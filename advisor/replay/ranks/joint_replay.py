@@ -1,0 +1,303 @@
+"""Several ranks replayed at once: a collective begins when the last of them has come to it.
+
+The graphs of the ranks become one. A collective that is on several of them is split: its node
+keeps what it took once all were there; a node before it, the arrival, takes over all that it had
+to wait for; and a node that all ranks share, the meeting, comes with the last arrival. So what a
+rank spends waiting inside a collective is computed from the others' replay, never copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from advisor.replay.device import SLACK_NS
+from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.replay import (
+    MIN_STEADY,
+    Carry,
+    Layout,
+    Plan,
+    State,
+    StepTimes,
+    completions,
+    replay,
+    settled,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from advisor.replay.ranks.joint_build import JointRanks
+
+
+class Patched(NamedTuple):
+    """One rank's graph with edits in it."""
+
+    graph: Graph
+    weight: Array
+    dur: Array
+    """With what a shared collective takes once all ranks are there."""
+    src: Array
+    alone: Array
+    """Nodes of collectives that are not run any more: nobody meets there."""
+    punctual: Array
+    """Nodes of collectives that keep no other rank waiting."""
+
+
+class Replayed(NamedTuple):
+    """Of one rank, ns from its window's start."""
+
+    time: Array
+    dur: Array
+    """Of shared collectives from the rank's own arrival on."""
+
+
+class JointReplay:
+    """The graphs of several ranks, replayed as one."""
+
+    def __init__(self, joint: JointRanks, graphs: Sequence[Graph]) -> None:
+        self.graphs = list(graphs)
+        begin = [g.origin + s for g, s in zip(graphs, joint.shift, strict=True)]
+        self.offset = np.array(begin, dtype=float) - min(begin)
+        """When the window of each rank begins, ns from the first one's start."""
+        self.node = self._shared(joint)
+        """A row a meeting, a column a rank: node of its collective, -1: not there."""
+        self.node = self._order()
+        self._known: Plan | None = None
+
+    def _shared(self, joint: JointRanks) -> Array:
+        """Collectives that two or more ranks launched in the window."""
+        found = np.full(joint.row.shape, -1, dtype=np.int64)
+        for column, (graph, a) in enumerate(zip(self.graphs, joint.analyses, strict=True)):
+            node = np.full(a.trace.gpu.height + 1, -1, dtype=np.int64)
+            node[graph.row[graph.device]] = graph.device
+            node[graph.row[graph.early]] = -1
+            node[-1] = -1
+            found[:, column] = node[joint.row[:, column]]
+        kept: Array = found[(found >= 0).sum(axis=1) > 1]
+        return kept
+
+    @property
+    def members(self) -> list[Array]:
+        """For each rank: the nodes of its shared collectives."""
+        return [c[c >= 0] for c in self.node.T]
+
+    @cached_property
+    def transfer(self) -> list[Array]:
+        """For each rank: how long each node takes, shared collectives from the last arrival on."""
+        start = np.full(self.node.shape, np.nan)
+        end = start.copy()
+        for column, graph in enumerate(self.graphs):
+            there = self.node[:, column] >= 0
+            nodes = self.node[there, column]
+            end[there, column] = graph.time[nodes] + self.offset[column]
+            start[there, column] = end[there, column] - graph.dur[nodes]
+        last = np.nanmax(start, axis=1) if len(start) else np.zeros(0)
+        found = []
+        for column, graph in enumerate(self.graphs):
+            there = self.node[:, column] >= 0
+            nodes = self.node[there, column]
+            dur = graph.dur.copy()
+            dur[nodes] = np.clip(end[there, column] - last[there], 0.0, graph.dur[nodes])
+            found.append(dur)
+        return found
+
+    # -- the order of all nodes -------------------------------------------------------------
+
+    def _order(self) -> Array:
+        """Give each node a place after all that it may depend on. Meetings that contradict each
+        other (then clocks or matches are wrong) are given up; returns those that are left."""
+        node = self.node
+        kept = np.ones(len(node), dtype=bool)
+        while True:
+            stuck = self._try_order(node[kept])
+            if stuck is None:
+                return node[kept]
+            kept[np.flatnonzero(kept)[stuck]] = False
+
+    def _try_order(self, node: Array) -> int | None:
+        """Places for these meetings, or the number of one that cannot be placed."""
+        stops = [_stops(graph, node[:, r]) for r, graph in enumerate(self.graphs)]
+        missing = (node >= 0).sum(axis=1)
+        self.slot = [np.zeros(len(g), dtype=np.int64) for g in self.graphs]
+        """Place of each node; of a shared collective: of the arrival at it."""
+        self.hub = np.full(len(node), -1, dtype=np.int64)
+        """Place of each meeting; the collectives follow it, in order of the ranks."""
+        next_stop, done = [0] * len(stops), [0] * len(stops)
+        places = 0
+        moved = True
+        while moved:  # each round passes a stop of at least one rank
+            moved = False
+            for rank, mine in enumerate(stops):
+                upto = done[rank]
+                while next_stop[rank] < len(mine):
+                    cut, arrives, meeting = mine[next_stop[rank]]
+                    if not arrives and self.hub[meeting] < 0:
+                        upto = max(upto, cut)
+                        break
+                    next_stop[rank] += 1
+                    moved = True
+                    if arrives:
+                        upto = cut
+                        missing[meeting] -= 1
+                        places = self._place(rank, done[rank], upto, places)
+                        done[rank] = upto
+                        if not missing[meeting]:
+                            self.hub[meeting] = places
+                            places += 1 + int((node[meeting] >= 0).sum())
+                else:
+                    upto = len(self.graphs[rank])
+                places = self._place(rank, done[rank], upto, places)
+                done[rank] = upto
+        waiting = [mine[n][2] for mine, n in zip(stops, next_stop, strict=True) if n < len(mine)]
+        self.size = places
+        return waiting[0] if waiting else None
+
+    def _place(self, rank: int, first: int, last: int, places: int) -> int:
+        self.slot[rank][first:last] = places + np.arange(last - first)
+        return places + last - first
+
+    @cached_property
+    def place(self) -> list[Array]:
+        """Place of each node of each rank; of a shared collective: of its end."""
+        found = []
+        count = np.cumsum(self.node >= 0, axis=1)
+        for rank, slot in enumerate(self.slot):
+            there = self.node[:, rank] >= 0
+            place = slot.copy()
+            place[self.node[there, rank]] = self.hub[there] + count[there, rank]
+            found.append(place)
+        return found
+
+    # -- replaying ----------------------------------------------------------------------------
+
+    def run(self, ranks: Sequence[Patched]) -> list[Replayed]:
+        """Replay once, from the state that was measured."""
+        return self._split(replay(self._lay_out(ranks)), self.offset)
+
+    def steady(self, ranks: Sequence[Patched], of: int = 0) -> float:
+        """Steady-state time of one step of one rank, ns. See ``Plan.steady``: the state in which
+        all ranks ended is the one in which they begin again."""
+        layout = self._lay_out(ranks)
+        offset = self.offset
+        done = self._split(replay(layout), offset)
+        graph = self.graphs[of]
+        steps = len(graph.starts) - 1
+        complete = completions(graph, done[of].time)
+        if steps < MIN_STEADY or graph.starts[-1] == 0:
+            return StepTimes(done[of].time, complete, graph.turn).period
+        carries = [
+            known if p.graph is g else Carry(p.graph)
+            for p, g, known in zip(ranks, self.graphs, self.carries, strict=True)
+        ]
+
+        def hosts() -> Array:
+            return np.array([d.time[g.starts[-1]] for d, g in zip(done, self.graphs, strict=True)])
+
+        def ended() -> tuple[float, float]:
+            return float(completions(graph, done[of].time)[-1]), float(hosts()[of])
+
+        def again(idle: bool) -> tuple[float, float]:
+            nonlocal done, offset
+            host = hosts()
+            states = []
+            for rank, (patched, carry) in enumerate(zip(ranks, carries, strict=True)):
+                state = carry.over(
+                    done[rank].time, float(host[rank]), patched.weight, patched.src, idle=idle
+                )
+                states.append(self._placed(rank, state))
+            offset = offset + host - (offset + host).min()
+            begun = layout.begun(states)
+            for rank, at in enumerate(offset.tolist()):
+                begun.dur[int(self.slot[rank][0])] = at
+            done = self._split(replay(begun), offset)
+            return ended()
+
+        return settled(steps, ended(), again)
+
+    @cached_property
+    def carries(self) -> list[Carry]:
+        """What becomes of each rank's state at the end of the window."""
+        return [Carry(g) for g in self.graphs]
+
+    def _placed(self, rank: int, state: State) -> State:
+        slot, place = self.slot[rank], self.place[rank]
+        return State(
+            {int(place[n]): at for n, at in state.given.items()},
+            {int(slot[n]): at for n, at in state.floor.items()},
+            int(slot[0]),
+        )
+
+    def _split(self, time: Array, offset: Array) -> list[Replayed]:
+        found = []
+        for rank, (slot, place) in enumerate(zip(self.slot, self.place, strict=True)):
+            found.append(Replayed(time[place] - offset[rank], time[place] - time[slot]))
+        return found
+
+    def _lay_out(self, ranks: Sequence[Patched]) -> Layout:
+        """All ranks' edges in one list of nodes."""
+        columns: list[tuple[Array, ...]] = []
+        dur = np.zeros(self.size)
+        for rank, patched in enumerate(ranks):
+            graph, slot, place = patched.graph, self.slot[rank], self.place[rank]
+            dur[place] = patched.dur
+            dur[slot[0]] = self.offset[rank]
+            src = np.where(graph.from_start, slot[patched.src], place[patched.src])
+            dst = slot[graph.dst]
+            # what an edit made to depend on something that is not before it here
+            weight = np.where(src < dst, patched.weight, NEVER)
+            columns.append((np.minimum(src, dst), dst, weight, graph.edge, graph.from_start))
+            columns.append(self._meetings(rank, patched))
+        src, dst, weight, edge, from_start = (np.concatenate(c) for c in zip(*columns, strict=True))
+        usual = all(p.graph is g for p, g in zip(ranks, self.graphs, strict=True))
+        if not usual or self._known is None:
+            joint = replace(
+                self.graphs[0],
+                kind=np.full(self.size, Node.DEVICE, dtype=np.uint8),
+                src=src,
+                dst=dst,
+                weight=weight,
+                edge=edge,
+                from_start=from_start,
+                dur=dur,
+            )
+            plan = Plan(joint)
+            self._known = plan if usual else self._known
+        else:
+            plan = self._known
+        return plan.lay_out(weight, dur, src)
+
+    def _meetings(self, rank: int, patched: Patched) -> tuple[Array, ...]:
+        """Arrivals of one rank at the meetings, and what they let go on."""
+        there = self.node[:, rank] >= 0
+        node, hub = self.node[there, rank], self.hub[there]
+        slot, place = self.slot[rank][node], self.place[rank][node]
+        alone, punctual = np.isin(node, patched.alone), np.isin(node, patched.punctual)
+        none = np.zeros(len(node))
+        comes = np.where(alone | punctual, NEVER, none)
+        goes = np.where(alone, NEVER, none)
+        src, dst = np.concatenate([slot, hub, slot]), np.concatenate([hub, place, place])
+        weight = np.concatenate([comes, goes, none])
+        kind = np.full(len(src), Edge.MEETING, dtype=np.uint8)
+        return src, dst, weight, kind, np.zeros(len(src), dtype=bool)
+
+
+def _stops(graph: Graph, node: Array) -> list[tuple[int, bool, int]]:
+    """Where the order of one rank's nodes depends on the others, in order: (nodes before it, is it
+    an arrival, meeting). A collective has to be over before the first node that may depend on it,
+    which is one that comes when it ends or later."""
+    meeting = np.flatnonzero(node >= 0)
+    members = node[meeting]
+    when = np.maximum.accumulate(graph.time - graph.dur)
+    after = np.searchsorted(when, graph.time[members] - SLACK_NS)
+    first = np.full(len(graph), len(graph), dtype=np.int64)
+    late = ~graph.from_start
+    np.minimum.at(first, graph.src[late], graph.dst[late])
+    after = np.maximum(np.minimum(after, first[members]), members + 1)
+    arrivals = [(int(n) + 1, True, int(m)) for n, m in zip(members, meeting, strict=True)]
+    ends = [(int(n), False, int(m)) for n, m in zip(after, meeting, strict=True)]
+    return sorted(arrivals + ends, key=lambda stop: (stop[0], not stop[1]))

@@ -1,0 +1,530 @@
+"""The job's steps run again from the ranks' own work: what is a change on some of them worth?
+
+Max-plus: a rank comes to a collective when its own work has got that far, a collective begins when
+the last of its group has come, and ends after its transfer; where a rank stood still for it, its
+own work goes on then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.measure.ranks.join import Joined
+from advisor.measure.ranks.profile import Profile
+from advisor.measure.ranks.summary import Summary
+from advisor.replay.ranks.bands import OTHERS, bands
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+MAX_CELLS = 400_000
+"""Collectives of all ranks that are replayed: fewer steps of more ranks."""
+MAX_LEVELS = 60_000
+MAX_ERROR = 0.1
+"""Of the step: a replay that misses the measured one by more prices nothing."""
+MAX_LOST_ERROR = 0.03
+"""Of the step: how far the replay may be off with usual transfers for those of lost ranks."""
+TOUCHING_NS = 1_000.0
+"""A collective that begins within this of the end of the one before may have waited for it."""
+QUEUED_NS = 5_000.0
+"""One that begins within this after it was queued behind it on its stream."""
+STOOD_NS, STOOD_SHARE = 10_000.0, 0.03
+"""A rank stood still for a collective if more than this of its last part was in the open: between
+kernels that hide one there are gaps of a microsecond."""
+LAST_NS = 20_000.0
+"""At least that long is the last part of a collective."""
+
+
+class Gain(NamedTuple):
+    """ns a step."""
+
+    gain: float
+    low: float
+    high: float
+
+
+class Change(NamedTuple):
+    """What is not as it was measured; ``None``: as it was."""
+
+    work: Floats | None = None
+    """By collective (cell), ns: own work before it."""
+    tail: Floats | None = None
+    """By rank, ns: own work after the last collective."""
+    transfer: Floats | None = None
+    """By collective (cell), ns."""
+    entry: Floats | None = None
+    """By rank: when it begins, ns on the common clock."""
+
+
+class _Level(NamedTuple):
+    """Collectives that can be done at once: cells from ``begin`` to ``end``, and the first cell of
+    each row in them."""
+
+    begin: int
+    end: int
+    rows: Ints
+    which: Ints
+
+
+class Replay:
+    """Some steps of all aligned ranks. Where ``reason`` says why not, nothing is replayed."""
+
+    def __init__(self, summaries: Sequence[Summary], own: Profile, joined: Joined) -> None:
+        self.reason = ""
+        self.error: float | None = None
+        """Replayed over measured step, less 1."""
+        self.transfer: Floats = np.zeros(0)
+        """By collective (cell), ns from the last arrival to the end."""
+        self.measured = 0.0
+        """ns a step, mean of the replayed ranks and steps."""
+        self.base = 0.0
+        self._build(summaries, own, joined)
+        if self.reason:
+            return
+        self.base = self.step()
+        self.error = self.base / self.measured - 1 if self.measured > 0 else None
+        self._without_the_lost()
+        if self.error is None or abs(self.error) > MAX_ERROR:
+            self.reason = "the replay misses the measured step by more than 10 %"
+
+    def _without_the_lost(self) -> None:
+        """Collectives with members that are not here: what they took holds the wait for those.
+        Where other groups tell what such a transfer takes, and the steps come out as measured with
+        that, it is taken instead; then the others' delay is not what they are bound by."""
+        kept = self.transfer
+        self.transfer = np.fmin(kept, self.usual)
+        if (self.transfer == kept).all() or self.measured <= 0:
+            return
+        base = self.step()
+        error = base / self.measured - 1
+        if abs(error) > MAX_LOST_ERROR:
+            self.transfer = kept
+            return
+        self.base, self.error = base, error
+
+    # -- what is replayed -------------------------------------------------------------------
+
+    def _build(self, summaries: Sequence[Summary], own: Profile, joined: Joined) -> None:
+        aligned = np.isfinite(joined.clocks.shift)
+        if not aligned.any():
+            self.reason = joined.clocks.reason or "the ranks are not on one clock"
+            return
+        ranks = len(summaries)
+        column = _columns(summaries, own)
+        of = column[joined.rank, joined.step]
+        good = (of >= 0) & aligned[joined.rank] & (joined.step >= 0)
+        chosen = _chosen(of[good], len(own.steps))
+        good &= np.isin(of, chosen)
+        if not good.any():
+            self.reason = "the ranks have no steps in common"
+            return
+        self.columns = chosen
+        place = np.full(len(own.steps) + 1, -1, dtype=np.int64)
+        place[chosen] = np.arange(len(chosen))
+        self.own = own.own_by_step[:, chosen]
+        length = _lengths(summaries, column, chosen)
+        self.whole = aligned & np.isfinite(self.own).all(axis=1) & np.isfinite(length).all(axis=1)
+        if self.whole.sum() < 2:
+            self.reason = "fewer than two ranks have the same steps"
+            return
+        good &= self.whole[joined.rank]
+        cells = np.flatnonzero(good)
+        if not len(cells):
+            self.reason = "the steps have no collectives"
+            return
+        self._order(joined, cells, place[of[cells]], ranks)
+        if not self.reason:
+            self.measured = float(length[self.whole].mean())
+            self.entry = _entries(summaries, column, chosen, joined)
+
+    def _order(self, joined: Joined, cells: Ints, step: Ints, ranks: int) -> None:
+        start, end = joined.start[cells], joined.end[cells]
+        row = _rows(joined, cells)
+        latest = np.full(int(row.max()) + 1, -np.inf)
+        np.maximum.at(latest, row, start)
+        transfer = np.maximum(end - latest[row], 0.0)
+        usual = _usual_transfer(joined, cells, transfer)
+        # each rank's collectives in the order in which they were complete: cause before effect
+        order = np.lexsort((start, row, latest[row], joined.rank[cells]))
+        cells, step, row = cells[order], step[order], row[order]
+        start, end, transfer = start[order], end[order], transfer[order]
+        self.usual = usual[order]
+        rank = joined.rank[cells]
+        self.rank, self.at = rank, step
+        progress, own = self._measured_progress(joined, cells, rank, step)
+        first = np.searchsorted(rank, np.arange(ranks + 1))
+        self.first = first
+        self.work = np.diff(progress, prepend=0.0)
+        new = first[:-1][first[:-1] < first[1:]]
+        self.work[new] = progress[new]
+        self.tail = own.copy()
+        there = first[1:] > first[:-1]
+        self.tail[there] -= progress[first[1:][there] - 1]
+        self.flight = np.maximum(end - start - joined.exposed[cells], 0.0)
+        self.transfer = transfer
+        self.kinds = [key.kind for key in joined.keys]
+        self.key = joined.key[joined.row[cells]]
+        self.row = joined.row[cells]
+        self.amount = joined.amount[cells]
+        self.exposed = joined.exposed[cells]
+        sent = np.array([kind == "send_recv" for kind in self.kinds], dtype=np.bool_)[self.key]
+        stood = _stood(rank, start, end, progress, self.flight)
+        self.unwaited = sent & ~stood
+        """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
+        here = np.arange(len(cells))
+        self.same = _before_in_group(joined, self.row, rank, _partners(row, rank))
+        self.follows = _waited_for(rank, start, end)
+        queued = (self.same >= 0) & (start <= end[self.same] + QUEUED_NS)
+        queued |= self.follows >= 0
+        each = np.where(np.isfinite(self.own), self.own, 0.0)
+        done = np.cumsum(each, axis=1)[rank, step]
+        stop = _next(stood, rank * len(self.columns) + step, end)
+        self.point = np.where(stop >= 0, (progress + self.flight)[stop], done)
+        """Own time of the rank to where it cannot go on without each collective: where it stood
+        still for it; for one that was hidden, for a later one, or the end of its step."""
+        self.issue = _issued(progress, queued, row, done - each[rank, step], each[rank, step])
+        """Own time of the rank to where each was issued."""
+        until = _one_after_the_other(self.point.copy(), first)
+        stride = float(until.max()) + 1.0
+        seen = np.searchsorted(
+            until + stride * rank, self.issue + stride * rank + 0.5, side="right"
+        )
+        # what began while the rank stood still for another was not held up by that one
+        over = _one_after_the_other(np.where(stood, end, 0.0), first)
+        stride = float(end.max()) + 1.0
+        seen = np.minimum(
+            seen,
+            np.searchsorted(over + stride * rank, start + stride * rank + TOUCHING_NS, "right"),
+        )
+        self.before = np.clip(seen, first[rank], here) + rank
+        """Slot whose delay each collective begins with."""
+        self._level(row, rank, first, ranks)
+
+    def _measured_progress(
+        self, joined: Joined, cells: Ints, rank: Ints, step: Ints
+    ) -> tuple[Floats, Floats]:
+        """Own time of the rank from the first step's start to each collective, and in all of the
+        steps by rank."""
+        own = np.where(np.isfinite(self.own), self.own, 0.0)
+        base = np.cumsum(own, axis=1) - own
+        # as the summaries have them, whose `work` counts from the one before
+        order = np.lexsort((joined.end[cells], joined.start[cells], step, rank))
+        total = np.cumsum(joined.work[cells][order])
+        code = (rank * len(self.columns) + step)[order]
+        begin = np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]]))
+        before = np.concatenate([[0.0], total])[begin]
+        inside = np.empty(len(cells))
+        inside[order] = total - np.repeat(before, np.diff(np.append(begin, len(code))))
+        return base[rank, step] + inside, own.sum(axis=1)
+
+    def _progress(self, work: Floats) -> Floats:
+        """Own time of the rank up to each collective."""
+        total = np.concatenate([[0.0], np.cumsum(work)])
+        return np.asarray(total[1:] - total[self.first[:-1]][self.rank])
+
+    def _own(self, work: Floats, tail: Floats) -> Floats:
+        """All of it by rank."""
+        return np.asarray(np.bincount(self.rank, work, len(tail)) + tail)
+
+    def _level(self, row: Ints, rank: Ints, first: Ints, ranks: int) -> None:
+        """Which collectives can be done at once: all whose members have done theirs before."""
+        size = np.bincount(row)
+        waiting = np.zeros(len(size), dtype=np.int64)
+        at = first[:-1].copy()
+        parts: list[Ints] = []
+        levels: list[_Level] = []
+        moved = np.flatnonzero(at < first[1:])
+        begin = 0
+        while len(moved):
+            now = row[at[moved]]
+            np.add.at(waiting, now, 1)
+            ready = waiting[now] == size[now]
+            rows = np.unique(now[ready])
+            if not len(rows) or len(levels) >= MAX_LEVELS:
+                break
+            # of all ranks that stand at one of these
+            standing = np.flatnonzero(at < first[1:])
+            mine = standing[np.isin(row[at[standing]], rows)]
+            cells = at[mine]
+            order = np.argsort(row[cells], kind="stable")
+            cells = cells[order]
+            edge = np.flatnonzero(np.concatenate([[True], row[cells][1:] != row[cells][:-1]]))
+            which = np.cumsum(np.concatenate([[0], row[cells][1:] != row[cells][:-1]]))
+            levels.append(_Level(begin, begin + len(cells), edge, which))
+            parts.append(cells)
+            begin += len(cells)
+            at[mine] += 1
+            moved = mine[at[mine] < first[1:][mine]]
+        self.levels = levels
+        self.cells = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        if len(self.cells) < len(row):
+            self.reason = "the collectives of the ranks are not in one order"
+
+    # -- running it -------------------------------------------------------------------------
+
+    def ends(self, change: Change | None = None) -> Floats:
+        """When each rank has done its steps, ns on the common clock, with what is changed."""
+        change = change or Change()
+        work = self.work if change.work is None else change.work
+        tail = self.tail if change.tail is None else change.tail
+        transfer, entry = change.transfer, change.entry
+        own = self._own(work, tail)
+        progress, until = self.issue, self.point
+        if change.work is not None or change.tail is not None:
+            # the same places in the work that is left
+            progress, until = self._moved(work, tail, progress), self._moved(work, tail, until)
+        until = _one_after_the_other(until.copy(), self.first)
+        took = self.transfer if transfer is None else transfer
+        ranks = len(self.first) - 1
+        delay = np.empty(len(self.rank) + ranks)
+        delay[self.first[:-1] + np.arange(ranks)] = self.entry if entry is None else entry
+        slot = np.arange(len(self.rank)) + self.rank + 1
+        done = np.empty(len(self.rank) + 1)
+        done[-1] = -np.inf
+        cells = self.cells
+        # in the order of the levels, so that each level is a slice
+        progress, until, took = progress[cells], until[cells], took[cells]
+        before, slot = self.before[cells], slot[cells]
+        follows, same = self.follows[cells], self.same[cells]
+        free = np.where(self.unwaited[cells], np.inf, 0.0)
+        for begin, end, rows, which in self.levels:
+            part = slice(begin, end)
+            ready = np.maximum(progress[part] + delay[before[part]], done[follows[part]])
+            ready = np.maximum(ready, done[same[part]])
+            over = np.maximum.reduceat(ready, rows)[which] + took[part]
+            done[cells[part]] = over
+            here = slot[part]
+            delay[here] = np.maximum(delay[here - 1], over - until[part] - free[part])
+        final = delay[self.first[1:] + np.arange(ranks)]
+        return np.asarray(own + final)
+
+    def _moved(self, work: Floats, tail: Floats, points: Floats) -> Floats:
+        """The same points of the work as in the measured steps, where it takes ``work``."""
+        ranks = np.arange(len(tail))
+        after = self.first[1:]  # behind the last collective of each rank stands its end
+        old = np.insert(self._progress(self.work), after, self._own(self.work, self.tail))
+        new = np.insert(self._progress(work), after, self._own(work, tail))
+        owner = np.insert(self.rank, after, ranks)
+        stride = float(max(old.max(), new.max(), points.max())) + 1.0
+        knots = np.maximum.accumulate(old + stride * owner)
+        values = np.maximum.accumulate(new + stride * owner)
+        begins = np.concatenate([[0], after[:-1] + ranks[1:]])
+        knots = np.insert(knots, begins, stride * ranks)
+        values = np.insert(values, begins, stride * ranks)
+        found = np.interp(points + stride * self.rank, knots, values)
+        return np.asarray(found - stride * self.rank)
+
+    def step(self, change: Change | None = None) -> float:
+        """The job's step, ns: see :meth:`ends`."""
+        took = self.ends(change) - self.entry
+        return float(took[self.whole].mean()) / len(self.columns)
+
+    def gain(self, change: Change, kind: str = OTHERS) -> Gain:
+        """What the job's step is shorter by, ns, with its band: as far as predictions of that kind
+        (see :mod:`advisor.replay.ranks.bands`) were off, and by the replay's own error.
+
+        Raises ValueError: nothing is replayed.
+        """
+        if self.reason:
+            raise ValueError(self.reason)
+        gain = self.base - self.step(change)
+        band, error = bands().of(kind), min(abs(self.base - self.measured), abs(gain))
+        low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
+        return Gain(gain, max(0.0, low - error), max(0.0, high + error))
+
+    def scaled(self, factor: Floats) -> Change:
+        """The own work of each rank in each step times ``factor`` (ranks x steps)."""
+        return Change(work=self.work * factor[self.rank, self.at], tail=self.tail * factor[:, -1])
+
+    def places(self) -> Ints:
+        """By collective: the how many-th of its rank's step it is."""
+        code = self.rank * len(self.columns) + self.at
+        new = np.concatenate([[True], code[1:] != code[:-1]])
+        begin = np.flatnonzero(new)
+        found: Ints = np.arange(len(code)) - begin[np.cumsum(new) - 1]
+        return found
+
+    def same_program(self, stage: Ints) -> Bools:
+        """By collective: its rank has as many in that step as most ranks of its stage."""
+        ranks, steps = len(self.tail), len(self.columns)
+        counts = np.bincount(self.rank * steps + self.at, minlength=ranks * steps)
+        counts = counts.reshape(ranks, steps)
+        same = np.zeros((ranks, steps), dtype=np.bool_)
+        for name in np.unique(stage):
+            rows = np.flatnonzero((stage == name) & self.whole)
+            if len(rows):
+                same[rows] = counts[rows] == np.median(counts[rows], axis=0)
+        return same[self.rank, self.at]
+
+    def of_kind(self, kind: str) -> Bools:
+        """Which of its collectives (cells) are of a kind."""
+        return np.array([each == kind for each in self.kinds], dtype=np.bool_)[self.key]
+
+
+def _stood(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Floats) -> Bools:
+    """Whether each rank stood still for each of its collectives until that was over. Not for one of
+    which a part is in the open because the rank stood still for another: where each begins and
+    ends, it is known how far its own time has got, and so what of the last part it stood still."""
+    when, got = np.concatenate([start, end]), np.concatenate([progress, progress + flight])
+    owner = np.concatenate([rank, rank])
+    stride = float(end.max() - min(start.min(), 0.0)) + LAST_NS + 1.0
+    order = np.argsort(when + stride * owner, kind="stable")
+    known = (when + stride * owner)[order]
+    at = order[np.maximum(np.searchsorted(known, end - LAST_NS + stride * rank, "right") - 1, 0)]
+    inside = (owner[at] == rank) & (when[at] >= start)
+    part = end - np.where(inside, when[at], start)
+    still = part - (progress + flight - np.where(inside, got[at], progress))
+    return np.asarray(still > STOOD_NS + STOOD_SHARE * part)
+
+
+def _next(stood: Bools, which: Ints, end: Floats) -> Ints:
+    """Of each cell the one of its rank and step (``which``) that is over with it or next after it
+    of those for which the rank stood still; -1: there is none."""
+    stops = np.flatnonzero(stood)
+    if not len(stops):
+        return np.full(len(stood), -1, dtype=np.int64)
+    stride = float(end.max() - min(end.min(), 0.0)) + 1.0
+    stops = stops[np.argsort((end + stride * which)[stops], kind="stable")]
+    at = np.searchsorted((end + stride * which)[stops], end + stride * which, side="left")
+    found = stops[np.minimum(at, len(stops) - 1)]
+    return np.where((at < len(stops)) & (which[found] == which), found, -1)
+
+
+def _partners(row: Ints, rank: Ints) -> Ints:
+    """Of each cell in a row of two the other's rank; -1: it is alone, or with several."""
+    found = np.full(len(row), -1, dtype=np.int64)
+    order = np.argsort(row, kind="stable")
+    first = np.flatnonzero(np.concatenate([[True], row[order][1:] != row[order][:-1]]))
+    two = first[np.diff(np.append(first, len(row))) == 2]
+    found[order[two]], found[order[two + 1]] = rank[order[two + 1]], rank[order[two]]
+    return found
+
+
+def _before_in_group(joined: Joined, row: Ints, rank: Ints, partner: Ints) -> Ints:
+    """Of each cell the one before it of its rank and group, which run one after the other; -1:
+    none. Cells are in order of their ranks. Sends are of pairs of ranks: PyTorch gives each pair of
+    a group a communicator of its own, and a stream."""
+    names: dict[str, int] = {}
+    group = np.array([names.setdefault(key.group, len(names)) for key in joined.keys])
+    sent = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
+    pair = np.where(sent[joined.key[row]], partner, -2)
+    of = group[joined.key[row]] * (int(rank.max(initial=0)) + 3) + pair + 2
+    order = np.lexsort((np.arange(len(row)), of, rank))
+    found = np.full(len(row), -1, dtype=np.int64)
+    same = (of[order][1:] == of[order][:-1]) & (rank[order][1:] == rank[order][:-1])
+    found[order[1:][same]] = order[:-1][same]
+    return found
+
+
+def _waited_for(rank: Ints, start: Floats, end: Floats) -> Ints:
+    """Of each cell the one of its rank after whose end it began at once; -1: there is none."""
+    stride = float(end.max() - min(start.min(), 0.0)) + 1.0
+    order = np.argsort(end + stride * rank, kind="stable")
+    ends = (end + stride * rank)[order]
+    at = np.searchsorted(ends, start + stride * rank + TOUCHING_NS, side="right") - 1
+    found = order[np.maximum(at, 0)]
+    near = (at >= 0) & (rank[found] == rank) & (start - end[found] <= QUEUED_NS)
+    near &= found < np.arange(len(rank))
+    return np.where(near, found, -1)
+
+
+def _issued(progress: Floats, queued: Bools, row: Ints, base: Floats, own: Floats) -> Floats:
+    """Own time to where each collective was issued. One that was queued behind another began later
+    than that. The ranks of a collective run one program: it was issued no later than at the least
+    part of its step's work (``own``, after ``base``) at which it began on any of them."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        part = (progress - base) / own
+    least = np.full(int(row.max()) + 1, np.inf)
+    known = np.isfinite(part)
+    np.minimum.at(least, row[known], part[known])
+    told = base + least[row] * own
+    return np.where(queued & np.isfinite(told), np.minimum(progress, told), progress)
+
+
+def _columns(summaries: Sequence[Summary], own: Profile) -> Ints:
+    """By rank and row of its steps: row of ``Profile.steps``; -1: not one of them."""
+    at = {name: column for column, name in enumerate(own.steps)}
+    most = max(len(summary.steps) for summary in summaries) + 1
+    found = np.full((len(summaries), most), -1, dtype=np.int64)
+    for place, summary in enumerate(summaries):
+        names = [at.get(step.name, -1) for step in summary.steps]
+        found[place, : len(names)] = names
+    return found
+
+
+def _chosen(of: Ints, steps: int) -> Ints:
+    """The first steps that all together have not too many collectives."""
+    counts = np.bincount(of, minlength=steps)
+    there = np.flatnonzero(counts)
+    fits = np.cumsum(counts[there]) <= MAX_CELLS
+    return there[fits] if fits.any() else there[:1]
+
+
+def _lengths(summaries: Sequence[Summary], column: Ints, chosen: Ints) -> Floats:
+    place = {step: at for at, step in enumerate(chosen.tolist())}
+    found = np.full((len(summaries), len(chosen)), np.nan)
+    for rank, summary in enumerate(summaries):
+        for row, step in enumerate(summary.steps):
+            at = place.get(int(column[rank, row]), -1)
+            if at >= 0:
+                found[rank, at] = step.end - step.start
+    return found
+
+
+def _entries(summaries: Sequence[Summary], column: Ints, chosen: Ints, joined: Joined) -> Floats:
+    """When each rank begins with the first of the steps, ns on the common clock, from the earliest;
+    the median where it is not known."""
+    found = np.full(len(summaries), np.nan)
+    clocks = joined.clocks
+    for rank, summary in enumerate(summaries):
+        for row, step in enumerate(summary.steps):
+            if column[rank, row] == chosen[0] and np.isfinite(clocks.shift[rank]):
+                when = float(step.start - joined.origin)
+                found[rank] = when + clocks.shift[rank] + clocks.drift[rank] * when
+    found -= np.nanmin(found)
+    return np.where(np.isfinite(found), found, np.nanmedian(found))
+
+
+def _rows(joined: Joined, cells: Ints) -> Ints:
+    """Rows in which ranks wait for each other, numbered anew; each other cell is one of its own."""
+    together = joined.matched.copy()
+    pair = np.array([key.kind == "send_recv" for key in joined.keys], dtype=np.bool_)
+    together |= pair[joined.key] & (joined.seen == 2)
+    row = joined.row[cells]
+    alone = ~together[row]
+    row = row.copy()
+    row[alone] = joined.rows + np.arange(int(alone.sum()))
+    return np.unique(row, return_inverse=True)[1].astype(np.int64)
+
+
+def _usual_transfer(joined: Joined, cells: Ints, transfer: Floats) -> Floats:
+    """By cell: the middle of what complete collectives of the same kind, size and message take,
+    where the cell's own lacks members; NaN: it does not, or there are none."""
+    found = np.full(len(cells), np.nan)
+    row = joined.row[cells]
+    key = joined.key[row]
+    kinds: dict[tuple[str, int, int], int] = {}
+    of = np.array(
+        [kinds.setdefault((k.kind, k.size, k.message), len(kinds)) for k in joined.keys],
+        dtype=np.int64,
+    )[key]
+    size = np.array([k.size for k in joined.keys], dtype=np.int64)[key]
+    seen = np.bincount(row)[row]  # of the ranks that are replayed
+    lacking = (size > 0) & (seen < size)
+    for kind in np.unique(of[lacking]).tolist():
+        whole = (of == kind) & ~lacking
+        if whole.any():
+            found[(of == kind) & lacking] = np.median(transfer[whole])
+    return found
+
+
+def _one_after_the_other(until: Floats, first: Ints) -> Floats:
+    """Waits of a rank are over in the order of its collectives."""
+    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        until[begin:end] = np.maximum.accumulate(until[begin:end])
+    return until

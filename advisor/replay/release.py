@@ -1,0 +1,272 @@
+"""What lets a blocked host thread go on: the device work that a call waits for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from advisor.measure.host.held import clocks_apart
+from advisor.measure.host.names import matches
+from advisor.replay.device import SLACK_NS, DeviceWork, device_nodes
+from advisor.replay.graph import Array, Edge, Graph, Node
+from advisor.replay.latencies import CALL_NS, FEW, Latencies, median_or
+from advisor.replay.points import SLOW_LAUNCH_NS
+from advisor.replay.queue import queue_edges
+
+if TYPE_CHECKING:
+    from advisor.core.trace import Trace
+    from advisor.replay.edges import EdgeList
+
+COLLECTIVE = r"^(nccl|rccl|msccl)"
+OWN_WORK = ("memcpy", "memcpy_blocking", "launch", "graph_launch", "memset")
+"""Calls that wait for what they launch, if they wait."""
+MAX_RELEASE_NS = 100_000
+"""A call that returns later than this after some work ended did not wait for it."""
+
+
+def release_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
+    """Edges into the ends of blocking calls, which replace their measured ends."""
+    begin = np.flatnonzero(graph.kind == Node.WAIT)
+    done = np.flatnonzero(graph.kind == Node.RELEASED)
+    node = device_nodes(graph, work) if len(work.row) else np.zeros(0, dtype=np.int64)
+    queue_edges(trace, graph, edges, work, node)
+    if not len(done):
+        return
+    start_of = {int(r): int(n) for r, n in zip(graph.row[begin], begin, strict=True)}
+    real = np.array([int(r) in start_of for r in graph.row[done]])
+    done = done[real]
+    begin = np.array([start_of[int(r)] for r in graph.row[done]], dtype=np.int64)
+    row = graph.row[done]
+    call = trace.cpu["call"].gather(pl.Series(row)).fill_null("other").to_list()
+    called = graph.time[begin] + graph.origin
+    ended = graph.time[done] + graph.origin
+    own = _own_work(work)
+    apart = clocks_apart(trace)
+    awaited = _awaited(trace, work, row, call, called, ended, own, apart)
+    last = np.array(
+        [max(((work.ts + work.dur)[w].max(initial=0)), 0) if len(w) else 0 for w in awaited]
+    )
+    # a call that stages what it copies may return before the last piece has arrived
+    mine = np.array(
+        [len(w) > 0 and work.launch[w[0]] == r for w, r in zip(awaited, row, strict=True)]
+    )
+    late = np.where(mine, np.maximum(apart, (last - called) // 2), apart)
+    waited = (last > called + 2_000) & (last <= ended + late)
+    idle = ~waited & (ended - called < SLOW_LAUNCH_NS)
+    latencies = graph.latencies
+    latencies.call = median_or((ended - called)[idle], latencies.call)
+    release = _release(ended - last, waited, _kinds(work, awaited, mine), latencies)
+    # what the device cannot have held up is the call's own cost (lazy loading, locks)
+    cost = np.where(waited | (ended - called < SLOW_LAUNCH_NS), latencies.call, ended - called)
+    edges.drop_program(done)
+    edges.add(begin, done, np.minimum(cost, np.maximum(ended - called, 1.0)), Edge.PROGRAM)
+    counts = [len(sources) for sources in awaited]
+    source = np.concatenate(awaited).astype(np.int64)
+    edges.add(node[source], np.repeat(done, counts), np.repeat(release, counts), Edge.RELEASE)
+    graph.hard["syncs that waited"] = done[waited], (ended - called)[waited]
+
+
+def _own_work(work: DeviceWork) -> dict[int, Array]:
+    """Launching call -> its work; a copy may be several packets."""
+    known = np.flatnonzero(work.launch >= 0)
+    known = known[np.argsort(work.launch[known], kind="stable")]
+    calls, first = np.unique(work.launch[known], return_index=True)
+    ends = np.append(first, len(known))[1:]
+    return {
+        int(call): known[begin:end]
+        for call, begin, end in zip(calls.tolist(), first.tolist(), ends.tolist(), strict=True)
+    }
+
+
+def _kinds(work: DeviceWork, awaited: list[Array], own: Array) -> list[str]:
+    """What each call does once it goes on: a copy unpacks what it brought, a sync returns."""
+    return [
+        work.groups[work.group[found[0]]] if mine else ""
+        for found, mine in zip(awaited, own.tolist(), strict=True)
+    ]
+
+
+def _release(delay: Array, waited: Array, kinds: list[str], latencies: Latencies) -> Array:
+    """From the end of the awaited work to the return, for each call: the median of its kind. The
+    delay of a kind that was seen too seldom is its own. ``latencies`` gets that of syncs."""
+    near = waited & (np.abs(delay) < MAX_RELEASE_NS)
+    names = np.array(kinds)
+    latencies.release = median_or(delay[near & (names == "")], latencies.release)
+    found = np.full(len(delay), latencies.release)
+    for kind in set(kinds) - {""}:
+        mine = names == kind
+        sample = delay[near & mine]
+        if len(sample) >= FEW:
+            found[mine] = float(np.median(sample))
+        else:
+            found[mine] = np.where(near[mine], delay[mine], latencies.release)
+    return found
+
+
+def _awaited(
+    trace: Trace,
+    work: DeviceWork,
+    row: Array,
+    call: list[str],
+    called: Array,
+    ended: Array,
+    own: dict[int, Array],
+    apart: int,
+) -> list[Array]:
+    """Device work (indices) that each blocking call waits for: the last of each stream concerned
+    that was launched before the call (a copy: itself)."""
+    told = _told_streams(trace, work, row)
+    events = _Events(trace, work, row)
+    by_lane = [np.flatnonzero(work.lane == lane) for lane in range(len(work.lanes))]
+    by_lane = [lane[np.argsort(work.launch_ts[lane], kind="stable")] for lane in by_lane]
+    launch_ts = [work.launch_ts[lane] for lane in by_lane]
+    thread = trace.cpu["thread"].to_numpy()
+    launched = np.flatnonzero((work.launch >= 0) & ~_collectives(trace, work))
+    launched = launched[np.argsort(work.launch_ts[launched], kind="stable")]
+    ends = work.ts + work.dur
+    owner = np.where(work.launch >= 0, thread[work.launch], -1)
+    found = []
+    for number, which in enumerate(row.tolist()):  # a few calls a step; each looks at few streams
+        begin, end = called[number], ended[number]
+        if which in own and call[number] in OWN_WORK:
+            found.append(own[which])
+            continue
+        if call[number] == "sync_event":
+            found.append(events.awaited(which, begin, end))
+            continue
+        last = []
+        for lane, ts in zip(by_lane, launch_ts, strict=True):
+            place = int(np.searchsorted(ts, begin)) - 1
+            if place >= 0:
+                last.append(int(lane[place]))
+        candidates = np.array(last, dtype=np.int64)
+        possible = candidates[ends[candidates] <= end + apart]
+        # what other threads launch on their own comes before the call by chance: it counts only
+        # where nothing else explains the wait
+        near = ends[possible] > max(begin, end - MAX_RELEASE_NS)
+        ours = work.ours[possible]
+        if thread[which] not in work.team:
+            ours = owner[possible] == thread[which]
+        if end - begin <= 3 * CALL_NS or (near & ours).any() or not near.any():
+            possible = possible[ours]
+        if call[number] == "sync_device":
+            found.append(possible)
+            continue
+        if which in told:
+            mine = possible[np.isin(work.lane[possible], told[which])]
+        else:
+            # most likely the stream that the thread used last, collectives apart: these run on
+            # streams of the library's own, which programs do not wait for
+            place = int(np.searchsorted(work.launch_ts[launched], begin)) - 1
+            recent = launched[max(0, place - 32) : place + 1]
+            recent = recent[thread[work.launch[recent]] == thread[which]]
+            used = work.lane[possible] == work.lane[recent[-1]] if len(recent) else slice(0)
+            mine = possible[used]
+        near = possible[ends[possible] > max(begin, end - MAX_RELEASE_NS)]
+        if end - begin > 3 * CALL_NS and len(near) and not np.isin(mine, near).any():
+            # it waited longer: the stream was waiting for another one, or it was another stream
+            mine = np.append(mine, near[np.argmax(ends[near])])
+        found.append(mine)
+    return found
+
+
+def _collectives(trace: Trace, work: DeviceWork) -> Array:
+    """Which work runs on a stream that only has collectives."""
+    names = trace.gpu["name"].gather(pl.Series(work.row))
+    talks = matches(names, COLLECTIVE).to_numpy()
+    size = len(work.lanes)
+    rest = np.bincount(work.lane[~talks], minlength=size)
+    found: Array = (rest == 0)[work.lane]
+    return found
+
+
+class _Events:
+    """Which device work ``cudaEventSynchronize`` waits for: the last before the event's record,
+    which may lie far behind what was launched since."""
+
+    def __init__(self, trace: Trace, work: DeviceWork, row: Array) -> None:
+        self.ends = work.ts + work.dur
+        self.launch_ts = work.launch_ts
+        launched = np.flatnonzero(work.launch >= 0)
+        records = trace.cpu.filter(pl.col("call") == "event_record")
+        self.record_ts = records["ts"].to_numpy()
+        order = launched[np.argsort(work.launch_ts[launched], kind="stable")]
+        owner = trace.cpu["thread"].to_numpy()[work.launch[order]]
+        self.marked = np.full(len(self.record_ts), -1, dtype=np.int64)
+        for thread in records["thread"].unique().to_list():
+            # an event is recorded on the stream in use: after the thread's last launch
+            mine = order[owner == thread]
+            rows = np.flatnonzero((records["thread"] == thread).to_numpy())
+            place = np.searchsorted(work.launch_ts[mine], self.record_ts[rows]) - 1
+            if len(mine):
+                self.marked[rows] = np.where(place >= 0, mine[np.maximum(place, 0)], -1)
+        self.told = self._told(trace, work, row, records)
+
+    def _told(
+        self, trace: Trace, work: DeviceWork, row: Array, records: pl.DataFrame
+    ) -> dict[int, int]:
+        """Call row -> work, where ``cuda_sync`` rows name the record."""
+        rows = trace.sync.filter(
+            (pl.col("kind") == "event")
+            & pl.col("wait_correlation").is_not_null()
+            & pl.col("wait_stream").is_not_null()
+        )
+        at = dict(zip(records["correlation"].to_list(), records["ts"].to_list(), strict=True))
+        lane = {stream: number for number, (_, stream) in enumerate(work.lanes)}
+        named = {
+            correlation: (lane[stream], at[record])
+            for correlation, stream, record in rows.select(
+                "correlation", "wait_stream", "wait_correlation"
+            ).iter_rows()
+            if stream in lane and record in at
+        }
+        found = {}
+        ids = trace.cpu["correlation"].gather(pl.Series(row)).to_list()
+        for which, correlation in zip(row.tolist(), ids, strict=True):
+            if correlation in named:
+                number, recorded = named[correlation]
+                before = np.flatnonzero((work.lane == number) & (work.launch_ts < recorded))
+                if len(before):
+                    found[which] = int(before[np.argmax(work.launch_ts[before])])
+        return found
+
+    def awaited(self, which: int, begin: float, end: float) -> Array:
+        """As told; else, when it took long, the recorded work that ended last before it returned.
+        A call that did not wait does not show what for."""
+        waited = end - begin > 3 * CALL_NS
+        told = self.told.get(which, -1)
+        ended = self.ends[told] if told >= 0 else np.inf
+        # later than its own work: its stream was waiting for another one
+        if ended <= end + SLACK_NS and (not waited or ended > max(begin, end - MAX_RELEASE_NS)):
+            return np.array([told])
+        if not waited:
+            return np.zeros(0, dtype=np.int64)
+        marked = self.marked[(self.marked >= 0) & (self.record_ts < begin)]
+        for candidates in (marked, np.flatnonzero(self.launch_ts < begin)):
+            ends = self.ends[candidates]
+            near = candidates[(ends <= end + SLACK_NS) & (ends > max(begin, end - MAX_RELEASE_NS))]
+            if len(near):
+                return near[[np.argmax(self.ends[near])]]
+        return np.zeros(0, dtype=np.int64)
+
+
+def _told_streams(trace: Trace, work: DeviceWork, row: Array) -> dict[int, Array]:
+    """Call row -> lanes it waits for, where ``cuda_sync`` rows tell."""
+    rows = trace.sync.filter(
+        (pl.col("kind") == "stream")
+        & pl.col("stream").is_not_null()
+        & pl.col("correlation").is_not_null()
+    )
+    if rows.is_empty():
+        return {}
+    stream = dict(zip(rows["correlation"].to_list(), rows["stream"].to_list(), strict=True))
+    ids = trace.cpu["correlation"].gather(pl.Series(row)).to_list()
+    found = {}
+    for which, correlation in zip(row.tolist(), ids, strict=True):
+        if correlation in stream:
+            found[which] = np.array(
+                [lane for lane, (_, s) in enumerate(work.lanes) if s == stream[correlation]]
+            )
+    return found

@@ -1,0 +1,316 @@
+"""Replay of a graph: one pass of maxima, in plain Python over lists.
+
+A loop and not whole columns, because each node needs the replayed times of those before it; on
+lists it costs about 0.2 µs a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+
+MIN_STEADY = 3
+"""Steps that a window must have to be replayed from the state in which it ended."""
+MAX_PASSES = 6
+STEADY = 0.003
+"""A period that changes by less than this share from one pass to the next is steady."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Replayed times of all nodes (ends for device nodes) and of the steps, ns."""
+
+    time: Array
+    complete: Array
+    """When each step was complete, its device work included; first entry: the window's start."""
+    turn: int = 1
+    """After how many steps the loop repeats itself, where every n-th one is long."""
+
+    @property
+    def period(self) -> float:
+        """Steady-state time of one step: mean distance between completions, the first step (or
+        turn) left out where there are enough."""
+        enough = len(self.complete) > 3 and len(self.complete) > 2 * self.turn
+        skip = self.turn if enough else 0
+        return float(self.complete[-1] - self.complete[skip]) / (len(self.complete) - 1 - skip)
+
+
+class Plan:
+    """A graph laid out for replaying: two edges a node in columns, the few others aside."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        crowded = graph.edge == Edge.CONTENTION
+        order = np.lexsort((crowded, graph.dst))
+        dst = graph.dst[order]
+        first = np.searchsorted(dst, np.arange(len(graph)))
+        self._slot = np.empty(len(order), dtype=np.int64)
+        self._slot[order] = np.arange(len(order)) - first[dst]
+        self._slot[crowded] += 2  # aside, and after the others
+        self._more = order[self._slot[order] >= 2]
+
+    @cached_property
+    def _carry(self) -> Carry:
+        return Carry(self.graph)
+
+    def run(
+        self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
+    ) -> Array:
+        """Replayed time of each node, with other weights, durations or sources if given."""
+        return replay(self.lay_out(weight, dur, src))
+
+    def steady(
+        self, weight: Array | None = None, dur: Array | None = None, src: Array | None = None
+    ) -> float:
+        """Steady-state time of one step, ns.
+
+        The window begins with the host as far ahead of the device as it was when measured, which
+        an edit changes. So it is replayed again from the state in which it ended, until the time
+        it takes no longer changes. Windows of fewer than three steps are too short for that.
+        """
+        steps = len(self.graph.starts) - 1
+        layout = self.lay_out(weight, dur, src)
+        time = replay(layout)
+        complete = completions(self.graph, time)
+        if steps < MIN_STEADY or self.graph.starts[-1] == 0:
+            return StepTimes(time, complete, self.graph.turn).period
+        weights = self.graph.weight if weight is None else weight
+        sources = self.graph.src if src is None else src
+
+        def ended() -> tuple[float, float]:
+            return float(completions(self.graph, time)[-1]), float(time[self.graph.starts[-1]])
+
+        def again(idle: bool) -> tuple[float, float]:
+            nonlocal time
+            host = float(time[self.graph.starts[-1]])
+            state = self._carry.over(time, host, weights, sources, idle=idle)
+            time = replay(layout.begun([state]))
+            return ended()
+
+        return settled(steps, ended(), again)
+
+    def lay_out(self, weight: Array | None, dur: Array | None, src: Array | None) -> Layout:
+        """In the lists that :func:`replay` goes through, with other numbers if given."""
+        g = self.graph
+        weight = g.weight if weight is None else weight
+        dur = g.dur if dur is None else dur
+        src = g.src if src is None else src
+        weight = np.where(g.from_start, weight - dur[src], weight)
+        sources: list[list[int]] = []
+        values: list[list[float]] = []
+        for slot in (0, 1):
+            edges = np.flatnonzero(self._slot == slot)
+            source = np.zeros(len(g), dtype=np.int64)
+            value = np.full(len(g), NEVER)
+            source[g.dst[edges]] = src[edges]
+            value[g.dst[edges]] = weight[edges]
+            sources.append(source.tolist())
+            values.append(value.tolist())
+        more: dict[int, list[tuple[int, float, bool]]] = {}
+        for node, source_, value_, crowded in zip(
+            g.dst[self._more].tolist(),
+            src[self._more].tolist(),
+            weight[self._more].tolist(),
+            (g.edge[self._more] == Edge.CONTENTION).tolist(),
+            strict=True,
+        ):
+            more.setdefault(node, []).append((source_, value_, crowded))
+        return Layout(sources[0], values[0], sources[1], values[1], dur.tolist(), more)
+
+
+class State(NamedTuple):
+    """How a window begins."""
+
+    given: dict[int, float]
+    """Nodes whose time is known, ns from the window's start."""
+    floor: dict[int, float]
+    """Nodes that start no earlier than this; in place of what was measured from the start."""
+    source: int = 0
+    """The node that stands for the window's start."""
+
+
+class Layout(NamedTuple):
+    """Two edges a node (source, weight) in columns, durations, and the further edges: source,
+    weight, and whether it holds only while the source runs (contention; last of all)."""
+
+    first: list[int]
+    first_weight: list[float]
+    second: list[int]
+    second_weight: list[float]
+    dur: list[float]
+    more: dict[int, list[tuple[int, float, bool]]]
+
+    def begun(self, states: Iterable[State]) -> Layout:
+        """The same with windows that begin in another state."""
+        first, first_weight, second_weight = (
+            list(self.first),
+            list(self.first_weight),
+            list(self.second_weight),
+        )
+        second, dur, more = self.second, list(self.dur), dict(self.more)
+        for given, floor, source in states:
+            for node, at in given.items():
+                first[node], first_weight[node] = source, at
+                second_weight[node], dur[node] = NEVER, 0.0
+                more.pop(node, None)
+            for node, at in floor.items():
+                first_weight[node] = NEVER if first[node] == source else first_weight[node]
+                second_weight[node] = NEVER if second[node] == source else second_weight[node]
+                others = [edge for edge in more.get(node, []) if edge[0] != source]
+                more[node] = [(source, at, False), *others]
+        return Layout(first, first_weight, second, second_weight, dur, more)
+
+
+def settled(
+    steps: int, ended: tuple[float, float], again: Callable[[bool], tuple[float, float]]
+) -> float:
+    """Time of one step once a window that is replayed over and over takes no other time, ns.
+
+    ``ended``: when all was complete and when the host was done with the last step, ns from the
+    window's start. ``again(idle)`` replays from the state of that moment, as if the device had
+    nothing left to do if ``idle``, and says the same of its end.
+    """
+    end, host = ended
+    period, ahead = np.inf, end - host
+    for number in range(MAX_PASSES):
+        # falling behind for long: begin with an idle device and see how far ahead it gets
+        idle = number == MAX_PASSES // 2
+        last_end, last_host, last_period, last_ahead = end, host, period, ahead
+        end, host = again(idle)
+        period = (last_host + end - last_end) / steps
+        ahead = end - host
+        falling = last_ahead - ahead > STEADY * steps * period and ahead > 0
+        if not falling and not idle and abs(period - last_period) <= STEADY * period:
+            break
+    return period
+
+
+def replay(layout: Layout) -> Array:
+    """One pass: the time of each node."""
+    first, first_weight, second, second_weight, dur, more = layout
+    time = [0.0] * len(first)
+    for node, (a, wa, b, wb, d) in enumerate(
+        zip(first, first_weight, second, second_weight, dur, strict=True)
+    ):
+        at = time[a] + wa
+        other = time[b] + wb
+        if other > at:
+            at = other
+        if node in more:
+            for c, wc, crowded in more[node]:
+                other = time[c] + wc
+                # work that is ready waits for a kernel that fills the device if that runs then
+                if other > at and (not crowded or time[c] - dur[c] < at):
+                    at = other
+        time[node] = at + d if at > 0.0 else d
+    return np.array(time)
+
+
+class Carry:
+    """How the state at the end of a window becomes the state at its start: what was launched
+    last stands for what was launched before."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        device = graph.device
+        early = np.zeros(len(graph), dtype=bool)
+        early[graph.early] = True
+        self.early: list[int] = []
+        self.stands_for: list[int] = []
+        self.first: list[int] = []
+        self.final: list[int] = []
+        for lane in np.setdiff1d(graph.lane[device], graph.others):
+            mine = device[graph.lane[device] == lane]
+            before, inside = mine[early[mine]], mine[~early[mine]]
+            if not len(inside):
+                continue
+            place = len(inside) - len(before) + np.arange(len(before))
+            self.early += before.tolist()
+            self.stands_for += np.where(place >= 0, inside[np.maximum(place, 0)], -1).tolist()
+            self.first.append(int(inside[0]))
+            self.final.append(int(inside[-1]))
+        self._loader()
+        self._between()
+
+    def _between(self) -> None:
+        """Edges from the first step into the second one, and what they would join if the last
+        step came before the first: nodes at the same place of their thread or stream."""
+        graph = self.graph
+        step = graph.steps_of_launch()
+        crossing = np.isin(graph.edge, [Edge.CROSS, Edge.RELEASE, Edge.HANDOVER])
+        crossing &= (step[graph.src] == 0) & (step[graph.dst] == 1)
+        self.between = np.flatnonzero(crossing)
+        key = len(Node) * graph.lane.astype(np.int64) + graph.kind
+        steps = len(graph.starts) - 1
+        members = {
+            (int(k), s): np.flatnonzero((key == k) & (step == s))
+            for k in np.unique(key[np.append(graph.src[self.between], graph.dst[self.between])])
+            for s in {0, 1, steps - 1}
+        }
+        self.into: list[int] = []
+        self.out_of: dict[int, int] = {}
+        for edge in self.between.tolist():
+            target = int(graph.dst[edge])
+            now, first = members[int(key[target]), 1], members[int(key[target]), 0]
+            same = len(now) == len(first)
+            self.into.append(int(first[np.searchsorted(now, target)]) if same else -1)
+        for k in {int(key[n]) for n in graph.src[self.between]}:
+            zero, last = members[k, 0], members[k, steps - 1]
+            if len(zero) == len(last):
+                self.out_of |= dict(zip(zero.tolist(), last.tolist(), strict=True))
+
+    def _loader(self) -> None:
+        """From the last batch of a window that was waited for to the first one, as measured."""
+        graph = self.graph
+        self.loader = np.flatnonzero(graph.edge == Edge.LOADER)
+        if len(self.loader):
+            first, last = graph.time[graph.dst[self.loader[[0, -1]]]]
+            self.apart = float(first + graph.time[graph.starts[-1]] - last)
+
+    def _batch_after(self, weight: Array) -> float:
+        """The same at the rate that the loader has with other weights."""
+        rate, before = weight[self.loader], self.graph.weight[self.loader]
+        if rate.min() <= NEVER:
+            return NEVER
+        if before.min() <= NEVER:
+            return float(rate[-1])
+        return self.apart * float(rate.sum()) / max(float(before.sum()), 1.0)
+
+    def over(self, time: Array, host: float, weight: Array, src: Array, *, idle: bool) -> State:
+        """Times of early nodes, and earliest starts, after a replay in which the host was done
+        with the last step at ``host``. ``idle``: as if the device had nothing left to do."""
+        given = dict.fromkeys(self.early, 0.0)
+        floor: dict[int, float] = {}
+        if not idle:
+            for node, other in zip(self.early, self.stands_for, strict=True):
+                given[node] = float(time[other]) - host if other >= 0 else 0.0
+            for node, other in zip(self.first, self.final, strict=True):
+                floor[node] = float(time[other]) - host
+            for edge, node in zip(self.between.tolist(), self.into, strict=True):
+                other = self.out_of.get(int(src[edge]), -1)
+                if node >= 0 and other >= 0 and weight[edge] > NEVER and node not in given:
+                    begin = float(time[other]) - host + float(weight[edge])
+                    floor[node] = max(floor.get(node, 0.0), begin)
+        if len(self.loader):
+            first, last = int(self.graph.dst[self.loader[0]]), int(self.graph.dst[self.loader[-1]])
+            after = self._batch_after(weight)
+            if after > NEVER:
+                floor[first] = float(time[last]) - host + after
+        return State(given, floor)
+
+
+def completions(graph: Graph, time: Array) -> Array:
+    """When each step was complete: its end on the host, or its last device work if later."""
+    host = time[graph.starts].astype(float)
+    done = host.copy()
+    for step, nodes in enumerate(graph.last):
+        if len(nodes):
+            done[step + 1] = max(done[step + 1], float(time[nodes].max()))
+    # work left over from before the window is done when the first step begins or later
+    return np.maximum.accumulate(done)

@@ -1,0 +1,167 @@
+"""What edits do to the measured steps: replayed, or where that is not to be trusted, bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import polars as pl
+
+from advisor.core.errors import AdvisorError
+from advisor.measure import Analysis
+from advisor.measure.steps.steps import refuse_none
+from advisor.replay.exposed import claim, gain, touched
+from advisor.replay.language import parse_edit
+from advisor.replay.price import WhatIf
+from advisor.replay.trust import Quality
+
+if TYPE_CHECKING:
+    from advisor.core.finding import Edit
+    from advisor.core.trace import Run
+
+
+class EditResult(NamedTuple):
+    """What one edit did, on top of those before it. All times ns a step."""
+
+    edit: Edit
+    selected: int
+    """Events of the replayed steps that it selects."""
+    alone_ns: float
+    """Saved by it alone."""
+    gain_ns: float
+    """Saved on top of the edits before it."""
+    low_ns: float
+    high_ns: float
+    step_then_ns: float
+
+
+class WhatIfResult(NamedTuple):
+    """Measured and replayed steps, and the steps with edits applied one after the other."""
+
+    measured_step_ns: float
+    """Mean of the used steps."""
+    replayed_step_ns: float
+    """The same, off by as much as the replayed run of steps is from the measured one."""
+    edited_step_ns: float
+    """Measured, less what the edits save."""
+    edits: tuple[EditResult, ...]
+    critical_path: dict[str, float]
+    """What the critical path consists of with all edits, ns a step."""
+    replay: Quality
+    reason: str
+    """Why the steps are not replayed; then what is saved is exposed time, and at most that. Empty:
+    they are."""
+    ranks: tuple[int, ...]
+    """Ranks that were replayed together, the one of these figures first; it alone: empty."""
+    marked: bool
+    """Steps are marked in the trace; else all figures are of the whole recording."""
+    unseen_loader: bool
+    """Loader workers keep up, so how fast they could be is not in the trace: what is saved beyond
+    that is not saved."""
+    families: tuple[str, ...]
+    """Kernel families of the replayed window, the most time first: what ``kernel:`` can name."""
+    framework: str | None = None
+    """What the program is written with, as in ``TraceMeta``."""
+
+
+def counted_ranks(ranks: Sequence[int]) -> str:
+    """``rank 0 is``, ``ranks 0, 1 are``."""
+    names = ", ".join(str(n) for n in sorted(ranks))
+    return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
+
+
+def what_if(
+    run: Run,
+    edits: Sequence[Edit | str],
+    rank: int | None = None,
+    *,
+    steps: tuple[int | None, int | None] | None = None,
+) -> WhatIfResult:
+    """Replay one rank's steps with edits (Edit objects, or lines of the edit language).
+
+    ``rank`` defaults to the first; the other ranks of the run are replayed with it. ``steps`` is a
+    half-open range of their indices; default: all.
+    Raises AdvisorError: an edit that cannot be read, a run without a profiled window, a rank
+    without one, steps that are not there.
+    """
+    if not run.traces:
+        raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
+    if rank is None:
+        rank = run.ranks[0]
+    elif rank not in run.ranks:
+        have = ", ".join(map(str, run.ranks))
+        raise AdvisorError(f"{run.path or 'run'}: no trace of rank {rank} (ranks present: {have})")
+    parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
+    analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
+    for number, a in analyses.items():
+        refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
+    whatif = WhatIf(analyses.pop(rank), rank, analyses)
+    here = whatif.ranks or (rank,)
+    for edit in parsed:
+        if edit.rank is not None and edit.rank not in here:
+            raise AdvisorError(
+                f"rank:{edit.rank}: only {counted_ranks(here)} replayed here; give a folder with "
+                "the traces of all ranks"
+            )
+    reason = whatif.unusable
+    rows = (_bounds if reason else _replays)(whatif, parsed)
+    saved = sum(row.gain_ns for row in rows) if reason else whatif.gain(parsed)
+    return WhatIfResult(
+        measured_step_ns=whatif.a.step_ns,
+        replayed_step_ns=whatif.a.step_ns * (1 + whatif.quality.total_error),
+        edited_step_ns=max(0.0, whatif.a.step_ns - saved),
+        edits=tuple(rows),
+        critical_path=whatif.critical(parsed),
+        replay=whatif.quality,
+        reason=reason,
+        ranks=whatif.ranks,
+        marked=whatif.a.steps.source != "whole trace",
+        unseen_loader=whatif.unseen_loader,
+        families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
+        if whatif.a.device_id is not None
+        else (),
+        framework=whatif.a.trace.meta.framework,
+    )
+
+
+def _replays(whatif: WhatIf, edits: Sequence[Edit]) -> list[EditResult]:
+    """By replay, each on top of those before it."""
+    rows = []
+    for number, edit in enumerate(edits):
+        given = edits[:number]
+        low, high = whatif.band([edit], given)
+        rows.append(
+            EditResult(
+                edit=edit,
+                selected=whatif.selected(edit),
+                alone_ns=whatif.gain([edit]),
+                gain_ns=whatif.gain([edit], given),
+                low_ns=low,
+                high_ns=high,
+                step_then_ns=whatif.step_after([*given, edit]),
+            )
+        )
+    return rows
+
+
+def _bounds(whatif: WhatIf, edits: Sequence[Edit]) -> list[EditResult]:
+    """By exposed time; instants that an edit before has claimed do not count again."""
+    a, steps = whatif.a, max(1, whatif.a.step_count)
+    claims = [claim(a, edit) for edit in edits]
+    rows: list[EditResult] = []
+    left = a.step_ns
+    for number, edit in enumerate(edits):
+        saved, _, high = gain([claims[number]], touched(claims[:number]))
+        left -= saved / steps
+        rows.append(
+            EditResult(
+                edit=edit,
+                selected=whatif.selected(edit),
+                alone_ns=gain([claims[number]])[0] / steps,
+                gain_ns=saved / steps,
+                low_ns=0.0,
+                high_ns=high / steps,
+                step_then_ns=max(0.0, left),
+            )
+        )
+    return rows

@@ -1,0 +1,230 @@
+"""Runs of one program that take turns: some steps of one, then as many of the next.
+
+Each process trains until it is warm and stops. Then one at a time goes on for a block of steps,
+forth and back (A B C, C B A), while the others stand still with all their threads and workers. What
+the machine does meanwhile falls on all of them within a second or two, and starting a process is
+paid for once. A program that cannot be stopped (several ranks, another operating system) simply
+runs to its end, and the others after it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from advisor.tune.process import Program, Running
+from advisor.tune.spec import Pull, Result
+
+Pulls = tuple[Pull, ...]
+TURNS = 8
+"""Blocks of steps that each process has."""
+BLOCK_SECONDS = 0.4
+"""Of a block at least: waking up takes some of a millisecond."""
+PATIENCE = 6.0
+"""Times the longest run so far, until a run is ended."""
+ROOM = 0.6
+"""Of the memory that is free, for processes that stand still."""
+CONTEXT_BYTES = 1 << 30
+"""Of device memory that a process takes and PyTorch does not count: its context, libraries."""
+LEAST_TURNS = 2
+ABREAST = 3
+"""Levers in one heat: with more of them a turn is long in coming round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long it may take."""
+
+    budget: float = 600.0
+    """Seconds for everything."""
+    warmup: int = 10
+    steps: int = 60
+    """Of a run that are timed …"""
+    most: int = 3000
+    """… and as many where they take next to no time."""
+    seconds: float = 12.0
+    """Of timed steps in one run."""
+    timeout: float = 300.0
+    """Of the first run, imports included."""
+
+
+@dataclass
+class Heats:
+    """Heats of one program."""
+
+    program: Program
+    limits: Limits
+    end: float
+    """When the budget is spent, by ``time.monotonic``."""
+    say: Callable[[str], None]
+    alone: bool = False
+    """One process at a time: there is no room for two, or they cannot be stopped."""
+    longest: float = 0.0
+    """Seconds of a run, without those in which it stood still."""
+    processes: int = 0
+    interrupted: bool = False
+    """By Ctrl-C, in a heat whose blocks until then count."""
+
+    @property
+    def turns(self) -> int:
+        """Of each process."""
+        return min(TURNS, self.limits.steps // 2)
+
+    def affords(self, runs: int = 1) -> bool:
+        """Whether so many runs fit into what is left."""
+        return time.monotonic() + runs * self.longest < self.end
+
+    def run(self, sides: Sequence[Pulls]) -> dict[Pulls, Result]:
+        """The first of the sides against each other: those that were run, all but the first maybe
+        left for another heat. Raises AdvisorError: none can be started."""
+        found: dict[Pulls, Result] = {}
+        live: dict[Pulls, Running] = {}
+        try:
+            if self.alone:
+                return self._one_by_one(sides, found)
+            room = len(sides)
+            for number, pulls in enumerate(sides):
+                if number > room or (number and not self.affords(number + 1)):
+                    break
+                one = self._start(pulls, turns=self.turns)
+                live[pulls] = one
+                if one.go():
+                    if not number:
+                        room = self._room(one)
+                        self.longest = max(self.longest, one.spent)
+                    continue
+                found[pulls] = self._ended(live.pop(pulls))
+                if number:
+                    if self._crowded(found[pulls]):
+                        del found[pulls]
+                    continue
+                self.alone = bool(found[pulls].steps_ns) and not found[pulls].problem
+                return self._one_by_one(sides, found) if self.alone else found
+            if not room and len(sides) > 1:
+                self.alone = True
+            self._take_turns(sides[0], live, found)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            for pulls, one in live.items():
+                one.end()
+                if (known := one.so_far()).steps_ns:
+                    found[pulls] = known
+            return found
+        finally:
+            for one in live.values():
+                one.end()
+        return self._one_by_one(sides, found) if self.alone else found
+
+    def _one_by_one(
+        self, sides: Sequence[Pulls], found: dict[Pulls, Result]
+    ) -> dict[Pulls, Result]:
+        """Each to its end, as many as the budget allows."""
+        for number, pulls in enumerate(sides):
+            if pulls in found:
+                continue
+            if number and not self.affords():
+                break
+            one = self._start(pulls, turns=0)
+            try:
+                one.go()
+            finally:
+                one.end()
+            found[pulls] = self._ended(one)
+            if not number and found[pulls].problem:
+                break
+        return found
+
+    def _take_turns(
+        self, first: Pulls, live: dict[Pulls, Running], found: dict[Pulls, Result]
+    ) -> None:
+        """Block by block, until all have had theirs, the first has ended, or time is up."""
+        if not live:
+            return
+        if len(live) > 1:
+            self.say("in turns: " + ", ".join(map(name, live)))
+        block = self._block(live[first].so_far())
+        for turn in range(self.turns):
+            late = time.monotonic() > self.end
+            if first not in live or (late and turn >= LEAST_TURNS):
+                break
+            for pulls in list(live) if turn % 2 == 0 else list(live)[::-1]:
+                if not live[pulls].go(block):
+                    result = self._ended(live.pop(pulls))
+                    if not (live and self._crowded(result)):
+                        found[pulls] = result
+        for pulls in list(live):
+            found[pulls] = self._ended(live.pop(pulls))
+
+    def _crowded(self, result: Result) -> bool:
+        """Whether it ran out of memory that others held: it is to be run by itself."""
+        self.alone |= result.kind == "memory"
+        return result.kind == "memory"
+
+    def _start(self, pulls: Pulls, turns: int) -> Running:
+        limits, now = self.limits, time.monotonic()
+        self.say(name(pulls))
+        timeout = limits.timeout if not self.longest else max(60.0, self.longest * PATIENCE)
+        self.processes += 1
+        return self.program.start(
+            pulls,
+            warmup=limits.warmup,
+            steps=limits.steps,
+            seconds=limits.seconds,
+            timeout=max(20.0, min(timeout, self.end - now + timeout / 2)),
+            turns=turns,
+        )
+
+    def _ended(self, one: Running) -> Result:
+        one.end()
+        result = one.result()
+        if not result.problem:
+            self.longest = max(self.longest, one.spent)
+        return result
+
+    def _block(self, first: Result) -> int:
+        """Steps of a turn, the same for all: short steps are more."""
+        limits, turns = self.limits, self.turns
+        least = limits.steps // turns
+        if not first.warm_ns:
+            return least
+        step = first.warm_ns / 1e9
+        wanted = max(least, math.ceil(BLOCK_SECONDS / step))
+        fits = max(2, int(limits.seconds / turns / step))
+        return min(wanted, fits, max(limits.steps, limits.most) // turns)
+
+    def _room(self, one: Running) -> int:
+        """How many more processes like this one there is memory for, at most ``ABREAST``."""
+        result = one.so_far()
+        free = [ABREAST]
+        held = _held(one.process.pid)
+        if held is None:
+            return 0
+        available, bytes_ = held
+        free.append(int(ROOM * available / max(bytes_, 1)))
+        if result.device_free is not None:
+            free.append(
+                int(ROOM * result.device_free / ((result.device_bytes or 0) + CONTEXT_BYTES))
+            )
+        return max(0, min(free))
+
+
+def _held(pid: int) -> tuple[int, int] | None:
+    """Bytes of memory that are available, and that a process and its children hold; ``None``:
+    psutil is not here, or cannot say."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    try:
+        parent = psutil.Process(pid)
+        held = sum(one.memory_info().rss for one in (parent, *parent.children(recursive=True)))
+        return int(psutil.virtual_memory().available), int(held)
+    except (psutil.Error, OSError):
+        return None
+
+
+def name(pulls: Pulls) -> str:
+    """For people."""
+    return ", ".join(map(str, pulls)) or "as it is"

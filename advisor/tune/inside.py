@@ -1,0 +1,405 @@
+"""In the process of a trial: pulls the levers, times the steps, notes the losses, and ends.
+
+Named to the start-up file by ``ADVISOR_BEGIN``. ``before`` runs ahead of the program's first line,
+``begin`` when torch has been imported. What is measured goes to a file of its own; the
+program ends by SystemExit after its last step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import math
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from advisor.tune.overlay import Overlay
+from advisor.tune.spec import GROUP, SO_FAR, TURN, Result, Spec, encode, read_spec
+
+Note = Callable[[str], None]
+LATE = 4.0
+"""Times its share of the seconds after which a block ends, whatever it has."""
+MOST_LOSSES = 20_000
+NORMS = 6
+"""First steps whose gradients are measured: none that is timed."""
+
+_trial: list[tuple[Spec, Overlay]] = []
+"""That this process is of: one, from ``before`` on."""
+
+
+def before() -> None:
+    """Lead what the program writes elsewhere. Raises what is wrong with the trial's own files: a
+    program that could write anywhere must not begin."""
+    spec = read_spec()
+    if spec is None:
+        return
+    overlay = Overlay(spec.scratch, (spec.root,))
+    overlay.install()
+    overlay.watch()
+    _trial.append((spec, overlay))
+    # a program that never imports torch, or ends before
+    atexit.register(_refusals, spec, overlay, os.getpid())
+
+
+def _refusals(spec: Spec, overlay: Overlay, process: int) -> None:
+    if os.getpid() == process and overlay.refused and not _exists(spec.out):
+        _write(spec.out, Result(refused=overlay.refused, problem=_last(), kind="error"))
+
+
+def begin(note: Note) -> None:
+    """Torch is there. Never raises: the user's import of it is around this."""
+    if not _trial:
+        return
+    spec, overlay = _trial[0]
+    try:
+        _begin(spec, overlay, note)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        note(f"problem {problem}")
+        _write(spec.out, Result(problem=problem, kind="lever"))
+
+
+def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
+    import torch
+
+    from advisor.tune.catalogue import lever
+
+    overlay.lead_torch()
+    random.seed(spec.seed)
+    torch.manual_seed(spec.seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(spec.seed)
+    if spec.record:
+        _record(spec, note)
+        return
+    pulled = [(lever(one.lever), one) for one in spec.pulls]
+    for one, pull in pulled:
+        one.apply(pull.value)
+    timer = Timer(spec, overlay, [one for one, _ in pulled], note)
+    timer.start()
+
+
+def _record(spec: Spec, note: Note) -> None:
+    """The recorder, until there are enough steps."""
+    from torch.optim import optimizer as optim
+
+    from advisor.recorder import injection
+
+    injection.begin(note)
+    count, begun = 0, time.monotonic()
+
+    def after(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        late = time.monotonic() - begun > spec.seconds and count >= spec.warmup
+        if count >= spec.steps or late:
+            raise SystemExit(0)
+
+    optim.register_optimizer_step_post_hook(after)
+
+
+class Timer:
+    """Times steps, and keeps losses and the norms of the first gradients as tensors to the end."""
+
+    def __init__(self, spec: Spec, overlay: Overlay, pulled: list[Any], note: Note) -> None:
+        from advisor.recorder.counting import Counter
+
+        self.spec, self.overlay, self.pulled, self.note = spec, overlay, pulled, note
+        self.process = os.getpid()
+        self.steps_ns: list[int] = []
+        self.blocks: list[int] = []
+        self.warm: list[int] = []
+        self.turns = Turns(spec) if spec.turns else None
+        self.last = self.begun = 0
+        self.losses: list[Any] = []
+        self.norms: list[Any] = []
+        self.batches: list[int] = []
+        self.step = 0
+        self.written = False
+        self.counter = Counter(self._ended)
+
+    def start(self) -> None:
+        """Listen."""
+        import torch
+        from torch.optim import optimizer as optim
+
+        autograd = torch.autograd
+        name = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
+        original = getattr(autograd, name)
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(self.losses) < MOST_LOSSES:
+                first = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
+                if isinstance(first, torch.Tensor) and first.numel() == 1:
+                    self.losses.append(first.detach().clone())
+            return original(tensors, *args, **kwargs)
+
+        setattr(autograd, name, backward)
+        if self.spec.samples:
+            self._count_samples()
+        optim.register_optimizer_step_pre_hook(self._norm)
+        self.counter.start()
+        atexit.register(self._leave)
+        if multiprocessing.parent_process() is not None:
+            from multiprocessing.util import Finalize
+
+            Finalize(None, self._leave, exitpriority=0)
+
+    def _count_samples(self) -> None:
+        from torch import is_grad_enabled
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        from advisor.recorder.batch import samples_of
+
+        original = _BaseDataLoaderIter.__next__
+
+        @functools.wraps(original)
+        def __next__(self_: Any) -> Any:
+            batch = original(self_)
+            # without gradients it is an evaluation
+            if is_grad_enabled() and len(self.batches) < MOST_LOSSES:
+                count = samples_of(batch)
+                if count is not None:
+                    self.batches.append(count)
+            return batch
+
+        _BaseDataLoaderIter.__next__ = __next__
+
+    def _norm(self, optimizer: Any, *_: Any) -> None:
+        if len(self.norms) >= NORMS:
+            return
+        import torch
+
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        found = [grad.detach().float().norm() for grad in grads if grad is not None]
+        if found:
+            self.norms.append(torch.stack([one.to(found[0].device) for one in found]).norm())
+
+    def _ended(self, count: int) -> None:
+        spec, now = self.spec, time.perf_counter_ns()
+        self.step = count
+        if count <= spec.warmup // 2:
+            self.last = now
+            return
+        took, self.last = now - self.last, now
+        if count < spec.warmup:
+            self.warm.append(took)
+            return
+        if count == spec.warmup:
+            self._begin_block()
+            self.begun = self.last
+            return
+        self.steps_ns.append(took)
+        ends = self._has_all()
+        if not ends and not (self.turns and self.turns.over(self._in_block(), now)):
+            return
+        _synchronize()
+        self.steps_ns[-1] += time.perf_counter_ns() - now
+        if self.turns:
+            self.blocks.append(self._in_block())
+        if ends:
+            self.counter.stop()
+            self.write("", "")
+            raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
+        self._begin_block()
+
+    def _in_block(self) -> int:
+        return len(self.steps_ns) - sum(self.blocks)
+
+    def _has_all(self) -> bool:
+        """Whether the step that has just ended is the last one."""
+        spec, timed = self.spec, len(self.steps_ns)
+        if self.turns:
+            return len(self.blocks) + 1 >= spec.turns and self.turns.over(
+                self._in_block(), self.last
+            )
+        return timed >= spec.steps or (
+            timed >= spec.least and self.last - self.begun > spec.seconds * 1e9
+        )
+
+    def _begin_block(self) -> None:
+        """Wait for a turn, where there are any, with nothing left to do for the device."""
+        _synchronize()
+        if self.turns:
+            if self.turns.can():
+                _write(self.spec.out + SO_FAR, self.result("", ""))
+                self.turns.wait()
+            else:
+                self.turns, self.blocks = None, []
+        self.last = time.perf_counter_ns()
+
+    def _leave(self) -> None:
+        """The interpreter ends: by itself, or by an exception that nobody caught."""
+        if os.getpid() != self.process or self.written:
+            return
+        if self.step == 0 and _exists(self.spec.out):
+            return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        self.write(_last(), _kind(error))
+
+    def write(self, problem: str, kind: Any) -> None:
+        """The result, once, by the first rank."""
+        self.written = True
+        if os.environ.get("RANK", "0") in ("", "0"):
+            _write(self.spec.out, self.result(problem, kind))
+
+    def result(self, problem: str, kind: Any) -> Result:
+        """What is known by now."""
+        import torch
+
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        dtype = str(self.losses[0].dtype).removeprefix("torch.") if self.losses else ""
+        device, free, name = None, None, ""
+        try:
+            losses, norms = _numbers(self.losses), _numbers(self.norms)
+            if cuda:
+                device = int(torch.cuda.max_memory_allocated())
+                free = int(torch.cuda.mem_get_info()[0])
+                name = str(torch.cuda.get_device_name())
+        except RuntimeError as error:  # a device that has failed
+            losses, norms, problem = [], [], problem or str(error)[:300]
+            kind = kind or "error"
+        warm = self.warm
+        return Result(
+            steps_ns=self.steps_ns,
+            blocks=self.blocks,
+            warm_ns=sum(warm) // len(warm) if warm else None,
+            losses=losses,
+            norms=norms,
+            loss_dtype=dtype,
+            samples=sum(self.batches) / len(self.batches) if self.batches else None,
+            batch=sorted(self.batches)[len(self.batches) // 2] if self.batches else None,
+            device_bytes=device,
+            device_free=free,
+            host_bytes=_resident(),
+            device=name,
+            torch=str(torch.__version__),
+            problem=problem,
+            kind=kind,
+            moved=len(self.overlay.moved),
+            refused=self.overlay.refused,
+            idle=[one.id for one in self.pulled if not one.used],
+            ended=not problem,
+        )
+
+
+class Turns:
+    """Stops the process group of the trial before each block of steps: all threads and workers with
+    it, so that nobody works ahead. Who started it lets it go on (``advisor/tune/process.py``)."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.home = os.path.dirname(spec.out)  # noqa: PTH120
+        self.block = max(1, spec.steps // spec.turns)
+        self.count = self.begun = 0
+        if sys.platform.startswith("linux"):
+            _die_with_parent()
+            os.register_at_fork(after_in_child=_die_with_parent)
+
+    def can(self) -> bool:
+        """Whether this process is one that may be stopped: alone, and of the group that whoever
+        lets it go knows of."""
+        if not hasattr(os, "getpgrp") or os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+            return False
+        import torch
+
+        spread = torch.distributed
+        if spread.is_available() and spread.is_initialized() and spread.get_world_size() > 1:
+            return False
+        return self._read(GROUP) == [os.getpgrp()]
+
+    def wait(self) -> None:
+        """Until it is let go."""
+        self.count += 1
+        os.killpg(os.getpgrp(), signal.SIGSTOP)
+        # a thread other than the first may run for a moment before it stops
+        while (turn := self._read(TURN))[:1] < [self.count]:
+            time.sleep(0.001)
+        if turn[1:] > [0]:
+            self.block = turn[1]
+        self.begun = time.perf_counter_ns()
+
+    def _read(self, name: str) -> list[int]:
+        """The numbers in a file of ours; empty: not there yet."""
+        try:
+            with open(os.path.join(self.home, name)) as file:  # noqa: PTH118, PTH123
+                return [int(word) for word in file.read(64).split()]
+        except (OSError, ValueError):
+            return []
+
+    def over(self, steps: int, now: int) -> bool:
+        """Whether so many steps end the block."""
+        late = now - self.begun > LATE * self.spec.seconds * 1e9 / self.spec.turns
+        return steps >= self.block or late
+
+
+def _die_with_parent() -> None:
+    """Linux: nobody is left stopped for ever when whoever would let it go is killed. Of children
+    of the main thread: others end with the thread that forked them."""
+    if threading.current_thread() is threading.main_thread():
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _numbers(tensors: list[Any]) -> list[float | None]:
+    """As numbers; ``None`` for what is not finite: JSON has no word for it."""
+    found = [float(one) for one in tensors]
+    return [one if math.isfinite(one) else None for one in found]
+
+
+def _resident() -> int | None:
+    """Peak of this process or of the largest of its children that ended, bytes."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(one).ru_maxrss for one in who) * unit
+
+
+def _last() -> str:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None or isinstance(error, SystemExit):
+        return ""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+
+
+def _kind(error: BaseException | None) -> str:
+    if error is None or isinstance(error, SystemExit):
+        return ""
+    name = type(error).__name__
+    # one that the allocator of the host raises says so in its text alone
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or "memory" in str(error)[:300]:
+        return "memory"
+    return "error"
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path)  # noqa: PTH110
+
+
+def _write(path: str, result: Result) -> None:
+    """Whole or not at all."""
+    beside = f"{path}.{os.getpid()}"
+    with open(beside, "wb") as file:  # noqa: PTH123
+        file.write(encode(result))
+    os.replace(beside, path)  # noqa: PTH105

@@ -1,0 +1,98 @@
+"""Lever: a change that can be made to a program while it starts, without editing its files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple
+
+from advisor.core.errors import AdvisorError
+from advisor.tune.spec import Value
+
+Safety = Literal["exact", "reordered", "precision", "learning"]
+"""What a lever may do to the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal
+within what another order of the same sums makes. ``precision``: the loss curve stays in a band.
+``learning``: it is another training, so losses are not compared; tried only where it is asked for,
+alone, and by the time a sample takes."""
+
+
+class Machine(NamedTuple):
+    """What levers have to know of where they are pulled."""
+
+    cores: int
+    """That the program may use."""
+    cuda: bool
+    """Whether the recorded program used a GPU."""
+
+
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Lever:
+    """One file a lever, in ``advisor/tune/knobs/``; found there by itself. A rule names it.
+
+    ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.
+    It replaces entry points of torch and calls ``self.met()`` when one of them changed something:
+    a lever that met nothing is told as such and not believed.
+    """
+
+    id: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    """What it does, in a few words."""
+    safety: ClassVar[Safety] = "exact"
+    redraws: ClassVar[bool] = False
+    """Random numbers may be drawn by another generator (loader workers have their own): where
+    losses are not equal for that, their curve must stay in the band of ``precision``."""
+    needs_cuda: ClassVar[bool] = False
+    group: ClassVar[str] = ""
+    """Of levers in one group, a program takes one."""
+
+    def __init__(self) -> None:
+        self.used = False
+
+    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
+        """Settings to try, that of the prediction first. ``wanted``: the number that the finding
+        names (workers)."""
+        return (None,)
+
+    def setting(self, text: str, machine: Machine) -> Value:
+        """That which the user wrote behind ``LEVER=``: one of the values, or another number where
+        they are numbers. Raises AdvisorError: the lever has no such setting."""
+        known = [one for one in self.values(None, machine) if one is not None]
+        for one in known:
+            if str(one) == text:
+                return one
+        if re.fullmatch(r"\d{1,6}", text) and any(isinstance(one, int) for one in known):
+            return int(text)
+        there = f"there are {', '.join(map(str, known))}" if known else "it is on or off"
+        raise AdvisorError(f"{self.id}={text}: no setting of this lever; {there}")
+
+    def environment(self, value: Value) -> dict[str, str | None]:
+        """Variables of the process; ``None``: without it."""
+        return {}
+
+    def apply(self, value: Value) -> None:
+        """Change the running program."""
+
+    def lines(self, value: Value) -> str:
+        """What to write into the program to keep it."""
+        raise NotImplementedError
+
+    def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
+        """Calls, by their full names, and the keyword arguments that keep the change in one of
+        them; empty: it is more than that."""
+        return frozenset(), {}
+
+    def schedule(self, before: float, after: float) -> str:
+        """What it does to a schedule of the training, samples of a batch before and after; empty:
+        nothing."""
+        return ""
+
+    def met(self) -> None:
+        """Something was changed."""
+        self.used = True

@@ -1,0 +1,96 @@
+"""Another batch size: only where it is asked for, since it is another training."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from advisor.core.errors import AdvisorError
+from advisor.tune.knob import Lever, Machine
+from advisor.tune.patch import loader_arguments, wrap
+from advisor.tune.spec import Value
+
+LARGEST = 1 << 20
+"""Samples of a batch, and times the program's own."""
+
+
+class BatchSize(Lever):
+    """``batch_size`` of every DataLoader: so many samples (``batch=64``), or so many times the
+    program's own (``batch=x2``). The learning rate and all that counts steps stay as they are."""
+
+    id = "batch"
+    title = "batch size"
+    safety = "learning"
+
+    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
+        """Twice and four times the program's own."""
+        return ("x2", "x4")
+
+    def setting(self, text: str, machine: Machine) -> Value:
+        """See Lever."""
+        match = re.fullmatch(r"(x?)([1-9]\d{0,6})", text)
+        if match is None or int(match[2]) > LARGEST:
+            raise AdvisorError(
+                f"batch={text}: give samples, such as batch=64, or times the program's own, such "
+                "as batch=x2"
+            )
+        return text if match[1] else int(text)
+
+    def apply(self, value: Value) -> None:
+        """Every loader, and every sampler of batches, that is made from now on."""
+        from torch.utils.data import BatchSampler
+
+        inside = 0
+
+        def change(given: dict[str, Any]) -> None:
+            size = given.get("batch_size", 1)
+            if given.get("batch_sampler") is None and isinstance(size, int):
+                given["batch_size"] = self._size(size, value)
+
+        def around(original: Any) -> Any:
+            def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
+                nonlocal inside
+                inside += 1  # the loader's own sampler has its size already
+                try:
+                    original(self_, *args, **kwargs)
+                finally:
+                    inside -= 1
+
+            return __init__
+
+        def sampler(original: Any) -> Any:
+            def __init__(self_: Any, sampler: Any, batch_size: int, drop_last: bool) -> None:
+                size = batch_size if inside else self._size(batch_size, value)
+                original(self_, sampler, size, drop_last)
+
+            return __init__
+
+        from torch.utils.data import DataLoader
+
+        wrap(DataLoader, "__init__", around)
+        loader_arguments(change)
+        wrap(BatchSampler, "__init__", sampler)
+
+    def _size(self, before: int, value: Value) -> int:
+        after = value if isinstance(value, int) else before * int(str(value)[1:])
+        if after != before:
+            self.met()
+        return after
+
+    def schedule(self, before: float, after: float) -> str:
+        """See Lever."""
+        times = after / before
+        return (
+            f"{before:,.4g} → {after:,.4g} samples a batch: an epoch has {1 / times:.3g} times the "
+            f"steps, so a learning-rate schedule, warm-up or checkpoint that counts steps comes "
+            f"{times:.3g} times later by sample. The learning rate stayed as it is; to start "
+            f"from: ×{times:.3g} for SGD (linear, Goyal et al. 2017), ×{math.sqrt(times):.3g} for "
+            "Adam (square root, Malladi et al. 2022). Hold the final accuracy against the old one."
+        )
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        size = value if isinstance(value, int) else f"{str(value)[1:]} * batch_size"
+        return f"DataLoader(..., batch_size={size})   # and see to the schedule"

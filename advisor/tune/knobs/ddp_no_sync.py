@@ -1,0 +1,76 @@
+"""Gradients of DistributedDataParallel that are sent once an optimizer step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from advisor.tune.knob import Lever
+from advisor.tune.patch import wrap
+from advisor.tune.spec import Value
+
+LEARNT_FROM = 2
+"""Optimizer steps with the same number of passes, after which that number is believed."""
+
+
+class DdpNoSync(Lever):
+    """As ``no_sync`` around all passes of an optimizer step but the last. How many there are is
+    learnt from the first steps; where a later step has another number, which would step with
+    gradients that were never reduced, the run is ended and the lever dropped."""
+
+    id = "ddp-no-sync"
+    title = "gradients sent once an optimizer step"
+    safety = "reordered"
+
+    def apply(self, value: Value) -> None:
+        """Every model that is wrapped."""
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.optim import optimizer as optim
+
+        known: dict[int, list[int]] = {}
+        """Passes of each model in the first optimizer steps …"""
+        done: Counter[int] = Counter()
+        """… and since the last one."""
+        held: set[int] = set()
+        """Models whose last pass was not sent."""
+
+        def make(original: Any) -> Any:
+            def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+                if not (torch.is_grad_enabled() and model.training):
+                    return original(model, *args, **kwargs)
+                which = id(model)
+                done[which] += 1
+                seen = known.get(which, [])
+                sure = len(seen) == LEARNT_FROM and len(set(seen)) == 1
+                if not sure or done[which] >= seen[0] or not model.require_backward_grad_sync:
+                    held.discard(which)
+                    return original(model, *args, **kwargs)
+                self.met()
+                held.add(which)
+                with model.no_sync():  # what counts is the forward, by PyTorch's documentation
+                    return original(model, *args, **kwargs)
+
+            return forward
+
+        def before(*_: Any) -> None:
+            for which in held:
+                raise RuntimeError(
+                    f"an optimizer step has {done[which]} passes where others have "
+                    f"{known[which][0]}: its gradients would not be reduced"
+                )
+            for which, count in done.items():
+                seen = known.setdefault(which, [])
+                if len(seen) < LEARNT_FROM:
+                    seen.append(count)
+            done.clear()
+
+        wrap(DistributedDataParallel, "forward", make)
+        optim.register_optimizer_step_pre_hook(before)
+
+    def lines(self, value: Value) -> str:
+        """See Lever."""
+        return (
+            "with nullcontext() if last_micro_batch else model.no_sync():\n"
+            "    loss(model(micro_batch)).backward()"
+        )

@@ -1,0 +1,135 @@
+"""What is to be tried: the levers that the rules of the findings name, and what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from advisor.advise.engine import Examined, Options, examine
+from advisor.advise.registry import load_rules
+from advisor.core.finding import Finding
+from advisor.tune.catalogue import lever
+from advisor.tune.knob import Machine
+from advisor.tune.report import Trial
+from advisor.tune.spec import Pull, Value
+
+
+class Plan(NamedTuple):
+    """Trials in the order of the findings, and the findings that no lever cures."""
+
+    trials: list[Trial]
+    without: list[str]
+    verdict: str
+
+
+def plan(run: Path, machine: Machine) -> Plan:
+    """Of a recorded run. Raises AdvisorError: nothing in it can be analysed."""
+    seen = examine(run, Options())
+    named = {rule.id: rule.levers for rule in load_rules()}
+    report = seen.report
+    trials: list[Trial] = []
+    without: list[str] = []
+    taken: set[Pull] = set()
+    for finding in (*report.findings, *report.risks):
+        usable = [one for name in named.get(finding.rule, ()) if _fits(one := lever(name), machine)]
+        if not usable:
+            without.append(finding.rule)
+        for one in usable:
+            for number, value in enumerate(one.values(_number(finding), machine)):
+                pull = Pull(one.id, value)
+                if pull in taken:
+                    continue
+                taken.add(pull)
+                trial = Trial(
+                    rule=finding.rule,
+                    pull=pull,
+                    title=one.title,
+                    safety=one.safety,
+                    lines=one.lines(value),
+                    memory=finding.worth is not None and finding.worth.currency == "memory",
+                )
+                first = one is usable[0] and number == 0
+                _predict(trial, finding, seen, value, first=first)
+                trials.append(trial)
+    return Plan(trials, list(dict.fromkeys(without)), report.verdict)
+
+
+def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> list[Trial]:
+    """Trials of levers that the user names and no finding does: nothing is promised of them."""
+    found = []
+    known = {trial.pull for trial in there}
+    for text in dict.fromkeys(names):
+        name, _, given = text.partition("=")
+        one = lever(name)
+        if not _fits(one, machine):
+            continue
+        if given:
+            values: Sequence[Value] = [one.setting(given, machine)]
+        elif any(pull.lever == name for pull in known):
+            continue
+        else:
+            values = one.values(None, machine)
+        for value in values:
+            pull = Pull(name, value)
+            if pull not in known:
+                known.add(pull)
+                found.append(
+                    Trial(
+                        rule="",
+                        pull=pull,
+                        title=one.title,
+                        safety=one.safety,
+                        lines=one.lines(value),
+                    )
+                )
+    return found
+
+
+def _fits(one: object, machine: Machine) -> bool:
+    return machine.cuda or not getattr(one, "needs_cuda", False)
+
+
+def _number(finding: Finding) -> int | None:
+    """Workers that the finding's edit names."""
+    return next((edit.workers for edit in finding.edits if edit.workers), None)
+
+
+def _recorded_ns(seen: Examined) -> float | None:
+    """From the first step to the last, what lay between them included: a share of it is that of the
+    mean step, as trials measure it from one end of a step to the next."""
+    recorded = seen.main.recorded
+    if recorded is None or not len(recorded.dur):
+        return None
+    return float(recorded.dur.sum() + np.nansum(recorded.column("evaluation")[1:]))
+
+
+def _predict(trial: Trial, finding: Finding, seen: Examined, value: Value, *, first: bool) -> None:
+    """The band of the finding; of another number of workers, the same edit with that number."""
+    worth = finding.worth
+    if worth is None or worth.gain_ns is None:
+        return
+    whole = {"step_time": seen.report.step_ns, "run_time": _recorded_ns(seen)}
+    step = whole.get(worth.currency)
+    if worth.currency == "step_time" and worth.share and worth.gain_ns:
+        step = worth.gain_ns / worth.share  # the mean, of steps with pauses well above the median
+    if not step:
+        return
+    wanted = _number(finding)
+    if wanted is not None and isinstance(value, int) and value != wanted:
+        if value < 1 or not seen.main.step_ns:
+            return
+        edits = [replace(e, workers=value) if e.workers else e for e in finding.edits]
+        found = seen.pricing.price(replace(finding, edits=edits))
+        traced = seen.main.step_ns
+        trial.predicted = found.gain / traced
+        trial.predicted_low, trial.predicted_high = found.low / traced, min(1, found.high / traced)
+    elif first or wanted is not None:
+        low = worth.gain_ns if worth.low_ns is None else worth.low_ns
+        high = worth.gain_ns if worth.high_ns is None else worth.high_ns
+        trial.predicted = min(1.0, worth.gain_ns / step)
+        # nothing saves more than the step, though bands of rare pauses reach beyond
+        trial.predicted_low, trial.predicted_high = min(1.0, low / step), min(1.0, high / step)

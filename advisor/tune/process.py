@@ -1,0 +1,255 @@
+"""Runs the program once, held to its scratch folder, and returns what was measured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from advisor.core.errors import AdvisorError
+from advisor.recorder.finish import injected
+from advisor.recorder.folder import RUN_DIR
+from advisor.tune.catalogue import lever
+from advisor.tune.confine import confinement
+from advisor.tune.spec import (
+    GROUP,
+    MODULE,
+    SO_FAR,
+    SPEC,
+    TURN,
+    Pull,
+    Result,
+    Spec,
+    encode,
+    read_result,
+)
+
+GRACE_SECONDS = 5.0
+"""From the result to the end of the program's processes, which are ended then."""
+MOST_OUTPUT = 4000
+"""Bytes of what the program printed that are looked at when it failed."""
+BEGIN = "ADVISOR_BEGIN"
+POLL_SECONDS = 0.01
+
+QUIET: Mapping[str, str] = {
+    # nobody hears of a run that is only tried
+    "WANDB_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "NEPTUNE_MODE": "debug",
+    "COMET_MODE": "disabled",
+    "SWANLAB_MODE": "disabled",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+
+class Program:
+    """A command, and the folder that its trials may fill."""
+
+    def __init__(self, words: Sequence[str], root: Path, *, seed: int = 0) -> None:
+        self.words = list(words)
+        self.root = root
+        self.seed = seed
+        self.samples = False
+        """Count the samples of batches."""
+        self.count = 0
+        self.cache = root / "cache"
+        self.cache.mkdir()
+
+    def run(self, pulls: tuple[Pull, ...], **wanted: Any) -> Result:
+        """One process from its start to its end: see :meth:`start`. Raises AdvisorError: it cannot
+        be started."""
+        running = self.start(pulls, **wanted)
+        try:
+            running.go()
+        finally:
+            running.end()
+        return running.result()
+
+    def start(
+        self,
+        pulls: tuple[Pull, ...],
+        *,
+        warmup: int,
+        steps: int,
+        seconds: float,
+        timeout: float,
+        least: int = 12,
+        turns: int = 0,
+        record: Path | None = None,
+    ) -> Running:
+        """One process. ``timeout``: seconds until it is ended, whatever it does; its ``turns``
+        count each by itself. Raises AdvisorError: it cannot be started."""
+        self.count += 1
+        home = self.root / f"run{self.count}"
+        scratch = home / "scratch"
+        (scratch / "tmp").mkdir(parents=True)
+        spec = Spec(
+            out=str(home / "result.json"),
+            root=str(self.root),
+            scratch=str(scratch),
+            pulls=pulls,
+            warmup=warmup,
+            steps=steps,
+            seconds=seconds,
+            least=least,
+            seed=self.seed,
+            samples=self.samples,
+            turns=turns,
+            record=record is not None,
+        )
+        (home / "spec.json").write_bytes(encode(spec))
+        env = self.environment(home, scratch, pulls)
+        if record is not None:
+            env[RUN_DIR] = str(record)
+            env["ADVISOR_REPORT"] = "0"
+        return Running(self.words, home, env, self.root, timeout)
+
+    def environment(self, home: Path, scratch: Path, pulls: tuple[Pull, ...]) -> dict[str, str]:
+        """Variables of the process."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
+        env |= {**QUIET, "MLFLOW_TRACKING_URI": f"file:{scratch}/mlflow"}
+        env |= {"TMPDIR": str(scratch / "tmp"), SPEC: str(home / "spec.json"), BEGIN: MODULE}
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(self.cache / "inductor")
+        env["TRITON_CACHE_DIR"] = str(self.cache / "triton")
+        before = env.get("PYTHONPATH", "")
+        env["PYTHONPATH"] = os.pathsep.join([str(injected()), *([before] if before else [])])
+        for pull in pulls:
+            for name, value in lever(pull.lever).environment(pull.value).items():
+                if value is None:
+                    env.pop(name, None)
+                else:
+                    env[name] = value
+        return env
+
+
+class Running:
+    """A program that has been started."""
+
+    def __init__(
+        self, words: list[str], home: Path, env: dict[str, str], root: Path, timeout: float
+    ) -> None:
+        self.home, self.timeout = home, timeout
+        self.out = home / "result.json"
+        self.turn = 0
+        self.late = self.paused = False
+        self.spent = 0.0
+        """Seconds that it ran, without those in which it stood still."""
+        with (home / "output").open("wb") as output:
+            try:
+                self.process = subprocess.Popen(
+                    words,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # to end all of them together
+                    # no thread of ours holds a lock then: this command line has none
+                    preexec_fn=confinement([root]),  # noqa: PLW1509
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                raise AdvisorError(f"{words[0]}: cannot be started ({error})") from None
+        (home / GROUP).write_text(str(self.process.pid))
+
+    def go(self, steps: int = 0) -> bool:
+        """Until it stops for its next turn (True) or has ended. ``steps``: of the turn; 0: as many
+        as before."""
+        if self.paused:
+            self.turn += 1
+            beside = self.home / f"{TURN}.new"
+            beside.write_text(f"{self.turn} {steps}")
+            beside.replace(self.home / TURN)
+            self.paused = False
+            os.killpg(self.process.pid, signal.SIGCONT)
+        begun = time.monotonic()
+        try:
+            return self._wait(begun + self.timeout)
+        finally:
+            self.spent += time.monotonic() - begun
+
+    def _wait(self, end: float) -> bool:
+        found = False
+        while self.process.poll() is None:
+            if self._stopped():
+                self.paused = True
+                return True
+            if not found and self.out.exists():
+                found, end = True, min(end, time.monotonic() + GRACE_SECONDS)
+            if time.monotonic() > end:
+                self.late = not found
+                break
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _stopped(self) -> bool:
+        if not hasattr(os, "waitid") or not hasattr(os, "WSTOPPED"):
+            return False
+        with suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None
+        return False
+
+    def end(self) -> None:
+        """All of its processes, and what they wrote but for what they measured."""
+        _end(self.process)
+        shutil.rmtree(self.home / "scratch", ignore_errors=True)
+
+    def so_far(self) -> Result:
+        """What it measured before it stopped."""
+        return self._read(Path(f"{self.out}{SO_FAR}")) or Result()
+
+    def _read(self, path: Path) -> Result | None:
+        try:
+            return read_result(path.read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def result(self) -> Result:
+        """What it measured, once it has been ended."""
+        process = self.process
+        result = self._read(self.out) or (self.so_far() if self.paused else Result())
+        said = _tail(self.home / "output")
+        if not result.ended and not result.problem:
+            killed = process.returncode == -signal.SIGKILL and not self.late
+            result.problem = (
+                f"no end after {self.timeout:.0f} s"
+                if self.late
+                else "killed, most likely for want of memory"
+                if killed
+                else said or f"it left with exit code {process.returncode}"
+            )
+            result.kind = "memory" if killed else "late" if self.late else "error"
+            if process.returncode == 0 and not self.late and not said:
+                result.problem = ""
+        return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """All processes of the trial, those that outlive the first one too."""
+    if sys.platform == "win32":
+        process.kill()
+    else:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+
+
+def _tail(path: Path) -> str:
+    """The last line of an error that the program printed."""
+    try:
+        text = path.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
+    except OSError:
+        return ""
+    if "Traceback (most recent call last)" not in text:
+        return ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else ""

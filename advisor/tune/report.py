@@ -1,0 +1,141 @@
+"""What came of trying: plain data, which renderers and the dashboard show."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from advisor.core.saved import decoded
+from advisor.tune.knob import Safety
+from advisor.tune.spec import Pull
+
+SCHEMA = "advisor.trials/1"
+FILE = "trials.json"
+"""In the run's folder."""
+MAX_BYTES = 16 << 20
+Outcome = Literal["gain", "no gain", "slower", "unclear", "dropped", "not run"]
+"""``unclear``: the interval is too wide to say (``KNOWN``)."""
+KNOWN = 0.1
+"""Half the interval, of the step, up to which a gain counts as measured."""
+
+
+class Trial(Struct, kw_only=True):
+    """A lever at one setting. Shares are of the mean step (0 to 1)."""
+
+    rule: str
+    """Whose finding it is to cure."""
+    pull: Pull
+    title: str
+    safety: Safety
+    memory: bool = False
+    """Of a finding that is worth memory: to free some is a gain too."""
+    outcome: Outcome = "not run"
+    why: str = ""
+    """Of ``dropped`` and ``not run``."""
+    predicted: float | None = None
+    """What the report promised; ``null``: this setting has no price in step time."""
+    predicted_low: float | None = None
+    predicted_high: float | None = None
+    gain: float | None = None
+    """Measured: share of the step that is saved."""
+    gain_low: float | None = None
+    gain_high: float | None = None
+    inside: bool | None = None
+    """Whether the interval of the measurement meets the predicted band; ``null``: no band, or the
+    interval is too wide to say."""
+    runs: int = 0
+    """With the lever."""
+    step_ns: float | None = None
+    losses: str = ""
+    """What the check of the losses says."""
+    schedule: str = ""
+    """What it does to the training's schedule; not empty: shares are of the time of a sample."""
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    lines: str = ""
+    """What to write into the program."""
+    diff: str = ""
+    """The same as a unified diff, where the place is certain."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the gain is measured well enough to judge a prediction by."""
+        if self.gain_low is None or self.gain_high is None:
+            return False
+        return (self.gain_high - self.gain_low) / 2 <= KNOWN
+
+    @property
+    def name(self) -> str:
+        """``workers=4``."""
+        return str(self.pull)
+
+
+class Together(Struct, kw_only=True):
+    """The winners at once."""
+
+    pulls: list[Pull]
+    left_out: list[Pull] = field(default_factory=list)
+    """Winners that add nothing to those."""
+    step_ns: float
+    gain: float
+    gain_low: float
+    gain_high: float
+    losses: str = ""
+
+
+class TrialReport(Struct, kw_only=True):
+    """All of it. Read and written as JSON, schema ``SCHEMA``."""
+
+    schema: str = SCHEMA
+    version: str = ""
+    program: list[str] = field(default_factory=list)
+    """Command line, credentials replaced."""
+    device: str = ""
+    """Name of the GPU; empty: none."""
+    torch: str = ""
+    verdict: str = ""
+    dry: bool = False
+    """Nothing was run but the recording."""
+    interrupted: bool = False
+    out_of_budget: bool = False
+    seconds: float = 0.0
+    """Spent."""
+    processes: int = 0
+    """Runs of the program."""
+    step_ns: float | None = None
+    """Mean step as it is; ``null``: not measured."""
+    steps: int = 0
+    """Timed in each run."""
+    turns: bool = False
+    """Whether runs took turns, block by block of steps, rather than one after the other."""
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    repeats: bool | None = None
+    """Whether losses of the unchanged program are the same in each run; ``null``: not known."""
+    confined: bool = False
+    """Whether the kernel held the program to its scratch folder."""
+    moved: int = 0
+    """Files of a run that were written elsewhere than the program meant to."""
+    trials: list[Trial] = field(default_factory=list)
+    together: Together | None = None
+    without: list[str] = field(default_factory=list)
+    """Findings that no lever cures: to be done by hand."""
+    remembered: str = ""
+    """What past trials say of these rules' predictions; empty: nothing yet."""
+
+    @property
+    def winners(self) -> list[Trial]:
+        """Those that surely gain, the most first."""
+        found = [trial for trial in self.trials if trial.outcome == "gain"]
+        return sorted(found, key=lambda trial: trial.gain or 0.0, reverse=True)
+
+    def to_json(self) -> bytes:
+        """The JSON text, indented by two."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> TrialReport:
+        """Read what :meth:`to_json` wrote. Raises AdvisorError for anything else."""
+        return decoded(text, cls, "report of trials", SCHEMA, MAX_BYTES)

@@ -1,0 +1,338 @@
+"""Tries what is planned: runs side by side, back and forth, until it is known or time is up.
+
+Each pass is the program as it is, in fresh processes, against all levers that are still in the
+race, every second one backwards: in heats of a few that take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from advisor.tune.catalogue import lever
+from advisor.tune.confine import version
+from advisor.tune.heat import ABREAST, Heats, Limits
+from advisor.tune.losses import check
+from advisor.tune.measure import Gain, by_turns, gain, paired, ratios
+from advisor.tune.process import Program
+from advisor.tune.report import Together, Trial, TrialReport
+from advisor.tune.spec import Pull, Result
+
+WORTH_IT = 0.01
+"""Share of the step: less is what two runs of one program differ by."""
+NARROW = 0.02
+"""Half the interval, of the step, at which a gain is known …"""
+OF_THE_GAIN = 0.1
+"""… or of the gain itself."""
+LEAST_PASSES, MOST_PASSES = 2, 6
+LEAST_FREED = 0.05
+"""Of the peak: less memory than this is what two runs of one program differ by."""
+BEHIND = 0.02
+"""A setting surely this much of the step behind another of its lever is out of the race."""
+
+
+Pulls = tuple[Pull, ...]
+Say = Callable[[str], None]
+
+
+class Session:
+    """One program and its trials; ``report`` is right at any moment, also after Ctrl-C."""
+
+    def __init__(
+        self, program: Program, report: TrialReport, limits: Limits, end: float, say: Say
+    ) -> None:
+        self.report, self.limits = report, limits
+        self.heats = Heats(program, limits, end, say)
+        self.runs: dict[Pulls, list[Result]] = {}
+        self.pairs: dict[tuple[Pulls, Pulls], list[tuple[Result, Result]]] = {}
+        """Of runs in one heat, both of which came to their steps."""
+        self.doubtful: set[Pull] = set()
+        """Levers whose losses differ, of which one more run is to tell whether they do it."""
+        report.confined = version() > 0
+        program.samples = any(trial.safety == "learning" for trial in report.trials)
+
+    def run(self) -> None:
+        """All of it. Raises AdvisorError: the program cannot be tried at all."""
+        try:
+            self._passes()
+            self._together()
+        except KeyboardInterrupt:
+            self.report.interrupted = True
+        finally:
+            self.report.interrupted |= self.heats.interrupted
+            self._settle()
+
+    def affords(self, runs: int = 1) -> bool:
+        """Whether so many more runs fit into what is left."""
+        fits = self.heats.affords(runs)
+        if not fits:
+            self.report.out_of_budget = True
+        return fits
+
+    def heat(self, sides: Sequence[Pulls]) -> list[Pulls]:
+        """One of the program as it is against those of the sides for which there is room: what was
+        run. Raises AdvisorError: the program cannot be tried."""
+        if self.heats.interrupted:
+            raise KeyboardInterrupt
+        if self.runs.get(()) and not self.affords(2):
+            return []
+        wanted = [(), *sides] if self.heats.alone else [(), *sides[:ABREAST]]
+        found = self.heats.run(wanted)
+        self.report.processes = self.heats.processes
+        for pulls, result in found.items():
+            self.runs.setdefault(pulls, []).append(result)
+        if () not in found or not self._baseline():
+            return []
+        good = {pulls: result for pulls, result in found.items() if not result.problem}
+        for one, other in itertools.permutations(good, 2):
+            self.pairs.setdefault((one, other), []).append((good[one], good[other]))
+        if len(found) < len(wanted):
+            self.affords()
+        return [pulls for pulls in found if pulls]
+
+    # -- one by one -----------------------------------------------------------------------------
+
+    def _passes(self) -> None:
+        racing = list(self.report.trials)
+        for number in range(MOST_PASSES):
+            left: dict[Pulls, Trial] = {(trial.pull,): trial for trial in racing}
+            if number % 2:
+                left = dict(reversed(left.items()))
+            while left:
+                done = self.heat(list(left))
+                if not done:
+                    return
+                for pulls in done:
+                    self._judge(left.pop(pulls))
+            for trial in racing:  # what is known of the machine's scatter is more by now
+                if trial.outcome != "dropped":
+                    self._judge(trial)
+            racing = [trial for trial in racing if self._open(trial, number + 1)]
+
+    def _baseline(self) -> bool:
+        """Take note of the last run of the program as it is; whether it was one."""
+        runs, report = self.runs[()], self.report
+        result = runs[-1]
+        if result.problem or not result.steps_ns:
+            if len(runs) == 1:
+                from advisor.core.errors import AdvisorError
+
+                raise AdvisorError(why_not(result))
+            runs.pop()
+            return False
+        report.device, report.torch = result.device, result.torch
+        report.device_bytes, report.host_bytes = result.device_bytes, result.host_bytes
+        report.moved, report.steps = max(report.moved, result.moved), len(result.steps_ns)
+        report.turns = report.turns or bool(result.blocks)
+        report.step_ns = sum(sum(r.steps_ns) / len(r.steps_ns) for r in runs) / len(runs)
+        if len(runs) > 1:
+            report.repeats = all(
+                a == b for r in runs[1:] for a, b in zip(runs[0].losses, r.losses, strict=False)
+            )
+        return True
+
+    def measured(self, pulls: Pulls, before: Pulls = ()) -> Gain | None:
+        """From all runs so far that were made against each other."""
+        pairs = self.pairs.get((before, pulls), [])
+        one = [self._steps(before, a) for a, _ in pairs]
+        other = [self._steps(pulls, b) for _, b in pairs]
+        turns = [
+            by_turns(a, b, first.blocks, second.blocks)
+            for a, b, (first, second) in zip(one, other, pairs, strict=True)
+            if a and b
+        ]
+        others = [
+            found
+            for key in self.pairs
+            if key[0] == before and key[1] != pulls and (found := self._ratios(key))
+        ]
+        return paired(one, other, others) or gain(one, other, [t for t in turns if t])
+
+    def _ratios(self, key: tuple[Pulls, Pulls]) -> list[float]:
+        pairs = self.pairs[key]
+        return ratios(
+            [self._steps(key[0], a) for a, _ in pairs], [self._steps(key[1], b) for _, b in pairs]
+        )
+
+    def _steps(self, pulls: tuple[Pull, ...], result: Result) -> list[int]:
+        """Steps of a run, ns; of another batch size as long as they would be for the samples of the
+        program's own."""
+        if not any(lever(pull.lever).safety == "learning" for pull in pulls):
+            return result.steps_ns
+        before = self.samples
+        if not before or not result.samples:
+            return []
+        return [round(ns * before / result.samples) for ns in result.steps_ns]
+
+    @property
+    def samples(self) -> float | None:
+        """Of a batch of the unchanged program; ``None``: not seen."""
+        return next((r.samples for r in self.runs.get((), []) if r.samples), None)
+
+    def _judge(self, trial: Trial) -> None:
+        runs = self.runs[(trial.pull,)]
+        last = runs[-1]
+        one = lever(trial.pull.lever)
+        trial.runs = len(runs)
+        if last.problem:
+            told = {"memory": "out of memory: ", "lever": "it does not apply: "}
+            reason = told.get(last.kind, "")
+            trial.outcome, trial.why = "dropped", f"{reason}{last.problem}"
+            if last.refused:
+                trial.why += f" ({last.refused[0]})"
+            return
+        if one.id in last.idle:
+            trial.outcome, trial.why = "dropped", "it met nothing to change"
+            return
+        if not last.steps_ns:
+            trial.outcome, trial.why = "dropped", "it ended before a step was timed"
+            return
+        trial.device_bytes, trial.host_bytes = last.device_bytes, last.host_bytes
+        found = check(one.safety, one.redraws, self.runs[()], runs)
+        trial.losses = found.text
+        # before a second run of the program nobody knows whether it repeats its own losses
+        once = len(self.runs[()]) < 2 and not found.broken
+        if not found.passed:
+            again = once or (found.again and len(runs) < 2)
+            (self.doubtful.add if again else self.doubtful.discard)(trial.pull)
+            trial.outcome = "unclear" if again else "dropped"
+            trial.why = f"losses: {found.text}"
+            return
+        if trial.pull in self.doubtful:
+            self.doubtful.discard(trial.pull)
+            trial.why = ""
+        if trial.safety == "learning":
+            before = self.runs[()][0]
+            if not self.samples or not last.samples or not before.batch or not last.batch:
+                trial.outcome, trial.why = "dropped", "no DataLoader says how large a batch is"
+                return
+            trial.schedule = one.schedule(before.batch, last.batch)
+        got = self.measured((trial.pull,))
+        if got is None:
+            return
+        trial.gain, trial.gain_low, trial.gain_high = got.share, got.low, got.high
+        trial.step_ns = got.after_ns
+        trial.inside = None
+        low, high = trial.predicted_low, trial.predicted_high
+        if trial.is_known and low is not None and high is not None:
+            trial.inside = got.low <= high and got.high >= low
+        if trial.memory and got.high > 0 and (freed := self._freed(trial)) > 0:
+            trial.outcome, trial.why = "gain", f"{freed / 1e6:,.0f} MB less at the peak"
+            return
+        trial.outcome = (
+            "gain"
+            if got.low > 0 and got.share >= WORTH_IT
+            else "slower"
+            if got.high < 0 and got.share <= -WORTH_IT
+            else "no gain"
+            if trial.is_known
+            else "unclear"
+        )
+
+    def _freed(self, trial: Trial) -> int:
+        """Bytes that every run with the lever takes less than every run without, at the peak of the
+        device where there is one; 0: too few to speak of, or not known."""
+
+        def peaks(pulls: tuple[Pull, ...]) -> list[int]:
+            runs = [r for r in self.runs[pulls] if not r.problem]
+            device = [r.device_bytes for r in runs if r.device_bytes is not None]
+            return device or [r.host_bytes for r in runs if r.host_bytes is not None]
+
+        before, after = peaks(()), peaks((trial.pull,))
+        if not before or not after:
+            return 0
+        freed = min(before) - max(after)
+        return freed if freed > LEAST_FREED * min(before) else 0
+
+    def _open(self, trial: Trial, passes: int) -> bool:
+        """Whether another run of it says more."""
+        if trial.pull in self.doubtful:
+            return True
+        if trial.outcome == "dropped" or trial.gain is None:
+            return False
+        rivals = [t for t in self.report.trials if t.pull.lever == trial.pull.lever]
+        best = max((t.gain_low or -1.0 for t in rivals if t is not trial), default=-1.0)
+        if (trial.gain_high or 0.0) + BEHIND < best and trial.predicted is None:
+            return False  # another setting is surely better, and nothing was promised of this one
+        if passes < LEAST_PASSES:
+            return True
+        half = ((trial.gain_high or 0.0) - (trial.gain_low or 0.0)) / 2
+        return half > max(NARROW, OF_THE_GAIN * abs(trial.gain))
+
+    # -- together -------------------------------------------------------------------------------
+
+    def _together(self) -> None:
+        """Greedily: the best setting of each lever, the most first, as long as each adds to it."""
+        winners: list[Trial] = []
+        for trial in self.report.winners:
+            if trial.safety == "learning":
+                continue  # another training: for the user to decide
+            one = lever(trial.pull.lever)
+            same = [lever(t.pull.lever) for t in winners]
+            if any(one.id == o.id or (one.group and one.group == o.group) for o in same):
+                continue
+            winners.append(trial)
+        if not winners:
+            return
+        best: Pulls = (winners[0].pull,)
+        left: list[Pull] = []
+        self._note(best, left)
+        for trial in winners[1:]:
+            more = (*best, trial.pull)
+            for sides in ((best, more), (more, best)):
+                if len(self.heat(sides)) < 2 or any(r.problem for r in self.runs[more]):
+                    break
+            got = self.measured(more, best)
+            classes = [lever(pull.lever) for pull in more]
+            worst = max((c.safety for c in classes), key=["exact", "reordered", "precision"].index)
+            fine = (
+                not any(r.problem for r in self.runs.get(more, []))
+                and check(
+                    worst, any(c.redraws for c in classes), self.runs[()], self.runs.get(more, [])
+                ).passed
+            )
+            if got is not None and fine and got.low > 0:
+                best = more
+            elif trial.pull not in left:
+                left.append(trial.pull)
+            self._note(best, left)
+
+    def _note(self, pulls: tuple[Pull, ...], left: list[Pull]) -> None:
+        got = self.measured(pulls)
+        if got is None:
+            return
+        self.report.together = Together(
+            pulls=list(pulls),
+            left_out=list(left),
+            step_ns=got.after_ns,
+            gain=got.share,
+            gain_low=got.low,
+            gain_high=got.high,
+        )
+
+    def _settle(self) -> None:
+        for trial in self.report.trials:
+            if trial.pull in self.doubtful:
+                trial.outcome = "dropped"
+            elif trial.outcome == "not run":
+                trial.why = "interrupted" if self.report.interrupted else "the budget was spent"
+
+
+def why_not(result: Result) -> str:
+    """Why the unchanged program cannot be tried, in a line."""
+    if result.refused:
+        return (
+            f"the program would {result.refused[0]}, which is not done while it is only tried "
+            f"({result.problem or 'it went on without'})"
+        )
+    if result.kind == "late":
+        return (
+            f"the unchanged program did not make its steps in time ({result.problem}): give it "
+            "more --budget, or fewer --steps and --warmup"
+        )
+    if result.problem:
+        return f"the unchanged program ended: {result.problem}"
+    return (
+        "no training step was seen that could be timed: the program ended before the warm-up did, "
+        "does not train, or its Python has no advisor"
+    )

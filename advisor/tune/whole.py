@@ -1,0 +1,182 @@
+"""From a program or a recorded run to a report of trials, and what is kept of it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import advisor
+from advisor.core import run_directory as rundir
+from advisor.core.errors import AdvisorError
+from advisor.recorder.folder import new_run
+from advisor.recorder.redact import HIDDEN, clean_command
+from advisor.replay import ledger
+from advisor.tune.catalogue import lever
+from advisor.tune.edit import diff
+from advisor.tune.heat import Limits
+from advisor.tune.knob import Machine, cores
+from advisor.tune.plan import asked_for, plan
+from advisor.tune.process import Program
+from advisor.tune.report import FILE, Trial, TrialReport
+from advisor.tune.session import Session, why_not
+from advisor.tune.spec import Value
+
+RECORDED_STEPS, RECORDED_LEAST = 90, 40
+"""Of the recording: a profiled window and as many around it; fewer where they take long."""
+RECORDED_SHARE = 0.2
+"""Of the budget that the recording may take, once there are enough steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is asked for."""
+
+    limits: Limits
+    only: tuple[str, ...] = ()
+    """Levers, by id or with a setting (``workers=2``); empty: all that the findings name."""
+    dry: bool = False
+    remember: bool = False
+    """Also into the user's ledger."""
+    out: str = ""
+    """Run directory; empty: a new one below ``runs``."""
+
+
+Say = Callable[[str], None]
+
+
+def try_program(
+    words: Sequence[str], recorded: Path | None, wanted: Wanted, say: Say
+) -> tuple[TrialReport, Path]:
+    """Try a command. ``recorded``: its run, where there is one already. Returns the report and the
+    run's folder, in which it is kept. Raises AdvisorError: it cannot be tried."""
+    begun = time.monotonic()
+    end = begun + wanted.limits.budget
+    report = TrialReport(version=advisor.__version__, program=clean_command(list(words)))
+    root = Path(tempfile.mkdtemp(prefix="advisor_try_")).resolve()
+    session: Session | None = None
+    try:
+        program = Program(words, root)
+        run = recorded if recorded is not None else _record(program, root, wanted, say)
+        _plan(report, run, words, wanted)
+        if report.trials and not wanted.dry:
+            session = Session(program, report, wanted.limits, end, say)
+            session.run()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    report.dry = wanted.dry
+    report.seconds = time.monotonic() - begun
+    if not wanted.dry:
+        keep(report, run, remember=wanted.remember)
+    return report, run
+
+
+def _record(program: Program, root: Path, wanted: Wanted, say: Say) -> Path:
+    """Record the program inside the scratch folder; the run's folder, where the user has runs."""
+    say("recording")
+    inside = root / "recorded"
+    inside.mkdir()
+    limits = wanted.limits
+    result = program.run(
+        (),
+        warmup=RECORDED_LEAST,
+        steps=RECORDED_STEPS,
+        seconds=limits.budget * RECORDED_SHARE,
+        timeout=limits.timeout + limits.budget * RECORDED_SHARE,
+        record=inside,
+    )
+    if not (inside / rundir.MANIFEST).is_file():
+        raise AdvisorError(f"nothing was recorded: {why_not(result)}")
+    try:
+        run = new_run(wanted.out)
+        shutil.copytree(inside, run, dirs_exist_ok=True)
+    except OSError as error:
+        raise AdvisorError(f"no run directory can be made ({error.strerror or error})") from None
+    return run
+
+
+def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: Wanted) -> None:
+    machine = Machine(cores(), _on_gpu(run))
+    found = plan(run, machine)
+    report.verdict, report.without = found.verdict, found.without
+    report.trials = [
+        t
+        for t in [*found.trials, *asked_for(wanted.only, machine, found.trials)]
+        if not wanted.only or {t.pull.lever, t.name} & set(wanted.only)
+    ]
+    script = next((Path(word) for word in words[1:2] if word.endswith(".py")), None)
+    for trial in report.trials:
+        if script is not None:
+            callees, arguments = lever(trial.pull.lever).arguments(trial.pull.value)
+            trial.diff = diff(script, callees, arguments) if callees else ""
+    known = ledger.records(ledger.read(ledger.user_file()).entries)
+    rules = dict.fromkeys(trial.rule for trial in report.trials if trial.rule)
+    report.remembered = "; ".join(f"{rule}: {known[rule]}" for rule in rules if rule in known)
+
+
+def _on_gpu(run: Path) -> bool:
+    record = rundir.read_recording(run)
+    return any(rank.rank.devices for rank in record.ranks.values())
+
+
+def keep(report: TrialReport, run: Path, *, remember: bool) -> None:
+    """The report and the ledger's lines in the run's folder; in the user's ledger if they agree."""
+    try:
+        (run / FILE).write_bytes(report.to_json())
+    except OSError as error:
+        raise AdvisorError(f"{run}: cannot be written to ({error.strerror or error})") from None
+    entries = list(filter(None, (_entry(report, trial) for trial in report.trials)))
+    ledger.append(run / ledger.FILE, entries)
+    if remember:
+        ledger.append(ledger.user_file(), entries)
+
+
+def _entry(report: TrialReport, trial: Trial) -> ledger.Entry | None:
+    """Only of what was promised and measured more than once."""
+    if (
+        trial.predicted is None
+        or trial.predicted_low is None
+        or trial.predicted_high is None
+        or trial.gain is None
+        or trial.gain_low is None
+        or trial.gain_high is None
+        or trial.runs < 2
+        or not trial.is_known
+        or trial.outcome == "dropped"
+    ):
+        return None
+    return ledger.Entry(
+        unix=int(time.time()),
+        source="try",
+        rule=trial.rule,
+        lever=str(trial.pull),
+        device=report.device,
+        torch=report.torch,
+        predicted=trial.predicted,
+        low=trial.predicted_low,
+        high=trial.predicted_high,
+        measured=trial.gain,
+        measured_low=trial.gain_low,
+        measured_high=trial.gain_high,
+    )
+
+
+def command_of(run: Path) -> list[str]:
+    """The command that a run was recorded of. Raises AdvisorError: it cannot be started again."""
+    words = list(rundir.read_recording(run).manifest.command)
+    if not words:
+        raise AdvisorError(f"{run}: does not say what was run; give the program itself")
+    if any(HIDDEN in word for word in words):
+        raise AdvisorError(f"{run}: its command held a credential; give the program itself")
+    if words[0].endswith((".py", ".pyw")):
+        words = [sys.executable, *words]
+    return words
+
+
+def setting(value: Value) -> str:
+    """As text."""
+    return "" if value is None else str(value)

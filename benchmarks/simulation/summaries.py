@@ -1,0 +1,369 @@
+"""What each rank of a simulated job says of itself, without writing and reading its file.
+
+The same numbers as ``advise.ranks.measure.summarise`` of the files of ``kineto.write`` (tested),
+so that hundreds of jobs can be diagnosed in minutes. Advice of single ranks is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.advise.ranks.measure import MOST_KERNELS, bounded, short_key
+from advisor.core.intervals import Intervals, covered, gaps, intersect, join, subtract, union
+from advisor.measure.host.gaps import LATENCY_NS
+from advisor.measure.ranks.summary import Collectives, Kernel, Step, Summary, Unread, pack
+from advisor.testing.builder import DEVICES
+from benchmarks.simulation.engine import BACKWARD, COMPUTE_STREAM, DTYPE_BYTES, MAIN, Played, Table
+from benchmarks.simulation.kineto import DEVICE, file_name, told_ranks
+
+Ints = NDArray[np.int64]
+_KIND = {
+    "allreduce": "all_reduce",
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "send": "send_recv",
+    "recv": "send_recv",
+}
+_SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def summarise_all(played: Played) -> tuple[list[Summary], list[Unread]]:
+    """Of every rank that has a file. Those that are cut off tell of half of their events; lost
+    ones of nothing, and nobody was told of them either."""
+    offsets = {
+        name: np.searchsorted(table["rank"], np.arange(played.job.ranks + 1))
+        for name, table in _tables(played).items()
+    }
+    found = []
+    for rank in range(played.job.ranks):
+        if rank in played.job.lost:
+            continue
+        mine = {
+            name: {
+                column: values[offsets[name][rank] : offsets[name][rank + 1]]
+                for column, values in table.items()
+            }
+            for name, table in _tables(played).items()
+        }
+        found.append(_summarise(played, rank, mine))
+    return found, []
+
+
+def _tables(played: Played) -> dict[str, Table]:
+    return {
+        "steps": played.steps,
+        "loads": played.loads,
+        "kernels": played.kernels,
+        "talks": played.talks,
+        "reads": played.reads,
+    }
+
+
+class _Device(NamedTuple):
+    """All device work of a rank, by start."""
+
+    start: Ints
+    end: Ints
+    stream: Ints
+    call: Ints
+    called: Ints
+    held: NDArray[np.bool_]
+
+
+def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> Summary:
+    job = played.job
+    whole = mine
+    if rank in job.cut:
+        mine = _cut(mine)
+    kernels, talks, reads = mine["kernels"], mine["talks"], mine["reads"]
+    device = _device(kernels, talks, reads)
+    begin = mine["steps"]["start"]
+    until = np.append(begin[1:], max(int(mine["steps"]["end"][-1]), int(device.end.max())))
+    count = len(begin)
+    spans = union(begin, until)
+    compute = intersect(union(kernels["start"], kernels["end"]), spans)
+    talked = intersect(union(talks["start"], talks["end"]), spans)
+    copied = intersect(union(reads["start"], reads["end"]), spans)
+    exposed = subtract(talked, compute)
+    copies = subtract(copied, join(compute, talked))
+    idle = gaps(join(compute, talked, copied), int(begin[0]), int(until[-1]))
+    classes = {"compute": compute, "communication": exposed, "copies": copies}
+    causes = _causes(idle, begin, until, device, _host_segments(whole, mine, None))
+    per_step = {name: covered(begin, until, part) for name, part in classes.items()}
+    per_step |= {f"idle: {cause}": covered(begin, until, part) for cause, part in causes.items()}
+    spec = kernels["spec"]
+    families: dict[str, float] = {}
+    ns = kernels["end"] - kernels["start"]
+    of_spec = np.bincount(spec, weights=ns, minlength=len(played.catalogue))
+    for kernel, total in zip(played.catalogue, of_spec.tolist(), strict=True):
+        if total:
+            families[kernel.family] = families.get(kernel.family, 0.0) + total / count
+    families["communication"] = float((talks["end"] - talks["start"]).sum()) / count
+    families["copy"] = float((reads["end"] - reads["start"]).sum()) / count
+    return bounded(
+        Summary(
+            rank=rank,
+            path=file_name(job, rank),
+            host=job.host_name(rank),
+            device=DEVICES[DEVICE]["name"],
+            world=job.ranks,
+            framework="pytorch",
+            step_source="ProfilerStep",
+            steps=[
+                Step(f"ProfilerStep#{number + 3}", start, end)
+                for number, start, end in zip(
+                    mine["steps"]["step"].tolist(), begin.tolist(), until.tolist(), strict=True
+                )
+            ],
+            step_ns=float(until[-1] - begin[0]) / count,
+            time={
+                **{name: part.total / count for name, part in classes.items()},
+                "memset": 0.0,
+                "idle": idle.total / count,
+            },
+            idle={cause: part.total / count for cause, part in causes.items() if part.total},
+            host_time=_host_time(whole, mine, spans, count),
+            families={name: total for name, total in families.items() if total},
+            kernels=_kernels(played, spec, ns, count),
+            per_step={name: pack(values) for name, values in per_step.items() if values.any()},
+            communication=talked.total / count,
+            collectives=_collectives(played, talks, begin, until, exposed),
+            damage="gzip that is cut off" if rank in job.cut else "",
+        )
+    )
+
+
+def _cut(mine: dict[str, Table]) -> dict[str, Table]:
+    """A third of the calls and of the device work, which stand in a file behind all operators."""
+    last = int(np.quantile(mine["kernels"]["call"], 1 / 3))
+    return {
+        name: table
+        if "call" not in table
+        else {column: values[table["call"] <= last] for column, values in table.items()}
+        for name, table in mine.items()
+    }
+
+
+def _device(kernels: Table, talks: Table, reads: Table) -> _Device:
+    stream = [
+        np.full(len(kernels["start"]), COMPUTE_STREAM),
+        talks["stream"],
+        np.full(len(reads["start"]), COMPUTE_STREAM),
+    ]
+    parts = (kernels, talks, reads)
+    start = np.concatenate([part["start"] for part in parts])
+    order = np.lexsort((np.concatenate([part["call"] for part in parts]), start))
+    end, call, called = (
+        np.concatenate([part[column] for part in parts])[order]
+        for column in ("end", "call", "called")
+    )
+    own = [np.zeros(len(reads["start"]), dtype=bool)]
+    held = np.concatenate([kernels["held"], talks["held"], *own])[order]
+    thread = np.concatenate([kernels["thread"], talks["thread"], 0 * reads["start"]])[order]
+    streams = np.concatenate(stream)[order]
+    return _Device(start[order], end, streams, call, called, _waited(held, thread, streams, call))
+
+
+def _waited(held: NDArray[np.bool_], thread: Ints, stream: Ints, call: Ints) -> NDArray[np.bool_]:
+    """Whether the launching thread told any stream to wait after its launch before on the same
+    stream, as ``advisor.measure.host.gaps`` asks."""
+    order = np.lexsort((call, thread))
+    told = np.where(held[order], np.arange(len(order)), -1)
+    new = np.flatnonzero(np.diff(thread[order], prepend=-1))
+    told[new] = np.where(told[new] < 0, -2 - new, told[new])
+    latest = np.maximum.accumulate(told)
+    first = np.zeros(len(order), dtype=np.int64)
+    first[new] = new
+    latest = np.where(latest >= np.maximum.accumulate(first), latest, -1)
+    before = np.full(len(order), -1)
+    for each in np.unique(stream):  # a handful of them
+        rows = np.flatnonzero(stream[order] == each)
+        before[rows[1:]] = rows[:-1]
+    found = np.zeros(len(order), dtype=bool)
+    found[order] = latest > before
+    return found
+
+
+def _host_segments(
+    whole: dict[str, Table], mine: dict[str, Table], thread: int | None
+) -> dict[str, Intervals]:
+    """When the threads of a rank are in which class; ``thread``: of one of them alone. Operators
+    are those of the whole file, calls those that were left in it."""
+
+    def rows(name: str, tables: dict[str, Table] = mine) -> Table:
+        table = tables[name]
+        if thread is None or name == "reads":
+            return table
+        keep = table["thread"] == thread
+        return {column: values[keep] for column, values in table.items()}
+
+    kernels, talks, reads, loads = rows("kernels"), rows("talks"), mine["reads"], mine["loads"]
+    launches = union(
+        np.concatenate([kernels["call"], talks["call"], reads["call"]]),
+        np.concatenate([kernels["called"], talks["called"], reads["called"]]),
+    )
+    sync = union(reads["wait"], reads["closed"] - 600)
+    ranges = [rows(name, whole) for name in ("kernels", "talks", "reads")]
+    operators = union(
+        np.concatenate([part["op"] for part in ranges]),
+        np.concatenate([part["closed"] for part in ranges]),
+    )
+    return {
+        "loader": union(loads["start"], loads["end"]),
+        "sync": sync,
+        "launch": launches,
+        "dispatch": subtract(operators, join(launches, sync)),
+    }
+
+
+def _causes(
+    idle: Intervals, begin: Ints, until: Ints, device: _Device, host: dict[str, Intervals]
+) -> dict[str, Intervals]:
+    """Idle time by cause: as ``advisor.measure.host.gaps`` tells it, for programs like ours."""
+    part = intersect(idle, Intervals(begin, until))
+    which = np.searchsorted(idle.start, part.start, side="right") - 1
+    following = np.searchsorted(device.start, idle.end[which], side="left")
+    tail = following >= len(device.start)
+    at = np.minimum(following, len(device.start) - 1)
+    returned = np.where(tail, part.end, device.called[at])
+    upto = np.minimum(np.maximum(returned, part.start), part.end)
+    on_host = union(part.start[upto > part.start], upto[upto > part.start])
+    found = {cause: intersect(on_host, spans) for cause, spans in host.items()}
+    rest = subtract(on_host, join(*host.values()))
+    last = union(part.start[tail], part.end[tail])
+    found["end"] = intersect(rest, last)
+    dark = subtract(rest, last)
+    queued = (upto < part.end) & ~tail
+    late = part.end - upto > LATENCY_NS
+    by_end = np.argsort(device.end, kind="stable")
+    latest = np.searchsorted(device.end[by_end], part.end, side="right") - 1
+    releaser = by_end[np.maximum(latest, 0)]
+    elsewhere = (latest >= 0) & (device.stream[releaser] != device.stream[at])
+    stream = queued & device.held[at] & elsewhere
+    found["stream"] = union(upto[stream], part.end[stream])
+    soon, never = queued & ~stream & ~late, queued & ~stream & late
+    found["launch"] = join(found["launch"], union(upto[soon], part.end[soon]))
+    found["unknown"] = join(dark, union(upto[never], part.end[never]))
+    return found
+
+
+def _host_time(
+    whole: dict[str, Table], mine: dict[str, Table], spans: Intervals, count: int
+) -> dict[str, float]:
+    """The main thread's classes, ns a step."""
+    segments = {
+        name: intersect(part, spans) for name, part in _host_segments(whole, mine, MAIN).items()
+    }
+    told = {name: part.total / count for name, part in segments.items()}
+    kernels, marks = whole["kernels"], mine["steps"]
+    engine = kernels["thread"] == BACKWARD
+    step = kernels["step"][engine]
+    autograd = 0
+    if len(step):
+        first = np.flatnonzero(np.diff(step, prepend=-1))
+        last = np.append(first[1:], len(step)) - 1
+        runs = kernels["closed"][engine][last] + 1 - kernels["op"][engine][first]
+        autograd = int(runs.sum())
+    inside = union(marks["start"], marks["end"])
+    told["autograd"] = autograd / count
+    told["unrecorded"] = (spans.total - intersect(inside, spans).total) / count
+    told["unknown"] = spans.total / count - sum(told.values())
+    return {name: ns for name, ns in told.items() if ns}
+
+
+def _kernels(played: Played, spec: Ints, ns: Ints, count: int) -> dict[str, Kernel]:
+    lines: dict[tuple[str, int, int], list[Ints]] = {}
+    for each in np.unique(spec).tolist():
+        kernel = played.catalogue[each]
+        of = (kernel.name, kernel.blocks, kernel.threads)
+        lines.setdefault(of, []).append(ns[spec == each])
+    joined = {of: np.concatenate(parts) for of, parts in lines.items()}
+    first = sorted(joined, key=lambda of: (-int(joined[of].sum()), *of))[:MOST_KERNELS]
+    found = {}
+    for of in first:
+        text = "|".join(map(str, of)).encode("utf-8", "replace")
+        name = f"{of[0][:40]}#{hashlib.blake2s(text, digest_size=6).hexdigest()}"
+        values = joined[of]
+        found[name] = Kernel(len(values), float(values.sum()) / count, float(np.median(values)))
+    return found
+
+
+def _collectives(
+    played: Played, talks: Table, begin: Ints, until: Ints, exposed: Intervals
+) -> Collectives | None:
+    start, end = talks["start"], talks["end"]
+    at = np.searchsorted(begin, start, side="right") - 1
+    inside = (at >= 0) & (end <= until[np.maximum(at, 0)])
+    # sends and receives are of the step that launched them: the last may reach beyond it
+    paired = talks["peer"] >= 0
+    at, inside = np.where(paired, talks["step"], at), inside | paired
+    order = np.lexsort((end, start))
+    order = order[inside[order]]
+    if not len(order):
+        return None
+    start, end, step = start[order], end[order], at[order]
+    before = np.concatenate([start[:1], start[:-1]])
+    first = np.concatenate([[True], step[1:] != step[:-1]])
+    before[first] = np.minimum(begin[step[first]], start[first])
+    peer = talks["peer"][order]
+    sends = np.array([call.kind == "send" for call in played.calls], dtype=bool)[talks["spec"]]
+    own = talks["rank"][order]
+    source = np.where(peer < 0, -1, np.where(sends[order], own, peer))
+    told = np.stack([talks["spec"][order], talks["row"][order], source, peer])
+    rows: dict[tuple[int, int, int, int], int] = {}
+    keys: list[str] = []
+    facts: list[tuple[str, int, str, int]] = []
+    places: dict[str, int] = {}
+    alone: list[bool] = []
+    distinct, inverse = np.unique(told, axis=1, return_inverse=True)
+    seen = np.full(distinct.shape[1], len(order))
+    np.minimum.at(seen, inverse, np.arange(len(order)))
+    for each in np.argsort(seen).tolist():
+        spec, row, sender, other = (int(value) for value in distinct[:, each])
+        call = played.calls[spec]
+        groups = played.job.groups[call.groups]
+        members = groups.members[row - groups.first].tolist()
+        kind = _KIND[call.kind]
+        size = None if kind == "all_to_all" else max(call.given, call.out) * DTYPE_BYTES
+        if other < 0:
+            text = short_key(True, str(row), told_ranks(members), kind, size, None)
+        else:
+            target = other if call.kind == "send" else int(own[0])
+            text = short_key(False, str(row), told_ranks(members), kind, size, None, sender, target)
+        if text not in places:
+            places[text] = len(keys)
+            keys.append(text)
+            facts.append((str(row), len(members) if other < 0 else 2, kind, size or 0))
+            alone.append(other < 0)
+        rows[spec, row, sender, other] = places[text]
+    of_distinct = np.array([rows[int(a), int(b), int(c), int(d)] for a, b, c, d in distinct.T])
+    of = of_distinct[inverse]
+    swap = np.array([call.kind == "all_to_all" for call in played.calls], dtype=bool)
+    amount = np.maximum(talks["given"], talks["out"])[order] * swap[talks["spec"][order]]
+    number = talks["sequence"][order].copy()
+    counts: dict[tuple[int, int], int] = {}
+    for place in np.flatnonzero(peer >= 0).tolist():
+        which = (int(of[place]), int(step[place]))
+        number[place] = counts[which] = counts.get(which, -1) + 1
+    return Collectives(
+        keys=keys,
+        key=pack(of),
+        order=pack(number),
+        step=pack(step),
+        start=pack(start),
+        end=pack(end),
+        exposed=pack(covered(start, end, exposed)),
+        work=pack(start - before - covered(before, start, exposed)),
+        synchronising=[kind in _SYNCHRONISING for _, _, kind, _ in facts],
+        group=[group for group, _, _, _ in facts],
+        size=[size for _, size, _, _ in facts],
+        kind=[kind for _, _, kind, _ in facts],
+        message=[message for _, _, _, message in facts],
+        sequenced=alone,
+        amount=pack(amount) if amount.any() else None,
+    )

@@ -1,0 +1,201 @@
+"""Reports of jobs, whose figures are known because they were written down here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from advisor.advise.ranks.task import Wanted
+from advisor.measure.ranks.job_report import (
+    Alike,
+    JobFinding,
+    JobReport,
+    Missing,
+    Odd,
+    Row,
+    Spread,
+    WhatIf,
+)
+from advisor.testing import TraceBuilder
+
+NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip
+CLASSES = ["compute", "communication", "copies", "idle"]
+
+
+def job(ranks: int = 512, *, nasty: str = "", slow: int = 7) -> JobReport:
+    """A job of like ranks on hosts of eight, of which one computes 20 % longer; steps some 100 ms.
+    ``nasty`` stands in all names."""
+    draw = random.Random(1)
+    rows = []
+    for rank in range(ranks):
+        compute = 60e6 * (1.2 if rank == slow else 1.0) * draw.uniform(0.995, 1.005)
+        step = max(98e6, min(102e6, draw.gauss(100e6, 0.6e6)))
+        copies = 2e6 * draw.uniform(0.9, 1.1)
+        waits = max(0.0, 30e6 - (compute - 60e6))
+        values = [compute, waits, copies, max(0.0, step - compute - waits - copies)]
+        host = f"node-{rank // 8:03}{nasty}"
+        rows.append(Row(rank, host, f"/runs/job{nasty}/rank{rank}.json.gz", step, values))
+    middle = dict(zip(CLASSES, [60e6, 30e6, 2e6, 8e6], strict=True))
+    slower = dict(zip(CLASSES, [72e6, 18e6, 2e6, 8e6], strict=True))
+    return JobReport(
+        version="1.0",
+        source=f"/runs/job{nasty}",
+        verdict=f"Rank {slow} computes 20% slower and the others wait for it{nasty}",
+        world=ranks + 2,
+        read=ranks,
+        missing=[
+            Missing(ranks=f"{ranks}-{ranks + 1}", count=2, why=f"access denied{nasty}", path=nasty)
+        ],
+        device=f"NVIDIA H100{nasty}",
+        hosts=-(-ranks // 8),
+        step=Spread(least=98e6, low=99.2e6, median=100e6, high=100.8e6, most=102e6),
+        classes=[*CLASSES],
+        alike=[
+            Alike(
+                name=f"most{nasty}",
+                ranks=f"0-{slow - 1}, {slow + 1}-{ranks - 1}",
+                count=ranks - 1,
+                step_ns=100e6,
+                time=middle,
+            ),
+            Alike(name="computes longer", ranks=str(slow), count=1, step_ns=100e6, time=slower),
+        ],
+        odd=[
+            Odd(
+                what="rank",
+                name=str(slow),
+                ranks=str(slow),
+                kind="compute",
+                moves=False,
+                waited_ns=11.5e6,
+                last_share=0.97,
+                sure=0.9999,
+                why=f"72 ms of compute where the median rank has 60 ms{nasty}",
+            ),
+            Odd(
+                what="host",
+                name=f"node-003{nasty}",
+                ranks="24-31",
+                kind="network",
+                moves=True,
+                sure=0.95,
+            ),
+        ],
+        findings=[
+            JobFinding(
+                rule="slow-rank",
+                title=f"Rank {slow} is slower than the others{nasty}",
+                summary=f"All ranks wait 11.5 ms a step for it.{nasty}",
+                fix=f"Drain its node.{nasty}",
+                severity="warning",
+                ranks=str(slow),
+                count=1,
+                gain_ns=11.5e6,
+                low_ns=11e6,
+                high_ns=12e6,
+                place=f"train.py:12{nasty}",
+                verify=f"Profile again.{nasty}",
+            )
+        ],
+        what_if=[
+            WhatIf(
+                text=f"rank {slow} as fast as the median{nasty}",
+                gain_ns=11.5e6,
+                low_ns=11e6,
+                high_ns=12e6,
+            )
+        ],
+        rows=rows,
+        aligned=ranks,
+        error_ns=20e3,
+        not_checked={f"a rule{nasty}": f"nothing of it was recorded{nasty}"},
+        bytes_read=ranks * 20_000_000,
+        seconds=120.0,
+    )
+
+
+@pytest.fixture
+def make_job() -> Callable[..., JobReport]:
+    """:func:`job`."""
+    return job
+
+
+@pytest.fixture
+def same() -> Callable[[JobReport], bytes]:
+    """All of a report but how long it took."""
+    return lambda report: structs.replace(report, seconds=0.0).to_json()
+
+
+@pytest.fixture
+def nasty() -> str:
+    """A name that is markup to whoever does not escape it."""
+    return NASTY
+
+
+RULE = """
+import os, signal, time
+from pathlib import Path
+from advisor.core.finding import Rule
+
+HERE = Path(__file__).parent
+
+
+class Trap(Rule):
+    '''Kills its process or waits in it where a file beside it says so.'''
+
+    id = "trap"
+    category = "host"
+
+    def check(self, a):
+        name = Path(a.trace.meta.path).name
+        if (HERE / f"{name}.always").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        once = HERE / f"{name}.once"
+        if once.exists():
+            once.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (HERE / f"{name}.waits").exists():
+            time.sleep(600)
+        return iter(())
+"""
+"""A rule of somebody's own, which runs where ranks are measured."""
+
+
+@dataclass
+class Fleet:
+    """Traces of a job in a folder, and a folder of rules with traps in it."""
+
+    folder: Path
+    rules: Path
+    ranks: int
+
+    def trap(self, rank: int, kind: str) -> None:
+        """``once`` or ``always``: who measures this rank is killed; ``waits``: he never ends."""
+        (self.rules / f"rank{rank}.json.{kind}").touch()
+
+    @property
+    def wanted(self) -> Wanted:
+        """With the traps."""
+        return Wanted(rules_folder=str(self.rules))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    """Six ranks of two steps; rank n computes n µs longer."""
+    made = Fleet(tmp_path / "job", tmp_path / "traps", 6)
+    made.folder.mkdir()
+    made.rules.mkdir()
+    (made.rules / "trap.py").write_text(RULE)
+    for rank in range(made.ranks):
+        b = TraceBuilder()
+        for _ in range(2):
+            with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", 900 + rank)
+                b.sync()
+        b.write(made.folder / f"rank{rank}.json")
+    return made

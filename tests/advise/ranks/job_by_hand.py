@@ -1,0 +1,193 @@
+"""Jobs written as code, run event by event: an oracle that shares nothing with what is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from advisor.measure.ranks.summary import Advice, Collectives, Kernel, Step, Summary, pack
+
+MS = 1_000_000
+BASE = 1_700_000_000 * 10**9
+
+
+@dataclass
+class Work:
+    """Own time, ns, by class of ``Summary.per_step``."""
+
+    ns: float
+    name: str = "compute"
+
+
+@dataclass
+class Meet:
+    """A collective of some ranks; ns from the last arrival to the end."""
+
+    group: str
+    members: tuple[int, ...]
+    transfer: float
+    kind: str = "all_reduce"
+    message: int = 1 << 20
+
+
+Item = Work | Meet
+Program = Callable[[int, int], Sequence[Item]]
+"""(rank, step) -> what it does."""
+
+
+@dataclass
+class Ran:
+    """What came of it."""
+
+    summaries: list[Summary]
+    step_ns: float
+    """Mean over ranks and steps, on the true clock."""
+    waited: dict[int, float] = field(default_factory=dict)
+
+
+def run(
+    ranks: int,
+    steps: int,
+    program: Program,
+    *,
+    shift: Callable[[int], float] = lambda rank: 0.0,
+    drift: Callable[[int], float] = lambda rank: 0.0,
+    host: Callable[[int], str] = lambda rank: f"node-{rank // 8:02d}",
+    path: Callable[[int], str] = lambda rank: f"rank{rank}.json",
+    kernels: Callable[[int], dict[str, Kernel]] = lambda rank: {},
+    findings: Callable[[int], list[Advice]] = lambda rank: [],
+    sequenced: bool = True,
+) -> Ran:
+    """Each rank does its items; a Meet ends for all at the last arrival plus its transfer."""
+    queue = {r: [(s, item) for s in range(steps) for item in program(r, s)] for r in range(ranks)}
+    at = dict.fromkeys(range(ranks), 0)
+    now = dict.fromkeys(range(ranks), 0.0)
+    begun: dict[int, list[float]] = {r: [] for r in range(ranks)}
+    met: dict[int, list[tuple[Meet, int, float, float, float]]] = {r: [] for r in range(ranks)}
+    spent: dict[int, list[dict[str, float]]] = {r: [] for r in range(ranks)}
+    own = dict.fromkeys(range(ranks), 0.0)
+    waiting: dict[str, dict[int, float]] = {}
+    blocked = dict.fromkeys(range(ranks), False)
+
+    def advance(rank: int) -> Meet | None:
+        while at[rank] < len(queue[rank]):
+            step, item = queue[rank][at[rank]]
+            while len(begun[rank]) <= step:
+                begun[rank].append(now[rank])
+                spent[rank].append({})
+                own[rank] = 0.0
+            if isinstance(item, Meet):
+                waiting.setdefault(item.group, {})[rank] = now[rank]
+                blocked[rank] = True
+                return item
+            now[rank] += item.ns
+            own[rank] += item.ns
+            spent[rank][step][item.name] = float(spent[rank][step].get(item.name, 0.0) + item.ns)
+            at[rank] += 1
+        return None
+
+    todo = list(range(ranks))
+    while todo:
+        again: list[int] = []
+        for rank in todo:
+            item = advance(rank)
+            if item is None or len(waiting[item.group]) < len(item.members):
+                continue
+            arrivals = waiting.pop(item.group)
+            done = max(arrivals.values()) + item.transfer
+            for member, came in arrivals.items():
+                step, theirs = queue[member][at[member]]
+                assert isinstance(theirs, Meet)
+                met[member].append((theirs, step, came, done, own[member]))
+                own[member] = 0.0
+                now[member] = done
+                spent[member][step]["communication"] = spent[member][step].get(
+                    "communication", 0.0
+                ) + float(done - came)
+                at[member] += 1
+                blocked[member] = False
+                again.append(member)
+        todo = again
+    assert all(at[r] == len(queue[r]) for r in range(ranks)), "the programs do not fit together"
+    summaries = []
+    for rank in range(ranks):
+        ends = [*begun[rank][1:], now[rank]]
+
+        def own_clock(t: float, rank: int = rank) -> int:
+            return BASE + round(t + shift(rank) + drift(rank) * t)
+
+        names = sorted({name for step in spent[rank] for name in step})
+        lines = [
+            Step(f"ProfilerStep#{n}", own_clock(b), own_clock(e))
+            for n, (b, e) in enumerate(zip(begun[rank], ends, strict=True))
+        ]
+        per_step = {
+            name: pack(np.array([round(step.get(name, 0.0)) for step in spent[rank]], np.int64))
+            for name in names
+        }
+        mean = {name: sum(step.get(name, 0.0) for step in spent[rank]) / steps for name in names}
+        summaries.append(
+            Summary(
+                rank=rank,
+                path=path(rank),
+                host=host(rank),
+                device="NVIDIA H100",
+                world=ranks,
+                step_source="ProfilerStep",
+                steps=lines,
+                step_ns=sum(line.end - line.start for line in lines) / steps,
+                time={n: v for n, v in mean.items() if not n.startswith("idle")}
+                | {"idle": sum(v for n, v in mean.items() if n.startswith("idle"))},
+                idle={n[6:]: v for n, v in mean.items() if n.startswith("idle: ")},
+                per_step=per_step,
+                communication=mean.get("communication", 0.0),
+                kernels=kernels(rank),
+                findings=findings(rank),
+                collectives=_collectives(met[rank], own_clock, sequenced),
+            )
+        )
+    total = sum(now.values()) / ranks / steps
+    return Ran(summaries, total)
+
+
+def _collectives(
+    met: list[tuple[Meet, int, float, float, float]],
+    own_clock: Callable[[float], int],
+    sequenced: bool,
+) -> Collectives:
+    keys: dict[tuple[str, str, int], int] = {}
+    meets: list[Meet] = []
+    key, order, counts = [], [], dict[object, int]()
+    for meet, step, *_ in met:
+        name = (meet.group, meet.kind, meet.message)
+        if name not in keys:
+            keys[name] = len(meets)
+            meets.append(meet)
+        key.append(keys[name])
+        counted = name if sequenced else (name, step)
+        order.append(counts.get(counted, 0))
+        counts[counted] = order[-1] + 1
+
+    def column(values: Sequence[float]) -> np.ndarray:
+        return np.array([round(value) for value in values], dtype=np.int64)
+
+    start = [own_clock(came) for _, _, came, _, _ in met]
+    end = [own_clock(done) for _, _, _, done, _ in met]
+    return Collectives(
+        keys=[f"{group}|{kind}|{message}" for group, kind, message in keys],
+        key=pack(column(key)),
+        order=pack(column(order)),
+        step=pack(column([step for _, step, *_ in met])),
+        start=pack(column(start)),
+        end=pack(column(end)),
+        exposed=pack(column([e - s for s, e in zip(start, end, strict=True)])),
+        work=pack(column([own for *_, own in met])),
+        synchronising=[meet.kind != "send_recv" for meet in meets],
+        group=[meet.group for meet in meets],
+        size=[len(meet.members) for meet in meets],
+        kind=[meet.kind for meet in meets],
+        message=[meet.message for meet in meets],
+        sequenced=[sequenced for _ in meets],
+    )

@@ -1,0 +1,148 @@
+"""Measuring a job on a Dask cluster: a real one of two processes, of which one is really killed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from advisor.advise.ranks import cluster as home
+from advisor.advise.ranks.cluster import Cluster
+from advisor.advise.ranks.job import Done, study
+from advisor.core.errors import AdvisorError
+from advisor.measure.ranks.job_report import JobReport
+
+Same = Callable[[JobReport], bytes]
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[Any]:
+    """Two workers of one thread, each replaced when it dies; whoever kills two is to blame."""
+    distributed = pytest.importorskip("distributed", reason="the cluster extra is not installed")
+    import dask
+
+    settings = {
+        "distributed.scheduler.allowed-failures": 1,
+        "distributed.comm.timeouts.connect": "60s",
+        "distributed.logging.distributed": "critical",
+    }
+    with (
+        dask.config.set(settings),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0"
+        ) as made,
+    ):
+        yield made
+
+
+def test_a_worker_killed_in_the_middle_changes_nothing(
+    scheduler: Any, fleet: Any, same: Same
+) -> None:
+    address = scheduler.scheduler_address
+    here = study([str(fleet.folder)], workers=1, wanted=fleet.wanted)
+    assert here.read == fleet.ranks
+    links: set[str] = set()
+
+    def told(done: Done) -> None:
+        links.add(done.dashboard)
+
+    whole = study([str(fleet.folder)], cluster=address, wanted=fleet.wanted, told=told)
+    assert same(whole) == same(here)
+    assert links == {scheduler.dashboard_link}
+    fleet.trap(2, "once")
+    again = study([str(fleet.folder)], cluster=address, wanted=fleet.wanted)
+    assert not (fleet.rules / "rank2.json.once").exists(), "nobody was killed"
+    assert same(again) == same(whole)
+
+
+def test_a_file_that_kills_workers_fails_alone(scheduler: Any, fleet: Any) -> None:
+    fleet.trap(4, "always")
+    (fleet.folder / "rank1.json").write_text("{")
+    report = study([str(fleet.folder)], cluster=scheduler.scheduler_address, wanted=fleet.wanted)
+    assert report.read == fleet.ranks - 2
+    told = {item.ranks: item.why for item in report.missing}
+    assert set(told) == {"1", "4"}
+    assert "died" in told["4"]
+
+
+def test_an_address_where_nobody_answers_is_one_line() -> None:
+    pytest.importorskip("distributed", reason="the cluster extra is not installed")
+    with pytest.raises(AdvisorError, match=r"--cluster tcp://127\.0\.0\.1:1: no scheduler answers"):
+        Cluster("tcp://127.0.0.1:1", patience=1.0)
+
+
+def test_without_the_extra_the_command_that_brings_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, fleet: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(AdvisorError, match=r'--cluster needs distributed: pip install ".*cluster'):
+        study([str(fleet.folder)], cluster="tcp://127.0.0.1:8786")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("0.0.1", "the worker tcp://w:1 has advisor 0.0.1, this is "),
+        (ModuleNotFoundError("no", name="advisor"), "the worker tcp://w:1 cannot import advisor"),
+        (ValueError("odd"), r"does not run advisor \(odd\)"),
+    ],
+)
+def test_workers_with_another_advisor_are_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, answer: object, why: str
+) -> None:
+    made = client(run=lambda *_, **__: {"tcp://w:1": answer})
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: made))
+    with pytest.raises(AdvisorError, match=why):
+        Cluster("tcp://s:1")
+    assert made.closed == [True]
+
+
+def test_a_cluster_without_workers_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    made = client(wait_for_workers=wait)
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: made))
+    with pytest.raises(AdvisorError, match=r"no worker has joined .* dask worker tcp://s:1"):
+        Cluster("tcp://s:1")
+
+
+def test_workers_that_are_gone_for_long_are_given_up_and_a_short_gap_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = {"a": 2, "b": 1}
+    now = [0.0]
+    made = client(run=lambda *_, **__: {}, nthreads=lambda: threads)
+    monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=lambda *_, **__: made))
+    monkeypatch.setattr(home, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    crew = Cluster("tcp://s:1", patience=60.0)
+    assert crew.slots() == 3
+    threads = {}
+    now[0] = 10.0
+    assert crew.slots() == 3
+    now[0] = 65.0
+    assert crew.slots() == 3
+    threads = {"c": 4}
+    now[0] = 69.0
+    assert crew.slots() == 4
+    threads = {}
+    now[0] = 80.0
+    assert crew.slots() == 4
+    now[0] = 145.0
+    assert crew.slots() == 0
+
+
+def client(**acts: Any) -> Any:
+    """What stands in for Dask's client."""
+    closed: list[bool] = []
+    given = {
+        "closed": closed,
+        "close": lambda: closed.append(True),
+        "wait_for_workers": lambda *_, **__: None,
+        "dashboard_link": "",
+        **acts,
+    }
+    return SimpleNamespace(**given)

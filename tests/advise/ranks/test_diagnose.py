@@ -1,0 +1,360 @@
+"""Jobs whose fault is known: who is blamed, for what, and what it is said to be worth."""
+
+from __future__ import annotations
+
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from advisor.advise.ranks.diagnose import diagnose
+from advisor.advise.ranks.measure import summarise
+from advisor.measure.ranks.job_report import JobReport, numbers
+from advisor.measure.ranks.summary import Advice, Kernel, Step, Summary, Unread, pack, unpack
+
+sys.path.insert(0, str(Path(__file__).parent))
+from job_by_hand import MS, Item, Meet, Program, Ran, Work, run
+
+RANKS, STEPS, PIECES = 32, 6, 8
+EVERYBODY = tuple(range(RANKS))
+Extra = Callable[[int, int, int], Sequence[Item]]
+"""(rank, step, piece) -> what it does besides."""
+
+
+def data_parallel(extra: Extra, seed: int = 0, noise: float = 0.02) -> Program:
+    """Eight pieces of compute and host time a step, each ended by an all-reduce of all ranks."""
+    rng = np.random.default_rng(seed)
+    factor = rng.normal(1.0, noise, (RANKS, STEPS, PIECES))
+
+    def program(rank: int, step: int) -> list[Item]:
+        items: list[Item] = []
+        for piece in range(PIECES):
+            items.append(Work(MS * factor[rank, step, piece]))
+            items.append(Work(0.1 * MS * factor[rank, step, piece], "idle: dispatch"))
+            items += extra(rank, step, piece)
+            items.append(Meet("world", EVERYBODY, 0.2 * MS))
+        return items
+
+    return program
+
+
+def nothing(rank: int, step: int, piece: int) -> list[Item]:
+    return []
+
+
+def told(
+    extra: Extra,
+    *,
+    seed: int = 0,
+    kernels: Callable[[int], dict[str, Kernel]] = lambda rank: {},
+) -> tuple[JobReport, float]:
+    """The report, and what the step is shorter by without what is extra."""
+    ran = run(RANKS, STEPS, data_parallel(extra, seed), kernels=kernels)
+    without = run(RANKS, STEPS, data_parallel(nothing, seed))
+    return diagnose(ran.summaries), ran.step_ns - without.step_ns
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_is_blamed_where_all_are_alike(seed: int) -> None:
+    report = diagnose(run(RANKS, STEPS, data_parallel(nothing, seed)).summaries)
+    assert report.odd == []
+    assert "no rank is told from the others" in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("compute", "compute"), ("idle: loader", "input"), ("idle: python", "host")],
+)
+def test_the_rank_with_more_work_of_its_own_is_told(name: str, kind: str) -> None:
+    report, gain = told(lambda r, s, p: [Work(0.3 * MS, name)] if r == 7 else [])
+    (odd,) = report.odd
+    assert (odd.what, odd.name, odd.ranks, odd.kind, odd.moves) == ("rank", "7", "7", kind, False)
+    assert odd.sure is not None
+    assert odd.sure > 0.99
+    assert odd.gain_ns == pytest.approx(gain, rel=0.05)
+    assert odd.low_ns is not None
+    assert odd.high_ns is not None
+    assert odd.low_ns <= gain <= odd.high_ns
+    assert odd.fix
+    assert "rank 7" in report.verdict
+
+
+def test_those_who_wait_are_not_blamed_however_long_their_collectives() -> None:
+    report, _ = told(lambda r, s, p: [Work(1.0 * MS)] if r == 3 and p == 0 else [])
+    assert [odd.ranks for odd in report.odd] == ["3"]
+    waiting = report.classes.index("waiting")
+    assert min(row.values[waiting] for row in report.rows if row.rank != 3) > 0.9 * MS
+    assert next(row.values[waiting] for row in report.rows if row.rank == 3) < 0.5 * MS
+
+
+def test_a_host_is_told_as_a_host() -> None:
+    report, _ = told(lambda r, s, p: [Work(0.3 * MS, "idle: loader")] if 8 <= r < 16 else [])
+    (odd,) = report.odd
+    assert (odd.what, odd.name, odd.ranks, odd.kind) == ("host", "node-01", "8-15", "input")
+
+
+def test_a_slow_device_is_slower_at_all_kernels_and_an_imbalance_is_not() -> None:
+    def kernels(rank: int, slow: tuple[float, float]) -> dict[str, Kernel]:
+        gemm, other = slow if rank == 7 else (1.0, 1.0)
+        return {
+            "gemm#1": Kernel(50, 6 * MS * gemm, 0.12 * MS * gemm),
+            "norm#2": Kernel(50, 2 * MS * other, 0.04 * MS * other),
+        }
+
+    def more(rank: int, step: int, piece: int) -> list[Item]:
+        return [Work(0.3 * MS)] if rank == 7 else []
+
+    slow, _ = told(more, kernels=lambda rank: kernels(rank, (1.3, 1.3)))
+    uneven, _ = told(more, kernels=lambda rank: kernels(rank, (1.0, 2.2)))
+    assert [odd.kind for odd in slow.odd] == ["compute"]
+    assert "1.30 times" in slow.odd[0].why
+    assert [odd.kind for odd in uneven.odd] == ["imbalance"]
+
+
+def test_another_rank_in_each_step_is_told_as_moving() -> None:
+    order = np.random.default_rng(5).permutation(RANKS)
+    report, gain = told(lambda r, s, p: [Work(0.4 * MS)] if r == order[s] else [])
+    (odd,) = report.odd
+    assert (odd.kind, odd.moves) == ("imbalance", True)
+    assert odd.ranks == numbers(order[:STEPS].tolist())
+    assert odd.gain_ns == pytest.approx(gain, rel=0.1)
+
+
+def test_one_long_step_is_no_habit_of_its_rank() -> None:
+    report, _ = told(lambda r, s, p: [Work(0.9 * MS)] if r == 7 and s == 2 else [])
+    assert report.odd == []
+
+
+def test_links_of_one_host_are_told() -> None:
+    rng = np.random.default_rng(2)
+    factor = rng.normal(1.0, 0.02, (RANKS, STEPS, PIECES))
+
+    def program(rank: int, step: int) -> list[Item]:
+        node = rank // 4
+        members = tuple(range(4 * node, 4 * node + 4))
+        items: list[Item] = []
+        for piece in range(PIECES):
+            items.append(Work(MS * factor[rank, step, piece]))
+            items.append(Meet(f"tp{node}", members, (0.6 if node == 5 else 0.2) * MS))
+        return [*items, Meet("world", EVERYBODY, 0.1 * MS)]
+
+    ran = run(RANKS, STEPS, program, host=lambda rank: f"node-{rank // 4:02d}")
+    report = diagnose(ran.summaries)
+    (odd,) = report.odd
+    assert (odd.what, odd.name, odd.ranks, odd.kind) == ("host", "node-05", "20-23", "network")
+    # the other hosts wait for it at the end of the step: eight times 0.4 ms
+    assert odd.gain_ns == pytest.approx(8 * 0.4 * MS, rel=0.1)
+
+
+def pipeline(longer: float) -> Ran:
+    """Four stages of two ranks, six microbatches forward through them."""
+    rng = np.random.default_rng(4)
+    factor = rng.normal(1.0, 0.01, (8, STEPS, 6))
+
+    def program(rank: int, step: int) -> list[Item]:
+        stage, lane = divmod(rank, 2)
+        items: list[Item] = []
+        for batch in range(6):
+            if stage:
+                items.append(_send(stage - 1, lane))
+            work = MS * factor[rank, step, batch] * (1 + longer * (stage == 2))
+            items += [Work(work), Meet(f"tp{stage}", (2 * stage, 2 * stage + 1), 0.02 * MS)]
+            if stage < 3:
+                items.append(_send(stage, lane))
+        return items
+
+    return run(8, STEPS, program, host=lambda rank: "")
+
+
+def _send(stage: int, lane: int) -> Meet:
+    ends = (2 * stage + lane, 2 * stage + 2 + lane)
+    return Meet(f"p2p{stage}-{lane}", ends, 0.01 * MS, "send_recv")
+
+
+def test_the_long_stage_of_a_pipeline_is_told_and_its_bubbles_are_not() -> None:
+    report = diagnose(pipeline(0.4).summaries)
+    (odd,) = report.odd
+    assert (odd.what, odd.name, odd.ranks, odd.kind) == ("stage", "2", "4-5", "pipeline")
+    assert odd.gain_ns is not None
+    assert odd.gain_ns > 0
+    assert diagnose(pipeline(0.0).summaries).odd == []
+
+
+def _advice(gain: float) -> Advice:
+    return Advice(
+        rule="launch-bound",
+        title="The device waits for launches",
+        summary="It waits.",
+        severity="info",
+        gain_ns=gain,
+        low_ns=gain,
+        high_ns=gain,
+    )
+
+
+def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
+    def slow(rank: int, step: int, piece: int) -> list[Item]:
+        return [Work(0.5 * MS)] if rank == 7 else []
+
+    def job(who: set[int]) -> JobReport:
+        ran = run(
+            RANKS,
+            STEPS,
+            data_parallel(slow),
+            findings=lambda rank: [_advice(2 * MS)] if rank in who else [],
+        )
+        return diagnose(ran.summaries)
+
+    waits = job(set(EVERYBODY) - {7}).findings[0]
+    assert (waits.ranks, waits.count) == ("0-6, 8-31", 31)
+    assert waits.gain_ns == pytest.approx(0, abs=0.02 * MS)
+    late = job({7}).findings[0]
+    assert (late.ranks, late.count) == ("7", 1)
+    assert late.gain_ns == pytest.approx(2 * MS, rel=0.1)
+    everybody = job(set(EVERYBODY)).findings[0]
+    assert (everybody.ranks, everybody.count) == ("0-31", 32)
+    assert everybody.gain_ns == pytest.approx(2 * MS, rel=0.1)
+
+
+def test_ranks_that_are_not_there_are_told_and_the_rest_stands() -> None:
+    ran = run(RANKS, STEPS, data_parallel(lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []))
+    left = [summary for summary in ran.summaries if summary.rank not in (4, 5, 20)]
+    lost = [Unread(rank=rank, path=f"{rank}.json", why="access denied") for rank in (4, 5)]
+    report = diagnose(left, [*lost, Unread(rank=20, path="20.json", why="cut off")])
+    assert [(m.ranks, m.count, m.why) for m in report.missing] == [
+        ("4-5", 2, "access denied"),
+        ("20", 1, "cut off"),
+    ]
+    assert [odd.ranks for odd in report.odd] == ["7"]
+    assert report.verdict.startswith("29 ranks of 32")
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_of_a_file_that_is_cut_off_the_steps_before_the_cut_count(slow: bool) -> None:
+    extra = (lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []) if slow else nothing
+    ran = run(RANKS, STEPS, data_parallel(extra))
+    summaries = list(ran.summaries)
+    whole = summaries[7]
+    length = np.array([step.end - step.start for step in whole.steps])
+    cut = np.arange(STEPS) < 3
+    per_step = {n: pack(np.where(cut, unpack(v), 0)) for n, v in whole.per_step.items()}
+    idle = unpack(whole.per_step["idle: dispatch"])
+    per_step["idle: dispatch"] = pack(np.where(cut, idle, length))
+    summaries[7] = replace(whole, damage="cut off before its end", per_step=per_step)
+    report = diagnose(summaries)
+    assert [odd.kind for odd in report.odd] == (["compute"] if slow else [])
+    assert "7" in report.not_checked["the work of damaged files"]
+
+
+def test_a_rank_counts_once_however_many_files_it_has() -> None:
+    ran = run(RANKS, STEPS, data_parallel(nothing))
+    report = diagnose([*ran.summaries, replace(ran.summaries[4], path="copy.json")])
+    assert report.read == RANKS
+    assert len(report.rows) == RANKS
+    assert "4" in report.not_checked["further files of the same ranks"]
+
+
+def test_no_rank_at_all_and_one_without_collectives() -> None:
+    assert diagnose([]).verdict == "No rank could be read."
+    lone = Summary(rank=0, path="a.json", step_ns=0.0)
+    report = diagnose([lone])
+    assert report.step is None
+    assert report.odd == []
+    alone = run(1, 3, lambda rank, step: [Work(MS)]).summaries
+    assert diagnose(alone).verdict.startswith("1 rank, 1 ms a step")
+
+
+def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> None:
+    """README of the traces: rank 7 comes last in 5 of 8 collectives."""
+    summaries = [
+        summarise(shared_file(f"dlrm_8ranks/worker{rank}.pt.trace.json.gz")) for rank in range(8)
+    ]
+    report = diagnose(summaries)
+    (odd,) = report.odd
+    assert (odd.what, odd.name) == ("rank", "7")
+    assert odd.last_share == pytest.approx(5 / 8)
+    assert odd.sure is not None
+    assert 0.98 < odd.sure < 1
+    assert "5 of 8" in odd.why
+    assert report.aligned == 8
+    told_of = next(f for f in report.findings if f.rule == "exposed-communication")
+    assert told_of.ranks == "0-7"
+    column = {name: place for place, name in enumerate(report.classes)}
+    # the ordinary report of rank 0: 38 % of its step is communication that nothing hides
+    first = report.rows[0]
+    exposed = first.values[column["communication"]] + first.values[column["waiting"]]
+    assert exposed / first.step_ns == pytest.approx(0.38, abs=0.005)
+    assert "by rank: 0 38%, 1 56%" in told_of.summary
+    assert "all-to-all" in told_of.summary
+
+
+def large(ranks: int, steps: int, per: int, slow: int) -> list[Summary]:
+    """Data-parallel, whole columns at once: each collective ends when the last rank has come."""
+    rng = np.random.default_rng(9)
+    work = MS * rng.normal(1.0, 0.02, (ranks, steps * per))
+    work[slow] *= 1.3
+    end = np.cumsum(work.max(axis=0) + 0.1 * MS)
+    start = np.concatenate([[0.0], end[:-1]]) + work
+    clock = 3 * MS * rng.normal(size=ranks // 8)
+    base = run(2, 1, lambda rank, step: [Work(MS), Meet("world", (0, 1), 9.0)]).summaries[0]
+    assert base.collectives is not None
+    found = []
+    for rank in range(ranks):
+        own = start[rank] + clock[rank // 8]
+        over = end + clock[rank // 8]
+        begin = np.concatenate([[clock[rank // 8]], over[per - 1 : -1 : per]])
+        lines = [
+            Step(f"ProfilerStep#{n}", round(a) + 10**18, round(b) + 10**18)
+            for n, (a, b) in enumerate(zip(begin, over[per - 1 :: per], strict=True))
+        ]
+        waited = np.rint(over).astype(np.int64) - np.rint(own).astype(np.int64)
+        by_step = waited.reshape(steps, per).sum(axis=1)
+        length = np.array([line.end - line.start for line in lines])
+        index = np.arange(steps * per, dtype=np.int64)
+        columns = {
+            "key": np.zeros_like(index),
+            "order": index,
+            "step": index // per,
+            "start": np.rint(own).astype(np.int64) + 10**18,
+            "end": np.rint(over).astype(np.int64) + 10**18,
+            "exposed": waited,
+            "work": np.rint(work[rank]).astype(np.int64),
+        }
+        packed = {name: pack(values) for name, values in columns.items()}
+        found.append(
+            replace(
+                base,
+                rank=rank,
+                host=f"node-{rank // 8:03d}",
+                world=ranks,
+                steps=lines,
+                step_ns=float(length.mean()),
+                time={"compute": float((length - by_step).mean()), "idle": 0.0},
+                per_step={"compute": pack(length - by_step), "communication": pack(by_step)},
+                collectives=replace(base.collectives, size=[ranks], **packed),
+            )
+        )
+    return found
+
+
+def test_a_thousand_ranks_are_diagnosed_in_seconds_and_in_little_memory() -> None:
+    summaries = large(1024, 10, 100, slow=77)
+    tracemalloc.start()
+    begin = time.process_time()
+    report = diagnose(summaries)
+    took = time.process_time() - begin
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    (odd,) = report.odd
+    assert (odd.what, odd.name, odd.kind) == ("rank", "77", "compute")
+    # a million collectives, 100 a step: without it the last of 1,023 is some 3.2 deviations late
+    assert odd.gain_ns == pytest.approx(100 * (1.3 - 1.065) * MS, rel=0.1)
+    assert report.aligned == 1024
+    assert peak < 1 << 30
+    assert took < 60, "seconds of CPU; some 5 where memory is not traced"
+    assert len(report.to_json()) < 1 << 20

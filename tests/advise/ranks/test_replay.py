@@ -1,0 +1,80 @@
+"""The replay of a job against the job run again with the change in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from advisor.measure.ranks.join import join
+from advisor.measure.ranks.profile import profile
+from advisor.replay.ranks.replay import Change, Replay
+
+sys.path.insert(0, str(Path(__file__).parent))
+from job_by_hand import MS, Item, Meet, Program, Work, run
+
+
+def random_job(seed: int, *, factor: float = 1.0, link: float = 1.0) -> Program:
+    """Twelve ranks in groups of four and of three, own work and transfers drawn at random."""
+    rng = np.random.default_rng(seed)
+    work = rng.uniform(0.2, 2.0, (12, 4, 10))
+    transfer = rng.uniform(0.01, 0.3, (4, 10))
+
+    def program(rank: int, step: int) -> list[Item]:
+        items: list[Item] = []
+        for n in range(10):
+            scale = factor if rank == 5 else 1.0
+            items.append(Work(MS * work[rank, step, n] * scale))
+            took = transfer[step, n] * MS * link
+            if n % 3:
+                members = tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
+                items.append(Meet(f"a{rank // 4}", members, took))
+            else:
+                items.append(Meet(f"b{rank % 4}", tuple(range(rank % 4, 12, 4)), took))
+        return [*items, Work(0.3 * MS)]
+
+    return program
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_unchanged_it_is_the_measured_step(seed: int) -> None:
+    ran = run(12, 4, random_job(seed), shift=lambda rank: 2.0 * MS * (rank % 3))
+    replay = Replay(ran.summaries, profile(ran.summaries), join(ran.summaries))
+    assert replay.reason == ""
+    assert replay.error == pytest.approx(0, abs=1e-4)
+    assert replay.base == pytest.approx(ran.step_ns, rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_made_faster_is_worth_what_the_job_run_so_says(seed: int) -> None:
+    ran = run(12, 4, random_job(seed, factor=2.0))
+    replay = Replay(ran.summaries, profile(ran.summaries), join(ran.summaries))
+    factor = np.ones((12, 4))
+    factor[5] = 0.5
+    again = run(12, 4, random_job(seed, factor=1.0)).step_ns
+    # the last 0.3 ms of a step are halved here and not in the job
+    gain = replay.gain(replay.scaled(factor))
+    assert gain.gain == pytest.approx(ran.step_ns - again, abs=0.15 * MS + 0.02 * gain.gain)
+    assert gain.low <= gain.gain <= gain.high
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_faster_links_are_worth_what_the_job_run_so_says(seed: int) -> None:
+    ran = run(12, 4, random_job(seed, link=3.0))
+    replay = Replay(ran.summaries, profile(ran.summaries), join(ran.summaries))
+    again = run(12, 4, random_job(seed)).step_ns
+    gain = replay.gain(Change(transfer=replay.transfer / 3))
+    assert gain.gain == pytest.approx(ran.step_ns - again, rel=0.01)
+
+
+def test_what_is_not_on_one_clock_is_not_replayed() -> None:
+    def program(rank: int, step: int) -> list[Item]:
+        return [Work(MS), Meet("world", (0, 1), 10_000)] * 5
+
+    ran = run(2, 1, program, shift=lambda rank: rank * 300e9)
+    replay = Replay(ran.summaries, profile(ran.summaries), join(ran.summaries))
+    assert "apart" in replay.reason
+    with pytest.raises(ValueError, match="apart"):
+        replay.gain(Change())

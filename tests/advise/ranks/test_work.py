@@ -1,0 +1,188 @@
+"""Orders to answers: how often, how many at once, and what becomes of those who do not answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from advisor.advise.ranks.sources import Source
+from advisor.advise.ranks.task import Order, perform
+from advisor.advise.ranks.work import RETRIES, Died, results
+from advisor.measure.ranks.summary import Summary, Unread, encode
+
+Act = Callable[[int, int], bytes]
+
+
+def orders(count: int) -> list[Order]:
+    return [Order(source=Source(url=f"rank{n}", at=f"rank{n}", rank=n)) for n in range(count)]
+
+
+def answer(rank: int) -> bytes:
+    return encode(Summary(rank=rank, path=f"rank{rank}"))
+
+
+class Crew:
+    """Workers whose acts are written down here: ``act(rank, how many-th time)``."""
+
+    def __init__(self, act: Act, slots: int = 3) -> None:
+        self.act = act
+        self.count = slots
+        self.times: Counter[int] = Counter()
+        self.busy = self.most = 0
+        self.beside: dict[tuple[int, int], int] = {}
+        """(rank, time) -> how many others were being performed when it began."""
+        self.abandoned: list[Any] = []
+        self.lock = threading.Lock()
+
+    def slots(self) -> int:
+        return self.count
+
+    def submit(self, order: bytes) -> Future[bytes]:
+        rank = msgspec.msgpack.decode(order, type=Order).rank
+        made: Future[bytes] = Future()
+        with self.lock:
+            self.times[rank] += 1
+            self.beside[rank, self.times[rank]] = self.busy
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+            now = self.times[rank]
+        threading.Thread(target=self._perform, args=(made, rank, now), daemon=True).start()
+        return made
+
+    def _perform(self, made: Future[bytes], rank: int, now: int) -> None:
+        try:
+            data = self.act(rank, now)
+        except BaseException as error:
+            with self.lock:
+                self.busy -= 1
+            made.set_exception(error)
+        else:
+            with self.lock:
+                self.busy -= 1
+            made.set_result(data)
+
+    def abandon(self, answer: Any) -> None:
+        self.abandoned.append(answer)
+
+    def bytes_of(self, answer: Any) -> bytes:
+        data: bytes = answer.result()
+        return data
+
+
+def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots() -> None:
+    crew = Crew(lambda rank, _: answer(rank))
+    moved: list[int] = []
+    found = list(results(orders(20), crew, said=moved.append))
+    assert sorted(one.rank for one in found) == list(range(20))
+    assert all(isinstance(one, Summary) for one in found)
+    assert set(crew.times.values()) == {1}
+    assert crew.most <= 3
+    assert sum(moved) == sum(len(answer(rank)) for rank in range(20))
+
+
+def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_alone() -> None:
+    def act(rank: int, now: int) -> bytes:
+        if rank == 4 and now == 1:
+            raise Died("killed")
+        return answer(rank)
+
+    crew = Crew(act)
+    found = list(results(orders(8), crew))
+    assert sorted(one.rank for one in found if isinstance(one, Summary)) == list(range(8))
+    assert crew.times[4] == 2
+    assert crew.beside[4, 2] == 0
+
+
+def test_an_order_that_kills_is_given_up_with_the_reason_and_takes_none_with_it() -> None:
+    def act(rank: int, now: int) -> bytes:
+        if rank == 2:
+            raise Died("its process was killed by signal 9")
+        return answer(rank)
+
+    crew = Crew(act)
+    found = list(results(orders(6), crew))
+    (lost,) = [one for one in found if isinstance(one, Unread)]
+    assert (lost.rank, lost.path) == (2, "rank2")
+    assert "signal 9, 3 times" in lost.why
+    assert crew.times[2] == 1 + RETRIES
+    assert len(found) == 6
+
+
+def test_of_several_that_a_cluster_blames_only_the_guilty_one_is_given_up() -> None:
+    """Dask blames whatever waited at a worker that died."""
+
+    def act(rank: int, now: int) -> bytes:
+        if rank == 1 or (rank == 3 and now == 1):
+            raise Died("the workers that read it died", counted=RETRIES)
+        return answer(rank)
+
+    crew = Crew(act)
+    found = list(results(orders(5), crew))
+    assert [one.rank for one in found if isinstance(one, Unread)] == [1]
+    assert crew.times[3] == 2
+
+
+def test_one_that_a_cluster_alone_blames_kills_no_more_workers() -> None:
+    def act(rank: int, now: int) -> bytes:
+        if rank == 1:
+            raise Died("the workers that read it died", counted=RETRIES)
+        return answer(rank)
+
+    crew = Crew(act)
+    found = list(results(orders(5), crew))
+    assert [one.rank for one in found if isinstance(one, Unread)] == [1]
+    assert crew.times[1] == 1
+
+
+def test_what_takes_too_long_is_given_up_and_the_others_are_not() -> None:
+    over = threading.Event()
+
+    def act(rank: int, now: int) -> bytes:
+        if rank == 0:
+            over.wait(60)
+        return answer(rank)
+
+    crew = Crew(act)
+    began = time.monotonic()
+    found = list(results(orders(4), crew, seconds=0.5))
+    assert time.monotonic() - began < 50
+    over.set()
+    (lost,) = [one for one in found if isinstance(one, Unread)]
+    assert lost.rank == 0
+    assert "not done within" in lost.why
+    assert len(crew.abandoned) == 1
+    assert len(found) == 4
+
+
+def test_without_any_worker_left_the_rest_is_told_as_unread() -> None:
+    crew = Crew(lambda rank, _: answer(rank))
+
+    def act(rank: int, now: int) -> bytes:
+        crew.count = 0
+        return answer(rank)
+
+    crew.act = act
+    found = list(results(orders(9), crew))
+    assert sorted(one.rank for one in found) == list(range(9))
+    assert any(isinstance(one, Unread) and "no worker is left" in one.why for one in found)
+
+
+def test_an_answer_that_is_no_summary_is_that_ranks_failure() -> None:
+    crew = Crew(lambda rank, _: b"\xff" if rank == 1 else answer(rank))
+    found = list(results(orders(3), crew))
+    assert [one.rank for one in found if isinstance(one, Unread)] == [1]
+
+
+def test_an_order_of_another_version_is_refused_by_the_worker() -> None:
+    order = Order(source=Source(url="rank3", at="rank3", rank=3), version="0.0.0")
+    told = msgspec.msgpack.decode(perform(msgspec.msgpack.encode(order)))["unread"]
+    assert told["rank"] == 3
+    assert "install the same" in told["why"]
+    told = msgspec.msgpack.decode(perform(b"nonsense"))["unread"]
+    assert "knows no such order" in told["why"]

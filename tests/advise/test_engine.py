@@ -1,0 +1,183 @@
+"""The engine: order by what each finding adds, folding, failing rules, configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from advisor.advise.engine import Options, analyze
+from advisor.advise.execution import FAILED, run_rules
+from advisor.advise.registry import load_rules, read_config
+from advisor.core.errors import AdvisorError
+from advisor.core.finding import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.core.trace import Run
+from advisor.read.file import read_bytes
+from advisor.render.formats import REPORTS
+from advisor.testing import TraceBuilder
+
+
+class Broken(Rule):
+    """A rule of a user's that has a bug in it, and must not take the others down with it at all."""
+
+    id = "broken"
+    title = "Something"
+    category = "host"
+
+    def check(self, a: object) -> Iterator[Outcome]:
+        """Fail."""
+        raise ZeroDivisionError("oops")
+        yield
+
+
+class Slow(Rule):
+    """Kernels of a name could be gone: a rule made for these tests, with a gain we can foresee."""
+
+    category = "kernel"
+    validated = "real traces"
+    title = "Slow kernels"
+    pattern = ""
+    group = ""
+
+    def check(self, a: object) -> Iterator[Outcome]:
+        """Always find."""
+        yield Finding(
+            rule=self.id,
+            title=self.title,
+            summary="seen",
+            fix="remove",
+            check="look",
+            evidence=[Evidence("seen", 1, "count")],
+            edits=[Edit(op="remove", select=Select(on="gpu", name=self.pattern))],
+            alternatives=self.group,
+        )
+
+
+def rule(rule_id: str, pattern: str, group: str = "") -> Rule:
+    cls = type(rule_id, (Slow,), {"id": rule_id, "pattern": pattern, "group": group})
+    made = cls()
+    assert isinstance(made, Rule)
+    return made
+
+
+def two_kernels() -> Run:
+    """Four steps of a device that is always busy: 3 ms of one kernel, 1 ms of another."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            for name, us in (("big_kernel", 3000), ("small_kernel", 1000)):
+                with b.op("aten::mm"):
+                    b.launch(name, us)
+            b.sync()
+    return Run(traces={(-1, 0): b.trace()})
+
+
+def report(run: Run, rules: list[Rule], monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr("advisor.advise.engine.load_rules", lambda *_: rules)
+    return analyze(run, Options(config={}))
+
+
+def test_a_rule_that_fails_is_contained_and_said() -> None:
+    trace = two_kernels().traces[-1, 0]
+    from advisor.measure import Analysis
+
+    result = run_rules(-1, Analysis(trace), [Broken()])
+    assert [type(n) for n in result.not_measured] == [NotMeasured]
+    assert result.not_measured[0].why == f"{FAILED} (ZeroDivisionError: oops)"
+
+
+def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = report(two_kernels(), [rule("small", "^small"), rule("big", "^big")], monkeypatch)
+    assert [(f.rule, f.rank) for f in made.findings] == [("big", 1), ("small", 2)]  # type: ignore[attr-defined]
+    gains = [f.worth.gain_ns for f in made.findings]  # type: ignore[attr-defined]
+    # 3 ms and 1 ms of device work, one launch call less each
+    assert gains[0] == pytest.approx(3.0e6, rel=0.02)
+    assert gains[1] == pytest.approx(1.0e6, rel=0.02)
+
+
+def test_a_finding_that_another_explains_is_folded_under_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = report(two_kernels(), [rule("all", "kernel"), rule("small", "^small")], monkeypatch)
+    assert [(f.rule, f.folded_under) for f in made.findings] == [  # type: ignore[attr-defined]
+        ("all", None),
+        ("small", "all"),
+    ]
+
+
+def test_of_alternatives_only_one_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = [rule("small", "^small", "fuse"), rule("big", "^big", "fuse")]
+    made = report(two_kernels(), rules, monkeypatch)
+    assert [(f.rule, f.rank, f.folded_under) for f in made.findings] == [  # type: ignore[attr-defined]
+        ("big", 1, None),
+        ("small", None, "big"),
+    ]
+
+
+def test_a_busy_device_without_findings_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = report(two_kernels(), [], monkeypatch)
+    assert made.status == "healthy"  # type: ignore[attr-defined]
+
+
+def test_a_user_can_switch_a_rule_off_and_move_its_threshold(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.advisor.rules.launch-bound]\nmin_share = 0.5\n"
+        "[tool.advisor.rules.fp32-matmul]\nenabled = false\n"
+    )
+    rules = {r.id: r for r in load_rules(config=read_config(tmp_path))}
+    assert rules["launch-bound"].min_share == 0.5  # type: ignore[attr-defined]
+    assert "fp32-matmul" not in rules
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[tool.advisor.rules.no-such-rule]\nx = 1\n", "no such rule"),
+        ("[tool.advisor.rules.launch-bound]\nno_option = 1\n", "no option"),
+        ('[tool.advisor.rules.launch-bound]\nmin_share = "a"\n', "must be a number"),
+        ("[tool.advisor.rules]\nlaunch-bound = 3\n", "must be tables"),
+        ("[tool.advisor", "cannot be read"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(AdvisorError, match=why):
+        load_rules(config=read_config(tmp_path))
+
+
+def test_rules_of_a_folder_are_loaded_and_bad_ones_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from advisor.core.finding import Rule\n"
+        "class Mine(Rule):\n    '''Mine.'''\n    id = 'mine'\n    category = 'host'\n"
+        "    def check(self, a):\n        return iter(())\n"
+    )
+    assert "mine" in {r.id for r in load_rules(tmp_path, {})}
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    with pytest.raises(AdvisorError, match=r"bad\.py: ZeroDivisionError"):
+        load_rules(tmp_path, {})
+
+
+def test_without_a_device_the_operators_that_take_the_time_are_told() -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.op("aten::linear", host_us=9.5), b.op("aten::mm", host_us=29.5):
+            pass
+        with b.step(), b.op("aten::mm", host_us=9.5):
+            pass
+    report = analyze(Run(traces={(-1, 0): b.trace()}), Options(config={}))
+    # own time: linear 9.5 + 0.5 after what is inside; a step is on average half of both
+    found = [(o.name, o.ns / 1e3, o.share, o.count) for o in report.operators]
+    assert found == [("aten::mm", 20.0, 0.8, 1.0), ("aten::linear", 5.0, 0.2, 0.5)]
+    assert "ops     aten::mm 80% · aten::linear 20%" in REPORTS.render("terminal", report)
+
+
+def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_may() -> None:
+    b = TraceBuilder()
+    for number in range(3):
+        with b.step(number):
+            b.launch("gemm", 100)
+            b.sync()
+    for trace, told in ((read_bytes(b.json()), True), (b.trace(), False)):
+        limits = analyze(Run({(-1, 0): trace}), Options(config={})).limits
+        assert any("too little to tell" in line for line in limits) is told

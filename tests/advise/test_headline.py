@@ -1,0 +1,220 @@
+"""A recorded run has one step time: that of its own steps. The profiled window's is explained."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from advisor.advise.engine import Options, analyze
+from advisor.core.report import Report
+from advisor.core.run_directory import RankRecord
+from advisor.render.formats import REPORTS
+from advisor.testing import TraceBuilder
+from advisor.testing.record import RecordBuilder, write_run
+
+OPTIONS = Options(config={})
+MS = 1_000_000
+
+
+def window() -> bytes:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            b.loader_wait(3000)
+            with b.op("aten::mm"):
+                b.launch("ampere_sgemm_128x64_nn", 6000)
+            b.sync()
+    return b.json()
+
+
+def run_of(
+    *parts: tuple[int, float], profiled: float, rest: tuple[int, float] = (0, 0)
+) -> RankRecord:
+    """Steps of so many ms, four that a window kept, and more steps."""
+    r = RecordBuilder()
+    for count, ms in parts:
+        r.steps(count, ms)
+    first = sum(count for count, _ in parts)
+    r.event("window", window=0, state="open", reason="schedule")
+    r.steps(4, profiled, window=0)
+    r.event("window", window=0, state="done", steps=[first, first + 3], file="trace_w0.json.gz")
+    r.steps(*rest)
+    r.event("end", steps=first + 4 + rest[0], reason="finished")
+    return r.build()
+
+
+def report_of(folder: Path, record: RankRecord) -> Report:
+    write_run(folder, {0: record})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(window()))
+    return analyze(folder, OPTIONS)
+
+
+def texts(report: Report) -> dict[str, str]:
+    made = {
+        "terminal": REPORTS.render("terminal", report),
+        "markdown": REPORTS.render("markdown", report),
+        "html": REPORTS.render("html", report),
+        "notebook": REPORTS.render("notebook", report),
+        "github": REPORTS.render("github", report),
+        "sarif": REPORTS.render("sarif", report),
+    }
+    return {name: " ".join(text.split()) for name, text in made.items()}
+
+
+@pytest.fixture(scope="module")
+def trace_alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    file = tmp_path_factory.mktemp("alone") / "trace.json"
+    file.write_bytes(window())
+    return analyze(file, OPTIONS)
+
+
+def test_a_trace_alone_leads_with_its_own_step(trace_alone: Report) -> None:
+    assert trace_alone.step is None
+    assert trace_alone.step_ns == trace_alone.scope.step_ns > 0
+
+
+def test_all_renderers_lead_with_the_runs_own_step(tmp_path: Path, trace_alone: Report) -> None:
+    profiled = trace_alone.scope.step_ns
+    report = report_of(tmp_path / "run", run_of((40, 6), profiled=profiled / MS, rest=(40, 6)))
+    assert report.step is not None
+    assert report.step_ns == report.step.ns == 6 * MS
+    assert report.step.window_ns == report.scope.step_ns == profiled
+    assert report.step.longer == pytest.approx(profiled / (6 * MS) - 1)
+    for name, text in texts(report).items():
+        assert "6 ms step" in text, name
+        if name in ("terminal", "markdown", "html"):
+            assert f"{profiled / 6e6 - 1:.0%} longer than the run" in text, name
+
+
+def test_gains_are_of_the_runs_step_with_the_windows_share(
+    tmp_path: Path, trace_alone: Report
+) -> None:
+    profiled = trace_alone.scope.step_ns
+    report = report_of(tmp_path / "run", run_of((40, 6), profiled=profiled / MS, rest=(40, 6)))
+    before = {finding.rule: finding for finding in trace_alone.findings}
+    assert before
+    for finding in report.findings:
+        if finding.rule not in before:
+            continue
+        alone, here = before[finding.rule].worth, finding.worth
+        assert alone is not None and here is not None
+        assert alone.gain_ns is not None and here.gain_ns is not None
+        assert here.share == pytest.approx(alone.share)
+        assert here.gain_ns == pytest.approx(alone.gain_ns * 6 * MS / profiled, abs=1)
+        assert here.gain_ns / (6 * MS) == pytest.approx(alone.share, abs=1e-6)
+        # what the device does takes as long with and without a profiler: up to the time saved there
+        assert here.low_ns is not None and alone.high_ns is not None
+        assert here.low_ns <= here.gain_ns
+        assert here.high_ns == pytest.approx(min(alone.high_ns, 6 * MS), rel=0.01)
+    assert {finding.rule for finding in report.findings} >= before.keys()
+
+
+def test_a_gain_need_not_grow_with_steps_longer_than_the_windows(
+    tmp_path: Path, trace_alone: Report
+) -> None:
+    profiled = trace_alone.scope.step_ns
+    report = report_of(tmp_path / "run", run_of((40, 30), profiled=profiled / MS, rest=(40, 30)))
+    before = {finding.rule: finding.worth for finding in trace_alone.findings}
+    shared = [finding for finding in report.findings if finding.rule in before]
+    assert shared
+    for finding in shared:
+        alone, here = before[finding.rule], finding.worth
+        assert alone is not None and here is not None and alone.gain_ns is not None
+        assert here.gain_ns == pytest.approx(alone.gain_ns * 30 * MS / profiled, abs=1)
+        assert here.low_ns == alone.low_ns
+
+
+def test_the_profilers_cost_is_told_as_such(tmp_path: Path) -> None:
+    report = report_of(tmp_path / "run", run_of((60, 6), profiled=9, rest=(60, 6)))
+    assert report.step is not None and not report.step.unlike
+    assert report.step.cost == pytest.approx(0.5)
+    assert "the profiler adds 50%" in texts(report)["terminal"]
+
+
+def test_a_window_unlike_its_run_is_told_and_trusted_less(
+    tmp_path: Path, trace_alone: Report
+) -> None:
+    """Steps take 6 ms, but for the 40 around the window, which take as long as those inside it."""
+    same = trace_alone.scope.step_ns / MS
+    record = run_of((300, 6), (20, same), profiled=same, rest=(20, same))
+    report = report_of(tmp_path / "run", record)
+    assert report.step is not None and report.step.unlike
+    assert report.step.cost == pytest.approx(0, abs=1e-3)
+    # 40 of 290 + 40 steps that count, but the one after the window
+    assert report.step.as_far == pytest.approx(39 / 329)
+    assert "the window is not like the run" in texts(report)["terminal"]
+    before = {finding.rule: finding.confidence for finding in trace_alone.findings}
+    shared = [finding for finding in report.findings if finding.rule in before]
+    assert shared
+    for finding in shared:
+        assert finding.confidence == pytest.approx(before[finding.rule] * 0.85)
+
+
+def test_a_window_in_a_run_of_two_kinds_of_steps_is_like_it(tmp_path: Path) -> None:
+    """Half of the steps take 9 ms, as those around the window do: that is usual in this run."""
+    report = report_of(tmp_path / "run", run_of((140, 6), (60, 9), profiled=9, rest=(60, 9)))
+    assert report.step is not None
+    assert (report.step.ns, report.step.around_ns) == (6 * MS, 9 * MS)
+    assert not report.step.unlike
+
+
+def test_a_window_like_its_run_is_not_doubted(tmp_path: Path, trace_alone: Report) -> None:
+    same = trace_alone.scope.step_ns / MS
+    report = report_of(tmp_path / "run", run_of((60, same), profiled=same, rest=(60, same)))
+    assert report.step is not None and not report.step.unlike
+    assert abs(report.step.longer or 0.0) < 0.001
+    text = texts(report)["terminal"]
+    assert "as long as the run's" in text
+    assert "longer than the run's" not in text
+
+
+def test_too_few_steps_are_no_headline(tmp_path: Path) -> None:
+    report = report_of(tmp_path / "run", run_of((5, 6), profiled=9))
+    assert report.step is None
+    assert report.step_ns == report.scope.step_ns
+
+
+# -- crashes ------------------------------------------------------------------------------------
+
+
+def crashed(reason: str, at: int, **more: object) -> RankRecord:
+    r = RecordBuilder()
+    r.steps(60 + at, 10)
+    r.event("end", steps=60 + at, reason=reason, **more)
+    return r.build()
+
+
+def test_a_crashed_rank_and_its_error_come_first_in_every_renderer(tmp_path: Path) -> None:
+    ranks = {
+        0: crashed("exception", 9, exception="DistBackendError", message="peer is gone"),
+        1: crashed("exception", 3, exception="RuntimeError", message="shape \x1b[2Jof <b>x</b>."),
+        2: crashed("interrupted", 2, exception="KeyboardInterrupt"),
+        3: crashed("finished", 5),
+    }
+    report = analyze(write_run(tmp_path / "run", ranks), OPTIONS)
+    assert [(c.rank, c.exception, c.steps) for c in report.crashes] == [
+        (1, "RuntimeError", 63),
+        (0, "DistBackendError", 69),
+    ]
+    assert report.verdict.startswith("Rank 1 ended after 63 steps with RuntimeError: shape ")
+    assert "Then rank 0 (DistBackendError) ended too." in report.verdict
+    assert report.status != "healthy"
+    for name, text in texts(report).items():
+        assert "Rank 1 ended after 63 steps with RuntimeError: shape" in text, name
+        assert "\x1b" not in text, name
+        if name in ("html", "notebook", "markdown"):
+            assert "<b>x" not in text, name
+    assert Report.from_json(report.to_json()).crashes == report.crashes
+
+
+def test_a_run_that_goes_on_after_an_exception_has_not_crashed(tmp_path: Path) -> None:
+    r = RecordBuilder()
+    r.steps(30, 10)
+    r.event("end", steps=30, reason="exception", exception="OutOfMemoryError")
+    r.steps(30, 10)
+    r.event("end", steps=60, reason="finished")
+    report = analyze(write_run(tmp_path / "run", {0: r.build()}), OPTIONS)
+    assert report.crashes == []
+    assert report.recorded is not None and report.recorded.ended == "finished"

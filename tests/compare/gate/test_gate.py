@@ -1,0 +1,333 @@
+"""``advisor gate``: baselines, exit codes, what it tells a workflow, and its action."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from advisor import cli
+from advisor.core.run_directory import MANIFEST, RANK, STEPS, Manifest, Rank, Step
+from advisor.testing import TraceBuilder
+
+ROOT = Path(__file__).resolve().parents[3]
+HOSTILE = "::error::<img src=x>\x1b[31m `|` @team\n## x"
+
+
+def trace(path: Path, kernel_us: float, *, steps: int = 8, name: str = "gemm") -> Path:
+    """Steps of one kernel; their lengths differ by some microseconds."""
+    b = TraceBuilder()
+    for number in range(steps):
+        with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+            b.host(3 * (number % 3))
+            b.launch(name, kernel_us)
+            b.sync()
+    return b.write(path)
+
+
+def run_directory(folder: Path, milliseconds: list[float], *, samples: int = 32) -> Path:
+    """A recorded run without a profiled window."""
+    rank = folder / "rank0"
+    rank.mkdir(parents=True)
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(run_id="r")))
+    (rank / RANK).write_bytes(msgspec.json.encode(Rank(rank=0)))
+    at, lines = 0, []
+    for n, ms in enumerate(milliseconds):
+        step = Step(n=n, t=at, dur=int(ms * 1e6), samples=samples)
+        lines.append(msgspec.json.encode(step))
+        at += step.dur
+    (rank / STEPS).write_bytes(b"\n".join(lines) + b"\n")
+    return folder
+
+
+@pytest.fixture
+def advisor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """``advisor("gate", …)``: the command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("us", "bound", "code", "answer"),
+    [
+        (1000, "5%", 0, "passed"),
+        (1100, "5%", 1, "regression"),
+        (1100, "15%", 0, "passed"),
+        (900, "0%", 0, "passed"),
+    ],
+)
+def test_a_run_is_held_against_the_baseline_that_was_saved(
+    advisor: Run, tmp_path: Path, us: float, bound: str, code: int, answer: str
+) -> None:
+    old, new = trace(tmp_path / "old.json", 1000), trace(tmp_path / "new.json", us)
+    assert advisor("gate", "--save", "base.json", old)[0] == 0
+    old.unlink()  # the baseline is all that is needed
+    found, out, err = advisor("gate", "base.json", new, "--max-slower", bound, "--format", "json")
+    decision = json.loads(out)
+    assert (found, decision["answer"], decision["failed"], err) == (code, answer, code == 1, "")
+    # by hand: a step is the kernel and some 20 µs of host
+    assert decision["share"] == pytest.approx(us / 1000 - 1, abs=0.01)
+    assert decision["share_low"] <= decision["share"] <= decision["share_high"]
+    assert f"exit code {code}" in advisor("gate", "base.json", new, "--max-slower", bound)[1]
+
+
+def test_steps_all_over_the_place_are_not_shown_to_be_slower_and_strict_refuses_that(
+    advisor: Run, tmp_path: Path
+) -> None:
+    wild = [10, 14, 6, 20, 8, 12] * 10
+    advisor("gate", "--save", "base.json", run_directory(tmp_path / "a", wild))
+    run = run_directory(tmp_path / "b", [9.0, 18.0, 7.0, 15.0, 12.0] * 13)
+    code, out, _ = advisor("gate", "base.json", run)
+    assert code == 0 and out.startswith("Not shown to be slower: ")
+    code, out, _ = advisor("gate", "base.json", run, "--strict")
+    assert code == 1 and "--strict" in out and "exit code 1" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"samples": 64}, "save the baseline again"),
+        (
+            {"milliseconds": [10.0] * 5},
+            "4 steps cannot tell slower from noise",
+        ),  # the first is warm-up
+    ],
+)
+def test_what_cannot_be_held_against_each_other_is_bad_input(
+    advisor: Run, tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    steps = [10.0 + n % 3 for n in range(60)]
+    advisor("gate", "--save", "base.json", run_directory(tmp_path / "a", steps))
+    other = run_directory(tmp_path / "b", **{"milliseconds": steps, **change})
+    code, out, err = advisor("gate", "base.json", other)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+def test_profiled_steps_are_not_held_against_unprofiled_ones_nor_one_gpu_against_another(
+    advisor: Run, tmp_path: Path
+) -> None:
+    advisor("gate", "--save", "base.json", trace(tmp_path / "t.json", 1000))
+    run = run_directory(tmp_path / "a", [1.0] * 60)
+    code, _, err = advisor("gate", "base.json", run)
+    assert code == 2 and "record both the same way" in err
+    base = json.loads(Path("base.json").read_text())
+    Path("base.json").write_text(json.dumps({**base, "device_name": "NVIDIA H100"}))
+    code, _, err = advisor("gate", "base.json", tmp_path / "t.json")
+    assert code == 2 and "keep a baseline for each GPU" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"schema": "advisor.baseline/2", "source": "trace", "durations_ns": []}',
+        '{"schema": "advisor.baseline/1", "source": "trace", "durations_ns": [1, "x"]}',
+        '{"schema": "advisor.baseline/1", "source": "trace", "durations_ns": [-1], "numbers": [0]}',
+        '{"schema": "advisor.baseline/1", "source": "trace", "durations_ns": [5, 5]}',
+        '{"schema": "advisor.baseline/1", "source": "trace", "durations_ns": [], "numbers": []}',
+        '{"schema": "advisor.baseline/1", ' + '"x": [' * 100_000,
+    ],
+)
+def test_a_damaged_baseline_is_one_line_and_bad_input(
+    advisor: Run, tmp_path: Path, text: str
+) -> None:
+    Path("base.json").write_text(text)
+    code, out, err = advisor("gate", "base.json", trace(tmp_path / "t.json", 1000))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_usage_is_told_in_one_line(advisor: Run, tmp_path: Path) -> None:
+    run = trace(tmp_path / "t.json", 1000)
+    for words in (
+        ("gate", run),
+        ("gate", "--save", "b.json", run, run),
+        ("gate", "--save", run, run),
+        ("gate", run, run, "--max-slower", "fast"),
+        ("gate", run, run, "--max-memory", "5%"),  # no allocator events in this trace
+    ):
+        code, _, err = advisor(*words)
+        assert (code, err.count("\n")) == (2, 1), words
+
+
+def test_a_workflow_gets_annotations_and_a_summary_that_nobody_can_write_into(
+    advisor: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = TraceBuilder()
+    for number in range(8):
+        with b.step():
+            b.loader_wait(10_000 + number % 3, workers=0)
+            with b.op(HOSTILE):
+                b.launch(HOSTILE, 900)
+            b.sync()
+    slow = b.write(tmp_path / "slow.json")
+    advisor("gate", "--save", "base.json", trace(tmp_path / "fast.json", 900))
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    Path("summary.md").write_text("before\n")
+    code, out, err = advisor("gate", "base.json", slow, "--format", "json")
+    assert code == 1 and json.loads(out)["failed"]
+    commands = err.splitlines()
+    assert commands[0].startswith("::error title=advisor gate::Regression: ")
+    assert any(line.startswith("::warning title=advisor%3A new finding::") for line in commands)
+    assert all(line.startswith(("::error title=", "::warning title=")) for line in commands)
+    assert "\x1b" not in err
+    summary = Path("summary.md").read_text()
+    assert summary.startswith("before\n### ❌ advisor gate: regression\n")
+    assert "<img" not in summary and "\n## x" not in summary and "New findings:" in summary
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))  # a folder: it cannot be appended to
+    assert advisor("gate", "base.json", slow, "--format", "json")[0] == 1
+
+
+MARKED = [
+    "a100_train_6steps.json.gz",
+    "linear_2080ti_launch_bound.json.gz",
+    "mi300x_kernels_after_steps.json.gz",
+    "v100_train_copy_heavy.json.gz",
+    "pairs/loader_autograd_workers0.json.gz",
+    "pairs/loader_profiler_workers4.json.gz",
+    "nsys/mfu_2gpu_before.sqlite",
+]
+"""Public traces with five steps or more, of several readers."""
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_real_trace_does_not_differ_from_itself(
+    advisor: Run, shared_file: Callable[[str], str], name: str
+) -> None:
+    path = shared_file(name)
+    code, out, err = advisor("gate", path, path, "--format", "json", "--max-slower", "0%")
+    assert code == 0, err
+    decision = json.loads(out)
+    assert decision["steps"][0] >= 5
+    assert (decision["answer"], decision["share"]) == ("passed", 0.0)
+    assert decision["share_high"] - decision["share_low"] < 0.05
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 8), (6, 9), (60, 60), (50, 45)])
+def test_a_comparison_of_the_same_runs_has_the_same_interval(
+    advisor: Run, tmp_path: Path, before: int, after: int
+) -> None:
+    """One method for steps that depend on each other, in both; pairs where the numbers are."""
+    runs = [
+        run_directory(tmp_path / name, [10 + slower + (n * n) % 7 / 10 for n in range(count + 20)])
+        for name, count, slower in (("one", before, 0.0), ("two", after, 0.3))
+    ]
+    decision = json.loads(advisor("gate", *runs, "--format", "json")[1])
+    steps = json.loads(advisor("compare", *runs, "--format", "json")[1])["steps"]
+    assert decision["paired"] is (before == after)
+    for name in ("share", "share_low", "share_high", "method", "statistic"):
+        assert decision[name] == steps[name], name
+
+
+def test_three_or_four_steps_are_compared_and_nothing_is_said_of_their_dependence(
+    advisor: Run, tmp_path: Path
+) -> None:
+    few, more = (trace(tmp_path / f"{n}.json", 1000, steps=n) for n in (4, 5))
+    for path, method in ((few, "Welch's t interval"), (more, "circular block bootstrap")):
+        steps = json.loads(advisor("compare", path, more, "--format", "json")[1])["steps"]
+        assert steps["method"].startswith(method)
+        told = [note for note in steps["notes"] if note.startswith("So few steps")]
+        assert bool(told) is (path == few)
+
+
+def test_a_real_pair_differs_as_its_traces_do(
+    advisor: Run, shared_file: Callable[[str], str]
+) -> None:
+    slow, fast = (
+        shared_file(f"pairs/loader_autograd_workers{workers}.json.gz") for workers in (0, 4)
+    )
+    assert advisor("gate", fast, slow)[0] == 1
+    assert advisor("gate", slow, fast, "--max-slower", "0%", "--strict")[0] == 0
+
+
+# -- the action ---------------------------------------------------------------------------------
+
+
+class Action:
+    """The steps of ``action.yml``, run as Actions runs them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.parsed = yaml.safe_load((ROOT / "action.yml").read_text())
+        self.folder = folder
+
+    def __call__(self, **given: str) -> tuple[int, str, dict[str, str]]:
+        """(exit code, stderr, outputs) of the steps whose condition holds."""
+        defaults = {name: str(i.get("default", "")) for name, i in self.parsed["inputs"].items()}
+        inputs = defaults | {name.replace("_", "-"): value for name, value in given.items()}
+        outputs = self.folder / "outputs"
+        outputs.write_text("")
+        told = ""
+        for step in self.parsed["runs"]["steps"]:
+            condition = re.fullmatch(r"inputs\.([\w-]+) == '(.*)'", step.get("if", ""))
+            if condition is not None and inputs[condition[1]] != condition[2]:
+                continue
+            assert "${{" not in step["run"], "inputs in a script are commands for who writes them"
+            env = {name: self.value(text, inputs) for name, text in step["env"].items()}
+            done = subprocess.run(
+                ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+                env={
+                    **os.environ,
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                    "GITHUB_OUTPUT": str(outputs),
+                    "GITHUB_ACTIONS": "true",
+                    "GITHUB_STEP_SUMMARY": str(self.folder / "summary.md"),
+                    **env,
+                },
+                cwd=self.folder,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=600,
+            )
+            told += done.stderr
+            if done.returncode:
+                break
+        lines = [line.partition("=") for line in outputs.read_text().splitlines()]
+        return done.returncode, told, {name: value for name, _, value in lines}
+
+    @staticmethod
+    def value(text: str, inputs: dict[str, str]) -> str:
+        found = re.fullmatch(r"\$\{\{ inputs\.([\w-]+) \}\}", text)
+        assert found is not None, text
+        return inputs[found[1]]
+
+
+def test_the_action_creates_a_baseline_passes_fails_and_refuses(tmp_path: Path) -> None:
+    action = Action(tmp_path)
+    fast = trace(tmp_path / "fast run.json", 1000)
+    slow = trace(tmp_path / "$(touch owned).json", 1200)
+    base = {"baseline": "base line.json", "install": "false"}
+    code, err, told = action(run=fast.name, create="true", **base)
+    assert (code, told) == (0, {"answer": "created"}), err
+    code, err, told = action(run=fast.name, create="true", strict="true", **base)
+    assert (code, told) == (0, {"answer": "passed"}), err
+    code, err, told = action(run=slow.name, **base)
+    assert (code, told) == (1, {"answer": "regression"}) and "::error title=" in err
+    assert json.loads((tmp_path / "advisor-gate.json").read_text())["failed"]
+    code, err, told = action(run="absent.json", **base)
+    assert (code, told) == (2, {}) and "no such file" in err
+    assert not (tmp_path / "owned").exists()
+    assert (tmp_path / "summary.md").read_text().count("### ") == 2

@@ -1,0 +1,91 @@
+"""Interval arithmetic against a twin that looks at every nanosecond."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor.core.intervals import EMPTY, Intervals, covered, gaps, intersect, join, subtract, union
+
+RANGE = 40
+
+pairs = st.lists(st.tuples(st.integers(0, RANGE), st.integers(-3, 12)), max_size=12)
+
+
+def instants(given: list[tuple[int, int]]) -> set[int]:
+    """The instants of (start, length) pairs; lengths below one cover none."""
+    return {t for start, length in given for t in range(start, start + length)}
+
+
+def made(given: list[tuple[int, int]]) -> Intervals:
+    return union([s for s, _ in given], [s + d for s, d in given])
+
+
+def points(intervals: Intervals) -> set[int]:
+    return {
+        t
+        for s, e in zip(intervals.start.tolist(), intervals.end.tolist(), strict=True)
+        for t in range(s, e)
+    }
+
+
+def check(intervals: Intervals, expected: set[int]) -> None:
+    """The right instants, and a proper set: ordered, disjoint, nothing empty, exact total."""
+    assert points(intervals) == expected
+    assert (intervals.end > intervals.start).all()
+    assert (intervals.start[1:] >= intervals.end[:-1]).all()
+    assert intervals.total == len(expected)
+
+
+@given(pairs)
+def test_a_union_covers_what_any_covers_and_merges_what_touches(given_pairs):
+    result = made(given_pairs)
+    check(result, instants(given_pairs))
+    assert (result.start[1:] > result.end[:-1]).all()
+
+
+@given(pairs, pairs)
+def test_an_intersection_is_what_both_cover(left, right):
+    check(intersect(made(left), made(right)), instants(left) & instants(right))
+
+
+@given(pairs, pairs)
+def test_a_difference_is_what_only_the_first_covers(left, right):
+    check(subtract(made(left), made(right)), instants(left) - instants(right))
+
+
+@given(pairs, pairs, pairs)
+def test_a_join_covers_what_any_set_covers(first, second, third):
+    check(
+        join(made(first), made(second), made(third)),
+        instants(first) | instants(second) | instants(third),
+    )
+
+
+@given(pairs, st.integers(-5, RANGE + 20), st.integers(-5, RANGE + 20))
+def test_gaps_are_the_uncovered_rest_of_a_span(given_pairs, start, end):
+    check(gaps(made(given_pairs), start, end), set(range(start, end)) - instants(given_pairs))
+
+
+@given(pairs, pairs)
+def test_coverage_is_counted_for_each_interval_alone(asked, by):
+    starts = np.array([s for s, _ in asked], dtype=np.int64)
+    ends = starts + np.array([d for _, d in asked], dtype=np.int64)
+    expected = [len(instants([pair]) & instants(by)) for pair in asked]
+    assert covered(starts, ends, made(by)).tolist() == expected
+
+
+def test_nothing_is_a_set_too():
+    assert len(EMPTY) == 0
+    assert EMPTY.total == 0
+    assert len(union([], [])) == 0
+    assert len(intersect(EMPTY, union([1], [5]))) == 0
+    assert subtract(union([1], [5]), EMPTY).total == 4
+    assert covered([1], [5], EMPTY).tolist() == [0]
+
+
+def test_times_of_a_day_in_nanoseconds_stay_exact():
+    day = 86_400 * 10**9
+    assert union([day, 0], [day + 1, 1]).total == 2
+    assert covered([0], [day + 1], union([day], [day + 1])).tolist() == [1]

@@ -1,0 +1,243 @@
+"""Host time by class, and the lines that take most Python time."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advisor.measure import Analysis
+from advisor.measure.host.host import HOST_SCHEMA, HOT_SCHEMA, python_hot_spots
+from advisor.measure.steps.timeline import CLASSES
+from advisor.read import read_trace
+from advisor.testing import TraceBuilder
+
+
+def classes(a: Analysis, thread: int | None = None) -> dict[str, float]:
+    """Class -> us of one thread (the main one)."""
+    table = a.host.filter(pl.col("thread") == (a.trace.main_thread if thread is None else thread))
+    return {str(name): ns / 1e3 for name, ns in table.select("class", "ns").iter_rows()}
+
+
+def test_each_instant_of_a_thread_has_one_class():
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    with b.step():
+        b.loader_wait(100)
+        with b.python("train.py(1): step"):  # 0.5 us before and after what is inside
+            b.host(20)
+            with b.op("aten::mm", host_us=2):  # and 0.5 after
+                b.launch("gemm", 50)  # a call of 5; runs 130.5 .. 180.5
+                b.call("cudaMalloc", 30)
+        with b.range("## logging ##"):
+            b.host(7)
+        b.sync()  # 165.5 .. 180.5
+        b.host(9)
+        b.launch("gemm", 1)  # a call until 194.5; runs 197.5 .. 198.5, where the step ends
+    assert classes(b.analysis()) == {
+        "loader": 100,
+        "python": 21,
+        "dispatch": 2.5,
+        "launch": 10,
+        "allocation": 30,
+        "unknown": 16,
+        "sync": 15,
+        "unrecorded": 4,
+    }
+
+
+def test_other_threads_have_their_own_time_and_the_rest_is_unrecorded():
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    with b.step():
+        with b.thread(2000), b.op("MulBackward0", host_us=40):
+            b.launch("gemm", 1)
+        b.host(100)
+    a = b.analysis()
+    other = 1 - int(a.trace.main_thread)
+    assert classes(a, other) == {"dispatch": 40.5, "launch": 5, "unrecorded": 100}
+
+
+def test_waiting_for_the_thread_that_runs_backward_is_called_that():
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    node = "autograd::engine::evaluate_function: MulBackward0"
+    with b.step():
+        with b.op("aten::mul", host_us=10):
+            pass
+        for _ in range(2):
+            with b.thread(2000), b.op(node, host_us=40):
+                pass
+            with b.thread(2000):
+                b.host(3)  # the engine looks for the next node
+        b.host(100)
+    found = classes(b.analysis())
+    # from the first node to the last: what comes after it is explained by nothing
+    assert found["autograd"] == pytest.approx(2 * 40.5 + 3, abs=1)
+    assert found["unknown"] == pytest.approx(100 + 3, abs=1)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "<built-in function _cuda_synchronize>",
+        "<built-in method synchronize of torch.cuda.Event object at 0x7f>",
+        "<built-in method item of Tensor object at 0x7f>",
+    ],
+)
+def test_a_built_in_that_waits_for_the_device_is_no_python_work(frame: str):
+    b = TraceBuilder()
+    with b.step(), b.python("train.py(1): step"):
+        b.launch("gemm", 50)
+        with b.python(frame):
+            b.host(300)
+        b.host(20)
+    a = b.analysis()
+    found = classes(a)
+    assert found["sync"] == pytest.approx(300, abs=2)
+    (spot,) = python_hot_spots(a).iter_rows(named=True)
+    assert spot["ns"] == pytest.approx(20e3, abs=2e3)
+
+
+REAL = ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "nccl_collectives",
+        "h100_bert_small_inference", "b200_eager", "alexnet", "mi250_train", "mi210_gpu_only",
+        "cupti_counters", "no_gpu_rank"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_classes_of_each_thread_add_up_to_the_window(name, shared_trace):
+    a = Analysis(read_trace(shared_trace(name)))
+    sums = a.host.group_by("thread").agg(pl.col("ns").sum())
+    assert sums.height >= 1
+    assert set(sums["ns"]) == {a.span_ns}
+    assert (a.host["ns"] > 0).all()
+    assert a.host.schema == pl.Schema(HOST_SCHEMA)
+
+
+@pytest.mark.parametrize("name", ["h100_bert_small_inference", "alexnet", "mi250_train"])
+def test_calls_of_one_class_take_the_time_of_their_rows(name, shared_trace):
+    """Launch and allocation calls are leaves of the tree, so their rows' own times add up."""
+    a = Analysis(read_trace(shared_trace(name)))
+    cpu = a.trace.cpu.filter(pl.col("dur") > 0)
+    from advisor.core.intervals import covered
+
+    ts = cpu["ts"].to_numpy()
+    inside = covered(ts, ts + cpu["dur"].to_numpy(), a.spans)
+    calls = cpu["call"].is_in(["malloc", "free", "host_alloc", "host_free"]).fill_null(False)
+    expected = int(inside[calls.to_numpy()].sum())
+    assert a.host.filter(pl.col("class") == "allocation")["ns"].sum() == expected
+
+
+# -- the timeline ------------------------------------------------------------------------------
+
+
+@st.composite
+def trees(draw):
+    """Nested and overlapping ranges on two threads, as raw events: (thread, start, duration)."""
+    count = draw(st.integers(1, 12))
+    return [
+        (draw(st.integers(1, 2)), draw(st.integers(0, 30)), draw(st.integers(0, 15)))
+        for _ in range(count)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees())
+def test_the_timeline_is_the_innermost_operator_at_each_instant(events):
+    b = TraceBuilder(gpu=None)
+    for number, (thread, start, dur) in enumerate(events):
+        b.events.append(
+            {
+                "ph": "X",
+                "cat": "cpu_op",
+                "name": f"op{number}",
+                "pid": 1,
+                "tid": thread,
+                "ts": start,
+                "dur": dur,
+                "args": {},
+            }
+        )
+    a = b.analysis()
+    cpu, line = a.trace.cpu, a.timeline
+    ts, end = cpu["ts"].to_numpy(), (cpu["ts"] + cpu["dur"]).to_numpy()
+    owner = cpu["thread"].to_numpy()
+    for thread in range(a.trace.threads.height):
+        for instant in range(500, int(end.max()) + 500, 1000):
+            seen = line.look([thread], [instant], [instant + 1])
+            assert len(seen.which) == 1
+            inside = np.flatnonzero((owner == thread) & (ts <= instant) & (end > instant))
+            assert int(seen.row[0]) == (int(inside[-1]) if len(inside) else -1)
+    # back to back, from the first instant to the last, on each thread
+    begin, finish = line.start, line.end
+    same = line.thread[1:] == line.thread[:-1]
+    assert (begin[1:][same] == finish[:-1][same]).all()
+    assert (finish > begin).all()
+
+
+def test_asking_for_a_thread_that_is_not_there_answers_unrecorded():
+    b = TraceBuilder(gpu=None)
+    with b.op("aten::mm"):
+        b.host(10)
+    seen = b.analysis().timeline.look([-1, 0, 99], [0, 0, 0], [5, 5, 5])
+    assert seen.which.tolist() == [0, 1, 2]
+    assert [CLASSES[code] for code in seen.code] == ["unrecorded", "dispatch", "unrecorded"]
+
+
+# -- hot spots ---------------------------------------------------------------------------------
+
+
+def test_python_time_goes_to_the_users_innermost_line():
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    with b.step(), b.python("train.py(1): main"):
+        for _ in range(2):
+            with b.python("metrics.py(8): update"), b.python("json/encoder.py(4): encode"):
+                b.host(100)
+        with b.op("aten::mm", host_us=50):
+            b.launch("gemm", 10)
+        b.host(30)
+    spots = python_hot_spots(b.analysis())
+    assert spots["name"].to_list() == ["metrics.py(8): update", "train.py(1): main"]
+    # each frame takes 0.5 us before and after what it contains
+    assert spots["ns"].to_list() == [2 * 102_000, 31_000]
+    assert spots["count"].to_list() == [2, 1]
+    first = spots.row(0, named=True)
+    assert (first["file"], first["line"], first["function"]) == ("metrics.py", 8, "update")
+    assert spots.schema == pl.Schema(HOT_SCHEMA)
+
+
+def test_only_python_time_in_which_the_device_waits_is_critical():
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    with b.step(), b.python("train.py(1): main"):  # 0
+        b.launch("gemm", 100)  # called at 0.5, runs 8.5 .. 108.5
+        b.host(150)  # 5.5 .. 155.5
+        b.launch("gemm", 10)  # called at 155.5, runs 163.5 .. 173.5
+        b.sync()  # the last one: the profiler's
+    (spot,) = python_hot_spots(b.analysis()).iter_rows(named=True)
+    assert spot["ns"] == 500 + 150_000 + 500
+    # 0 .. 0.5 before the first launch, 108.5 .. 155.5 before the second, 173.5 .. 174 at the end
+    assert spot["critical_ns"] == 500 + 47_000 + 500
+
+
+def test_without_stacks_there_are_no_hot_spots():
+    b = TraceBuilder()
+    with b.step(), b.op("aten::mm"):
+        b.host(10)
+    assert python_hot_spots(b.analysis()).is_empty()
+
+
+@pytest.mark.parametrize("name", ["h100_bert_small_inference", "b200_eager"])
+def test_hot_spots_of_a_real_trace_share_out_its_python_time(name, shared_trace):
+    a = Analysis(read_trace(shared_trace(name)))
+    spots = python_hot_spots(a)
+    python = a.host.filter(pl.col("class") == "python")["ns"].sum()
+    blamed = a.gaps.filter(cause="python")["dur"].sum()
+    # the rest is Python under no user frame: interpreter start-up, the profiler's caller
+    assert 0.95 * python <= spots["ns"].sum() <= python
+    assert 0.95 * blamed <= spots["critical_ns"].sum() <= blamed
+    assert (spots["critical_ns"] <= spots["ns"]).all()
+
+
+def test_the_hottest_line_of_the_b200_step_is_its_quantised_experts(shared_trace):
+    top = python_hot_spots(Analysis(read_trace(shared_trace("b200_eager")))).row(0, named=True)
+    assert top["file"].startswith("vllm/model_executor/layers/quantization/")
+    assert (top["function"], top["count"]) == ("apply", 36)  # once a layer

@@ -1,0 +1,186 @@
+"""Who waits for whom among processes without a device: gloo, simulated with two threads a process,
+against a walk over the same job microsecond by microsecond."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advisor.core.trace import Trace
+from advisor.measure import Analysis
+from advisor.measure.comm.host_comms import describe_on_host, has_host_collectives, host_work
+from advisor.measure.ranks.ranks import align, skew
+from advisor.testing import TraceBuilder
+
+TRANSFER = 40
+THREADS = 2
+
+
+class Walked(NamedTuple):
+    """What is true of a simulated job: by process and collective, µs."""
+
+    wait: np.ndarray
+    exposed: np.ndarray
+
+
+def simulate(
+    work: Sequence[Sequence[Sequence[int]]], offsets: Sequence[int]
+) -> tuple[dict[int, Analysis], Walked]:
+    """``work[process][step]``: how long it computes before each of the step's all-reduces, µs.
+
+    All-reduces run one after the other, each from when all processes have come to it; a process
+    goes on to the next step when the last one has ended.
+    """
+    count = len(work)
+    builders = [TraceBuilder(None, rank=n, world_size=count, launch_us=0) for n in range(count)]
+    now = [1000] * count
+    done: list[int] = []
+    busy: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    came: list[list[int]] = [[] for _ in range(count)]
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    steps: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    for step in range(len(work[0])):
+        begun = list(now)
+        for part in range(len(work[0][step])):
+            for n in range(count):
+                end = now[n] + work[n][step][part]
+                busy[n].append((now[n], end))
+                now[n] = end
+                came[n].append(end)
+            before = done[-1] if done else 0
+            done.append(max(before, *(c[-1] for c in came)) + TRANSFER)
+            for n in range(count):
+                free = done[-1 - THREADS] if len(done) > THREADS else 0
+                spans[n].append((max(came[n][-1], free), done[-1]))
+        for n in range(count):
+            now[n] = max(now[n], done[-1])
+            steps[n].append((begun[n], now[n]))
+    for n, b in enumerate(builders):
+        for begin, end in steps[n]:
+            b.now = begin + offsets[n]
+            with b.step():
+                b.now = end + offsets[n]
+        for begin, end in busy[n]:
+            b.now = begin + offsets[n]
+            with b.op("aten::mm", host_us=end - begin - 0.5):
+                pass
+        for number, (begin, end) in enumerate(spans[n]):
+            with b.thread(50 + number % THREADS):
+                b.now = begin + offsets[n]
+                with b.range("gloo:all_reduce"):
+                    b.now = end + offsets[n]
+
+    start = np.array([[max(c, d) for c, d in zip(one, [0, *done], strict=False)] for one in came]).T
+    latest = start.max(axis=1, keepdims=True)
+    exposed = np.zeros_like(start)
+    for k in range(len(done)):
+        for n in range(count):
+            computing = np.zeros(int(latest[k, 0]) - start[k, n], dtype=bool)
+            for begin, end in busy[n]:
+                low, high = max(begin, start[k, n]), min(end, latest[k, 0])
+                if low < high:
+                    computing[low - start[k, n] : high - start[k, n]] = True
+            exposed[k, n] = int((~computing).sum())
+    return {n: b.analysis() for n, b in enumerate(builders)}, Walked(latest - start, exposed)
+
+
+jobs = st.integers(2, 3).flatmap(
+    lambda processes: st.integers(1, 3).flatmap(
+        lambda parts: st.lists(
+            st.lists(
+                st.lists(st.integers(3, 400), min_size=parts, max_size=parts),
+                min_size=4,
+                max_size=4,
+            ),
+            min_size=processes,
+            max_size=processes,
+        )
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, st.lists(st.integers(0, 100_000), min_size=3, max_size=3))
+def test_waits_of_any_job_are_those_of_a_walk(
+    work: list[list[list[int]]], offsets: list[int]
+) -> None:
+    ranks, truth = simulate(work, offsets[: len(work)])
+    alignment = align(ranks)
+    assert alignment.error_ns == 0
+    found = skew(ranks, alignment)
+    waits = found.arrivals.pivot("rank", index="row", values="wait_ns").sort("row")
+    exposed = found.arrivals.pivot("rank", index="row", values="exposed_wait_ns").sort("row")
+    # steps much longer than the others are set aside
+    parts = len(work[0][0])
+    steps = [int(name.split("#")[1]) for name in found.collectives["step"]]
+    at = [step * parts + steps[:i].count(step) for i, step in enumerate(steps)]
+    assert len(at) >= 3 * parts
+    for n in ranks:
+        assert (waits[str(n)] / 1e3).to_list() == truth.wait[at, n].tolist()
+        assert (exposed[str(n)] / 1e3).to_list() == truth.exposed[at, n].tolist()
+
+
+def test_waits_never_count_twice() -> None:
+    """Both threads of the quick process wait at once."""
+    ranks, truth = simulate([[[10, 10]] * 4, [[300, 100]] * 4], [0, 0])
+    table = skew(ranks, align(ranks)).stragglers
+    late = table.row(1, named=True)
+    assert late["last_share"] == 1
+    step = ranks[0].step_ns
+    assert late["caused_exposed_ns"] == pytest.approx(truth.exposed[:, 0].sum() * 1e3 / 4)
+    assert late["caused_exposed_ns"] < step
+
+
+def test_operators_that_wait_are_no_work() -> None:
+    b = TraceBuilder(None)
+    with b.step():
+        with b.op("aten::mm", host_us=99.5):
+            pass
+        with b.op("_c10d_functional::wait_tensor", host_us=500):
+            pass
+        with b.op("c10d::allreduce_", host_us=50):
+            pass
+    assert host_work(b.analysis()).total == 100_000
+
+
+def test_without_gloo_there_are_none() -> None:
+    b = TraceBuilder(None)
+    with b.step(), b.op("aten::mm"):
+        pass
+    assert not has_host_collectives(b.analysis())
+    assert describe_on_host(b.analysis()).is_empty()
+    gpu = TraceBuilder()
+    with gpu.step(), gpu.op("aten::mm"):
+        gpu.launch("gemm", 10)
+    with gpu.range("gloo:all_reduce"):
+        pass
+    assert not has_host_collectives(gpu.analysis())  # its device tells
+
+
+def test_a_group_is_complete_when_all_of_the_job_are_here() -> None:
+    ranks, _ = simulate([[[10]] * 4, [[300]] * 4], [0, 0])
+    complete = skew(ranks, align(ranks)).collectives["complete"]
+    assert complete.to_list() == [True] * 4
+    larger = {n: Analysis(_of_three(a), None, None) for n, a in ranks.items()}
+    assert skew(larger, align(larger)).collectives["complete"].to_list() == [False] * 4
+
+
+def _of_three(a: Analysis) -> Trace:
+    return replace(a.trace, meta=replace(a.trace.meta, world_size=3))
+
+
+def test_names_of_other_collectives() -> None:
+    b = TraceBuilder(None)
+    with b.step():
+        for name in ("all_gather", "reduce_scatter", "broadcast", "send", "barrier"):
+            with b.range(f"gloo:{name}"):
+                b.now += 10
+    kinds = describe_on_host(b.analysis())["collective"].cast(pl.String).to_list()
+    assert kinds == ["all_gather", "reduce_scatter", "broadcast", "send_recv", "all_reduce"]

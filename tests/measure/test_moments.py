@@ -1,0 +1,119 @@
+"""Named stretches of a step: before its first device work, and across graph breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advisor.core.finding import Edit, Select
+from advisor.measure import Analysis
+from advisor.measure.steps.moments import broken_regions, graph_breaks, step_starts
+from advisor.read import read_trace
+from advisor.replay.exposed import exposed
+from advisor.testing import TraceBuilder
+
+
+def test_a_step_begins_with_the_time_to_the_first_work_launched_in_it() -> None:
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    for _ in range(3):
+        with b.step():
+            b.host(100)
+            with b.op("aten::mm", host_us=2):
+                b.launch("gemm", 50)
+            b.sync()
+    # 100 of host, 2 of operator, 5 of launch call, 3 of latency
+    assert step_starts(b.analysis()).total == 3 * 110_000
+
+
+def test_work_that_is_queued_from_the_step_before_does_not_count_as_this_step_s() -> None:
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    with b.step():
+        b.launch("gemm", 500)
+    with b.step():
+        b.host(100)
+        b.launch("gemm", 50)
+    # the first work starts after its step has ended; the second when the first is done, at 508
+    found = step_starts(b.analysis())
+    assert (found.start.tolist(), found.end.tolist()) == ([0], [508_000])
+
+
+def test_a_window_without_steps_or_device_has_no_beginning_of_a_step() -> None:
+    b, host = TraceBuilder(), TraceBuilder(gpu=None)
+    with b.op("aten::mm"):
+        b.launch("gemm", 50)
+    with host.step():
+        host.host(100)
+    assert len(step_starts(b.analysis())) == 0
+    assert len(step_starts(host.analysis())) == 0
+
+
+def test_a_break_lasts_from_the_end_of_one_graph_to_the_start_of_the_next() -> None:
+    b = TraceBuilder()
+    with b.step(), b.op("Torch-Compiled Region: 0/0", host_us=10):
+        with b.op("CompiledFunction", host_us=50):
+            pass
+        b.host(30)  # what broke the graph
+        with b.op("TorchDynamo Cache Lookup", host_us=4):
+            pass
+        with b.op("Torch-Compiled Region: 1/0", host_us=10), b.op("CompiledFunction", host_us=50):
+            pass
+    a = b.analysis()
+    assert len(broken_regions(a)) == 1
+    # 30, the lookup's 4 + 0.5, and 10 on the way into the next function
+    assert graph_breaks(a).total == 44_500
+
+
+def test_a_gap_selector_at_a_moment_is_priced_by_the_part_inside_it() -> None:
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    for _ in range(3):
+        with b.step():
+            with b.python("train.py(3): prepare"):
+                b.host(99)  # and 0.5 on either side
+            b.launch("gemm", 50)
+            b.sync()
+            with b.python("train.py(9): log"):
+                b.host(199)
+    a = b.analysis()
+
+    def price(at: Any) -> int:
+        return exposed(
+            a, Edit(op="remove", select=Select(on="gap", cause=("python",), at=at))
+        ).total
+
+    assert price("step_start") == 3 * 100_000
+    assert price("") == 3 * 300_000
+    assert price("graph_break") == 0
+
+
+def test_torch_nests_the_region_after_a_break_in_the_region_before_it(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile
+
+    class Broken(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            x = torch.relu(self.layer(x))
+            torch._dynamo.graph_break()
+            x = torch.relu(self.layer(x))
+            torch._dynamo.graph_break()
+            return self.layer(x)
+
+    model, x = Broken(), torch.randn(4, 8)
+    breaks = torch._dynamo.explain(model)(x).graph_break_count
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        compiled(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        compiled(x).sum().backward()
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    a = Analysis(read_trace(path))
+    assert breaks == 2
+    assert len(broken_regions(a)) == breaks
+    assert 0 < graph_breaks(a).total < a.span_ns

@@ -1,0 +1,73 @@
+"""Name columns: each distinct name is looked at once."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor.measure.host import names as under_test
+from advisor.measure.host.names import distinct_names, map_names, matches, remembered
+
+
+@pytest.mark.parametrize("dtype", [pl.Categorical, pl.String])
+def test_few_names_and_many_are_matched_alike(
+    dtype: type[pl.DataType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = pl.Series("name", ["aten::mm", None, "mm", "aten::bmm", "aten::mm", ""], dtype=dtype)
+    for pattern, expected in (
+        ("^aten::b?mm$", [True, False, False, True, True, False]),
+        ("nothing", [False] * 6),
+        ("^$", [False] * 5 + [True]),
+    ):
+        monkeypatch.setattr(under_test, "FEW", len(column) + 1)
+        few = matches(column, pattern)
+        monkeypatch.setattr(under_test, "FEW", 0)
+        if dtype == pl.Categorical:  # as name columns are
+            assert matches(column, pattern).to_list() == expected
+        assert few.to_list() == expected
+        assert few.name == "matches"
+    assert matches(column.clear(), "x").to_list() == []
+
+
+def test_what_was_told_of_a_name_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "MOST_REMEMBERED", 4)
+    asked: list[list[str | None]] = []
+
+    @remembered
+    def lengths(names: pl.Series) -> pl.DataFrame:
+        asked.append(names.to_list())
+        return pl.DataFrame({"length": names.str.len_chars()})
+
+    def told(*names: str | None) -> list[int | None]:
+        return lengths(pl.Series(names, dtype=pl.String))["length"].to_list()
+
+    assert told() == []
+    assert told("a", "bbb", "a") == [1, 3, 1]
+    assert told("cc", "bbb", None) == [2, 3, None]
+    assert told("bbb", "cc", "a", None) == [3, 2, 1, None]
+    assert asked[-2:] == [["a", "bbb"], ["cc", None]]
+    assert told("a", "dddd") == [1, 4]  # no room for a fifth: all over again
+    assert asked[-1] == ["a", "dddd"]
+    assert told("bbb", "a") == [3, 1]
+    many = [n * "x" for n in range(9)]
+    assert told(*many) == list(range(9))  # never kept
+    assert told("a") == [1]
+    assert asked[-2:] == [["bbb"], many]
+
+
+@given(st.lists(st.one_of(st.none(), st.sampled_from(["aten::mm", "mm", "", "b"])), max_size=30))
+def test_each_row_gets_what_its_name_gets(given_names: list[str | None]) -> None:
+    others = pl.Series([f"{n} other" for n in range(40)], dtype=pl.Categorical)
+    column = pl.Series("name", given_names, dtype=pl.Categorical)
+    for names in (column, pl.concat([others, column])[len(others) :]):  # codes not from 0 on
+        texts, which = distinct_names(names)
+        assert len(set(texts)) == len(texts)
+        assert [None if at < 0 else texts[int(at)] for at in which] == given_names
+        lengths = [None if name is None else len(name) for name in given_names]
+        assert map_names(names, len, pl.Int64).to_list() == lengths
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(under_test, "FEW", 0)
+            found = matches(names, "m$").to_list()
+        assert found == [name is not None and name.endswith("m") for name in given_names]

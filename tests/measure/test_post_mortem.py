@@ -1,0 +1,386 @@
+"""What held the memory: by hand, by a twin that counts, and on a simulated allocator."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from advisor.core.snapshot import SnapshotFrame
+from advisor.measure.memory.fragments import fragments, placement
+from advisor.measure.memory.memory_origin import origin
+from advisor.measure.memory.memory_savings import savings
+from advisor.measure.memory.post_mortem import PostMortem, post_mortems
+from advisor.read.snapshot import read_snapshot
+from advisor.testing.allocator import (
+    CALLED,
+    GIB,
+    LOOP,
+    MIB,
+    MODEL,
+    TORCH,
+    TRAIN,
+    Allocator,
+    DeviceFull,
+    Training,
+    merged,
+)
+
+
+def measured(m: Allocator, device: int = 0) -> PostMortem:
+    return PostMortem(read_snapshot([m.pickled()], "x"), device)
+
+
+def freed(post: PostMortem) -> dict[str, int]:
+    return {each.change: each.bytes for each in savings(post)}
+
+
+# -- categories ---------------------------------------------------------------------------------
+
+
+def test_each_category_holds_what_the_program_put_there() -> None:
+    m = Allocator()
+    t = Training(m, layers=4, weights=24 * MIB, activation=12 * MIB, logits=64 * MIB)
+    t.step()
+    held = t.forward()  # the second forward pass: nothing is freed before it ends
+    with m.at(*LOOP, (TRAIN, 48, "main"), (f"{TORCH}nn/functional.py", 1, "softmax")):
+        m.alloc(3 * GIB)  # the peak
+    post = measured(m)
+    assert post.by_category == {
+        "activations": 3 * GIB + 4 * (12 + 12 + 3) * MIB + 2 * 64 * MIB + 4,
+        "optimizer state": 2 * 4 * 24 * MIB,
+        "parameters": 4 * 24 * MIB,
+    }
+    assert sum(post.by_category.values()) == post.allocated == int(post.held["bytes"].sum())
+    assert len(held) == 4 * 3 + 3
+
+
+def test_gradients_are_what_backward_made_and_the_optimizer_found() -> None:
+    m = Allocator()
+    t = Training(m, late_zero=True)
+    for _ in range(3):
+        t.step()
+    with m.at(*LOOP, (TRAIN, 60, "main")):
+        m.alloc(4 * GIB)
+    assert measured(m).by_category["gradients"] == 4 * 24 * MIB
+
+
+FRAMES: dict[str, tuple[str, list[tuple[str, int, str]]]] = {
+    # innermost first
+    "a linear layer": ("forward", [(f"{TORCH}nn/modules/linear.py", 125, "forward"),
+                                   *CALLED[::-1], (TRAIN, 3, "main")]),
+    "a reset of weights": ("parameter", [(f"{TORCH}nn/init.py", 5, "_no_grad_uniform_"),
+                                         (f"{TORCH}nn/modules/linear.py", 9, "reset_parameters"),
+                                         (TRAIN, 3, "main")]),
+    "a parameter in the user's own __init__": ("parameter", [(MODEL, 9, "__init__"),
+                                                             (TRAIN, 3, "main")]),
+    "Adam's state": ("optimizer", [(f"{TORCH}optim/adam.py", 5, "_init_group"),
+                                   (f"{TORCH}optim/adam.py", 9, "step"), (TRAIN, 3, "main")]),
+    "somebody's optimizer": ("optimizer", [("/home/ada/project/my_optim.py", 5, "step"),
+                                           (TRAIN, 3, "main")]),
+    "a closure of an optimizer": ("forward", [(f"{TORCH}nn/modules/linear.py", 125, "forward"),
+                                              *CALLED[::-1], (TRAIN, 30, "closure"),
+                                              (f"{TORCH}optim/lbfgs.py", 320, "step")]),
+    "a recomputed layer": ("recomputed", [(f"{TORCH}nn/modules/linear.py", 125, "forward"),
+                                          *CALLED[::-1],
+                                          (f"{TORCH}utils/checkpoint.py", 1500, "recompute_fn"),
+                                          (f"{TORCH}utils/checkpoint.py", 1130, "unpack_hook")]),
+    "autograd, by C++ frames": ("backward", [("??", 0, "at::empty_cuda"),
+                                             ("??", 0, "MmBackward0::apply"),
+                                             ("??", 0, "torch::autograd::Engine::thread_main")]),
+    "accumulation": ("gradient", [("??", 0, "torch::autograd::AccumulateGrad::apply")]),
+    "a cuBLAS workspace": ("workspace", [("??", 0, "at::cuda::getCUDABlasLtWorkspace"),
+                                         *CALLED[::-1]]),
+    "an all-gather of FSDP": ("communication", [
+        (f"{TORCH}distributed/fsdp/_fully_shard/_fsdp_collectives.py", 5, "foreach_all_gather"),
+        *CALLED[::-1], (TRAIN, 3, "main")]),
+    "a layer inside FSDP": ("forward", [
+        (f"{TORCH}nn/modules/linear.py", 125, "forward"), *CALLED[::-1],
+        (f"{TORCH}distributed/fsdp/fully_sharded_data_parallel.py", 5, "forward"),
+        *CALLED[::-1], (TRAIN, 3, "main")]),
+    "a trainer's batch": ("input", [
+        ("/opt/venv/lib/python3.12/site-packages/accelerate/utils/operations.py", 5,
+         "send_to_device"), (TRAIN, 3, "main")]),
+    "the user's own line": ("own", [(TRAIN, 3, "main")]),
+    "nothing": ("nothing", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_stack_tells_what_an_allocation_was_for(name: str) -> None:
+    role, frames = FRAMES[name]
+    assert origin(tuple(SnapshotFrame(*frame) for frame in frames)).role == role
+
+
+def test_the_line_is_the_users_innermost_one() -> None:
+    _, frames = FRAMES["a trainer's batch"]
+    found = origin(tuple(SnapshotFrame(*frame) for frame in frames))
+    assert (found.file, found.line, found.function) == (TRAIN, 3, "main")
+
+
+# -- a brute-force twin -------------------------------------------------------------------------
+
+
+def replayed(snapshot: dict[str, Any]) -> tuple[int, int]:
+    """(most bytes at once, bytes at the end), event by event, backwards from the state."""
+    held = sum(
+        b["requested_size"]
+        for s in snapshot["segments"]
+        for b in s["blocks"]
+        if b["state"] == "active_allocated"
+    )
+    end, most = held, held
+    for event in reversed(snapshot["device_traces"][0]):
+        if event["action"] == "alloc":
+            held -= event["size"]
+        elif event["action"] == "free_requested":
+            held += event["size"]
+        most = max(most, held)
+    return most, end
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("entries", [None, 150])
+def test_any_program_adds_up_to_what_counting_backwards_gives(
+    seed: int, entries: int | None
+) -> None:
+    """Random programs, on two streams, with blocks that wait; with the whole history and with a
+    ring that has lost its start."""
+    chance = random.Random(seed)
+    m = Allocator(total=2 * GIB, max_entries=entries)
+    here: list[int] = []
+    waiting: list[int] = []
+    with m.at(*LOOP):
+        for n in range(400):
+            if waiting and chance.random() < 0.3:
+                m.complete(waiting.pop())
+            if here and chance.random() < 0.45:
+                address = here.pop(chance.randrange(len(here)))
+                later = chance.random() < 0.1
+                m.free(address, pending=later)
+                if later:
+                    waiting.append(address)
+                continue
+            with m.at((TRAIN, n % 7, "f")):
+                size = chance.choice([7, 700, 70_000, 3 * MIB, 17 * MIB])
+                try:
+                    here.append(m.alloc(size + chance.randrange(512), stream=chance.randrange(2)))
+                except DeviceFull:
+                    break
+    post = measured(m)
+    most, end = replayed(m.snapshot())
+    assert int(post.history.allocated.max()) == most
+    assert int(post.history.allocated[-1]) == end
+    assert int(post.history.reserved[-1]) == sum(s.total for s in m.segments)
+    assert sum(post.by_category.values()) == post.allocated
+    shown = post.timeline(5000)
+    summed = shown.select(pl.sum_horizontal(pl.exclude("event", "time_us", "reserved")))
+    assert summed.to_series().to_list() == post.history.allocated.tolist()
+    assert (post.history.reserved >= post.history.allocated).all() or entries is not None
+
+
+def test_a_ring_that_lost_its_start_says_so_and_keeps_the_lines_of_what_is_held() -> None:
+    whole, part = Allocator(), Allocator(max_entries=60)
+    for m in (whole, part):
+        t = Training(m)
+        for _ in range(5):
+            t.step()
+    full, late = measured(whole), measured(part)
+    assert not full.history.began_before and late.history.began_before
+    assert late.allocated == int(full.history.allocated[-len(late.history.allocated) :].max())
+    for name in ("parameters", "optimizer state"):  # held to the end: the state has their stacks
+        assert late.by_category[name] == full.by_category[name]
+
+
+def test_a_snapshot_without_history_is_its_state() -> None:
+    m = Allocator(history=False)
+    Training(m).step()
+    post = measured(m)
+    assert post.history.count == 0 and post.moment == -1
+    assert post.by_category == {"not told": 4 * 24 * MIB + 8 * 24 * MIB}
+    assert post.churn_bytes is None and post.growth.is_empty()
+
+
+def test_devices_do_not_mix() -> None:
+    one, other = Allocator(), Allocator(device=1)
+    Training(one).step()
+    with other.at(*LOOP):
+        other.alloc(5 * MIB)
+    both = read_snapshot([pickle.dumps(merged([one, other]))], "x")
+    first, second = post_mortems(both)
+    assert (first.device, second.device) == (0, 1)
+    assert_frame_equal(first.held, measured(one).held)
+    assert second.allocated == 5 * MIB
+
+
+# -- steps --------------------------------------------------------------------------------------
+
+
+def test_a_leak_is_the_line_that_leaves_the_same_behind_in_each_step() -> None:
+    m = Allocator()
+    t = Training(m, leak=5 * MIB)
+    for _ in range(12):
+        t.step()
+    post = measured(m)
+    row = post.growth.row(0, named=True)
+    assert post.growth.height == 1
+    assert (row["file"], row["line"], row["step_bytes"]) == (TRAIN, 49, 5 * MIB)
+    assert freed(post)["references"] == row["bytes"]
+
+
+def test_a_queue_that_is_emptied_is_no_leak() -> None:
+    m, kept = Allocator(), []
+    t = Training(m)
+    for _ in range(16):
+        t.step()
+        with m.at(*LOOP, (TRAIN, 70, "main")):
+            kept.append(m.alloc(8 * MIB))
+        if len(kept) > 3:
+            m.free(kept.pop(0))
+    assert measured(m).growth.is_empty()
+
+
+@pytest.mark.parametrize("source", ["annotations", "optimizer", "backward passes"])
+def test_churn_is_what_a_step_allocates(source: str) -> None:
+    m = Allocator()
+    t = Training(m)
+    if source == "backward passes":
+        t.update = lambda: None  # type: ignore[method-assign]
+    for n in range(7):
+        if source == "annotations":
+            m.annotate(f"ProfilerStep#{n}", "START")
+        t.step()
+    post = measured(m)
+    assert post.step_source == source
+    forward = 4 * 27 * MIB + 2 * 64 * MIB + 4
+    backward = 4 + 4 * (12 + 24) * MIB
+    update = 0 if source == "backward passes" else 2 * 24 * MIB
+    assert post.churn_bytes == 2 * MIB + forward + backward + update
+
+
+# -- what could not be placed -------------------------------------------------------------------
+
+
+def in_pieces(pieces: int, hole: int, total: int) -> Allocator:
+    """Segments of a hole, 4 MiB in use, and a hole; then a request that no hole holds."""
+    m = Allocator(total=total)
+    with m.at(*LOOP):
+        whole = []
+        for address in [m.alloc(2 * hole + 4 * MIB) for _ in range(pieces)]:
+            m.free(address)
+            whole.append([m.alloc(size) for size in (hole, 4 * MIB, hole)])
+        for left, _, right in whole:
+            m.free(left)
+            m.free(right)
+        with pytest.raises(DeviceFull), m.at((TRAIN, 77, "main")):
+            m.alloc(hole * 2)
+    return m
+
+
+def test_a_request_beside_enough_free_memory_in_pieces_is_told_as_such() -> None:
+    m = in_pieces(8, 30 * MIB, 8 * 64 * MIB)
+    post = measured(m)
+    found, placed = fragments(post), placement(post)
+    assert found is not None and placed is not None and post.failed_at is not None
+    assert (placed.request, placed.usable, placed.largest) == (60 * MIB, 480 * MIB, 30 * MIB)
+    assert placed.scattered and placed.fits_expandable and placed.driver == 0
+    assert post.failed_at.line == 77
+    # of each hole of 30 MiB, one page of 20
+    assert found.expandable == freed(post)["expandable segments"] == 16 * 20 * MIB
+    assert found.split == 480 * MIB and found.whole == 0
+
+
+def test_holes_below_a_page_are_not_won_by_expandable_segments() -> None:
+    m = in_pieces(8, 12 * MIB, 8 * 28 * MIB)
+    placed = placement(measured(m))
+    assert placed is not None and placed.scattered and not placed.fits_expandable
+    assert "expandable segments" not in freed(measured(m))
+
+
+def test_free_memory_of_another_stream_or_pool_is_elsewhere() -> None:
+    m = Allocator(total=200 * MIB)
+    with m.at(*LOOP):
+        kept = [m.alloc(60 * MIB, stream=7), m.alloc(60 * MIB, pool=(0, 1))]
+        tails = [m.alloc(2 * MIB, stream=7), m.alloc(2 * MIB, pool=(0, 1))]
+        for address in kept:
+            m.free(address)
+        # 2 MiB of each are in other segments, which stay
+        with pytest.raises(DeviceFull):
+            m.alloc(190 * MIB)
+    placed = placement(measured(m))
+    assert placed is not None and tails
+    assert placed.usable == 0 and placed.elsewhere > 0 and not placed.scattered
+
+
+def test_a_snapshot_that_was_taken_after_things_were_let_go_of_tells_no_placement() -> None:
+    m = Allocator(total=GIB)
+    with m.at(*LOOP):
+        first = m.alloc(900 * MIB)
+        with pytest.raises(DeviceFull):
+            m.alloc(400 * MIB)
+        m.free(first)
+    post = measured(m)
+    assert post.allocated == 900 * MIB and post.request == 400 * MIB
+    assert placement(post) is None
+
+
+# -- what a fix frees ---------------------------------------------------------------------------
+
+
+def at_the_end_of_forward(**how: Any) -> tuple[Allocator, Training]:
+    m = Allocator()
+    t = Training(m, **how)
+    for _ in range(3):
+        t.step()
+    t.forward()
+    with m.at(*LOOP, *CALLED, (MODEL, 80, "forward")):
+        m.alloc(2 * GIB)
+    return m, t
+
+
+def test_checkpointing_keeps_the_last_block_of_each_call_and_one_call_whole() -> None:
+    m, _ = at_the_end_of_forward(layers=30, activation=96 * MIB, logits=MIB)
+    each = next(s for s in savings(measured(m)) if s.change == "checkpointing")
+    call, kept = (96 + 96 + 24) * MIB, 24 * MIB
+    assert each.bytes == 30 * call - 30 * kept - (call - kept)
+    assert (each.file, each.line) == (MODEL, 62)
+
+
+def test_checkpointing_is_what_a_run_with_it_holds_less() -> None:
+    """The same program, layers recomputed: what it holds at the end of the forward pass."""
+    layers, activation = 12, 96 * MIB
+    m, _ = at_the_end_of_forward(layers=layers, activation=activation, logits=MIB)
+    before = measured(m)
+    kept = layers * activation // 4
+    whole = activation * 2  # the two inner ones of the layer that is computed again
+    weights = before.by_category["parameters"] + before.by_category["optimizer state"]
+    after = weights + kept + whole + 2 * MIB + 4 + 2 * GIB
+    assert before.allocated - freed(before)["checkpointing"] == after
+
+
+def test_logits_are_what_the_loss_holds_and_its_like() -> None:
+    m, _ = at_the_end_of_forward(logits=1 * GIB)
+    assert freed(measured(m))["smaller logits"] == 2 * GIB - 2 * GIB // 8
+
+
+def test_gradients_that_are_held_in_a_forward_pass_are_worth_letting_go_of() -> None:
+    m = Allocator()
+    t = Training(m, layers=8, weights=64 * MIB, logits=MIB, late_zero=True)
+    for _ in range(3):
+        t.step()
+    t.forward()
+    with m.at(*LOOP, *CALLED, (MODEL, 80, "forward")):
+        m.alloc(GIB)
+    assert freed(measured(m))["set_to_none"] == 8 * 64 * MIB
+
+
+def test_outputs_of_the_step_before_are_worth_letting_go_of() -> None:
+    m = Allocator()
+    t = Training(m, kept_outputs=True, logits=256 * MIB)
+    for _ in range(5):
+        t.step()
+    assert freed(measured(m))["references"] == 256 * MIB

@@ -1,0 +1,183 @@
+"""Which spans of time the analysis is about: found, closed, set aside, selected."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from advisor.measure import Analysis
+from advisor.measure.steps.steps import extent, find_steps, step_of
+from advisor.read import read_trace
+from advisor.testing import TraceBuilder
+
+
+def loop(lengths: list[float], between: float = 0.0) -> TraceBuilder:
+    """One ProfilerStep of each length, us, with ``between`` after each."""
+    b = TraceBuilder()
+    for length in lengths:
+        with b.step():
+            b.host(length)
+        b.host(between)
+    return b
+
+
+def test_a_step_lasts_until_the_next_one_starts():
+    steps = find_steps(loop([100, 120, 110], between=5).trace())
+    assert steps.source == "ProfilerStep"
+    assert steps.table["name"].to_list() == ["ProfilerStep#0", "ProfilerStep#1", "ProfilerStep#2"]
+    assert steps.table["dur"].to_list() == [105_000, 125_000, 110_000]
+    assert steps.spans.total == 340_000
+    assert len(steps.spans) == 1
+
+
+def test_a_pause_between_steps_belongs_to_none():
+    b = loop([100, 100])
+    b.host(1000)  # an evaluation, say: more than half a step
+    with b.step():
+        b.host(100)
+    steps = find_steps(b.trace())
+    assert steps.table["dur"].to_list() == [100_000, 100_000, 100_000]
+    assert len(steps.spans) == 2
+
+
+def test_the_last_step_ends_with_the_work_it_launched():
+    b = loop([100, 100])
+    with b.step():
+        b.launch("gemm", 400)  # called at 200, runs from 208 to 608
+        b.host(95)
+    steps = find_steps(b.trace())
+    assert steps.table["end"][-1] == 608_000
+
+
+def test_work_launched_after_the_last_step_does_not_lengthen_it():
+    b = loop([100, 100])
+    b.launch("gemm", 400)
+    assert find_steps(b.trace()).table["end"][-1] == 200_000
+
+
+def test_a_last_step_that_the_recording_cut_off_is_not_used():
+    steps = find_steps(loop([100, 110, 90, 10]).trace())
+    assert steps.table["used"].to_list() == [True, True, True, False]
+
+
+def test_the_cut_off_step_does_not_count_among_the_three_that_must_stay():
+    # without the 10 there are three: the long one stays, however long it is
+    steps = find_steps(loop([100, 1000, 90, 10]).trace())
+    assert steps.table["used"].to_list() == [True, True, True, False]
+
+
+def test_a_long_step_is_measured_but_set_aside():
+    steps = find_steps(loop([400, 100, 101, 99, 100]).trace())
+    assert steps.table["outlier"].to_list() == [True, False, False, False, False]
+    assert steps.used["index"].to_list() == [1, 2, 3, 4]
+    assert steps.table["dur"][0] == 400_000
+
+
+def test_three_steps_stay_three_whatever_their_length():
+    assert not find_steps(loop([100, 1000, 100]).trace()).table["outlier"].any()
+    four = find_steps(loop([100, 1000, 100, 100]).trace())
+    assert four.table["outlier"].to_list() == [False, True, False, False]
+
+
+def test_steps_that_vary_a_lot_have_no_outlier():
+    # median 200, distances to it 100, 100, 0, 100, 100: five of them allow 700
+    assert not find_steps(loop([100, 100, 200, 300, 300]).trace()).table["outlier"].any()
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [((1, 3), [1, 2]), ((None, 2), [0, 1]), ((-1, None), [3]), ((2, None), [2, 3]), ((9, 12), [])],
+)
+def test_a_range_of_steps_can_be_selected(select, expected):
+    trace = loop([100, 100, 100, 100]).trace()
+    assert find_steps(trace, select).used["index"].to_list() == expected
+
+
+def test_a_selected_cut_off_step_alone_is_kept():
+    assert find_steps(loop([100, 100, 10]).trace(), (2, 3)).used["index"].to_list() == [2]
+
+
+def test_the_recorders_own_ranges_are_the_second_choice():
+    b = TraceBuilder()
+    for number in range(3):
+        with b.range(f"advisor::step {number}"):
+            b.host(100)
+    assert find_steps(b.trace()).source == "recorder"
+
+
+def optimizer_loop(names: list[str], steps: int) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(steps):
+        b.host(90)
+        for name in names:
+            with b.range(name):
+                b.host(10)
+    return b
+
+
+def test_without_marks_a_step_is_from_one_optimizer_step_to_the_next():
+    steps = find_steps(optimizer_loop(["Optimizer.step#AdamW.step"], 5).trace())
+    assert steps.source == "optimizer"
+    assert steps.table["dur"].to_list() == [100_000] * 4
+
+
+def test_two_optimizers_in_a_loop_are_one_step():
+    names = ["Optimizer.step#Shampoo.step", "Optimizer.step#EMAOptimizer.step"]
+    steps = find_steps(optimizer_loop(names, 5).trace())
+    assert steps.table["dur"].to_list() == [110_000] * 4
+
+
+def test_too_few_optimizer_steps_are_no_period():
+    steps = find_steps(optimizer_loop(["Optimizer.step#AdamW.step"], 3).trace())
+    assert steps.source == "whole trace"
+    assert steps.table["dur"].to_list() == [300_000 - 90_000]  # from the first event to the last
+
+
+def test_the_whole_trace_is_one_step_and_overhead_is_no_work():
+    b = TraceBuilder()
+    b.overhead("Buffer Flush", 500)
+    with b.op("aten::mm", host_us=10):
+        b.launch("gemm", 50)  # 515 .. 565 after a call at 510; the op ends at 515.5
+    trace = b.trace()
+    assert extent(trace) == (500_000, 568_000)
+    assert find_steps(trace).spans.total == 68_000
+
+
+def test_steps_of_another_thread_are_not_mixed_in():
+    b = loop([100, 100, 100])
+    with b.thread(2000), b.range("ProfilerStep#7"):
+        b.host(100)
+    assert find_steps(b.trace()).table.height == 3
+
+
+def test_an_instant_knows_its_step_and_an_interval_the_first_it_touches():
+    steps = find_steps(loop([400, 100, 101, 99, 100]).trace())  # step 0 is set aside
+    at = np.array([0, 400_000, 499_999, 500_000, 799_999, 800_000])
+    assert step_of(steps, at).to_list() == [None, 1, 1, 2, 4, None]
+    start, end = np.array([300_000, 300_000]), np.array([400_000, 400_001])
+    assert step_of(steps, start, end).to_list() == [None, 1]
+
+
+def test_no_instants_and_no_steps_are_no_trouble():
+    trace = loop([100]).trace()
+    assert len(step_of(find_steps(trace), np.zeros(0, dtype=np.int64))) == 0
+    assert step_of(find_steps(trace, (5, 6)), np.array([3])).to_list() == [None]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "count", "window_ms"),
+    [
+        # ProfilerStep starts to the end of the last one's device work, read from the files by hand
+        ("a100_train_6steps", "ProfilerStep", 6, 465.171),
+        ("v100_train_copy_heavy", "ProfilerStep", 6, 745.277),
+        ("h100_bert_small_inference", "ProfilerStep", 1, 4.426),
+        ("mi250_train", "ProfilerStep", 1, 9.325),
+    ],
+)
+def test_steps_of_real_traces(name, source, count, window_ms, shared_trace):
+    a = Analysis(read_trace(shared_trace(name)))
+    assert (a.steps.source, a.step_count) == (source, count)
+    assert a.span_ns / 1e6 == pytest.approx(window_ms, abs=1e-3)
+    names = a.steps.used.select(pl.col("name").str.contains(r"^ProfilerStep#\d+$"))
+    assert names.to_series().all()

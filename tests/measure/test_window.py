@@ -1,0 +1,316 @@
+"""What is in the recorded window and is not the steps': work of before, backlogs, holes, first
+calls."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import polars as pl
+import pytest
+
+from advisor.advise.engine import Options, analyze
+from advisor.compare.statistics import autocorrelation
+from advisor.measure import Analysis
+from advisor.measure.device.lost import lost_records
+from advisor.read import open_run, read_trace
+from advisor.testing import TraceBuilder
+
+Shared = Callable[[str], str]
+OPTIONS = Options(config={})
+
+
+@pytest.fixture(scope="module")
+def rewriting() -> ModuleType:
+    file = Path(__file__).parents[1] / "replay" / "rewriting.py"
+    spec = importlib.util.spec_from_file_location("window_rewriting", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["window_rewriting"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def kernels_of(data: dict) -> list[dict]:
+    return [e for e in data["traceEvents"] if str(e.get("cat")).lower() == "kernel"]
+
+
+def calls_of(data: dict) -> list[dict]:
+    wanted = ("cuda_runtime", "cuda_driver", "hip_runtime", "runtime")
+    return [e for e in data["traceEvents"] if str(e.get("cat")).lower() in wanted]
+
+
+# -- work launched before the recording -------------------------------------------------------
+
+
+def test_kernels_of_before_the_recording_are_nobodys_work(shared_trace: Shared, rewriting):
+    path = shared_trace("h100_qwen_inference")
+    data = rewriting.load(path)
+    called = {e["args"].get("correlation") for e in calls_of(data)}
+    own = [e for e in kernels_of(data) if e["args"]["correlation"] in called]
+    before = [e for e in kernels_of(data) if e["args"]["correlation"] not in called]
+    assert len(before) > 400 and len(own) > 1000
+    a = Analysis(read_trace(path))
+    kernel = (a.trace.gpu["kind"] == "kernel").to_numpy()
+    assert int((a.earlier & kernel).sum()) == len(before)
+    assert int((a.in_window & kernel).sum()) == len(own)
+    work = [
+        e
+        for e in data["traceEvents"]
+        if e.get("cat") in rewriting.WORK and e["args"]["correlation"] in called
+    ]
+    assert a.families["dur"].sum() == pytest.approx(sum(e["dur"] for e in work) * 1e3, rel=1e-6)
+    # the host waited for them first: the step begins when the last of them is done
+    drained = max(e["ts"] + e["dur"] for e in before)
+    end = max(e["ts"] + e["dur"] for e in own)
+    assert a.step_ns / 1e3 == pytest.approx(end - drained, rel=0.02)
+    limits = analyze(path, OPTIONS).limits
+    told = f"{len(before)} kernels ({sum(e['dur'] for e in before) / 1e3:.1f} ms)"
+    assert any(told in line for line in limits)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "linear_2080ti_launch_bound"])
+def test_what_was_launched_before_a_later_start_of_the_recording_is_found(
+    shared_trace: Shared, rewriting, tmp_path: Path, name: str
+):
+    """The host's first third is cut away, the device's records stay."""
+    data = rewriting.load(shared_trace(name))
+    host = [e for e in data["traceEvents"] if e.get("ph") == "X" and not rewriting.on_device(e)]
+    host = [e for e in host if e.get("cat") not in ("Trace", None)]
+    launched = sorted(e["ts"] for e in calls_of(data) if "LaunchKernel" in e["name"])
+    cut = launched[len(launched) // 3]
+    gone = {
+        e["args"]["correlation"]
+        for e in calls_of(data)
+        if e["ts"] < cut and "correlation" in e.get("args", {})
+    }
+    early = {id(e) for e in host if e["ts"] < cut}
+    cut_data = {**data, "traceEvents": [e for e in data["traceEvents"] if id(e) not in early]}
+    expected = sum(e["args"]["correlation"] in gone for e in kernels_of(data))
+    a = Analysis(read_trace(rewriting.save(cut_data, tmp_path / "cut.json")))
+    found = a.earlier & (a.trace.gpu["kind"] == "kernel").to_numpy()
+    assert int(found.sum()) == expected > 10
+    assert not a.lost.told
+
+
+# -- hosts that run ahead -----------------------------------------------------------------------
+
+
+def test_kernels_after_the_hosts_marks_are_their_steps_work(shared_trace: Shared):
+    a = Analysis(read_trace(shared_trace("mi300x_kernels_after_steps")))
+    # the device's own ranges, written by the profiler, are the steps
+    assert a.steps.used.height == 10
+    ranges = [2482.527, 4191.222, 323.282, 324.684, 2452.762, 4003.024, 395.028, 435.408, 3542.26]
+    assert a.steps.used["dur"][:9].to_numpy() / 1e3 == pytest.approx(ranges, rel=0.02)
+    assert a.breakdown.busy.total / a.span_ns > 0.99
+    assert int(a.in_window.sum()) == 20  # two a step; nine were launched before the recording
+    assert a.trace.gpu.filter(pl.Series(a.earlier))["op"].null_count() == 9
+
+
+def ahead(host: float, device: float, steps: int = 5) -> TraceBuilder:
+    """A loop whose host needs ``host`` us a step and whose device ``device``."""
+    b = TraceBuilder()
+    for _ in range(steps):
+        with b.step():
+            for _ in range(4):
+                b.launch("gemm", device / 4)
+            b.host(host)
+    b.sync()
+    return b
+
+
+def test_a_step_of_a_host_that_runs_ahead_is_the_devices_period():
+    steps = Analysis(ahead(host=400, device=1000).trace()).steps
+    assert steps.used["dur"].to_numpy() == pytest.approx(1e6, rel=0.01)
+    assert steps.host_ns is not None and steps.host_ns < 0.5e6
+    assert steps.ahead_ns is not None and steps.ahead_ns == pytest.approx(1.15e6, rel=0.2)
+
+
+def test_a_device_that_keeps_up_has_the_hosts_steps():
+    steps = Analysis(ahead(host=1000, device=400).trace()).steps
+    assert steps.ahead_ns is None
+    assert steps.marks is steps.table
+
+
+def test_the_ends_of_a_window_do_not_distort_the_steps(shared_trace: Shared, rewriting):
+    path = shared_trace("pairs/loader_profiler_workers4")
+    data = rewriting.load(path)
+    marks = sorted(
+        (e["ts"], e["ts"] + e["dur"])
+        for e in data["traceEvents"]
+        if str(e.get("name")).startswith("ProfilerStep#") and not rewriting.on_device(e)
+    )
+    called = {e["args"].get("correlation"): e["ts"] for e in calls_of(data)}
+    launched = [
+        (called[c], e["ts"]) for e in kernels_of(data) if (c := e["args"]["correlation"]) in called
+    ]
+    first = [min(began for at, began in launched if ts <= at < end) for ts, end in marks]
+    period = np.diff(first).mean() * 1e3
+    assert period / 1e6 == pytest.approx(117.3, abs=0.1)
+    a = Analysis(read_trace(path))
+    assert a.step_ns == pytest.approx(period, rel=0.005)
+    durations = a.steps.used["dur"].to_numpy().astype(float)
+    assert durations.std() / durations.mean() < 0.02  # 14 % by the host's marks
+    assert autocorrelation(durations) is not None
+    assert any("The host runs ahead" in line for line in analyze(path, OPTIONS).limits)
+
+
+# -- lost records -------------------------------------------------------------------------------
+
+LOSING = ["alexnet", "linear_2080ti_launch_bound", "b200_eager", "h100_bert_small_inference"]
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_nothing_is_concluded_from_holes_in_the_records(
+    shared_trace: Shared, rewriting, tmp_path: Path, name: str
+):
+    path = shared_trace(name)
+    assert lost_records(read_trace(path)).lost == 0
+    data = rewriting.load(path)
+    thin = rewriting.thinned(data, 0.4)
+    gone = len(kernels_of(data)) - len(kernels_of(thin))
+    report = analyze(rewriting.save(thin, tmp_path / "thin.json"), OPTIONS)
+    trace = read_trace(str(tmp_path / "thin.json"))
+    assert lost_records(trace).lost == pytest.approx(gone, abs=4)  # but the very last
+    assert report.status == "limited"
+    assert report.verdict.startswith("The profiler lost")
+    assert not report.findings
+    assert not report.idle
+    assert any("lost the records" in line for line in report.limits)
+
+
+def test_a_trace_whose_kernels_were_all_lost_says_so(shared_trace: Shared):
+    limits = analyze(shared_trace("a100_kernels_lost"), OPTIONS).limits
+    assert any("260 calls): the profiler lost the records of all" in line for line in limits)
+
+
+def test_launches_into_a_captured_graph_lose_nothing():
+    trace = ahead(400, 1000).trace()
+    assert lost_records(trace) == (20, 0)
+
+
+def test_copies_alone_say_nothing_of_overlap(shared_trace: Shared, rewriting, tmp_path: Path):
+    data = rewriting.load(shared_trace("pairs/particle_batch32"))
+    kernels = {e["args"]["correlation"] for e in kernels_of(data)}
+    kept = [
+        e for e in data["traceEvents"] if (e.get("args") or {}).get("correlation") not in kernels
+    ]
+    only = {**data, "traceEvents": kept}
+    report = analyze(rewriting.save(only, tmp_path / "copies.json"), OPTIONS)
+    assert report.status == "limited"
+    assert not report.findings
+    assert "no kernel" in report.verdict
+
+
+def test_a_file_of_a_few_events_is_too_little(shared_trace: Shared):
+    path = shared_trace("triton_example")
+    report = analyze(path, OPTIONS)
+    assert report.status == "limited"
+    events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+    work = {"cpu_op", "cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy", "user_annotation"}
+    pieces = sum(e.get("ph") == "X" and e.get("cat") in work for e in events)
+    assert f"too little was recorded for advice ({pieces} pieces of" in report.verdict
+
+
+# -- links --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mi300_timesformer_inference", "alexnet", "b200_eager"])
+def test_external_ids_tie_kernels_to_their_very_calls(
+    shared_trace: Shared, rewriting, tmp_path: Path, name: str
+):
+    path = shared_trace(name)
+    data = rewriting.load(path)
+    for e in [*calls_of(data), *(e for e in data["traceEvents"] if rewriting.on_device(e))]:
+        (e.get("args") or {}).pop("correlation", None)
+    with_ids = read_trace(path).gpu
+    without = read_trace(rewriting.save(data, tmp_path / "bare.json")).gpu
+    named = without["external"].is_not_null()
+    assert named.mean() > 0.99
+    assert (without["launch"].filter(named) == with_ids["launch"].filter(named)).mean() > 0.99
+
+
+def test_a_gpu_that_has_another_number_in_the_events_is_still_named(shared_trace: Shared):
+    report = analyze(shared_trace("mi300_timesformer_inference"), OPTIONS)
+    assert report.scope.device_name == "AMD Instinct MI300X VF"
+    assert report.scope.device_known
+
+
+# -- several ranks ------------------------------------------------------------------------------
+
+
+def test_ranks_merged_into_one_file_are_ranks_again(
+    shared_trace: Shared, rewriting, tmp_path: Path
+):
+    files = [shared_trace("two_ranks_rank0"), shared_trace("two_ranks_rank1")]
+    merged = []
+    for number, file in enumerate(files):  # as TraceLens' TraceFusion does it
+        for e in rewriting.events(rewriting.load(file)):
+            new = {**e, "args": {**(e.get("args") or {}), "rank": number}}
+            for owner, key in ((new, "pid"), (new, "id"), (new["args"], "correlation")):
+                if isinstance(owner.get(key), int):
+                    owner[key] += number * 10**8
+            if e.get("cat") != "Trace":
+                merged.append(new)
+    path = rewriting.save({"traceEvents": merged}, tmp_path / "merged.json")
+    apart = open_run(files)
+    together = open_run(path)
+    assert together.ranks == apart.ranks == [0, 1]
+    for number in (0, 1):
+        one, other = apart.window(number), together.window(number)
+        assert other.gpu.height == one.gpu.height
+        assert Analysis(other).step_ns == Analysis(one).step_ns
+        assert Analysis(other).breakdown.totals() == Analysis(one).breakdown.totals()
+    report = analyze(together, OPTIONS)
+    assert report.ranks is not None
+    assert [line.rank for line in report.ranks.lines] == [0, 1]
+
+
+def test_traces_that_are_not_of_one_run_are_told_a_line_each(shared_trace: Shared):
+    names = ["triton_example", "h100_bert_small_inference", "mi250_train"]
+    report = analyze([shared_trace(name) for name in names], OPTIONS)
+    assert report.status == "limited"
+    assert report.verdict.startswith("These 3 traces do not look like")
+    assert not report.findings and report.ranks is None
+    for name in names:
+        assert sum(line.startswith(f"{name}.json.gz: ") for line in report.limits) == 1
+
+
+# -- first calls --------------------------------------------------------------------------------
+
+
+def test_the_first_call_of_an_operator_is_named_and_blamed_apart():
+    b = TraceBuilder()
+    for number in range(6):
+        with b.step(), b.op("aten::convolution", host_us=50_000 if number == 0 else 100):
+            b.launch("conv", 50)
+    a = Analysis(b.trace())
+    assert a.one_off["name"].to_list() == ["aten::convolution"]
+    assert a.one_off["count"][0] == 6
+    blamed = a.gaps.group_by("cause").agg(pl.col("dur").sum())
+    compiling = blamed.filter(pl.col("cause") == "compile")["dur"].sum()
+    others = blamed.filter(pl.col("cause") != "compile")["dur"].sum()
+    assert compiling + others < 60e6
+    assert others < 5e6
+
+
+def test_a_first_call_that_waits_for_the_device_cost_nothing_extra():
+    b = TraceBuilder()
+    for number in range(6):
+        with b.step(), b.op("aten::item"):
+            b.launch("gemm", 50_000 if number == 0 else 10)
+            b.sync()
+    assert Analysis(b.trace()).one_off.is_empty()
+
+
+def test_search_and_loading_of_a_real_first_iteration_are_named(shared_trace: Shared):
+    report = analyze(shared_trace("alexnet"), OPTIONS)
+    line = next(line for line in report.limits if line.startswith("One-off costs"))
+    assert "aten::cudnn_convolution 10.8 s (first of 10 calls" in line
+    assert not report.findings

@@ -1,0 +1,217 @@
+"""Members of archives that lie elsewhere, and archives that are made to do harm."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from tests.remote.faulty import Fault, Server
+
+from advisor.advise.ranks.sources import locate, opened
+from advisor.core.errors import AdvisorError
+from advisor.read import open_run
+from advisor.read.remote import archives, fetch
+from advisor.read.remote.places import find
+from advisor.read.remote.source import Source
+
+Made = Callable[[int], bytes]
+
+
+def zipped(files: dict[str, bytes], packing: int = zipfile.ZIP_DEFLATED) -> bytes:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", packing) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return held.getvalue()
+
+
+def tarred(files: dict[str, bytes], mode: str = "w", links: dict[str, str] | None = None) -> bytes:
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, data in files.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(data)
+            archive.addfile(header, io.BytesIO(data))
+        for name, target in (links or {}).items():
+            for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+                header = tarfile.TarInfo(name)
+                header.type, header.linkname = kind, target
+                archive.addfile(header)
+    return held.getvalue()
+
+
+def refused(url: str) -> str:
+    """The one line that opening gives."""
+    with pytest.raises(AdvisorError) as caught:
+        open_run(url)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("packing", ["zip", "stored zip", "tar", "tar.gz", "tar.bz2", "tar.xz"])
+def test_a_run_is_read_from_an_archive(web: Server, trace_bytes: Made, packing: str) -> None:
+    files = {f"job/rank{rank}/trace.json": trace_bytes(rank) for rank in (0, 2)}
+    files["job/readme.txt"] = b"no trace"
+    kind = "zip" if "zip" in packing else "tar"
+    if kind == "zip":
+        plain = "stored" in packing
+        made = zipped(files, zipfile.ZIP_STORED if plain else zipfile.ZIP_DEFLATED)
+    else:
+        made = tarred(files, f"w:{packing.removeprefix('tar').strip('.')}")
+    web.state.files["/a"] = made
+    run = open_run(f"{kind}://job::{web.url}/a")
+    assert run.ranks == [0, 2]
+    shown = f"{kind}://job/rank2/trace.json::{web.url}/a"
+    assert run.traces[2, 0].meta.path == shown
+    (one,) = locate([f"{kind}://**/*.json::{web.url}/a"], "2")
+    assert (one.url, one.rank, one.size) == (shown, 2, len(trace_bytes(2)))
+    with opened(one) as path:
+        assert path.read_bytes() == trace_bytes(2)
+
+
+def test_a_member_of_a_plain_tar_is_fetched_without_the_rest(web: Server) -> None:
+    files = {f"rank{rank}.json": bytes([rank]) * 5_000_000 for rank in range(8)}
+    web.state.files["/a.tar"] = tarred(files)
+    (one,) = locate([f"tar://::{web.url}/a.tar"], "6")
+    web.state.asked.clear()
+    with opened(one) as path:
+        assert path.read_bytes() == files["rank6.json"]
+    assert web.state.asked["GET /a.tar"] == 2  # blocks of 4 MiB
+
+
+def test_a_tar_that_changes_meanwhile_is_not_believed(
+    web: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web.state.files["/a.tar"] = tarred({"rank0.json": bytes(10_000_000)})
+    (one,) = locate([f"tar://::{web.url}/a.tar"])
+    write = fetch._Copy._write
+
+    def changing(self: fetch._Copy, out: BinaryIO, block: bytes) -> None:
+        web.state.etags["/a.tar"] = '"2"'
+        write(self, out, block)
+
+    monkeypatch.setattr(fetch._Copy, "_write", changing)
+    with pytest.raises(AdvisorError, match="changed while it was read"), opened(one):
+        pass
+
+
+def test_one_in_an_archive_on_this_machine(tmp_path: Path, trace_bytes: Made) -> None:
+    (tmp_path / "a.zip").write_bytes(zipped({"rank5.json": trace_bytes(5)}))
+    assert open_run(f"zip://rank5.json::file://{tmp_path}/a.zip").ranks == [5]
+    assert open_run(f"zip://*::{tmp_path}/a.zip").ranks == [5]
+
+
+@pytest.mark.parametrize("name", ["../../evil.json", "/etc/evil.json", "a/../../../evil.json"])
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_a_name_leads_out_of_nothing(
+    web: Server, trace_bytes: Made, tmp_path: Path, kind: str, name: str
+) -> None:
+    files = {name: trace_bytes(0), "good.json": trace_bytes(1)}
+    web.state.files["/a"] = zipped(files) if kind == "zip" else tarred(files)
+    source = Source(url="shown", at=f"{kind}://{name}::{web.url}/a")
+    inside = tmp_path / "a" / "b" / "c"
+    inside.mkdir(parents=True)
+    with opened(source, folder=inside) as path:
+        assert path.name == "evil.json"
+        assert path.resolve().is_relative_to(inside)
+        assert path.read_bytes() == trace_bytes(0)
+        written = [one for one in tmp_path.rglob("[!.]*") if one.is_file()]
+        assert written == [path]
+    assert "good.json" in [
+        one.at.partition("::")[0][6:] for one in locate([f"{kind}://::{web.url}/a"])
+    ]
+
+
+def test_links_in_a_tar_are_not_there(web: Server, trace_bytes: Made) -> None:
+    made = tarred({"rank0.json": trace_bytes(0)}, links={"rank1.json": "/etc/passwd"})
+    web.state.files["/a.tar"] = made
+    assert [one.rank for one in locate([f"tar://::{web.url}/a.tar"])] == [0]
+    (one,) = find(f"tar://rank0.json::{web.url}/a.tar", lambda names: names)
+    assert one.offset is not None
+    with (
+        pytest.raises(AdvisorError, match="no such file"),
+        opened(Source(url="u", at=f"tar://rank1.json::{web.url}/a.tar")),
+    ):
+        pass
+
+
+def test_a_member_that_unpacks_to_more_than_the_bound_is_refused(web: Server) -> None:
+    web.state.files["/a.zip"] = zipped({"bomb.json": bytes(50_000_000)})
+    (one,) = locate([f"zip://::{web.url}/a.zip"])
+    assert len(web.state.files["/a.zip"]) < 100_000
+    with pytest.raises(AdvisorError, match="larger than 10 MB"), opened(one, most=10**7):
+        pass
+
+
+def test_a_member_that_lies_about_its_size_brings_no_more_than_that(web: Server) -> None:
+    honest = zipped({"bomb.json": bytes(50_000_000)})
+    size = struct.pack("<I", 50_000_000)
+    assert honest.count(size) == 2  # before the member, and in the table of contents
+    web.state.files["/a.zip"] = honest.replace(size, struct.pack("<I", 1000))
+    with pytest.raises(AdvisorError, match=r"a\.zip: not an archive that can be read"):
+        for one in locate([f"zip://::{web.url}/a.zip"]):
+            with opened(one):
+                pass
+
+
+def test_an_archive_of_too_many_files_is_refused(
+    web: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "MOST_MEMBERS", 10)
+    many = {f"rank{rank}.json": b"{}" for rank in range(12)}
+    web.state.files |= {"/a.zip": zipped(many), "/a.tgz": tarred(many, "w:gz")}
+    assert "more than 10 files" in refused(f"zip://::{web.url}/a.zip")
+    assert "more than 10 files" in refused(f"tar://::{web.url}/a.tgz")
+
+
+def test_a_table_of_contents_is_not_read_at_any_length(
+    web: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "MOST_AT_ONCE", 100_000)
+    web.state.files["/a.zip"] = zipped({f"{'x' * 1000}{n}": b"" for n in range(200)})
+    assert "table of contents is too long" in refused(f"zip://::{web.url}/a.zip")
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
+        header = tarfile.TarInfo("rank0.json")
+        header.pax_headers = {"comment": "x" * 1_000_000}
+        archive.addfile(header)
+    web.state.files["/a.tgz"] = held.getvalue()
+    assert "table of contents is too long" in refused(f"tar://::{web.url}/a.tgz")
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_what_is_no_archive_is_told(web: Server, kind: str) -> None:
+    web.state.files["/a"] = b"<html>log in</html>" * 100
+    assert f"{web.url}/a: not an archive that can be read" in refused(f"{kind}://::{web.url}/a")
+    good = (
+        zipped({"rank0.json": b"{}" * 5000}) if kind == "zip" else tarred({"a.json": b"{}"}, "w:gz")
+    )
+    web.state.files["/b"] = good[: len(good) // 2]
+    assert "not an archive that can be read" in refused(f"{kind}://::{web.url}/b")
+    assert "no such file" in refused(f"{kind}://::{web.url}/none")
+
+
+def test_an_archive_on_a_server_that_fails_now_and_then(web: Server, trace_bytes: Made) -> None:
+    web.state.files["/a.zip"] = zipped({"rank0.json": trace_bytes(0), "rank1.json": trace_bytes(1)})
+    web.state.faults["a.zip"] = Fault(status=503, times=2)
+    assert open_run(f"zip://::{web.url}/a.zip").ranks == [0, 1]
+
+
+def test_an_archive_without_ranges_is_told(web: Server, trace_bytes: Made) -> None:
+    web.state.files["/a.zip"] = zipped({"rank0.json": trace_bytes(0)})
+    web.state.ranges = False
+    assert "cannot be read in parts; download it first" in refused(f"zip://::{web.url}/a.zip")
+
+
+def test_a_locked_member_is_told(web: Server) -> None:
+    made = bytearray(zipped({"rank0.json": b"{}"}))
+    made[6] |= 1
+    made[made.index(b"PK\x01\x02") + 8] |= 1  # encrypted, both say
+    web.state.files["/a.zip"] = bytes(made)
+    assert "needs a password" in refused(f"zip://::{web.url}/a.zip")

@@ -1,0 +1,84 @@
+"""Ranges that are opened inside one Python frame and outlast it hold what runs inside them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import polars as pl
+
+from advisor.read.file import read_bytes
+
+
+def event(cat: str, name: str, ts: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": end - ts}
+
+
+def parents(*events: dict[str, Any]) -> dict[str, str | None]:
+    """Name of each host event -> name of the event around it."""
+    cpu = read_bytes(json.dumps({"traceEvents": list(events)}).encode()).cpu
+    names = cpu["name"].cast(pl.String).to_list()
+    return {
+        name: None if parent is None else names[parent]
+        for name, parent in zip(names, cpu["parent"].to_list(), strict=True)
+    }
+
+
+def test_a_range_opened_in_enter_holds_what_follows() -> None:
+    """As the DataLoader's range with with_stack=True: ``__enter__`` returns at once."""
+    found = parents(
+        event("python_function", "loop", 0, 1000),
+        event("python_function", "next", 10, 900),
+        event("python_function", "enter", 20, 40),
+        event("python_function", "builtin enter", 25, 35),
+        event("user_annotation", "range", 30, 850),
+        event("python_function", "fetch", 50, 800),
+        event("cpu_op", "aten::stack", 60, 700),
+        event("python_function", "exit", 840, 870),
+        event("python_function", "after", 910, 990),
+    )
+    assert found == {
+        "loop": None,
+        "next": "loop",
+        "enter": "next",
+        "builtin enter": "enter",
+        "range": "next",
+        "fetch": "range",
+        "aten::stack": "fetch",
+        "exit": "range",
+        "after": "loop",
+    }
+
+
+def test_a_range_that_ends_a_little_late_stays_inside_its_function() -> None:
+    found = parents(
+        event("python_function", "loop", 0, 1000),
+        event("python_function", "work", 10, 500),
+        event("user_annotation", "range", 20, 502),
+        event("cpu_op", "aten::mm", 30, 400),
+        event("python_function", "next", 501, 900),
+    )
+    assert found["range"] == "work"
+    assert found["aten::mm"] == "range"
+    assert found["next"] == "loop"
+
+
+def test_another_threads_range_is_none_of_its_business() -> None:
+    other = {**event("user_annotation", "range", 30, 850), "tid": 2}
+    found = parents(
+        event("python_function", "frame", 20, 40), other, event("cpu_op", "aten::mm", 32, 38)
+    )
+    assert found == {"frame": None, "range": None, "aten::mm": "frame"}
+
+
+def test_ranges_opened_in_each_other_nest() -> None:
+    found = parents(
+        event("python_function", "step", 0, 20),
+        event("user_annotation", "ProfilerStep#1", 10, 1000),
+        event("python_function", "enter", 30, 50),
+        event("user_annotation", "forward", 40, 600),
+        event("cpu_op", "aten::mm", 60, 500),
+    )
+    assert found["ProfilerStep#1"] is None
+    assert found["forward"] == "ProfilerStep#1"
+    assert found["aten::mm"] == "forward"

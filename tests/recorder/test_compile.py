@@ -1,0 +1,165 @@
+"""Compiled regions compile as if nobody looked: the same graphs, no break, no recompilation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_checks import check_sums, only_rank
+
+from advisor.recorder.api import Recorder
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def counted() -> Any:
+    """A backend that counts graphs and operators, with dynamo as new."""
+    import torch._dynamo
+    import torch._dynamo.testing
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+        self.last = torch.nn.Linear(8, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x.to("cpu").to(torch.float32)))
+
+
+def regions(net: Any, backend: Any, what: str) -> Any:
+    """The loss function, with the region compiled that the case names."""
+    loss = torch.nn.functional.mse_loss
+    if what == "module":
+        compiled = torch.compile(net, backend=backend, fullgraph=True)
+        return lambda x, y: loss(compiled(x), y)
+    if what == "in place":
+        net.compile(backend=backend, fullgraph=True)
+        return lambda x, y: loss(net(x), y)
+    if what == "submodule":
+        net.first = torch.compile(net.first, backend=backend, fullgraph=True)
+        return lambda x, y: loss(net(x), y)
+    return torch.compile(lambda x, y: loss(net(x.to("cpu")), y), backend=backend, fullgraph=True)
+
+
+def train(what: str, backend: Any, steps: int = 6) -> list[float]:
+    torch.manual_seed(0)
+    net = Net()
+    loss_of = regions(net, backend, what)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(torch.randn(3, 4), torch.randn(3, 1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("what", ["module", "in place", "submodule", "function"])
+def test_one_graph_and_no_break(what: str, counted: Any, tmp_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    plain = counted()
+    losses = train(what, plain)
+    torch._dynamo.reset()
+    counters.clear()
+    recorded = counted()
+    # two windows' worth of profiler inside, and hooks put in and taken out around compiled code
+    with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=2, report=False):
+        assert train(what, recorded) == losses
+    assert (recorded.frame_count, recorded.op_count) == (plain.frame_count, plain.op_count)
+    assert recorded.frame_count == 1
+    assert sum(counters["graph_break"].values()) == 0
+    record = only_rank(tmp_path / "run")
+    check_sums(record)
+    assert len(record.steps) == 6
+    if what != "function":
+        assert all(step.phases["forward"] > 0 for step in record.steps)
+
+
+def test_hooks_that_come_and_go_cause_no_recompilation(counted: Any, tmp_path: Path) -> None:
+    backend = counted()
+    net = Net()
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            compiled(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+
+    steps()
+    for _ in range(2):
+        with Recorder(str(tmp_path / "run"), active=0, report=False):
+            steps()
+        steps()
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("how", ["zero first", "zero last", "no loader", "accumulation"])
+def test_steps_of_an_optimizer_that_is_compiled(
+    how: str, counted: Any, recorded: Any, training: Any
+) -> None:
+    step = torch.compile(training.optimizer.step, backend="eager")
+
+    def run() -> None:
+        batches = training.loader(12)
+        for number, batch in enumerate(list(batches) if how == "no loader" else batches):
+            if how == "zero first":
+                training.optimizer.zero_grad()
+            training.loss(batch).backward()
+            if how != "accumulation" or number % 4 == 3:
+                step()
+                if how != "zero first":
+                    training.optimizer.zero_grad()
+
+    record = recorded(run)
+    expected = [4, 4, 4] if how == "accumulation" else [1] * 12
+    assert [step.micro for step in record.steps] == expected
+    assert all(step.phases.keys() >= {"forward", "backward"} for step in record.steps)
+    if how != "no loader":
+        assert [step.samples for step in record.steps] == [2 * n for n in expected]
+
+
+def test_a_window_opens_though_the_optimizer_is_compiled(
+    counted: Any, tmp_path: Path, training: Any
+) -> None:
+    step = torch.compile(training.optimizer.step, backend="eager")
+    options: dict[str, Any] = {"skip": 4, "warmup": 1, "active": 2, "report": False}
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **options):
+        for _ in range(2):
+            for batch in training.loader(12):
+                training.optimizer.zero_grad()
+                training.loss(batch).backward()
+                step()
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 24
+    assert sum(step.window is not None for step in record.steps) >= 2
+    assert list(tmp_path.glob("run/**/*.json*"))
+
+
+def test_gradients_cleared_before_the_first_step_are_none(
+    counted: Any, recorded: Any, training: Any
+) -> None:
+    """A model that is compiled, and the gradients of each batch taken twice."""
+    net = torch.compile(training.net, backend="eager")
+
+    def run() -> None:
+        for x, y in training.loader(6):
+            for _ in range(3):
+                training.optimizer.zero_grad()
+                ((net(x) - y) ** 2).mean().backward()
+            training.optimizer.step()
+
+    assert len(recorded(run).steps) == 6

@@ -1,0 +1,131 @@
+"""Device times of phases from CUDA events, with a device that is played."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_checks import check_sums, only_rank
+
+from advisor.recorder.api import Recorder
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
+
+
+class Device:
+    """Counts what is done with events, in which threads, and when it must not be."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.made = self.recorded = 0
+        self.capturing = False
+        self.broken = False
+        self.lag_ns = 3_000_000
+
+    def used(self) -> None:
+        assert not self.capturing, "an event was touched while a graph is captured"
+        self.threads.add(threading.get_ident())
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    played = Device()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            played.made += 1
+            self.at: int | None = None
+
+        def record(self) -> None:
+            played.used()
+            played.recorded += 1
+            self.at = time.perf_counter_ns()
+
+        def query(self) -> bool:
+            played.used()
+            if played.broken:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            assert self.at is not None
+            return time.perf_counter_ns() > self.at + played.lag_ns
+
+        def elapsed_time(self, end: Event) -> float:
+            played.used()
+            assert self.at is not None and end.at is not None
+            return (end.at - self.at) / 1e6
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "memory_stats", dict)
+    monkeypatch.setattr(
+        torch._C, "_cuda_isCurrentStreamCapturing", lambda: played.capturing, raising=False
+    )
+    return played
+
+
+QUIET: dict[str, Any] = {"active": 0, "telemetry": 0.0, "report": False}
+
+
+def test_device_times_of_phases_add_up_to_the_step(
+    training: Any, tmp_path: Path, device: Device
+) -> None:
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        for _ in range(3):
+            for batch in training.loader(30):
+                training.learn(batch)
+                time.sleep(0.001)
+    record = only_rank(tmp_path / "run")
+    check_sums(record)
+    assert len(record.steps) == 90
+    timed = [step for step in record.steps if step.gpu]
+    assert 15 <= len(timed) <= 30  # one in four
+    for step in timed:
+        assert step.gpu is not None
+        # the played device works off each event at once, so its time is the host's
+        assert sum(step.gpu.values()) == pytest.approx(step.dur, rel=0.2, abs=200_000)
+        assert {"forward", "backward", "optimizer"} <= set(step.gpu)
+
+
+def test_events_are_touched_in_the_training_thread_alone(
+    training: Any, tmp_path: Path, device: Device
+) -> None:
+    """A query in another thread would end a graph's capture with an error."""
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        for _ in range(2):
+            for batch in training.loader(32):
+                training.learn(batch)
+                time.sleep(0.05)  # the writer's thread has its rounds in between
+    assert device.threads == {threading.get_ident()}
+    assert device.made < 0.8 * device.recorded  # events that were read are used again
+    assert any(step.gpu for step in only_rank(tmp_path / "run").steps)
+
+
+def test_nothing_is_asked_of_the_device_while_a_graph_is_captured(
+    training: Any, tmp_path: Path, device: Device
+) -> None:
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        for number, batch in enumerate(training.loader(32)):
+            device.capturing = 10 <= number < 20
+            training.learn(batch)
+            time.sleep(0.002)
+        device.capturing = False
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 32
+    assert not any(step.gpu for step in record.steps[11:19])
+
+
+def test_a_device_that_fails_is_left_to_the_program(
+    training: Any, tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.broken = True
+    with Recorder(str(tmp_path / "run"), **QUIET):
+        for batch in training.loader(32):
+            training.learn(batch)
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 32 and not any(step.gpu for step in record.steps)
+    assert caplog.messages == []

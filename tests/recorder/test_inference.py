@@ -1,0 +1,272 @@
+"""Loops that do not train are found: steps recorded are steps run, and nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_checks import check_sums, only_rank
+
+from advisor.recorder import session
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
+Recorded = Callable[..., Any]
+
+
+@pytest.fixture
+def record(recorded: Recorded, training: Any) -> Callable[..., Any]:
+    """``record(loop)``: what was recorded of ``loop(training)``."""
+    training.net.eval()
+    return lambda loop, **options: recorded(lambda: loop(training), **options)
+
+
+def plain(t: Any) -> None:
+    with torch.no_grad():
+        for x, _ in t.loader(20):
+            t.net(x)
+
+
+def in_inference_mode_with_workers(t: Any) -> None:
+    with torch.inference_mode():
+        for x, _ in t.loader(20, num_workers=1):
+            t.net(x).argmax(-1)
+
+
+def with_gradients_that_nobody_wants(t: Any) -> None:
+    for _ in range(20):
+        t.net(t.x)
+
+
+def without_a_loader(t: Any) -> None:
+    with torch.no_grad():
+        for _ in range(20):
+            t.net(t.x)
+
+
+def batches_fetched_ahead(t: Any) -> None:
+    with torch.no_grad():
+        batches = iter(t.loader(20))
+        ahead = next(batches)
+        for batch in batches:
+            t.net(ahead[0])
+            ahead = batch
+        t.net(ahead[0])
+
+
+def one_batch_again_and_again(t: Any) -> None:
+    x, _ = next(iter(t.loader(20)))
+    with torch.no_grad():
+        for _ in range(20):
+            t.net(x)
+
+
+def two_models_taking_turns(t: Any) -> None:
+    encoder = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        for _ in range(20):
+            t.net(encoder(t.x))
+
+
+def five_looks_at_each_batch(t: Any) -> None:
+    with torch.no_grad():
+        for x, _ in t.loader(20):
+            torch.stack([t.net(x) for _ in range(5)]).mean(0)
+
+
+def a_transform_before_each_forward(t: Any) -> None:
+    class Scale(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * 2
+
+    scale = Scale()
+    with torch.no_grad():
+        for _ in range(20):
+            t.net(scale(t.x))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        plain,
+        in_inference_mode_with_workers,
+        with_gradients_that_nobody_wants,
+        without_a_loader,
+        batches_fetched_ahead,
+        one_batch_again_and_again,
+        two_models_taking_turns,
+        five_looks_at_each_batch,
+        a_transform_before_each_forward,
+    ],
+)
+def test_each_iteration_is_a_step(loop: Any, record: Any) -> None:
+    found = record(loop)
+    assert found.inference
+    assert len(found.steps) == 20
+    assert all(step.phases.get("forward", 0) > 0 for step in found.steps)
+    assert not any(step.phases.keys() & {"backward", "optimizer"} for step in found.steps)
+    assert found.of_kind("end") == [{"steps": 20, "reason": "finished"}]
+
+
+def test_a_step_holds_the_wait_for_its_batch(record: Any) -> None:
+    found = record(plain)
+    assert all(step.phases["data"] > 0 and step.samples == 2 for step in found.steps)
+
+
+def test_several_loops_follow_each_other(record: Any) -> None:
+    def loops(t: Any) -> None:
+        plain(t)
+        without_a_loader(t)
+        plain(t)
+
+    assert len(record(loops).steps) == 60
+
+
+def tried_once(t: Any) -> None:
+    t.net(t.x)
+
+
+def only_transforms(t: Any) -> None:
+    for _ in range(20):
+        torch.nn.ReLU()(t.x)
+
+
+def batches_that_something_unseen_works_on(t: Any) -> None:
+    with torch.no_grad():
+        for x, _ in t.loader(30):
+            _ = x @ x.T
+        for x, _ in t.loader(5):
+            t.net(x)
+
+
+@pytest.mark.parametrize(
+    "program", [tried_once, only_transforms, batches_that_something_unseen_works_on]
+)
+def test_what_is_no_loop_of_a_model_is_no_step(program: Any, record: Any) -> None:
+    found = record(program)
+    assert found.steps == []
+    assert not found.inference
+
+
+def validated_first(t: Any) -> None:
+    for _ in range(2):
+        t.validate(t.loader(20))
+        ours = session.current()
+        assert ours is not None
+        if ours.windows._export is not None:
+            ours.windows._export.join()  # one trace is written at a time; these steps are short
+        for batch in t.loader(10):
+            t.learn(batch)
+
+
+def test_a_training_is_recorded_as_if_it_had_not_been_validated(record: Any, training: Any) -> None:
+    """Its steps, its windows and their traces; the first validation is not kept as a loop."""
+    found = record(validated_first, skip=2, warmup=1, active=2)
+    assert not found.inference
+    assert [step.n for step in found.steps] == list(range(20))
+    assert all(step.phases["backward"] > 0 for step in found.steps)
+    assert [bool(step.evaluation) for step in found.steps] == [True, *[False] * 9] * 2
+    (window,) = [w for w in found.of_kind("window") if w["state"] == "done"]
+    assert window["steps"] == [3, 4]
+    traces = sorted(path.name for path in Path(found.folder).iterdir())
+    assert [name for name in traces if "trace" in name] == [window["file"]]
+    assert "inference.jsonl" not in traces
+
+
+@pytest.mark.parametrize("options", [{}, {"deep": True}])
+@pytest.mark.parametrize("loop", [plain, without_a_loader])
+def test_a_window_holds_whole_steps(loop: Any, options: Any, record: Any) -> None:
+    """With Python stacks too, while which a forward cannot be seen."""
+    found = record(loop, skip=3, warmup=1, active=3, **options)
+    assert len(found.steps) == 20
+    (window,) = [w for w in found.of_kind("window") if w["state"] == "done"]
+    assert window["steps"] == [4, 6]
+    from advisor.read import open_run
+
+    trace = open_run(found.folder).traces[0, 0]
+    names = [str(name) for name in trace.cpu["name"]]
+    steps = {name for name in names if name.startswith("ProfilerStep")}
+    assert sorted(steps) == ["ProfilerStep#4", "ProfilerStep#5", "ProfilerStep#6"]
+    assert names.count("aten::addmm") == 3 * 2
+
+
+PROGRAM = """
+import hashlib, sys
+import torch
+torch.set_num_threads(1)
+torch.manual_seed(0)
+what = sys.argv[1]
+told = hashlib.sha256()
+def tell(tensor):
+    told.update(tensor.detach().contiguous().numpy().tobytes())
+if what in ("generate", "pipeline", "evaluate"):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=32, n_positions=32,
+                        bos_token_id=0, eos_token_id=None)
+    model = GPT2LMHeadModel(config).eval()
+    ids = torch.ones(1, 3, dtype=torch.long)
+if what == "generate":
+    for n in range(7):
+        tell(model.generate(ids, max_new_tokens=4, do_sample=True, pad_token_id=0))
+elif what == "pipeline":
+    class Pipeline:
+        def __call__(self, texts):
+            for text in texts:
+                with torch.inference_mode():
+                    ids = torch.tensor([[ord(c) % 32 for c in text]])
+                    yield model(ids).logits[:, -1].argmax(-1)
+    for answer in Pipeline()(["some text"] * 9):
+        tell(answer)
+elif what == "evaluate":  # generates before, and while, it trains
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        for n in range(5):
+            tell(model.generate(ids, max_new_tokens=2, do_sample=True, pad_token_id=0))
+        for n in range(6):
+            optimizer.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            tell(loss)
+elif what == "once":
+    tell(torch.nn.Linear(4, 4)(torch.ones(2, 4)))
+print(told.hexdigest())
+raise SystemExit(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "steps"), [("generate", 7), ("pipeline", 9), ("evaluate", 12), ("once", 0)]
+)
+def test_programs_under_the_command(what: str, steps: int, tmp_path: Path) -> None:
+    if what != "once":
+        pytest.importorskip("transformers")
+    (tmp_path / "infer.py").write_text(PROGRAM)
+    said = []
+    for before in ([], ["-m", "advisor", "record", "--no-report", "-o", "run"]):
+        done = subprocess.run(
+            [sys.executable, *before, "infer.py", what],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        )
+        assert done.returncode == 5, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1]
+    if not steps:
+        assert "only 1 forward" in " ".join(done.stderr.split())
+        assert not (tmp_path / "run").exists()
+        return
+    record = only_rank(tmp_path / "run")
+    check_sums(record)
+    assert len(record.steps) == steps
+    assert record.inference == (what != "evaluate")

@@ -1,0 +1,99 @@
+"""Waits for batches of loaders that are not torch's are told, by what they are."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from advisor.core.run_directory import RankRecord
+from advisor.recorder.hooks import FOREIGN
+
+pytestmark = pytest.mark.timed
+
+Recorded = Callable[..., RankRecord]
+WAIT = 0.004
+STEPS = 12
+
+
+def test_the_wait_for_a_generator_is_between_steps(recorded: Recorded, training: Any) -> None:
+    def batches() -> Iterator[Any]:
+        for _ in range(STEPS):
+            time.sleep(WAIT)
+            yield training.x[:2], training.y[:2]
+
+    def run() -> None:
+        for batch in batches():
+            training.learn(batch)
+
+    record = recorded(run)
+    assert len(record.steps) == STEPS
+    assert all(step.phases["between steps"] >= WAIT * 1e9 for step in record.steps[1:])
+    # the machine may hold up any one of them
+    assert median(s.phases.get("other", 0) for s in record.steps[2:]) < WAIT * 1e9 / 2
+
+
+def test_a_loop_over_torchs_loader_has_no_time_between_steps(
+    recorded: Recorded, training: Any
+) -> None:
+    def run() -> None:
+        for batch in training.loader(STEPS):
+            training.learn(batch)
+            time.sleep(WAIT)
+
+    record = recorded(run)
+    assert len(record.steps) == STEPS
+    assert not any("between steps" in step.phases for step in record.steps[:-1])
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("module", "kind"), FOREIGN)
+def test_waits_for_a_known_loader_are_data(
+    module: str,
+    kind: str,
+    late: bool,
+    recorded: Recorded,
+    training: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Iterating:
+        """Stands for a package that is not installed."""
+
+        left = 2 * STEPS
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            if not self.left:
+                raise StopIteration
+            self.left -= 1
+            time.sleep(WAIT)
+            return [{"data": training.x[:2], "label": training.y[:2]}]
+
+    original = Iterating.__next__
+    stand_in = ModuleType(module)
+    setattr(stand_in, kind, Iterating)
+
+    def run() -> None:
+        if late:
+            monkeypatch.setitem(sys.modules, module, stand_in)
+            for _ in range(1000):  # the recorder looks about once a second
+                if Iterating.__next__ is not original:
+                    break
+                time.sleep(0.01)
+        for (batch,) in Iterating():
+            training.learn((batch["data"], batch["label"]))
+
+    if not late:
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    record = recorded(run)
+    assert len(record.steps) == 2 * STEPS
+    assert all(step.phases["data"] >= WAIT * 1e9 for step in record.steps)
+    assert {step.samples for step in record.steps} == {2}
+    assert Iterating.__next__ is original

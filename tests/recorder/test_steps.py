@@ -1,0 +1,457 @@
+"""Steps are found where a reader of the loop would count them, to the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from advisor.core.run_directory import RankRecord
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
+Recorded = Callable[..., RankRecord]
+
+
+def test_epochs_with_validation_between(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for _ in range(3):
+            for batch in training.loader(7):
+                training.learn(batch)
+            training.validate(training.loader(4))
+
+    record = recorded(run)
+    assert len(record.steps) == 21
+    assert all(
+        step.phases.keys() >= {"data", "forward", "backward", "optimizer"} for step in record.steps
+    )
+    # validation is told with the step that follows it, and is in no step
+    assert [step.n for step in record.steps if step.evaluation > 0] == [0, 7, 14]
+
+
+def test_validation_time_is_in_no_step(recorded: Recorded, training: Any) -> None:
+    def slow(batches: Any) -> Any:
+        for batch in batches:
+            time.sleep(0.02)
+            yield batch
+
+    def run() -> None:
+        for _ in range(2):
+            for batch in training.loader(3):
+                training.learn(batch)
+            training.validate(slow(training.loader(5)))
+
+    record = recorded(run)
+    assert len(record.steps) == 6
+    assert record.steps[3].evaluation >= 5 * 20e6
+    assert all(step.dur < 5 * 20e6 for step in record.steps[1:])
+
+
+def test_validation_in_the_middle_of_the_loop_body(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for number, batch in enumerate(training.loader(10)):
+            if number % 4 == 0:
+                training.validate(training.loader(3))
+            training.learn(batch)
+            if number % 5 == 0:
+                training.validate(training.loader(2))
+
+    assert len(recorded(run).steps) == 10
+
+
+def test_a_loop_left_by_break(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for number, batch in enumerate(training.loader(10)):
+            training.learn(batch)
+            if number == 5:
+                break
+        training.validate(training.loader(3))
+
+    assert len(recorded(run).steps) == 6
+
+
+def test_what_follows_a_loop_left_by_break_is_in_no_step(recorded: Recorded, training: Any) -> None:
+    """To the end of the program no batch is fetched any more."""
+
+    def run() -> None:
+        for number, batch in enumerate(training.loader(10)):
+            training.learn(batch)
+            if number == 5:
+                break
+        time.sleep(0.3)
+        with torch.no_grad():
+            training.net(training.x)
+
+    record = recorded(run)
+    assert len(record.steps) == 6
+    assert record.steps[-1].dur < 0.3e9
+    assert record.steps[-1].phases.keys() >= {"data", "forward", "backward", "optimizer"}
+
+
+def test_a_batch_that_is_fetched_and_not_used(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for number, batch in enumerate(training.loader(10)):
+            if number >= 4:
+                break
+            training.learn(batch)
+
+    assert len(recorded(run).steps) == 4
+
+
+def test_batches_that_are_skipped(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for number, batch in enumerate(training.loader(9)):
+            if number % 3 == 0:
+                continue
+            training.learn(batch)
+
+    assert len(recorded(run).steps) == 6
+
+
+def test_accumulation_groups_by_optimizer_step(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for number, batch in enumerate(training.loader(10), 1):
+            training.loss(batch).backward()
+            if number % 4 == 0:
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+
+    record = recorded(run)
+    assert [step.micro for step in record.steps] == [4, 4]  # the last two batches end no step
+    assert [step.samples for step in record.steps] == [8, 8]
+
+
+def test_without_a_loader(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for _ in range(12):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+
+    record = recorded(run)
+    assert len(record.steps) == 12
+    # steps join: what is between two optimizer steps belongs to the second
+    for before, after in itertools.pairwise(record.steps):
+        assert after.t == before.t + before.dur
+
+
+def test_without_a_loader_and_with_validation(recorded: Recorded, training: Any) -> None:
+    batches = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(5)]
+
+    def slow() -> Any:
+        for batch in batches:
+            time.sleep(0.02)
+            yield batch
+
+    def run() -> None:
+        for _ in range(2):
+            for batch in batches:
+                training.learn(batch)
+            training.validate(slow())
+
+    record = recorded(run)
+    assert len(record.steps) == 10
+    assert record.steps[5].evaluation >= 4 * 20e6
+    assert record.steps[5].dur < 4 * 20e6
+
+
+def test_two_optimizers_for_each_batch(recorded: Recorded, training: Any) -> None:
+    other = torch.optim.Adam(training.net.parameters())
+
+    def run() -> None:
+        for batch in training.loader(6):
+            training.learn(batch)
+            other.zero_grad()
+            training.loss(batch).backward()
+            other.step()
+
+    assert len(recorded(run).steps) == 6
+
+
+def test_two_optimizers_without_a_loader(recorded: Recorded, training: Any) -> None:
+    other = torch.optim.Adam(training.net.parameters())
+    batch = (torch.randn(2, 4), torch.randn(2, 1))
+
+    def run() -> None:
+        for _ in range(6):
+            training.learn(batch)
+            training.loss(batch).backward()
+            other.step()
+
+    assert len(recorded(run).steps) == 6
+
+
+def test_a_second_optimizer_takes_over(recorded: Recorded, training: Any) -> None:
+    batch = (torch.randn(2, 4), torch.randn(2, 1))
+
+    def run() -> None:
+        for _ in range(4):
+            training.learn(batch)
+        training.optimizer = torch.optim.Adam(training.net.parameters())
+        for _ in range(5):
+            training.learn(batch)
+
+    # the first step of the new one cannot be told from a second optimizer's; it joins the next
+    assert len(recorded(run).steps) == 8
+
+
+def test_batches_taken_before_training(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        batches = list(training.loader(5))
+        for _ in range(2):
+            for batch in batches:
+                training.learn(batch)
+
+    assert len(recorded(run).steps) == 10
+
+
+def test_an_endless_iterator(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        batches = iter(training.loader(4))
+        for _ in range(9):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(training.loader(4))
+                batch = next(batches)
+            training.learn(batch)
+
+    assert len(recorded(run).steps) == 9
+
+
+def test_a_loader_that_looks_one_batch_ahead(recorded: Recorded, training: Any) -> None:
+    """As Accelerate and Lightning do."""
+
+    def ahead(loader: Any) -> Any:
+        batches = iter(loader)
+        kept = next(batches)
+        for batch in batches:
+            yield kept
+            kept = batch
+        yield kept
+
+    def run() -> None:
+        for _ in range(2):
+            for batch in ahead(training.loader(6)):
+                training.learn(batch)
+            training.validate(ahead(training.loader(3)))
+
+    record = recorded(run)
+    assert len(record.steps) == 12
+    assert [step.micro for step in record.steps] == [1] * 12
+
+
+def test_groups_of_batches_fetched_ahead(recorded: Recorded, training: Any) -> None:
+    """As Transformers' Trainer does for gradient accumulation."""
+
+    def run() -> None:
+        batches = iter(training.loader(10))
+        while group := list(itertools.islice(batches, 4)):
+            for batch in group:
+                training.loss(batch).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+    assert [step.micro for step in recorded(run).steps] == [4, 4, 2]
+
+
+def test_weights_updated_by_hand(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for batch in training.loader(5):
+            training.net.zero_grad()
+            training.loss(batch).backward()
+            with torch.no_grad():
+                for weight in training.net.parameters():
+                    weight -= 0.01 * weight.grad
+
+    assert len(recorded(run).steps) == 5
+
+
+def test_a_step_that_the_scaler_leaves_out_is_one(recorded: Recorded, training: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+
+    def run() -> None:
+        for number, batch in enumerate(training.loader(8)):
+            training.optimizer.zero_grad()
+            loss = training.loss(batch) * (float("inf") if number % 3 == 0 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+
+    record = recorded(run)
+    assert len(record.steps) == 8
+    assert [step.micro for step in record.steps] == [1] * 8
+
+
+def test_an_optimizer_with_a_closure(recorded: Recorded, training: Any) -> None:
+    training.optimizer = torch.optim.LBFGS(training.net.parameters(), max_iter=3)
+
+    def run() -> None:
+        for batch in training.loader(4):
+
+            def closure(batch: Any = batch) -> Any:
+                training.optimizer.zero_grad()
+                loss = training.loss(batch)
+                loss.backward()
+                return loss
+
+            training.optimizer.step(closure)
+
+    record = recorded(run)
+    assert len(record.steps) == 4
+    assert all(step.phases["forward"] > 0 for step in record.steps)
+
+
+def test_an_optimizer_that_raises_does_not_upset_the_rest(
+    recorded: Recorded, training: Any
+) -> None:
+    real = training.optimizer
+
+    class Raises(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("no")
+
+    bad = Raises(training.net.parameters(), lr=0.1)
+
+    def run() -> None:
+        for number, batch in enumerate(training.loader(6)):
+            training.optimizer = bad if number == 2 else real
+            with contextlib.suppress(ValueError):
+                training.learn(batch)
+
+    record = recorded(run)
+    assert len(record.steps) == 5
+    assert all("optimizer" in step.phases for step in record.steps)
+
+
+def test_a_checkpoint_is_in_no_step(recorded: Recorded, training: Any, tmp_path: Any) -> None:
+    class Slow:
+        def __reduce__(self) -> Any:
+            time.sleep(0.3)  # a busy machine may stop a step for 0.1
+            return (int, ())
+
+    def run() -> None:
+        for batch in training.loader(4):
+            training.learn(batch)
+            torch.save({"slow": Slow()}, tmp_path / "checkpoint")
+
+    record = recorded(run)
+    assert len(record.steps) == 4
+    assert all(step.dur < 300e6 for step in record.steps[1:])
+    assert all(step.evaluation >= 300e6 for step in record.steps[1:])
+
+
+def test_a_copy_to_a_device_is_a_phase(recorded: Recorded, training: Any) -> None:
+    def run() -> None:
+        for batch in training.loader(3):
+            batch[0].to("meta")  # a device that every machine has
+            batch[0].to("cpu")
+            batch[0].to(torch.float64)
+            training.learn(batch)
+
+    record = recorded(run)
+    assert all(step.phases["h2d"] > 0 for step in record.steps)
+
+    def stay() -> None:
+        for batch in training.loader(3):
+            batch[0].to("cpu")
+            batch[0].to(torch.float64)
+            training.learn(batch)
+
+    assert all("h2d" not in step.phases for step in recorded(stay).steps)
+
+
+def test_phases_hold_the_time_that_was_spent_in_them(recorded: Recorded, training: Any) -> None:
+    class Slow(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            time.sleep(0.02)
+            return x
+
+    training.net.append(Slow())
+
+    def collate(rows: Any) -> Any:
+        time.sleep(0.03)
+        return torch.utils.data.default_collate(rows)
+
+    def run() -> None:
+        for batch in training.loader(4, collate_fn=collate):
+            training.learn(batch)
+            time.sleep(0.01)
+
+    record = recorded(run)
+    for step in record.steps:
+        assert 20e6 <= step.phases["forward"] < step.dur - 40e6
+        assert 30e6 <= step.phases["data"] < step.dur - 30e6
+        assert step.phases["other"] >= 10e6
+
+
+def test_other_threads_do_not_count(recorded: Recorded, training: Any) -> None:
+    import threading
+
+    def elsewhere() -> None:
+        net = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            net(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+
+    def run() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        for batch in training.loader(5):
+            training.learn(batch)
+        thread.join()
+
+    assert len(recorded(run).steps) == 5
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 9),  # batches
+            st.integers(1, 3),  # accumulation
+            st.integers(0, 3),  # validation batches after the epoch
+            st.booleans(),  # through a loader
+            st.booleans(),  # one batch ahead
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_mix_of_epochs_is_counted(recorded: Recorded, training: Any, epochs: Any) -> None:
+    expected: list[int] = []
+
+    def run() -> None:
+        waiting = 0
+        for batches, every, validation, loaded, ahead in epochs:
+            source: Any = training.loader(batches)
+            if not loaded:
+                source = [(training.x[:2], training.y[:2])] * batches
+            elif ahead:
+                first, source = itertools.tee(source)
+                next(first, None)
+                source = zip(source, itertools.chain(first, [None]), strict=False)
+                source = (pair[0] for pair in source)
+            for number, batch in enumerate(source, 1):
+                training.loss(batch).backward()
+                waiting += 1
+                if number % every == 0:
+                    training.optimizer.step()
+                    training.optimizer.zero_grad()
+                    expected.append(waiting)
+                    waiting = 0
+            training.validate(training.loader(validation) if validation else [])
+
+    expected.clear()
+    record = recorded(run)
+    if expected:
+        assert len(record.steps) == len(expected)

@@ -1,0 +1,187 @@
+"""The sampler writes what it sees, and never harms the process it lives in."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from advisor.core.run_directory import Sample
+from advisor.recorder.host import HostSampler
+from advisor.recorder.telemetry import MAX_HZ, Sampler, SampleSource
+
+pytestmark = pytest.mark.timed
+
+_spec = importlib.util.spec_from_file_location(
+    "fake_nvml", Path(__file__).with_name("fake_nvml.py")
+)
+assert _spec is not None and _spec.loader is not None
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+
+
+def wait_for(condition: object, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.005)
+
+
+def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(init_error=12))
+
+
+def test_without_a_driver_the_host_is_sampled_and_the_reason_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_driver(monkeypatch)
+    written: list[Sample] = []
+    sampler = Sampler(written.append, hz=20)
+    sampler.start()
+    wait_for(lambda: len(written) >= 3)
+    sampler.stop()
+    assert sampler.without_gpu == "no NVIDIA driver" and sampler.problem is None
+    assert all(sample.gpus == [] and sample.host is not None for sample in written)
+    times = [sample.t for sample in written]
+    assert times == sorted(times) and times[0] <= time.perf_counter_ns()
+
+
+def test_costly_fields_come_with_the_first_sample_and_then_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(fake.ordinary()))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    written: list[Sample] = []
+    sampler = Sampler(written.append, hz=20, slow_every_s=3600)
+    sampler.start()
+    wait_for(lambda: len(written) >= 4)
+    sampler.stop()
+    seen = [sample.gpus[0].ecc_uncorrected for sample in written]
+    assert seen[0] == 0 and set(seen[1:]) == {None}
+    assert all(sample.gpus[0].utilisation == 97 for sample in written)
+
+
+def test_a_writer_that_fails_ends_the_sampling_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    without_driver(monkeypatch)
+
+    def full(_: Sample) -> None:
+        raise OSError(28, "No space left on device")
+
+    sampler = Sampler(full, hz=20)
+    sampler.start()
+    wait_for(lambda: sampler.problem is not None)
+    sampler.stop()
+    assert sampler.problem is not None and "No space left" in sampler.problem
+    assert capfd.readouterr().err == ""
+
+
+def test_a_gpu_lost_in_mid_run_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = fake.ordinary("GPU-one"), fake.ordinary("GPU-two")
+    monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(one, two))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with SampleSource() as source:
+        assert [gpu.uuid for gpu in source.sample(slow=True).gpus] == ["GPU-one", "GPU-two"]
+        one.errors["utilisation"] = 15
+        for _ in range(2):
+            assert [gpu.uuid for gpu in source.sample(slow=True).gpus] == ["GPU-two"]
+        assert source.without_gpu is not None and "GPU-one" in source.without_gpu
+
+
+def test_nothing_the_driver_lent_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = fake.FakeNvml(fake.ordinary(gpm=True))
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with SampleSource() as source:
+        source.sample(slow=True)
+    assert module.users == 0 and sorted(module.freed) == ["events", "gpm", "gpm"]
+
+
+def test_stopping_is_quick_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_driver(monkeypatch)
+    sampler = Sampler(lambda _: None, hz=0.01)
+    sampler.stop()
+    sampler.start()
+    sampler.start()
+    assert sum(t.name == "advisor telemetry" for t in threading.enumerate()) == 1
+    begun = time.monotonic()
+    sampler.stop()
+    sampler.stop()
+    assert time.monotonic() - begun < 1.5
+    wait_for(lambda: not any(t.name == "advisor telemetry" for t in threading.enumerate()))
+
+
+def test_the_rate_is_bounded() -> None:
+    assert Sampler(lambda _: None, hz=1e9).interval == 1 / MAX_HZ
+    assert Sampler(lambda _: None, hz=0).interval == 1000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_in_a_forked_child_nothing_runs_and_stop_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_driver(monkeypatch)
+    written: list[Sample] = []
+    sampler = Sampler(written.append, hz=20)
+    sampler.start()
+    wait_for(lambda: bool(written))
+    pid = os.fork()
+    if pid == 0:
+        count = len(written)
+        sampler.stop()
+        time.sleep(0.2)
+        os._exit(0 if len(written) == count else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    count = len(written)
+    wait_for(lambda: len(written) > count)
+    sampler.stop()
+
+
+def test_work_of_this_process_and_of_a_child_is_its_cpu_use() -> None:
+    import subprocess
+
+    host = HostSampler()
+    if host.psutil is None:
+        pytest.skip("psutil is not installed")
+    spin = "import time\nend=time.time()+30\nwhile time.time()<end: pass"
+    child = subprocess.Popen([sys.executable, "-c", spin])
+    beside = host.psutil.Process(child.pid)
+    try:
+        time.sleep(0.3)
+        host.sample(slow=True)
+        assert child.pid in host.pids
+        begun, worked, own = time.perf_counter(), beside.cpu_times().user, time.process_time()
+        # how much of a core it gets is the machine's affair
+        wait_for(lambda: beside.cpu_times().user - worked > 0.3)
+        seen = host.sample(slow=False).process_cpu
+        wall = time.perf_counter() - begun
+        used = beside.cpu_times().user - worked + time.process_time() - own
+    finally:
+        child.kill()
+        child.wait()
+    assert seen is not None
+    assert seen == pytest.approx(100 * used / wall, rel=0.25)
+
+
+def test_a_child_that_has_ended_is_no_error() -> None:
+    import subprocess
+
+    host = HostSampler()
+    if host.psutil is None:
+        pytest.skip("psutil is not installed")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    host.sample(slow=True)
+    child.kill()
+    child.wait()
+    assert host.sample(slow=False).process_cpu is not None
+
+
+def test_without_psutil_the_container_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    sample = HostSampler().sample(slow=True)
+    assert sample.cpu is None and sample.rss is None

@@ -1,0 +1,176 @@
+"""Training is found wherever it runs: threads, executors, processes, compiled or by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_checks import check_sums
+
+from advisor.core.run_directory import read_recording
+from advisor.recorder.api import Recorder
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
+
+PROGRAM = """
+import sys, threading, multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+
+def loop(steps=30):
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for x, y in DataLoader(TensorDataset(torch.randn(2 * steps, 4), torch.randn(2 * steps, 1)), 2):
+        optimizer.zero_grad()
+        ((net(x) - y) ** 2).mean().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    where = sys.argv[1]
+    if where == "thread":
+        thread = threading.Thread(target=loop)
+        thread.start()
+        thread.join()
+    elif where == "executor":
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(loop).result()
+    else:
+        child = multiprocessing.get_context(where).Process(target=loop)
+        child.start()
+        child.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["thread", "executor", "fork", "spawn"])
+def test_training_elsewhere_under_the_command(where: str, program: Any, tmp_path: Path) -> None:
+    command = ("-m", "advisor", "record", "--no-report", "-o", "run")
+    done = program(PROGRAM, where, before=command)
+    assert done.returncode == 0, done.stderr
+    (record,) = read_recording(tmp_path / "run").ranks.values()
+    check_sums(record)
+    assert len(record.steps) == 30
+
+
+@pytest.mark.parametrize("how", ["loader", "list", "data", "replaced"])
+def test_updates_by_hand_are_steps_all_of_them(how: str, recorded: Any, training: Any) -> None:
+    """More of them than are kept while nothing is known."""
+    steps = 1500 if how == "data" else 30
+
+    def run() -> None:
+        weight = torch.randn(4, 1, requires_grad=True)
+        batches: Any = (
+            training.loader(30) if how == "loader" else [(torch.ones(2, 4), None)] * steps
+        )
+        for x, _ in batches:
+            ((x @ weight) ** 2).mean().backward()
+            if how == "data":
+                weight.data -= 0.01 * weight.grad
+                weight.grad.zero_()
+            elif how == "replaced":
+                weight = (weight - 0.01 * weight.grad).detach().requires_grad_()
+            else:
+                with torch.no_grad():
+                    weight -= 0.01 * weight.grad
+                weight.grad = None
+
+    assert len(recorded(run).steps) == steps
+
+
+def test_accumulating_by_hand_is_no_step_each(recorded: Any, training: Any) -> None:
+    def run() -> None:
+        for number, batch in enumerate(training.loader(12), 1):
+            training.loss(batch).backward()
+            if number % 3 == 0:
+                with torch.no_grad():
+                    for p in training.net.parameters():
+                        p -= 0.01 * p.grad
+                        p.grad = None
+
+    record = recorded(run)
+    assert [step.micro for step in record.steps] == [3] * 4
+    assert [step.samples for step in record.steps] == [6] * 4
+
+
+def test_a_step_that_is_compiled_whole(recorded: Any, training: Any) -> None:
+    @torch.compile(backend="eager")
+    def step(x: Any, y: Any) -> Any:
+        loss = ((training.net(x) - y) ** 2).mean()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return loss
+
+    def run() -> None:
+        for _ in range(2):
+            for batch in training.loader(20):
+                step(*batch)
+
+    try:
+        assert len(recorded(run).steps) == 40
+    finally:
+        torch._dynamo.reset()
+
+
+def test_samples_are_those_that_passed(recorded: Any, training: Any) -> None:
+    """The last batch is smaller, and several are one step."""
+    data = torch.utils.data.TensorDataset(training.x[:11], training.y[:11])
+
+    def run() -> None:
+        for batch in torch.utils.data.DataLoader(data, batch_size=3):
+            training.loss(batch).backward()
+        training.optimizer.step()
+
+    (step,) = recorded(run).steps
+    assert (step.micro, step.samples, step.bytes) == (4, 11, 11 * 5 * 4)
+
+
+def test_a_helper_thread_does_not_take_over(recorded: Any, training: Any) -> None:
+    import threading
+
+    other = type(training)()
+
+    def run() -> None:
+        for number, batch in enumerate(training.loader(12)):
+            training.learn(batch)
+            if number % 3 == 1:
+                thread = threading.Thread(target=other.learn, args=(batch,))
+                thread.start()
+                thread.join()
+
+    assert len(recorded(run).steps) == 12
+
+
+def test_forwards_that_are_no_loop_are_told_how_to_be_marked(
+    training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Recorder(str(tmp_path / "run"), active=0, telemetry=0.0, report=False):
+        training.validate(training.loader(2))
+    assert "2 forwards" in caplog.text and "advisor.step()" in caplog.text
+
+
+def test_a_decorated_generator_keeps_its_steps(training: Any, tmp_path: Path) -> None:
+    @Recorder(str(tmp_path / "run"), active=0, telemetry=0.0, report=False)
+    def losses() -> Any:
+        for batch in training.loader(9):
+            training.learn(batch)
+            yield 1
+
+    assert sum(losses()) == 9
+    first = losses()
+    for _ in range(4):
+        next(first)
+    first.close()
+    from advisor.recorder.session import current
+
+    session = current()
+    assert session is not None
+    session.finish()
+    steps = read_recording(tmp_path / "run").ranks[0].steps
+    assert len(steps) == 13

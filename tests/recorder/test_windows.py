@@ -1,0 +1,394 @@
+"""A window opens when it should, keeps the steps that it says, and never meets another profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_checks import check_sums, only_rank
+
+from advisor.recorder.api import Recorder
+from advisor.recorder.options import RecordOptions
+from advisor.recorder.slowdown import SlowdownWatch
+from advisor.recorder.windows import PLACE_SECONDS
+from advisor.recorder.writer import Writer
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
+
+CALM = {"report": False, "guard": 1e9}
+"""No guard: steps of a millisecond may take any time on a machine that runs other tests."""
+
+
+def wait_for(recorder: Recorder, condition: Callable[[Any], bool]) -> None:
+    """Let the writer's thread catch up."""
+    session = recorder._session
+    assert session is not None
+    deadline = time.monotonic() + 20
+    while not condition(session):
+        assert time.monotonic() < deadline
+        session.writer._wake.set()
+        time.sleep(0.005)
+
+
+def steps_of(trace: Path) -> list[int]:
+    """Numbers of the profiler's steps in a trace."""
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    names = {e["name"] for e in events if str(e.get("name", "")).startswith("ProfilerStep#")}
+    return sorted(int(name.partition("#")[2]) for name in names)
+
+
+def run(tmp_path: Path, training: Any, steps: int, **options: Any) -> Any:
+    calm = {"telemetry": 0.0, **CALM, **options}
+    with Recorder(str(tmp_path / "run"), **calm):
+        for _ in range(steps):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+    record = only_rank(tmp_path / "run")
+    check_sums(record)
+    assert len(record.steps) == steps
+    return record
+
+
+def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: Any) -> None:
+    record = run(tmp_path, training, 30, skip=10, warmup=3, active=5)
+    opened, done = record.of_kind("window")
+    assert (opened["state"], opened["steps"]) == ("open", [10])
+    assert (done["state"], done["steps"], done["file"]) == ("done", [13, 17], "trace_w0.json.gz")
+    assert steps_of(tmp_path / "run" / "rank0" / done["file"]) == [13, 14, 15, 16, 17]
+    marked = [step.n for step in record.steps if step.window == 0]
+    assert marked[:8] == list(range(10, 18))  # and those during which the trace was written
+    assert record.steps[9].window is None
+    assert not list((tmp_path / "run" / "rank0").glob(".*"))
+
+
+def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(
+    tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Writer._make
+
+    def slow(writer: Writer) -> None:
+        time.sleep(1.0)
+        make(writer)
+
+    monkeypatch.setattr(Writer, "_make", slow)
+    record = run(tmp_path, training, 20, skip=10, warmup=1, active=4)
+    assert record.of_kind("window")[-1]["state"] == "done"
+    assert steps_of(tmp_path / "run" / "rank0" / "trace_w0.json.gz") == [11, 12, 13, 14]
+
+
+def test_a_trace_that_has_no_folder_is_given_up_at_once(
+    tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def full(writer: Writer) -> None:
+        time.sleep(0.5)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Writer, "_make", full)
+    begun = time.monotonic()
+    with Recorder(str(tmp_path / "run"), skip=10, warmup=1, active=4, **CALM):
+        for _ in range(20):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+    assert time.monotonic() - begun < PLACE_SECONDS / 2
+    assert "No space left on device" in caplog.text and "no folder" in caplog.text
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_phases_are_ranges_of_the_windows_trace(tmp_path: Path, training: Any) -> None:
+    with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=5, **CALM) as rec:
+        for batch in training.loader(16):
+            with rec.phase("mine"):
+                time.sleep(0.002)
+            training.learn(batch)
+    record = only_rank(tmp_path / "run")
+    first, last = record.of_kind("window")[-1]["steps"]
+    kept = [step for step in record.steps if first <= step.n <= last]
+    with gzip.open(tmp_path / "run" / "rank0" / "trace_w0.json.gz") as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    for name in ("data", "mine", "forward", "backward", "optimizer"):
+        ranges = [e for e in events if e["name"] == f"advisor::{name}"]
+        # the window opens inside the fetch of its first batch, and closes inside one
+        assert 4 <= len(ranges) <= 6
+        if name != "data":
+            # the shortest: any of them may be interrupted between the two clock readings
+            told = min(step.phases[name] for step in kept) / 1e3
+            assert min(e["dur"] for e in ranges) == pytest.approx(told, rel=0.25, abs=60)
+    assert next(e for e in events if e["name"] == "advisor::mine")["dur"] >= 2000
+
+
+def test_python_stacks_know_the_modules(tmp_path: Path, training: Any) -> None:
+    """torch's tracer reads the frame of ``Module.__call__``: in its place it would crash. The
+    window opens before outermost modules are called directly, and closes after."""
+    run(tmp_path, training, 12, skip=2, warmup=1, active=3, deep=True)
+    with gzip.open(tmp_path / "run" / "rank0" / "trace_w0.json.gz") as file:
+        names = [str(e.get("name")) for e in json.load(file)["traceEvents"]]
+    assert any(name.startswith("nn.Module: Sequential") for name in names)
+    assert any("conftest.py" in name and "learn" in name for name in names)
+
+
+def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, training: Any) -> None:
+    seen = []
+    with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=2, report=False):
+        for _ in range(12):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+            seen.append(torch.autograd._profiler_enabled())
+    # torch does not count the warm-up, the step before
+    assert seen == [False] * 4 + [True] * 2 + [False] * 6
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_where_weights_are_updated_by_hand_a_window_has_the_steps_that_it_says(
+    tmp_path: Path, training: Any, loader: bool
+) -> None:
+    data = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(40)]
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM):
+        batches = torch.utils.data.DataLoader(data, batch_size=None) if loader else data
+        for number, batch in enumerate(batches):
+            with torch.profiler.record_function(f"mine#{number}"):
+                training.loss(batch).backward()
+            for p in training.net.parameters():
+                p.data -= 0.01 * p.grad
+                p.grad = None
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 40
+    assert [event["state"] for event in record.of_kind("window")] == ["open", "done"]
+    (trace,) = (tmp_path / "run").glob("rank0/trace_w*.json.gz")
+    said = record.of_kind("window")[-1]["steps"]
+    numbers = steps_of(trace)
+    assert [numbers[0], numbers[-1]] == said and len(numbers) == 5
+    with gzip.open(trace) as file:
+        names = {e.get("name", "") for e in json.load(file)["traceEvents"]}
+    mine = sorted(int(name[5:]) for name in names if str(name).startswith("mine#"))
+    # without a loader a step's end is seen when the next forward begins, inside of our range
+    assert mine == (numbers if loader else [*numbers[1:], numbers[-1] + 1])
+
+
+def test_where_ends_of_steps_are_never_seen_at_once_that_is_why_there_is_no_window(
+    tmp_path: Path,
+) -> None:
+    """No loader, no module that is called, no optimizer."""
+    weight = torch.ones(4, requires_grad=True)
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM) as recorder:
+        for number in range(40):
+            if number == 20:
+                wait_for(recorder, lambda session: session.steps.count > 15)
+            (weight * torch.randn(4)).sum().backward()
+            weight.data -= 0.01 * weight.grad
+            weight.grad = None
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 40
+    (never,) = record.of_kind("window")
+    assert never["state"] == "never" and "only known later" in never["why"]
+
+
+def test_an_exported_model_in_a_loop_has_a_window(tmp_path: Path, training: Any) -> None:
+    """It is a ``GraphModule``, whose call lies around that of the module."""
+    model = torch.export.export(training.net, (torch.randn(2, 4),)).module()
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM), torch.inference_mode():
+        for _ in range(40):
+            model(torch.randn(2, 4))
+    record = only_rank(tmp_path / "run")
+    assert record.inference
+    assert [event["state"] for event in record.of_kind("window")] == ["open", "done"]
+
+
+def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
+    tmp_path: Path, training: Any
+) -> None:
+    with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM):
+        for batch in training.loader(12):
+            training.learn(batch)
+    done = only_rank(tmp_path / "run").of_kind("window")[-1]
+    assert done["state"] == "done"
+    first, last = done["steps"]
+    assert last - first == 4
+    assert last <= 11
+
+
+def test_a_window_that_was_never_reached_is_told(tmp_path: Path, training: Any) -> None:
+    record = run(tmp_path, training, 7, skip=10)
+    (never,) = record.of_kind("window")
+    assert never["state"] == "never"
+    assert "7 steps" in never["why"]
+
+
+def test_a_run_that_ends_in_a_window_keeps_what_there_is(tmp_path: Path, training: Any) -> None:
+    record = run(tmp_path, training, 9, skip=3, warmup=2, active=50)
+    done = record.of_kind("window")[-1]
+    assert (done["state"], done["steps"]) == ("done", [5, 8])
+    assert (tmp_path / "run" / "rank0" / done["file"]).is_file()
+
+
+def test_an_exception_in_a_window_keeps_what_there_is(tmp_path: Path, training: Any) -> None:
+    recorder = Recorder(str(tmp_path / "run"), skip=3, warmup=1, active=50, **CALM)
+    with pytest.raises(ZeroDivisionError), recorder:
+        for number in range(9):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+            if number == 7:
+                raise ZeroDivisionError
+    done = only_rank(tmp_path / "run").of_kind("window")[-1]
+    assert done["state"] == "done"
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_profiler_of_the_users_is_left_alone(tmp_path: Path, training: Any) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with (
+        Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=2, report=False),
+        profile(activities=[ProfilerActivity.CPU]) as theirs,
+    ):
+        for _ in range(8):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+    theirs.export_chrome_trace(str(tmp_path / "theirs.json"))
+    assert sum(e.count for e in theirs.key_averages() if e.key == "aten::addmm") == 16
+    windows = only_rank(tmp_path / "run").of_kind("window")
+    assert [w["state"] for w in windows if "another profiler" in w["why"]] == ["never"]
+    assert not list((tmp_path / "run" / "rank0").glob("trace*"))
+
+
+def test_a_profiler_that_starts_in_a_window_ends_it(tmp_path: Path, training: Any) -> None:
+    """Without this, exporting ours would crash the process."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with Recorder(str(tmp_path / "run"), skip=2, warmup=1, active=20, **CALM):
+        for _ in range(6):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+        assert torch.autograd._profiler_enabled()
+        with profile(activities=[ProfilerActivity.CPU]) as theirs:
+            for _ in range(5):
+                training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+        theirs.export_chrome_trace(str(tmp_path / "theirs.json"))
+    assert sum(e.count for e in theirs.key_averages() if e.key == "aten::addmm") == 10
+    record = only_rank(tmp_path / "run")
+    assert len(record.steps) == 11
+    stopped = record.of_kind("window")[-1]
+    assert stopped["state"] == "stopped"
+    assert "another profiler" in stopped["why"]
+    assert steps_of(tmp_path / "run" / "rank0" / stopped["file"])[:3] == [3, 4, 5]
+
+
+def test_the_guard_stops_a_window_that_slows_training(
+    tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow while profiled, by the test's own sleep."""
+    with Recorder(str(tmp_path / "run"), skip=6, warmup=1, active=20, report=False):
+        for _ in range(20):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+            time.sleep(0.05 if torch.autograd._profiler_enabled() else 0.01)
+    stopped = only_rank(tmp_path / "run").of_kind("window")[1]
+    assert stopped["state"] == "stopped"
+    assert "times as long" in stopped["why"]
+    first, last = stopped["steps"]
+    assert last - first == 2
+
+
+def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, training: Any) -> None:
+    from advisor.recorder.writer import REQUEST
+
+    before = signal.getsignal(signal.SIGUSR2)
+    with Recorder(
+        str(tmp_path / "run"), skip=9999, warmup=0, active=2, signal="SIGUSR2", report=False
+    ) as rec:
+        training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+        wait_for(rec, lambda session: session.writer.folder is not None)
+        time.sleep(0.05)
+        (tmp_path / "run" / REQUEST).touch()
+        wait_for(rec, lambda session: session.windows.asked is not None)
+        for _ in range(4):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+        wait_for(rec, lambda session: session.windows._export is None)
+        signal.raise_signal(signal.SIGUSR2)
+        for _ in range(4):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+    assert signal.getsignal(signal.SIGUSR2) is before
+    done = [w for w in only_rank(tmp_path / "run").of_kind("window") if w["state"] == "done"]
+    assert [w["reason"] for w in done] == ["asked for", "SIGUSR2 received"]
+
+
+def test_a_slowdown_opens_a_window(tmp_path: Path, training: Any) -> None:
+    with Recorder(str(tmp_path / "run"), skip=9999, warmup=0, active=2, report=False) as rec:
+        for number in range(75):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+            time.sleep(0.004 if number < 45 else 0.03)
+            if number == 70:
+                wait_for(rec, lambda s: s.windows.wanted is not None or s.windows._number >= 0)
+    done = [w for w in only_rank(tmp_path / "run").of_kind("window") if w["state"] == "done"]
+    assert len(done) == 1
+    assert "median" in done[0]["reason"]
+
+
+def test_trouble_is_a_slower_median_or_a_spike_and_nothing_else() -> None:
+    def alarms(durations: list[int]) -> list[int]:
+        trouble = SlowdownWatch()
+        return [n for n, ms in enumerate(durations) if trouble.step(ms * 1_000_000)]
+
+    steady = [100] * 200
+    assert alarms(steady) == []
+    assert alarms([900, 900, 900, *steady]) == []  # start-up
+    assert alarms(steady + [120] * 100) == []  # a fifth slower
+    assert alarms([*steady, 290]) == []
+    assert alarms([*steady, 310]) == [200]
+    # the median of 16 has moved once most of them are slow; told once, not for ever
+    assert alarms(steady + [130] * 300) == [208]
+    assert alarms([1] * 100 + [2] * 100) == []  # a millisecond is the machine's
+
+
+def test_windows_of_a_rank_are_bounded(tmp_path: Path, training: Any) -> None:
+    with Recorder(
+        str(tmp_path / "run"), skip=2, warmup=0, active=1, windows=2, report=False
+    ) as rec:
+        session = rec._session
+        assert session is not None
+        for number in range(40):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+            if number > 4:
+                session.want("trouble", False)
+                wait_for(rec, lambda session: session.windows._export is None)
+    assert len(list((tmp_path / "run" / "rank0").glob("trace_w*.json.gz"))) == 2
+
+
+def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any) -> None:
+    with Recorder(
+        str(tmp_path / "run"), skip=2, warmup=0, active=1, max_bytes=100, report=False
+    ) as rec:
+        session = rec._session
+        assert session is not None
+        deadline = time.monotonic() + 20
+        while not session.windows._written:  # until the first window is in its file
+            assert time.monotonic() < deadline
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+            session.writer._wake.set()
+        wait_for(rec, lambda session: session.windows._export is None)
+        session.want("please", True)
+        while session.windows.asked is not None:  # until a boundary that was read in time
+            assert time.monotonic() < deadline
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+    windows = only_rank(tmp_path / "run").of_kind("window")
+    assert [w["state"] for w in windows] == ["open", "done", "never"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "traces"),
+    [
+        ("0-7", 0, True),
+        ("0-7", 7, True),
+        ("0-7", 8, False),
+        ("0,8,16", 8, True),
+        ("0,8,16", 1, False),
+        ("all", 511, True),
+        ("3", 3, True),
+        ("", 0, False),
+        ("nonsense", 0, False),
+    ],
+)
+def test_which_ranks_trace(ranks: str, rank: int, traces: bool) -> None:
+    assert RecordOptions(ranks=ranks).traces(rank) is traces
+    assert RecordOptions(ranks=ranks, active=0).traces(rank) is False

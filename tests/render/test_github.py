@@ -1,0 +1,94 @@
+"""Workflow commands: one a line, whatever a name holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from advisor.core.finding import Finding, Location
+from advisor.core.report import Report
+from advisor.render.formats import REPORTS
+from advisor.render.report import github
+
+Make = Callable[..., Report]
+MakeFinding = Callable[..., Finding]
+COMMAND = re.compile(
+    r"::(error|warning|notice) ((?:[a-z]+=[^,:\r\n]*)(?:,[a-z]+=[^,:\r\n]*)*)::(.*)"
+)
+
+
+def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
+    """Level, properties and message of every line, unescaped as the runner does it."""
+    found = []
+    for line in text.splitlines():
+        match = COMMAND.fullmatch(line)
+        assert match is not None, line
+        properties = dict(part.split("=", 1) for part in match[2].split(","))
+        for name, value in properties.items():
+            for code, char in (("%3A", ":"), ("%2C", ","), ("%0D", "\r"), ("%0A", "\n")):
+                value = value.replace(code, char)
+            properties[name] = value.replace("%25", "%")
+        message = match[3].replace("%0D", "\r").replace("%0A", "\n").replace("%25", "%")
+        found.append((match[1], properties, message))
+    return found
+
+
+def test_a_finding_is_an_annotation_of_its_line(report: Make) -> None:
+    made = report(1)
+    made.findings[0].where = [Location(file="src/train.py", line=42)]
+    verdict, first = commands(REPORTS.render("github", made))
+    assert verdict[0] == "notice"
+    assert verdict[2] == made.verdict
+    level, properties, message = first
+    assert level == "warning"
+    assert properties["file"] == "src/train.py"
+    assert properties["line"] == "42"
+    assert "40 ms a step" in properties["title"]
+    assert message.startswith(made.findings[0].summary)
+    assert "\nFix: " in message
+
+
+@pytest.mark.parametrize(
+    ("severity", "level"), [("critical", "error"), ("warning", "warning"), ("info", "notice")]
+)
+def test_levels_follow_the_severity(
+    report: Make, finding: MakeFinding, severity: str, level: str
+) -> None:
+    assert (
+        commands(REPORTS.render("github", report(findings=[finding(severity=severity)])))[1][0]
+        == level
+    )
+
+
+def test_escapes_are_those_of_the_runner() -> None:
+    assert github.escape_data("50%\r\n::error::x") == "50%25%0D%0A::error::x"
+    assert github.escape_property("a:b,c 5%") == "a%3Ab%2Cc 5%25"
+
+
+def test_a_file_outside_the_repository_is_told_in_the_message(
+    report: Make, finding: MakeFinding
+) -> None:
+    where = [Location(file="/srv/elsewhere/train.py", line=3)]
+    _, properties, message = commands(
+        REPORTS.render("github", report(findings=[finding(where=where)]))
+    )[1]
+    assert "file" not in properties
+    assert "/srv/elsewhere/train.py:3" in message
+
+
+def test_symptoms_are_not_annotated_twice(report: Make, finding: MakeFinding) -> None:
+    made = report(findings=[finding(1), finding(2, folded_under="rule-1")])
+    assert len(commands(REPORTS.render("github", made))) == 2
+
+
+def test_hostile_names_start_no_command(report: Make, hostile: str) -> None:
+    text = REPORTS.render("github", report(2, hostile))
+    assert len(commands(text)) == 3
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+
+
+def test_a_name_that_is_a_command_is_text(report: Make) -> None:
+    text = REPORTS.render("github", report(1, "x\n::error file=a::boo\r::set-output name=x::y"))
+    assert [level for level, _, _ in commands(text)] == ["notice", "warning"]

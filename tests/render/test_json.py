@@ -1,0 +1,89 @@
+"""The JSON: versioned, whole, read back as it was, and nothing a terminal obeys in it."""
+
+from __future__ import annotations
+
+import json as standard
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from advisor import analyze
+from advisor.advise.views import drawn
+from advisor.core.errors import AdvisorError
+from advisor.core.report import SCHEMA, Ranks, Replay, Report
+from advisor.render.formats import REPORTS
+from advisor.testing import TraceBuilder
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_a_report_reads_back_as_it_was(
+    report: Callable[..., Report], ranks: Callable[..., Ranks]
+) -> None:
+    full = report(12, ranks=ranks(3))
+    assert Report.from_json(REPORTS.render("json", full)) == full
+
+
+def test_a_report_with_hostile_names_reads_back_as_it_was(
+    report: Callable[..., Report], hostile: str
+) -> None:
+    name = hostile.encode("utf-8", "replace").decode()
+    full = report(2, name)
+    text = REPORTS.render("json", full)
+    assert Report.from_json(text) == full
+    assert standard.loads(text) == full.to_dict()
+    assert all(char == "\n" or 32 <= ord(char) < 127 or ord(char) > 0x9F for char in text)
+
+
+def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in range(4):  # 11 ms, of which the device waits 10 for a loader
+        with b.step():
+            b.loader_wait(10_000, workers=0)
+            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                b.launch("ampere_sgemm_128x64_nn", 900)
+            b.sync()
+    found = analyze(b.write(tmp_path / "trace.json"))
+    read = Report.from_json(REPORTS.render("json", found))
+    assert read.views == drawn(found)
+    shown = standard.loads(found.to_json())["views"]
+    bar, stairs = shown["bar"], shown["stairs"]
+    assert shown["ranks"] is None
+    parts = [*bar["work"], *bar["idle"]]
+    assert {part["key"] for part in parts} >= {"compute", "loader"}
+    assert sum(part["ns"] for part in parts) == pytest.approx(found.scope.step_ns)
+    assert len({part["look"]["colour"] for part in parts}) == len(parts)
+    assert stairs["measured"]["left_ns"] == found.step_ns
+    assert [stair["rank"] for stair in stairs["fixes"]] == [1]
+    assert stairs["fixes"][0]["saved_ns"] == found.findings[0].rank_gain_ns
+
+
+def test_another_schema_is_refused(report: Callable[..., Report]) -> None:
+    text = REPORTS.render("json", report()).replace(SCHEMA, "advisor.report/999")
+    with pytest.raises(AdvisorError, match=r"advisor\.report/999"):
+        Report.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "nonsense", '{"schema": 1}'])
+def test_what_is_no_report_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(AdvisorError, match="not a report"):
+        Report.from_json(text)
+
+
+def test_every_field_in_the_json_is_in_the_documentation(
+    report: Callable[..., Report], ranks: Callable[..., Ranks], replay: Callable[..., Replay]
+) -> None:
+    documented = (DOCS / "report-schema.md").read_text(encoding="utf-8")
+    by_name = {"critical", "critical_after", "events_dropped"}  # keyed by what was measured
+
+    def names(value: object) -> set[str]:
+        if isinstance(value, dict):
+            inside = [names(item) for key, item in value.items() if key not in by_name]
+            return set(value).union(*inside)
+        return set().union(*map(names, value)) if isinstance(value, list) else set()
+
+    full = standard.loads(REPORTS.render("json", report(2, ranks=ranks(2), replay=replay())))
+    assert len(names(full)) > 90
+    assert [name for name in sorted(names(full)) if f"| `{name}` |" not in documented] == []
+    assert SCHEMA in documented

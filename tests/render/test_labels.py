@@ -1,0 +1,141 @@
+"""Labels of names: they fit, distinct names stay apart, and what tells them apart is what stays."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from advisor.core import labels
+from advisor.core.words import words
+from advisor.read import open_run
+
+WORDS = st.sampled_from(
+    ["void ", "at::native::", "(anonymous namespace)::", "elementwise_kernel", "<", ">", ", ", "(",
+     ")", "float", "AddFunctor", "MulFunctor", "128", "4", "{lambda()#1}", "::operator()() const",
+     "_", "cutlass::Kernel2<", "train.py(12): ", "\x1b[31m", "é", "…", "#2", " "]
+)  # fmt: skip
+NAMES = st.lists(
+    st.one_of(
+        st.text(max_size=60),
+        st.lists(WORDS, max_size=25).map("".join),
+        st.sampled_from([4, 8]).flatmap(
+            lambda n: st.integers(0, 300).map(
+                lambda i: (
+                    f"void at::native::vectorized_elementwise_kernel<{n}, Functor{i}<float>>()"
+                )
+            )
+        ),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(NAMES, st.integers(min_value=labels.LEAST, max_value=70))
+def test_distinct_names_get_distinct_labels_that_fit(names: list[str], width: int) -> None:
+    shown = labels.distinct(names, width)
+    assert len(set(shown)) == len(set(names))
+    assert dict(zip(names, shown, strict=True)) == labels.by_name(names, width)
+    assert all(len(label) <= width for label in shown)
+    hidden = {unicodedata.category(char) for label in shown for char in label}
+    assert not hidden & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+@settings(deadline=None)
+@given(NAMES, st.integers(min_value=labels.LEAST, max_value=70))
+def test_what_fits_stays_as_it_is_and_labels_are_their_own(names: list[str], width: int) -> None:
+    shown = labels.distinct(names, width)
+    assert labels.distinct(shown, width) == shown
+    cleaned = [labels.clean(name) for name in names]
+    for name, label in zip(cleaned, shown, strict=True):
+        if len(name) <= width and cleaned.count(name) == names.count(name) and name in names:
+            assert label == name
+
+
+TRACES = words(
+    """
+    a100_train_6steps alexnet b200_eager h100_bert_small_inference h100_qwen_inference
+    linear_2080ti_launch_bound mi210_gpu_only mi250_train mi300_timesformer_inference
+    mi300_torch_compile nccl_collectives pairs/loader_profiler_workers0 pairs/particle_batch2
+    pairs/sam_3_bf16_compiled_sdpa two_ranks_rank0 v100_train_copy_heavy
+    """
+)
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_on_real_traces_no_kernel_needs_a_number(
+    trace: str, shared_trace: Callable[[str], str]
+) -> None:
+    run = open_run(Path(shared_trace(trace)))
+    names = next(iter(run.traces.values())).gpu["name"].cast(pl.String).unique().to_list()
+    for width in (30, 44, 66):
+        shown = labels.distinct(names, width)
+        assert len(set(shown)) == len(set(names))
+        assert max(map(len, shown)) <= width
+        assert not any(label.rpartition("#")[0].endswith(labels.GAP) for label in shown)
+
+
+def functor(name: str, number: str = "4") -> str:
+    return (
+        f"void at::native::vectorized_elementwise_kernel<{number}, at::native::{name}<float>, "
+        f"at::detail::Array<char*, 3> >(int, at::native::{name}<float>, at::detail::Array)"
+    )
+
+
+def test_what_tells_kernels_apart_is_kept_wherever_it_stands() -> None:
+    names = [functor(name) for name in ("AddFunctor", "MulFunctor", "FillFunctor")]
+    for label, telling in zip(labels.distinct(names, 32), ("Add", "Mul", "Fill"), strict=True):
+        assert label.startswith("vectorized")
+        assert f"{telling}Functor" in label
+
+
+def test_wrappers_and_namespaces_go_first() -> None:
+    inside = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8"
+    name = f"void cutlass::Kernel2<{inside}>({inside}::Params)"
+    assert labels.kernel(name, 70) == inside
+    longer = f"void at::native::kernel<{'float, ' * 40}8>(int, float*)"
+    assert labels.kernel(longer, 40).startswith("kernel<float")
+    assert labels.tidy("void at::native::(anonymous namespace)::foo<int>(int)") == "foo<int>"
+
+
+def test_tiles_of_one_gemm_are_told_apart() -> None:
+    names = [
+        f"sm80_xmma_gemm_f32f32_tf32f32_f32_nt_n_tilesize{tile}_stage4_warpsize2x2x1_tensor16x8x8"
+        for tile in ("128x128x16", "128x64x16", "64x64x32")
+    ]
+    shown = labels.distinct(names, 40)
+    for label, tile in zip(shown, ("128x128x16", "128x64x16", "64x64x32"), strict=True):
+        assert tile in label
+
+
+def test_the_function_of_a_frame_comes_before_its_file() -> None:
+    frame = "/home/somebody/a/long/way/to/project/train.py(42): train_one_epoch"
+    assert labels.kernel(frame, 40) == "train_one_epoch · train.py:42"
+    short = "model.py(7): forward"
+    assert labels.distinct([short], 40) == [short]
+    assert labels.distinct([short], 40, always_tidy=True) == ["forward · model.py:7"]
+    other = frame.replace("project", "another")
+    assert len({*labels.distinct([frame, other], 40)}) == 2
+
+
+def test_backward_nodes_and_their_evaluation_stay_apart() -> None:
+    names = ["autograd::engine::evaluate_function: AddmmBackward0", "AddmmBackward0"]
+    assert labels.distinct(names, 32) == ["evaluate: AddmmBackward0", "AddmmBackward0"]
+
+
+def test_names_that_differ_in_nothing_that_fits_are_numbered() -> None:
+    names = [f"{'<' * 60}{'>' * (60 + i)}" for i in range(3)]
+    shown = labels.distinct(names, 12)
+    assert len(set(shown)) == 3
+    assert max(map(len, shown)) <= 12
+
+
+def test_nothing_stays_nothing() -> None:
+    assert labels.distinct([None, "a", None], 10) == ["", "a", ""]
+    assert labels.distinct([], 10) == []

@@ -1,0 +1,80 @@
+"""What a memory snapshot shows, in the formats that people read elsewhere than in a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+from markdown_it import MarkdownIt
+
+import advisor
+from advisor.core import text as t
+from advisor.core.report import Report
+from advisor.render.formats import REPORTS
+from advisor.testing.allocator import MIB, Allocator, Training
+
+SCHEMA = Path(__file__).parents[1] / "data" / "sarif" / "sarif-2.1.0.json"
+HOSTILE = "/src/a|b`c<img src=x>\n::error::@team/train.py"
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    """Eight steps, and 7 MiB that a line with an evil name holds."""
+    m = Allocator()
+    training = Training(m, logits=96 * MIB)
+    with m.at((HOSTILE, 3, "main")):
+        m.alloc(700 * MIB)
+    for _ in range(8):
+        training.step()
+    return advisor.analyze(str(m.write(tmp_path / "memory.pickle")))
+
+
+def test_markdown_has_the_tables(report: Report) -> None:
+    source = REPORTS.render("markdown", report)
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(source)
+    rows: list[list[str]] = []
+    for token in tokens:
+        if token.type == "tr_open":
+            rows.append([])
+        elif token.type == "inline" and rows and token.level > 2:
+            parts = [child.content for child in token.children or [] if child.type != "html_inline"]
+            rows[-1].append("".join(parts))
+        assert token.type != "html_block" or "img" not in token.content
+    shown = {row[0]: row for row in rows}
+    (view,) = report.memory
+    for each in view.held[:8]:
+        line = next(row for name, row in shown.items() if name.endswith(each.category)
+                    and (each.file is None or f":{each.line} " in name)
+                    and row[1] == t.memory(each.bytes))  # fmt: skip
+        assert len(line) == 4
+        assert line[2:] == [t.percent(each.bytes / view.allocated), t.count(each.blocks)]
+    assert "Segments" in source and "What a change frees" in source
+
+
+def test_github_has_one_notice_of_it(report: Report) -> None:
+    lines = REPORTS.render("github", report).splitlines()
+    (notice,) = [line for line in lines if "What held the memory" in line]
+    assert notice.startswith("::notice title=What held the memory at its peak::")
+    largest = report.memory[0].held[0]
+    assert f"bytes {t.memory(largest.bytes)}" in notice
+    assert all(line.startswith("::") for line in lines)
+    assert not [line for line in lines if line.startswith("::error")]
+
+
+def test_sarif_tells_it_among_the_notifications(report: Report) -> None:
+    log = json.loads(REPORTS.render("sarif", report))
+    validator = Draft202012Validator(json.loads(SCHEMA.read_bytes()))
+    assert [error.message for error in validator.iter_errors(log)] == []
+    told = [one["message"]["text"]
+            for one in log["runs"][0]["invocations"][0]["toolExecutionNotifications"]]  # fmt: skip
+    largest = report.memory[0].held[0]
+    assert any(t.memory(largest.bytes) in text and f":{largest.line} " in text for text in told)
+    assert any(text.startswith("What held the memory at its peak: held:") for text in told)
+
+
+@pytest.mark.parametrize("form", ["markdown", "github", "sarif"])
+def test_a_trace_alone_says_nothing_of_it(form: str, report: Report) -> None:
+    report.memory = []
+    assert "What held the memory" not in REPORTS.render(form, report)

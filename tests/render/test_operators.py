@@ -1,0 +1,103 @@
+"""The table of operators by shape: it fits, adds nothing, and says what is not known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from advisor.core.report import AttainableRate, OperatorRate, Report
+from advisor.measure.device.rooflines import shape_text
+from advisor.render import operators
+from advisor.render.operators import Operators
+from advisor.render.renderer import Options
+
+from .conftest import HOSTILE
+
+Make = Callable[..., Report]
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def rate(**given: Any) -> OperatorRate:
+    told: dict[str, Any] = {
+        "name": "aten::mm", "shapes": "[8944, 1024] [1024, 2816]", "family": "gemm",
+        "dtype": "bf16", "kernel": "sm90_xmma", "tensor_core": True, "calls": 48.0, "ns": 4.0155e6,
+        "share": 0.126, "flops": 5.1e10, "bytes": 7.4e7, "flops_per_s": 616.6e12,
+        "bytes_per_s": 890e9, "attainable_flops_per_s": 794.5e12,
+        "attainable_bytes_per_s": 2791e9, "bound": "compute", "efficiency": 0.812,
+        "saved_ns": 755e3,
+    }  # fmt: skip
+    return OperatorRate(**(told | given))
+
+
+def shown(make: Make, *rows: OperatorRate, width: int = 80, **more: Any) -> str:
+    report = make(0)
+    report.rooflines = list(rows)
+    report.attainable = [
+        AttainableRate(of="bf16", rate=794.5e12, source="a benchmark", url="https://x.org/y"),
+        AttainableRate(of="memory", rate=2791e9, source=None, url=None),
+    ]
+    return Operators().render(report, Options(width=width, **more))
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("colour", [False, True])
+def test_every_line_fits_whatever_the_names(report: Make, width: int, colour: bool) -> None:
+    rows = [rate(name=name, shapes=name, kernel=name, efficiency=0.1) for name in HOSTILE]
+    text = shown(report, *rows, width=width, colour=colour)
+    plain = ANSI.sub("", text)
+    assert max(cell_len(line) for line in plain.split("\n")) <= width
+    assert "\x1b" not in plain and "\x07" not in plain
+
+
+def test_a_row_says_what_limits_it_and_what_that_would_save(report: Make) -> None:
+    text = shown(report, rate(), rate(name="aten::add", bound="memory", efficiency=1.27))
+    line = next(line for line in text.split("\n") if "aten::mm" in line)
+    assert line.split() == [
+        "aten::mm", "4.02", "ms", "48", "617", "TFLOP/s", "794", "TFLOP/s", "81%", "755", "µs",
+        "compute",
+    ]  # fmt: skip
+    assert "bf16 [8944, 1024] [1024, 2816]" in text
+    assert "890 GB/s 2,791 GB/s 127%" in " ".join(text.split())
+    flat = " ".join(text.split())
+    assert "measured: a benchmark, https://x.org/y" in flat
+    assert "memory: 2,791 GB/s, estimated" in flat
+
+
+def test_what_is_not_known_is_a_dash(report: Make) -> None:
+    blind = {"flops_per_s": None, "bytes_per_s": None, "efficiency": None, "saved_ns": None}
+    text = shown(report, rate(bound="unknown", shapes=None, **blind))
+    line = next(line for line in text.split("\n") if "aten::mm" in line)
+    assert line.split()[4:] == ["–"] * 5
+    assert "shapes not recorded" in text
+    assert "record_shapes=True" in text
+
+
+def test_without_kernels_it_says_so(report: Make) -> None:
+    assert "not measured" in shown(report)
+
+
+def test_only_so_many_are_shown(report: Make) -> None:
+    rows = [rate(name=f"aten::op{n}") for n in range(30)]
+    assert shown(report, *rows).count("aten::op") == operators.MOST_ROWS
+    assert shown(report, *rows, top=3).count("aten::op") == 3
+
+
+@pytest.mark.parametrize(
+    ("dims", "text"),
+    [
+        ("[[8, 1024], [1024, 4096]]", "[8, 1024] [1024, 4096]"),
+        ("[[[2, 3], [2, 5], [2, 7]], []]", "([2, 3] [2, 5] …)"),
+        ("[[1], [2], [3], [4], [5]]", "[1] [2] [3] [4] …"),
+        ("[[], []]", ""),
+        ("not JSON", None),
+        ("[" * 5000, None),
+        ("{}", None),
+        (None, None),
+    ],
+)
+def test_shapes_are_written_as_they_were_recorded(dims: str | None, text: str | None) -> None:
+    assert shape_text(dims) == text

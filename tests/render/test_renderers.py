@@ -1,0 +1,186 @@
+"""A door for other formats: a renderer that some package installs is found. And what all formats
+and the dashboard draw is the same: the same segments, stairs and ranks, told in the same words."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from advisor.advise import views
+from advisor.cli import run
+from advisor.core.errors import AdvisorError
+from advisor.core.report import IdleCause, Ranks, Report
+from advisor.dashboard import stepbar
+from advisor.render.formats import COMPARISONS, REPORTS
+
+TOY = '''
+from advisor import text as t
+from advisor.advise import views
+from advisor.render.renderer import DEFAULT, Renderer
+
+
+class Toy(Renderer):
+    """A line a part of the step."""
+
+    suffixes = (".toy",)
+
+    def render(self, subject, options=DEFAULT):
+        bar = views.step_bar(subject)
+        lines = [f"{part.label}={part.time}" for part in bar.segments]
+        return "\\n".join([t.clean(subject.verdict), *lines]) + "\\n"
+'''
+Make = Callable[..., Report]
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package of the renderer, installed as pip leaves it; yields its file."""
+    info = tmp_path / "site" / "toy_format-1.0.dist-info"
+    info.mkdir(parents=True)
+    module = tmp_path / "site" / "toy_format.py"
+    module.write_text(TOY)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-format\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[advisor.renderers]\ntoy = toy_format:Toy\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    importlib.invalidate_caches()
+    yield module
+    sys.modules.pop("toy_format", None)
+
+
+@pytest.fixture
+def saved(report: Make, tmp_path: Path) -> Path:
+    file = tmp_path / "report.json"
+    file.write_bytes(report(2).to_json())
+    return file
+
+
+def test_a_format_of_one_file_is_asked_for_by_name_or_by_suffix(
+    toy: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(saved), "--format", "toy"]) == 0
+    shown = capsys.readouterr().out
+    assert "compute=300 ms\n" in shown
+    assert run(["report", str(saved), "-o", str(tmp_path / "out.toy")]) == 0
+    assert (tmp_path / "out.toy").read_text() == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("Toy = int", "TypeError: int is no Renderer"),
+        ("", "AttributeError"),
+    ],
+)
+def test_a_format_that_cannot_be_loaded_is_one_line(
+    toy: Path, saved: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
+) -> None:
+    toy.write_text(text)
+    assert run(["report", str(saved), "--format", "toy"]) == 2
+    error = capsys.readouterr().err
+    assert "format package toy_format:Toy: cannot be loaded" in error
+    assert why in error
+    assert error.count("\n") == 1
+    # ours do not depend on it
+    assert run(["report", str(saved), "--format", "markdown"]) == 0
+
+
+def test_a_format_that_there_is_not_is_one_line_that_lists_those_there_are(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["report", str(saved), "--format", "pdf"]) == 2
+    folder = Path(views.__file__).parent / "renderers"
+    files = sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__")
+    assert set(files) >= {"html", "json", "terminal"}
+    assert capsys.readouterr().err == (
+        f"advisor: a report cannot be written as pdf; there are {', '.join(files)}\n"
+    )
+    with pytest.raises(AdvisorError, match=r"^a comparison cannot be written as html; there are"):
+        COMPARISONS.renderer("html")
+
+
+class Words(HTMLParser):
+    """What a page says, to the eye and to the ear."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.parts += [value or "" for name, value in attrs if name in ("title", "aria-label")]
+
+    def handle_data(self, data: str) -> None:
+        self.parts.append(data)
+
+
+def every_text(made: Report) -> dict[str, str]:
+    """What each format and the dashboard say of the step."""
+    bar = views.step_bar(made)
+    assert bar is not None
+    found = {form: REPORTS.render(form, made, width=120) for form in ("terminal", "markdown")}
+    for form in ("html", "notebook"):
+        found[form] = " ".join(Words(REPORTS.render(form, made)).parts)
+    drawn = stepbar.bar(bar).to_plotly_json()
+    found["dashboard"] = json.dumps(drawn, default=_plain, ensure_ascii=False)
+    return {form: re.sub(r"[\s|]+", " ", text) for form, text in found.items()}
+
+
+def _plain(part: object) -> object:
+    return part.to_plotly_json()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("idle", ["few", "many", "unmeasured"])
+@pytest.mark.parametrize("seconds", [1e-6, 1e-3, 1.223])
+def test_every_view_draws_the_same_parts_in_the_same_words(
+    report: Make, idle: str, seconds: float
+) -> None:
+    made = report()
+    scale = seconds * 1e9 / made.scope.step_ns
+    causes = {
+        "few": list(made.idle),
+        # by hand: the five largest keep their names, the others are one part
+        "many": [IdleCause(f"cause_{n}", n * 70e6 / 36, n * 0.175 / 36) for n in range(1, 9)],
+        "unmeasured": [],
+    }[idle]
+    made.time = [type(part)(part.name, part.ns * scale, part.share) for part in made.time]
+    made.idle = [IdleCause(part.cause, part.ns * scale, part.share) for part in causes]
+    bar = views.step_bar(made)
+    assert bar is not None
+    assert sum(part.ns for part in bar.segments) == pytest.approx(seconds * 1e9)
+    if idle == "many":
+        assert [part.label for part in bar.idle] == [
+            *(f"cause {n}" for n in (8, 7, 6, 5, 4)),
+            "other causes",
+        ]
+    for form, text in every_text(made).items():
+        for part in bar.segments:
+            assert part.label in text, (form, part)
+            assert part.time in text, (form, part)
+            assert part.percent in text, (form, part)
+
+
+def test_every_view_has_the_same_stairs_and_the_same_ranks(
+    report: Make, ranks: Callable[..., Ranks]
+) -> None:
+    made = report(3, ranks=ranks(3))
+    stairs, table = views.stairs(made), views.rank_table(made)
+    assert stairs is not None
+    assert table is not None
+    texts = {form: REPORTS.render(form, made, width=120) for form in ("terminal", "html")}
+    for form, text in texts.items():
+        for stair in stairs.fixes:
+            assert stair.left in text, form
+            assert stair.saved in text, form
+    texts["markdown"] = REPORTS.render("markdown", made)
+    for form, text in texts.items():
+        cells = re.sub(r"<[^>]*>|[|]", " ", text)
+        for row in table.rows:
+            assert re.search(r"\s+".join(map(re.escape, row.cells)), cells), (form, row.cells)

@@ -1,0 +1,338 @@
+"""The terminal report: fits, reads top down, shows no name as anything but text."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+from rich.cells import cell_len
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Location, Worth
+from advisor.core.report import Family, Ranks, Replay, Report
+from advisor.render.formats import REPORTS
+from advisor.render.page import Page
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+Make = Callable[..., Report]
+
+
+def widest(text: str) -> int:
+    return max(cell_len(ANSI.sub("", line)) for line in text.split("\n"))
+
+
+def section(text: str, title: str) -> str:
+    """What stands under a heading."""
+    start = text.index(f"\n{title}")
+    end = re.compile(r"^\S.* ─{3,}$", re.MULTILINE).search(text, start + len(title) + 81)
+    return text[start : end.start() if end else len(text)]
+
+
+@pytest.mark.parametrize("findings", [0, 1, 12])
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("colour", [False, True])
+def test_every_line_fits(
+    report: Make, ranks: Callable[..., Ranks], findings: int, width: int, colour: bool
+) -> None:
+    shown = REPORTS.render("terminal", report(findings, ranks=ranks(3)), width=width, colour=colour)
+    assert widest(shown) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_hostile_names_fit_and_stay_names(
+    report: Make, replay: Callable[..., Replay], hostile: str, width: int
+) -> None:
+    full = report(2, hostile, replay=replay(critical={hostile: 1.0}))
+    full.notes = full.findings[1:]
+    full.risks = full.findings[:1]
+    plain = REPORTS.render("terminal", full, width=width)
+    assert widest(plain) <= width
+    for char in plain.replace("\n", ""):
+        assert unicodedata.category(char) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    coloured = REPORTS.render("terminal", full, width=width, colour=True)
+    assert ANSI.sub("", coloured) == plain
+    assert "\x1b" not in ANSI.sub("", coloured)
+
+
+def test_markup_in_a_name_is_shown_not_obeyed(report: Make) -> None:
+    name = "[bold red]hot[/bold red] :fire:"
+    shown = REPORTS.render("terminal", report(1, name), colour=True)
+    assert name in ANSI.sub("", shown)
+
+
+def test_colour_is_off_unless_asked_for(report: Make) -> None:
+    assert "\x1b" not in REPORTS.render("terminal", report(3))
+    assert "\x1b" in REPORTS.render("terminal", report(3), colour=True)
+
+
+def test_labels_are_dim_and_what_matters_is_not(report: Make) -> None:
+    lines = REPORTS.render("terminal", report(1), colour=True).split("\n")
+    assert lines[0].startswith("\x1b[1;33mGPU busy 82%")
+    (why,) = [line for line in lines if "why     " in ANSI.sub("", line)]
+    assert re.match(r"\x1b\[2m    why     \x1b\[0mEach step waits", why)
+
+
+def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: Make) -> None:
+    shown = REPORTS.render("terminal", report(2))
+    order = [
+        "GPU busy 82%",
+        "NVIDIA A100",
+        "Where the step's time goes",
+        "What to change",
+        "What is good",
+        "Not checked",
+        "Limits of this trace",
+    ]
+    places = [shown.index(part) for part in order]
+    assert places == sorted(places)
+    assert places[0] == 0
+
+
+def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> None:
+    shown = section(REPORTS.render("terminal", report(1)), "What to change")
+    for part in (
+        "up to 40 ms a step, 10%",
+        "20 to 40 ms",
+        "confidence 80%",
+        "/home/me/project/train.py:42 in train_step",
+        "aten::item",
+        "share of the step 10% (limit 5%, XProf)",
+        "bandwidth not measured",
+        "Do the other thing",
+        "│ step(quick=True)",
+        "Profile again",
+        "only 2 step(s) measured",
+    ):
+        assert part in shown, part
+
+
+def test_the_index_takes_each_gain_from_what_the_ones_above_left(report: Make) -> None:
+    # By hand: 400 - 40 = 360; 20 alone, 10 after the first: 350; 13.33 / 2 = 6.67: 343.3.
+    shown = section(REPORTS.render("terminal", report(3)), "What to change")
+    lefts = re.findall(r"^ [123]  .* ([\d.]+) ms$", shown, re.MULTILINE)
+    assert lefts == ["360", "350", "343"]
+
+
+def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
+    report: Make, replay: Callable[..., Replay], finding: Callable[..., Finding]
+) -> None:
+    worth = Worth(currency="step_time", gain_ns=40_000_000, share=0.1, method="replay")
+    full = report(findings=[finding(1, worth=worth)], replay=replay())
+    shown = REPORTS.render("terminal", full)
+    # By hand: 300 of 401 ms are 75%, 101 are 25%.
+    assert "critical: host 75% · compute 25%" in shown
+    after = "the step goes from 400 ms to 343 ms by replay and hangs on: compute 100%"
+    assert after in " ".join(shown.split())
+    assert "within 1.2% of the measured steps" in " ".join(shown.split())
+    assert "98% of 9,450 device starts" in " ".join(shown.split())
+    assert "up to" not in shown
+    assert "'Up to'" in REPORTS.render("terminal", report(1))
+
+
+def test_a_finding_that_pays_only_after_another_says_so(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    late = finding(2, pays_after="rule-1", rank_gain_ns=9_000_000)
+    shown = " ".join(REPORTS.render("terminal", report(findings=[finding(1), late])).split())
+    assert "pays only after 'Finding number 1 of the step': 9 ms then" in shown
+
+
+def test_a_finding_of_another_rank_says_whose(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    other = finding(1, other_rank=True, trace_rank=7)
+    assert "on rank 7" in REPORTS.render("terminal", report(findings=[other]))
+    own = finding(1, trace_rank=7)
+    assert "on rank 7" not in REPORTS.render("terminal", report(findings=[own]))
+
+
+def test_code_that_does_not_fit_beside_its_name_moves_left_before_it_is_folded(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    line = "x" * 70
+    shown = REPORTS.render("terminal", report(1, findings=[finding(1, code=f"a = 1\n{line}")]))
+    assert f"\n    │ a = 1\n    │ {line}\n" in shown
+    shown = REPORTS.render("terminal", report(1, findings=[finding(1, code="y" * 90)]))
+    assert "y" * 90 in "".join(re.findall(r"│ +(y+)$", shown, re.MULTILINE))
+
+
+def test_code_is_folded_between_words_and_its_comment_goes_above(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    code = (
+        "  run(first_argument, second_argument, third_argument, a_fourth_argument_and);"
+        "          // once, at the end"
+    )
+    shown = REPORTS.render("terminal", report(1, findings=[finding(1, code=code)]))
+    assert "│   // once, at the end\n" in shown
+    assert (
+        "│   run(first_argument, second_argument, third_argument,\n"
+        "    │       a_fourth_argument_and);\n"
+    ) in shown
+
+
+def test_a_table_s_figures_are_whole_and_its_places_are_shortened() -> None:
+    page = Page(40, colour=False)
+    place = "/home/someone/projects/a/very/long/way/train.py:14 · gradients"
+    page.table(["line", "bytes", "of it"], [[place, "90 MiB", "40%"], ["a.py:3", "1 KiB", "<1%"]])
+    head, first, second = page.getvalue().splitlines()
+    assert head.endswith("  bytes  of it") and second.endswith("  1 KiB    <1%")
+    assert first == "  …rain.py:14 · gradients  90 MiB    40%"
+    assert {len(line) for line in (head, first, second)} == {40}
+
+
+def test_a_place_is_shown_once(report: Make, finding: Callable[..., Finding]) -> None:
+    one = finding(1)
+    one.where = [*one.where, *one.where, Location(op="aten::other")]
+    shown = REPORTS.render("terminal", report(1, findings=[one]))
+    assert shown.count("/home/me/project/train.py") == 1
+    assert "aten::other" in shown
+
+
+def test_one_finding_needs_no_index(report: Make) -> None:
+    assert "step then" not in REPORTS.render("terminal", report(1))
+    assert "step then" in REPORTS.render("terminal", report(2))
+
+
+def test_top_hides_details_says_so_and_keeps_the_index(report: Make) -> None:
+    shown = section(REPORTS.render("terminal", report(12), top=3), "What to change")
+    assert shown.count("    fix ") == 3
+    assert "9 more in detail: --top 12" in shown
+    assert all(f"\n{number:>2}  Finding number {number} " in shown for number in range(1, 13))
+
+
+def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    cause = finding(1)
+    symptom = finding(2, title="The symptom", rank=None, folded_under="rule-1")
+    rival = finding(3, title="The alternative", rank=None, folded_under="rule-1")
+    cause.alternatives = rival.alternatives = "fuse"
+    shown = section(
+        REPORTS.render("terminal", report(1, findings=[cause, symptom, rival])), "What to change"
+    )
+    assert re.search(r"^    also +The symptom: up to 20 ms", shown, re.MULTILINE)
+    assert re.search(r"^    or +The alternative", shown, re.MULTILINE)
+    assert shown.count("    fix ") == 1
+
+
+def test_a_healthy_run_shows_no_empty_sections(report: Make) -> None:
+    healthy = report(0, verdict="Healthy: nothing stands out.", not_checked=[], limits=[])
+    shown = REPORTS.render("terminal", healthy)
+    assert shown.startswith("Healthy")
+    for title in ("What to change", "Not checked", "Limits", "Notes", "Ranks", "'Up to'"):
+        assert title not in shown
+
+
+def test_without_device_work_the_bar_is_the_hosts(report: Make) -> None:
+    cpu_only = report(0, time=[], idle=[], families=[], busy_share=None, mfu=None)
+    cpu_only.scope.device = cpu_only.scope.device_name = None
+    shown = REPORTS.render("terminal", cpu_only)
+    assert "on the host's main thread" in shown
+    assert re.search(r"^  █ operators +200 ms +50%$", shown, re.MULTILINE)
+    assert "GPU 0" not in shown
+    assert "MFU" not in shown
+
+
+def test_without_host_events_nothing_is_said_of_the_host(report: Make) -> None:
+    shown = REPORTS.render("terminal", report(0, host=[], idle=[]))
+    assert "on the GPU" in shown
+    assert "  host " not in shown
+
+
+def test_what_was_not_measured_is_not_shown_as_zero(report: Make) -> None:
+    shown = REPORTS.render("terminal", report(0, mfu=None, memory_peak_bytes=None))
+    assert "MFU not measured" in shown
+    assert "memory peak not measured" in shown
+
+
+def test_a_truncated_trace_says_so_at_the_top(report: Make) -> None:
+    cut = report(1)
+    cut.inputs[0].truncated = True
+    assert "truncated" in REPORTS.render("terminal", cut).split("Where the step")[0]
+
+
+def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:
+    whole = report(1)
+    whole.scope.step_source = "whole trace"
+    worth = whole.findings[0].worth
+    assert worth is not None
+    whole.findings[0].worth = replace(worth, per="recording")
+    shown = REPORTS.render("terminal", whole)
+    assert "Where the recording's time goes" in shown
+    assert "up to 40 ms of the recording, 10%" in shown
+
+
+def test_ranks_stand_side_by_side_and_a_missing_value_is_a_dash(
+    report: Make, ranks: Callable[..., Ranks]
+) -> None:
+    shown = section(REPORTS.render("terminal", report(1, ranks=ranks(2))), "Ranks")
+    assert re.search(r"^ +1 +401 ms +80% +20 ms +70 ms +5% +1 ms$", shown, re.MULTILINE)
+    shown = section(REPORTS.render("terminal", report(1, ranks=ranks(2, aligned=False))), "Ranks")
+    assert re.search(r"^ +1 +401 ms( +–){5}$", shown, re.MULTILINE)
+    assert "Skew is not measured" in shown
+
+
+def test_of_many_ranks_those_that_hold_up_the_others_are_shown(
+    report: Make, ranks: Callable[..., Ranks]
+) -> None:
+    shown = section(REPORTS.render("terminal", report(1, ranks=ranks(64))), "Ranks")
+    numbers = [int(n) for n in re.findall(r"^ +(\d+) +\d+ ms", shown, re.MULTILINE)]
+    assert numbers == list(range(48, 64))
+    assert "48 more ranks" in shown
+
+
+def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., Finding]) -> None:
+    worth = Worth(currency="risk", reason="97% of the memory is taken")
+    risk = finding(1, title="Near capacity", worth=worth, rank=None)
+    shown = REPORTS.render("terminal", report(1, risks=[risk]))
+    assert "risk: 97% of the memory is taken" in section(shown, "Memory and risks")
+    assert "Near capacity" not in section(shown, "What to change")
+
+
+def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., Finding]) -> None:
+    notes = [
+        finding(3, title="A guess", validation="synthetic"),
+        finding(1, title="A chance", informational=True, validation="real traces", confidence=0.42),
+        finding(2, title="A cost", worth=Worth(currency="unpriced", reason="of the recording")),
+    ]
+    shown = section(REPORTS.render("terminal", report(0, notes=notes)), "Notes")
+    assert "A chance (a possibility, not a bottleneck: confidence 42%)" in " ".join(shown.split())
+    assert "A cost (of the recording)" in shown
+    words = " ".join(shown.split())
+    assert "A guess (not proven on real traces, and may be worth nothing)" in words
+    assert shown.count("    fix ") == 3
+
+
+def test_what_was_only_seen_on_examples_is_ranked_and_says_so(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    shown = REPORTS.render("terminal", report(findings=[finding(1, validation="synthetic")]))
+    assert "not proven on real traces" in " ".join(section(shown, "What to change").split())
+
+
+def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
+    report: Make, finding: Make
+) -> None:
+    big = finding(1, "a chance", informational=True, validation="real traces", confidence=0.42)
+    big.rank = None
+    made = report(2, notes=[big])
+    assert big.worth.gain_ns >= made.findings[-1].worth.gain_ns
+    why = "a possibility, not a bottleneck: confidence 42%"
+    for page in (
+        REPORTS.render("terminal", made, width=120),
+        REPORTS.render("html", made),
+        REPORTS.render("markdown", made),
+    ):
+        assert why in page
+        assert "too little" not in page
+        assert t.time(big.worth.gain_ns) in page[page.index(why) :]
+
+
+def test_shares_of_device_work_add_up_and_say_what_they_are_of(report: Make) -> None:
+    made = report(0, families=[Family("gemm", 30e6, 0.75, 3), Family("copy", 10e6, 0.25, 1)])
+    shown = REPORTS.render("terminal", made, width=120)
+    assert "gemm 75% of device work · copy 25%" in shown

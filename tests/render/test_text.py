@@ -1,0 +1,152 @@
+"""Numbers have units, missing is not zero, names are harmless."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Worth
+
+
+@pytest.mark.parametrize(
+    ("ns", "shown"),
+    [
+        (None, "not measured"),
+        (0, "0 ms"),
+        (7, "7 ns"),
+        (1_234, "1.23 µs"),
+        (12_340, "12.3 µs"),
+        (999_600, "1 ms"),
+        (87_900_000, "87.9 ms"),
+        (999_400_000, "999 ms"),
+        (999_940_000, "1 s"),
+        (1_223_000_000, "1.22 s"),
+        (12_300_000_000, "12.3 s"),
+        (4_000_000_000_000, "4,000 s"),
+        (-87_900_000, "-87.9 ms"),
+    ],
+)
+def test_a_duration_has_the_unit_it_is_read_best_in(ns: float | None, shown: str) -> None:
+    assert t.time(ns) == shown
+
+
+@given(st.floats(min_value=1e3, max_value=1e13, allow_nan=False))
+def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
+    number, unit = t.time(ns).replace(",", "").split(" ")
+    scale = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}[unit]
+    assert float(number) * scale == pytest.approx(ns, rel=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (None, "not measured"),
+        (0, "0 B"),
+        (900, "900 B"),
+        (1536, "1.5 KiB"),
+        (1000 << 20, "1,000 MiB"),
+        ((1 << 30) - 1, "1 GiB"),
+        (12.34 * (1 << 30), "12.3 GiB"),
+        (1234 * (1 << 30), "1,234 GiB"),
+        (-(5 << 20), "-5 MiB"),
+    ],
+)
+def test_a_size_has_three_digits_in_the_unit_it_is_read_in(size: float | None, shown: str) -> None:
+    assert t.memory(size) == shown
+
+
+def test_a_range_says_its_unit_once() -> None:
+    assert t.between(390e6, 412e6) == "390 to 412 ms"
+    assert t.between(0, 412e6) == "0 to 412 ms"
+    assert t.between(900e3, 1.2e6) == "900 µs to 1.2 ms"
+    assert t.between(-3e6, 2e6) == "-3 to 2 ms"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "plural", "shown"),
+    [
+        (1, "kernel", "", "1 kernel"),
+        (0, "kernel", "", "0 kernels"),
+        (2.5, "copy", "", "2.5 copies"),
+        (1_234, "step", "", "1,234 steps"),
+        (3, "key", "", "3 keys"),
+        (2, "batch", "", "2 batches"),
+        (2, "kernel or copy", "kernels and copies", "2 kernels and copies"),
+    ],
+)
+def test_a_noun_agrees_with_its_number(number: float, noun: str, plural: str, shown: str) -> None:
+    assert t.counted(number, noun, plural) == shown
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(None, "not measured"), (0.0, "0%"), (0.0004, "<1%"), (0.19, "19%"), (1.0, "100%")],
+)
+def test_a_share_that_rounds_to_nothing_is_not_shown_as_nothing(
+    share: float | None, shown: str
+) -> None:
+    assert t.percent(share) == shown
+
+
+def test_evidence_shows_value_unit_limit_and_where_the_limit_comes_from() -> None:
+    item = Evidence("wait", 0.19, "share", 0.05, "XProf")
+    assert t.evidence(item) == "wait 19% (limit 5%, XProf)"
+    assert t.evidence(Evidence("wait", None, "ns")) == "wait not measured"
+    assert t.evidence(Evidence("rate", 12.34, "GB/s")) == "rate 12.3 GB/s"
+    assert t.evidence(Evidence("peak", 3 << 30, "bytes")) == "peak 3 GiB"
+    assert t.evidence(Evidence("speed", 2.5e13, "FLOP/s")) == "speed 25 TFLOP/s"
+    assert t.evidence(Evidence("kernels", 1234, "count")) == "kernels 1,234"
+    assert t.evidence(Evidence("kinds", "a; b")) == "kinds a; b"
+
+
+def test_a_gain_says_its_currency() -> None:
+    def shown(**worth: object) -> str:
+        finding = Finding(rule="r", title="t", summary="s", fix="f")
+        finding.worth = Worth(**worth)  # type: ignore[arg-type]
+        return t.gain(finding)
+
+    bound = "upper bound (exposed time)"
+    assert shown(currency="step_time", gain_ns=4_000_000, share=0.1, method=bound) == (
+        "up to 4 ms a step, 10%"
+    )
+    assert shown(currency="step_time", gain_ns=4_000_000, method="replay") == "4 ms a step"
+    assert shown(currency="run_time", gain_ns=20_000_000_000) == "20 s over the run"
+    assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2 GiB"
+    assert shown(currency="risk", reason="may run out of memory") == "risk: may run out of memory"
+    assert shown(currency="unpriced", reason="no edit") == "not priced: no edit"
+
+
+@given(st.text())
+def test_clean_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
+    for shown in (t.clean(text), t.clean(text, lines=True).replace("\n", "")):
+        assert not any(unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for c in shown)
+        shown.encode()
+
+
+@given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126)))
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert t.clean(text) == text
+
+
+@given(st.text(), st.integers(min_value=0, max_value=80))
+def test_shortened_text_fits(text: str, width: int) -> None:
+    assert len(t.shorten(text, width)) <= width
+    assert len(t.kernel(text, width)) <= width
+    assert len(t.path(text, max(1, width))) <= max(1, width)
+
+
+def test_a_long_path_keeps_its_end() -> None:
+    assert t.path("/home/somebody/a/long/way/project/train.py", 20) == "…ay/project/train.py"
+
+
+def test_a_path_below_the_working_folder_starts_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert t.path(str(tmp_path / "src" / "train.py"), 60) == str(Path("src", "train.py"))
+    assert t.path(f"{tmp_path}2/train.py", 200) == f"{tmp_path}2/train.py"

@@ -1,0 +1,109 @@
+"""The bar adds up: no cell for what takes no time, none too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor.advise.views import MOST_CAUSES, step_bar
+from advisor.cli.output import _ASCII
+from advisor.core import palette
+from advisor.core.report import IdleCause, Report
+from advisor.core.views import Segment
+from advisor.dashboard import theme
+from advisor.measure.host.gaps import CAUSES
+from advisor.measure.steps.timeline import CLASSES
+from advisor.render.formats import REPORTS
+from advisor.render.report.terminal import cells
+
+
+def idle_of(made: Report) -> list[Segment]:
+    shown = step_bar(made)
+    assert shown is not None
+    return shown.idle
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1), max_size=12), st.integers(1, 200))
+def test_cells_never_exceed_the_width_and_follow_the_shares(
+    shares: list[float], width: int
+) -> None:
+    found = cells(shares, width)
+    assert sum(found) <= width
+    scale = max(1.0, sum(shares))
+    for share, size in zip(shares, found, strict=True):
+        assert abs(size - share / scale * width) < 1
+        assert share > 0 or size == 0
+
+
+def test_shares_that_add_up_to_the_step_fill_the_bar() -> None:
+    assert cells([0.75, 0.05, 0.025, 0.175], 80) == [60, 4, 2, 14]
+    assert sum(cells([1 / 3, 1 / 3, 1 / 3], 80)) == 80
+
+
+def test_segments_add_up_to_the_step(report: Callable[..., Report]) -> None:
+    shown = step_bar(report())
+    assert shown is not None
+    assert sum(segment.ns for segment in shown.segments) == 400e6
+    assert [segment.label for segment in shown.idle] == [
+        "data loader",
+        "dispatching ops",
+        "unknown",
+    ]
+
+
+def test_many_small_causes_share_a_segment_and_nothing_is_lost(
+    report: Callable[..., Report],
+) -> None:
+    causes = [IdleCause(f"cause_{i}", float(i), i / 100) for i in range(1, 12)]
+    idle = idle_of(report(idle=causes))
+    assert len(idle) == MOST_CAUSES + 1
+    assert sum(segment.ns for segment in idle) == sum(range(1, 12))
+    assert idle[-1].label == "other causes"
+    assert len({segment.look.glyph for segment in idle}) == len(idle)
+
+
+def test_causes_too_small_to_see_are_one_segment(report: Callable[..., Report]) -> None:
+    causes = [IdleCause("loader", 40.0, 0.1), IdleCause("sync", 1.0, 0.004)]
+    idle = idle_of(report(idle=[*causes, IdleCause("copy", 0.5, 0.002)]))
+    assert [(segment.label, segment.ns) for segment in idle] == [
+        ("data loader", 40.0),
+        ("other causes", 1.5),
+    ]
+    idle = idle_of(report(idle=causes))
+    assert [segment.label for segment in idle] == ["data loader", "host in a sync"]
+
+
+def test_idle_time_without_causes_is_one_segment(report: Callable[..., Report]) -> None:
+    idle = idle_of(report(idle=[]))
+    assert [(segment.label, segment.ns) for segment in idle] == [("idle", 70e6)]
+
+
+def test_every_class_of_one_bar_has_a_glyph_and_a_colour_of_its_own() -> None:
+    bars = {"work": palette.CLASSES, "idle": palette.CAUSES, "host": palette.HOST}
+    for name, looks in bars.items():
+        for what in ("glyph", "colour"):
+            shown = [getattr(look, what) for key, look in looks.items() if key != "idle"]
+            # host: what is recorded nowhere and the end of the recording are not in one bar
+            assert len(shown) - len(set(shown)) == (what == "glyph" and name == "host"), (
+                name,
+                what,
+            )
+    fallback = [look.glyph.translate(_ASCII) for look in palette.CAUSES.values()]
+    assert len(set(fallback)) == len(fallback)
+    assert all(glyph.isascii() for glyph in fallback)
+    assert set(palette.CAUSES) == set(CAUSES)
+    assert set(CLASSES) <= set(palette.HOST)
+
+
+def test_a_cause_has_one_colour_wherever_it_is_shown(report: Callable[..., Report]) -> None:
+    one = report(idle=[IdleCause("sync", 3e6, 0.3), IdleCause("loader", 1e6, 0.1)])
+    other = report(idle=[IdleCause("loader", 3e6, 0.3), IdleCause("sync", 1e6, 0.1)])
+    for made in (one, other):
+        page = REPORTS.render("html", made)
+        assert 'class="c-idle-sync"' in page and 'class="c-idle-loader"' in page
+        assert f".c-idle-sync {{ fill: {theme.of_cause('sync')};" in page
+        assert theme.of_cause("loader") in made._repr_html_()
+        looks = {segment.key: segment.look for segment in idle_of(made)}
+        assert looks["sync"] == palette.CAUSES["sync"]

@@ -1,0 +1,166 @@
+"""Each piece of device work moves by what bounds it: factors by hand from published rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from advisor.core.gpus import GpuSpec
+from advisor.replay.project.moves import KINDS, Moved, move
+from advisor.replay.project.rates import find
+from advisor.testing import TraceBuilder
+
+SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
+BF16 = "c10::BFloat16"
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
+
+
+def gpu(name: str) -> GpuSpec:
+    return find(name).gpu
+
+
+def moved(write: Callable[[TraceBuilder], None], target: str, on: str = "A100") -> Moved:
+    """What the work of one step becomes. The recorded A100 has 80 GB and SXM4, the V100 SXM2."""
+    b = TraceBuilder(on)
+    for _ in range(3):
+        with b.step():
+            write(b)
+            b.sync()
+    a = b.analysis()
+    assert a.hardware is not None
+    return move(a, a.hardware, gpu(target))
+
+
+def kind(found: Moved) -> str:
+    return KINDS[int(found.kind[0])]
+
+
+def product(b: TraceBuilder) -> None:
+    with b.op("aten::mm", [[8192, 8192], [8192, 8192]], BF16):
+        b.launch(SGEMM, 5_000, blocks=4096)
+
+
+def sum_(b: TraceBuilder) -> None:
+    with b.op("aten::add", [[8192, 8192], [8192, 8192]], "float"):
+        b.launch(ADD, 1_000, blocks=65536)
+
+
+def test_a_product_bound_by_arithmetic_goes_by_what_products_reach() -> None:
+    """A100 SXM 271.2, H100 SXM 794.5 TFLOP/s of bf16 (mamf-finder); 1.8 µs of 5 ms stay."""
+    found = moved(product, "h100 sxm5")
+    assert kind(found) == "compute"
+    assert found.factor[0] == pytest.approx((1.8 + 4998.2 * 271.2 / 794.5) / 5000, rel=1e-3)
+
+
+def test_work_without_products_goes_by_the_memory() -> None:
+    """STREAM on V100 reaches 750, on the A100 with 80 GB 1725 GB/s."""
+    found = moved(sum_, "a100 sxm4 80gb", on="V100")
+    assert kind(found) == "memory"
+    assert found.factor[0] == pytest.approx((1.8 + 998.2 * 750 / 1725) / 1000, rel=1e-3)
+
+
+def test_a_product_without_shapes_lies_between_both_rates() -> None:
+    def nameless(b: TraceBuilder) -> None:
+        with b.op("aten::mm"):
+            b.launch(SGEMM, 5_000, blocks=4096)
+
+    found, told = moved(nameless, "h100 sxm5"), moved(product, "h100 sxm5")
+    add = moved(sum_, "h100 sxm5")
+    assert kind(found) == "mixture"
+    assert found.low[0] == pytest.approx(told.factor[0], rel=0.01)
+    assert found.high[0] == pytest.approx(add.factor[0], rel=0.01)
+    assert found.factor[0] == pytest.approx(np.sqrt(found.low[0] * found.high[0]), rel=0.01)
+
+
+def test_a_kernel_of_few_blocks_gains_nothing_from_more_processors() -> None:
+    """54 blocks use half of an A100's 108 processors; of the MI300X's 304 they use 54. Its memory
+    attains 3948 GB/s, the A100's 1725."""
+
+    def small(b: TraceBuilder) -> None:
+        with b.op("aten::add", [[8192, 8192], [8192, 8192]], "float"):
+            b.launch(ADD, 1_000, blocks=54)
+
+    ratio = 1725 / 3948 * (54 / 108) / (54 / 304)
+    expected = (3.6 + 998.2 * ratio) / 1000
+    assert moved(small, "mi300x").factor[0] == pytest.approx(expected, rel=1e-3)
+    # as many as there are in either: its share of the memory
+    full = (3.6 + 998.2 * 1725 / 3948) / 1000
+    assert moved(sum_, "mi300x").factor[0] == pytest.approx(full, rel=1e-3)
+
+
+def test_the_shortest_kernels_stay_as_short_as_they_are_and_cost_more_with_another_vendor() -> None:
+    def tiny(b: TraceBuilder) -> None:
+        with b.op("aten::add", [[4], [4]], "float"):
+            b.launch(ADD, 2, blocks=1)
+
+    assert kind(moved(tiny, "h200 sxm")) == "launch"
+    assert moved(tiny, "h200 sxm").factor[0] == pytest.approx(1.0)
+    assert moved(tiny, "mi300x").factor[0] == pytest.approx((2 + 1.8) / 2)
+
+
+@pytest.mark.parametrize(("pinned", "factor"), [(True, 0.5), (False, 1.0)])
+def test_pinned_copies_go_by_the_interface_and_pageable_ones_by_the_host(
+    pinned: bool, factor: float
+) -> None:
+    """PCIe 4 x16 carries 31.5 GB/s, PCIe 5 twice that."""
+    found = moved(lambda b: b.copy("HtoD", 1 << 28, pinned=pinned), "h100 sxm5")
+    assert kind(found) == "copy"
+    assert found.factor[0] == pytest.approx(factor)
+    assert (found.low[0], found.high[0]) == (0.5, 1.0)
+
+
+def test_a_grace_hopper_copies_by_its_chip_to_chip_link() -> None:
+    """NVLink-C2C: 450 GB/s each way, against 31.5."""
+    found = moved(lambda b: b.copy("HtoD", 1 << 28), "gh200 96gb")
+    assert found.factor[0] == pytest.approx(31.5 / 450)
+
+
+def test_bytes_of_a_collective_go_by_the_links_and_its_waits_as_the_rank_itself() -> None:
+    """An all-reduce of 300 MB among 8 moves 525 MB through each link: 1.75 ms of 3.5 at NVLink 3's
+    300 GB/s. Half of it goes by 300 / 450, half as the product beside it."""
+
+    def step(b: TraceBuilder) -> None:
+        product(b)
+        b.collective("allreduce", 300_000_000, 3_500, group_size=8, wait=True)
+
+    found, alone = moved(step, "h100 sxm5"), moved(product, "h100 sxm5")
+    assert KINDS[int(found.kind[1])] == "link"
+    expected = 0.5 * 300 / 450 + 0.5 * alone.factor[0]
+    assert found.factor[1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_group_larger_than_a_machine_crosses_a_network_that_stays() -> None:
+    """Among 16, 562.5 MB and 1.875 ms of 3.5; these stay."""
+
+    def step(b: TraceBuilder) -> None:
+        product(b)
+        b.collective("allreduce", 300_000_000, 3_500, group_size=16, wait=True)
+
+    found, alone = moved(step, "h100 sxm5"), moved(product, "h100 sxm5")
+    share = 1.875 / 3.5
+    assert found.factor[1] == pytest.approx(share + (1 - share) * alone.factor[0], rel=1e-3)
+
+
+def test_formats_that_a_gpu_lacks_are_computed_in_another_or_told() -> None:
+    def eight(b: TraceBuilder) -> None:
+        with b.op("aten::_scaled_mm", [[8192, 8192], [8192, 8192]], "c10::Float8_e4m3fn"):
+            b.launch("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", 1_000, blocks=4096)
+
+    assert moved(eight, "a100 sxm4 80gb", on="H100").missing == ("fp8",)
+    assert moved(eight, "h200 sxm", on="H100").missing == ()
+    assert moved(product, "v100 sxm2 16gb").instead == (("bf16", "fp32"),)
+
+
+def test_the_same_gpu_changes_nothing() -> None:
+    def all_(b: TraceBuilder) -> None:
+        product(b)
+        sum_(b)
+        b.copy("HtoD", 1 << 20)
+        b.launch("my_own_kernel", 50, blocks=3)
+        b.collective("allreduce", 1 << 20, 100, wait=True)
+
+    found = moved(all_, "a100 sxm4 80gb")
+    assert np.allclose(found.factor, 1.0)
+    assert np.allclose(found.low, 1.0) and np.allclose(found.high, 1.0)

@@ -1,0 +1,271 @@
+"""A step on another GPU: figures by hand, honest bands, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.core.prices import Prices
+from advisor.measure import Analysis
+from advisor.read import open_run
+from advisor.replay.project.choice import choose, cost, priced
+from advisor.replay.project.project import Projector
+from advisor.replay.project.rates import find
+from advisor.testing import TraceBuilder
+
+SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
+BF16 = "c10::BFloat16"
+MIB = 1 << 20
+
+
+def product(b: TraceBuilder, us: float = 20_000) -> None:
+    with b.op("aten::mm", [[16384, 16384], [16384, 8192]], BF16):
+        b.launch(SGEMM, us, blocks=4096)
+
+
+def trace(
+    write: Callable[[TraceBuilder], None], gpu: str | None = "A100", *, host: float = 0
+) -> Analysis:
+    b = TraceBuilder(gpu)
+    for _ in range(5):
+        with b.step():
+            b.host(host)
+            write(b)
+            b.sync()
+    return b.analysis()
+
+
+def test_a_step_of_one_product_is_as_much_faster_as_products_are() -> None:
+    """20 ms at 271.2 TFLOP/s are 6.83 ms at 794.5; beside it there are some 30 µs of host."""
+    found = Projector(trace(product)).on(find("h100 sxm5").gpu)
+    assert found.step_ns == pytest.approx(20e6 * 271.2 / 794.5, rel=0.01)
+    assert found.low_ns < found.step_ns < found.high_ns
+    assert found.speedup == pytest.approx(794.5 / 271.2, rel=0.01)
+    assert [part.kind for part in found.parts] == ["compute"]
+
+
+def test_a_host_that_sets_the_pace_keeps_it_and_the_report_says_so() -> None:
+    """10 ms of host and 5 ms of device hidden under the next step's: no GPU makes that faster."""
+
+    def step(b: TraceBuilder) -> None:
+        product(b, 1_000)
+        b.host(10_000)
+
+    projector = Projector(trace(step), same_host=True)
+    for name in ("h100 sxm5", "b200"):
+        found = projector.on(find(name).gpu)
+        assert found.step_ns == pytest.approx(found.measured_ns, rel=0.02)
+        assert found.high_ns == pytest.approx(found.measured_ns, rel=0.1)
+        assert any("the host sets the pace" in note for note in found.notes)
+    apart = Projector(trace(step)).on(find("h100 sxm5").gpu)
+    assert apart.low_ns < 0.7 * apart.step_ns and apart.high_ns > 1.4 * apart.step_ns
+
+
+def test_a_loader_that_sets_the_pace_is_as_fast_as_the_other_machine() -> None:
+    def step(b: TraceBuilder) -> None:
+        b.loader_wait(20_000)
+        product(b, 1_000)
+
+    gpu = find("h100 sxm5").gpu
+    here = Projector(trace(step), same_host=True).on(gpu)
+    there = Projector(trace(step)).on(gpu)
+    assert here.step_ns == pytest.approx(here.measured_ns, rel=0.05)
+    assert here.high_ns == pytest.approx(here.measured_ns, rel=0.1)
+    assert there.low_ns < 0.7 * there.step_ns and there.high_ns > 1.4 * there.step_ns
+
+
+def test_the_gpu_that_it_was_recorded_on_is_projected_to_itself() -> None:
+    found = Projector(trace(product, host=500)).on(find("a100 sxm4 80gb").gpu)
+    assert found.step_ns == pytest.approx(found.measured_ns, rel=1e-6)
+    assert found.high_ns - found.low_ns < 0.02 * found.step_ns
+
+
+def test_steps_that_cannot_be_replayed_keep_their_idle_time_and_that_is_said() -> None:
+    """Of 35 ms the device waits 30 for nothing that was recorded, and works 5: those become 1.7."""
+
+    def step(b: TraceBuilder) -> None:
+        with b.op("aten::mm", [[16384, 16384], [16384, 8192]], BF16):
+            b.launch(SGEMM, 5_000, blocks=4096, after=b.now + 30_000)
+
+    projector = Projector(trace(step), same_host=True)
+    found = projector.on(find("h100 sxm5").gpu)
+    assert not projector.replayed
+    assert found.measured_ns == pytest.approx(35e6, rel=0.01)
+    assert found.step_ns == pytest.approx(30e6 + 5e6 * 271.2 / 794.5, rel=0.01)
+    assert found.low_ns < found.step_ns < found.high_ns < found.measured_ns
+    assert any("idle time kept, without a replay" in note for note in found.notes)
+
+
+def test_there_and_back_is_where_it_began() -> None:
+    there = Projector(trace(product)).on(find("h100 sxm5").gpu)
+    us = there.step_ns / 1e3
+    back = Projector(trace(lambda b: product(b, us), "H100")).on(find("a100 sxm4 80gb").gpu)
+    assert back.step_ns == pytest.approx(there.measured_ns, rel=0.01)
+
+
+def test_another_vendor_has_a_wider_band_and_is_told() -> None:
+    projector = Projector(trace(product), same_host=True)
+    near, far = projector.on(find("h100 sxm5").gpu), projector.on(find("mi300x").gpu)
+    assert far.high_ns / far.step_ns >= near.high_ns / near.step_ns
+    assert any("another vendor" in note for note in far.notes)
+    assert not any("another vendor" in note for note in near.notes)
+    # 668.4 TFLOP/s were measured on an MI300X; a launch takes AMD 4.9 µs longer to start
+    assert far.step_ns == pytest.approx(20e6 * 271.2 / 668.4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "on", "verdict"),
+    [
+        (10_000, 12_000, "l4", "fits"),
+        (18_000, 21_000, "l4", "fits"),
+        (20_000, 23_500, "l4", "tight"),
+        (22_500, 23_500, "l4", "too small"),
+        (40_000, 60_000, "l4", "too small"),
+        (40_000, 60_000, "h100 sxm5", "fits"),
+    ],
+)
+def test_memory_is_held_against_what_a_driver_hands_out(
+    allocated: int, reserved: int, on: str, verdict: str
+) -> None:
+    """24 GiB as sold are 22,610 MiB handed out at least, 600 of which the driver takes itself."""
+
+    def step(b: TraceBuilder) -> None:
+        b.memory(MIB, allocated * MIB, reserved * MIB)
+        product(b)
+
+    found = Projector(trace(step)).on(find(on).gpu)
+    assert (found.fit.verdict, found.fit.allocated) == (verdict, allocated * MIB)
+
+
+def test_memory_that_was_not_recorded_is_not_measured() -> None:
+    found = Projector(trace(product)).on(find("l4").gpu)
+    assert found.fit.verdict == "not measured"
+    assert (found.fit.allocated, found.fit.reserved) == (None, None)
+
+
+def test_a_recorded_run_knows_its_peaks_without_events() -> None:
+    """The recorder samples the allocator: 30 GiB at most, of 31 held; zeros are no measurement."""
+    b = TraceBuilder()
+    record = b.record_of_run()
+    for _ in range(5):
+        with b.step():
+            product(b)
+            b.sync()
+    record.step(20, fields={"peak": 0, "reserved": 0})
+    record.steps(5, 20, fields={"peak": 30 << 30, "reserved": 31 << 30})
+    projector = Projector(b.analysis())
+    assert projector.on(find("l4").gpu).fit.verdict == "too small"
+    fitting = projector.on(find("h100 sxm5").gpu).fit
+    assert (fitting.verdict, fitting.allocated, fitting.reserved) == ("fits", 30 << 30, 31 << 30)
+
+
+def nothing(b: TraceBuilder) -> None:
+    b.host(1_000)
+
+
+def nameless(b: TraceBuilder) -> None:
+    b.launch("zzz_my_own", 1_000)
+
+
+@pytest.mark.parametrize(
+    ("write", "gpu", "told"),
+    [
+        (product, None, "its GPU is not told"),
+        (nothing, "A100", "no device work"),
+        (nameless, "A100", "100% of the kernel time is in kernels of no known kind"),
+    ],
+)
+def test_what_cannot_be_projected_is_refused(
+    write: Callable[[TraceBuilder], None], gpu: str | None, told: str
+) -> None:
+    with pytest.raises(AdvisorError, match=told):
+        Projector(trace(write, gpu))
+
+
+def test_a_gpu_without_the_format_is_refused_for_itself_alone() -> None:
+    def eight(b: TraceBuilder) -> None:
+        with b.op("aten::_scaled_mm", [[8192, 8192], [8192, 8192]], "c10::Float8_e4m3fn"):
+            b.launch("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", 1_000, blocks=4096)
+
+    projector = Projector(trace(eight, "H100"))
+    found = choose(projector, [(find("a100 pcie 80gb").gpu, 0.1), (find("h200 sxm").gpu, 3.0)])
+    assert [c.possible for c in found] == [True, False]
+    assert found[0].projection.gpu == "NVIDIA H200 SXM"
+    assert "fp8" in found[1].projection.refused and found[1].cost is None
+
+
+def test_money_is_price_times_time() -> None:
+    """A million steps of 18 ms are 5 hours."""
+    assert cost(2.0, 18e6) == pytest.approx(10.0)
+    assert cost(None, 18e6) is None
+
+
+def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
+    """By hand: an H100 is 2.93 times an A100 in products; at 5 times the price it costs more."""
+    prices = priced(Prices({"a100 sxm4 80gb": 1.0, "h100 sxm5": 5.0}, "USD", "here"))
+    gpus = [(find(name).gpu, price) for name, price in prices.items()]
+    found = choose(Projector(trace(product)), gpus)
+    assert [c.projection.gpu for c in found] == [
+        "NVIDIA A100 SXM4 80GB",
+        "NVIDIA H100 SXM5 80GB",
+    ]
+    assert found[0].cost is not None and found[1].cost is not None
+    assert found[1].cost / found[0].cost == pytest.approx(5 * 271.2 / 794.5, rel=0.01)
+
+
+def test_a_price_is_of_all_gpus_that_have_its_words_and_of_none_other() -> None:
+    table = {"h100": 2.0, "h100 nvl": 3.0, "NVIDIA A100-PCIE-40GB": 1.0}
+    assert priced(Prices(table, "EUR", "here")) == {
+        "NVIDIA H100 SXM5 80GB": 2.0,
+        "NVIDIA H100 PCIe": 2.0,
+        "NVIDIA H100 NVL": 3.0,
+        "NVIDIA A100 PCIe 40GB": 1.0,
+    }
+    with pytest.raises(AdvisorError, match="here: none of its names"):
+        priced(Prices({"voodoo": 1.0}, "EUR", "here"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("h200", "NVIDIA H200 SXM"),
+        ("H200 NVL", "NVIDIA H200 NVL"),
+        ("gh200 96gb", "NVIDIA GH200 96GB"),
+        ("mi300x", "AMD Instinct MI300X"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM5 80GB"),
+        ("rtx 3090", "NVIDIA GeForce RTX 3090"),
+        ("rtx 3090 ti", "NVIDIA GeForce RTX 3090 Ti"),
+        ("l4", "NVIDIA L4"),
+    ],
+)
+def test_a_gpu_is_found_by_its_words_and_by_its_drivers_name(name: str, expected: str) -> None:
+    assert find(name).gpu.name == expected
+
+
+@pytest.mark.parametrize("name", ["", "  ", "h20", "voodoo 2", "nvidia h100 mi300x"])
+def test_a_name_that_fits_none_is_told(name: str) -> None:
+    with pytest.raises(AdvisorError, match="no GPU"):
+        find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "slower", "faster"),
+    [
+        ("h100_qwen_inference", "a100 sxm4 80gb", "h200 sxm"),
+        ("mi300_torch_compile", "mi210", "mi325x"),
+        ("pairs/sam_2_fp32_few_syncs", "t4", "h100 sxm5"),
+    ],
+)
+def test_real_steps_are_slower_on_a_slower_gpu_and_no_slower_on_a_faster(
+    shared_trace: Callable[[str], str], name: str, slower: str, faster: str
+) -> None:
+    run = open_run(shared_trace(name), window="first")
+    projector = Projector(Analysis(run.window(run.ranks[0])))
+    down, up = projector.on(find(slower).gpu), projector.on(find(faster).gpu)
+    assert up.step_ns <= down.measured_ns * 1.001 < down.step_ns
+    for found in (down, up):
+        assert 0 < found.low_ns < found.step_ns < found.high_ns
+    assert Path(projector.a.trace.meta.path).exists()

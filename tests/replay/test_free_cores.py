@@ -1,0 +1,120 @@
+"""Loading that moves to worker processes needs cores that are free."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.core.run_directory import Host
+from advisor.replay.language import parse_edit
+from advisor.replay.price import WhatIf
+from advisor.testing import TraceBuilder
+
+LOADING, STEP = 6_000.0, 10_000.0
+"""Of each step, µs: the loader 6 ms, then 4 ms of the model on the host."""
+
+
+def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> WhatIf:
+    """``used``: cores that the process keeps busy, as sampled; ``None``: not recorded."""
+    b = TraceBuilder()
+    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    for _ in range(8):
+        with b.step():
+            with b.range(name):
+                if computed:
+                    with b.op("aten::stack", host_us=LOADING):
+                        pass
+                else:
+                    b.host(LOADING)
+            for _ in range(4):
+                with b.op("aten::mm", host_us=1000):
+                    pass
+    if used is not None:
+        r = b.record_of_run(cpus=cpus, cpus_total=cpus)
+        r.steps(60, 10)
+        r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
+    return WhatIf(b.analysis())
+
+
+def gain(found: WhatIf, workers: int = 4) -> float:
+    """Of the step."""
+    return found.gain([parse_edit(f"spread loader {workers}")]) / found.a.step_ns
+
+
+def test_without_samples_of_the_cores_they_are_taken_for_granted() -> None:
+    """6 of 10 ms go, but for the hand-over of a batch (0.2 ms)."""
+    assert gain(whatif(computed=True, used=None)) == pytest.approx(0.58, abs=0.02)
+
+
+def test_idle_cores_do_the_work() -> None:
+    assert gain(whatif(computed=True, used=1.0, cpus=8)) == pytest.approx(0.58, abs=0.02)
+
+
+def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
+    """Two cores, both busy: what is left is the main thread's own share while it does not load,
+    0.6 of a core, so that a batch takes 6 / 0.6 = 10 ms, which is the step of before; it is handed
+    over in 1.5 ms."""
+    assert gain(whatif(computed=True, used=2.0)) == pytest.approx(-0.15, abs=0.02)
+
+
+def test_on_busy_cores_loading_that_waits_needs_none() -> None:
+    found = whatif(computed=False, used=2.0)
+    assert gain(found) == pytest.approx(0.58, abs=0.02)
+    low, _ = found.band([parse_edit("spread loader 4")])
+    assert low <= 0.02 * found.a.step_ns  # if it computes something that is not recorded
+
+
+def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
+    """By hand: 1.4 cores busy over 10 ms are 14 ms of CPU time, 6 of them loading, so that the
+    other 4 ms keep 2 cores busy. Loading goes on to take 6 ms of the step, and 1.5 ms for a batch
+    to be handed over; optimistically both cores share the 6 ms: 4 + 3 + 0.2 ms are left."""
+    found = whatif(computed=True, used=1.4)
+    edit = [parse_edit("spread loader 1")]
+    assert gain(found, 1) == pytest.approx(-0.15, abs=0.02)
+    low, high = found.band(edit)
+    assert low / found.a.step_ns == pytest.approx(-0.4, abs=0.05)
+    assert 0.26 <= high / found.a.step_ns <= 0.35
+
+
+def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() -> None:
+    """10 ms of CPU time in 10 ms: the second core has 4 ms for the 6 of loading while the step
+    computes; the other 2 ms are taken from it."""
+    assert gain(whatif(computed=True, used=1.0), 1) == pytest.approx(0.4 - 0.15, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("used", "cpus", "left"),
+    [
+        (1.0, 8, 0.5),  # the workers wait for storage: twice as many bring twice as much
+        (4.0, 8, 0.5),  # three cores of theirs, four free: there is room for all
+        (7.0, 8, 6 / 7),  # six of theirs, one free
+        (8.0, 8, 1.0),
+    ],
+)
+def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left: float) -> None:
+    """The loader's rate, 10 ms a batch with the workers there are, is what the step takes."""
+    b = TraceBuilder()
+    for _ in range(8):
+        with b.step():
+            b.loader_wait(8000, workers=2)
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+            b.sync()
+    r = b.record_of_run(cpus=cpus, cpus_total=cpus)
+    r.steps(60, 9)
+    r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
+    found = WhatIf(b.analysis())
+    before = found.base.period
+    after = before - found.gain([parse_edit("spread loader 2")])
+    assert after / before == pytest.approx(left, abs=0.02)
+
+
+def test_pytorchs_threads_are_taken_to_be_at_work_where_nothing_was_sampled() -> None:
+    b = TraceBuilder(gpu=None)
+    r = b.record_of_run(cpus=4, flags={"num_threads": 3})
+    r.steps(60, 10)
+    recorded = b.analysis().recorded
+    assert recorded is not None
+    assert recorded.used_cores is None
+    assert recorded.computed(0.5, on_host=True) is None
+    # a core is free for 5 of 10 ms, and the loading needs it for 5
+    assert recorded.taken(0.5, 1.0) == 0.0
+    assert recorded.taken(0.8, 1.0) == pytest.approx(0.75)

@@ -1,0 +1,144 @@
+"""The edit language: what is written is read back as it was."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from advisor import AdvisorError
+from advisor.core.finding import Edit, Select
+from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS
+from advisor.replay.language import LOADER, parse_edit, write_edit
+
+PATTERN = st.sampled_from(
+    [
+        "",
+        "gemm",
+        r"^aten::(bmm|baddbmm_?)$",
+        "two words",
+        'it\'s "quoted"',
+        "under:x",
+        "0.5",
+        r"a\\:b",
+    ]
+)
+NOT_EMPTY = PATTERN.filter(bool)
+FACTOR = st.floats(0, 1000).map(lambda f: round(f, 6))
+BAND = st.fixed_dictionaries(
+    {}, optional={"factor_low": FACTOR, "factor_high": FACTOR}
+)  # each may be missing
+
+
+def some(values: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(st.sampled_from(values), max_size=3, unique=True).map(tuple)
+
+
+NUMBERS = st.lists(st.integers(0, 2**40), max_size=3).map(tuple)
+LIMIT = st.none() | st.integers(1, 10**9)
+GPU = st.builds(
+    Select,
+    on=st.just("gpu"),
+    kind=some(GPU_KINDS),
+    name=PATTERN,
+    under=PATTERN,
+    family=some(("gemm", "communication", "softmax")),
+    copy=some(COPIES),
+    memory=st.sampled_from(["", "pageable", "pinned"]),
+    stream=NUMBERS,
+    correlation=NUMBERS,
+    max_ns=LIMIT,
+)
+HOST = st.builds(
+    Select,
+    on=st.just("host"),
+    kind=some(CPU_KINDS),
+    name=NOT_EMPTY,
+    under=PATTERN,
+    call=some(CALLS),
+    correlation=NUMBERS,
+    max_ns=LIMIT,
+)
+GAP = st.builds(
+    Select,
+    on=st.just("gap"),
+    name=PATTERN,
+    under=PATTERN,
+    cause=some(("dispatch", "launch", "python")),
+    at=st.sampled_from(["", "step_start", "graph_break"]),
+    max_ns=LIMIT,
+)
+RANK = st.none() | st.integers(0, 9999)
+EDITS = st.one_of(
+    st.builds(
+        lambda s, f, b, r: Edit(op="scale", select=s, factor=f, rank=r, **b),
+        st.one_of(GPU, HOST, GAP),
+        FACTOR,
+        BAND,
+        RANK,
+    ),
+    st.builds(lambda s, f, b: Edit(op="merge", select=s, factor=f, **b), GPU, FACTOR, BAND),
+    st.builds(lambda s, r: Edit(op="remove", select=s, rank=r), st.one_of(GPU, HOST, GAP), RANK),
+    st.builds(lambda s, a: Edit(op="overlap", select=s, ahead=a), GPU, st.booleans()),
+    st.builds(lambda s: Edit(op="asynchronous", select=s), HOST),
+    st.builds(
+        lambda s, n: Edit(op="drop_launch", select=s, host_ns=n),
+        st.one_of(GPU, GAP),
+        st.none() | st.integers(0, 10**6),
+    ),
+    st.builds(
+        lambda n, w: Edit(op="spread", select=Select(on="host", name=n), workers=w),
+        st.just(LOADER) | NOT_EMPTY,
+        st.integers(1, 4096),
+    ),
+    st.builds(
+        lambda n, f: Edit(
+            op="punctual",
+            select=Select(on="gpu", family=("communication",), name=n),
+            factor=f,
+            rank=3,
+        ),
+        PATTERN,
+        st.none() | FACTOR,
+    ),
+)
+
+
+@given(EDITS)
+def test_any_edit_that_can_be_written_is_read_back(edit: Edit) -> None:
+    assert parse_edit(write_edit(edit)) == edit
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("scale work kind:kernels 0.5", "kind:kernels"),
+        ("scale work max:soon 0.5", "whole numbers"),
+        ("scale work max:1,2 0.5", "one value"),
+        ("scale work stream:7 stream:8 0.5", "twice"),
+        ("remove work 0.1..0.5..0.9", "no number"),
+        ("roofline work 0.1..0.5..0.9", "no band"),
+        ("remove work ahead", "ahead"),
+        ("remove host", "needs a pattern"),
+    ],
+)
+def test_a_word_that_says_nothing_is_refused(line: str, words: str) -> None:
+    with pytest.raises(AdvisorError, match=words):
+        parse_edit(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("scale work nan", "nan is not a finite number"),
+        ("scale kernel -Infinity", "-Infinity is not a finite number"),
+        ("graph work 1e999", "1e999 is not a finite number"),
+        ("scale kernel 0..1e999", "1e999 is not a finite number"),
+        ("graph loader", "graph takes what is launched, or launches: kernel, family"),
+        ("graph sync", "not sync"),
+    ],
+)
+def test_what_is_no_number_or_no_launch_is_told(line: str, told: str) -> None:
+    with pytest.raises(AdvisorError) as caught:
+        parse_edit(line)
+    assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,472 @@
+"""Laws that hold for any replay, tried with random edits on every public real trace.
+
+``ADVISOR_LAWS=200`` tries as many edits a trace and law (default 20), and rewrites the large
+files too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+import pytest
+import rewriting
+
+from advisor import Analysis, Edit, Finding
+from advisor.advise.engine import Examined, examine
+from advisor.advise.pricing import REPLAY, pricer
+from advisor.read import read_trace
+from advisor.replay.language import BLOCKING, parse_edit, write_edit
+from advisor.replay.price import WhatIf
+from advisor.replay.replay import MIN_STEADY
+from advisor.replay.result import what_if
+from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
+
+REPO = Path(__file__).resolve().parents[2]
+SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", REPO.parent / "shared" / "traces"))
+EDITS = int(os.environ.get("ADVISOR_LAWS", "20"))
+"""Random edits a trace and law."""
+LARGE = 25_000
+"""Host and device rows from which a file is rewritten only when more edits are asked for."""
+EXACT_NS = 2.0
+"""What rounding of sums may amount to."""
+SLACK = 0.01
+"""Of the step, by which shortening something may lengthen it: a scheduling anomaly."""
+
+
+def _found() -> list[str]:
+    files = sorted(p for p in SHARED.rglob("*.json.gz") if p.is_file())
+    return [str(p.relative_to(SHARED)).removesuffix(".json.gz") for p in files] or ["absent"]
+
+
+@functools.lru_cache(maxsize=4)
+def replay(path: str) -> WhatIf:
+    return WhatIf(Analysis(read_trace(path)))
+
+
+@functools.lru_cache(maxsize=4)
+def examined(path: str) -> Examined:
+    return examine(path)
+
+
+def replays(path: str) -> bool:
+    a = replay(path).a
+    return not (a.trace.cpu.is_empty() or a.trace.gpu.is_empty() or a.steps.used.is_empty())
+
+
+@pytest.fixture(scope="module", params=_found())
+def path(request: pytest.FixtureRequest, shared_trace: Callable[[str], str]) -> str:
+    """Of one file after the other: each is tried with all laws, and read once."""
+    found = shared_trace(request.param)
+    if not replays(found):
+        pytest.skip("the file holds no steps with both host and device rows")
+    return found
+
+
+def priceable(path: str) -> WhatIf:
+    """The replay, where findings are priced by it."""
+    found = pricer(replay(path).a)
+    if found.method != REPLAY:
+        pytest.skip("the replay is not trusted with these steps")
+    return replay(path)
+
+
+def gain(whatif: WhatIf, *lines: str) -> float:
+    """What edits save together, as a share of the step."""
+    return whatif.gain([parse_edit(line) for line in lines]) / whatif.base.period
+
+
+# -- edits to draw from --------------------------------------------------------------------------
+
+
+def exactly(name: str) -> str:
+    """A pattern for a name, whatever is in it; no quotes or spaces, so that it can be typed."""
+    return "^" + re.sub(r"[^A-Za-z0-9_]", ".", name) + "$"
+
+
+class Targets(NamedTuple):
+    """What there is in a trace to point at, as targets of the edit language."""
+
+    kernels: list[str]
+    """Of one name each: they select disjoint work."""
+    work: list[str]
+    ops: list[str]
+    host: list[str]
+    syncs: list[str]
+    gaps: list[str]
+    loader: bool
+
+
+@functools.lru_cache(maxsize=4)
+def targets(path: str) -> Targets:
+    a = replay(path).a
+    gpu = a.trace.gpu.filter(a.in_window)
+
+    def most(frame: pl.DataFrame, count: int = 12) -> list[str]:
+        top = frame.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
+        return top.sort("dur", "name", descending=True)["name"].head(count).to_list()
+
+    patterns = [exactly(n) for n in most(gpu.filter(pl.col("kind") == "kernel"))]
+    families = a.families.filter(pl.col("dur") > 0)["family"].cast(pl.String).to_list()
+    copies = gpu["copy"].drop_nulls().unique().cast(pl.String).sort().to_list()
+    cpu = a.trace.cpu
+    ops = [f"op:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "op"))]
+    calls = [f"host:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "runtime"), 6)]
+    frames = [f"python:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "python"), 6)]
+    blocking = cpu["call"].is_in(list(BLOCKING)).fill_null(False).any()
+    causes = a.gaps["cause"].unique().cast(pl.String).sort().to_list()
+    return Targets(
+        kernels=[f"kernel:{p}" for p in dict.fromkeys(patterns)],
+        work=["work", *(f"family:{f}" for f in families), *(f"copy:{c}" for c in copies)],
+        ops=ops,
+        host=[*calls, *frames],
+        syncs=["sync"] if blocking else [],
+        gaps=["gap", *(f"gap:{c}" for c in causes)] if causes else [],
+        loader=bool(cpu["name"].cast(pl.String).str.contains(r"^enumerate\(Data").any()),
+    )
+
+
+def factor(rng: random.Random) -> str:
+    return f"{rng.choice([0, 0.25, 0.5, 0.75, round(rng.random(), 3)]):g}"
+
+
+def shortening(path: str, count: int) -> Iterator[str]:
+    """Edits that take work, waiting or host time away."""
+    t, rng = targets(path), random.Random(f"shortening {Path(path).name}")
+    device, host = [*t.kernels, *t.work], [*t.ops, *t.host]
+    makers: list[Callable[[], str]] = []
+    if device:
+        makers += [lambda: f"scale {rng.choice(device)} {factor(rng)}"] * 3
+        makers += [lambda: f"remove {rng.choice(device)}"] * 3
+        makers += [lambda: f"overlap {rng.choice(device)}"] * 2
+        makers += [lambda: f"graph {rng.choice(device)}"] * 2
+        makers += [lambda: f"roofline {rng.choice(device)}"]
+    if host:
+        makers += [lambda: f"scale {rng.choice(host)} {factor(rng)}"] * 3
+        makers += [lambda: f"remove {rng.choice(host)}"] * 3
+    if t.ops and t.syncs:
+        makers += [lambda: f"async sync:{rng.choice(t.ops).removeprefix('op:')}"]
+    if t.syncs:
+        makers += [lambda: "async sync", lambda: "remove sync"]
+    if t.gaps:
+        makers += [lambda: f"remove {rng.choice(t.gaps)}"]
+        makers += [lambda: f"scale {rng.choice(t.gaps)} {factor(rng)}"]
+    if t.loader:
+        makers += [lambda: f"spread loader {rng.randint(1, 8)}"]
+        makers += [lambda: f"scale loader {factor(rng)}"]
+    for number in range(count):
+        # each kind once before any comes twice
+        yield (makers[number % len(makers)] if number < len(makers) else rng.choice(makers))()
+
+
+def window(whatif: WhatIf) -> tuple[int, int]:
+    """Start and end of the replayed steps, ns of the trace."""
+    table = whatif.a.steps.table
+    first, last = whatif.quality.steps, whatif.quality.of_steps
+    if first != last or not table.height:
+        return whatif.graph.origin, whatif.graph.origin + int(whatif.graph.time.max())
+    return int(table["ts"].min()), int(table["end"].max())
+
+
+# -- nothing changed, nothing gained -------------------------------------------------------------
+
+
+def test_an_edit_of_zero_changes_nothing(path: str) -> None:
+    t, rng = targets(path), random.Random(f"zero {Path(path).name}")
+    whatif = replay(path)
+    there = [*t.kernels, *t.work, *t.ops, *t.host, *t.syncs, *t.gaps]
+    lines = [f"scale {target} 1" for target in rng.sample(there, min(EDITS, len(there)))]
+    lines += [f"{verb} kernel:^none$" for verb in ("remove", "overlap", "merge", "graph")]
+    lines += ["async sync:^none$", "remove op:^none$", "remove gap:none", "resize work 1"]
+    wrong = {
+        line: saved for line in lines if abs(saved := whatif.gain([parse_edit(line)])) > EXACT_NS
+    }
+    assert not wrong
+
+
+# -- what the file says, not how it says it ------------------------------------------------------
+
+
+def rewritten(path: str, change: Callable[[rewriting.Data], rewriting.Data], to: Path) -> WhatIf:
+    return WhatIf(Analysis(read_trace(rewriting.save(change(rewriting.load(path)), to))))
+
+
+def rows(path: str) -> int:
+    trace = replay(path).a.trace
+    return trace.cpu.height + trace.gpu.height
+
+
+def only_when_asked(path: str) -> None:
+    if rows(path) > LARGE and "ADVISOR_LAWS" not in os.environ:
+        pytest.skip("large files are rewritten with ADVISOR_LAWS set")
+
+
+def test_order_in_the_file_and_names_of_streams_and_threads_change_nothing(
+    path: str, tmp_path: Path
+) -> None:
+    only_when_asked(path)
+    whatif = replay(path)
+    other = rewritten(
+        path, lambda d: rewriting.permuted(rewriting.renumbered(d)), tmp_path / "trace.json"
+    )
+    assert other.a.step_ns == pytest.approx(whatif.a.step_ns, abs=EXACT_NS)
+    assert other.quality.explained == whatif.quality.explained
+    wrong = {}
+    for line in shortening(path, EDITS):
+        saved, then = (w.gain([parse_edit(line)]) for w in (whatif, other))
+        if abs(saved - then) > EXACT_NS:
+            wrong[line] = (saved, then)
+    assert not wrong
+
+
+def plain(path: str, count: int) -> list[str]:
+    """Edits that mean the same however often the step is repeated: no queue, no other stream, no
+    neighbour beyond the step takes part."""
+    t, rng = targets(path), random.Random(f"plain {Path(path).name}")
+    there = [*t.kernels, *t.work, *t.ops, *t.host]
+    return [f"scale {target} {factor(rng)}" for target in rng.sample(there, min(count, len(there)))]
+
+
+def test_the_same_recording_four_times_gives_the_same_shares(path: str, tmp_path: Path) -> None:
+    """Where no step is marked the step is the recording: four of them take four times as long.
+    Fewer than three steps are replayed alone, from an idle device until all is done, and so each
+    of the four ends with a wait for the device."""
+    only_when_asked(path)
+    whatif = priceable(path)
+    table, gpu = whatif.a.steps.table, whatif.a.trace.gpu
+    if table.height != whatif.a.steps.used.height:
+        pytest.skip("a step at the edge of one recording is in the middle of four")
+    cpu = whatif.a.trace.cpu.filter(pl.col("kind") != "python")
+    recorded = float((cpu["ts"] + cpu["dur"]).max()) - float(cpu["ts"].min())
+    if float(table["end"].max() - table["ts"].min()) < 0.8 * recorded:
+        pytest.skip("what comes before the first step of one recording is in the middle of four")
+    if gpu["launch"].null_count() > 0.01 * gpu.height:
+        pytest.skip("work that was launched before the recording cannot be launched again")
+    alone = whatif.quality.steps < MIN_STEADY
+    other = rewritten(path, lambda d: rewriting.repeated(d, drained=alone), tmp_path / "trace.json")
+    marked = whatif.a.steps.source != "whole trace"
+    times = 1 if marked else 4
+    if other.a.steps.source != whatif.a.steps.source:
+        pytest.skip("four of them have steps that one has not")
+    assert other.a.step_ns == pytest.approx(times * whatif.a.step_ns, rel=0.02)
+    wrong = {}
+    for line in plain(path, EDITS):
+        shares = gain(whatif, line), gain(other, line)
+        if abs(shares[0] - shares[1]) > 0.02:
+            wrong[line] = shares
+    assert not wrong
+
+
+def test_all_times_halved_in_the_file_halve_the_step_and_keep_the_shares(
+    path: str, tmp_path: Path
+) -> None:
+    """What a replay adds of its own (a call's cost, a release) has to come from the trace."""
+    only_when_asked(path)
+    whatif = replay(path)
+    other = rewritten(path, lambda d: rewriting.stretched(d, 0.5), tmp_path / "trace.json")
+    assert other.a.step_ns == pytest.approx(whatif.a.step_ns / 2, rel=0.001)
+    wrong = {}
+    for line in plain(path, EDITS):
+        shares = gain(whatif, line), gain(other, line)
+        if abs(shares[0] - shares[1]) > 0.01:
+            wrong[line] = shares
+    assert not wrong
+
+
+# -- edits together ------------------------------------------------------------------------------
+
+
+def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
+    """Of the same kind, on kernels of different names, or one on the device and one on the host."""
+    t, rng = targets(path), random.Random(f"order {Path(path).name}")
+    whatif = replay(path)
+    wrong = {}
+    for _ in range(EDITS):
+        verb = rng.choice(["scale", "remove", "merge", "overlap"])
+        end = f" {factor(rng)}" if verb == "scale" else ""
+        if len(t.kernels) >= 2 and (rng.random() < 0.7 or not t.ops):
+            one, other = (f"{verb} {k}{end}" for k in rng.sample(t.kernels, 2))
+        elif t.kernels and t.ops:
+            one = f"scale {rng.choice(t.kernels)} {factor(rng)}"
+            other = f"scale {rng.choice(t.ops)} {factor(rng)}"
+        else:
+            pytest.skip("the trace has no two different things")
+        saved, then = (
+            whatif.gain([parse_edit(line) for line in lines])
+            for lines in ((one, other), (other, one))
+        )
+        # a merge leaves what it merges at the place of the first: a stream's gap is told apart by
+        # neighbours, of which an earlier edit has taken some away
+        if abs(saved - then) > max(EXACT_NS, 1e-4 * whatif.base.period):
+            wrong[one, other] = (saved, then)
+    assert not wrong
+
+
+# -- less is never more --------------------------------------------------------------------------
+
+
+def test_shortening_does_not_lengthen(path: str) -> None:
+    whatif = replay(path)
+    found = {line: gain(whatif, line) for line in shortening(path, EDITS)}
+    assert not {line: saved for line, saved in found.items() if saved < -SLACK}
+
+
+def test_merging_never_costs_time(path: str) -> None:
+    t, rng = targets(path), random.Random(f"merge {Path(path).name}")
+    whatif = replay(path)
+    there = [w for w in t.work if not w.startswith("copy")] + t.kernels
+    lines = [f"merge {w}" for w in there[: max(EDITS, 1)]]
+    lines += [f"merge {rng.choice(there)} {factor(rng)}" for _ in range(EDITS - len(lines))]
+    found = {line: gain(whatif, line) for line in lines}
+    assert not {line: saved for line, saved in found.items() if saved < -0.001}
+
+
+def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
+    """But for what nothing in the file stands for: the time of threads between their events, and
+    what lies between a launch and its work. Loader workers are no threads of the file: twice as
+    many of them do what they did in half the time."""
+    whatif = priceable(path)
+    a = whatif.a
+    lines = [parse_edit("scale work 0.5"), parse_edit("scale host:. 0.5")]
+    if a.trace.cpu["name"].cast(pl.String).str.contains("#_MultiProcessing").any():
+        lines.append(parse_edit("spread loader 2"))
+    left = whatif.period(lines) / whatif.base.period
+    begin, end = window(whatif)
+    cpu = a.trace.cpu.filter(pl.col("kind") != "overhead")
+    uncovered = 0.0
+    for thread in cpu["thread"].unique().to_list():
+        mine = cpu.filter((pl.col("thread") == thread) & (pl.col("ts") < end)).sort("ts")
+        until = np.maximum.accumulate((mine["ts"] + mine["dur"]).to_numpy())
+        hole = mine["ts"].to_numpy()[1:] - until[:-1]
+        inside = (mine["ts"].to_numpy()[1:] <= end) & (until[:-1] >= begin) & (hole > 0)
+        uncovered = max(uncovered, float(hole[inside].sum()))
+    latency = whatif.critical(lines).get("latency", 0.0) / whatif.base.period
+    assert 0.5 - SLACK <= left <= 0.5 + SLACK + uncovered / 2 / (end - begin) + latency
+
+
+# -- no more than there is -----------------------------------------------------------------------
+
+
+def taken(whatif: WhatIf, edit: Edit) -> float:
+    """Time that an edit takes away, ns a step, summed over all threads and streams: what no path
+    through the step can become shorter by more than. Work that is moved or removed no longer holds
+    up its stream either while it waits itself."""
+    a, select = whatif.a, edit.select
+    left = edit.factor if edit.op == "scale" and edit.factor is not None else 0.0
+    steps = max(1, whatif.quality.steps)
+    if select.on == "gap":
+        return float(a.gaps["dur"].filter(selected_gaps(a, select)).sum()) * (1 - left) / steps
+    if select.on == "gpu":
+        mask = selected_gpu(a, select, anywhere=True)
+        gpu = a.trace.gpu
+        total = float(gpu["dur"].filter(mask).sum()) * (1 - left)
+        if edit.op == "scale":
+            return total / steps
+        held = 0.0
+        for _, rows_ in gpu.with_columns(chosen=mask).group_by("device", "stream"):
+            lane = rows_.sort("ts")
+            until = np.maximum.accumulate((lane["ts"] + lane["dur"]).to_numpy())
+            before = np.maximum(lane["ts"].to_numpy()[1:] - until[:-1], 0)
+            chosen = lane["chosen"].to_numpy()
+            # what comes after a moved piece may also start without its gap
+            held += float(before[chosen[1:] | chosen[:-1]].sum())
+        launch = gpu["launch"].filter(mask).drop_nulls()
+        calls = float(a.trace.cpu["dur"].gather(launch.unique()).sum())
+        return (total + held + calls) / steps
+    mask = selected_host(a, select)
+    total = 0.0
+    for _, events in a.trace.cpu.filter(mask).group_by("thread"):
+        event = events.sort("ts")
+        until = np.maximum.accumulate((event["ts"] + event["dur"]).to_numpy())
+        before = np.append(event["ts"].to_numpy()[:1], until[:-1])
+        total += float(np.maximum(until - np.maximum(event["ts"].to_numpy(), before), 0).sum())
+    return total * (1 - left) / steps
+
+
+def test_no_gain_exceeds_the_time_that_was_taken_away(path: str) -> None:
+    whatif = replay(path)
+    wrong = {}
+    for line in shortening(path, EDITS):
+        edit = parse_edit(line)
+        if edit.op in ("drop_launch", "roofline"):
+            continue
+        saved, most = whatif.gain([edit]), taken(whatif, edit)
+        if saved > most + max(EXACT_NS, SLACK * whatif.base.period):
+            wrong[line] = (saved, most)
+    assert not wrong
+
+
+def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) -> None:
+    """The busiest stream is what is left when the host costs nothing."""
+    whatif = priceable(path)
+    begin, end = window(whatif)
+    gpu = whatif.a.trace.gpu.filter(
+        pl.col("device") == whatif.a.device_id, pl.col("ts").is_between(begin, end)
+    )
+    launched = gpu.filter(
+        pl.col("launch").is_not_null()
+        & pl.Series(
+            whatif.a.trace.cpu["ts"].gather(gpu["launch"].fill_null(0)).is_between(begin, end)
+        )
+    )
+    # kernels of a stream may overlap (programmatic dependent launch): what is busy counts once
+    busy = [0.0]
+    for _, lane in launched.sort("ts").group_by("stream"):
+        end_ = (lane["ts"] + lane["dur"]).to_numpy()
+        before = np.append(lane["ts"].to_numpy()[:1], np.maximum.accumulate(end_)[:-1])
+        busy.append(float(np.maximum(end_ - np.maximum(lane["ts"].to_numpy(), before), 0).sum()))
+    busiest = max(busy) / max(1, whatif.quality.steps)
+    wrong = {}
+    for line in shortening(path, EDITS):
+        edit = parse_edit(line)
+        if edit.select.on == "gpu" and edit.op != "drop_launch":
+            continue
+        left = whatif.period([edit])
+        if left < busiest - SLACK * whatif.base.period:
+            wrong[line] = (left, busiest)
+    assert not wrong
+
+
+# -- findings ------------------------------------------------------------------------------------
+
+
+def test_the_staircase_adds_up_to_all_findings_together(path: str) -> None:
+    found = examined(path)
+    stairs = [f for f in found.report.findings if f.rank is not None and not f.other_rank]
+    if not stairs or found.pricing.method != "replay":
+        pytest.skip("no finding is priced by replay")
+    total = WhatIf(found.main).gain([e for f in stairs for e in f.edits])
+    assert sum(f.rank_gain_ns or 0 for f in stairs) == pytest.approx(
+        total, abs=len(stairs) * EXACT_NS
+    )
+    assert total <= found.main.step_ns
+
+
+def priced(path: str) -> tuple[Examined, list[Finding]]:
+    """Findings with a replayed price, and what they are of."""
+    found = examined(path)
+    if found.pricing.method != REPLAY:
+        pytest.skip("findings are not priced by replay")
+    own = [f for f in found.report.findings if f.edits and f.worth and not f.other_rank]
+    if not own:
+        pytest.skip("no finding is priced by its edits")
+    return found, own
+
+
+def test_the_edit_typed_at_the_command_line_gives_the_number_of_the_finding(path: str) -> None:
+    """Every finding's: else nobody can look at what its price takes for granted, or change that."""
+    found, findings = priced(path)
+    wrong = {}
+    for f in findings:
+        lines = [write_edit(edit) for edit in f.edits]
+        saved = sum(row.gain_ns for row in what_if(found.run, lines).edits)
+        if f.worth is None or abs(saved - (f.worth.gain_ns or 0)) > len(lines) * EXACT_NS:
+            wrong[f.rule] = (lines, saved, f.worth)
+    assert not wrong

@@ -1,0 +1,68 @@
+"""The ledger: what is appended is read, by many at once, and damage costs only what is damaged."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.replay import ledger
+from advisor.replay.ledger import Entry
+
+
+def entry(measured: float, rule: str = "a-rule") -> Entry:
+    return Entry(
+        rule=rule,
+        predicted=0.4,
+        low=0.3,
+        high=0.5,
+        measured=measured,
+        measured_low=measured - 0.01,
+        measured_high=measured + 0.01,
+    )
+
+
+def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "ledger.jsonl"
+
+    def write() -> None:
+        for _ in range(20):
+            ledger.append(file, [entry(0.4), entry(0.2)])
+
+    writers = [threading.Thread(target=write) for _ in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert ledger.read(file) == (([entry(0.4), entry(0.2)] * 160), 0)
+
+
+def test_a_rule_is_told_by_what_became_of_its_promises() -> None:
+    found = ledger.records([entry(0.4), entry(0.32), entry(0.6), entry(0.1, "other")])
+    one = found["a-rule"]
+    assert (one.trials, one.inside) == (3, 2)
+    assert str(one) == "over 3 trials the truth was 0.8 to 1.5 of the prediction"
+    assert list(found) == ["a-rule", "other"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[]", b'{"schema": "advisor.ledger/2"}', b'{"predicted": 1e999}', b"\xff\xfe"],
+)
+def test_a_line_that_is_none_of_ours_is_passed_over_and_counted(line: bytes) -> None:
+    import msgspec
+
+    good = msgspec.json.encode(entry(0.4))
+    assert ledger.decode(b"\n".join([good, line, good])) == ([entry(0.4)] * 2, 1)
+
+
+def test_a_gain_that_never_came_counts_as_little_not_as_nothing() -> None:
+    assert entry(-0.2).ratio == ledger.LEAST_RATIO
+
+
+def test_a_ledger_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AdvisorError, match="cannot be written"):
+        ledger.append(tmp_path / "file" / "ledger.jsonl", [entry(0.4)])

@@ -1,0 +1,272 @@
+"""Public traces replayed: unchanged they come out as measured, and fixes at what can be worked out
+by hand. What the figures mean is in docs/whatif.md."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from naive_twin import naive_twin
+from whatif_by_hand import Job
+
+from advisor.measure import Analysis
+from advisor.read import read_trace
+from advisor.replay.language import parse_edit
+from advisor.replay.price import WhatIf
+from advisor.testing import TraceBuilder
+
+Find = Callable[[str], str]
+
+NAMED = ["a100_train_6steps", "nccl_collectives", "h100_bert_small_inference", "b200_eager"]
+OTHERS = [
+    "alexnet",
+    "event_sync",
+    "event_sync_multi_stream",
+    "mi210_gpu_only",
+    "mi250_train",
+    "mi300_torch_compile",
+    "simple_add",
+    "two_ranks_rank0",
+    "two_ranks_rank1",
+    "v100_train_copy_heavy",
+]
+
+
+@functools.lru_cache(maxsize=16)
+def replayed(path: str) -> WhatIf:
+    return WhatIf(Analysis(read_trace(path)))
+
+
+def worth(whatif: WhatIf, *lines: str) -> float:
+    """What edits save, as a share of the measured step."""
+    return whatif.gain([parse_edit(line) for line in lines]) / whatif.measured.period
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_steps_are_replayed_within_2_percent(shared_trace: Find, name: str) -> None:
+    quality = replayed(shared_trace(name)).quality
+    assert quality.step_error <= 0.02
+    assert quality.explained is not None
+    assert quality.explained >= 0.97
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_steps_of_every_other_trace_are_replayed_within_5_percent(
+    shared_trace: Find, name: str
+) -> None:
+    assert replayed(shared_trace(name)).quality.step_error <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("v100_train_copy_heavy", 0.9),
+        ("alexnet", 0.9),
+        # 98 starts of a first run: launches that load their kernel start it before they return,
+        # and staging a pageable copy takes 5 to 25 µs more or less
+        ("simple_add", 0.85),
+        # 3 of 5 and 4 of 6 would be the next lower figures
+        ("event_sync", 0.8),
+        ("event_sync_multi_stream", 0.8),
+    ],
+)
+def test_starts_are_explained_where_the_trace_records_the_waits(
+    shared_trace: Find, name: str, share: float
+) -> None:
+    explained = replayed(shared_trace(name)).quality.explained
+    assert explained is not None
+    assert explained >= share
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "cases", "share"),
+    [
+        ("a100_train_6steps", "syncs that waited", 50, 0.95),
+        ("a100_train_6steps", "cross-stream starts", 20, 0.9),
+        ("a100_train_6steps", "thread hand-overs", 12, 0.95),
+        ("v100_train_copy_heavy", "syncs that waited", 40, 0.85),
+        ("v100_train_copy_heavy", "cross-stream starts", 20, 0.95),
+        ("nccl_collectives", "thread hand-overs", 6, 0.95),
+        ("alexnet", "syncs that waited", 15, 0.95),
+        ("simple_add", "syncs that waited", 15, 0.95),
+    ],
+)
+def test_the_hard_parts_alone_are_explained(
+    shared_trace: Find, name: str, part: str, cases: int, share: float
+) -> None:
+    found = {h.name: h for h in replayed(shared_trace(name)).quality.hard}
+    assert found[part].cases >= cases
+    assert found[part].explained >= share
+
+
+def test_where_syncs_and_kernels_were_filtered_out_the_explained_share_says_so(
+    shared_trace: Find,
+) -> None:
+    explained = replayed(shared_trace("two_ranks_rank0")).quality.explained
+    assert explained is not None
+    assert explained < 0.5
+
+
+def test_a_twin_that_copies_host_times_gets_the_total_right_and_explains_no_hard_part(
+    shared_trace: Find,
+) -> None:
+    """So the total alone proves nothing. Where streams wait for each other it is wrong as well."""
+    whatif = replayed(shared_trace("a100_train_6steps"))
+    twin = naive_twin(whatif.graph)
+    assert twin.step_error < whatif.quality.step_error < 0.02
+    assert twin.hard["syncs that waited"] is None
+    assert twin.hard["cross-stream starts"] == 0
+    whatif = replayed(shared_trace("v100_train_copy_heavy"))
+    assert naive_twin(whatif.graph).step_error > 3 * whatif.quality.step_error
+
+
+# -- fixes ---------------------------------------------------------------------------------------
+
+
+def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_are_exposed(
+    shared_trace: Find,
+) -> None:
+    """Collectives are exposed for 13 to 24 % of the steps of this run, and taking that for the
+    gain is the mistake that replaying is there to avoid: the host's own work takes 65 of 77 ms
+    (``order="none"``: what is left when it waits for no other stream at all), so that nothing
+    done to collectives can be worth more than 12 to 18 % of a step. And that much only if none of
+    its waits were for kernels as well: with every order kept that was seen, free collectives are
+    worth 8 %. The replay, which knows nothing of this reckoning, must lie between, step by step
+    near the lower end: its waits are the orders that were seen, but for a few.
+    """
+    path = shared_trace("a100_train_6steps")
+    job = Job(path)
+    measured = np.array(job.lengths)
+    unchanged = np.array(job.replay(free=False, order="all"))
+    assert unchanged == pytest.approx(measured, rel=0.02)
+    free = np.array(job.replay(free=True, order="all"))
+    most = np.array(job.replay(free=True, order="none"))
+    low = float((unchanged - free).sum() / measured.sum())
+    high = float((measured - most).sum() / measured.sum())
+    exposed = float(sum(job.exposed_collectives()) / measured.sum())
+    assert low == pytest.approx(0.08, abs=0.01)
+    assert high == pytest.approx(0.155, abs=0.01)
+    assert exposed > high
+
+    whatif = replayed(path)
+    edits = [parse_edit("overlap comm")]
+    assert low - 0.01 <= worth(whatif, "overlap comm") <= high
+    steps = np.diff(whatif.step_times(edits).time[whatif.graph.starts]) / 1e3
+    assert steps.sum() == pytest.approx(free.sum(), rel=0.02)
+    # without the profiler, which lengthens host times, the host limits less
+    assert whatif.band(edits)[1] / whatif.measured.period >= 0.12
+
+
+def test_pinning_host_to_device_copies_is_worth_nothing_where_they_hide(
+    shared_trace: Find,
+) -> None:
+    whatif = replayed(shared_trace("a100_train_6steps"))
+    for line in ("overlap copy:HtoD", "scale copy:HtoD 0.3"):
+        assert abs(worth(whatif, line)) < 0.002
+
+
+def raw(path: str) -> list[dict[str, Any]]:
+    with gzip.open(path) as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return [e for e in events if e.get("ph") == "X"]
+
+
+def union_length(spans: list[tuple[float, float]]) -> float:
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+@pytest.mark.parametrize("name", ["h100_bert_small_inference", "b200_eager"])
+def test_launch_bound_steps_come_down_to_the_device_or_the_host_that_remains(
+    shared_trace: Find, name: str
+) -> None:
+    """One step each, launches only between its first operator that launches and its last. What
+    remains is the host before and after these (by hand, from the file) and 1 µs a launch; the
+    device works 309 of 4,426 µs and 11.6 of 87.4 ms. The step cannot be shorter than either,
+    nor longer than both and the gaps between kernels."""
+    path = shared_trace(name)
+    whatif = replayed(path)
+    events = raw(path)
+    device = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+    busy = union_length([(e["ts"], e["ts"] + e["dur"]) for e in device])
+    ids = {e["args"]["correlation"] for e in device}
+    calls = [
+        e
+        for e in events
+        if e["cat"] in ("cuda_runtime", "cuda_driver") and e["args"].get("correlation") in ids
+    ]
+    first, last = min(e["ts"] for e in calls), max(e["ts"] + e["dur"] for e in calls)
+    around = [
+        e
+        for e in events
+        if e["cat"] == "cpu_op"
+        and (e["ts"] <= first < e["ts"] + e["dur"] or e["ts"] < last <= e["ts"] + e["dur"])
+    ]
+    begin = min([first, *(e["ts"] for e in around)])
+    end = max([last, *(e["ts"] + e["dur"] for e in around)])
+    step = whatif.measured.period / 1e3
+    remains = step - (end - begin) + len(calls)
+    after = whatif.period([parse_edit("graph work")]) / 1e3
+    limit = max(busy, remains)
+    assert 0.98 * limit <= after <= busy + remains + 3 * len(device)
+    assert step - after >= 0.9 * (step - limit)
+
+
+# -- speed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a100_train_6steps", "v100_train_copy_heavy"])
+def test_a_replay_takes_less_than_50_ms_for_10000_device_events(
+    shared_trace: Find, name: str
+) -> None:
+    whatif = replayed(shared_trace(name))
+    plan, best = whatif.plan, float("inf")
+    for _ in range(5):  # the best of several: other processes share the cores
+        begin = time.thread_time()
+        plan.run()
+        best = min(best, time.thread_time() - begin)
+    assert best <= 0.050 * whatif.quality.starts / 10_000
+
+
+# -- the critical path ---------------------------------------------------------------------------
+
+
+def test_the_critical_path_of_a_busy_device_is_the_devices(shared_trace: Find) -> None:
+    """On every trace: a device that works nine tenths of the time leaves the host no more."""
+    busy = {}
+    for path in sorted(Path(shared_trace("alexnet")).parent.rglob("*.json.gz")):
+        whatif = replayed(str(path))
+        a = whatif.a
+        if a.device_id is None or a.steps.used.is_empty() or whatif.unusable:
+            continue
+        if a.breakdown.busy.total >= 0.9 * a.span_ns:
+            parts = whatif.critical()
+            host = parts.get("host", 0.0) + parts.get("loader", 0.0)
+            busy[path.name] = host / sum(parts.values())
+    assert len(busy) >= 3
+    assert {path: share for path, share in busy.items() if share > 0.1} == {}
+
+
+def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() -> None:
+    """Each kernel starts 2 to 3 µs after the one before it, as its launch arrives."""
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            for _ in range(50):
+                with b.op("aten::mm"):
+                    b.launch("ampere_sgemm_128x64_nn", 99)
+                b.host(94.5)
+    a = Analysis(b.trace())
+    assert a.breakdown.busy.total >= 0.97 * a.span_ns
+    parts = WhatIf(a).critical()
+    assert parts["compute"] >= 0.9 * sum(parts.values())

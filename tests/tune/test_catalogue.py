@@ -1,0 +1,40 @@
+"""Levers and the rules that name them fit each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.advise.registry import load_rules
+from advisor.core.errors import AdvisorError
+from advisor.tune.catalogue import lever, levers
+from advisor.tune.knob import Machine
+from advisor.tune.spec import Pull
+
+
+def test_each_lever_that_a_rule_names_exists() -> None:
+    named = {name for rule in load_rules() for name in rule.levers}
+    assert named <= set(levers())
+    assert len(named) >= 15
+
+
+@pytest.mark.parametrize("name", sorted(levers()))
+def test_each_lever_has_settings_lines_and_words(name: str) -> None:
+    one = lever(name)
+    assert one.title
+    for machine in (Machine(1, False), Machine(16, True)):
+        values = one.values(3, machine)
+        assert len(values) == len(set(values)) > 0
+        for value in values:
+            assert one.lines(value)
+            assert str(Pull(name, value)).startswith(name)
+
+
+def test_the_number_of_workers_that_was_promised_is_tried_first_and_the_cores_are_searched() -> (
+    None
+):
+    assert list(lever("workers").values(6, Machine(8, False))) == [6, 1, 2, 4, 8, 0]
+
+
+def test_an_unknown_lever_is_one_line() -> None:
+    with pytest.raises(AdvisorError, match="no lever 'fast'"):
+        lever("fast")

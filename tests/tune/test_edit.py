@@ -1,0 +1,46 @@
+"""The change as a diff, where there is one place that it can be in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from advisor.tune.edit import diff
+
+LOADER = frozenset({"torch.utils.data.DataLoader"})
+HEAD = "from torch.utils.data import DataLoader\n"
+
+
+def change(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    return diff(file, LOADER, {"num_workers": 4})
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        ("DataLoader(data)", "DataLoader(data, num_workers=4)"),
+        ("DataLoader(data, batch_size=8,)", "DataLoader(data, batch_size=8, num_workers=4,)"),
+        ("DataLoader(data, num_workers=0)", "DataLoader(data, num_workers=4)"),
+    ],
+)
+def test_the_only_loader_is_changed(call: str, after: str, tmp_path: Path) -> None:
+    found = change(tmp_path, f"{HEAD}loader = {call}\n")
+    assert f"-loader = {call}\n+loader = {after}\n" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = DataLoader(x)\nb = DataLoader(y)\n",
+        "a = DataLoader(x, **options)\n",
+        "a = DataLoader(*x)\n",
+        "a = other(x)\n",
+        "a = DataLoader(\n",
+        "a = DataLoader(x, batch_size=(1 + 2))\n",
+    ],
+)
+def test_where_the_place_is_not_certain_there_is_none(text: str, tmp_path: Path) -> None:
+    assert change(tmp_path, HEAD + text) == ""

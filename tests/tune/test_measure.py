@@ -1,0 +1,67 @@
+"""The interval of a gain holds the truth as often as it says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from advisor.tune.measure import gain, paired
+
+TRUTH = 0.25
+
+
+def runs(
+    random: np.random.Generator, mean: float, load: list[float], steps: int = 60
+) -> list[list[int]]:
+    """Steps that follow their neighbours, in runs that differ by the load of the machine."""
+    found = []
+    for factor in load:
+        noise = np.zeros(steps)
+        for i in range(1, steps):
+            noise[i] = 0.7 * noise[i - 1] + random.normal(0, 0.05)
+        found.append([int(x) for x in mean * factor * np.exp(noise) * 1e6])
+    return found
+
+
+@pytest.mark.parametrize("drift", [0.02, 0.3])
+def test_nine_of_ten_intervals_hold_the_truth_though_the_machine_is_loaded(drift: float) -> None:
+    held = 0
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        load = list(np.exp(random.normal(0, drift, 4)))
+        near = [factor * float(np.exp(random.normal(0, 0.02))) for factor in load]
+        before, after = runs(random, 10, load), runs(random, 10 * (1 - TRUTH), near)
+        found = paired(before, after) or gain(before, after)
+        assert found is not None
+        held += found.low <= TRUTH <= found.high
+    assert held >= 88
+
+
+def test_pairs_take_out_what_changed_for_both() -> None:
+    random = np.random.default_rng(7)
+    load = [1.0, 2.0, 1.5, 3.0, 1.2]
+    before, after = runs(random, 10, load), runs(random, 7.5, load)
+    apart, together = gain(before, after), paired(before, after)
+    assert apart is not None
+    assert together is not None
+    assert together.half < apart.half / 3
+
+
+def test_the_mean_counts_pauses_that_come_now_and_then() -> None:
+    pauses = [[10, 10, 10, 50] * 10] * 2
+    found = gain(pauses, [[10] * 40] * 2)
+    assert found is not None
+    assert found.share == pytest.approx(0.5)
+
+
+def test_without_steps_on_a_side_nothing_is_measured() -> None:
+    assert gain([[1, 2]], [[]]) is None
+    assert paired([[1], [2]], [[1], [2]]) is None
+
+
+def test_two_pairs_and_what_others_say_of_the_machine_are_enough() -> None:
+    before, after = [[10, 10], [11, 11]], [[5, 5], [5, 6]]
+    assert paired(before, after) is None
+    found = paired(before, after, [[0.0, 0.05], [0.02, -0.03], [-0.01, 0.01]])
+    assert found is not None
+    assert 0.4 < found.low < found.share < found.high < 0.6

@@ -1,0 +1,217 @@
+"""``advisor try`` from the command line: a slow loader, its cure, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from advisor.cli import run as cli
+from advisor.cli.try_ import parse_time
+from advisor.core.errors import AdvisorError
+from advisor.render import trial as terminal
+from advisor.replay import ledger
+from advisor.tune.report import Trial, TrialReport
+from advisor.tune.spec import Pull
+from advisor.tune.whole import keep
+from advisor.tune.words import headline
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timed
+
+SLOW = """
+import time
+import torch
+from torch.utils.data import DataLoader, Dataset
+torch.set_num_threads(1)
+
+class Items(Dataset):
+    def __len__(self): return 1 << 16
+    def __getitem__(self, i):
+        time.sleep(0.004)  # waiting takes no core: so it is on a busy machine too
+        return torch.full((8,), i % 7 / 7)
+
+def main():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in DataLoader(Items(), batch_size=16):
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+    print("never")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def command(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(SLOW)
+    env = {**os.environ, "ADVISOR_LEDGER": str(folder / "mine.jsonl"), **more}
+    return subprocess.Popen(
+        [sys.executable, "-m", "advisor", "try", "--no-progress", *words],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path) -> None:
+    words = ("--budget", "600s", "--steps", "12", "--warmup", "8", "--out", "run")
+    process = command(
+        tmp_path, *words, "--only", "workers=2", "--remember", "--format", "json", "train.py"
+    )
+    out, err = process.communicate(timeout=1500)
+    assert process.returncode == 0, err
+    report = TrialReport.from_json(out.encode())
+    (best,) = report.trials
+    assert best.pull == Pull("workers", 2)
+    # a machine too busy to measure on leaves a gain of unknown size: nothing to win or remember
+    if best.is_known:
+        assert best.outcome == "gain"
+        assert report.together is not None
+    assert best.losses == "equal"
+    assert "+    for batch in DataLoader(Items(), batch_size=16, num_workers=" in best.diff
+    assert report.repeats is True
+    assert (tmp_path / "train.py").read_text() == SLOW
+    lines = ledger.read(tmp_path / "run" / ledger.FILE).entries
+    measured = best.is_known and best.runs > 1 and best.predicted is not None
+    assert {line.rule for line in lines} == ({"single-process-loader"} if measured else set())
+    assert ledger.read(tmp_path / "mine.jsonl").entries == lines
+    if lines:
+        assert b"train" not in (tmp_path / "mine.jsonl").read_bytes()
+    assert max(map(len, terminal.render(report).splitlines())) <= 80
+
+
+def told(**changes: object) -> Trial:
+    """A trial that was promised a half and measured twice."""
+    fields: dict[str, object] = {
+        "rule": "single-process-loader",
+        "pull": Pull("workers", 2),
+        "title": "Workers",
+        "safety": "exact",
+        "outcome": "gain",
+        "predicted": 0.5,
+        "predicted_low": 0.3,
+        "predicted_high": 0.6,
+        "gain": 0.48,
+        "gain_low": 0.45,
+        "gain_high": 0.51,
+        "runs": 2,
+    }
+    return Trial(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_what_was_promised_and_measured_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADVISOR_LEDGER", str(tmp_path / "mine.jsonl"))
+    program = ["python", "train.py"]
+    trials = [
+        told(),
+        told(rule="once", runs=1),
+        told(rule="wide", gain_low=0.3, gain_high=0.6),
+        told(rule="no-promise", predicted=None),
+        told(rule="dropped", outcome="dropped"),
+    ]
+    report = TrialReport(version="1", program=program, trials=trials)
+    keep(report, tmp_path, remember=True)
+    lines = ledger.read(tmp_path / ledger.FILE).entries
+    assert [(line.rule, line.predicted, line.measured) for line in lines] == [
+        ("single-process-loader", 0.5, 0.48)
+    ]
+    assert ledger.read(tmp_path / "mine.jsonl").entries == lines
+    assert b"train.py" not in (tmp_path / "mine.jsonl").read_bytes()
+    keep(report, tmp_path, remember=False)
+    assert len(ledger.read(tmp_path / "mine.jsonl").entries) == 1
+
+
+def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    words = ("--steps", "12", "--warmup", "8", "--out", "run", "train.py")
+    process = command(tmp_path, *words, TMPDIR=str(tmp_path / "tmp"))
+    deadline = time.monotonic() + 600
+    # the recording was the first
+    while not list((tmp_path / "tmp").glob("advisor_try_*/run2")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 130, err
+    assert "Interrupted" in out
+    report = json.loads((tmp_path / "run" / "trials.json").read_text())
+    assert report["interrupted"] is True
+    assert {trial["outcome"] for trial in report["trials"]} >= {"not run"}
+
+
+HANGS = """
+import os, socket, time
+import torch
+with socket.create_connection(("127.0.0.1", PORT)) as told:
+    told.sendall(str(os.getpid()).encode())
+time.sleep(3600)
+"""
+
+
+def test_what_ends_it_ends_the_program_too(tmp_path: Path) -> None:
+    """SIGTERM is what CI and servers send; the program has a session of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(600)
+        (tmp_path / "hangs.py").write_text(HANGS.replace("PORT", str(server.getsockname()[1])))
+        process = command(tmp_path, "--out", "run", "hangs.py")
+        connection, _ = server.accept()
+        with connection:
+            pid = int(connection.recv(20))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=600)
+    deadline = time.monotonic() + 300
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_program_that_does_not_train_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('hello')")
+    assert cli(["try", "--no-progress", "train.py"]) == 2
+    assert capsys.readouterr().err.startswith("advisor: nothing was recorded: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600)])
+def test_budgets_have_units(text: str, seconds: float) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5s", "10 days", "1e9"])
+def test_a_budget_that_is_none_is_one_line(text: str) -> None:
+    with pytest.raises(AdvisorError, match="--budget"):
+        parse_time(text)
+
+
+def test_without_a_winner_it_is_said() -> None:
+    trial = Trial(rule="r", pull=Pull("threads", 2), title="", safety="reordered")
+    assert headline(TrialReport(trials=[trial])) == (
+        "None of 1 trials makes the step surely faster."
+    )
+    assert headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."

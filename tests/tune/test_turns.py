@@ -1,0 +1,267 @@
+"""Programs that take turns: all of one stands still while another runs, whatever comes of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from advisor.tune import heat
+from advisor.tune.heat import Heats, Limits
+from advisor.tune.measure import by_turns, gain
+from advisor.tune.process import Program, Running
+from advisor.tune.spec import Pull
+
+pytest.importorskip("torch")
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are stopped on Linux")
+watched = pytest.mark.timed
+
+TRAIN = """
+import os, sys, threading, time
+import torch
+torch.set_num_threads(1)
+STEPS = {steps}
+gaps = []
+def clock():
+    last = time.monotonic()
+    while True:
+        time.sleep(0.01)
+        now = time.monotonic()
+        gaps.append(now - last)
+        last = now
+threading.Thread(target=clock, daemon=True).start()
+def main():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    try:
+        for step in range(STEPS):
+            time.sleep(0.02)
+            optimizer.zero_grad()
+            net(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            {each}
+    finally:
+        print("longest pause of a thread:", max(gaps), flush=True)
+main()
+"""
+LIMITS = Limits(warmup=4, steps=16, most=16, seconds=60.0)
+
+
+def program(folder: Path, each: str = "pass", steps: int = 10_000) -> Program:
+    script = folder / "train.py"
+    script.write_text(TRAIN.format(each=each, steps=steps))
+    (folder / "root").mkdir()
+    return Program([sys.executable, str(script)], (folder / "root").resolve())
+
+
+def heats(made: Program, seconds: float = 600.0) -> Heats:
+    return Heats(made, LIMITS, time.monotonic() + seconds, lambda text: None)
+
+
+OTHER = (Pull("set-to-none"),)
+
+
+@linux
+@watched
+def test_of_two_that_take_turns_one_stands_still_with_all_its_threads(tmp_path: Path) -> None:
+    made = program(tmp_path)
+    found = heats(made).run([(), OTHER])
+    assert set(found) == {(), OTHER}
+    for result in found.values():
+        assert result.ended
+        assert not result.problem
+        assert result.blocks == [2] * 8
+        assert len(result.steps_ns) == 16
+        # steps do not hold the time in which the other one ran
+        assert max(result.steps_ns) < 10 * min(result.steps_ns)
+    assert found[()].losses == found[OTHER].losses
+    for number in (1, 2):  # a block of two steps is 40 ms and more, and so long stood the other
+        said = (tmp_path / "root" / f"run{number}" / "output").read_text()
+        assert float(said.split()[-1]) > 0.035, said
+
+
+@linux
+@watched
+def test_what_ends_by_itself_or_fails_between_turns_leaves_the_others_result(
+    tmp_path: Path,
+) -> None:
+    made = program(tmp_path, steps=11)
+    found = heats(made).run([(), OTHER])
+    assert not found[()].problem
+    assert len(found[()].steps_ns) >= 6
+    assert len(found[OTHER].steps_ns) >= 6
+    fails = "if step > 8 and __import__('os').environ.get('BROKEN'): raise RuntimeError('no more')"
+    other = tmp_path / "fails"
+    other.mkdir()
+    made = program(other, each=fails)
+    usual = made.environment
+
+    def broken(home: Path, scratch: Path, pulls: tuple[Pull, ...]) -> dict[str, str]:
+        return usual(home, scratch, pulls) | ({"BROKEN": "1"} if pulls else {})
+
+    made.environment = broken  # type: ignore[method-assign]
+    found = heats(made).run([(), OTHER])
+    assert found[OTHER].problem == "RuntimeError: no more"
+    assert len(found[()].steps_ns) == 16
+
+
+@linux
+@watched
+def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> None:
+    """The second process of the first heat meets another that holds what there is."""
+    each = "if step == 6 and os.environ.get('SECOND'): raise MemoryError('no room')"
+    made = program(tmp_path, each=each)
+    usual = made.environment
+
+    def crowded(home: Path, scratch: Path, pulls: tuple[Pull, ...]) -> dict[str, str]:
+        more = {"SECOND": "1"} if home.name == "run2" else {}
+        return usual(home, scratch, pulls) | more
+
+    made.environment = crowded  # type: ignore[method-assign]
+    run = heats(made)
+    found = run.run([(), OTHER])
+    assert run.alone
+    assert run.processes == 3
+    assert not found[OTHER].problem
+    assert not found[OTHER].blocks
+    assert len(found[OTHER].steps_ns) == 16
+
+
+@linux
+@watched
+def test_ranks_of_a_job_are_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = heats(program(tmp_path))
+    found = run.run([(), OTHER])
+    assert run.alone
+    assert [len(result.steps_ns) for result in found.values()] == [16, 16]
+    assert not any(result.blocks for result in found.values())
+
+
+@linux
+@watched
+def test_without_room_for_two_they_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heat, "_held", lambda pid: (1 << 20, 1 << 30))
+    run = heats(program(tmp_path))
+    found = run.run([(), OTHER])
+    assert run.alone
+    assert [len(result.steps_ns) for result in found.values()] == [16, 16]
+
+
+@linux
+@watched
+def test_when_time_is_up_what_is_known_counts(tmp_path: Path) -> None:
+    run = heats(program(tmp_path, each="time.sleep(0.4)"), seconds=0.0)
+    run.longest = 0.0
+    run.affords = lambda runs=1: True  # type: ignore[method-assign]
+    found = run.run([(), OTHER])
+    assert [result.blocks for result in found.values()] == [[2, 2], [2, 2]]
+    assert all(result.ended for result in found.values())
+
+
+@linux
+@watched
+def test_ctrl_c_between_turns_keeps_the_blocks_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = program(tmp_path)
+    count, go = 0, Running.go
+
+    def interrupted(one: Running, steps: int = 0) -> bool:
+        nonlocal count
+        count += 1
+        if count == 8:  # two starts, two turns of each, and a third of the first are over
+            raise KeyboardInterrupt
+        return go(one, steps)
+
+    monkeypatch.setattr(Running, "go", interrupted)
+    run = heats(made)
+    found = run.run([(), OTHER])
+    assert run.interrupted
+    assert found[()].blocks == [2, 2, 2]
+    assert found[OTHER].blocks == [2, 2]
+
+
+@linux
+@watched
+def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path: Path) -> None:
+    """Loader workers neither: they are not this process's children."""
+    each = (
+        "step == 3 and os.fork() == 0 and (print('child', os.getpid(), flush=True), "
+        "time.sleep(600))"
+    )
+    made = program(tmp_path, each=each)
+    driver = textwrap.dedent(
+        f"""
+        import time
+        from pathlib import Path
+        from advisor.tune.process import Program, Running
+        (Path({str(tmp_path)!r}) / "other").mkdir()
+        root = (Path({str(tmp_path)!r}) / "other").resolve()
+        made = Program({made.words!r}, root)
+        one = made.start((), warmup=6, steps=16, seconds=60, timeout=300, turns=4)
+        assert one.go()
+        print(one.process.pid, flush=True)
+        time.sleep(600)
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        group = int(process.stdout.readline())
+        os.killpg(group, 0)  # it is there, stopped
+        process.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.05)
+    else:
+        os.killpg(group, signal.SIGKILL)
+        pytest.fail("left behind, stopped")
+
+
+def test_blocks_are_compared_one_by_one() -> None:
+    """By hand: 10 then 20 ms a step, against 5 then 20: a half and the same."""
+    found = by_turns([10, 10, 20, 20], [5, 5, 5, 20], [2, 2], [3, 1])
+    assert found == pytest.approx([math.log(0.5), 0.0])
+    assert by_turns([10], [5], [], []) == []
+    # steps after the last whole block are of a program that ended in it
+    assert by_turns([10, 10, 30], [5, 5], [2], [2]) == pytest.approx([math.log(5 / (50 / 3))])
+
+
+@pytest.mark.parametrize("drift", [0.02, 0.5])
+def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None:
+    """One pair; the machine's speed changes from second to second, for both alike."""
+    truth, held, widths = 0.25, 0, []
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        load = np.exp(np.cumsum(random.normal(0, drift, 8)))
+        sides = []
+        for mean in (10e6, 10e6 * (1 - truth)):
+            noise = np.zeros(56)
+            for i in range(1, 56):
+                noise[i] = 0.5 * noise[i - 1] + random.normal(0, 0.05)
+            sides.append([int(x) for x in mean * np.repeat(load, 7) * np.exp(noise)])
+        turns = by_turns(sides[0], sides[1], [7] * 8, [7] * 8)
+        found = gain([sides[0]], [sides[1]], [turns])
+        assert found is not None
+        held += found.low <= truth <= found.high
+        widths.append(found.half)
+    assert held >= 180
+    assert np.median(widths) < 0.05, "of steps that differ by e times and more"

@@ -11,6 +11,7 @@ import polars as pl
 
 import advisor
 from advisor.advise.measure import inputs, measure
+from advisor.advise.recorded import step_durations
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
@@ -81,6 +82,7 @@ def apart_report(
         inputs=inputs(run, analyses),
         limits=[*lines, *run.problems],
         scope=measure(analyses[main])["scope"],
+        step_durations=step_durations(analyses[main]),
     )
 
 

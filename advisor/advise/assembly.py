@@ -13,7 +13,7 @@ from advisor.advise.limits import limits
 from advisor.advise.measure import inputs, measure
 from advisor.advise.memory import memory_views
 from advisor.advise.rank_table import ranks_view
-from advisor.advise.recorded import recorded_view
+from advisor.advise.recorded import recorded_view, step_durations
 from advisor.advise.resources import energy_use
 from advisor.advise.verdict import verdict
 from advisor.advise.views import drawn
@@ -84,6 +84,7 @@ def assemble(
         ranks=ranks_view(analyses),
         replay=pricing.view(_shown(findings)),
         step=step_time(a),
+        step_durations=step_durations(a),
         crashes=crashes(run),
         recorded=recorded_view(a),
         energy=energy_use(analyses),

@@ -45,6 +45,10 @@ def inputs(run: Run, analyses: dict[int, Analysis]) -> list[Input]:
                 bytes_read=meta.bytes_read,
                 truncated=meta.truncated,
                 damage=meta.damage,
+                format=meta.format,
+                record_shapes=meta.record_shapes,
+                with_stack=meta.with_stack,
+                profile_memory=meta.profile_memory,
             )
         )
     return found

@@ -10,7 +10,8 @@ from msgspec import Struct, field
 
 from advisor.core.finding import Finding, Good, HotLine, NotMeasured, Per, unit_of
 from advisor.core.resources import Cost, EnergyUse
-from advisor.core.saved import decoded
+from advisor.core.run_directory import LARGEST
+from advisor.core.saved import decoded, encoded
 from advisor.core.views import Views
 
 SCHEMA = "advisor.report/1"
@@ -61,6 +62,14 @@ class Input(Struct, kw_only=True):
     """The file ends early: only what comes before is analysed."""
     damage: str | None = None
     """What the unpacker or the JSON reader complained of."""
+    format: str | None = None
+    """Of the file: ``kineto``, ``nsys``, ``rocpd`` …; ``null``: unknown."""
+    record_shapes: bool | None = None
+    """Recorded with shapes; ``null``: unknown."""
+    with_stack: bool | None = None
+    """Recorded with Python stacks, which slow the host; ``null``: unknown."""
+    profile_memory: bool | None = None
+    """Recorded with memory events; ``null``: unknown."""
 
 
 class Scope(Struct, kw_only=True):
@@ -105,6 +114,27 @@ class Scope(Struct, kw_only=True):
     def per(self) -> Per:
         """What the figures are of."""
         return unit_of(self.step_source)
+
+
+class StepDurations(Struct, frozen=True, kw_only=True):
+    """Durations of the steps of one run, which a comparison with another run is made of."""
+
+    run: int = 0
+    """Which run, from 0: a baseline may hold several runs of one program."""
+    source: Literal["recorder", "trace"]
+    """``recorder``: steps that no profiler slowed, without warm-up, the step after a profiled
+    window and steps with an evaluation. ``trace``: the profiled steps that are used."""
+    numbers: list[tuple[int, int]]
+    """Numbers of the steps as ranges, first and last: steps between two ranges are set aside.
+    Where steps are not numbered, their places in the recording."""
+    durations_ns: list[int]
+    """ns, in order of time; the last 5,000."""
+
+    def __post_init__(self) -> None:
+        if not all(0 <= ns < LARGEST for ns in self.durations_ns):
+            raise ValueError("the duration of a step is not a time")
+        if sum(last - first + 1 for first, last in self.numbers) != len(self.durations_ns):
+            raise ValueError("steps and their numbers differ in count")
 
 
 class StepTime(Struct, kw_only=True):
@@ -380,6 +410,8 @@ class Recorded(Struct, kw_only=True):
     """Host time by phase, largest first; adds up to the mean step."""
     samples_per_second: float | None
     """Batch sizes over the time of the steps that count, this rank; ``null``: sizes not told."""
+    samples_per_step: int | None = None
+    """Batch size in most steps, gradient accumulation included; ``null``: not recorded."""
     inference: bool = False
     """The loop does not train: its steps are forwards, or calls of ``generate``."""
     outside_ns: int | None = None
@@ -601,6 +633,9 @@ class Report(Struct, kw_only=True):
     step: StepTime | None = None
     """The run's own step; ``null``: a trace alone, or too few steps, and ``scope`` has what there
     is."""
+    step_durations: list[StepDurations] = field(default_factory=list)
+    """One entry per source, and per run in a baseline of several. Empty: steps are not marked, or
+    the report was written before reports held them."""
     crashes: list[Crash] = field(default_factory=list)
     """Ranks that an exception ended, the one that ended first first."""
     recorded: Recorded | None = None
@@ -635,7 +670,7 @@ class Report(Struct, kw_only=True):
 
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+        return encoded(self)
 
     def __repr__(self) -> str:
         """One line: status, verdict, how many findings."""

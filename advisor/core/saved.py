@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
@@ -12,6 +13,7 @@ from advisor.core.files import open_regular
 
 HEAD = 200
 """Bytes at the beginning of a file that say what it is."""
+_WHOLE_NUMBERS = re.compile(rb"\[\n +-?\d+(?:,\n +-?\d+)*\n +\]")
 
 
 class Saved(Protocol):
@@ -25,6 +27,12 @@ class Saved(Protocol):
 
 
 AnySaved = TypeVar("AnySaved", bound=Saved)
+
+
+def encoded(value: msgspec.Struct) -> bytes:
+    """JSON indented by two, with a list of whole numbers on one line."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    return _WHOLE_NUMBERS.sub(lambda found: b" ".join(found[0].split()), text)
 
 
 def decoded(

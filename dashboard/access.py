@@ -25,7 +25,7 @@ CALLBACKS = "/_dash-update-component"
 """The only address that takes a POST: Dash's callbacks, which read."""
 MAX_REQUEST_BYTES = 4 << 20
 """A callback's body holds the inputs of one callback: figures' zoom states, not files."""
-LEAST_TOKEN = 16
+MIN_TOKEN = 16
 """Characters of a token that somebody chose."""
 
 HEADERS = {
@@ -42,7 +42,7 @@ _HOST = re.compile(
     r"(?::(?P<port>[0-9]{1,5}))?",
     re.ASCII | re.IGNORECASE,
 )
-_TOKEN = re.compile(rf"[A-Za-z0-9._~-]{{{LEAST_TOKEN},512}}", re.ASCII)
+_TOKEN = re.compile(rf"[A-Za-z0-9._~-]{{{MIN_TOKEN},512}}", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import dash
+import dash_mantine_components as dmc
+import flask
 
-from advisor.dashboard import ranks, shell, timeline, tracefile
+from advisor.core import text as t
+from advisor.dashboard import current
 from advisor.dashboard.access import Access, protect
-from advisor.dashboard.current import KEY
+from advisor.dashboard.current import KEY, View, texts
 from advisor.dashboard.document import Application
-from advisor.dashboard.menu import PAGES, Page
-from advisor.dashboard.routes import routes
+from advisor.dashboard.pages import job
+from advisor.dashboard.parts import el, icon, link, register_rank_choice
 from advisor.dashboard.session import Session
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -41,16 +47,14 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
         add_log_handler=False,
         include_pages_meta=False,
         enable_mcp=False,
-        on_error=shell.on_error,
+        on_error=on_error,
     )
     app.server.config[KEY] = session
     for order, page in enumerate(PAGES):
         _add(app, session, page, order)
-    app.layout = shell.layout
+    app.layout = layout
     app.server.register_blueprint(routes(session))
-    app.server.register_blueprint(tracefile.routes(session))
-    ranks.register(app)
-    timeline.register(app, session)
+    register_rank_choice(app)
     protect(app, access or Access.to())
     return app
 
@@ -66,9 +70,184 @@ def _add(app: dash.Dash, session: Session, page: Page, order: int) -> None:
         name=page.name,
         title=f"{page.name} · advisor",
         order=order,
-        layout=shell.framed(page, module.layout),
+        layout=framed(page, module.layout),
     )
     if hasattr(module, "register"):
         module.register(app, session)
     if hasattr(module, "warm"):
         session.warmers.append(module.warm)
+
+
+class Page(NamedTuple):
+    """One page: its module in ``advisor.dashboard.pages`` has ``layout(**query)``; if it has
+    callbacks, ``register(app, session)``; if its tables take long, ``warm(loaded)``."""
+
+    module: str
+    path: str
+    name: str
+
+
+PAGES = (
+    Page("overview", "/", "Overview"),
+    Page("job", "/job", "Job"),
+    Page("findings", "/findings", "Findings"),
+    Page("timeline", "/timeline", "Timeline"),
+    Page("kernels", "/kernels", "Kernels and ops"),
+    Page("memory", "/memory", "Memory"),
+    Page("distributed", "/distributed", "Distributed"),
+    Page("run", "/run", "Run"),
+    Page("trials", "/trials", "Trials"),
+    Page("gpus", "/gpus", "Cost and GPUs"),
+    Page("compare", "/compare", "Compare"),
+    Page("live", "/live", "Live"),
+)
+
+
+Layout = Callable[..., Any]
+
+
+def layout() -> Any:
+    """The application's layout: the provider of the theme, and the place of the page."""
+    return dmc.MantineProvider(
+        id="theme",
+        theme={"primaryColor": "indigo", "fontFamily": "inherit", "defaultRadius": "md"},
+        children=dash.page_container,
+    )
+
+
+def on_error(error: Exception) -> Any:
+    """A page that fails says so in its place; what happened is for the terminal, not for the
+    browser."""
+    traceback.print_exception(error)
+    outputs = dash.ctx.outputs_list
+    if isinstance(outputs, list) and outputs and outputs[0].get("id") == "_pages_content":
+        return _broken(), {"title": "advisor"}
+    return dash.no_update
+
+
+def _broken() -> Any:
+    return el(
+        "Main",
+        el(
+            "Section",
+            el("H1", "This page could not be made"),
+            el("P", "That is a fault of advisor; the terminal it runs in says more.", role="alert"),
+            el("P", link("Back to the overview", href="/")),
+            cls="card centred",
+        ),
+        id="content",
+    )
+
+
+def framed(page: Page, inner: Layout) -> Layout:
+    """A page with the frame around it. While the run is being read there is only the frame."""
+
+    def show(**given: object) -> Any:
+        query: dict[str, Any] = texts(given)
+        view = current.view(**query)
+        if page.module == "live" or view.entry.loaded is not None:
+            body = inner(**query)
+        elif view.entry.job is not None:
+            body = job.layout(**query) if page.module in ("overview", "job") else job.choose(view)
+        elif view.entry.state == "failed":
+            body = _failed(view)
+        else:
+            body = _loading(view)
+        return frame(page, view, body)
+
+    return show
+
+
+def frame(page: Page, view: View, body: Any) -> Any:
+    """Header, navigation, and the body."""
+    return el(
+        "Div",
+        el("A", "Skip to the content", href="#content", cls="skip"),
+        _header(view),
+        el(
+            "Div",
+            _navigation(page, view),
+            el("Main", body, id="content", tabIndex="-1"),
+            cls="columns",
+        ),
+        cls=f"frame page-{page.module}",
+    )
+
+
+def _header(view: View) -> Any:
+    return el(
+        "Header",
+        link(icon("logo"), el("Span", "advisor"), href=view.href("/"), cls="brand"),
+        el("Div", *_runs(view), cls="runs"),
+        el(
+            "Button",
+            icon("sun"),
+            icon("moon"),
+            id="theme-switch",
+            cls="quiet",
+            title="Light or dark",
+            aria_label="Switch between light and dark",
+        ),
+        cls="top",
+    )
+
+
+def _runs(view: View) -> list[Any]:
+    """The runs to choose from, as links; only the name when there is one."""
+    entries = view.session.entries
+    if len(entries) == 1:
+        return [el("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")]
+    names = t.distinct((entry.name for entry in entries), 32)
+    return [
+        link(
+            name,
+            href=f"?run={entry.key}",
+            cls="run-name chosen" if entry.key == view.entry.key else "run-name",
+            title=t.clean(entry.path),
+        )
+        for entry, name in zip(entries, names, strict=True)
+    ]
+
+
+def _navigation(page: Page, view: View) -> Any:
+    links = []
+    for item in PAGES:
+        here = item.module == page.module
+        to = link(icon(item.module), el("Span", item.name), href=view.href(item.path))
+        links.append(el("Li", to, cls=f"to-{item.module} here" if here else f"to-{item.module}"))
+    return el("Nav", el("Ul", *links), cls="side", aria_label="Pages")
+
+
+def _loading(view: View) -> Any:
+    """Shown until the run is read; assets/progress.js keeps it current and then reloads."""
+    return el(
+        "Section",
+        el("H1", "Reading the trace"),
+        el("P", t.clean(view.entry.path), cls="path"),
+        el("P", t.clean(view.entry.doing), id="progress-doing", role="status"),
+        el("Div", el("Div", cls="sweep"), cls="progress"),
+        cls="card centred",
+        id="progress",
+        data_advisor_progress=view.entry.key,
+    )
+
+
+def _failed(view: View) -> Any:
+    return el(
+        "Section",
+        el("H1", "This cannot be shown"),
+        el("P", t.clean(view.entry.why), role="alert"),
+        el("P", "What advisor reads, and how to record it: docs/getting-a-trace.md."),
+        cls="card centred",
+    )
+
+
+def routes(session: Session) -> flask.Blueprint:
+    """``/_advisor/status``: how far each path is, as JSON."""
+    blueprint = flask.Blueprint("advisor_status", "advisor.dashboard", url_prefix="/_advisor")
+
+    @blueprint.get("/status")
+    def status() -> flask.Response:
+        return flask.jsonify(session.status())
+
+    return blueprint

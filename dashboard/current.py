@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlencode
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 import flask
 
@@ -62,3 +64,36 @@ def _rank(entry: Entry, rank: object) -> int | None:
         return None
     number = int(text)
     return number if number in entry.loaded.analyses else None
+
+
+MAX_NAMES = 40
+MAX_NAME = 40
+MAX_TEXT = 64 << 10
+"""Characters of a value, and of a query string, that are looked at."""
+
+
+def texts(given: Mapping[str, Any]) -> dict[str, str]:
+    """Arguments as a server or Dash parsed them: of a repeated one the first that is text; what
+    is no text or too long is left out, as if it had not been sent."""
+    found: dict[str, str] = {}
+    for name, value in given.items():
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if not isinstance(first, str) or not name.isidentifier() or len(name) > MAX_NAME:
+            continue
+        if len(first) > MAX_TEXT:
+            continue
+        if len(found) == MAX_NAMES:
+            break
+        found[name] = first
+    return found
+
+
+def parse(search: object) -> dict[str, str]:
+    """The same of the query of an address: ``?run=1&rank=0``."""
+    if not isinstance(search, str):
+        return {}
+    given: dict[str, list[str]] = {}
+    text = search[:MAX_TEXT].removeprefix("?")
+    for name, value in parse_qsl(text, keep_blank_values=True, errors="replace"):
+        given.setdefault(name, []).append(value)
+    return texts(given)

@@ -307,16 +307,16 @@ def plain(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-MOST_POINTS = 3_000
+MAX_POINTS = 3_000
 """Points of a line: more are not seen, and cost the browser time."""
 
 
 def thin(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[Any]]:
-    """At most ``MOST_POINTS`` of them: of each stretch its lowest and its highest value, so that
+    """At most ``MAX_POINTS`` of them: of each stretch its lowest and its highest value, so that
     no spike is lost. Missing values (``None``) stay where a stretch has nothing else."""
-    if len(x) <= MOST_POINTS:
+    if len(x) <= MAX_POINTS:
         return list(x), list(y)
-    size = -(-2 * len(x) // MOST_POINTS)
+    size = -(-2 * len(x) // MAX_POINTS)
     kept: list[int] = []
     for start in range(0, len(x), size):
         at = [i for i in range(start, min(start + size, len(x))) if y[i] is not None]

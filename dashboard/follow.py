@@ -30,9 +30,9 @@ from advisor.core.run_directory import (
     weight,
 )
 
-MOST_AT_ONCE = 64 << 20
+MAX_AT_ONCE = 64 << 20
 """Bytes read of a file in one look; the rest is read in the next."""
-MOST_KEPT = 200_000
+MAX_KEPT = 200_000
 """Lines kept of a file: the oldest go."""
 
 
@@ -54,7 +54,7 @@ class _Tail:
                 if stream.seek(0, 2) < self._at:
                     self._at, self._torn, self.lines, self._weights = 0, b"", [], []
                 stream.seek(self._at)
-                for _ in range(MOST_AT_ONCE // BLOCK):
+                for _ in range(MAX_AT_ONCE // BLOCK):
                     data = stream.read(BLOCK)
                     self._take(data)
                     if len(data) < BLOCK:
@@ -79,7 +79,7 @@ class _Tail:
                 continue
             self.lines.append(item)
             self._weights.append(weight(item))
-        gone, over = max(0, len(self.lines) - MOST_KEPT), sum(self._weights) - ROOM_BYTES
+        gone, over = max(0, len(self.lines) - MAX_KEPT), sum(self._weights) - ROOM_BYTES
         for heavy in self._weights[:-1]:
             if over <= 0:
                 break

@@ -10,7 +10,7 @@ import dash_ag_grid
 from dash import ClientsideFunction, Input, Output, State, dcc
 
 from advisor.core import text as t
-from advisor.dashboard.dom import el
+from advisor.dashboard.parts import el
 
 PARAMS = """{
     backgroundColor: 'var(--card)', foregroundColor: 'var(--text)', borderColor: 'var(--line)',

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dash import dcc
+import dash
+import dash_mantine_components as dmc
+from dash import ClientsideFunction, Input, Output, State, dcc, html
 
 from advisor.core import text as t
-from advisor.dashboard.dom import el, icon, link
+from advisor.core.views import Segment, StepBar
+
+if TYPE_CHECKING:
+    from advisor.dashboard.current import View
 
 
 def page(*parts: Any) -> list[Any]:
@@ -255,4 +260,134 @@ def figure(made: Any, name: str, *, height: int, description: str, id: Any = Non
         ),
         el("Figcaption", description, cls="visually-hidden"),
         cls="figure",
+    )
+
+
+def el(kind: str, /, *children: Any, cls: str = "", **props: Any) -> Any:
+    """A ``dash.html`` element. Children that are None are left out; ``aria_label`` and ``data_x``
+    become ``aria-label`` and ``data-x``."""
+    make: Any = getattr(html, kind)
+    named = {
+        key.replace("_", "-") if key.startswith(("aria_", "data_")) else key: value
+        for key, value in props.items()
+        if value is not None
+    }
+    if cls:
+        named["className"] = cls
+    inside = [child for child in children if child is not None]
+    return make(inside[0] if len(inside) == 1 else inside or None, **named)
+
+
+def link(*children: Any, href: str, cls: str = "", **props: Any) -> Any:
+    """A link within the dashboard: goes there without loading everything again."""
+    inside = [child for child in children if child is not None]
+    make: Any = dcc.Link
+    if cls:
+        props["className"] = cls
+    return make(inside[0] if len(inside) == 1 else inside, href=href, **props)
+
+
+def out(*children: Any, href: str, cls: str = "") -> Any:
+    """A link to elsewhere, which learns nothing of where it was followed."""
+    return el("A", *children, href=href, cls=cls, target="_blank", rel="noopener noreferrer")
+
+
+def icon(name: str) -> Any:
+    """An icon of assets/icons.css; decoration only, so hidden from screen readers."""
+    return el("Span", cls=f"icon icon-{name}", aria_hidden="true")
+
+
+def draw_bar(shown: StepBar) -> Any:
+    """The bar and its legend."""
+    working = [bar_legend(f"Working, share {t.of(shown.per)}", shown.work)]
+    return el(
+        "Div",
+        draw_strip(shown.segments, f"Where the {shown.per}'s time goes"),
+        el(
+            "Div",
+            *(working if shown.idle_total is not None else two_columns(shown.work)),
+            bar_legend(shown.idle_title.capitalize(), shown.idle) if shown.idle else None,
+            cls="legend",
+        ),
+    )
+
+
+def two_columns(parts: Sequence[Segment]) -> list[Any]:
+    """The legend of parts of one kind, in two columns."""
+    middle = (len(parts) + 1) // 2
+    return [bar_legend("", half) for half in (parts[:middle], parts[middle:]) if half]
+
+
+def draw_strip(parts: Sequence[Segment], label: str, *, thin: bool = False) -> Any:
+    """Only the bar. Read out as one picture with its figures."""
+    words = ", ".join(f"{part.label} {part.percent}" for part in parts)
+    return el(
+        "Div",
+        *(
+            el(
+                "Span",
+                cls="idle" if part.kind == "idle" else "",
+                style={
+                    "flex": f"{max(part.share, 0.0):.6f} 1 0",
+                    "backgroundColor": part.look.colour,
+                },
+                title=f"{part.label}: {part.time}, {part.percent}",
+            )
+            for part in parts
+        ),
+        cls="bar thin" if thin else "bar",
+        role="img",
+        aria_label=f"{label}: {words}",
+    )
+
+
+def bar_legend(title: str, parts: Sequence[Segment]) -> Any:
+    """The parts with their figures."""
+    rows = [
+        el(
+            "Tr",
+            el("Th", swatch(part.look.colour), part.label, scope="row"),
+            el("Td", part.time, cls="num"),
+            el("Td", part.percent, cls="num share"),
+        )
+        for part in parts
+    ]
+    return el("Table", el("Caption", title) if title else None, el("Tbody", *rows))
+
+
+MAX_LINKS = 8
+SELECT = "rank-select"
+
+
+def rank_choice(view: View, path: str) -> Any:
+    """The ranks to choose from; ``None`` when there is one."""
+    numbers = list(view.loaded.analyses)
+    if len(numbers) < 2:
+        return None
+    here = view.rank if view.rank is not None else numbers[0]
+    if len(numbers) <= MAX_LINKS:
+        return choices("Rank", [(str(n), view.href(path, rank=n), n == here) for n in numbers])
+    make: Any = dmc.Select
+    chosen = make(
+        id=SELECT,
+        data=[{"value": str(n), "label": f"rank {n}"} for n in numbers],
+        value=str(here),
+        searchable=True,
+        allowDeselect=False,
+        nothingFoundMessage="No such rank",
+        w=180,
+        size="sm",
+        **{"aria-label": "Rank"},
+    )
+    return el("Div", chosen, cls="choices")
+
+
+def register_rank_choice(app: dash.Dash) -> None:
+    """A rank that is chosen from the list goes into the address, in the browser."""
+    app.clientside_callback(
+        ClientsideFunction("advisor", "chooseRank"),
+        Output("_pages_location", "search"),
+        Input(SELECT, "value"),
+        State("_pages_location", "search"),
+        prevent_initial_call=True,
     )

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import errno
+import html
 import logging
+import os
+import shutil
 import socket
+import tempfile
+import threading
+import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from advisor.core.errors import AdvisorError
 from advisor.dashboard.access import Access
 
 THREADS = 8
-MOST_CONNECTIONS = 2000
+MAX_CONNECTIONS = 2000
 IDLE_SECONDS, LOOK_SECONDS = 15, 3
 """A connection on which nothing is said for so long is closed, and how often that is looked at:
-beyond MOST_CONNECTIONS nobody else is let in before."""
+beyond MAX_CONNECTIONS nobody else is let in before."""
 TRIES = 50
 """Ports tried after the one that was asked for."""
 
@@ -83,8 +90,8 @@ def _connections() -> int:
         return 400
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if open_files == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(64, min(MOST_CONNECTIONS, open_files // 2))
+        return MAX_CONNECTIONS
+    return max(64, min(MAX_CONNECTIONS, open_files // 2))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -105,3 +112,55 @@ def listen(host: str, port: int) -> socket.socket:
             continue
         return listener
     raise AdvisorError(f"--port {port}: neither it nor the next {TRIES} are free")
+
+
+WAIT_SECONDS = 90.0
+"""How long the file waits for a browser that starts slowly."""
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>advisor</title>
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0;url={address}"></head>
+<body><p><a href="{address}">Open the dashboard</a></p></body></html>
+"""
+
+
+def open_browser(
+    server: Server, opener: Callable[[str], object] = webbrowser.open
+) -> Callable[[], None]:
+    """Open a browser on the dashboard, in a thread: one that runs in the terminal ends only when it
+    is left. Returns what takes back the file that leads there; that happens by itself once the
+    browser has come, or after WAIT_SECONDS."""
+    file = None
+    if server.access.token is not None:
+        try:
+            file = redirect_file(server.address)
+        except OSError:  # no room, or nowhere to write: the address is on the terminal
+            return lambda: None
+
+    def forget() -> None:
+        if file is not None:
+            shutil.rmtree(file.parent, ignore_errors=True)
+
+    def wait() -> None:
+        server.access.admitted.wait(WAIT_SECONDS)
+        forget()
+
+    shown = server.address if file is None else file.as_uri()
+    for work, given in ((opener, (shown,)), (wait, ())):
+        threading.Thread(target=work, args=given, name="advisor-open", daemon=True).start()
+    return forget
+
+
+def redirect_file(address: str) -> Path:
+    """A page that leads to the address, in a folder of its own; both are the user's alone."""
+    folder = Path(tempfile.mkdtemp(prefix="advisor-"))  # 0700
+    file = folder / "open.html"
+    try:
+        made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(made, "w", encoding="utf-8") as opened:
+            opened.write(PAGE.format(address=html.escape(address, quote=True)))
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return file

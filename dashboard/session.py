@@ -30,7 +30,7 @@ WARM = ("breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives"
 """Measurements that every page needs, made before the first page is shown."""
 STEPS_BYTES = 256 << 10
 """A run without a window is looked at again when its steps grew by this much: some thousand."""
-MOST_OPENED = 6
+MAX_OPENED = 6
 """Ranks of jobs that are kept open: a trace of 100 MB takes a GB or two."""
 WATCH_SECONDS = 2.0
 """How often a live run's folder is looked at for new windows."""
@@ -176,7 +176,7 @@ class Session:
             row = job.job.rows[asked[1]]
             made = Entry(jobs.key_of(*asked), row.path, label=f"rank {row.rank}")
             opened = [one for one in self.entries if jobs.split(one.key) and one.state != "loading"]
-            if len(opened) >= MOST_OPENED:
+            if len(opened) >= MAX_OPENED:
                 self.entries.remove(opened[0])
             self.entries.append(made)
         work = threading.Thread(target=self._read_rank, args=(made,), daemon=True)

@@ -12,8 +12,7 @@ from advisor.core import text as t
 from advisor.core.report import MemoryView
 from advisor.dashboard import figures
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el
-from advisor.dashboard.parts import card, figure, table
+from advisor.dashboard.parts import card, el, figure, table
 from advisor.dashboard.session import Loaded
 from advisor.measure import Analysis
 from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
@@ -28,15 +27,15 @@ COLOURS = dict(
     )
 )  # fmt: skip
 FREE, RESERVED = "#dcdbd6", "#6f6f79"
-MOST_SEGMENTS = 60
-MOST_BLOCKS = 3_000
-MOST_DEVICES = 8
+MAX_SEGMENTS = 60
+MAX_BLOCKS = 3_000
+MAX_DEVICES = 8
 POINTS = 500
 
 
 def warm(loaded: Loaded) -> None:
     """Make what the figures are drawn from."""
-    for post in loaded.main.post_mortems[:MOST_DEVICES]:
+    for post in loaded.main.post_mortems[:MAX_DEVICES]:
         _timeline_table(loaded, None, post)
 
 
@@ -51,7 +50,7 @@ def sections(view: View) -> list[Any]:
             ("memory_views", view.rank), lambda: {e.device: e for e in memory_views(a)}
         )
     parts: list[Any] = []
-    for post in a.post_mortems[:MOST_DEVICES]:
+    for post in a.post_mortems[:MAX_DEVICES]:
         parts += _device(view, a, post, views.get(post.device))
     return parts
 
@@ -143,7 +142,7 @@ def _map_rows(post: PostMortem) -> pl.DataFrame:
         post.snapshot.segments.with_row_index("row")
         .filter(pl.col("device") == post.device)
         .sort("total", descending=True)
-        .head(MOST_SEGMENTS)
+        .head(MAX_SEGMENTS)
     )
 
 
@@ -167,7 +166,7 @@ def _segments(post: PostMortem) -> Any:
     blocks = (
         post.history.blocks.filter(pl.col("segment").is_in(rows["row"].cast(pl.Int32).to_list()))
         .sort("size", descending=True)
-        .head(MOST_BLOCKS)
+        .head(MAX_BLOCKS)
     )
     start = dict(zip(rows["row"].to_list(), rows["address"].to_list(), strict=True))
     drawn: dict[str, list[tuple[float, float, str, str]]] = {}

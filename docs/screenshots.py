@@ -16,8 +16,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from advisor.dashboard.access import Access
-from advisor.dashboard.app import create_app
-from advisor.dashboard.menu import PAGES
+from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.serve import Server, bind
 from advisor.dashboard.session import Session
 

@@ -108,8 +108,7 @@ def command(
     for path in paths:
         refuse_several(path)
     from advisor.dashboard.access import Access
-    from advisor.dashboard.opening import open_browser
-    from advisor.dashboard.serve import bind
+    from advisor.dashboard.serve import bind, open_browser
     from advisor.dashboard.session import Session
     from advisor.read import ReadOptions
     from advisor.read.source import DEFAULT_LIMIT
@@ -161,12 +160,12 @@ def given_token(file: Path | None, *, no_token: bool) -> str | None:
         text, source = _read_token(file), f"--token-file {file}"
     if text is None:
         return None
-    from advisor.dashboard.access import LEAST_TOKEN, usable
+    from advisor.dashboard.access import MIN_TOKEN, usable
 
     text = text.strip()
     if not usable(text):
         raise AdvisorError(
-            f"{source}: a token has {LEAST_TOKEN} to 512 letters, digits and -._~; for example "
+            f"{source}: a token has {MIN_TOKEN} to 512 letters, digits and -._~; for example "
             'python3 -c "import secrets; print(secrets.token_urlsafe())"'
         )
     return text

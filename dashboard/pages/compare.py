@@ -13,13 +13,14 @@ from advisor.compare.verdict import per
 from advisor.compare.view import Line
 from advisor.core import text as t
 from advisor.core.finding import unit_of
-from advisor.dashboard import current, figures, stepbar, theme
+from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el
 from advisor.dashboard.parts import (
     banner,
     card,
     choices,
+    draw_strip,
+    el,
     empty,
     figure,
     head,
@@ -31,7 +32,7 @@ from advisor.dashboard.parts import (
 from advisor.dashboard.session import Entry
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
-MOST_WORK = 20
+MAX_WORK = 20
 WORK_WIDTH = 44
 """Characters of an operator with its shapes."""
 STATUS = {
@@ -225,7 +226,7 @@ def _breakdown(c: Comparison, before: Entry, after: Entry) -> Any:
         report = entry.loaded.report
         bar = views.step_bar(report)
         if bar is not None and whole:
-            made = stepbar.strip(bar.segments, f"The step {name}", thin=True)
+            made = draw_strip(bar.segments, f"The step {name}", thin=True)
             share = report.scope.step_ns / whole
             strips.append(
                 el(
@@ -287,7 +288,7 @@ def _realised(c: Comparison) -> Any:
 
 
 def _work(c: Comparison) -> Any:
-    lines = words.work_lines(c, MOST_WORK, WORK_WIDTH)
+    lines = words.work_lines(c, MAX_WORK, WORK_WIDTH)
     if not lines:
         return None
     return card(

@@ -11,9 +11,20 @@ from advisor.core import text as t
 from advisor.core.report import Report
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el, link
-from advisor.dashboard.parts import card, choices, empty, figure, head, named, page, table, tiles
-from advisor.dashboard.ranks import rank_choice
+from advisor.dashboard.parts import (
+    card,
+    choices,
+    el,
+    empty,
+    figure,
+    head,
+    link,
+    named,
+    page,
+    rank_choice,
+    table,
+    tiles,
+)
 from advisor.dashboard.session import Loaded
 from advisor.measure.comm.comm_table import sum_collectives, sum_skew
 from advisor.measure.ranks.ranks import align, exposed_by_rank, skew
@@ -23,7 +34,7 @@ MAPS = {
     "exposed": ("exposed", "Exposed communication"),
     "communication": ("communication", "All communication"),
 }
-MOST_RANKS = 64
+MAX_RANKS = 64
 SMALL = 0.01
 """Share of all communication (of all waiting) below which kinds of collectives are summed."""
 
@@ -105,7 +116,7 @@ def _figures(report: Report) -> Any:
 
 def _lines(view: View) -> Any:
     """One line a rank, as every report has it."""
-    shown = views.rank_table(view.loaded.report, MOST_RANKS)
+    shown = views.rank_table(view.loaded.report, MAX_RANKS)
     if shown is None:
         return None
     rows = [
@@ -233,8 +244,8 @@ def _folded(table_: pl.DataFrame, sizes: tuple[pl.Expr, ...]) -> tuple[pl.DataFr
     if rest.height < 2:
         shown, rest = marked, marked.clear()
     # a thousand kinds of equal size are all large
-    rest = pl.concat([shown.tail(max(0, shown.height - MOST_COLLECTIVES)), rest])
-    return shown.head(MOST_COLLECTIVES), rest
+    rest = pl.concat([shown.tail(max(0, shown.height - MAX_COLLECTIVES)), rest])
+    return shown.head(MAX_COLLECTIVES), rest
 
 
 def _sum(table_: pl.DataFrame, column: str) -> float:
@@ -251,7 +262,7 @@ def _named(collective: str, annotation: str | None, short: dict[str, str]) -> An
     )
 
 
-MOST_COLLECTIVES = 40
+MAX_COLLECTIVES = 40
 ANNOTATION = 48
 """Characters of the range around a collective."""
 

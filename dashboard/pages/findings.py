@@ -11,13 +11,25 @@ from advisor.core.finding import Evidence, Finding, Location
 from advisor.core.report import Report
 from advisor.dashboard import current
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el, icon, link, out
 from advisor.dashboard.pages.overview import anchor
-from advisor.dashboard.parts import card, choices, code, empty, head, named, page, scrolling
+from advisor.dashboard.parts import (
+    card,
+    choices,
+    code,
+    el,
+    empty,
+    head,
+    icon,
+    link,
+    named,
+    out,
+    page,
+    scrolling,
+)
 
 MARGIN = 1.0
 """The timeline shows this many durations of the worst instance on both sides of it."""
-LEAST_NS = 50_000
+MIN_NS = 50_000
 """… and at least this much."""
 
 
@@ -233,7 +245,7 @@ def show_href(view: View, finding: Finding, place: Location) -> str | None:
     if place.ts_ns is None or finding.trace_rank not in (None, *view.loaded.analyses):
         return None
     dur = place.dur_ns or 0
-    margin = max(round(MARGIN * dur), LEAST_NS)
+    margin = max(round(MARGIN * dur), MIN_NS)
     return view.href(
         "/timeline",
         x0=max(0, place.ts_ns - margin),

@@ -10,8 +10,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, money, read_prices
 from advisor.dashboard import current
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el
-from advisor.dashboard.parts import banner, card, empty, facts, head, page, table
+from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, table
 from advisor.replay.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
 from advisor.replay.project.project import Projector
 

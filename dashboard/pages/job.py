@@ -12,10 +12,21 @@ from advisor.advise.ranks import views
 from advisor.core import text as t
 from advisor.dashboard import current, figures
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el, link
 from advisor.dashboard.grid import Column, grid, register_search
 from advisor.dashboard.jobs import key_of, split
-from advisor.dashboard.parts import banner, card, empty, facts, figure, head, page, table, tiles
+from advisor.dashboard.parts import (
+    banner,
+    card,
+    el,
+    empty,
+    facts,
+    figure,
+    head,
+    link,
+    page,
+    table,
+    tiles,
+)
 from advisor.dashboard.session import Session
 from advisor.measure.ranks.job_report import JobReport
 
@@ -23,7 +34,7 @@ STRIP = 128
 """Ranks beside each other on the map."""
 ROW = 15
 """Pixels of a class on the map."""
-MOST = 100
+MAX_SHOWN = 100
 """Lines of a kind."""
 MAP, RANKS = "job-map", "job-ranks"
 
@@ -47,7 +58,7 @@ def layout(**query: object) -> Any:
         )
     return page(
         head("Job", t.clean(report.verdict) or None),
-        banner([w.missing(item) for item in report.missing[:MOST]]),
+        banner([w.missing(item) for item in report.missing[:MAX_SHOWN]]),
         _figures(report),
         _map(report, entry.key),
         _odd(report, view, entry.key),
@@ -140,7 +151,7 @@ def _odd(report: JobReport, view: View, key: str) -> Any:
         return None
     places = {str(row.rank): place for place, row in reversed(list(enumerate(report.rows)))}
     rows = []
-    for odd in report.odd[:MOST]:
+    for odd in report.odd[:MAX_SHOWN]:
         name: Any = w.odd_name(odd)
         if odd.what == "rank" and odd.name in places:
             name = link(name, href=view.href("/timeline", run=key_of(key, places[odd.name])))
@@ -190,7 +201,7 @@ def _alike(report: JobReport) -> Any:
             t.time(group.step_ns),
             *(t.time(group.time.get(name)) for name in report.classes),
         ]
-        for group in report.alike[:MOST]
+        for group in report.alike[:MAX_SHOWN]
     ]
     header = ["Group", "Ranks", "How many", "Step", *map(views.label, report.classes)]
     return card(
@@ -217,9 +228,9 @@ def _findings(report: JobReport) -> Any:
             el("P", t.clean(one.summary)),
             el("P", t.clean(one.fix)) if one.fix else None,
         )
-        for one in report.findings[:MOST]
+        for one in report.findings[:MAX_SHOWN]
     ]
-    cases = [el("Li", f"{t.clean(one.text)}: {w.gain(one)}") for one in report.what_if[:MOST]]
+    cases = [el("Li", f"{t.clean(one.text)}: {w.gain(one)}") for one in report.what_if[:MAX_SHOWN]]
     return card(
         "What to change",
         *found,
@@ -260,7 +271,7 @@ def _not_checked(report: JobReport) -> Any:
     if not report.not_checked:
         return None
     lines = [(t.clean(name), t.clean(why)) for name, why in report.not_checked.items()]
-    return card("Not checked", facts(lines[:MOST]))
+    return card("Not checked", facts(lines[:MAX_SHOWN]))
 
 
 def register(app: dash.Dash, session: Session) -> None:

@@ -10,22 +10,33 @@ from dash import Input, Output, State
 
 from advisor.advise.words import limit_worded, record_with
 from advisor.core import text as t
+from advisor.core.report import OperatorRate
 from advisor.dashboard import current, figures, theme
-from advisor.dashboard.current import View
-from advisor.dashboard.dom import el, icon, link
+from advisor.dashboard.current import View, parse
 from advisor.dashboard.grid import Column, add_labels, grid, register_search
-from advisor.dashboard.parts import card, empty, facts, figure, head, page, spark, swatch, table
-from advisor.dashboard.query import parse
-from advisor.dashboard.ranks import rank_choice
-from advisor.dashboard.rates import GRID as RATES
-from advisor.dashboard.rates import operator_rates, rate_rows
+from advisor.dashboard.parts import (
+    card,
+    el,
+    empty,
+    facts,
+    figure,
+    head,
+    icon,
+    link,
+    page,
+    rank_choice,
+    spark,
+    swatch,
+    table,
+)
 from advisor.dashboard.session import Loaded, Session
 from advisor.measure import Analysis
+from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.optree import op_table, op_tree
 
-MOST_ROWS = 2_000
+MAX_ROWS = 2_000
 """Kernels in the grid; what is smaller is told in a line."""
-MOST_OPS = 500
+MAX_OPS = 500
 
 
 def layout(**query: object) -> Any:
@@ -119,7 +130,7 @@ def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
     """Rows of the grid: numbers to sort by, and the texts that are shown."""
     rows = []
     whole = _device_work(a)
-    table_ = a.hot_kernels.head(MOST_ROWS).with_columns(
+    table_ = a.hot_kernels.head(MAX_ROWS).with_columns(
         pl.col("name", "family", "op_name").cast(pl.String)
     )
     for number, row in enumerate(table_.iter_rows(named=True)):
@@ -243,7 +254,7 @@ def op_rows(a: Analysis) -> list[dict[str, Any]]:
             **_cell("device", row["device"] / a.step_count, t.time(row["device"] / a.step_count)),
             **_cell("host", row["host"] / a.step_count, t.time(row["host"] / a.step_count)),
         }
-        for number, row in enumerate(op_table(a).head(MOST_OPS).iter_rows(named=True))
+        for number, row in enumerate(op_table(a).head(MAX_OPS).iter_rows(named=True))
     ]
     add_labels(rows, "name")
     return rows
@@ -302,7 +313,7 @@ def register(app: dash.Dash, session: Session) -> None:
 def _detail(view: View, number: int) -> Any:
     """The kernel of a row: its full name, and its longest instance on the timeline."""
     a = view.analysis
-    if number >= min(a.hot_kernels.height, MOST_ROWS):
+    if number >= min(a.hot_kernels.height, MAX_ROWS):
         return None
     name = a.hot_kernels["name"][number]
     gpu = a.trace.gpu.filter(pl.Series(a.in_window)).filter(pl.col("name") == name)
@@ -342,3 +353,74 @@ def _launched(row: dict[str, Any]) -> str:
     if row["blocks"] is None:
         return t.NOT_MEASURED
     return f"{t.count(row['blocks'])} blocks of {t.count(row['threads'])} threads"
+
+
+RATES = "rate-grid"
+MAX_RATES = 500
+
+RATE_COLUMNS = (
+    Column("name", "Operator", flex=2, names=True),
+    Column("shapes", "Shapes", flex=2, names=True),
+    Column("dtype", "Format", width=76),
+    Column("calls", "Calls", width=66, number=True, csv="Calls a step"),
+    Column("time", "Time a step", width=94, number=True, csv="Time a step, ns"),
+    Column("bound", "Bound", width=86),
+    Column("flops", "TFLOP/s", width=76, number=True, csv="FLOP/s"),
+    Column("bytes", "GB/s", width=70, number=True, csv="Bytes/s"),
+    Column("efficiency", "Of attainable", width=104, number=True, csv="Of attainable, 0 to 1"),
+    Column("saved", "Saves a step", width=98, number=True, csv="Saves a step, ns"),
+)
+
+
+def rate_rows(a: Analysis) -> list[dict[str, Any]]:
+    """Rows of the grid: numbers to sort by, and the texts that are shown."""
+    rows = [_rate_row(number, rate) for number, rate in enumerate(rooflines(a, MAX_RATES))]
+    add_labels(rows, "name")
+    add_labels(rows, "shapes")
+    return rows
+
+
+def _rate_row(number: int, rate: OperatorRate) -> dict[str, Any]:
+    return {
+        "id": str(number),
+        "name": t.clean(rate.name or rate.kernel),
+        "shapes": t.clean(rate.shapes) if rate.shapes else "–",
+        "dtype": rate.dtype or "–",
+        "bound": "–" if rate.bound == "unknown" else rate.bound,
+        **_cell("calls", rate.calls, t.count(rate.calls)),
+        **_cell("time", rate.ns, t.time(rate.ns)),
+        **_cell("flops", rate.flops_per_s, _number(rate.flops_per_s, 1e12)),
+        **_cell("bytes", rate.bytes_per_s, _number(rate.bytes_per_s, 1e9)),
+        **_cell("efficiency", rate.efficiency, t.percent(rate.efficiency)),
+        **_cell("saved", rate.saved_ns, t.time(rate.saved_ns)),
+    }
+
+
+def operator_rates(view: View) -> Any:
+    """The card."""
+    a = view.analysis
+    rows = view.loaded.view(("rate_rows", view.rank), lambda: rate_rows(a))
+    if not rows:
+        return empty("No operators by shape", "No kernel of these steps computes anything.")
+    return card(
+        "Operators by shape",
+        grid(RATES, RATE_COLUMNS, rows, height=420, label="Operators by shape"),
+        el("P", _rate_note(a), cls="note-line", style={"marginTop": "10px"}),
+        aside="against the rates that are attained on such a GPU; – is not measured",
+    )
+
+
+def _rate_note(a: Analysis) -> str:
+    """What the rates are, and where they come from."""
+    found = []
+    for rate in attained(a):
+        memory = rate.of == "memory"
+        unit = "GB/s" if memory else "TFLOP/s"
+        shown = f"{t.number(rate.rate / (1e9 if memory else 1e12))} {unit}"
+        where = "estimated by its kin" if rate.source is None else t.clean(rate.source)
+        found.append(f"{rate.of} {shown} ({where})")
+    told = f"Attainable: {', '.join(found)}. " if found else "What this GPU attains is not known. "
+    return (
+        f"{told}Bound by launch: starting the kernel takes longer than its work, so it is not "
+        "held against a rate."
+    )

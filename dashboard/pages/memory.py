@@ -11,14 +11,23 @@ from advisor.advise.words import foreign
 from advisor.core import text as t
 from advisor.dashboard import current, figures, snapshot, theme
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el
-from advisor.dashboard.parts import card, empty, figure, head, page, spark, table, tiles
-from advisor.dashboard.ranks import rank_choice
+from advisor.dashboard.parts import (
+    card,
+    el,
+    empty,
+    figure,
+    head,
+    page,
+    rank_choice,
+    spark,
+    table,
+    tiles,
+)
 from advisor.dashboard.session import Loaded
 from advisor.measure import Analysis
 from advisor.measure.memory.peak import Peak, memory_curve, memory_devices, memory_peak
 
-MOST_OWNERS = 25
+MAX_OWNERS = 25
 ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
 
 
@@ -152,7 +161,7 @@ def _held(peak: Peak) -> Any:
         )
     largest = max(peak.held["bytes"].to_list())
     rows = []
-    for row in peak.held.head(MOST_OWNERS).iter_rows(named=True):
+    for row in peak.held.head(MAX_OWNERS).iter_rows(named=True):
         where = "" if row["file"] is None else f"{t.path(row['file'], 60)}:{row['line']}"
         rows.append(
             [

@@ -8,10 +8,9 @@ from advisor.advise import facts, views
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
-from advisor.dashboard import current, stepbar
+from advisor.dashboard import current
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el, link
-from advisor.dashboard.parts import banner, card, page, picture, tiles
+from advisor.dashboard.parts import banner, card, draw_bar, el, link, page, picture, tiles
 
 STATUS = {
     "bottlenecks": "Something is worth fixing",
@@ -31,7 +30,7 @@ def layout(**query: object) -> Any:
         _head(report),
         banner(report.limits),
         tiles(figures(report)),
-        card(bar.heading, stepbar.bar(bar), tools=picture("step")) if bar is not None else None,
+        card(bar.heading, draw_bar(bar), tools=picture("step")) if bar is not None else None,
         _staircase(report),
         _top(view, report),
         _rest(report),

@@ -8,16 +8,27 @@ from advisor.advise import views
 from advisor.core import text as t
 from advisor.core.report import Recorded
 from advisor.core.run_directory import Manifest, RankRecord
-from advisor.dashboard import current, figures, telemetry, theme
+from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import View
-from advisor.dashboard.dom import el
-from advisor.dashboard.parts import card, empty, facts, figure, head, page, table, tiles
-from advisor.dashboard.ranks import rank_choice
-from advisor.dashboard.stepbar import halves, strip
+from advisor.dashboard.pages.live import telemetry_cards
+from advisor.dashboard.parts import (
+    card,
+    draw_strip,
+    el,
+    empty,
+    facts,
+    figure,
+    head,
+    page,
+    rank_choice,
+    table,
+    tiles,
+    two_columns,
+)
 from advisor.measure import Analysis
 
-MOST_LINES = 30
-MOST_WARNINGS = 20
+MAX_LINES = 30
+MAX_WARNINGS = 20
 
 
 def layout(**query: object) -> Any:
@@ -35,7 +46,7 @@ def layout(**query: object) -> Any:
         _figures(view),
         _steps(a),
         _phases(view.loaded.report.recorded) if view.rank is None else None,
-        *telemetry.cards(record),
+        *telemetry_cards(record),
         _events(record),
         _lines(view) if view.rank is None else None,
         _loaders(a),
@@ -125,8 +136,8 @@ def _phases(recorded: Recorded | None) -> Any:
     parts = [views.phase(phase.name, phase.ns, phase.share) for phase in recorded.phases]
     return card(
         "Phases of the step",
-        strip(parts, "Phases of the step"),
-        el("Div", *halves(parts), cls="legend"),
+        draw_strip(parts, "Phases of the step"),
+        el("Div", *two_columns(parts), cls="legend"),
         aside="host time: forward and backward are launched in it, the device runs behind",
     )
 
@@ -227,7 +238,7 @@ def _events(record: RankRecord) -> Any:
         lines += [f"{kind}: {t.clean(data.get('text', ''))}" for data in record.of_kind(kind)]
     if not lines:
         return None
-    shown = [el("Li", line) for line in lines[:MOST_WARNINGS]]
+    shown = [el("Li", line) for line in lines[:MAX_WARNINGS]]
     return card("What happened", el("Ul", *shown, cls="more"))
 
 
@@ -249,7 +260,7 @@ def _lines(view: View) -> Any:
             t.percent(hot.native),
             t.percent(hot.system),
         ]
-        for hot in found[:MOST_LINES]
+        for hot in found[:MAX_LINES]
     ]
     return card(
         "Hot Python lines",

@@ -1,11 +1,25 @@
-"""The timeline page: a place for the canvas, which ``assets/timeline/`` fills."""
+"""The timeline page: a place for the canvas, which ``assets/timeline/`` fills; and the trace with
+advisor's tracks, written when somebody asks for it."""
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import tempfile
+import threading
+from pathlib import Path
 from typing import Any
 
-from advisor.dashboard import current, tracefile
-from advisor.dashboard.dom import el
+import dash
+import flask
+
+from advisor.core import text as t
+from advisor.core.errors import AdvisorError
+from advisor.dashboard import current
+from advisor.dashboard.current import View, texts
+from advisor.dashboard.parts import el, icon
+from advisor.dashboard.session import Session
+from advisor.dashboard.timeline.routes import routes, warm_first
 
 
 def layout(**query: object) -> Any:
@@ -21,6 +35,156 @@ def layout(**query: object) -> Any:
             data_run=view.entry.key,
             data_advisor_timeline="1",
         ),
-        tracefile.buttons(view),
+        trace_buttons(view),
         cls="wide timeline-page",
+    )
+
+
+def register(app: dash.Dash, session: Session) -> None:
+    """Add the addresses that the script asks, and build the first timeline beside serving."""
+    app.server.register_blueprint(routes(session))
+    app.server.register_blueprint(trace_routes(session))
+    threading.Thread(
+        target=warm_first, args=[session], name="advisor-timeline", daemon=True
+    ).start()
+
+
+ADDRESS = "/_advisor/trace"
+MAX_KEPT = 2
+"""Files that are kept: the one asked for last is likely asked for again."""
+
+
+class TraceFiles:
+    """Files made so far, in a private folder that goes when the session is closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._folder: Path | None = None
+        self._number = itertools.count()
+        self._made: dict[tuple[str, int, int], Path] = {}
+
+    def file(self, view: View) -> Path:
+        """The file of a view. One is made at a time: it takes as long as reading did."""
+        from advisor.export import tracks, write_trace
+
+        a, report = view.analysis, view.loaded.report
+        key = (view.entry.key, -1 if view.rank is None else view.rank, view.entry.version)
+        with self._lock:
+            if key in self._made:
+                return self._made[key]
+            if a.record_only:
+                raise AdvisorError("no window was profiled, so there is no trace")
+            if a.trace.meta.path == "-":
+                raise AdvisorError("a trace from standard input is not kept: save it to a file")
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="advisor-"))  # 0700
+            target = self._folder / f"{next(self._number)}.json.gz"
+            limit = view.session.options.read.max_bytes
+            write_trace(a.trace, target, lambda head: tracks(a, report, head), limit=limit)
+            while len(self._made) >= MAX_KEPT:
+                self._made.pop(next(iter(self._made))).unlink(missing_ok=True)
+            self._made[key] = target
+            return target
+
+    def close(self) -> None:
+        """Delete them all."""
+        with self._lock:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+            self._made.clear()
+
+
+def trace_routes(session: Session) -> flask.Blueprint:
+    """``/_advisor/trace?run=…&rank=…``: the file, packed with gzip."""
+    blueprint = flask.Blueprint("advisor_trace", "advisor.dashboard", url_prefix=ADDRESS)
+    files = TraceFiles()
+    session.closers.append(files.close)
+
+    @blueprint.get("")
+    def trace() -> flask.typing.ResponseReturnValue:
+        given: dict[str, Any] = texts(flask.request.args.to_dict(flat=False))
+        view = current.view(**given)
+        if view.entry.loaded is None:
+            return flask.Response(f"{view.entry.why or 'Not read yet.'}\n", 409)
+        try:
+            file = files.file(view)
+        except AdvisorError as error:
+            return flask.Response(f"{t.clean(str(error))}\n", 409, mimetype="text/plain")
+        return flask.send_file(
+            file, mimetype="application/gzip", as_attachment=True, download_name=file_name(view)
+        )
+
+    return blueprint
+
+
+def file_name(view: View) -> str:
+    """What the file is called where it is saved: ``train.advisor.json.gz``."""
+    stem = view.entry.name.split(".json")[0]
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in stem)
+    rank = "" if view.rank is None else f".rank{view.rank}"
+    return f"{kept.strip('.')[:80] or 'trace'}{rank}.advisor.json.gz"
+
+
+def trace_buttons(view: View) -> Any:
+    """To save the trace, and to open it in Perfetto: what that does is said before it is done.
+    ``None``: there is no trace."""
+    a = view.analysis
+    if a.record_only or a.trace.meta.path == "-":
+        return None
+    address = view.href(ADDRESS, rank=view.rank)
+    save = el(
+        "A",
+        "Save the trace with advisor's tracks",
+        href=address,
+        download=file_name(view),
+        cls="button",
+    )
+    viewer = view.session.perfetto
+    if viewer is None:
+        return el("Div", save, cls="actions trace-file")
+    return el(
+        "Div",
+        save,
+        el("Button", icon("show"), "Open in Perfetto …", id="perfetto-ask", cls="button"),
+        _explanation(viewer, address, file_name(view)),
+        cls="actions trace-file",
+    )
+
+
+def _explanation(viewer: str, address: str, title: str) -> Any:
+    """Shown by the first click; assets/perfetto.js does what it says at the second."""
+    return el(
+        "Section",
+        el("H2", "Open in Perfetto"),
+        el(
+            "P",
+            "This loads ",
+            el("Code", viewer),
+            " in a new tab, which is a request to that site, and hands it the trace there, from "
+            "this tab to that one inside your browser. Nothing was asked of it so far. Perfetto's "
+            "interface works on the trace in the browser and uploads it only if you share it "
+            "there; that is a promise of that site, not of advisor's. A trace tells names of your "
+            "code, files and machines.",
+        ),
+        el(
+            "Div",
+            el(
+                "Button",
+                "Open it there",
+                id="perfetto-open",
+                cls="button main",
+                data_viewer=viewer,
+                data_trace=address,
+                data_title=title,
+            ),
+            el("Button", "Do not", id="perfetto-leave", cls="button"),
+            cls="actions",
+        ),
+        el("P", "", id="perfetto-state", role="status", cls="note-line"),
+        id="perfetto",
+        cls="card",
+        hidden=True,
+        tabIndex="-1",
+        aria_label="Open in Perfetto",
     )

@@ -9,8 +9,7 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.dashboard import current
-from advisor.dashboard.dom import el
-from advisor.dashboard.parts import banner, card, empty, facts, head, page, table, tiles
+from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, table, tiles
 from advisor.tune.report import FILE, MAX_BYTES, Trial, TrialReport
 from advisor.tune.words import band, headline, interval, losses, runs
 

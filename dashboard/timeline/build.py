@@ -23,12 +23,10 @@ from advisor.dashboard.timeline.categories import (
     SYNCS,
 )
 from advisor.dashboard.timeline.counters import counters
-from advisor.dashboard.timeline.frames import depth_without, library_frames
-from advisor.dashboard.timeline.index import Index
-from advisor.dashboard.timeline.lanes import Lanes, Set
+from advisor.dashboard.timeline.index import Index, Lanes, Set
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.host.names import map_names, matches
-from advisor.measure.host.stacks import frame_rank
+from advisor.measure.host.stacks import frame_rank, parents
 from advisor.measure.steps.steps import plain_step
 from advisor.measure.steps.timeline import CLASSES, CODE
 
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 FOLD_BEYOND = 2
 """Threads after the first few start collapsed."""
-MOST_THREADS = 256
+MAX_THREADS = 256
 
 _CALL_SLOT = {
     "launch": "host-launch",
@@ -283,10 +281,10 @@ def _threads(b: Lanes, a: Analysis, *, libraries: bool) -> None:
     doing = _activity(b, a)
     main = a.trace.main_thread
     busy = sorted(range(len(threads)), key=lambda i: (threads[i] != main, first[i] - last[i]))
-    if len(busy) > MOST_THREADS:
-        b.notes.append(f"{len(busy) - MOST_THREADS} threads with the fewest events are left out")
+    if len(busy) > MAX_THREADS:
+        b.notes.append(f"{len(busy) - MAX_THREADS} threads with the fewest events are left out")
     # a loop over threads and depths, of which there are tens
-    for shown, i in enumerate(busy[:MOST_THREADS]):
+    for shown, i in enumerate(busy[:MAX_THREADS]):
         number = int(threads[i])
         rows = order[first[i] : last[i]]
         level = deep[rows]
@@ -364,3 +362,39 @@ def _tell_what_is_missing(b: Lanes, a: Analysis) -> None:
         b.notes.append("Recorded without Python stacks: no lines of your code in the call stack.")
     if a.trace.meta.truncated:
         b.notes.append("The file is cut off: the end of the run is missing.")
+
+
+OWN = 2
+"""``frame_rank`` of the user's own code."""
+MODULE = "nn.Module: "
+"""How the profiler writes the call of a module: no line of a library, but a part of the model."""
+
+
+def library_frames(a: Analysis) -> NDArray[np.bool_]:
+    """Aligned with ``trace.cpu``: frames of Python of PyTorch, the standard library and installed
+    packages, and built-in functions."""
+    cpu = a.trace.cpu
+    found = (cpu["kind"] == "python").to_numpy().copy()
+    rows = np.flatnonzero(found)
+    if len(rows):
+        hidden = map_names(
+            cpu["name"].gather(rows),
+            lambda name: frame_rank(name) != OWN and not name.startswith(MODULE),
+            pl.Boolean,
+        )
+        found[rows] = hidden.to_numpy()
+    return found
+
+
+def depth_without(a: Analysis, hidden: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Aligned with ``trace.cpu``: how deep each row is when rows of the mask are not there."""
+    parent = parents(a.trace)
+    depth = a.trace.cpu["depth"].to_numpy().astype(np.int64)
+    above = np.zeros(len(depth), dtype=np.int64)
+    order = np.argsort(depth, kind="stable")
+    # a loop over levels, of which there are tens: a row's parent is on one before its own
+    for rows in np.split(order, np.flatnonzero(np.diff(depth[order])) + 1):
+        inside = rows[parent[rows] >= 0]
+        above[inside] = above[parent[inside]] + hidden[parent[inside]]
+    found: NDArray[np.int64] = np.maximum(depth - above, 0)
+    return found

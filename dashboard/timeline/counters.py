@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord
     from advisor.measure import Analysis
 
-MOST_COUNTERS = 48
+MAX_COUNTERS = 48
 HOLD_PERIODS = 2.5
 """A sample is shown until the next one, or for this many typical periods where none comes."""
 MARGIN_NS = 2_000_000_000
@@ -54,9 +54,9 @@ _HOST: tuple[tuple[str, str, str, Callable[[Host], Any]], ...] = (
 
 
 def counters(a: Analysis) -> tuple[Counter, ...]:
-    """All series of a rank's window, at most MOST_COUNTERS."""
+    """All series of a rank's window, at most MAX_COUNTERS."""
     found = [*_phases(a), *_samples(a), *_memory(a), *_hardware(a)]
-    return tuple(c for c in found if len(c.ts))[:MOST_COUNTERS]
+    return tuple(c for c in found if len(c.ts))[:MAX_COUNTERS]
 
 
 def clock_offset(a: Analysis) -> int | None:
@@ -157,7 +157,7 @@ def _hardware(a: Analysis) -> list[Counter]:
     if table.is_empty():
         return found
     names = table["name"].unique().cast(pl.String).sort().to_list()
-    for name in names[:MOST_COUNTERS]:
+    for name in names[:MAX_COUNTERS]:
         own = table.filter((pl.col("name") == name) & pl.col("value").is_not_null()).sort("ts")
         hold = int(own["dur"].max() or 1) if own.height else 1  # type: ignore[arg-type]
         found.append(

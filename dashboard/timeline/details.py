@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from advisor.dashboard.timeline.index import Index, Lane
     from advisor.measure import Analysis
 
-MOST_LINKS = 24
-MOST_TEXT = 4000
-MOST_AROUND = 12
+MAX_LINKS = 24
+MAX_TEXT = 4000
+MAX_AROUND = 12
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ def describe(a: Analysis, index: Index, position: int) -> dict[str, Any]:
     group = index.groups[lane.group]
     found: dict[str, Any] = {
         **locate(index, position),
-        "name": index.names[int(index.name[position])][:MOST_TEXT],
+        "name": index.names[int(index.name[position])][:MAX_TEXT],
         "group": group.label,
         "category": called(ALL[lane.base + int(index.slot[position])], index.framework),
         "facts": [],
@@ -66,13 +66,13 @@ def _row(table: pl.DataFrame, row: int) -> Row:
 
 
 def _text(value: Any) -> Any:
-    return str(value)[:MOST_TEXT] if isinstance(value, str) else value
+    return str(value)[:MAX_TEXT] if isinstance(value, str) else value
 
 
 def _links(index: Index, table: str, kind: str, rows: list[int]) -> list[dict[str, Any]]:
     places = index.place[table]
     found = [int(places[row]) for row in rows if 0 <= row < len(places)]
-    return [{"kind": kind, **locate(index, at)} for at in found if at >= 0][:MOST_LINKS]
+    return [{"kind": kind, **locate(index, at)} for at in found if at >= 0][:MAX_LINKS]
 
 
 def _line(a: Analysis, host_row: int | None) -> dict[str, Any] | None:
@@ -119,11 +119,11 @@ def _host(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:
     found["line"] = _line(a, row)
     above: list[int] = []
     parent = of["parent"]
-    while parent is not None and len(above) < MOST_AROUND:
+    while parent is not None and len(above) < MAX_AROUND:
         above.append(parent)
         parent = cpu["parent"][parent]
     launched = _launched(a, row)
-    found["links"] += _links(index, "gpu", "launched", launched[:MOST_LINKS].tolist())
+    found["links"] += _links(index, "gpu", "launched", launched[:MAX_LINKS].tolist())
     if len(launched):
         total = int(gpu["dur"].gather(launched).sum())
         found["facts"] += [

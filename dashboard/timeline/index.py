@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
-from advisor.dashboard.timeline.pyramid import Level
-
-if TYPE_CHECKING:
-    from advisor.dashboard.timeline.counters import Counter
+from advisor.dashboard.timeline.categories import BASE, Category
+from advisor.dashboard.timeline.counters import Counter
+from advisor.dashboard.timeline.level import BLOCK, Level, build_pyramid
 
 Source = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorded"]
 """Table that a lane's rows are rows of: those of the trace, ``Analysis.steps.table``,
 ``Analysis.gaps``; ``activity``: rows of ``trace.cpu``, -1 none;
 ``recorded``: steps of the record."""
 
-MOST_LANES = 4096
+MAX_LANES = 4096
 """A hostile file can have any number of threads; what is left out is told in ``notes``."""
-BLOCK = 16
-"""Slices for which the longest duration is kept: long ones are found by it."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +114,199 @@ class Index:
         lo = of.lo + int(np.searchsorted(self.end[of.lo : of.hi], x0, side="right"))
         hi = of.lo + int(np.searchsorted(self.start[of.lo : of.hi], x1, side="left"))
         return lo, max(lo, hi)
+
+
+Set = tuple[Category, ...]
+
+
+class Lanes:
+    """Lanes in the order of the picture; ``index`` joins their columns."""
+
+    def __init__(self, shown: Callable[[str], str] = str) -> None:
+        self.names = Names(shown)
+        self.columns: list[tuple[NDArray[Any], ...]] = []
+        self.lanes: list[Lane] = []
+        self.groups: list[Group] = []
+        self.size = 0
+        self.notes: list[str] = []
+
+    def group(
+        self,
+        key: str,
+        label: str,
+        kind: str,
+        parts: list[tuple[Source, Set, Ints, Ints, Any, Any, Any]],
+        folded: bool = False,
+    ) -> None:
+        """Add a group of lanes: (source, set, start, end, name, slot, row) each."""
+        parts = [part for part in parts if len(part[2])]
+        room = MAX_LANES - len(self.lanes)
+        if len(parts) > room:
+            self.notes.append(f"{label}: {len(parts) - room} lanes are left out")
+            parts = parts[: max(room, 0)]
+        if not parts:
+            return
+        first = len(self.lanes)
+        for depth, (source, of, start, end, name, slot, row) in enumerate(parts):
+            end = np.maximum(end, start)
+            # a hostile or repaired file: what would overlap is shown up to the next slice
+            end[:-1] = np.minimum(end[:-1], start[1:])
+            self.columns.append(
+                (
+                    start,
+                    end,
+                    np.asarray(name, dtype=np.uint32),
+                    np.asarray(slot, dtype=np.uint8),
+                    np.asarray(row, dtype=np.int32),
+                )
+            )
+            lo, self.size = self.size, self.size + len(start)
+            number = len(self.groups)
+            self.lanes.append(Lane(number, depth, source, BASE[of], lo, self.size))
+        self.groups.append(Group(key, label, kind, first, len(parts), folded))
+
+    def tracks(
+        self,
+        key: str,
+        label: str,
+        kind: str,
+        source: Source,
+        of: Set,
+        columns: tuple[Any, ...],
+        folded: bool = False,
+    ) -> None:
+        """Add slices that may overlap: (start, end, name, slot, row), in any order."""
+        start, end, name, slot, row = (np.asarray(column) for column in columns)
+        if not len(start):
+            return
+        order = np.argsort(start, kind="stable")
+        start, end, name, slot, row = (c[order] for c in (start, end, name, slot, row))
+        track = lay(start, end)
+        parts = [
+            (source, of, start[at], end[at], name[at], slot[at], row[at])
+            for at in (np.flatnonzero(track == n) for n in range(int(track.max()) + 1))
+        ]
+        self.group(key, label, kind, parts, folded)
+
+    def index(self, counters: tuple[Counter, ...] = ()) -> Index:
+        """The index of all lanes; ``place`` is left empty."""
+        start, end, name, slot, row = (
+            np.concatenate([*(column[i] for column in self.columns), np.zeros(0, dtype=kind)])
+            for i, kind in enumerate((np.int64, np.int64, np.uint32, np.uint8, np.int32))
+        )
+        self.columns.clear()
+        name, names = self.names.by_time(name, end - start)
+        begin = int(start.min()) if len(start) else 0
+        finish = max(int(end.max()) if len(end) else 0, begin + 1)
+        bounds = [(lane.lo, lane.hi) for lane in self.lanes]
+        return Index(
+            start=start,
+            end=end,
+            name=name,
+            slot=slot,
+            row=row,
+            lanes=tuple(self.lanes),
+            groups=tuple(self.groups),
+            names=names,
+            place={},
+            longest=_longest(end - start),
+            pyramid=build_pyramid(bounds, start, end, slot, begin, finish - begin),
+            begin=begin,
+            finish=finish,
+            counters=counters,
+            notes=tuple(self.notes),
+        )
+
+
+def _longest(duration: Ints) -> Ints:
+    """Longest of each BLOCK durations."""
+    if not len(duration):
+        return duration
+    found: Ints = np.maximum.reduceat(duration, np.arange(0, len(duration), BLOCK))
+    return found
+
+
+class Names:
+    """Collects the names of all tables."""
+
+    def __init__(self, shown: Callable[[str], str] = str) -> None:
+        """``shown``: what a name is called where that is not what it is."""
+        self._number: dict[str, int] = {}
+        self._shown = shown
+
+    def one(self, text: str) -> int:
+        """Number of a name."""
+        text = self._shown(text)
+        return self._number.setdefault(text, len(self._number))
+
+    def column(self, names: pl.Series) -> NDArray[np.uint32]:
+        """Numbers of a column of categories or strings; null is the empty name."""
+        if names.dtype == pl.String:
+            names = names.cast(pl.Categorical)
+        unique = names.unique().drop_nulls()
+        codes = unique.to_physical().to_numpy().astype(np.int64)
+        most = int(codes.max()) + 1 if len(codes) else 0
+        table = np.full(most + 1, self.one("") if names.null_count() else 0, dtype=np.uint32)
+        # one look at each distinct name
+        table[codes] = [self.one(text) for text in unique.cast(pl.String).to_list()]
+        found: NDArray[np.uint32] = table[names.to_physical().fill_null(most).to_numpy()]
+        return found
+
+    def by_time(
+        self, name: NDArray[np.uint32], duration: Ints
+    ) -> tuple[NDArray[np.uint32], list[str]]:
+        """The numbers renewed so that names with most time come first, and the names."""
+        texts = list(self._number)
+        total = np.bincount(name, weights=duration, minlength=len(texts))
+        order = np.argsort(-total, kind="stable")
+        renewed = np.empty(len(texts), dtype=np.uint32)
+        renewed[order] = np.arange(len(texts), dtype=np.uint32)
+        return renewed[name], [texts[i] for i in order]
+
+
+MAX_TRACKS = 12
+"""More would push everything else off the screen; what finds no free track goes to the last."""
+MAX_LOOPED = 300_000
+"""Overlapping slices that are placed one by one: about 0.2 s."""
+
+
+def lay(start: Ints, end: Ints, most: int = MAX_TRACKS) -> NDArray[np.int64]:
+    """Track of each slice (ordered by start): the first one that is free, at most ``most``.
+
+    Slices that overlap none are on track 0. Beyond MAX_LOOPED overlapping slices they take
+    turns, whether a track is free or not.
+    """
+    track = np.zeros(len(start), dtype=np.int64)
+    if len(start) < 2:
+        return track
+    reach = np.maximum.accumulate(end)
+    clash = np.zeros(len(start), dtype=bool)
+    clash[1:] = start[1:] < reach[:-1]
+    rows = np.flatnonzero(clash)
+    if not len(rows):
+        return track
+    if len(rows) > MAX_LOOPED:
+        track[rows] = np.arange(1, len(rows) + 1) % most
+        return track
+    # Where a slice goes depends on where those before it went: a loop over the overlapping ones
+    # only, each stretch of which begins with the slice before it.
+    first = rows[np.append(True, np.diff(rows) > 1)] - 1
+    look = np.union1d(rows, first)
+    free: list[int] = []
+    for row, begin, finish, new in zip(
+        look.tolist(), start[look].tolist(), end[look].tolist(), ~clash[look], strict=True
+    ):
+        if new:
+            free = []
+        for number, until in enumerate(free):
+            if until <= begin:
+                free[number] = finish
+                track[row] = number
+                break
+        else:
+            if len(free) < most:
+                free.append(finish)
+            else:
+                free[-1] = max(free[-1], finish)
+            track[row] = len(free) - 1
+    return track

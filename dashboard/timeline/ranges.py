@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from advisor.dashboard.timeline.index import Index
     from advisor.measure import Analysis
 
-MOST_NAMES = 40
-MOST_ROWS = 100
+MAX_NAMES = 40
+MAX_ROWS = 100
 _CLASSES = ("compute", "communication", "copies", "memset", "idle")
 _HOST_OPS = ("host-op", "host-loader")
 
@@ -100,7 +100,7 @@ def _by_name(
             "total": int(total[i]),
             "mean": float(full[i] / count[i]),
         }
-        for i in order[:MOST_NAMES].tolist()
+        for i in order[:MAX_NAMES].tolist()
     ]
     return {"rows": rows, "names": len(there), "count": len(name), "total": int(inside.sum())}
 

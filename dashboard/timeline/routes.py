@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import flask
 
 from advisor.core.labels import distinct
-from advisor.dashboard.query import texts
-from advisor.dashboard.timeline import focus as finding_of
-from advisor.dashboard.timeline import params
-from advisor.dashboard.timeline.beside import shift
+from advisor.dashboard.current import texts
 from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, called
 from advisor.dashboard.timeline.details import describe, under
+from advisor.dashboard.timeline.index import Index
 from advisor.dashboard.timeline.level import level_of_detail
 from advisor.dashboard.timeline.ranges import statistics, table
-from advisor.dashboard.timeline.search import starting, step_through
-from advisor.dashboard.timeline.state import RankTimeline
+from advisor.dashboard.timeline.search import brief, findings, starting, step_through
+from advisor.dashboard.timeline.state import RankTimeline, shift
 from advisor.dashboard.timeline.wire import encode
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 """Names of one page of the name table."""
-MOST_SHOWN = 300
+MAX_SHOWN = 300
 """Characters of a name in the table; details have it in full."""
 TABLE_ROWS = 100
 LINK, ROW, WIDE_ROW = 60, 20, 52
@@ -62,8 +61,8 @@ def routes(session: Session) -> flask.Blueprint:
     for name, answer in _ANSWERS.items():
         rule(name, answer)
 
-    @blueprint.errorhandler(params.Refused)
-    def refused(error: params.Refused) -> tuple[Answer, int]:
+    @blueprint.errorhandler(Refused)
+    def refused(error: Refused) -> tuple[Answer, int]:
         return flask.jsonify({"error": str(error)}), 400
 
     @blueprint.errorhandler(NotReady)
@@ -74,7 +73,7 @@ def routes(session: Session) -> flask.Blueprint:
     return blueprint
 
 
-def warm(session: Session) -> None:
+def warm_first(session: Session) -> None:
     """Wait until the session is read, and make the timeline that is looked at first."""
     session.wait()
     entry = session.entries[0]
@@ -95,7 +94,7 @@ def of(loaded: Loaded, rank: int, version: int, *, libraries: bool = True) -> Ra
 
 def _chosen(session: Session, args: Any) -> RankTimeline:
     loaded, rank = _loaded(session, args, "run", "rank")
-    libraries = params.number(args, "libraries", 0, 1, default=1)
+    libraries = read_number(args, "libraries", 0, 1, default=1)
     entry = _entry(session, args, "run")
     return of(loaded, rank, entry.version, libraries=bool(libraries))
 
@@ -104,7 +103,7 @@ def _entry(session: Session, args: Any, key: str) -> Entry:
     wanted = args.get(key, session.entries[0].key)
     entry = next((e for e in session.entries if e.key == wanted), None)
     if entry is None:
-        raise params.Refused("there is no such run")
+        raise Refused("there is no such run")
     return entry
 
 
@@ -114,9 +113,9 @@ def _loaded(session: Session, args: Any, run: str, rank: str) -> tuple[Loaded, i
     loaded = entry.loaded
     if loaded is None:
         raise NotReady(entry.state, entry.why or entry.doing)
-    number = params.number(args, rank, -1, 10**6, default=next(iter(loaded.analyses)))
+    number = read_number(args, rank, -1, 10**6, default=next(iter(loaded.analyses)))
     if number not in loaded.analyses:
-        raise params.Refused("there is no such rank")
+        raise Refused("there is no such rank")
     return loaded, number
 
 
@@ -200,17 +199,17 @@ def _info(line: RankTimeline, args: Any) -> Answer:
             "names": len(index.names),
             "page": PAGE,
             "notes": list(index.notes),
-            "findings": [finding_of.brief(k, f) for k, f in finding_of.findings(line.report)],
+            "findings": [brief(k, f) for k, f in findings(line.report)],
         }
     )
 
 
 def _names(line: RankTimeline, args: Any) -> Answer:
     """One page of the name table: ``names``, and a label for each that fits into a slice."""
-    page = params.number(args, "page", 0, 10**6, default=0)
+    page = read_number(args, "page", 0, 10**6, default=0)
     names = line.index.names[page * PAGE : (page + 1) * PAGE]
     return flask.jsonify(
-        {"names": [name[:MOST_SHOWN] for name in names], "labels": line.labels(page, PAGE)}
+        {"names": [name[:MAX_SHOWN] for name in names], "labels": line.labels(page, PAGE)}
     )
 
 
@@ -218,11 +217,11 @@ def _view(line: RankTimeline, args: Any) -> Answer:
     """Slices, cells and counters of a view: see ``wire.py``."""
     began = time.perf_counter()
     index = line.index
-    x0, x1 = params.span(args, index)
-    px = params.number(args, "px", params.LEAST_PX, params.MOST_PX)
-    lanes = params.numbers(args, "lanes", len(index.lanes))
-    counters = params.numbers(args, "counters", len(index.counters))
-    flags = line.flags(params.words(args, "focus"), params.words(args, "q"))
+    x0, x1 = read_span(args, index)
+    px = read_number(args, "px", MIN_PX, MAX_PX)
+    lanes = read_numbers(args, "lanes", len(index.lanes))
+    counters = read_numbers(args, "counters", len(index.counters))
+    flags = line.flags(read_text(args, "focus"), read_text(args, "q"))
     view = level_of_detail(index, lanes, x0, x1, px, flags)
     ms = (time.perf_counter() - began) * 1e3
     data = encode(index, view, (x0, x1), px, counters, flags, ms, line.version)
@@ -234,9 +233,9 @@ def _view(line: RankTimeline, args: Any) -> Answer:
 
 def _slice(line: RankTimeline, args: Any) -> Answer:
     """All that is known of a slice."""
-    at = params.number(args, "id", 0, 2**32 - 1)
+    at = read_number(args, "id", 0, 2**32 - 1)
     if at >= len(line.index):
-        raise params.Refused("there is no such slice")
+        raise Refused("there is no such slice")
     found = describe(line.analysis, line.index, at)
     _label(found["links"], LINK)
     return flask.jsonify(found)
@@ -244,20 +243,20 @@ def _slice(line: RankTimeline, args: Any) -> Answer:
 
 def _at(line: RankTimeline, args: Any) -> Answer:
     """The longest slice of a lane near an instant: what a cell stands for."""
-    lane = params.number(args, "lane", 0, 10**6)
+    lane = read_number(args, "lane", 0, 10**6)
     if lane >= len(line.index.lanes):
-        raise params.Refused("there is no such lane")
-    t = params.number(args, "t", -params.MOST_NS, params.MOST_NS)
-    reach = params.number(args, "reach", 1, params.MOST_NS)
+        raise Refused("there is no such lane")
+    t = read_number(args, "t", -MAX_NS, MAX_NS)
+    reach = read_number(args, "reach", 1, MAX_NS)
     return flask.jsonify(under(line.index, lane, t, reach))
 
 
 def _search(line: RankTimeline, args: Any) -> Answer:
     """The next or previous slice whose name has the text."""
-    query = params.words(args, "q")
-    at = params.number(args, "id", -1, 2**32 - 1, default=-1)
-    since = params.number(args, "t", -params.MOST_NS, params.MOST_NS, default=line.index.begin)
-    back = params.number(args, "back", 0, 1, default=0)
+    query = read_text(args, "q")
+    at = read_number(args, "id", -1, 2**32 - 1, default=-1)
+    since = read_number(args, "t", -MAX_NS, MAX_NS, default=line.index.begin)
+    back = read_number(args, "back", 0, 1, default=0)
     found = step_through(
         line.index, line.hits(query), None if at < 0 else at, since, back=bool(back)
     )
@@ -266,14 +265,14 @@ def _search(line: RankTimeline, args: Any) -> Answer:
 
 def _find(line: RankTimeline, args: Any) -> Answer:
     """The slice that begins at an instant."""
-    t = params.number(args, "t", -params.MOST_NS, params.MOST_NS)
-    dur = params.number(args, "dur", -1, params.MOST_NS, default=-1)
+    t = read_number(args, "t", -MAX_NS, MAX_NS)
+    dur = read_number(args, "dur", -1, MAX_NS, default=-1)
     return flask.jsonify(starting(line.index, t, None if dur < 0 else dur))
 
 
 def _range(line: RankTimeline, args: Any) -> Answer:
     """Statistics of a range."""
-    x0, x1 = params.span(args, line.index)
+    x0, x1 = read_span(args, line.index)
     found = statistics(line.analysis, line.index, x0, x1)
     for part in ("kernels", "operators", "calls"):
         _label(found[part]["rows"], ROW)
@@ -282,8 +281,8 @@ def _range(line: RankTimeline, args: Any) -> Answer:
 
 def _table(line: RankTimeline, args: Any) -> Answer:
     """The longest slices in view as rows of text."""
-    x0, x1 = params.span(args, line.index)
-    lanes = params.numbers(args, "lanes", len(line.index.lanes))
+    x0, x1 = read_span(args, line.index)
+    lanes = read_numbers(args, "lanes", len(line.index.lanes))
     found = table(line.index, lanes, x0, x1, TABLE_ROWS)
     _label(found["rows"], WIDE_ROW)
     return flask.jsonify(found)
@@ -307,3 +306,77 @@ _ANSWERS: dict[str, Callable[[RankTimeline, Any], Answer]] = {
     "range": _range,
     "table": _table,
 }
+
+
+MAX_NS = 1 << 60
+MAX_QUERY = 200
+MAX_RANGES = 512
+MAX_ASKED = 1024
+"""Lanes of one answer: more do not fit on a screen."""
+MIN_SPAN, MAX_PX, MIN_PX = 16, 8192, 16
+
+_NUMBER = re.compile(r"-?[0-9]{1,19}")
+_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+
+
+class Refused(ValueError):
+    """The request makes no sense; the text says which part of it."""
+
+
+def read_number(
+    args: Mapping[str, str], key: str, low: int, high: int, default: int | None = None
+) -> int:
+    """A whole number between two bounds."""
+    text = args.get(key)
+    if text is None:
+        if default is None:
+            raise Refused(f"{key} is missing")
+        return default
+    if not _NUMBER.fullmatch(text):
+        raise Refused(f"{key} is not a whole number")
+    value = int(text)
+    if not low <= value <= high:
+        raise Refused(f"{key} is not between {low} and {high}")
+    return value
+
+
+def read_span(args: Mapping[str, str], index: Index) -> tuple[int, int]:
+    """``x0`` and ``x1``, ns: somewhere near what there is, and some length."""
+    length = index.finish - index.begin
+    low, high = index.begin - length - 10**9, index.finish + length + 10**9
+    x0, x1 = (read_number(args, key, -MAX_NS, MAX_NS) for key in ("x0", "x1"))
+    if x1 - x0 < MIN_SPAN:
+        raise Refused(f"x1 is not {MIN_SPAN} ns after x0")
+    if x0 < low or x1 > high:
+        raise Refused("x0 and x1 are far outside the trace")
+    return x0, x1
+
+
+def read_numbers(args: Mapping[str, str], key: str, most: int) -> list[int]:
+    """``0-3,7``: numbers below ``most``, in order, each once; absent or empty: none."""
+    text = args.get(key, "")
+    found: set[int] = set()
+    parts = text.split(",") if text else []
+    if len(parts) > MAX_RANGES:
+        raise Refused(f"{key} has too many parts")
+    for part in parts:
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise Refused(f"{key} is not a list of numbers")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < most:
+            raise Refused(f"{key}: there is no {part}")
+        if last - first > MAX_ASKED:
+            raise Refused(f"{key} asks for too many")
+        found.update(range(first, last + 1))
+    if len(found) > MAX_ASKED:
+        raise Refused(f"{key} asks for too many")
+    return sorted(found)
+
+
+def read_text(args: Mapping[str, str], key: str) -> str:
+    """Free text, at most MAX_QUERY characters."""
+    text = args.get(key, "")
+    if len(text) > MAX_QUERY:
+        raise Refused(f"{key} is longer than {MAX_QUERY} characters")
+    return text

@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.labels import distinct
-from advisor.dashboard.timeline import focus as finding_of
 from advisor.dashboard.timeline.build import build_index
-from advisor.dashboard.timeline.search import Hits, search
+from advisor.dashboard.timeline.search import Hits, find_finding, outlined, search
+from advisor.measure.ranks.ranks import align
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
+    from advisor.dashboard.session import Loaded
     from advisor.measure import Analysis
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ KEPT = 6
 FOCUS, FOUND = 1, 2
 LABEL = 60
 """Characters of a slice's name in the picture; more do not fit into most."""
-MOST_PAGES = 8
+MAX_PAGES = 8
 
 
 class Latest(Generic[T]):
@@ -66,7 +67,7 @@ class RankTimeline:
         self.version = version
         self.libraries = libraries
         self.index = build_index(analysis, libraries=libraries)
-        self._labels: Latest[list[str]] = Latest(MOST_PAGES)
+        self._labels: Latest[list[str]] = Latest(MAX_PAGES)
         self._hits: Latest[Hits] = Latest()
         self._outlines: Latest[NDArray[np.bool_]] = Latest()
         self._flags: Latest[NDArray[np.uint8] | None] = Latest()
@@ -85,7 +86,7 @@ class RankTimeline:
         """A byte a slice: FOCUS for those of the finding, FOUND for those of the search;
         ``None``: none of either."""
         query = query.strip().lower()
-        finding = finding_of.find(self.report, focus) if focus else None
+        finding = find_finding(self.report, focus) if focus else None
         if finding is None and not query:
             return None
         return self._flags.get((focus, query), lambda: self._make_flags(focus, query))
@@ -103,7 +104,44 @@ class RankTimeline:
         return self._outlines.get(focus, lambda: self._make_outline(focus))
 
     def _make_outline(self, focus: str) -> NDArray[np.bool_]:
-        finding = finding_of.find(self.report, focus)
+        finding = find_finding(self.report, focus)
         if finding is None or finding.trace_rank not in (None, self.rank):
             return np.zeros(len(self.index), dtype=bool)
-        return finding_of.outlined(self.analysis, self.index, finding)
+        return outlined(self.analysis, self.index, finding)
+
+
+CLOCK = "on one clock, by their collectives"
+STEP = "each from its first analysed step"
+BEGIN = "each from its first event"
+
+
+class Shift(NamedTuple):
+    """What to add to a time of the one to get the same moment of the other."""
+
+    ns: int
+    how: str
+    """What "the same moment" means, in words."""
+
+
+def shift(one: tuple[Loaded, int], other: tuple[Loaded, int]) -> Shift:
+    """Of two ranks, given with the run each is of.
+
+    Ranks of one run are on one clock where their collectives tell it; everything else is put
+    together where the first analysed step begins.
+    """
+    (run, a), (other_run, b) = one, other
+    if run is other_run and a != b:
+        alignment = run.view("alignment", lambda: align(run.analyses))
+        known = alignment.shift_ns
+        if alignment.error_ns is not None and a in known and b in known:
+            return Shift(round(known[a] - known[b]), CLOCK)
+    first = [_first_step(r.analyses[rank]) for r, rank in (one, other)]
+    if None not in first:
+        return Shift((first[1] or 0) - (first[0] or 0), STEP)
+    return Shift(0, BEGIN)
+
+
+def _first_step(a: Analysis) -> int | None:
+    if a.steps.source == "whole trace" or not len(a.spans):
+        return None
+    return int(a.spans.start[0])

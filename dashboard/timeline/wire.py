@@ -40,7 +40,7 @@ from advisor.dashboard.timeline.level import View
 
 MAGIC = b"ATL1"
 HEADER = struct.Struct("<4s7I4d2I")
-WIDEST = 65535
+MAX_WIDTH = 65535
 
 _SLICES = ("<f8", "<f8", "<u4", "<u4", "<u2", "u1", "u1")
 _RUNS = ("<u2", "<u4", "<u2", "u1", "u1")
@@ -116,7 +116,7 @@ def encode(
             (
                 runs.lane,
                 runs.cell - low,
-                np.minimum(runs.width, WIDEST),
+                np.minimum(runs.width, MAX_WIDTH),
                 base[runs.lane] + runs.slot,
                 runs.cover,
             ),
@@ -127,7 +127,7 @@ def encode(
             (
                 view.flagged.lane,
                 view.flagged.cell - low,
-                np.minimum(view.flagged.width, WIDEST),
+                np.minimum(view.flagged.width, MAX_WIDTH),
                 view.flagged.flags,
             ),
             _FLAGGED,

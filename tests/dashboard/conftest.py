@@ -21,8 +21,7 @@ import pytest
 pytest.importorskip("dash", reason="the dashboard's packages are not installed")
 
 from advisor.dashboard.access import Access
-from advisor.dashboard.app import create_app
-from advisor.dashboard.menu import PAGES
+from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.serve import bind
 from advisor.dashboard.session import Session
 

@@ -16,9 +16,8 @@ pytest.importorskip("dash")
 
 from advisor.core.errors import AdvisorError
 from advisor.dashboard.access import COOKIE, Access, local_address
-from advisor.dashboard.app import create_app
-from advisor.dashboard.menu import PAGES
-from advisor.dashboard.query import parse, texts
+from advisor.dashboard.app import PAGES, create_app
+from advisor.dashboard.current import parse, texts
 from advisor.dashboard.serve import bind, listen
 from advisor.dashboard.session import Session
 from advisor.testing import TraceBuilder

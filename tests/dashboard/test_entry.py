@@ -20,8 +20,7 @@ pytest.importorskip("dash")
 
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.opening import open_browser, redirect_file
-from advisor.dashboard.serve import Server, bind
+from advisor.dashboard.serve import Server, bind, open_browser, redirect_file
 from advisor.dashboard.session import Session
 from advisor.testing import TraceBuilder
 

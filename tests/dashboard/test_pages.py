@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from advisor import cli
-from advisor.dashboard.menu import PAGES
+from advisor.dashboard.app import PAGES
 from advisor.dashboard.pages.distributed import _folded as folded
 from advisor.testing import TraceBuilder
 

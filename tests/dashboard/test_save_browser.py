@@ -147,15 +147,15 @@ def test_a_grid_is_saved_as_csv_with_numbers_and_no_formulas(
 
 def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    from advisor.dashboard import tracefile
+    from advisor.dashboard.pages import timeline
 
-    kept = tracefile.tempfile.mkdtemp
+    kept = timeline.tempfile.mkdtemp
 
     def mkdtemp(**options: Any) -> str:
         made.append(kept(**options))
         return made[-1]
 
-    monkeypatch.setattr(tracefile.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(timeline.tempfile, "mkdtemp", mkdtemp)
     session = Session([str(trace)] * 3).load()
     client = create_app(session, Access()).server.test_client()
     for key in ("0", "1", "2", "2", "1", "0"):
@@ -163,7 +163,7 @@ def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.Mo
             assert answer.status_code == 200
             assert our_tracks(answer.data)[0] > 0
     (folder,) = made
-    assert len(list(Path(folder).iterdir())) == tracefile.MOST_KEPT
+    assert len(list(Path(folder).iterdir())) == timeline.MAX_KEPT
     session.close()
     assert not Path(folder).exists()
     trace.rename(trace.with_suffix(".gone"))

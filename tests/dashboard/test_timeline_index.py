@@ -14,9 +14,9 @@ from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.categories import ALL
 from advisor.dashboard.timeline.counters import Counter, counters, sample
 from advisor.dashboard.timeline.details import describe
+from advisor.dashboard.timeline.index import lay
 from advisor.dashboard.timeline.ranges import statistics, table
 from advisor.dashboard.timeline.search import search, starting, step_through
-from advisor.dashboard.timeline.tracks import lay
 from advisor.measure import Analysis
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.dashboard.timeline.categories import ALL, BASE, HOST, KERNELS
-from advisor.dashboard.timeline.index import Index
-from advisor.dashboard.timeline.lanes import Lanes
-from advisor.dashboard.timeline.level import level_of_detail
-from advisor.dashboard.timeline.pyramid import COVER_STEP, stored_levels
+from advisor.dashboard.timeline.index import Index, Lanes
+from advisor.dashboard.timeline.level import COVER_STEP, level_of_detail, stored_levels
 
 Slice = tuple[int, int, int]
 """Start, end, slot."""

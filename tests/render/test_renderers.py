@@ -17,7 +17,7 @@ from advisor.advise import views
 from advisor.cli import run
 from advisor.core.errors import AdvisorError
 from advisor.core.report import IdleCause, Ranks, Report
-from advisor.dashboard import stepbar
+from advisor.dashboard import parts
 from advisor.render.formats import COMPARISONS, REPORTS
 
 TOY = '''
@@ -128,7 +128,7 @@ def every_text(made: Report) -> dict[str, str]:
     found = {form: REPORTS.render(form, made, width=120) for form in ("terminal", "markdown")}
     for form in ("html", "notebook"):
         found[form] = " ".join(Words(REPORTS.render(form, made)).parts)
-    drawn = stepbar.bar(bar).to_plotly_json()
+    drawn = parts.draw_bar(bar).to_plotly_json()
     found["dashboard"] = json.dumps(drawn, default=_plain, ensure_ascii=False)
     return {form: re.sub(r"[\s|]+", " ", text) for form, text in found.items()}
 

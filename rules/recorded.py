@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from advisor.core.finding import Evidence, Worth
 from advisor.core.run_directory import LARGEST
+from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from advisor.core.run_directory import Event, Gpu
     from advisor.measure import Analysis
     from advisor.measure.steps.record import Recorded
@@ -82,13 +85,24 @@ def measure_it(reason: str) -> Worth:
 
 
 def under_load(recorded: Recorded) -> list[Gpu]:
-    """The samples of the GPU in which it was busy; all of those with a known utilisation below the
-    limit are left out."""
+    """The GPU's samples with at least ``BUSY_PERCENT`` utilisation."""
     return [
         gpu
         for gpu in recorded.gpus
         if gpu.utilisation is not None and gpu.utilisation >= BUSY_PERCENT
     ]
+
+
+def record_example(
+    gpu: Gpu | Callable[[float], Gpu], b: TraceBuilder | None = None
+) -> TraceBuilder:
+    """An example of 60 recorded steps of 10 ms and what was read of the GPU meanwhile (by share of
+    the run); ``b``: a trace that belongs to it."""
+    b = b or TraceBuilder()
+    run = b.record_of_run()
+    run.steps(60, 10)
+    run.watch(gpu=gpu)
+    return b
 
 
 def loader(a: Analysis) -> dict[str, Any] | None:

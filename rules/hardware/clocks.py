@@ -1,61 +1,306 @@
-"""What rules about clocks share: samples under load, and what a lower clock costs at most."""
+"""GPU clocks held below their maximum: by temperature, by power, by a setting."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
-from advisor.core.run_directory import THROTTLE
-from advisor.rules.recorded import a_step, record, under_load
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Worth
-    from advisor.core.run_directory import Gpu
-    from advisor.measure import Analysis
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold, Worth
+from advisor.core.run_directory import THROTTLE, Gpu
+from advisor.measure import Analysis
+from advisor.rules.recorded import a_step, record, record_example, under_load
+from advisor.rules.sources import CHOSEN
+from advisor.testing import TraceBuilder
 
 MIN_SAMPLES = 5
-"""Samples under load below which nothing is said."""
+"""Fewer samples under load than this say nothing."""
 
 
-class Clocks(NamedTuple):
-    """Samples of the GPU under load."""
+class HeldClocks(Rule):
+    """One check for all reasons: how often the driver names the reason, and how low the clock is
+    in those samples."""
 
-    samples: list[Gpu]
-    throttle: list[int]
-    """Reasons of those that tell them."""
+    category = "hardware"
+    reads_record = True
+    references = ("https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",)
+    assumptions: ClassVar[tuple[str, ...]] = (
+        "the step is compute-bound and scales with the clock",
+    )
 
-    def share(self, *reasons: str) -> float | None:
-        """Share of the samples in which one of the reasons was given; ``None``: not told."""
-        if len(self.throttle) < MIN_SAMPLES:
-            return None
-        bits = sum(THROTTLE[reason] for reason in reasons)
-        return float(np.mean([(value & bits) != 0 for value in self.throttle]))
+    min_share: ClassVar[Threshold[float]]
+    _reasons: ClassVar[tuple[str, ...]]
+    """Keys of ``THROTTLE``: what the driver may give as the reason."""
+    _label: ClassVar[str]
+    """Evidence label of the samples with the reason."""
+    _summary: ClassVar[str]
+    """``{share}`` of the samples; ``{clock}``: empty where the clock is not recorded."""
+    _informational: ClassVar[bool] = False
 
-    def ratio(self, *reasons: str) -> float | None:
-        """Mean clock over the highest one, in the samples with one of the reasons (all without);
-        ``None``: not told."""
-        bits = sum(THROTTLE[reason] for reason in reasons)
-        found = [
-            gpu.sm_clock / gpu.sm_clock_max
-            for gpu in self.samples
-            if gpu.sm_clock
-            and gpu.sm_clock_max
-            and (not bits or (gpu.throttle is not None and gpu.throttle & bits))
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Count the samples under load with the reason, and average their clock."""
+        samples = under_load(record(a))
+        share = share_of_samples(samples, *self._reasons)
+        if share is None or share < self.min_share:
+            return
+        ratio = mean_clock(samples, *self._reasons)
+        max_clock = getattr(self, "max_clock", None)
+        if max_clock is not None and (ratio is None or ratio >= max_clock):
+            return
+        limit = self.limit("max_clock") if max_clock is not None else ()
+        clock = "" if ratio is None else f" to {ratio:.0%} of the maximum"
+        yield Finding(
+            summary=self._summary.format(share=f"{share:.0%}", clock=clock),
+            evidence=[
+                Evidence(self._label, share, "share", *self.limit("min_share")),
+                Evidence("their clock, share of the maximum", ratio, "share", *limit),
+                Evidence("samples under load", len(samples), "count"),
+                *self._details(a),
+            ],
+            worth=estimate_full_clock(a, share, ratio),
+            informational=self._informational,
+        )
+
+    def _details(self, a: Analysis) -> list[Evidence]:
+        """Sensors that explain the reason."""
+        return []
+
+
+class ThermalThrottling(HeldClocks):
+    """The GPU lowers its clocks to stay below its temperature limit. Every kernel takes longer, and
+    in a job of several GPUs all of them wait for the hottest.
+
+    The driver gives the reason itself: software thermal slowdown, hardware thermal slowdown, or
+    hardware slowdown. Only samples under load count (50 % utilisation or more). The rule fires when
+    at least 5 % of them have the reason.
+
+    A power cap is a different matter and normal under dense load: see power-throttling.
+    """
+
+    id = "thermal-throttling"
+    title = "The GPU is thermal throttling"
+    sources = (Source("under load from 50 % utilisation", "rules/recorded.py"),)
+
+    min_share = Threshold(0.05, "of the samples under load", CHOSEN)
+
+    fix = (
+        "Improve the cooling: air flow, fans, dust, the place in the rack. Until then, set a "
+        "slightly lower power limit on all GPUs of the job, so that they run at the same speed."
+    )
+    code = (
+        "nvidia-smi -q -d TEMPERATURE,PERFORMANCE\n"
+        "nvidia-smi -pl 600   # watts; needs administrator rights"
+    )
+    verify = "Record again: no thermal reason under load."
+    falsified_by = "the same median step on a cool GPU of the same model"
+    confidence = 0.85
+
+    _reasons = ("software thermal", "hardware thermal", "hardware slowdown")
+    _label = "samples with a thermal reason"
+    _summary = "Heat held the clock down{clock} in {share} of the samples under load."
+
+    def _details(self, a: Analysis) -> list[Evidence]:
+        reached = record(a).gpu("temperature")
+        slowdown = record(a).gpu("temperature_slowdown")
+        return [
+            Evidence("peak temperature, °C", float(reached.max()) if len(reached) else None),
+            Evidence("slowdown temperature, °C", float(slowdown.max()) if len(slowdown) else None),
         ]
-        return float(np.mean(found)) if found else None
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Software and hardware thermal slowdown in a part of the samples."""
+        return {
+            "software": _run(0x20, 1200, part=0.4),
+            "hardware": _run(0x40 | 0x8, 1200, part=0.4),
+        }
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A power cap; an idle GPU; a single sample; no reasons recorded."""
+        return {
+            "a power cap": (_run(0x4, 1200, part=0.4), "share < self.min_share"),
+            "an idle GPU": (_run(0x20, 1200, part=0.4, load=3), "share is None"),
+            "a single sample": (_run(0x20, 1200, part=0.01), "min_share"),
+            "not recorded": (_run(None, 1200, part=0.4), "share is None"),
+        }
 
 
-def clocks(a: Analysis) -> Clocks:
-    """The clocks of the rank's GPU under load."""
-    samples = under_load(record(a))
-    return Clocks(samples, [gpu.throttle for gpu in samples if gpu.throttle is not None])
+class PowerThrottling(HeldClocks):
+    """The GPU runs at its power limit, and the driver lowers the clocks. Under dense matrix work at
+    the board's own limit that is normal. It deserves a look when clocks fall below 90 % of the
+    maximum in half of the samples under load, or when the limit is set below the board's default.
+
+    A power brake is different. The machine's power supply or its controller slows the GPU down from
+    outside, to a fraction of its speed, so a single sample of it is reported.
+    """
+
+    id = "power-throttling"
+    title = "The GPU is power throttling"
+
+    min_share = Threshold(0.50, "of the samples under load", CHOSEN)
+    max_clock = Threshold(0.90, "of the maximum clock", CHOSEN)
+
+    fix = (
+        "Raise the power limit if it is below the board's default (needs administrator rights). "
+        "Otherwise accept it, or draw less power for the same work: 16-bit formats instead of "
+        "TF32, fused kernels that move less data."
+    )
+    code = "nvidia-smi -q -d POWER   # 'Default Power Limit' is the board's own"
+    verify = "Record again: clocks under load are closer to the maximum."
+    falsified_by = "the same median step with a higher power limit"
+    confidence = 0.7
+    cases: ClassVar = {
+        "a power brake": {
+            "title": "A power brake slows the GPU down",
+            "fix": "Have the machine checked: power supplies, cabling, the controller's log.",
+            "code": "nvidia-smi -q -d PERFORMANCE\nipmitool sel list | tail",
+            "verify": "Record again: no sample with a power brake.",
+            "confidence": 0.9,
+            "falsified_by": "a record on this machine without the reason",
+            "assumptions": ("the driver names the true reason",),
+        }
+    }
+
+    _reasons = ("software power cap",)
+    _label = "samples at the power cap"
+    _summary = "The power cap held the clock down{clock} in {share} of the samples under load."
+    _informational = True
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Look for a power brake first, then for the power cap."""
+        samples = under_load(record(a))
+        brake = share_of_samples(samples, "power brake")
+        if not brake:
+            yield from super().check(a)
+            return
+        yield Finding(
+            summary=(
+                f"A power brake slowed the GPU down in {brake:.0%} of the samples under load: a "
+                "fault of the power supply or its controller, or a rack over its budget."
+            ),
+            evidence=[
+                Evidence("samples with a power brake", brake, "share"),
+                Evidence(
+                    "their clock, share of the maximum",
+                    mean_clock(samples, "power brake"),
+                    "share",
+                ),
+            ],
+            worth=Worth(
+                currency="risk", reason="a fault outside the GPU; speed falls to a fraction"
+            ),
+            **self.case("a power brake"),
+        )
+
+    def _details(self, a: Analysis) -> list[Evidence]:
+        power, limit = record(a).gpu("power"), record(a).gpu("power_limit")
+        return [
+            Evidence("power, W", float(power.mean()) / 1e3 if len(power) else None),
+            Evidence("power limit, W", float(limit.mean()) / 1e3 if len(limit) else None),
+        ]
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Clocks at 75 % under the cap; a brake in a few samples."""
+        return {"a low cap": _run(0x4, 1500), "a brake": _run(0x80, 500, part=0.1)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """At the cap with high clocks, as dense work is; a few samples; idle; not recorded."""
+        return {
+            "at the cap with high clocks": (_run(0x4, 1900), "max_clock"),
+            "a few samples": (_run(0x4, 1500, part=0.2), "min_share"),
+            "idle": (_run(0x4, 1500, load=5), "share is None"),
+            "not recorded": (_run(None, 1500), "share is None"),
+        }
 
 
-def at_full_clock(a: Analysis, share: float, ratio: float | None) -> Worth:
-    """What full clocks would save at most: the step in proportion to the clock, while it was
-    low. Work that waits for memory or for the host gains less, down to nothing."""
-    recorded = record(a)
+class ClocksLocked(HeldClocks):
+    """Application clocks are set below the GPU's maximum, for stable measurements or by a site's
+    policy. All computing takes longer in proportion.
+
+    The driver names the setting as the reason in at least half of the samples under load, and the
+    clock in them is below 90 % of the maximum. Clocks that the GPU lowers by itself have other
+    reasons: see thermal-throttling and power-throttling.
+    """
+
+    id = "clocks-locked"
+    title = "GPU clocks are locked below the maximum"
+
+    min_share = Threshold(0.50, "of the samples under load", CHOSEN)
+    max_clock = Threshold(0.90, "of the maximum clock", CHOSEN)
+
+    fix = "Reset the clocks, if the site's policy allows it."
+    code = "nvidia-smi -rac && nvidia-smi -rgc   # needs administrator rights"
+    verify = "Record again: the clock under load is higher."
+    falsified_by = "the same median step with reset clocks"
+    confidence = 0.85
+
+    _reasons = ("application clocks",)
+    _label = "samples limited by application clocks"
+    _summary = "Application clocks held the clock down{clock} in {share} of the samples under load."
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Held at 1410 of 1980 MHz."""
+        return {"held at 1410 of 1980 MHz": _run(0x2, 1410, part=1)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Set to the maximum; another reason; idle."""
+        return {
+            "set to the maximum": (_run(0x2, 1980, part=1), "max_clock"),
+            "another reason": (_run(0x4, 1410, part=1), "share < self.min_share"),
+            "idle": (_run(0x2, 1410, part=1, load=0), "share is None"),
+        }
+
+
+def share_of_samples(samples: list[Gpu], *reasons: str) -> float | None:
+    """Share of the samples in which the driver gave one of the reasons; ``None``: not recorded."""
+    recorded = [gpu.throttle for gpu in samples if gpu.throttle is not None]
+    if len(recorded) < MIN_SAMPLES:
+        return None
+    bits = sum(THROTTLE[reason] for reason in reasons)
+    return float(np.mean([(value & bits) != 0 for value in recorded]))
+
+
+def mean_clock(samples: list[Gpu], *reasons: str) -> float | None:
+    """Mean clock over the maximum in the samples with one of the reasons; ``None``: not
+    recorded."""
+    bits = sum(THROTTLE[reason] for reason in reasons)
+    ratios = [
+        gpu.sm_clock / gpu.sm_clock_max
+        for gpu in samples
+        if gpu.sm_clock and gpu.sm_clock_max and gpu.throttle is not None and gpu.throttle & bits
+    ]
+    return float(np.mean(ratios)) if ratios else None
+
+
+def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Worth:
+    """What full clocks save at most: the step scales with the clock while it was low. Work that
+    waits for memory or for the host gains less, down to nothing."""
     lost = share * (1 - ratio) if ratio is not None else 0.0
-    gain = max(0.0, lost) * (recorded.mean or 0.0)
+    gain = max(0.0, lost) * (record(a).mean or 0.0)
     return a_step(a, gain, low=0.0, method="upper bound (clock, share of the time it was low)")
+
+
+def _run(throttle: int | None, clock: int, *, load: int = 98, part: float = 0.9) -> TraceBuilder:
+    """A run whose last ``part`` has a lower clock, a higher temperature, and the reason."""
+
+    def gpu(share: float) -> Gpu:
+        low = share >= 1 - part
+        return Gpu(
+            uuid="GPU-x",
+            utilisation=load,
+            sm_clock=clock if low else 1980,
+            sm_clock_max=1980,
+            throttle=None if throttle is None else throttle if low else 0,
+            temperature=88 if low else 70,
+            temperature_slowdown=87,
+            power=690_000,
+            power_limit=700_000,
+        )
+
+    return record_example(gpu)

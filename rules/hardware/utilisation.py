@@ -1,0 +1,197 @@
+"""How much of the GPU the step uses: multiprocessors behind the NVML figure, FLOPs behind MFU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core.run_directory import Gpu
+from advisor.measure import Analysis
+from advisor.rules.recorded import measure_it, record, record_example
+from advisor.rules.sources import CHOSEN, GPUPROF, TRACELENS
+from advisor.testing import TraceBuilder
+
+
+class UtilisationIllusion(Rule):
+    """Monitors show full GPU utilisation, but utilisation is the share of time in which any kernel
+    runs, even one on a single multiprocessor. Where NVML says 90 % or more and less than half of
+    the multiprocessors are active (GPM, Hopper and later), the GPU has room for more work.
+
+    Memory-bound work leaves arithmetic units idle and is no illusion: the rule stays silent where
+    GPM shows DRAM busy for 60 % or more of the time.
+    """
+
+    id = "utilisation-illusion"
+    title = "GPU utilisation reads high, but most SMs are idle"
+    category = "hardware"
+    reads_record = True
+    references = (
+        "https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html",
+        "https://arxiv.org/abs/2501.16909",
+    )
+
+    min_utilisation = Threshold(90.0, "%, mean", CHOSEN)
+    max_active = Threshold(50.0, "% of the multiprocessors", CHOSEN)
+    max_dram = Threshold(60.0, "% of the time DRAM is busy: above, memory is the limit", TRACELENS)
+    min_samples = Threshold(5, "samples", CHOSEN)
+
+    fix = (
+        "Give the GPU more work at a time: a larger batch, fused kernels, fewer small launches "
+        "(torch.compile, CUDA graphs). The findings of a profiled window say which."
+    )
+    verify = "Record again: more multiprocessors are active, and samples per second rise."
+    falsified_by = "a profiled window whose kernels fill the device"
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare utilisation with the activity of multiprocessors and DRAM."""
+        samples = [
+            (gpu.utilisation, gpu.gpm)
+            for gpu in record(a).gpus
+            if gpu.utilisation is not None and gpu.gpm and "sm_util" in gpu.gpm
+        ]
+        if len(samples) < self.min_samples:
+            return
+        utilisation = float(np.mean([value for value, _ in samples]))
+        active, dram, tensor = (
+            float(np.mean(values)) if values else None
+            for values in (
+                [gpm[name] for _, gpm in samples if name in gpm]
+                for name in ("sm_util", "dram", "tensor")
+            )
+        )
+        assert active is not None
+        if utilisation < self.min_utilisation or active >= self.max_active:
+            return
+        if dram is not None and dram >= self.max_dram:
+            return
+        yield Finding(
+            summary=(
+                f"NVML shows {utilisation:.0f} % utilisation, but only {active:.0f} % of the "
+                "multiprocessors are active. Some kernel nearly always runs, on a part of the GPU."
+            ),
+            evidence=[
+                Evidence("utilisation (NVML), %", utilisation, "", *self.limit("min_utilisation")),
+                Evidence("multiprocessors active (GPM), %", active, "", *self.limit("max_active")),
+                Evidence("DRAM busy (GPM), %", dram, "", *self.limit("max_dram")),
+                Evidence("tensor cores busy (GPM), %", tensor),
+                Evidence("samples", len(samples), "count", *self.limit("min_samples")),
+            ],
+            worth=measure_it("the findings about kernels say how much of the room can be used"),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """99 % utilisation, 20 % active."""
+        return {"a fifth of the device": _recorded(99, 20)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Really busy; idle and shown so; memory-bound; no GPM."""
+        return {
+            "really busy": (_recorded(99, 85), "max_active"),
+            "shown as idle": (_recorded(30, 10), "min_utilisation"),
+            "memory-bound": (_recorded(99, 40, dram=80), "max_dram"),
+            "no GPM": (_recorded(99, None), "len(samples) < self.min_samples"),
+        }
+
+
+class LowMfu(Rule):
+    """Model FLOP utilisation (MFU): the step's FLOPs over what the GPU could do in that time at the
+    peak of the data types in use. Below 30 % (gpuprof) there is room; well-tuned training of large
+    models reaches 40 to 55 % (MegaScale: 55 % on 12,288 GPUs).
+
+    The FLOPs come from the shapes of the profiled window. The time is the recorder's unprofiled
+    median where it exists, because the profiler lengthens steps. The rule says that there is room;
+    the other findings say why. Memory-bound work has a low MFU by nature, so the rule leaves out
+    steps in which matrix products, convolutions and attention take less than half of kernel time.
+    """
+
+    id = "low-mfu"
+    title = "Low MFU: the step reaches a small part of the GPU's peak"
+    category = "hardware"
+    reads_record = True
+    sources = (
+        Source("MegaScale: 40 to 55 % for large models", "https://arxiv.org/abs/2402.15627"),
+    )
+    references = ("https://arxiv.org/abs/2402.15627", "https://arxiv.org/abs/2204.02311")
+
+    max_mfu = Threshold(0.30, "of the peak", GPUPROF)
+    min_matrix = Threshold(0.50, "of kernel time in GEMM, convolution and attention", CHOSEN)
+
+    fix = "Work through the ranked findings in order: they say what keeps the step from the peak."
+    verify = "Record again: MFU rises."
+    falsified_by = "a count of the model's FLOPs that is much higher"
+    confidence = 0.7
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Divide the window's FLOPs by what the GPU could do in the unprofiled step."""
+        if a.device_id is None or a.mfu is None or not a.step_ns:
+            return
+        recorded = record(a)
+        matrix_families = pl.col("family").is_in(["gemm", "convolution", "attention"])
+        matrix = float(a.families.filter(matrix_families)["share"].sum() or 0.0)
+        step = a.step_ns
+        if recorded.median is not None and recorded.count >= 10:
+            step = min(step, recorded.median)
+        mfu = a.mfu * a.step_ns / step
+        if mfu >= self.max_mfu or matrix < self.min_matrix:
+            return
+        yield Finding(
+            summary=(
+                f"MFU is {mfu:.0%} in a step of {t.time(step)}, although matrix work takes most of "
+                "the kernel time."
+            ),
+            evidence=[
+                Evidence("model FLOP utilisation", mfu, "share", *self.limit("max_mfu")),
+                Evidence("in the profiled window", a.mfu, "share"),
+                Evidence(
+                    "matrix work, share of kernel time", matrix, "share", *self.limit("min_matrix")
+                ),
+                Evidence(
+                    "device busy, share",
+                    a.breakdown.busy.total / max(a.span_ns, 1),
+                    "share",
+                    per=a.per,
+                ),
+            ],
+            worth=measure_it("MFU is the sum of causes that have findings of their own"),
+            informational=True,
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A tenth of the peak."""
+        return {"a tenth of the peak": _products(9000)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Close to the peak; memory-bound work."""
+        return {
+            "close to the peak": (_products(1000), "max_mfu"),
+            "memory-bound": (_products(9000, other=20_000), "min_matrix"),
+        }
+
+
+def _recorded(utilisation: int, active: float | None, *, dram: float = 10) -> TraceBuilder:
+    gpm = None if active is None else {"sm_util": active, "dram": dram, "tensor": 5.0}
+    return record_example(Gpu(uuid="GPU-x", utilisation=utilisation, gpm=gpm))
+
+
+def _products(us: float, *, other: float = 0) -> TraceBuilder:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step():
+            # 2 x 4096^3 = 137 GFLOP: 0.44 ms at an A100's 312 TFLOP/s in bf16
+            with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+                b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)
+            if other:
+                with b.op("aten::add", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+                    b.launch("void at::native::vectorized_elementwise_kernel<4, F>(int)", other)
+            b.sync()
+    b.record_of_run().steps(60, (us + other) / 1000)
+    return b

@@ -1,15 +1,15 @@
-"""What the kernel rules share: which rows count, how busy the device is, where it happens."""
+"""What the kernel rules share: which kernels count, how busy the device is, edits, places."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import Location
+from advisor.core.finding import Edit, Location, NotMeasured, Operation, Select
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
 
@@ -17,8 +17,10 @@ Mask = NDArray[np.bool_]
 
 MIN_BUSY = 0.5
 """Below this busy share of the step the shape of kernels matters little: the device waits for
-something else, and small kernels are a symptom of that (TensorBoard's plugin and Nsight's
-``gpu_time_util`` call a device idle below 50 %)."""
+something else, and small kernels are a symptom. TensorBoard's plugin and Nsight's
+``gpu_time_util`` call a device idle below 50 %."""
+MIN_UNKNOWN_SHARE = 0.20
+"""Share of kernel time with unknown rates from which a rule says so."""
 UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
 """Elements in 16 bytes: what one vectorised load takes."""
 PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"
@@ -39,15 +41,15 @@ def compute_rows(a: Analysis) -> Mask:
 
 def of_family(a: Analysis, *families: str) -> Mask:
     """Aligned with ``trace.gpu``: rows of these kernel families."""
-    found: Mask = a.kernels["family"].is_in(list(families)).fill_null(False).to_numpy()
-    return found
+    rows: Mask = a.kernels["family"].is_in(list(families)).fill_null(False).to_numpy()
+    return rows
 
 
 def launched_under(a: Analysis, pattern: str) -> Mask:
-    """Aligned with ``trace.gpu``: launched inside a host event whose name has the pattern."""
+    """Aligned with ``trace.gpu``: launched inside a host event whose name matches the pattern."""
     under: Mask = under_names(a, pattern)  # its last entry stands for "no launch in the window"
-    found: Mask = under[a.trace.gpu["launch"].fill_null(-1).to_numpy()]
-    return found
+    rows: Mask = under[a.trace.gpu["launch"].fill_null(-1).to_numpy()]
+    return rows
 
 
 def duration(a: Analysis, rows: Mask) -> int:
@@ -60,28 +62,59 @@ def busy_share(a: Analysis) -> float:
     return a.breakdown.busy.total / a.span_ns if a.span_ns else 0.0
 
 
-def worth_looking(a: Analysis, min_busy: float = MIN_BUSY) -> bool:
-    """Whether there are kernels, and the device is busy enough for their shape to matter."""
+def is_busy(a: Analysis, min_busy: float) -> bool:
+    """Whether there are kernels, and the device is busy enough for their speed to matter."""
     return a.device_id is not None and bool(kernel_rows(a).any()) and busy_share(a) >= min_busy
 
 
-def diluted(a: Analysis, rows: Mask, saved_ns: float) -> float:
+def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Iterator[NotMeasured]:
+    """Says so where the families take much time and nothing is known of their rates."""
+    table = a.rooflines.filter(pl.col("family").is_in(list(families)))
+    blind = table.filter(pl.col("bound") == "unknown")
+    if blind["share"].sum() < MIN_UNKNOWN_SHARE or blind["dur"].sum() < 0.8 * float(
+        table["dur"].sum()
+    ):
+        return
+    if a.hardware is None:
+        why, record = "the attainable rates of this device are unknown", ""
+    elif a.trace.meta.record_shapes is not True and not a.trace.inputs.height:
+        why, record = "the trace has no input shapes", "record_shapes=True"
+    else:
+        return
+    yield NotMeasured(what=f"how near {work} come to the device's rates", why=why, record=record)
+
+
+def scale_factor(a: Analysis, rows: Mask, saved_ns: float) -> float:
     """The factor that takes ``saved_ns`` off the summed duration of ``rows``.
 
     An Edit selects events by what they are (a family, an op), so that it means the same in
-    another window; where only some of them change, the others keep their time.
+    another window. Where only some of them change, the others keep their time.
     """
     total = duration(a, rows)
     return 1.0 if not total else min(1.0, max(0.0, 1 - saved_ns / total))
 
 
-def exactly(names: Iterable[str]) -> str:
+def scale_kernels(
+    a: Analysis, rows: Mask, saved: Iterable[float], select: Select, op: Operation = "scale"
+) -> Edit:
+    """The Edit that takes ``saved`` (ns: expected, at best, at worst) off the kernels of
+    ``select``, which are ``rows``."""
+    expected, best, worst = (scale_factor(a, rows, ns) for ns in saved)
+    return Edit(op=op, select=select, factor=expected, factor_low=best, factor_high=worst)
+
+
+def kernels_named(names: Iterable[str]) -> Select:
+    """Selects the kernels with exactly these names."""
+    return Select(on="gpu", kind=("kernel",), name=match_exactly(names))
+
+
+def match_exactly(names: Iterable[str]) -> str:
     """Regular expression for exactly these names."""
     return "^(?:" + "|".join(re.escape(name) for name in names) + ")$"
 
 
 def locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
-    """The kernels with most time among ``rows``: by op and kernel name, the longest instance."""
+    """The kernels with most time among ``rows``, by op and kernel name: the longest of each."""
     gpu = a.trace.gpu
     where = np.flatnonzero(rows)
     table = pl.DataFrame(
@@ -96,23 +129,27 @@ def locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
     )
     top = (
         table.group_by("name", "op")
-        .agg(pl.col("dur").sum(), pl.len(), pl.col("row").get(pl.col("dur").arg_max()).alias("at"))
-        .sort("dur", "at", descending=[True, False])
+        .agg(
+            pl.col("dur").sum(),
+            pl.len(),
+            pl.col("row").get(pl.col("dur").arg_max()).alias("longest"),
+        )
+        .sort("dur", "longest", descending=[True, False])
         .head(limit)
     )
-    found = []
-    for name, op, _, count, at in top.iter_rows():
-        file, line, function = a.location(gpu["launch"][at])
-        found.append(
+    places = []
+    for name, op, _, count, longest in top.iter_rows():
+        file, line, function = a.location(gpu["launch"][longest])
+        places.append(
             Location(
                 file=file,
                 line=line,
                 function=function,
                 op=op,
                 kernel=name,
-                ts_ns=gpu["ts"][at],
-                dur_ns=gpu["dur"][at],
+                ts_ns=gpu["ts"][longest],
+                dur_ns=gpu["dur"][longest],
                 count=count,
             )
         )
-    return found
+    return places

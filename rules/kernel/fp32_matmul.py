@@ -329,7 +329,7 @@ class Fp32Matmul(Rule):
                 (self.worst_derating, self.worst_blind_derating),
             )
         ]
-        middle, low, high = (facts.diluted(a, rows, ns) for ns in saved)
+        middle, low, high = (facts.scale_factor(a, rows, ns) for ns in saved)
         what = " and ".join(
             {"gemm": "matrix products", "convolution": "convolutions"}[f] for f in families
         )

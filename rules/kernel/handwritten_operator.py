@@ -202,7 +202,7 @@ class HandwrittenOperator(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of such chains as a share of kernel time."""
-        if not facts.worth_looking(a, self.min_busy):
+        if not facts.is_busy(a, self.min_busy):
             return
         total = facts.duration(a, facts.kernel_rows(a))
         table = self._chains(a)
@@ -214,11 +214,11 @@ class HandwrittenOperator(Rule):
         rows = np.zeros(a.trace.gpu.height, dtype=np.bool_)
         rows[table["rows"].explode().to_numpy()] = True
         ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
-        under = facts.exactly(ops.to_list())
+        under = facts.match_exactly(ops.to_list())
         selected = facts.compute_rows(a) & facts.launched_under(a, under)
         ideal = pl.col("bytes") / memory.rate * 1e9 + KERNEL_NS
         factors = [
-            facts.diluted(
+            facts.scale_factor(
                 a,
                 selected,
                 float(

@@ -108,7 +108,7 @@ class LowOccupancy(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Memory-bound kernels by name with low occupancy and low bandwidth."""
-        if not facts.worth_looking(a, self.min_busy):
+        if not facts.is_busy(a, self.min_busy):
             return
         rows = facts.compute_rows(a) & facts.of_family(a, *MOVING)
         rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()
@@ -134,7 +134,7 @@ class LowOccupancy(Rule):
         if low.is_empty():
             return
         names = low["name"].cast(pl.String).to_list()
-        chosen = rows & matches(a.trace.gpu["name"], facts.exactly(names)).to_numpy()
+        chosen = rows & matches(a.trace.gpu["name"], facts.match_exactly(names)).to_numpy()
         worst = low.row(0, named=True)
         factor = [
             float(sum(d * min(1.0, r / reach) for d, r in low.select("dur", "rate").iter_rows()))
@@ -173,7 +173,7 @@ class LowOccupancy(Rule):
             edits=[
                 Edit(
                     op="scale",
-                    select=Select(on="gpu", kind=("kernel",), name=facts.exactly(names)),
+                    select=Select(on="gpu", kind=("kernel",), name=facts.match_exactly(names)),
                     factor=factor[0],
                     factor_low=factor[1],
                     factor_high=factor[2],

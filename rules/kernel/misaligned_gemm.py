@@ -130,7 +130,7 @@ class MisalignedGemm(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of misaligned products as a share of all kernel time."""
-        if not facts.worth_looking(a, self.min_busy):
+        if not facts.is_busy(a, self.min_busy):
             return
         rows = facts.compute_rows(a) & facts.of_family(a, "gemm")
         total = facts.duration(a, facts.kernel_rows(a))
@@ -149,7 +149,7 @@ class MisalignedGemm(Rule):
             return
         saved = facts.duration(a, guilty)
         middle, low, high = (
-            facts.diluted(a, rows, saved * (1 - f))
+            facts.scale_factor(a, rows, saved * (1 - f))
             for f in (self.factor, self.best_factor, self.worst_factor)
         )
         worst = cases[0]

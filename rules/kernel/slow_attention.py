@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from advisor.core.finding import Finding, Outcome, Threshold
-from advisor.core.text import percent
+from advisor.core.finding import Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.matmuls import Attention, attention
-from advisor.rules.kernel import facts, rates
+from advisor.measure.device.matmuls import attention
+from advisor.measure.device.shapes import OpInputs
+from advisor.rules.kernel.rates import BelowRate, Cause
 from advisor.rules.sources import FLASH_2, FLASH_3
 from advisor.testing import TraceBuilder
 
-FAMILIES = ("attention",)
 HOPPER = (9, 0)
 
 
-class SlowAttention(rates.Rated):
+class SlowAttention(BelowRate):
     """Fused attention that reaches only a small part of the device's rate: a kernel in fp32, heads
-    too small to fill a tile of the tensor cores, the memory-efficient kernel where flash attention
-    would do, or flash attention 2 on a GPU that it was not written for.
+    too small to fill a tile of the tensor cores, the memory-efficient kernel where FlashAttention
+    would do, or FlashAttention 2 on a GPU that it was not written for.
 
-    Each operator's time is held against the longer of its FLOPs at the rate of matrix products
-    measured on such a GPU and its bytes at the rate of the memory. Fused attention cannot come up
-    to a matrix product, since the exponentials and reductions between its two products take time:
-    flash attention 2 reaches 50 to 73 % of an A100's peak, flash attention 3 up to 75 % of an
+    The rule compares each operator's time with the longer of two: its FLOPs at the rate measured
+    for matrix products on such a GPU, and its bytes at the memory's rate. Fused attention cannot
+    match a matrix product, because the exponentials and reductions between its two products take
+    time: FlashAttention 2 reaches 50 to 73 % of an A100's peak, FlashAttention 3 up to 75 % of an
     H100's. Below a third of the attainable rate something is in the way.
     """
 
     id = "slow-attention"
-    title = "Fused attention is far below the device's rate"
-    category = "kernel"
+    title = "Fused attention runs far below the GPU's rate"
     found_in = ("traces/pairs/sam_2_fp32_few_syncs", "traces/h100_qwen_inference")
     silent_in = (
         "traces/b200_eager",
@@ -41,8 +38,8 @@ class SlowAttention(rates.Rated):
     validated_on = (
         "mask generation on an A100 in fp32 (heads of 16 and 80 in the memory-efficient kernel, 12 "
         "to 14 % of the rate: fires; the same calls in 16 bits, measured: 163 to 42 ms, predicted "
-        "116 ms less); H100 inference (flash attention 2 at 26 %: "
-        "fires); B200 inference in fp8 (shapes not told: silent)"
+        "116 ms less); H100 inference (FlashAttention 2 at 26 %: "
+        "fires); B200 inference in fp8 (shapes not recorded: silent)"
     )
     references = (
         "https://arxiv.org/abs/2307.08691",
@@ -53,11 +50,14 @@ class SlowAttention(rates.Rated):
     sources = (FLASH_2, FLASH_3)
 
     max_efficiency = Threshold(
-        0.33, "of the attainable rate; flash attention reaches half and more", FLASH_2, FLASH_3
+        0.33, "of the attainable rate; FlashAttention reaches half and more", FLASH_2, FLASH_3
     )
-    reach = Threshold(0.45, "of the attainable rate, that another kernel comes to", FLASH_2)
+    reach = Threshold(0.45, "of the attainable rate, that another kernel reaches", FLASH_2)
     best_reach = Threshold(0.7, "of the attainable rate, at best", FLASH_2, FLASH_3)
     worst_reach = Threshold(0.36, "of the attainable rate, at worst", FLASH_2)
+
+    families = ("attention",)
+    _work = "attention kernels"
 
     fix = "Time the other backends at these shapes and keep the fastest."
     code = (
@@ -68,95 +68,68 @@ class SlowAttention(rates.Rated):
         "    with sdpa_kernel(backend):\n"
         "        print(backend, benchmark(lambda: attend(q, k, v)))"
     )
-    verify = "Profile again: another attention kernel, and a higher share of the rate."
+    verify = "Profile again: another attention kernel, and more of the attainable rate."
     falsified_by = "the other kernels, timed alone at these shapes, are no faster"
     cases: ClassVar = {
         "inputs of 32 or 64 bits": {
-            "fix": "Give it fp16 or bf16 inputs (autocast): then flash attention runs, on tensor "
-            "cores at their full rate.",
+            "fix": "Give attention fp16 or bf16 inputs (autocast). FlashAttention then runs, on "
+            "tensor cores at their full rate.",
             "code": 'with torch.autocast("cuda", dtype=torch.bfloat16):\n'
             "    out = F.scaled_dot_product_attention(q, k, v)",
         },
         "heads that are no multiple of 8": {"fix": "Pad the head size to a multiple of 8."},
-        "small heads": {
-            "fix": "Prefer fewer and larger heads (64 or 128) where the model is yours."
-        },
-        "few queries or keys": {
-            "fix": "Put sequences together in one call, heads and batches alike."
-        },
-        "flash attention 2 on Hopper": {
-            "fix": "Try cuDNN's attention or flash attention 3, 1.5 to 2 times faster on Hopper.",
+        "small heads": {"fix": "Use fewer and larger heads (64 or 128) where the model is yours."},
+        "few queries or keys": {"fix": "Put several sequences into one call."},
+        "FlashAttention 2 on Hopper": {
+            "fix": "Try cuDNN's attention or FlashAttention 3, 1.5 to 2 times faster on Hopper.",
             "code": "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
             "with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],\n"
             "                 set_priority=True):\n"
             "    out = F.scaled_dot_product_attention(q, k, v)",
         },
         "the memory-efficient kernel": {
-            "fix": "See why flash attention does not take it: a mask, most often.",
+            "fix": "Find out why FlashAttention does not run: usually because of a mask.",
             "code": "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
             "with sdpa_kernel(SDPBackend.FLASH_ATTENTION):   # says why, if it cannot\n"
             "    out = F.scaled_dot_product_attention(q, k, v)",
         },
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Attention operators below the limit, and their share of kernel time."""
-        if not facts.worth_looking(a, self.min_busy):
-            return
-        low = rates.far_below(a, FAMILIES, self.max_efficiency)
-        if low.is_empty() or float(low["share"].sum()) < self.min_share:
-            yield from rates.unknown(a, FAMILIES, "attention kernels")
-            return
-        worst = low.sort("saved", descending=True).row(0, named=True)
-        inputs = rates.inputs_of(a, worst["inputs"])
-        causes = self._why(a, worst, None if inputs is None else attention(worst["op"], inputs))
-        why = "; ".join(causes.values()) or "no cause is visible in its shapes"
-        change, rows = self.edit(a, low)
-        yield Finding(
-            summary=(
-                f"{low['share'].sum():.0%} of kernel time is fused attention at "
-                f"{percent(worst['efficiency'])} of the attainable rate: {why}."
-            ),
-            evidence=self.evidence(a, low),
-            where=facts.locations(a, rows),
-            edits=[change],
-            **self.told(list(causes), own=not any("code" in self.case(name) for name in causes)),
-        )
-
-    def _why(self, a: Analysis, worst: dict[str, Any], shape: Attention | None) -> dict[str, str]:
-        """Cases that explain it, and each in words."""
-        found = {}
+    def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
+        shape = None if inputs is None else attention(worst["op"], inputs)
+        kernel = str(worst["kernel"])
+        causes = []
         wide = worst["dtype"] in ("fp32", "tf32", "fp64")
         if wide:
-            found["inputs of 32 or 64 bits"] = (
-                f"its inputs are {'fp64' if worst['dtype'] == 'fp64' else 'fp32'}"
-            )
+            dtype = "fp64" if worst["dtype"] == "fp64" else "fp32"
+            causes.append(Cause(f"its inputs are {dtype}", "inputs of 32 or 64 bits"))
         if shape is not None and shape.width % 8:
-            told = f"heads of {shape.width} are no multiple of 8"
-            found["heads that are no multiple of 8"] = told
+            text = f"heads of {shape.width} are no multiple of 8"
+            causes.append(Cause(text, "heads that are no multiple of 8"))
         elif shape is not None and shape.width < 64:
-            found["small heads"] = f"heads of {shape.width} fill a part of a tile of 64"
+            text = f"heads of {shape.width} fill only a part of a tile of 64"
+            causes.append(Cause(text, "small heads"))
         if shape is not None and min(shape.queries, shape.keys) < 64:
             fewest = min(shape.queries, shape.keys)
-            found["few queries or keys"] = f"{fewest} queries or keys leave tiles empty"
-        kernel = str(worst["kernel"])
+            text = f"{fewest} queries or keys leave tiles empty"
+            causes.append(Cause(text, "few queries or keys"))
         if not wide and a.device is not None and (a.device.compute or (0, 0)) >= HOPPER:
             if "pytorch_flash" in kernel or "flash_fwd_kernel" in kernel:
-                told = "flash attention 2, written for the generation before, runs here"
-                found["flash attention 2 on Hopper"] = told
+                text = "FlashAttention 2 runs, written for the generation before"
+                causes.append(Cause(text, "FlashAttention 2 on Hopper"))
         elif not wide and "fmha" in kernel:
-            told = "the memory-efficient kernel runs, not flash attention"
-            found["the memory-efficient kernel"] = told
-        return found
+            text = "the memory-efficient kernel runs instead of FlashAttention"
+            causes.append(Cause(text, "the memory-efficient kernel"))
+        return causes or [Cause("its shapes show no cause")]
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Small heads in fp32; flash attention 2 on a Hopper GPU at a tenth of its rate."""
+        """Small heads in fp32; FlashAttention 2 on a Hopper GPU at a tenth of its rate."""
         return {
             "small heads in fp32": _model(
                 16, 4096, "float", 9000, "fmha_cutlassF_f32_aligned_64x64_rf_sm80"
             ),
-            "flash attention 2 on Hopper": _model(
+            "FlashAttention 2 on Hopper": _model(
                 64, 1024, "c10::BFloat16", 1000, "void pytorch_flash::flash_fwd_kernel", "H100"
             ),
         }
@@ -170,9 +143,9 @@ class SlowAttention(rates.Rated):
         return {
             "at 60 % of the rate": (_model(64, 4096, bf16, 3400, kernel), "max_efficiency"),
             "beside products": (_model(16, 1024, bf16, 300, kernel, products=30_000), "min_share"),
-            "no shapes": (_model(16, 4096, None, 9000, kernel), "low.is_empty()"),
-            "an unknown GPU": (_model(16, 4096, bf16, 9000, kernel, None), "low.is_empty()"),
-            "bound by launches": (_model(16, 16, bf16, 9, kernel), "low.is_empty()"),
+            "no shapes": (_model(16, 4096, None, 9000, kernel), "slow.is_empty()"),
+            "an unknown GPU": (_model(16, 4096, bf16, 9000, kernel, None), "slow.is_empty()"),
+            "bound by launches": (_model(16, 16, bf16, 9, kernel), "slow.is_empty()"),
         }
 
 

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from advisor.core.finding import Finding, Outcome, Threshold
-from advisor.core.text import percent
+from advisor.core.finding import Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.matmuls import Convolution, convolution
-from advisor.rules.kernel import facts, rates
+from advisor.measure.device.matmuls import convolution
+from advisor.measure.device.shapes import OpInputs
+from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause
 from advisor.rules.sources import OURS, RATES
 from advisor.testing import TraceBuilder
 
-FAMILIES = ("convolution",)
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
 """Kernels of MIOpen and cuDNN that multiply on the vector units."""
 
 
-class SlowConvolution(rates.Rated):
+class SlowConvolution(BelowRate):
     """A convolution that reaches only a small part of the device's rate: a kernel without matrix
     units, channels that fill no tile, groups of a few channels, or an algorithm that the library
-    guessed instead of timing.
+    picked by heuristics instead of timing.
 
-    Each operator's time, the transposes inside it included, is held against the longer of its FLOPs
-    (as a direct convolution) at the rate of matrix products measured on such a GPU and its bytes at
-    the rate of the memory. Good convolutions reach half of that and more; depthwise ones are bound
-    by memory, and held against that. Convolutions in full fp32 that tensor cores could do are
-    another rule's business.
+    The rule compares each operator's time, transposes inside it included, with the longer of two:
+    its FLOPs (as a direct convolution) at the rate measured for matrix products on such a GPU, and
+    its bytes at the memory's rate. Good convolutions reach half of that and more. Depthwise ones
+    are memory-bound and compared with the memory's rate. Another rule reports convolutions in full
+    fp32 that tensor cores could do.
     """
 
     id = "slow-convolution"
-    title = "Convolutions are far below the device's rate"
-    category = "kernel"
+    title = "Convolutions run far below the GPU's rate"
     found_in = ("traces/mi300x_kernels_after_steps",)
     silent_in = ("traces/pairs/sam_2_fp32_few_syncs",)
     levers = ("cudnn-benchmark", "channels-last")
@@ -50,13 +47,17 @@ class SlowConvolution(rates.Rated):
     max_efficiency = Threshold(
         0.25, "of the attainable rate: half of what products reach", RATES, OURS
     )
-    reach = Threshold(0.45, "of the attainable rate, that another algorithm comes to", OURS)
+    reach = Threshold(0.45, "of the attainable rate, that another algorithm reaches", OURS)
     best_reach = Threshold(0.7, "of the attainable rate, at best", OURS)
     worst_reach = Threshold(0.3, "of the attainable rate, at worst", OURS)
 
+    families = ("convolution",)
+    _work = "convolutions"
+    _matrix_work = True
+
     fix = (
         "Keep model and inputs in channels-last order, and let the library time its algorithms "
-        "once a shape."
+        "once per shape."
     )
     code = (
         "model = model.to(memory_format=torch.channels_last)\n"
@@ -69,61 +70,32 @@ class SlowConvolution(rates.Rated):
         "channels are no multiples of 8": {
             "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8)."
         },
-        "on ROCm": {
+        ON_ROCM: {
             "code": "# shell: export MIOPEN_FIND_MODE=1 MIOPEN_FIND_ENFORCE=3   # searches, slow "
             "once\n# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1"
         },
     }
 
-    def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Convolutions below the limit, and their share of kernel time."""
-        if not facts.worth_looking(a, self.min_busy):
-            return
-        low = rates.far_below(a, FAMILIES, self.max_efficiency, tensor=True)
-        if low.is_empty() or float(low["share"].sum()) < self.min_share:
-            yield from rates.unknown(a, FAMILIES, "convolutions")
-            return
-        worst = low.sort("saved", descending=True).row(0, named=True)
-        inputs = rates.inputs_of(a, worst["inputs"])
+    def _causes(self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None) -> list[Cause]:
         shape = None if inputs is None else convolution(worst["op"], inputs)
         amd = a.trace.meta.vendor == "amd"
-        causes, cases = self._why(worst, shape, amd=amd)
-        change, rows = self.edit(a, low)
-        yield Finding(
-            summary=(
-                f"{low['share'].sum():.0%} of kernel time goes into convolutions at "
-                f"{percent(worst['efficiency'])} of the attainable rate: {'; '.join(causes)}."
-            ),
-            evidence=self.evidence(a, low),
-            where=facts.locations(a, rows),
-            edits=[change],
-            **self.told(cases, own=True),
-        )
-
-    def _why(
-        self, worst: dict[str, Any], shape: Convolution | None, *, amd: bool
-    ) -> tuple[list[str], list[str]]:
-        """The causes in words, and the cases."""
-        causes, cases = [], []
-        units = "matrix cores" if amd else "tensor cores"
+        causes = []
         vector = worst["tensor_core"] is False or VECTOR.search(str(worst["kernel"])) is not None
         if vector and worst["dtype"] in ("fp16", "bf16", "tf32"):
-            causes.append(f"in {worst['dtype']}, but on a kernel that does not use the {units}")
+            units = "matrix cores" if amd else "tensor cores"
+            causes.append(Cause(f"its {worst['dtype']} kernel does not use the {units}"))
         if shape is not None:
             channels, inner = shape.input.shape[1], shape.weight.shape[1]
             outer = shape.weight.shape[0]
             if channels > inner and outer != channels:
-                causes.append(f"{channels // max(inner, 1)} groups of {inner} channels")
+                causes.append(Cause(f"{channels // max(inner, 1)} groups of {inner} channels"))
             elif channels > inner:
-                causes.append(f"depthwise over {channels} channels")
+                causes.append(Cause(f"depthwise over {channels} channels"))
             elif channels % 8 or outer % 8:
-                causes.append(f"{channels} and {outer} channels are no multiples of 8")
-                cases.append("channels are no multiples of 8")
-        if not causes:
-            causes.append("the library's choice of algorithm does not suit the shape")
-        if amd:
-            cases.append("on ROCm")
-        return causes, cases
+                text = f"{channels} and {outer} channels are no multiples of 8"
+                causes.append(Cause(text, "channels are no multiples of 8"))
+        causes = causes or [Cause("the library's choice of algorithm does not suit the shape")]
+        return [*causes, Cause("", ON_ROCM)] if amd else causes
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -154,13 +126,13 @@ class SlowConvolution(rates.Rated):
                     "implicit_convolve_sgemm<float, 128>",
                     dtype="float",
                 ),
-                "low.is_empty()",
+                "slow.is_empty()",
             ),
             "no arguments": (
                 _network([64, 256, 28, 28], [64, 256, 1, 1], 900, arguments=False),
-                "low.is_empty()",
+                "slow.is_empty()",
             ),
-            "bound by launches": (_network([1, 64, 7, 7], [64, 64, 3, 3], 12), "low.is_empty()"),
+            "bound by launches": (_network([1, 64, 7, 7], [64, 64, 3, 3], 12), "slow.is_empty()"),
         }
 
 

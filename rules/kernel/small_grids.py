@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import matches
 from advisor.rules.common import figure
@@ -102,7 +102,7 @@ class SmallGrids(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of compute kernels with less than one block a multiprocessor."""
-        if not facts.worth_looking(a, self.min_busy):
+        if not facts.is_busy(a, self.min_busy):
             return
         gpu = a.trace.gpu
         rows = facts.compute_rows(a)
@@ -118,9 +118,8 @@ class SmallGrids(Rule):
         empty = float((dur * (1 - blocks[small])).sum())
         families = sorted(set(a.kernels["family"].filter(small).drop_nulls().to_list()))
         selected = rows & facts.of_family(a, *families)
-        middle, low, high = (
-            facts.diluted(a, selected, empty * part) for part in (self.part, 1.0, self.worst_part)
-        )
+        saved = (empty * part for part in (self.part, 1.0, self.worst_part))
+        select = Select(on="gpu", kind=("kernel",), family=tuple(families))
         yield Finding(
             summary=(
                 f"{share:.0%} of compute time runs kernels with fewer blocks than the GPU has "
@@ -138,15 +137,7 @@ class SmallGrids(Rule):
                 Evidence("device busy", facts.busy_share(a), "share", *self.limit("min_busy")),
             ],
             where=facts.locations(a, small),
-            edits=[
-                Edit(
-                    op="scale",
-                    select=Select(on="gpu", kind=("kernel",), family=tuple(families)),
-                    factor=middle,
-                    factor_low=low,
-                    factor_high=high,
-                )
-            ],
+            edits=[facts.scale_kernels(a, selected, saved, select)],
         )
 
     @staticmethod

@@ -123,7 +123,7 @@ class UnfusedElementwise(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of chains as a share of kernel time."""
-        if not facts.worth_looking(a, self.min_busy):
+        if not facts.is_busy(a, self.min_busy):
             return
         total = facts.duration(a, facts.kernel_rows(a))
         rows = facts.compute_rows(a)
@@ -139,7 +139,7 @@ class UnfusedElementwise(Rule):
         selected = rows & facts.of_family(a, *FUSIBLE)
         saved = float(chains["saved"].sum())
         middle, low, high = (
-            facts.diluted(a, selected, saved * kept)
+            facts.scale_factor(a, selected, saved * kept)
             for kept in (self.kept, self.kept_high, self.kept_low)
         )
         length = float(np.average(chains["count"].to_numpy(), weights=chains["dur"].to_numpy()))

@@ -90,7 +90,7 @@ class WaveQuantisation(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Kernels by name whose waves waste time."""
-        if not facts.worth_looking(a, self.min_busy):
+        if not facts.is_busy(a, self.min_busy):
             return
         gpu = a.trace.gpu
         rows = facts.compute_rows(a)
@@ -139,7 +139,7 @@ class WaveQuantisation(Rule):
         if table.is_empty():
             return
         names = table["name"].cast(pl.String).to_list()
-        chosen = facts.compute_rows(a) & matches(gpu["name"], facts.exactly(names)).to_numpy()
+        chosen = facts.compute_rows(a) & matches(gpu["name"], facts.match_exactly(names)).to_numpy()
         lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
         top = table.row(0, named=True)
         yield Finding(
@@ -157,9 +157,9 @@ class WaveQuantisation(Rule):
             edits=[
                 Edit(
                     op="scale",
-                    select=Select(on="gpu", kind=("kernel",), name=facts.exactly(names)),
-                    factor=facts.diluted(a, chosen, lost * self.part),
-                    factor_low=facts.diluted(a, chosen, lost),
+                    select=Select(on="gpu", kind=("kernel",), name=facts.match_exactly(names)),
+                    factor=facts.scale_factor(a, chosen, lost * self.part),
+                    factor_low=facts.scale_factor(a, chosen, lost),
                     factor_high=1.0,
                 )
             ],

@@ -45,31 +45,53 @@ def _only_praises(node: ast.If) -> bool:
     )
 
 
+_notes: list[str] = []
+
+
+def _guard(text: str, value: object) -> object:
+    _notes.append(text)
+    return value
+
+
 @cache
-def _instrumented(module: str) -> tuple[dict[str, Any], list[str]]:
+def _instrumented(module: str) -> dict[str, Any]:
     source = inspect.getsource(sys.modules[module])
     tree = ast.fix_missing_locations(_Noted().visit(ast.parse(source)))
-    notes: list[str] = []
-
-    def guard(text: str, value: object) -> object:
-        notes.append(text)
-        return value
-
-    names = {"__name__": module, "_guard": guard}
+    names = {"__name__": module, "_guard": _guard}
     exec(compile(tree, module, "exec"), names)
-    return names, notes
+    return names
+
+
+@cache
+def _twin(cls: type[Rule]) -> type[Rule]:
+    """The rule with its conditions noted, those of a family's check in another file too."""
+    own: type[Rule] = _instrumented(cls.__module__)[cls.__name__]
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("advisor.rules.")]
+    inherited: dict[str, Any] = {}
+    for base in reversed(bases):
+        if base.__module__ != cls.__module__:
+            noted = _instrumented(base.__module__)[base.__name__]
+            inherited |= {
+                name: value for name, value in vars(noted).items() if inspect.isfunction(value)
+            }
+    missing = {name: value for name, value in inherited.items() if not _defines(own, name)}
+    return type(cls.__name__, (own,), {**missing, "__module__": cls.__module__})
+
+
+def _defines(cls: type[Rule], name: str) -> bool:
+    """The class, or one of its own file above it, has a method of that name."""
+    return any(name in vars(base) for base in cls.__mro__ if base.__module__ == cls.__module__)
 
 
 def guard_of(rule: Rule, subject: Any) -> str:
     """The last condition that a rule looked at before it ended without a finding: what holds it
     silent. :data:`WORTH`: nothing does. ``subject``: what ``check`` or ``check_run`` takes."""
-    names, notes = _instrumented(type(rule).__module__)
-    twin = names[type(rule).__name__]()
-    notes.clear()
+    twin = _twin(type(rule))()
+    _notes.clear()
     outcomes = list((twin.check_run if rule.across_ranks else twin.check)(subject))
     if any(isinstance(outcome, Finding) for outcome in outcomes):
         return WORTH
-    return notes[-1] if notes else ""
+    return _notes[-1] if _notes else ""
 
 
 def lifted(rule: Rule, name: str, subject: Any) -> bool:

@@ -24,11 +24,7 @@ def page(*parts: Any) -> list[Any]:
 def head(title: str, lead: Any = None, *below: Any) -> Any:
     """A page's heading and the sentence under it."""
     return el(
-        "Div",
-        el("H1", title),
-        el("P", lead, cls="lead") if lead else None,
-        *below,
-        cls="page-head",
+        "Div", el("H1", title), el("P", lead, cls="lead") if lead else None, *below, cls="page-head"
     )
 
 

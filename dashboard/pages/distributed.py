@@ -120,10 +120,7 @@ def _lines(view: View) -> Any:
     if shown is None:
         return None
     rows = [
-        [
-            link(f"rank {row.rank}", href=view.href("/timeline", rank=row.rank)),
-            *row.cells[1:],
-        ]
+        [link(f"rank {row.rank}", href=view.href("/timeline", rank=row.rank)), *row.cells[1:]]
         for row in shown.rows
     ]
     latest = [number for number, row in enumerate(shown.rows) if row.latest]

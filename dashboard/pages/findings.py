@@ -226,10 +226,7 @@ def _limit(item: Evidence) -> list[Any]:
     if item.threshold is None:
         return []
     source = t.clean(item.source)
-    return [
-        t.value(item.threshold, item.unit),
-        el("Span", source, cls="dim") if source else None,
-    ]
+    return [t.value(item.threshold, item.unit), el("Span", source, cls="dim") if source else None]
 
 
 def _folded(report: Report, finding: Finding) -> Any:
@@ -300,9 +297,7 @@ def _notes(view: View, report: Report, notes: list[Finding]) -> Any:
             )
         )
     return card(
-        "Notes",
-        el("Ul", *lines, cls="lines"),
-        aside="not in the order of worth; each says why",
+        "Notes", el("Ul", *lines, cls="lines"), aside="not in the order of worth; each says why"
     )
 
 

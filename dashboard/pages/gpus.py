@@ -38,10 +38,7 @@ def layout(**query: object) -> Any:
         facts(
             [
                 ("Cost", t.clean(" · ".join(paid)) if paid else unpaid),
-                (
-                    "Energy",
-                    t.clean(" · ".join(used)) if used else f"{t.NOT_MEASURED}: {NO_ENERGY}",
-                ),
+                ("Energy", t.clean(" · ".join(used)) if used else f"{t.NOT_MEASURED}: {NO_ENERGY}"),
             ]
         ),
     )

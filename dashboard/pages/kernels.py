@@ -97,10 +97,7 @@ def _families(a: Analysis) -> Any:
         .iter_rows()
     ]
     header = ["Family", "", "Time a step", "Of device work", "Count a step"]
-    return card(
-        "By family",
-        table(header, lines, numbers=(2, 3, 4), caption=OF_WORK, stacked=True),
-    )
+    return card("By family", table(header, lines, numbers=(2, 3, 4), caption=OF_WORK, stacked=True))
 
 
 OF_WORK = "Share of device work: kernels, copies and memsets, their durations summed"
@@ -274,12 +271,7 @@ def _ops(view: View) -> Any:
     return card(
         "Operators",
         grid("op-grid", columns, rows, height=380, label="Operators"),
-        el(
-            "P",
-            words,
-            cls="note-line",
-            style={"marginTop": "10px"},
-        ),
+        el("P", words, cls="note-line", style={"marginTop": "10px"}),
     )
 
 

@@ -109,11 +109,7 @@ def _figures(a: Analysis, device: int, peak: Peak) -> Any:
                 t.memory(cached),
                 f"{t.percent(share)}: cache and fragmentation" if share is not None else "",
             ),
-            (
-                "Allocated before",
-                t.memory(peak.before),
-                "of the peak, before the recording began",
-            ),
+            ("Allocated before", t.memory(peak.before), "of the peak, before the recording began"),
         ]
     )
 

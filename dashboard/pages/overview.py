@@ -137,9 +137,7 @@ def finding_line(view: View, report: Report, finding: Finding) -> Any:
         "Li",
         el("Span", str(finding.rank or "∙"), cls="rank"),
         link(
-            t.clean(finding.title),
-            href=f"{view.href('/findings')}#{anchor(finding)}",
-            cls="title",
+            t.clean(finding.title), href=f"{view.href('/findings')}#{anchor(finding)}", cls="title"
         ),
         amount,
         el("Span", facts.short_fix(finding), cls="fix"),

@@ -29,12 +29,7 @@ def layout(**query: object) -> Any:
     return el(
         "Div",
         el("H1", "Timeline", cls="visually-hidden"),
-        el(
-            "Div",
-            id="timeline",
-            data_run=view.entry.key,
-            data_advisor_timeline="1",
-        ),
+        el("Div", id="timeline", data_run=view.entry.key, data_advisor_timeline="1"),
         trace_buttons(view),
         cls="wide timeline-page",
     )

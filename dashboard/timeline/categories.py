@@ -21,10 +21,7 @@ class Category(NamedTuple):
     """As on the other pages where they show the same."""
 
 
-STEPS = (
-    Category("step", "step", "#7f8aa3"),
-    Category("step-aside", "step set aside", "#b5b5bd"),
-)
+STEPS = (Category("step", "step", "#7f8aa3"), Category("step-aside", "step set aside", "#b5b5bd"))
 PHASES = tuple(Category(f"phase-{name}", name, theme.of_phase(name)) for name in theme.PHASES)
 IDLE = tuple(Category(f"idle-{name}", cause_label(name), theme.of_cause(name)) for name in CAUSES)
 KERNELS = tuple(Category(f"gpu-{name}", name, theme.of_family(name)) for name in FAMILIES)

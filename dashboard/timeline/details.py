@@ -126,10 +126,7 @@ def _host(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:
     found["links"] += _links(index, "gpu", "launched", launched[:MAX_LINKS].tolist())
     if len(launched):
         total = int(gpu["dur"].gather(launched).sum())
-        found["facts"] += [
-            ("device work", len(launched), "count"),
-            ("device time", total, "ns"),
-        ]
+        found["facts"] += [("device work", len(launched), "count"), ("device time", total, "ns")]
     found["links"] += _links(index, "cpu", "inside", above)
 
 

@@ -163,12 +163,7 @@ def _narrow(
 
 
 def _flagged(
-    index: Index,
-    lanes: Sequence[int],
-    k: int,
-    low: int,
-    high: int,
-    flags: NDArray[np.uint8] | None,
+    index: Index, lanes: Sequence[int], k: int, low: int, high: int, flags: NDArray[np.uint8] | None
 ) -> Flagged:
     """Cells of flagged narrow slices. A slice that touches several marks the one it begins in."""
     none = np.zeros(0, dtype=np.int64)

@@ -48,14 +48,7 @@ def statistics(a: Analysis, index: Index, x0: int, x1: int) -> dict[str, Any]:
     }
 
 
-_CALLS = (
-    "host-launch",
-    "host-sync",
-    "host-copy",
-    "host-allocation",
-    "host-load",
-    "host-call",
-)
+_CALLS = ("host-launch", "host-sync", "host-copy", "host-allocation", "host-load", "host-call")
 
 
 def _idle(a: Analysis, x0: int, x1: int) -> list[dict[str, Any]]:

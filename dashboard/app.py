@@ -15,16 +15,16 @@ import flask
 from advisor.core import text as t
 from advisor.dashboard import current
 from advisor.dashboard.access import Access, protect
-from advisor.dashboard.current import KEY, View, texts
+from advisor.dashboard.current import KEY, PageView, clean_query
 from advisor.dashboard.document import Application
 from advisor.dashboard.pages import job
 from advisor.dashboard.parts import el, icon, link, register_rank_choice
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
 
-def create_app(session: Session, access: Access | None = None) -> dash.Dash:
+def create_app(session: DashboardSession, access: Access | None = None) -> dash.Dash:
     """The application that shows a session. ``access``: who may see it; by default nobody who does
     not know a token that was just made, ``Access()`` is everybody who reaches it by this machine's
     names.
@@ -59,7 +59,7 @@ def create_app(session: Session, access: Access | None = None) -> dash.Dash:
     return app
 
 
-def _add(app: dash.Dash, session: Session, page: Page, order: int) -> None:
+def _add(app: dash.Dash, session: DashboardSession, page: MenuPage, order: int) -> None:
     """Register a page. Dash keeps pages in one registry a process, and callbacks that belong to
     no application go to the first: so pages hold no session, and callbacks are the app's own."""
     name = f"advisor.dashboard.pages.{page.module}"
@@ -70,7 +70,7 @@ def _add(app: dash.Dash, session: Session, page: Page, order: int) -> None:
         name=page.name,
         title=f"{page.name} · advisor",
         order=order,
-        layout=framed(page, module.layout),
+        layout=with_frame(page, module.layout),
     )
     if hasattr(module, "register"):
         module.register(app, session)
@@ -78,7 +78,7 @@ def _add(app: dash.Dash, session: Session, page: Page, order: int) -> None:
         session.warmers.append(module.warm)
 
 
-class Page(NamedTuple):
+class MenuPage(NamedTuple):
     """One page: its module in ``advisor.dashboard.pages`` has ``layout(**query)``; if it has
     callbacks, ``register(app, session)``; if its tables take long, ``warm(loaded)``."""
 
@@ -88,18 +88,18 @@ class Page(NamedTuple):
 
 
 PAGES = (
-    Page("overview", "/", "Overview"),
-    Page("job", "/job", "Job"),
-    Page("findings", "/findings", "Findings"),
-    Page("timeline", "/timeline", "Timeline"),
-    Page("kernels", "/kernels", "Kernels and ops"),
-    Page("memory", "/memory", "Memory"),
-    Page("distributed", "/distributed", "Distributed"),
-    Page("run", "/run", "Run"),
-    Page("trials", "/trials", "Trials"),
-    Page("gpus", "/gpus", "Cost and GPUs"),
-    Page("compare", "/compare", "Compare"),
-    Page("live", "/live", "Live"),
+    MenuPage("overview", "/", "Overview"),
+    MenuPage("job", "/job", "Job"),
+    MenuPage("findings", "/findings", "Findings"),
+    MenuPage("timeline", "/timeline", "Timeline"),
+    MenuPage("kernels", "/kernels", "Kernels and ops"),
+    MenuPage("memory", "/memory", "Memory"),
+    MenuPage("distributed", "/distributed", "Distributed"),
+    MenuPage("run", "/run", "Run"),
+    MenuPage("trials", "/trials", "Trials"),
+    MenuPage("gpus", "/gpus", "Cost and GPUs"),
+    MenuPage("compare", "/compare", "Compare"),
+    MenuPage("live", "/live", "Live"),
 )
 
 
@@ -139,11 +139,11 @@ def _broken() -> Any:
     )
 
 
-def framed(page: Page, inner: Layout) -> Layout:
+def with_frame(page: MenuPage, inner: Layout) -> Layout:
     """A page with the frame around it. While the run is being read there is only the frame."""
 
     def show(**given: object) -> Any:
-        query: dict[str, Any] = texts(given)
+        query: dict[str, Any] = clean_query(given)
         view = current.view(**query)
         if page.module == "live" or view.entry.loaded is not None:
             body = inner(**query)
@@ -158,7 +158,7 @@ def framed(page: Page, inner: Layout) -> Layout:
     return show
 
 
-def frame(page: Page, view: View, body: Any) -> Any:
+def frame(page: MenuPage, view: PageView, body: Any) -> Any:
     """Header, navigation, and the body."""
     return el(
         "Div",
@@ -174,7 +174,7 @@ def frame(page: Page, view: View, body: Any) -> Any:
     )
 
 
-def _header(view: View) -> Any:
+def _header(view: PageView) -> Any:
     return el(
         "Header",
         link(icon("logo"), el("Span", "advisor"), href=view.href("/"), cls="brand"),
@@ -192,7 +192,7 @@ def _header(view: View) -> Any:
     )
 
 
-def _runs(view: View) -> list[Any]:
+def _runs(view: PageView) -> list[Any]:
     """The runs to choose from, as links; only the name when there is one."""
     entries = view.session.entries
     if len(entries) == 1:
@@ -209,7 +209,7 @@ def _runs(view: View) -> list[Any]:
     ]
 
 
-def _navigation(page: Page, view: View) -> Any:
+def _navigation(page: MenuPage, view: PageView) -> Any:
     links = []
     for item in PAGES:
         here = item.module == page.module
@@ -218,7 +218,7 @@ def _navigation(page: Page, view: View) -> Any:
     return el("Nav", el("Ul", *links), cls="side", aria_label="Pages")
 
 
-def _loading(view: View) -> Any:
+def _loading(view: PageView) -> Any:
     """Shown until the run is read; assets/progress.js keeps it current and then reloads."""
     return el(
         "Section",
@@ -232,7 +232,7 @@ def _loading(view: View) -> Any:
     )
 
 
-def _failed(view: View) -> Any:
+def _failed(view: PageView) -> Any:
     return el(
         "Section",
         el("H1", "This cannot be shown"),
@@ -242,7 +242,7 @@ def _failed(view: View) -> Any:
     )
 
 
-def routes(session: Session) -> flask.Blueprint:
+def routes(session: DashboardSession) -> flask.Blueprint:
     """``/_advisor/status``: how far each path is, as JSON."""
     blueprint = flask.Blueprint("advisor_status", "advisor.dashboard", url_prefix="/_advisor")
 

@@ -9,30 +9,30 @@ from urllib.parse import parse_qsl, urlencode
 
 import flask
 
-from advisor.dashboard.session import Entry, Loaded, Session
+from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
 from advisor.measure import Analysis
 
 KEY = "ADVISOR_SESSION"
 
 
-def session() -> Session:
+def session() -> DashboardSession:
     """The session of the application that answers this request."""
-    found: Session = flask.current_app.config[KEY]
+    found: DashboardSession = flask.current_app.config[KEY]
     return found
 
 
 @dataclass(frozen=True)
-class View:
+class PageView:
     """An entry, a rank, and the query they came from. Nothing in it was taken from a request
     without being looked up among what there is."""
 
-    session: Session
-    entry: Entry
+    session: DashboardSession
+    entry: OpenedPath
     rank: int | None
     """A rank that is there; ``None``: the reported one."""
 
     @property
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedRun:
         """The loaded run; only for entries that are ready."""
         if self.entry.loaded is None:
             raise LookupError(self.entry.key)
@@ -51,14 +51,14 @@ class View:
         return f"{path}?{urlencode(found)}" if found else path
 
 
-def view(run: object = None, rank: object = None, **_: object) -> View:
+def view(run: object = None, rank: object = None, **_: object) -> PageView:
     """What the query of a request asks for; what is not there becomes the default."""
     here = session()
     entry = here.entry(str(run) if run is not None else None)
-    return View(here, entry, _rank(entry, rank))
+    return PageView(here, entry, _rank(entry, rank))
 
 
-def _rank(entry: Entry, rank: object) -> int | None:
+def _rank(entry: OpenedPath, rank: object) -> int | None:
     text = str(rank)
     if entry.loaded is None or len(text) > 7 or not text.removeprefix("-").isdecimal():
         return None
@@ -72,7 +72,7 @@ MAX_TEXT = 64 << 10
 """Characters of a value, and of a query string, that are looked at."""
 
 
-def texts(given: Mapping[str, Any]) -> dict[str, str]:
+def clean_query(given: Mapping[str, Any]) -> dict[str, str]:
     """Arguments as a server or Dash parsed them: of a repeated one the first that is text; what
     is no text or too long is left out, as if it had not been sent."""
     found: dict[str, str] = {}
@@ -88,7 +88,7 @@ def texts(given: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def parse(search: object) -> dict[str, str]:
+def parse_query(search: object) -> dict[str, str]:
     """The same of the query of an address: ``?run=1&rank=0``."""
     if not isinstance(search, str):
         return {}
@@ -96,4 +96,4 @@ def parse(search: object) -> dict[str, str]:
     text = search[:MAX_TEXT].removeprefix("?")
     for name, value in parse_qsl(text, keep_blank_values=True, errors="replace"):
         given.setdefault(name, []).append(value)
-    return texts(given)
+    return clean_query(given)

@@ -31,7 +31,7 @@ DECADES = 1e5
 """A roofline reaches this far below its roof: slower kernels than that are idle in all but name."""
 
 
-def base(height: int, **layout: Any) -> Any:
+def empty_figure(height: int, **layout: Any) -> Any:
     """An empty figure in the house style."""
     made = go.Figure()
     made.update_layout(
@@ -70,7 +70,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, whole: int) -> Any:
     ``kernels``: rows of ``Analysis.hot_kernels`` with both rates known. ``whole``: all device work,
     ns.
     """
-    made = base(420)
+    made = empty_figure(420)
     intensity = (kernels["flops_per_s"] / kernels["bytes_per_s"]).to_list()
     rates = (kernels["flops_per_s"] / 1e12).to_list()
     low = 10 ** math.floor(math.log10(max(min([*intensity, 1.0]), 1e-3)))
@@ -99,12 +99,13 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, whole: int) -> Any:
                 mode="markers",
                 marker={
                     "size": [6 + 30 * math.sqrt(p[4] / largest) for p in points],
-                    "color": theme.of_family(family),
+                    "color": theme.family_colour(family),
                     "opacity": 0.78,
                     "line": {"width": 1, "color": "#ffffff"},
                 },
                 customdata=[
-                    [plain(t.kernel(p[2], 70)), t.percent(p[5]), t.percent(p[6])] for p in points
+                    [escape_markup(t.kernel(p[2], 70)), t.percent(p[5]), t.percent(p[6])]
+                    for p in points
                 ],
                 hovertemplate="%{customdata[0]}<br>%{y:.3g} TFLOP/s at %{x:.3g} FLOP/byte<br>"
                 "%{customdata[1]} of device work, %{customdata[2]} of the roof<extra></extra>",
@@ -189,14 +190,14 @@ def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
 
 def icicle(tree: pl.DataFrame, whole: str) -> Any:
     """The tree of modules and operators (``optree.op_tree``), outermost on top."""
-    made = base(460)
+    made = empty_figure(460)
     total = int(tree.filter(pl.col("parent").is_null())["ns"].sum())
     ids = [str(node) for node in tree["node"]]
     parents = ["all" if parent is None else str(parent) for parent in tree["parent"]]
     values = tree["ns"].to_list()
-    full = [plain(t.shorten(t.clean(name), 90)) for name in tree["name"]]
+    full = [escape_markup(t.shorten(t.clean(name), 90)) for name in tree["name"]]
     names = [
-        plain(t.shorten(t.clean(_bare(name)), max(9, int(ns / max(total, 1) * 190))))
+        escape_markup(t.shorten(t.clean(_bare(name)), max(9, int(ns / max(total, 1) * 190))))
         for name, ns in zip(tree["name"], values, strict=True)
     ]
     made.add_trace(
@@ -255,16 +256,16 @@ def lines(
     floor: float | None = 0,
 ) -> Any:
     """Series over time: (name, x, y, colour) each."""
-    made = base(height)
+    made = empty_figure(height)
     for name, at, values, colour in series:
         made.add_trace(
             go.Scatter(
                 x=list(at),
                 y=list(values),
-                name=plain(name),
+                name=escape_markup(name),
                 mode="lines",
                 line={"width": 1.5, "color": colour, "shape": "hv" if step else "linear"},
-                hovertemplate="%{y:,.4g}<extra>" + plain(name) + "</extra>",
+                hovertemplate="%{y:,.4g}<extra>" + escape_markup(name) + "</extra>",
             )
         )
     made.update_xaxes(title=x or None)
@@ -277,16 +278,16 @@ def lines(
     return made
 
 
-def heat(
+def rank_step_heatmap(
     values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], unit: str
 ) -> Any:
     """A value a rank and step; what is missing stays blank."""
-    made = base(max(150, 60 + 26 * len(rows)))
+    made = empty_figure(max(150, 60 + 26 * len(rows)))
     made.add_trace(
         go.Heatmap(
             z=values,
-            x=[plain(c) for c in columns],
-            y=[plain(r) for r in rows],
+            x=[escape_markup(c) for c in columns],
+            y=[escape_markup(r) for r in rows],
             colorscale=[list(stop) for stop in SEQUENTIAL],
             xgap=2,
             ygap=2,
@@ -301,7 +302,7 @@ def heat(
     return made
 
 
-def plain(text: str) -> str:
+def escape_markup(text: str) -> str:
     """Text for plotly, which reads a few tags: none of it is one."""
     text = t.clean(text)
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -311,7 +312,7 @@ MAX_POINTS = 3_000
 """Points of a line: more are not seen, and cost the browser time."""
 
 
-def thin(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[Any]]:
+def downsample(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[Any]]:
     """At most ``MAX_POINTS`` of them: of each stretch its lowest and its highest value, so that
     no spike is lost. Missing values (``None``) stay where a stretch has nothing else."""
     if len(x) <= MAX_POINTS:
@@ -324,7 +325,7 @@ def thin(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[Any]]:
     return [x[i] for i in kept], [y[i] for i in kept]
 
 
-def ranks(
+def rank_class_heatmap(
     values: Sequence[Sequence[float | None]],
     about: Sequence[Sequence[str | None]],
     keys: Sequence[Sequence[str | None]],
@@ -337,7 +338,7 @@ def ranks(
     ``values``: ms apart from the median, at most ``scale``. ``about``: each cell in words.
     ``keys``: of each cell, which a click finds as the point's text (Dash hands on no other).
     """
-    made = base(height)
+    made = empty_figure(height)
     made.add_trace(
         go.Heatmap(
             z=values,
@@ -359,7 +360,7 @@ def ranks(
         showgrid=False,
         showline=False,
         tickvals=[place for place, label in enumerate(labels) if label],
-        ticktext=[plain(label) for label in labels if label],
+        ticktext=[escape_markup(label) for label in labels if label],
         tickfont={"size": 11},
     )
     made.update_xaxes(showline=False, showticklabels=False, title="")
@@ -367,13 +368,13 @@ def ranks(
     return made
 
 
-def counts(labels: Sequence[str], values: Sequence[int], unit: str) -> Any:
+def histogram(labels: Sequence[str], values: Sequence[int], unit: str) -> Any:
     """How many there are in each of several ranges, below each other."""
-    made = base(60 + 24 * len(labels))
+    made = empty_figure(60 + 24 * len(labels))
     made.add_trace(
         go.Bar(
             x=list(values),
-            y=[plain(label) for label in labels],
+            y=[escape_markup(label) for label in labels],
             orientation="h",
             marker={"color": theme.CLASSES["compute"]},
             hovertemplate=f"%{{y}}: %{{x:,}} {unit}<extra></extra>",

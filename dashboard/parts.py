@@ -13,7 +13,7 @@ from advisor.core import text as t
 from advisor.core.views import Segment, StepBar
 
 if TYPE_CHECKING:
-    from advisor.dashboard.current import View
+    from advisor.dashboard.current import PageView
 
 
 def page(*parts: Any) -> list[Any]:
@@ -44,7 +44,7 @@ def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = 
     )
 
 
-def picture(name: str) -> Any:
+def png_button(name: str) -> Any:
     """A button that saves the card it is in as a PNG (assets/picture.js)."""
     return el(
         "Button",
@@ -167,7 +167,7 @@ def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
     return el("Div", el("Span", label, cls="label"), *links, cls="choices")
 
 
-def named(label: str, full: str) -> Any:
+def abbreviation(label: str, full: str) -> Any:
     """A name in little room: the whole of it is the tooltip, and what is copied
     (assets/shell.js)."""
     if label == full:
@@ -180,7 +180,7 @@ def swatch(colour: str) -> Any:
     return el("Span", cls="swatch", style={"background": colour}, aria_hidden="true")
 
 
-def spark(share: float, colour: str) -> Any:
+def share_bar(share: float, colour: str) -> Any:
     """A bar as long as a share of its cell."""
     width = f"{max(0.0, min(share, 1.0)) * 100:.2f}%"
     return el("Span", cls="spark", style={"width": width, "background": colour}, aria_hidden="true")
@@ -283,7 +283,7 @@ def link(*children: Any, href: str, cls: str = "", **props: Any) -> Any:
     return make(inside[0] if len(inside) == 1 else inside, href=href, **props)
 
 
-def out(*children: Any, href: str, cls: str = "") -> Any:
+def external_link(*children: Any, href: str, cls: str = "") -> Any:
     """A link to elsewhere, which learns nothing of where it was followed."""
     return el("A", *children, href=href, cls=cls, target="_blank", rel="noopener noreferrer")
 
@@ -355,7 +355,7 @@ MAX_LINKS = 8
 SELECT = "rank-select"
 
 
-def rank_choice(view: View, path: str) -> Any:
+def rank_choice(view: PageView, path: str) -> Any:
     """The ranks to choose from; ``None`` when there is one."""
     numbers = list(view.loaded.analyses)
     if len(numbers) < 2:

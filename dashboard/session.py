@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from advisor.core.report import Report
     from advisor.measure.ranks.job_report import JobReport
 
-State = Literal["loading", "ready", "failed"]
+LoadState = Literal["loading", "ready", "failed"]
 T = TypeVar("T")
 
 WARM = ("breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives", "memory")
@@ -36,7 +36,7 @@ WATCH_SECONDS = 2.0
 """How often a live run's folder is looked at for new windows."""
 
 
-class Loaded:
+class LoadedRun:
     """One path, read and analysed. Read-only, and safe to be read by several threads."""
 
     def __init__(self, path: str, examined: Examined) -> None:
@@ -79,18 +79,18 @@ class Loaded:
 
 
 @dataclass
-class Entry:
+class OpenedPath:
     """One path that the dashboard was opened with, and how far it is."""
 
     key: str
     """Its number as text: what the URL says (``?run=1``), so that no path comes from a request."""
     path: str
-    state: State = "loading"
+    state: LoadState = "loading"
     doing: str = "waiting"
     """What is going on, for the progress page."""
     why: str = ""
     """``failed``: the reason, in one line."""
-    loaded: Loaded | None = None
+    loaded: LoadedRun | None = None
     """Set when ``ready``; replaced as a whole when a live run's next window was analysed."""
     job: JobReport | None = None
     """Set when ``ready`` where the path is a job of many ranks, which are not read as a whole."""
@@ -108,7 +108,7 @@ class Entry:
 
 
 @dataclass
-class Session:
+class DashboardSession:
     """All that the dashboard shows: entries that load one after another in a thread."""
 
     paths: Sequence[str]
@@ -119,14 +119,14 @@ class Session:
     """Address of the Perfetto UI that a trace can be handed to; ``None``: none."""
 
     def __post_init__(self) -> None:
-        self.entries = [Entry(str(i), str(path)) for i, path in enumerate(self.paths)]
+        self.entries = [OpenedPath(str(i), str(path)) for i, path in enumerate(self.paths)]
         self._comparisons: dict[tuple[str, str], Comparison | str] = {}
         self._opening, self._reading = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._first = threading.Event()
         self._seen: object = None
-        self.warmers: list[Callable[[Loaded], None]] = []
+        self.warmers: list[Callable[[LoadedRun], None]] = []
         """Called with what was read, before it is shown: pages make their large tables then, and
         not while somebody waits for them."""
         self.closers: list[Callable[[], None]] = []
@@ -136,13 +136,13 @@ class Session:
 
     # -- reading ----------------------------------------------------------------------------
 
-    def start(self) -> Session:
+    def start(self) -> DashboardSession:
         """Start loading in the background."""
         self._thread = threading.Thread(target=self._work, name="advisor-load", daemon=True)
         self._thread.start()
         return self
 
-    def load(self) -> Session:
+    def load(self) -> DashboardSession:
         """Load everything now, in this thread."""
         self._load_all()
         return self
@@ -157,13 +157,13 @@ class Session:
         for close in self.closers:
             close()
 
-    def entry(self, key: str | None) -> Entry:
+    def entry(self, key: str | None) -> OpenedPath:
         """The entry of a key; the first one for anything else. A rank of a job is opened when it
         is asked for first, and read in the background."""
         known = next((entry for entry in self.entries if entry.key == key), None)
         return known or self._open(key or "") or self.entries[0]
 
-    def _open(self, key: str) -> Entry | None:
+    def _open(self, key: str) -> OpenedPath | None:
         """A rank of a job, by the row of its report; ``None``: there is none."""
         asked = jobs.split(key)
         with self._opening:
@@ -174,7 +174,7 @@ class Session:
                 if entry.key == jobs.key_of(*asked):  # another request was quicker
                     return entry
             row = job.job.rows[asked[1]]
-            made = Entry(jobs.key_of(*asked), row.path, label=f"rank {row.rank}")
+            made = OpenedPath(jobs.key_of(*asked), row.path, label=f"rank {row.rank}")
             opened = [one for one in self.entries if jobs.split(one.key) and one.state != "loading"]
             if len(opened) >= MAX_OPENED:
                 self.entries.remove(opened[0])
@@ -183,7 +183,7 @@ class Session:
         work.start()
         return made
 
-    def _read_rank(self, entry: Entry) -> None:
+    def _read_rank(self, entry: OpenedPath) -> None:
         with self._reading:  # one after another: each takes as much memory as it is large
             try:
                 self._load(entry, whole=True)
@@ -241,14 +241,14 @@ class Session:
                     entry.state, entry.why = "failed", "the analysis broke off; see the terminal"
             self._first.set()
 
-    def _load(self, entry: Entry, *, whole: bool = False) -> None:
+    def _load(self, entry: OpenedPath, *, whole: bool = False) -> None:
         """``whole``: as one run, whatever it is."""
 
         def reading(path: str, size: int) -> None:
             entry.doing = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
 
         entry.doing = "reading"
-        seen = landed(entry.path) if self.live else None
+        seen = newest_windows(entry.path) if self.live else None
         try:
             if not whole and not self.live and self._is_job(entry):
                 return
@@ -256,7 +256,7 @@ class Session:
             read = replace(self.options.read, progress=reading, memory=memory, urls=False)
             run = open_run(entry.path, read, rank=self.options.rank)
             entry.doing = "measuring"
-            loaded = Loaded(entry.path, examine(run, self._options(run)))
+            loaded = LoadedRun(entry.path, examine(run, self._options(run)))
             for name in WARM:
                 entry.doing = f"measuring: {name.replace('_', ' ')}"
                 getattr(loaded.main, name)
@@ -274,7 +274,7 @@ class Session:
             entry.state = "ready"
         self._seen = seen
 
-    def _is_job(self, entry: Entry) -> bool:
+    def _is_job(self, entry: OpenedPath) -> bool:
         """Whether it is a job of many ranks; then it is ready."""
 
         def told(doing: str) -> None:
@@ -289,7 +289,7 @@ class Session:
         entry.state = "ready"
         return True
 
-    def _fail(self, entry: Entry, why: str) -> None:
+    def _fail(self, entry: OpenedPath, why: str) -> None:
         """A path that cannot be shown; a live run keeps showing its window before."""
         entry.why = why
         entry.state = "ready" if entry.loaded is not None else "failed"
@@ -305,8 +305,8 @@ class Session:
             return self.options
         return replace(self.options, window=max(common))
 
-    def _refresh(self, entry: Entry) -> None:
-        if entry.state == "failed" or landed(entry.path) != self._seen:
+    def _refresh(self, entry: OpenedPath) -> None:
+        if entry.state == "failed" or newest_windows(entry.path) != self._seen:
             self._load(entry)
 
     def _compare(self, before: str, after: str) -> None:
@@ -324,7 +324,7 @@ class Session:
         self._comparisons[before, after] = found
 
 
-def landed(path: str) -> object:
+def newest_windows(path: str) -> object:
     """Something that changes when a window landed; before the first, when many steps did."""
     folder = Path(path)
     windows = frozenset(str(file) for file in folder.glob("rank*/trace_w*.json*"))

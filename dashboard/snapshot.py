@@ -11,9 +11,9 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.report import MemoryView
 from advisor.dashboard import figures
-from advisor.dashboard.current import View
+from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import card, el, figure, table
-from advisor.dashboard.session import Loaded
+from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
 from advisor.render import memory
@@ -33,13 +33,13 @@ MAX_DEVICES = 8
 POINTS = 500
 
 
-def warm(loaded: Loaded) -> None:
+def warm(loaded: LoadedRun) -> None:
     """Make what the figures are drawn from."""
     for post in loaded.main.post_mortems[:MAX_DEVICES]:
         _timeline_table(loaded, None, post)
 
 
-def sections(view: View) -> list[Any]:
+def sections(view: PageView) -> list[Any]:
     """One a device of the rank's snapshot; none: no snapshot."""
     a = view.analysis
     views = {each.device: each for each in view.loaded.report.memory}
@@ -55,7 +55,7 @@ def sections(view: View) -> list[Any]:
     return parts
 
 
-def _device(view: View, a: Analysis, post: PostMortem, told: MemoryView | None) -> list[Any]:
+def _device(view: PageView, a: Analysis, post: PostMortem, told: MemoryView | None) -> list[Any]:
     name = f"GPU {post.device}" if len(a.post_mortems) > 1 else "Memory"
     parts = []
     if post.history.count:
@@ -91,13 +91,13 @@ def _device(view: View, a: Analysis, post: PostMortem, told: MemoryView | None) 
     return parts
 
 
-def _timeline_table(loaded: Loaded, rank: int | None, post: PostMortem) -> pl.DataFrame:
+def _timeline_table(loaded: LoadedRun, rank: int | None, post: PostMortem) -> pl.DataFrame:
     key = ("memory_timeline", rank, post.device)
     return loaded.view(key, lambda: post.timeline(POINTS))
 
 
 def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
-    made = figures.base(320)
+    made = figures.empty_figure(320)
     timed = not table_["time_us"].is_null().any()
     x = (table_["time_us"] / 1e3).to_list() if timed else table_["event"].to_list()
     names = [name for name in CATEGORIES if name in table_.columns]
@@ -182,7 +182,7 @@ def _segments(post: PostMortem) -> Any:
                 said,
             )
         )
-    made = figures.base(_map_height(post))
+    made = figures.empty_figure(_map_height(post))
     for kind in (*CATEGORIES, "pending", "free"):
         bars = drawn.get(kind)
         if not bars:
@@ -228,8 +228,12 @@ def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> t
         times = h.events["time_us"]
         if times[born] is not None and times[h.count - 1] is not None:
             age += f", {t.time((times[h.count - 1] - times[born]) * 1e3)}"
-    label = "" if block["label"] is None else f"<br>{figures.plain(t.clean(block['label']))}"
-    said = f"{t.memory(block['requested'])} {kind}<br>{figures.plain(t.clean(where))}<br>{age}"
+    label = (
+        "" if block["label"] is None else f"<br>{figures.escape_markup(t.clean(block['label']))}"
+    )
+    said = (
+        f"{t.memory(block['requested'])} {kind}<br>{figures.escape_markup(t.clean(where))}<br>{age}"
+    )
     return kind, f"{said}{label}"
 
 

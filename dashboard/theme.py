@@ -43,26 +43,26 @@ FAMILIES: Final = {
 PLAIN: Final = palette.REST.colour
 
 
-def of_class(name: str) -> str:
+def class_colour(name: str) -> str:
     """Colour of a class of device time."""
     return CLASSES.get(name, PLAIN)
 
 
-def of_cause(name: str) -> str:
+def cause_colour(name: str) -> str:
     """Colour of an idle cause."""
     return CAUSES.get(name, PLAIN)
 
 
-def of_host(name: str) -> str:
+def host_colour(name: str) -> str:
     """Colour of a class of host time, or of a phase."""
     return HOST.get(name) or PHASES.get(name, PLAIN)
 
 
-def of_family(name: str) -> str:
+def family_colour(name: str) -> str:
     """Colour of a kernel family."""
     return FAMILIES.get(name, PLAIN)
 
 
-def of_phase(name: str) -> str:
+def phase_colour(name: str) -> str:
     """Colour of a phase of the step."""
     return PHASES.get(name, PLAIN)

@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.serve import Server, bind
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 
 SHOWN = (
     ("overview", 1440, "light"),
@@ -47,7 +47,7 @@ def main() -> None:
         if given.all or (page.module, width, theme) in SHOWN
     ]
     only = {name for name in given.only.split(",") if name}
-    session = Session(given.paths).load()
+    session = DashboardSession(given.paths).load()
     access = Access.to()
     server = bind(create_app(session, access).server, access, 0)
     threading.Thread(target=server.run, daemon=True).start()

@@ -109,7 +109,7 @@ def command(
         refuse_several(path)
     from advisor.dashboard.access import Access
     from advisor.dashboard.serve import bind, open_browser
-    from advisor.dashboard.session import Session
+    from advisor.dashboard.session import DashboardSession
     from advisor.read import ReadOptions
     from advisor.read.source import DEFAULT_LIMIT
 
@@ -126,7 +126,7 @@ def command(
             step_ranges=step_ranges(steps),
         ),
     )
-    session = Session(paths, options, live=live, perfetto=viewer)
+    session = DashboardSession(paths, options, live=live, perfetto=viewer)
     access = Access.to(host, token)
     if no_token:
         access = replace(access, token=None)

@@ -14,8 +14,9 @@ from advisor.compare.view import Line
 from advisor.core import text as t
 from advisor.core.finding import unit_of
 from advisor.dashboard import current, figures, theme
-from advisor.dashboard.current import View
+from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
+    abbreviation,
     banner,
     card,
     choices,
@@ -24,12 +25,11 @@ from advisor.dashboard.parts import (
     empty,
     figure,
     head,
-    named,
     page,
     swatch,
     table,
 )
-from advisor.dashboard.session import Entry
+from advisor.dashboard.session import OpenedPath
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
 MAX_WORK = 20
@@ -80,7 +80,7 @@ def layout(other: object = None, **query: object) -> Any:
     )
 
 
-def _chooser(view: View, keys: list[str], after: Entry) -> Any:
+def _chooser(view: PageView, keys: list[str], after: OpenedPath) -> Any:
     if len(keys) < 2:
         return None
     entries = [view.session.entry(key) for key in keys]
@@ -129,11 +129,11 @@ def _steps(c: Comparison) -> Any:
 
 def _distribution(before: Distribution, after: Distribution) -> Any:
     """Both as cumulative shares: no bins to choose, every step is in it."""
-    made = figures.base(230)
+    made = figures.empty_figure(230)
     for name, side, colour in (("before", before, BEFORE), ("after", after, AFTER)):
         at = sorted(side.durations_ns)
         shares = [(i + 1) / len(at) for i in range(len(at))]
-        x, y = figures.thin([ns / 1e6 for ns in at], shares)
+        x, y = figures.downsample([ns / 1e6 for ns in at], shares)
         made.add_trace(
             go.Scatter(
                 x=x,
@@ -184,7 +184,7 @@ def _table(title: str, lines: list[Line], *, bars: bool = False, caption: str = 
         colour = _colour(line)
         label: Any = line.name if line.group == "kernels" else line.label
         if line.group == "work":
-            label = named(line.label, line.name)
+            label = abbreviation(line.label, line.name)
         first = el(
             "Span", swatch(colour) if colour else None, label, cls="nowrap" if colour else ""
         )
@@ -206,17 +206,17 @@ def _colour(line: Line) -> str | None:
     """As in the bars above, and on the other pages."""
     match line.group:
         case "time":
-            return theme.of_class(line.name)
+            return theme.class_colour(line.name)
         case "idle":
-            return theme.of_cause(line.name)
+            return theme.cause_colour(line.name)
         case "host":
-            return theme.of_host(line.name)
+            return theme.host_colour(line.name)
         case "kernels":
-            return theme.of_family(line.name)
+            return theme.family_colour(line.name)
     return None
 
 
-def _breakdown(c: Comparison, before: Entry, after: Entry) -> Any:
+def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
     lines = words.breakdown_lines(c)
     whole = max(c.before.step_ns, c.after.step_ns)
     strips = []

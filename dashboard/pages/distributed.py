@@ -10,8 +10,9 @@ from advisor.advise import views
 from advisor.core import text as t
 from advisor.core.report import Report
 from advisor.dashboard import current, figures
-from advisor.dashboard.current import View
+from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
+    abbreviation,
     card,
     choices,
     el,
@@ -19,13 +20,12 @@ from advisor.dashboard.parts import (
     figure,
     head,
     link,
-    named,
     page,
     rank_choice,
     table,
     tiles,
 )
-from advisor.dashboard.session import Loaded
+from advisor.dashboard.session import LoadedRun
 from advisor.measure.comm.comm_table import sum_collectives, sum_skew
 from advisor.measure.ranks.ranks import align, exposed_by_rank, skew
 
@@ -67,7 +67,7 @@ def layout(show: object = None, **query: object) -> Any:
     )
 
 
-def _counted(view: View) -> str:
+def _counted(view: PageView) -> str:
     """How many ranks are here, and how many the run has: pages count those that are here."""
     here = len(view.loaded.analyses)
     words = f"{here} ranks in this recording" if here > 1 else "One rank in this recording"
@@ -75,7 +75,7 @@ def _counted(view: View) -> str:
     return f"{words}, of {t.count(world)} in the run." if world and world > here else f"{words}."
 
 
-def warm(loaded: Loaded) -> None:
+def warm(loaded: LoadedRun) -> None:
     """Align the ranks and sum up who is late."""
     ranks = loaded.report.ranks
     if ranks is not None and ranks.aligned:
@@ -114,7 +114,7 @@ def _figures(report: Report) -> Any:
     return tiles(found)
 
 
-def _lines(view: View) -> Any:
+def _lines(view: PageView) -> Any:
     """One line a rank, as every report has it."""
     shown = views.rank_table(view.loaded.report, MAX_RANKS)
     if shown is None:
@@ -143,7 +143,7 @@ def _dash(text: str) -> str:
     return "–" if text == t.NOT_MEASURED else text
 
 
-def _map(view: View, what: str) -> Any:
+def _map(view: PageView, what: str) -> Any:
     """Ranks × steps."""
     rows = view.loaded.view("exposed_by_rank", lambda: exposed_by_rank(view.loaded.analyses))
     if rows.is_empty():
@@ -166,7 +166,7 @@ def _map(view: View, what: str) -> Any:
             ],
         ),
         figure(
-            figures.heat(values, numbers, steps, "ms"),
+            figures.rank_step_heatmap(values, numbers, steps, "ms"),
             f"ranks-{what}",
             height=max(150, 60 + 26 * len(numbers)),
             description=words,
@@ -174,12 +174,12 @@ def _map(view: View, what: str) -> Any:
     )
 
 
-def _skew_table(loaded: Loaded) -> pl.DataFrame:
+def _skew_table(loaded: LoadedRun) -> pl.DataFrame:
     analyses = loaded.analyses
     return sum_skew(skew(analyses, align(analyses)))
 
 
-def _skew(view: View) -> Any:
+def _skew(view: PageView) -> Any:
     """How late ranks come to each kind of collective."""
     table_ = view.loaded.view("skew", lambda: _skew_table(view.loaded))
     if table_.is_empty():
@@ -250,7 +250,7 @@ def _sum(table_: pl.DataFrame, column: str) -> float:
 
 
 def _named(collective: str, annotation: str | None, short: dict[str, str]) -> Any:
-    note = named(short[annotation], annotation) if annotation else None
+    note = abbreviation(short[annotation], annotation) if annotation else None
     return el(
         "Span",
         collective.replace("_", " "),
@@ -264,7 +264,7 @@ ANNOTATION = 48
 """Characters of the range around a collective."""
 
 
-def _collectives(view: View) -> Any:
+def _collectives(view: PageView) -> Any:
     a = view.analysis
     if a.collectives.is_empty():
         return None

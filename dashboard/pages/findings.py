@@ -10,19 +10,19 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Location
 from advisor.core.report import Report
 from advisor.dashboard import current
-from advisor.dashboard.current import View
+from advisor.dashboard.current import PageView
 from advisor.dashboard.pages.overview import anchor
 from advisor.dashboard.parts import (
+    abbreviation,
     card,
     choices,
     code,
     el,
     empty,
+    external_link,
     head,
     icon,
     link,
-    named,
-    out,
     page,
     scrolling,
 )
@@ -50,7 +50,7 @@ def layout(category: object = None, **query: object) -> Any:
     return page(
         _head(report),
         _filters(view, categories, chosen),
-        *(full(view, report, finding) for finding in kept(ranked)),
+        *(finding_card(view, report, finding) for finding in kept(ranked)),
         _section("Memory and risks", view, report, kept(report.risks)),
         _notes(view, report, kept(report.notes)),
     )
@@ -81,7 +81,7 @@ def _nothing(report: Report) -> Any:
     )
 
 
-def _filters(view: View, categories: list[str], chosen: object) -> Any:
+def _filters(view: PageView, categories: list[str], chosen: object) -> Any:
     if len(categories) < 2:
         return None
     options = [("All", view.href("/findings"), chosen is None)]
@@ -92,14 +92,14 @@ def _filters(view: View, categories: list[str], chosen: object) -> Any:
     return choices("Category", options)
 
 
-def _section(title: str, view: View, report: Report, findings: list[Finding]) -> Any:
+def _section(title: str, view: PageView, report: Report, findings: list[Finding]) -> Any:
     if not findings:
         return None
-    cards = [full(view, report, finding) for finding in findings]
+    cards = [finding_card(view, report, finding) for finding in findings]
     return el("Div", el("H2", title), *cards, cls="stack")
 
 
-def full(view: View, report: Report, finding: Finding) -> Any:
+def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
     """One finding with all there is about it."""
     doubts = facts.doubts(finding)
     return el(
@@ -180,16 +180,16 @@ def _lines(lines: list[str]) -> Any:
     return el("Ul", *(el("Li", line) for line in lines), cls="more") if lines else None
 
 
-def _where(view: View, finding: Finding) -> Any:
+def _where(view: PageView, finding: Finding) -> Any:
     places = facts.named_places(finding, 5, name_width=90, path_width=90)
     if not places:
         return None
     lines = []
     for place, texts in places:
         whole = t.place_names(place, name_width=2000, path_width=2000)
-        names = [el("Code", named(*pair)) for pair in zip(texts, whole, strict=True)]
+        names = [el("Code", abbreviation(*pair)) for pair in zip(texts, whole, strict=True)]
         figures = " · ".join(t.place_figures(place))
-        at = show_href(view, finding, place)
+        at = timeline_href(view, finding, place)
         lines.append(
             el(
                 "Li",
@@ -237,7 +237,7 @@ def _folded(report: Report, finding: Finding) -> Any:
     return el("Section", el("H3", "Goes away with it"), el("Ul", *lines, cls="folded"))
 
 
-def show_href(view: View, finding: Finding, place: Location) -> str | None:
+def timeline_href(view: PageView, finding: Finding, place: Location) -> str | None:
     """The timeline around the worst instance; ``None``: the place has no time."""
     if place.ts_ns is None or finding.trace_rank not in (None, *view.loaded.analyses):
         return None
@@ -253,15 +253,15 @@ def show_href(view: View, finding: Finding, place: Location) -> str | None:
     )
 
 
-def _actions(view: View, finding: Finding) -> Any:
+def _actions(view: PageView, finding: Finding) -> Any:
     buttons = []
-    at = next((href for p in finding.where if (href := show_href(view, finding, p))), None)
+    at = next((href for p in finding.where if (href := timeline_href(view, finding, p))), None)
     if at is not None:
         buttons.append(link(icon("show"), "Show me on the timeline", href=at, cls="button main"))
     for reference in finding.references:
         parts = urlsplit(reference)
         if parts.scheme in ("http", "https"):
-            buttons.append(out(t.clean(_short(reference)), href=reference))
+            buttons.append(external_link(t.clean(_short(reference)), href=reference))
         else:
             buttons.append(el("Span", t.clean(reference), cls="dim"))
     return el("Div", *buttons, cls="actions") if buttons else None
@@ -273,13 +273,13 @@ def _short(address: str) -> str:
     return t.shorten(f"{parts.netloc.removeprefix('www.')} … {last}" if last else parts.netloc, 60)
 
 
-def _notes(view: View, report: Report, notes: list[Finding]) -> Any:
+def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
     if not notes:
         return None
     lines = []
     for finding in notes:
         reason = facts.why_note(finding)
-        at = next((href for p in finding.where if (href := show_href(view, finding, p))), None)
+        at = next((href for p in finding.where if (href := timeline_href(view, finding, p))), None)
         lines.append(
             el(
                 "Li",

@@ -9,7 +9,7 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, money, read_prices
 from advisor.dashboard import current
-from advisor.dashboard.current import View
+from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, table
 from advisor.replay.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
 from advisor.replay.project.project import Projector
@@ -66,7 +66,7 @@ def layout(**query: object) -> Any:
     )
 
 
-def _projected(view: View, prices: Prices) -> tuple[Projector, tuple[Choice, ...]]:
+def _projected(view: PageView, prices: Prices) -> tuple[Projector, tuple[Choice, ...]]:
     projector = Projector(view.analysis)
     return projector, choose(projector, offered(prices))
 

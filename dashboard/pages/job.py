@@ -11,7 +11,7 @@ from advisor.advise.ranks import sentences as w
 from advisor.advise.ranks import views
 from advisor.core import text as t
 from advisor.dashboard import current, figures
-from advisor.dashboard.current import View
+from advisor.dashboard.current import PageView
 from advisor.dashboard.grid import Column, grid, register_search
 from advisor.dashboard.jobs import key_of, split
 from advisor.dashboard.parts import (
@@ -27,7 +27,7 @@ from advisor.dashboard.parts import (
     table,
     tiles,
 )
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 from advisor.measure.ranks.job_report import JobReport
 
 STRIP = 128
@@ -73,7 +73,7 @@ def layout(**query: object) -> Any:
     )
 
 
-def choose(view: View) -> Any:
+def choose(view: PageView) -> Any:
     """In place of a page that is of one rank."""
     return page(
         head("Choose a rank"),
@@ -122,7 +122,7 @@ def _map(report: JobReport, key: str) -> Any:
         for place, name in enumerate(heat.classes):
             tints = [heat.tint(row, place) for row in rows]
             values.append([None if x is None else x * heat.scale_ns / 1e6 for x in tints])
-            about.append([figures.plain(heat.words(row, place)) for row in rows])
+            about.append([figures.escape_markup(heat.words(row, place)) for row in rows])
             places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
             labels.append(start + views.label(name))
@@ -130,7 +130,7 @@ def _map(report: JobReport, key: str) -> Any:
     return card(
         "Ranks × classes of time",
         figure(
-            figures.ranks(values, about, places, labels, heat.scale_ns / 1e6, height),
+            figures.rank_class_heatmap(values, about, places, labels, heat.scale_ns / 1e6, height),
             "job",
             height=height,
             id=MAP,
@@ -146,7 +146,7 @@ def _map(report: JobReport, key: str) -> Any:
     )
 
 
-def _odd(report: JobReport, view: View, key: str) -> Any:
+def _odd(report: JobReport, view: PageView, key: str) -> Any:
     if not report.odd:
         return None
     places = {str(row.rank): place for place, row in reversed(list(enumerate(report.rows)))}
@@ -177,7 +177,7 @@ def _steps(report: JobReport) -> Any:
     bins = views.histogram(report)
     if not bins:
         return None
-    made = figures.counts([one.words for one in bins], [one.ranks for one in bins], "ranks")
+    made = figures.histogram([one.words for one in bins], [one.ranks for one in bins], "ranks")
     told = "; ".join(f"{one.words}: {t.count(one.ranks)}" for one in bins if one.ranks)
     return card(
         "The ranks' steps",
@@ -274,7 +274,7 @@ def _not_checked(report: JobReport) -> Any:
     return card("Not checked", facts(lines[:MAX_SHOWN]))
 
 
-def register(app: dash.Dash, session: Session) -> None:
+def register(app: dash.Dash, session: DashboardSession) -> None:
     """A rank that is clicked goes into the address, in the browser."""
     register_search(app, RANKS)
     app.clientside_callback(

@@ -12,7 +12,7 @@ from advisor.advise.words import limit_worded, record_with
 from advisor.core import text as t
 from advisor.core.report import OperatorRate
 from advisor.dashboard import current, figures, theme
-from advisor.dashboard.current import View, parse
+from advisor.dashboard.current import PageView, parse_query
 from advisor.dashboard.grid import Column, add_labels, grid, register_search
 from advisor.dashboard.parts import (
     card,
@@ -25,11 +25,11 @@ from advisor.dashboard.parts import (
     link,
     page,
     rank_choice,
-    spark,
+    share_bar,
     swatch,
     table,
 )
-from advisor.dashboard.session import Loaded, Session
+from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.optree import op_table, op_tree
@@ -61,7 +61,7 @@ def layout(**query: object) -> Any:
     )
 
 
-def warm(loaded: Loaded) -> None:
+def warm(loaded: LoadedRun) -> None:
     """Make the tables of the reported rank."""
     a = loaded.main
     loaded.view(("op_tree", None), lambda: op_tree(a))
@@ -86,8 +86,8 @@ def _families(a: Analysis) -> Any:
     whole = _device_work(a)
     lines = [
         [
-            el("Span", swatch(theme.of_family(name)), name, cls="nowrap"),
-            el("Div", spark(dur / largest, theme.of_family(name)), cls="bar-cell"),
+            el("Span", swatch(theme.family_colour(name)), name, cls="nowrap"),
+            el("Div", share_bar(dur / largest, theme.family_colour(name)), cls="bar-cell"),
             t.time(dur / a.step_count),
             t.percent(dur / whole),
             t.count(count / a.step_count),
@@ -164,7 +164,7 @@ def _cell(name: str, value: float | None, shown: str) -> dict[str, Any]:
     return {name: value, f"{name}_text": "–" if shown == t.NOT_MEASURED else shown}
 
 
-def _kernels(view: View) -> Any:
+def _kernels(view: PageView) -> Any:
     a = view.analysis
     rows = view.loaded.view(("kernel_rows", view.rank), lambda: kernel_rows(a))
     more = a.hot_kernels.height - len(rows)
@@ -178,7 +178,7 @@ def _kernels(view: View) -> Any:
     )
 
 
-def _roofline(view: View) -> Any:
+def _roofline(view: PageView) -> Any:
     a = view.analysis
     known = a.hot_kernels.filter((pl.col("flops_per_s") > 0) & (pl.col("bytes_per_s") > 0)).head(
         400
@@ -213,7 +213,7 @@ def _roofline(view: View) -> Any:
     )
 
 
-def _tree(view: View) -> Any:
+def _tree(view: PageView) -> Any:
     a = view.analysis
     tree = view.loaded.view(("op_tree", view.rank), lambda: op_tree(a))
     if tree.is_empty():
@@ -257,7 +257,7 @@ def op_rows(a: Analysis) -> list[dict[str, Any]]:
     return rows
 
 
-def _ops(view: View) -> Any:
+def _ops(view: PageView) -> Any:
     a = view.analysis
     rows = view.loaded.view(("op_rows", view.rank), lambda: op_rows(a))
     if not rows:
@@ -278,7 +278,7 @@ def _ops(view: View) -> Any:
 # -- one kernel ---------------------------------------------------------------------------------
 
 
-def register(app: dash.Dash, session: Session) -> None:
+def register(app: dash.Dash, session: DashboardSession) -> None:
     """The selected kernel, below the grid."""
 
     register_search(app, "kernel-grid")
@@ -292,7 +292,7 @@ def register(app: dash.Dash, session: Session) -> None:
         prevent_initial_call=True,
     )
     def show(selected: object, search: object) -> Any:
-        query: dict[str, Any] = parse(search)
+        query: dict[str, Any] = parse_query(search)
         view = current.view(**query)
         if not isinstance(selected, list) or not selected or not isinstance(selected[0], dict):
             return None
@@ -302,7 +302,7 @@ def register(app: dash.Dash, session: Session) -> None:
         return _detail(view, int(number))
 
 
-def _detail(view: View, number: int) -> Any:
+def _detail(view: PageView, number: int) -> Any:
     """The kernel of a row: its full name, and its longest instance on the timeline."""
     a = view.analysis
     if number >= min(a.hot_kernels.height, MAX_ROWS):
@@ -388,7 +388,7 @@ def _rate_row(number: int, rate: OperatorRate) -> dict[str, Any]:
     }
 
 
-def operator_rates(view: View) -> Any:
+def operator_rates(view: PageView) -> Any:
     """The card."""
     a = view.analysis
     rows = view.loaded.view(("rate_rows", view.rank), lambda: rate_rows(a))

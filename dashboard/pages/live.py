@@ -11,7 +11,7 @@ from advisor.advise import facts, views
 from advisor.core import text as t
 from advisor.core.run_directory import THROTTLE, Gpu, Host, RankRecord
 from advisor.dashboard import current, figures, theme
-from advisor.dashboard.current import View, parse
+from advisor.dashboard.current import PageView, parse_query
 from advisor.dashboard.pages.overview import finding_line
 from advisor.dashboard.parts import (
     card,
@@ -27,7 +27,7 @@ from advisor.dashboard.parts import (
     tiles,
     two_columns,
 )
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 from advisor.measure.steps.record import Recorded
 
 SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
@@ -59,7 +59,7 @@ def layout(rank: object = None, **query: object) -> Any:
     ]
 
 
-def register(app: dash.Dash, session: Session) -> None:
+def register(app: dash.Dash, session: DashboardSession) -> None:
     """Once a second: what was appended since."""
     if not session.live:
         return
@@ -72,7 +72,7 @@ def register(app: dash.Dash, session: Session) -> None:
         prevent_initial_call=True,
     )
     def tick(_: object, search: object) -> Any:
-        query = parse(search)
+        query = parse_query(search)
         view = current.view()
         record = _record(view, _number(query.get("rank")))
         return body(view, _number(query.get("rank"))), record is not None and record.ended
@@ -83,7 +83,7 @@ def _number(rank: object) -> int | None:
     return int(text) if text.isdecimal() and len(text) <= 6 else None
 
 
-def _record(view: View, rank: int | None) -> RankRecord | None:
+def _record(view: PageView, rank: int | None) -> RankRecord | None:
     follower = view.session.follower
     if follower is None:
         return None
@@ -93,7 +93,7 @@ def _record(view: View, rank: int | None) -> RankRecord | None:
     return follower.read(rank if rank in ranks else ranks[0])
 
 
-def body(view: View, rank: int | None) -> list[Any]:
+def body(view: PageView, rank: int | None) -> list[Any]:
     """All that changes while the run goes on."""
     record = _record(view, rank)
     if record is None or not record.steps:
@@ -175,7 +175,7 @@ def _phases(record: RankRecord) -> Any:
     )
 
 
-def _findings(view: View) -> Any:
+def _findings(view: PageView) -> Any:
     """What the last window showed."""
     entry = view.session.entries[0]
     if entry.loaded is None:
@@ -242,7 +242,7 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
     ]
     found: list[Any] = []
     if made:
-        found.append(card("GPU", multiples(made), aside="over the run, in seconds"))
+        found.append(card("GPU", figure_grid(made), aside="over the run, in seconds"))
     elif record.rank.devices:
         found.append(empty("No GPU telemetry", "The driver gave nothing that could be sampled."))
     spans = throttle_spans(gpus, start)
@@ -252,7 +252,7 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
         one for name, unit, lines in HOST_LINES if (one := _figure(name, unit, lines, hosts, start))
     ]
     if made:
-        found.append(card("Host", multiples(made), aside="over the run, in seconds"))
+        found.append(card("Host", figure_grid(made), aside="over the run, in seconds"))
     return found
 
 
@@ -270,7 +270,7 @@ def _figure(
         if any(value is not None for value in values):
             at = [(when - start) / 1e9 for when, _ in samples]
             shown = [None if value is None else value / scale for value in values]
-            series.append((label, *figures.thin(at, shown), colour))
+            series.append((label, *figures.downsample(at, shown), colour))
     if not series:
         return None
     return el(
@@ -285,7 +285,7 @@ def _figure(
     )
 
 
-def multiples(parts: list[Any]) -> Any:
+def figure_grid(parts: list[Any]) -> Any:
     """Small figures of one kind beside each other."""
     return el("Div", *parts, cls="multiples")
 

@@ -10,7 +10,7 @@ import polars as pl
 from advisor.advise.words import foreign
 from advisor.core import text as t
 from advisor.dashboard import current, figures, snapshot, theme
-from advisor.dashboard.current import View
+from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import (
     card,
     el,
@@ -19,11 +19,11 @@ from advisor.dashboard.parts import (
     head,
     page,
     rank_choice,
-    spark,
+    share_bar,
     table,
     tiles,
 )
-from advisor.dashboard.session import Loaded
+from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.peak import Peak, memory_curve, memory_devices, memory_peak
 
@@ -61,7 +61,7 @@ def layout(**query: object) -> Any:
     return page(title, ooms, *parts, recorded, _calls(a))
 
 
-def warm(loaded: Loaded) -> None:
+def warm(loaded: LoadedRun) -> None:
     """Make the curves and peaks of the reported rank."""
     a = loaded.main
     snapshot.warm(loaded)
@@ -70,7 +70,7 @@ def warm(loaded: Loaded) -> None:
         loaded.view(("memory_peak", None, device), partial(memory_peak, a, device))
 
 
-def _device(view: View, device: int, *, named: bool) -> list[Any]:
+def _device(view: PageView, device: int, *, named: bool) -> list[Any]:
     a = view.analysis
     curve = view.loaded.view(("memory_curve", view.rank, device), lambda: memory_curve(a, device))
     peak = view.loaded.view(("memory_peak", view.rank, device), lambda: memory_peak(a, device))
@@ -163,7 +163,7 @@ def _held(peak: Peak) -> Any:
             [
                 el("Code", t.clean(row["op"])) if row["op"] is not None else "no operator",
                 el("Code", where) if where else "",
-                el("Div", spark(row["bytes"] / largest, ALLOCATED), cls="bar-cell"),
+                el("Div", share_bar(row["bytes"] / largest, ALLOCATED), cls="bar-cell"),
                 t.memory(row["bytes"]),
                 t.percent(row["bytes"] / max(peak.allocated, 1)),
                 t.count(row["blocks"]),
@@ -206,7 +206,7 @@ def _recorded(a: Analysis) -> Any:
         values = [getattr(step, field) for step in steps.steps]
         if any(value is not None for value in values):
             shown = [None if value is None else value / (1 << 30) for value in values]
-            series.append((name, *figures.thin(numbers, shown), colour))
+            series.append((name, *figures.downsample(numbers, shown), colour))
     rss = [(float(s.n), s.rss) for s in steps.steps if s.rss is not None]
     made = []
     if series:

@@ -9,8 +9,8 @@ from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.dashboard import current
-from advisor.dashboard.current import View
-from advisor.dashboard.parts import banner, card, draw_bar, el, link, page, picture, tiles
+from advisor.dashboard.current import PageView
+from advisor.dashboard.parts import banner, card, draw_bar, el, link, page, png_button, tiles
 
 STATUS = {
     "bottlenecks": "Something is worth fixing",
@@ -30,7 +30,7 @@ def layout(**query: object) -> Any:
         _head(report),
         banner(report.limits),
         tiles(figures(report)),
-        card(bar.heading, draw_bar(bar), tools=picture("step")) if bar is not None else None,
+        card(bar.heading, draw_bar(bar), tools=png_button("step")) if bar is not None else None,
         _staircase(report),
         _top(view, report),
         _rest(report),
@@ -116,11 +116,11 @@ def _staircase(report: Report) -> Any:
         el("Ol", *stairs, cls="stairs"),
         el("P", facts.outlook(report), cls="note-line", style={"marginTop": "14px"}),
         aside="each fix on top of those before it",
-        tools=picture("gains"),
+        tools=png_button("gains"),
     )
 
 
-def finding_line(view: View, report: Report, finding: Finding) -> Any:
+def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
     """One finding in two lines, with the way to all there is about it."""
     worth = finding.worth
     where = facts.named_places(finding, 1)
@@ -151,7 +151,7 @@ def anchor(finding: Finding) -> str:
     return f"finding-{kept}"
 
 
-def _top(view: View, report: Report) -> Any:
+def _top(view: PageView, report: Report) -> Any:
     found = facts.ranked(report)
     listed = [*found[:TOP], *report.risks]
     if not listed:

@@ -9,7 +9,7 @@ from advisor.core import text as t
 from advisor.core.report import Recorded
 from advisor.core.run_directory import Manifest, RankRecord
 from advisor.dashboard import current, figures, theme
-from advisor.dashboard.current import View
+from advisor.dashboard.current import PageView
 from advisor.dashboard.pages.live import telemetry_cards
 from advisor.dashboard.parts import (
     card,
@@ -68,7 +68,7 @@ def _no_record() -> Any:
     )
 
 
-def _figures(view: View) -> Any:
+def _figures(view: PageView) -> Any:
     recorded = view.loaded.report.recorded
     if recorded is None or view.rank is not None:
         return None
@@ -116,9 +116,11 @@ def _steps(a: Analysis) -> Any:
     numbers = [float(step.n) for step in steps.steps]
     plain = [None if step.window is not None else step.dur / 1e6 for step in steps.steps]
     inside = [step.dur / 1e6 if step.window is not None else None for step in steps.steps]
-    series = [("step", *figures.thin(numbers, plain), theme.ACCENT)]
+    series = [("step", *figures.downsample(numbers, plain), theme.ACCENT)]
     if any(value is not None for value in inside):
-        series.append(("while profiled", *figures.thin(numbers, inside), theme.CAUSES["dispatch"]))
+        series.append(
+            ("while profiled", *figures.downsample(numbers, inside), theme.CAUSES["dispatch"])
+        )
     return card(
         "Steps",
         figure(
@@ -242,7 +244,7 @@ def _events(record: RankRecord) -> Any:
     return card("What happened", el("Ul", *shown, cls="more"))
 
 
-def _lines(view: View) -> Any:
+def _lines(view: PageView) -> Any:
     """Scalene's hot lines, when there was a pass with it."""
     found = view.loaded.report.hot_lines
     if not found:

@@ -16,9 +16,9 @@ import flask
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.dashboard import current
-from advisor.dashboard.current import View, texts
+from advisor.dashboard.current import PageView, clean_query
 from advisor.dashboard.parts import el, icon
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 from advisor.dashboard.timeline.routes import routes, warm_first
 
 
@@ -35,7 +35,7 @@ def layout(**query: object) -> Any:
     )
 
 
-def register(app: dash.Dash, session: Session) -> None:
+def register(app: dash.Dash, session: DashboardSession) -> None:
     """Add the addresses that the script asks, and build the first timeline beside serving."""
     app.server.register_blueprint(routes(session))
     app.server.register_blueprint(trace_routes(session))
@@ -58,7 +58,7 @@ class TraceFiles:
         self._number = itertools.count()
         self._made: dict[tuple[str, int, int], Path] = {}
 
-    def file(self, view: View) -> Path:
+    def file(self, view: PageView) -> Path:
         """The file of a view. One is made at a time: it takes as long as reading did."""
         from advisor.export import tracks, write_trace
 
@@ -90,7 +90,7 @@ class TraceFiles:
             self._made.clear()
 
 
-def trace_routes(session: Session) -> flask.Blueprint:
+def trace_routes(session: DashboardSession) -> flask.Blueprint:
     """``/_advisor/trace?run=…&rank=…``: the file, packed with gzip."""
     blueprint = flask.Blueprint("advisor_trace", "advisor.dashboard", url_prefix=ADDRESS)
     files = TraceFiles()
@@ -98,7 +98,7 @@ def trace_routes(session: Session) -> flask.Blueprint:
 
     @blueprint.get("")
     def trace() -> flask.typing.ResponseReturnValue:
-        given: dict[str, Any] = texts(flask.request.args.to_dict(flat=False))
+        given: dict[str, Any] = clean_query(flask.request.args.to_dict(flat=False))
         view = current.view(**given)
         if view.entry.loaded is None:
             return flask.Response(f"{view.entry.why or 'Not read yet.'}\n", 409)
@@ -113,7 +113,7 @@ def trace_routes(session: Session) -> flask.Blueprint:
     return blueprint
 
 
-def file_name(view: View) -> str:
+def file_name(view: PageView) -> str:
     """What the file is called where it is saved: ``train.advisor.json.gz``."""
     stem = view.entry.name.split(".json")[0]
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in stem)
@@ -121,7 +121,7 @@ def file_name(view: View) -> str:
     return f"{kept.strip('.')[:80] or 'trace'}{rank}.advisor.json.gz"
 
 
-def trace_buttons(view: View) -> Any:
+def trace_buttons(view: PageView) -> Any:
     """To save the trace, and to open it in Perfetto: what that does is said before it is done.
     ``None``: there is no trace."""
     a = view.analysis

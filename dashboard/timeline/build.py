@@ -22,8 +22,8 @@ from advisor.dashboard.timeline.categories import (
     STEPS,
     SYNCS,
 )
-from advisor.dashboard.timeline.counters import counters
-from advisor.dashboard.timeline.index import Index, Lanes, Set
+from advisor.dashboard.timeline.counters import counter_series
+from advisor.dashboard.timeline.index import CategorySet, IndexBuilder, TimelineIndex
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.host.names import map_names, matches
 from advisor.measure.host.stacks import frame_rank, parents
@@ -62,16 +62,16 @@ _PHASE = (
 )
 
 
-def _slot(part: Set, key: str) -> int:
+def _slot(part: CategorySet, key: str) -> int:
     return next(i for i, category in enumerate(part) if category.key == key)
 
 
-def build_index(a: Analysis, *, libraries: bool = True) -> Index:
+def build_index(a: Analysis, *, libraries: bool = True) -> TimelineIndex:
     """Every lane of a rank's window. A fraction of a second for a million events.
 
     ``libraries``: with the frames of libraries in the call stacks of Python.
     """
-    b = Lanes(str if a.trace.meta.step_marks is None else plain_step)
+    b = IndexBuilder(str if a.trace.meta.step_marks is None else plain_step)
     if a.record_only:
         _recorded(b, a)
     _steps(b, a)
@@ -82,11 +82,11 @@ def build_index(a: Analysis, *, libraries: bool = True) -> Index:
     _threads(b, a, libraries=libraries)
     _overhead(b, a)
     _tell_what_is_missing(b, a)
-    index = b.index(counters(a))
+    index = b.index(counter_series(a))
     return replace(index, place=_places(index, a), framework=a.trace.meta.framework)
 
 
-def _places(index: Index, a: Analysis) -> dict[str, NDArray[np.int32]]:
+def _places(index: TimelineIndex, a: Analysis) -> dict[str, NDArray[np.int32]]:
     """Where each row of a table is drawn (device work: on its stream)."""
     place: dict[str, NDArray[np.int32]] = {
         "cpu": np.full(a.trace.cpu.height, -1, dtype=np.int32),
@@ -99,7 +99,7 @@ def _places(index: Index, a: Analysis) -> dict[str, NDArray[np.int32]]:
     return place
 
 
-def _steps(b: Lanes, a: Analysis) -> None:
+def _steps(b: IndexBuilder, a: Analysis) -> None:
     table = a.steps.table
     if a.steps.source == "whole trace" or table.is_empty():
         return
@@ -115,7 +115,7 @@ def _steps(b: Lanes, a: Analysis) -> None:
     b.tracks("steps", "Steps", "steps", "steps", STEPS, columns)
 
 
-def _recorded(b: Lanes, a: Analysis) -> None:
+def _recorded(b: IndexBuilder, a: Analysis) -> None:
     """Without a profiled window: the steps as the recorder timed them, from the first one."""
     if a.recorded is None or not a.recorded.steps:
         return
@@ -126,7 +126,7 @@ def _recorded(b: Lanes, a: Analysis) -> None:
     b.tracks("recorded", "Steps, as recorded", "steps", "recorded", STEPS, columns)
 
 
-def _phases(b: Lanes, a: Analysis) -> None:
+def _phases(b: IndexBuilder, a: Analysis) -> None:
     """The recorder's phases; without them the outermost ranges of the main thread."""
     cpu = a.trace.cpu
     if cpu.is_empty() or a.trace.main_thread is None:
@@ -156,7 +156,7 @@ def _phases(b: Lanes, a: Analysis) -> None:
     b.tracks("phases", "Phases", "phases", "cpu", PHASES, columns)
 
 
-def _idle(b: Lanes, a: Analysis) -> None:
+def _idle(b: IndexBuilder, a: Analysis) -> None:
     gaps = a.gaps
     if gaps.is_empty():
         return
@@ -168,7 +168,7 @@ def _idle(b: Lanes, a: Analysis) -> None:
     b.tracks("gaps", "GPU idle, by blame", "idle", "gaps", IDLE, columns)
 
 
-def _streams(b: Lanes, a: Analysis) -> None:
+def _streams(b: IndexBuilder, a: Analysis) -> None:
     """Each stream of each device, then collectives and copies once more on their own."""
     gpu = a.trace.gpu
     if gpu.is_empty():
@@ -220,7 +220,7 @@ def _copy_slots(table: pl.DataFrame) -> NDArray[np.uint8]:
     return slot
 
 
-def _sync(b: Lanes, a: Analysis) -> None:
+def _sync(b: IndexBuilder, a: Analysis) -> None:
     sync = a.trace.sync
     if sync.is_empty():
         return
@@ -255,7 +255,7 @@ def _host_slots(a: Analysis) -> NDArray[np.uint8]:
     return slot
 
 
-def _threads(b: Lanes, a: Analysis, *, libraries: bool) -> None:
+def _threads(b: IndexBuilder, a: Analysis, *, libraries: bool) -> None:
     """Each host thread: what it was doing in one lane, then its calls, a lane a depth."""
     cpu = a.trace.cpu
     wanted = (cpu["kind"] != "overhead").to_numpy()
@@ -306,7 +306,7 @@ def _thread_label(a: Analysis, number: int) -> str:
     return f"Main {text}" if number == a.trace.main_thread else text[:1].upper() + text[1:]
 
 
-def _activity(b: Lanes, a: Analysis) -> dict[int, Any]:
+def _activity(b: IndexBuilder, a: Analysis) -> dict[int, Any]:
     """What each thread was doing, each instant once (``Analysis.timeline``): thread -> lane."""
     line = a.timeline
     # pieces of one class in a row are one piece; the first tells the event
@@ -336,7 +336,7 @@ def _activity(b: Lanes, a: Analysis) -> dict[int, Any]:
     return found
 
 
-def _overhead(b: Lanes, a: Analysis) -> None:
+def _overhead(b: IndexBuilder, a: Analysis) -> None:
     cpu = a.trace.cpu
     rows = np.flatnonzero((cpu["kind"] == "overhead").to_numpy())
     table = cpu[rows]
@@ -346,7 +346,7 @@ def _overhead(b: Lanes, a: Analysis) -> None:
     b.tracks("overhead", "Profiler overhead", "overhead", "cpu", HOST, columns, folded=True)
 
 
-def _tell_what_is_missing(b: Lanes, a: Analysis) -> None:
+def _tell_what_is_missing(b: IndexBuilder, a: Analysis) -> None:
     """One line for each kind of lane that the trace has nothing for."""
     if a.record_only:
         b.notes.append("No window was profiled: only steps and samples, as the recorder saw them.")

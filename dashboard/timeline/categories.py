@@ -22,9 +22,11 @@ class Category(NamedTuple):
 
 
 STEPS = (Category("step", "step", "#7f8aa3"), Category("step-aside", "step set aside", "#b5b5bd"))
-PHASES = tuple(Category(f"phase-{name}", name, theme.of_phase(name)) for name in theme.PHASES)
-IDLE = tuple(Category(f"idle-{name}", cause_label(name), theme.of_cause(name)) for name in CAUSES)
-KERNELS = tuple(Category(f"gpu-{name}", name, theme.of_family(name)) for name in FAMILIES)
+PHASES = tuple(Category(f"phase-{name}", name, theme.phase_colour(name)) for name in theme.PHASES)
+IDLE = tuple(
+    Category(f"idle-{name}", cause_label(name), theme.cause_colour(name)) for name in CAUSES
+)
+KERNELS = tuple(Category(f"gpu-{name}", name, theme.family_colour(name)) for name in FAMILIES)
 COPIES = (
     Category("copy-htod", "host to device", theme.CLASSES["copies"]),
     Category("copy-htod-pageable", "host to device, pageable", "#d98a3d"),
@@ -36,23 +38,25 @@ COPIES = (
     Category("copy-memset", "memset", theme.CLASSES["memset"]),
 )
 SYNCS = tuple(
-    Category(f"sync-{name}", f"{name.replace('_', ' ')} sync", theme.of_cause("sync"))
+    Category(f"sync-{name}", f"{name.replace('_', ' ')} sync", theme.cause_colour("sync"))
     for name in SYNC_KINDS
 )
-ACTIVITY = tuple(Category(f"act-{name}", host_label(name), theme.of_host(name)) for name in CLASSES)
+ACTIVITY = tuple(
+    Category(f"act-{name}", host_label(name), theme.host_colour(name)) for name in CLASSES
+)
 HOST = (
-    Category("host-op", "operator", theme.of_host("dispatch")),
+    Category("host-op", "operator", theme.host_colour("dispatch")),
     Category("host-range", "range", "#7f8aa3"),
     Category("host-python", "Python, libraries", "#c9b78a"),
-    Category("host-user", "Python, your code", theme.of_host("python")),
-    Category("host-launch", "launch", theme.of_host("launch")),
-    Category("host-sync", "sync", theme.of_host("sync")),
-    Category("host-copy", "copy call", theme.of_host("copy")),
-    Category("host-allocation", "allocation", theme.of_host("allocation")),
-    Category("host-load", "code loading", theme.of_host("compile")),
+    Category("host-user", "Python, your code", theme.host_colour("python")),
+    Category("host-launch", "launch", theme.host_colour("launch")),
+    Category("host-sync", "sync", theme.host_colour("sync")),
+    Category("host-copy", "copy call", theme.host_colour("copy")),
+    Category("host-allocation", "allocation", theme.host_colour("allocation")),
+    Category("host-load", "code loading", theme.host_colour("compile")),
     Category("host-call", "other runtime call", "#94a35a"),
-    Category("host-loader", "data loader", theme.of_host("loader")),
-    Category("host-overhead", "profiler overhead", theme.of_host("profiler")),
+    Category("host-loader", "data loader", theme.host_colour("loader")),
+    Category("host-overhead", "profiler overhead", theme.host_colour("profiler")),
 )
 
 ALL = (*STEPS, *PHASES, *IDLE, *KERNELS, *COPIES, *SYNCS, *ACTIVITY, *HOST)
@@ -80,7 +84,7 @@ SLOTS = max(len(part) for part in BASE)
 """Size of the largest set."""
 
 
-def called(category: Category, framework: str | None) -> str:
+def category_label(category: Category, framework: str | None) -> str:
     """The label of a category, in the words of the framework that the program is written with."""
     kind, _, name = category.key.partition("-")
     if kind == "idle" or category.key == "host-loader":

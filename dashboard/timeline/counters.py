@@ -23,7 +23,7 @@ MARGIN_NS = 2_000_000_000
 """Samples this far outside the trace are kept: at 1 Hz a window of 0.5 s has one beside it."""
 
 
-class Counter(NamedTuple):
+class CounterSeries(NamedTuple):
     """One series: ``value`` from ``ts`` (in order) until the next. Missing samples are absent."""
 
     key: str
@@ -53,7 +53,7 @@ _HOST: tuple[tuple[str, str, str, Callable[[Host], Any]], ...] = (
 )
 
 
-def counters(a: Analysis) -> tuple[Counter, ...]:
+def counter_series(a: Analysis) -> tuple[CounterSeries, ...]:
     """All series of a rank's window, at most MAX_COUNTERS."""
     found = [*_phases(a), *_samples(a), *_memory(a), *_hardware(a)]
     return tuple(c for c in found if len(c.ts))[:MAX_COUNTERS]
@@ -73,19 +73,19 @@ def clock_offset(a: Analysis) -> int | None:
     return rank.anchor_unix_ns - rank.anchor_perf_ns - a.trace.meta.start_ns
 
 
-def _phases(a: Analysis) -> list[Counter]:
+def _phases(a: Analysis) -> list[CounterSeries]:
     """Of a run without a profiled window: host time of each step by phase."""
     if not a.record_only or a.recorded is None or not a.recorded.steps:
         return []
     ts = a.recorded.ts - a.recorded.ts.min()
     hold = int(a.recorded.dur.max()) + 1
     return [
-        Counter(f"phase:{name}", f"{name}, each step", "ns", ts, value, hold)
+        CounterSeries(f"phase:{name}", f"{name}, each step", "ns", ts, value, hold)
         for name, value in list(a.recorded.phases.items())[:8]
     ]
 
 
-def _samples(a: Analysis) -> list[Counter]:
+def _samples(a: Analysis) -> list[CounterSeries]:
     offset = clock_offset(a)
     if offset is None or a.record is None or a.recorded is None or not a.record.samples:
         return []
@@ -95,7 +95,7 @@ def _samples(a: Analysis) -> list[Counter]:
     near = [(s.t + offset, s) for s in a.record.samples if low <= s.t + offset <= high]
     near.sort(key=lambda pair: pair[0])
     ts = np.array([t for t, _ in near], dtype=np.int64)
-    found: list[Counter] = []
+    found: list[CounterSeries] = []
     devices = max((len(s.gpus) for _, s in near), default=0)
     for place in range(min(devices, 16)):
         number = _ordinal(a.record, place)
@@ -117,17 +117,17 @@ def _ordinal(record: RankRecord, place: int) -> int:
     return place if index is None else index
 
 
-def _sampled(key: str, label: str, unit: str, ts: Ints, values: list[Any]) -> Counter:
+def _sampled(key: str, label: str, unit: str, ts: Ints, values: list[Any]) -> CounterSeries:
     value = np.array([finite(v) for v in values], dtype=np.float64)
     there = ~np.isnan(value)
     own = ts[there]
     period = float(np.median(np.diff(own))) if len(own) > 1 else 1e9
-    return Counter(key, label, unit, own, value[there], int(HOLD_PERIODS * period) + 1)
+    return CounterSeries(key, label, unit, own, value[there], int(HOLD_PERIODS * period) + 1)
 
 
-def _memory(a: Analysis) -> list[Counter]:
+def _memory(a: Analysis) -> list[CounterSeries]:
     memory = a.trace.memory
-    found: list[Counter] = []
+    found: list[CounterSeries] = []
     if memory.is_empty():
         return found
     for device in sorted(memory["device"].unique().drop_nulls().to_list())[:17]:
@@ -139,7 +139,7 @@ def _memory(a: Analysis) -> list[Counter]:
         ):
             told = own.filter(pl.col(column).is_not_null())
             found.append(
-                Counter(
+                CounterSeries(
                     f"memory:{device}:{column}",
                     f"{where} · {label}",
                     "bytes",
@@ -151,9 +151,9 @@ def _memory(a: Analysis) -> list[Counter]:
     return found
 
 
-def _hardware(a: Analysis) -> list[Counter]:
+def _hardware(a: Analysis) -> list[CounterSeries]:
     table = a.trace.counters
-    found: list[Counter] = []
+    found: list[CounterSeries] = []
     if table.is_empty():
         return found
     names = table["name"].unique().cast(pl.String).sort().to_list()
@@ -161,7 +161,7 @@ def _hardware(a: Analysis) -> list[Counter]:
         own = table.filter((pl.col("name") == name) & pl.col("value").is_not_null()).sort("ts")
         hold = int(own["dur"].max() or 1) if own.height else 1  # type: ignore[arg-type]
         found.append(
-            Counter(
+            CounterSeries(
                 f"counter:{name}",
                 str(name)[:80],
                 "",
@@ -173,7 +173,7 @@ def _hardware(a: Analysis) -> list[Counter]:
     return found
 
 
-def sample(counter: Counter, x0: int, x1: int, px: int) -> NDArray[np.float32]:
+def sample(counter: CounterSeries, x0: int, x1: int, px: int) -> NDArray[np.float32]:
     """Least and largest value in each pixel, as two rows; NaN: no value there.
 
     Pixel i is [cut(i), cut(i + 1)) with ``cut(i) = x0 + ceil(i (x1 - x0) / px)``.

@@ -10,11 +10,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.text import cause_label
-from advisor.dashboard.timeline.categories import ALL, called
+from advisor.dashboard.timeline.categories import ALL, category_label
 from advisor.dashboard.timeline.search import locate
 
 if TYPE_CHECKING:
-    from advisor.dashboard.timeline.index import Index, Lane
+    from advisor.dashboard.timeline.index import TimelineIndex, TimelineLane
     from advisor.measure import Analysis
 
 MAX_LINKS = 24
@@ -24,7 +24,7 @@ MAX_AROUND = 12
 Row = dict[str, Any]
 
 
-def describe(a: Analysis, index: Index, position: int) -> dict[str, Any]:
+def describe_slice(a: Analysis, index: TimelineIndex, position: int) -> dict[str, Any]:
     """Facts (label, value, unit) and links (slices tied to it) of a slice. Only what was
     recorded: a fact that is not there is left out."""
     number = index.lane_of(position)
@@ -35,7 +35,7 @@ def describe(a: Analysis, index: Index, position: int) -> dict[str, Any]:
         **locate(index, position),
         "name": index.names[int(index.name[position])][:MAX_TEXT],
         "group": group.label,
-        "category": called(ALL[lane.base + int(index.slot[position])], index.framework),
+        "category": category_label(ALL[lane.base + int(index.slot[position])], index.framework),
         "facts": [],
         "links": [],
         "line": None,
@@ -69,7 +69,7 @@ def _text(value: Any) -> Any:
     return str(value)[:MAX_TEXT] if isinstance(value, str) else value
 
 
-def _links(index: Index, table: str, kind: str, rows: list[int]) -> list[dict[str, Any]]:
+def _links(index: TimelineIndex, table: str, kind: str, rows: list[int]) -> list[dict[str, Any]]:
     places = index.place[table]
     found = [int(places[row]) for row in rows if 0 <= row < len(places)]
     return [{"kind": kind, **locate(index, at)} for at in found if at >= 0][:MAX_LINKS]
@@ -104,7 +104,7 @@ def _comm(a: Analysis, row: Any) -> Iterator[tuple[str, Any, str]]:
         yield "ranks", _text(of["ranks"]), ""
 
 
-def _host(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:
+def _host(a: Analysis, index: TimelineIndex, row: int, found: dict[str, Any]) -> None:
     cpu, gpu = a.trace.cpu, a.trace.gpu
     of = _row(cpu, row)
     found["ts"], found["dur"] = of["ts"], of["dur"]
@@ -144,7 +144,7 @@ def _launched(a: Analysis, row: int) -> NDArray[np.int64]:
     return found
 
 
-def _device(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:
+def _device(a: Analysis, index: TimelineIndex, row: int, found: dict[str, Any]) -> None:
     gpu = a.trace.gpu
     of, measured = _row(gpu, row), _row(a.kernels, row)
     found["ts"], found["dur"] = of["ts"], of["dur"]
@@ -192,7 +192,7 @@ def _yes(value: bool | None) -> str | None:
     return None if value is None else "yes" if value else "no"
 
 
-def _gap(a: Analysis, index: Index, row: int, found: dict[str, Any]) -> None:
+def _gap(a: Analysis, index: TimelineIndex, row: int, found: dict[str, Any]) -> None:
     of = _row(a.gaps, row)
     found["ts"], found["dur"] = of["ts"], of["dur"]
     pieces = a.gaps.filter(pl.col("gap") == of["gap"])
@@ -250,9 +250,9 @@ def _sync(a: Analysis, row: int, found: dict[str, Any]) -> None:
     ]
 
 
-def under(index: Index, lane: int, t: int, reach: int) -> dict[str, Any] | None:
+def slice_near(index: TimelineIndex, lane: int, t: int, reach: int) -> dict[str, Any] | None:
     """The longest slice of a lane within ``reach`` of an instant, and how many there are."""
-    of: Lane = index.lanes[lane]
+    of: TimelineLane = index.lanes[lane]
     lo, hi = index.within(lane, t - reach, t + reach)
     if hi <= lo:
         # a slice of no duration is at an instant
@@ -260,5 +260,5 @@ def under(index: Index, lane: int, t: int, reach: int) -> dict[str, Any] | None:
     if hi <= lo:
         return None
     at = lo + int(np.argmax(index.end[lo:hi] - index.start[lo:hi]))
-    label = called(ALL[of.base + int(index.slot[at])], index.framework)
+    label = category_label(ALL[of.base + int(index.slot[at])], index.framework)
     return {**locate(index, at), "count": hi - lo, "category": label}

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
 from advisor.dashboard.timeline.categories import BASE, Category
-from advisor.dashboard.timeline.counters import Counter
-from advisor.dashboard.timeline.level import BLOCK, Level, build_pyramid
+from advisor.dashboard.timeline.counters import CounterSeries
+from advisor.dashboard.timeline.level import BLOCK, DetailLevel, build_pyramid
 
-Source = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorded"]
+LaneSource = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorded"]
 """Table that a lane's rows are rows of: those of the trace, ``Analysis.steps.table``,
 ``Analysis.gaps``; ``activity``: rows of ``trace.cpu``, -1 none;
 ``recorded``: steps of the record."""
@@ -25,13 +25,13 @@ MAX_LANES = 4096
 
 
 @dataclass(frozen=True)
-class Lane:
+class TimelineLane:
     """One row of the picture. Its slices are ``lo`` to ``hi`` of the columns; they do not
     overlap, so starts and ends are both in order."""
 
     group: int
     depth: int
-    source: Source
+    source: LaneSource
     base: int
     """Category of slot 0."""
     lo: int
@@ -39,7 +39,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Group:
+class LaneGroup:
     """Lanes that belong together, under one label."""
 
     key: str
@@ -56,7 +56,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Index:
+class TimelineIndex:
     """Columns over all slices, aligned with each other. Times are ns of the trace."""
 
     start: Ints
@@ -68,8 +68,8 @@ class Index:
     """Category within the lane's set."""
     row: NDArray[np.int32]
     """Row of the lane's source table, -1: none."""
-    lanes: tuple[Lane, ...]
-    groups: tuple[Group, ...]
+    lanes: tuple[TimelineLane, ...]
+    groups: tuple[LaneGroup, ...]
     names: list[str]
     """Distinct names, those with most time first."""
     framework: str | None = field(default=None, kw_only=True)
@@ -78,13 +78,13 @@ class Index:
     """``cpu`` and ``gpu``: aligned with the table, the slice that shows each row, -1: none."""
     longest: Ints
     """Longest duration of each BLOCK slices, ns."""
-    pyramid: dict[int, Level]
+    pyramid: dict[int, DetailLevel]
     """Cells of the narrow slices, by level."""
     begin: int
     """First instant with anything, ns."""
     finish: int
     """Last one."""
-    counters: tuple[Counter, ...] = ()
+    counters: tuple[CounterSeries, ...] = ()
     notes: tuple[str, ...] = field(default=())
     """What is missing and why, a line each."""
 
@@ -116,17 +116,17 @@ class Index:
         return lo, max(lo, hi)
 
 
-Set = tuple[Category, ...]
+CategorySet = tuple[Category, ...]
 
 
-class Lanes:
+class IndexBuilder:
     """Lanes in the order of the picture; ``index`` joins their columns."""
 
     def __init__(self, shown: Callable[[str], str] = str) -> None:
-        self.names = Names(shown)
+        self.names = NameTable(shown)
         self.columns: list[tuple[NDArray[Any], ...]] = []
-        self.lanes: list[Lane] = []
-        self.groups: list[Group] = []
+        self.lanes: list[TimelineLane] = []
+        self.groups: list[LaneGroup] = []
         self.size = 0
         self.notes: list[str] = []
 
@@ -135,7 +135,7 @@ class Lanes:
         key: str,
         label: str,
         kind: str,
-        parts: list[tuple[Source, Set, Ints, Ints, Any, Any, Any]],
+        parts: list[tuple[LaneSource, CategorySet, Ints, Ints, Any, Any, Any]],
         folded: bool = False,
     ) -> None:
         """Add a group of lanes: (source, set, start, end, name, slot, row) each."""
@@ -162,16 +162,16 @@ class Lanes:
             )
             lo, self.size = self.size, self.size + len(start)
             number = len(self.groups)
-            self.lanes.append(Lane(number, depth, source, BASE[of], lo, self.size))
-        self.groups.append(Group(key, label, kind, first, len(parts), folded))
+            self.lanes.append(TimelineLane(number, depth, source, BASE[of], lo, self.size))
+        self.groups.append(LaneGroup(key, label, kind, first, len(parts), folded))
 
     def tracks(
         self,
         key: str,
         label: str,
         kind: str,
-        source: Source,
-        of: Set,
+        source: LaneSource,
+        of: CategorySet,
         columns: tuple[Any, ...],
         folded: bool = False,
     ) -> None:
@@ -181,14 +181,14 @@ class Lanes:
             return
         order = np.argsort(start, kind="stable")
         start, end, name, slot, row = (c[order] for c in (start, end, name, slot, row))
-        track = lay(start, end)
+        track = assign_tracks(start, end)
         parts = [
             (source, of, start[at], end[at], name[at], slot[at], row[at])
             for at in (np.flatnonzero(track == n) for n in range(int(track.max()) + 1))
         ]
         self.group(key, label, kind, parts, folded)
 
-    def index(self, counters: tuple[Counter, ...] = ()) -> Index:
+    def index(self, counters: tuple[CounterSeries, ...] = ()) -> TimelineIndex:
         """The index of all lanes; ``place`` is left empty."""
         start, end, name, slot, row = (
             np.concatenate([*(column[i] for column in self.columns), np.zeros(0, dtype=kind)])
@@ -199,7 +199,7 @@ class Lanes:
         begin = int(start.min()) if len(start) else 0
         finish = max(int(end.max()) if len(end) else 0, begin + 1)
         bounds = [(lane.lo, lane.hi) for lane in self.lanes]
-        return Index(
+        return TimelineIndex(
             start=start,
             end=end,
             name=name,
@@ -226,7 +226,7 @@ def _longest(duration: Ints) -> Ints:
     return found
 
 
-class Names:
+class NameTable:
     """Collects the names of all tables."""
 
     def __init__(self, shown: Callable[[str], str] = str) -> None:
@@ -270,7 +270,7 @@ MAX_LOOPED = 300_000
 """Overlapping slices that are placed one by one: about 0.2 s."""
 
 
-def lay(start: Ints, end: Ints, most: int = MAX_TRACKS) -> NDArray[np.int64]:
+def assign_tracks(start: Ints, end: Ints, most: int = MAX_TRACKS) -> NDArray[np.int64]:
     """Track of each slice (ordered by start): the first one that is free, at most ``most``.
 
     Slices that overlap none are on track 0. Beyond MAX_LOOPED overlapping slices they take

@@ -12,7 +12,7 @@ from advisor.core.intervals import Ints
 from advisor.dashboard.timeline.categories import SLOTS
 
 if TYPE_CHECKING:
-    from advisor.dashboard.timeline.index import Index
+    from advisor.dashboard.timeline.index import TimelineIndex
 
 BLOCK = 16
 """Slices for which the longest duration is kept: long ones are found by it."""
@@ -21,8 +21,8 @@ MAX_SLICES = 20_000
 MAX_PX = 8192
 
 
-class Flagged(NamedTuple):
-    """Runs of cells with flagged narrow slices."""
+class FlaggedRuns(NamedTuple):
+    """CellRuns of cells with flagged narrow slices."""
 
     lane: NDArray[np.uint16]
     cell: NDArray[np.int64]
@@ -30,7 +30,7 @@ class Flagged(NamedTuple):
     flags: NDArray[np.uint8]
 
 
-class View(NamedTuple):
+class VisibleSlices(NamedTuple):
     """What to draw. Cell c is [begin + (c << k), begin + ((c + 1) << k))."""
 
     k: int
@@ -38,9 +38,9 @@ class View(NamedTuple):
     """Slices of two cells and more: places in the index."""
     lane: NDArray[np.uint16]
     """Their lanes."""
-    runs: Runs
+    runs: CellRuns
     """Cells of the shorter ones."""
-    flagged: Flagged
+    flagged: FlaggedRuns
     seen: int
     """Slices in view, drawn either way."""
 
@@ -51,14 +51,14 @@ def level_for(x0: int, x1: int, px: int) -> int:
 
 
 def level_of_detail(
-    index: Index,
+    index: TimelineIndex,
     lanes: Sequence[int],
     x0: int,
     x1: int,
     px: int,
     flags: NDArray[np.uint8] | None = None,
     most: int = MAX_SLICES,
-) -> View:
+) -> VisibleSlices:
     """What to draw of [x0, x1) of the given lanes on ``px`` pixels.
 
     ``flags``: a byte for each slice of the index; narrow slices that have one are told as
@@ -81,10 +81,12 @@ def level_of_detail(
     else:
         runs = _computed(index, lanes, k, low, high)
     marked = _flagged(index, lanes, k, low, high, flags)
-    return View(k, position, owner, runs, marked, sum(hi - lo for _, lo, hi in spans))
+    return VisibleSlices(k, position, owner, runs, marked, sum(hi - lo for _, lo, hi in spans))
 
 
-def _wide(index: Index, spans: list[tuple[int, int, int]], least: int) -> list[NDArray[np.int64]]:
+def _wide(
+    index: TimelineIndex, spans: list[tuple[int, int, int]], least: int
+) -> list[NDArray[np.int64]]:
     """Slices of at least so many ns in each span, found through the longest of each block."""
     found = []
     for _, lo, hi in spans:
@@ -99,7 +101,7 @@ def _wide(index: Index, spans: list[tuple[int, int, int]], least: int) -> list[N
     return found
 
 
-def _stored(index: Index, lanes: Sequence[int], k: int, low: int, high: int) -> Runs:
+def _stored(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int) -> CellRuns:
     level = index.pyramid[k]
     parts = []
     for number in lanes:
@@ -110,43 +112,43 @@ def _stored(index: Index, lanes: Sequence[int], k: int, low: int, high: int) -> 
         if hi > lo:
             parts.append(np.arange(a + lo, a + hi))
     if not parts:
-        return NO_RUNS
+        return EMPTY_RUNS
     at, of = np.concatenate(parts), level.runs
     cell, width = of.cell[at].astype(np.int64), of.width[at].astype(np.int64)
-    return _cut(Runs(of.lane[at], cell, width, of.slot[at], of.cover[at]), low, high)
+    return _cut(CellRuns(of.lane[at], cell, width, of.slot[at], of.cover[at]), low, high)
 
 
-def _cut(runs: Runs, low: int, high: int) -> Runs:
+def _cut(runs: CellRuns, low: int, high: int) -> CellRuns:
     """Only what lies in cells ``low`` to ``high``."""
     end = np.minimum(runs.cell + runs.width, high + 1)
     cell = np.maximum(runs.cell, low)
     kept = end > cell
     width = (end - cell)[kept]
-    return Runs(runs.lane[kept], cell[kept], width, runs.slot[kept], runs.cover[kept])
+    return CellRuns(runs.lane[kept], cell[kept], width, runs.slot[kept], runs.cover[kept])
 
 
-def _computed(index: Index, lanes: Sequence[int], k: int, low: int, high: int) -> Runs:
+def _computed(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int) -> CellRuns:
     parts = _narrow(index, lanes, k, low, high)
     if not parts:
-        return NO_RUNS
+        return EMPTY_RUNS
     at = np.concatenate([rows for _, rows in parts])
     number = np.array([lane for lane, _ in parts], dtype=np.int64)
     # lanes are numbered as they come, so that keys stay small
     lane = np.repeat(np.arange(len(parts)), [len(rows) for _, rows in parts])
     base = index.begin + (low << k)
-    cells = cells_of((high - low + 1) << k, k) + 2
+    cells = cell_count((high - low + 1) << k, k) + 2
     # shifted by two cells: what begins before the first cell reaches at most two back
     start = index.start[at] - base + (2 << k)
     end = index.end[at] - base + (2 << k)
     narrow = Slices(lane, start, end, index.slot[at])
-    inside = times(narrow, k, cells + 2)
-    runs = runs_of(inside, k, cells + 2)
+    inside = cell_times(narrow, k, cells + 2)
+    runs = cell_runs(inside, k, cells + 2)
     runs = runs._replace(lane=number[runs.lane].astype(np.uint16), cell=runs.cell + low - 2)
     return _cut(runs, low, high)
 
 
 def _narrow(
-    index: Index, lanes: Sequence[int], k: int, low: int, high: int
+    index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int
 ) -> list[tuple[int, NDArray[np.int64]]]:
     """Narrow slices that touch the cells, by lane."""
     x0, x1 = index.begin + (low << k), index.begin + ((high + 1) << k)
@@ -163,11 +165,16 @@ def _narrow(
 
 
 def _flagged(
-    index: Index, lanes: Sequence[int], k: int, low: int, high: int, flags: NDArray[np.uint8] | None
-) -> Flagged:
+    index: TimelineIndex,
+    lanes: Sequence[int],
+    k: int,
+    low: int,
+    high: int,
+    flags: NDArray[np.uint8] | None,
+) -> FlaggedRuns:
     """Cells of flagged narrow slices. A slice that touches several marks the one it begins in."""
     none = np.zeros(0, dtype=np.int64)
-    nothing = Flagged(none.astype(np.uint16), none, none, none.astype(np.uint8))
+    nothing = FlaggedRuns(none.astype(np.uint16), none, none, none.astype(np.uint8))
     if flags is None:
         return nothing
     x0, x1 = index.begin + (low << k), index.begin + ((high + 1) << k)
@@ -189,7 +196,7 @@ def _flagged(
     width = np.diff(np.append(head, len(key)))
     at = key[head]
     cell = low + (at & ((1 << 32) - 1))
-    return Flagged((at >> 32).astype(np.uint16), cell, width, value[head])
+    return FlaggedRuns((at >> 32).astype(np.uint16), cell, width, value[head])
 
 
 COVER_STEP = 8
@@ -199,11 +206,11 @@ SLICES_PER_CELL = 8
 some thousand cells of a finer one touches few enough slices to be looked at one by one."""
 COARSEST_CELLS = 128
 """No level has fewer cells than this."""
-LAST = 62
+MAX_LEVEL = 62
 
 
-class Runs(NamedTuple):
-    """Runs of equal cells, ordered by (lane, cell)."""
+class CellRuns(NamedTuple):
+    """CellRuns of equal cells, ordered by (lane, cell)."""
 
     lane: NDArray[np.uint16]
     cell: NDArray[np.int64]
@@ -214,18 +221,18 @@ class Runs(NamedTuple):
     """Share of the cell that narrow slices cover, rounded up to COVER_STEP, 1 to 255."""
 
 
-class Times(NamedTuple):
+class CellTimes(NamedTuple):
     """Time by cell and slot: ``key = (lane * cells + cell) * SLOTS + slot``, ordered, distinct."""
 
     key: Ints
     time: NDArray[np.float64]
 
 
-class Level(NamedTuple):
+class DetailLevel(NamedTuple):
     """The runs of all lanes at one level; those of lane i are ``first[i]`` to ``first[i + 1]``."""
 
     first: NDArray[np.int64]
-    runs: Runs
+    runs: CellRuns
 
 
 class Slices(NamedTuple):
@@ -238,7 +245,7 @@ class Slices(NamedTuple):
     slot: NDArray[np.uint8]
 
 
-def times(slices: Slices, k: int, cells: int) -> Times:
+def cell_times(slices: Slices, k: int, cells: int) -> CellTimes:
     """Time that narrow slices spend in each cell. Each is at most two cells long."""
     first = slices.start >> k
     end = np.maximum(slices.end, slices.start + 1)
@@ -253,24 +260,24 @@ def times(slices: Slices, k: int, cells: int) -> Times:
         inside -= np.maximum(slices.start[touched], at << k)
         keys.append((slices.lane[touched] * cells + at) * SLOTS + slices.slot[touched])
         weights.append(inside)
-    return summed(np.concatenate(keys), np.concatenate(weights))
+    return sum_by_key(np.concatenate(keys), np.concatenate(weights))
 
 
-def summed(key: Ints, weight: NDArray[np.generic]) -> Times:
+def sum_by_key(key: Ints, weight: NDArray[np.generic]) -> CellTimes:
     """Weights of equal keys added up, keys in order."""
     if not len(key):
-        return Times(key, np.zeros(0))
+        return CellTimes(key, np.zeros(0))
     order = np.argsort(key, kind="stable")
     key = key[order]
     fresh = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
-    return Times(key[fresh], np.add.reduceat(weight[order], fresh).astype(np.float64))
+    return CellTimes(key[fresh], np.add.reduceat(weight[order], fresh).astype(np.float64))
 
 
-def runs_of(found: Times, k: int, cells: int) -> Runs:
+def cell_runs(found: CellTimes, k: int, cells: int) -> CellRuns:
     """The dominant category of each cell, equal neighbours joined."""
     place = found.key // SLOTS
     if not len(place):
-        return NO_RUNS
+        return EMPTY_RUNS
     fresh = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
     count = np.diff(np.append(fresh, len(place)))
     most = np.maximum.reduceat(found.time, fresh)
@@ -291,10 +298,10 @@ def runs_of(found: Times, k: int, cells: int) -> Runs:
     )
     head = np.flatnonzero(new)
     width = np.diff(np.append(head, len(at)))
-    return Runs(lane[head].astype(np.uint16), cell[head], width, top[head], cover[head])
+    return CellRuns(lane[head].astype(np.uint16), cell[head], width, top[head], cover[head])
 
 
-NO_RUNS = Runs(
+EMPTY_RUNS = CellRuns(
     np.zeros(0, dtype=np.uint16),
     np.zeros(0, dtype=np.int64),
     np.zeros(0, dtype=np.int64),
@@ -303,7 +310,7 @@ NO_RUNS = Runs(
 )
 
 
-def cells_of(length: int, k: int) -> int:
+def cell_count(length: int, k: int) -> int:
     """Cells of a level that cover a length (and one more, for what ends with it)."""
     return (length >> k) + 2
 
@@ -313,7 +320,7 @@ def stored_levels(slices: int, length: int) -> range:
     want = max(slices // SLICES_PER_CELL, COARSEST_CELLS)
     low = max((length // want).bit_length() - 1, 0)
     high = max((length // COARSEST_CELLS).bit_length() - 1, low)
-    return range(low, min(high, LAST) + 1)
+    return range(low, min(high, MAX_LEVEL) + 1)
 
 
 def build_pyramid(
@@ -323,37 +330,39 @@ def build_pyramid(
     slot: NDArray[np.uint8],
     begin: int,
     length: int,
-) -> dict[int, Level]:
-    """Runs of every stored level. ``bounds``: first and last slice of each lane.
+) -> dict[int, DetailLevel]:
+    """CellRuns of every stored level. ``bounds``: first and last slice of each lane.
 
     Each level is the one below it with pairs of cells joined, and the slices that became narrow.
     """
     count = np.array([hi - lo for lo, hi in bounds], dtype=np.int64)
     lanes = np.arange(len(bounds), dtype=np.int64)
-    levels: dict[int, Level] = {}
-    found: Times | None = None
+    levels: dict[int, DetailLevel] = {}
+    found: CellTimes | None = None
     dur = np.maximum(end - start, 1)
     for k in stored_levels(len(start), length):
-        cells = cells_of(length, k)
+        cells = cell_count(length, k)
         fresh = dur < 2 << k
         if found is not None:
             fresh &= dur >= 1 << k
         at = np.flatnonzero(fresh)
         lane = np.repeat(lanes, count)[at]
-        added = times(Slices(lane, start[at] - begin, end[at] - begin, slot[at]), k, cells)
+        added = cell_times(Slices(lane, start[at] - begin, end[at] - begin, slot[at]), k, cells)
         if found is not None:
-            was = cells_of(length, k - 1)
+            was = cell_count(length, k - 1)
             place = found.key // SLOTS
             wider = (place // was * cells + (place % was >> 1)) * SLOTS + found.key % SLOTS
-            added = summed(
+            added = sum_by_key(
                 np.concatenate([wider, added.key]), np.concatenate([found.time, added.time])
             )
         found = added
-        runs = runs_of(found, k, cells)
-        levels[k] = Level(np.searchsorted(runs.lane, np.arange(len(bounds) + 1)), _small(runs))
+        runs = cell_runs(found, k, cells)
+        levels[k] = DetailLevel(
+            np.searchsorted(runs.lane, np.arange(len(bounds) + 1)), _small(runs)
+        )
     return levels
 
 
-def _small(runs: Runs) -> Runs:
+def _small(runs: CellRuns) -> CellRuns:
     """The same in fewer bytes: cells of stored levels fit 32 bits."""
     return runs._replace(cell=runs.cell.astype(np.uint32), width=runs.width.astype(np.uint32))

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, intersect
 from advisor.core.text import cause_label
-from advisor.dashboard.timeline.categories import ALL, called
+from advisor.dashboard.timeline.categories import ALL, category_label
 from advisor.dashboard.timeline.search import locate
 from advisor.measure.host.gaps import CAUSES
 
 if TYPE_CHECKING:
-    from advisor.dashboard.timeline.index import Index
+    from advisor.dashboard.timeline.index import TimelineIndex
     from advisor.measure import Analysis
 
 MAX_NAMES = 40
@@ -23,7 +23,7 @@ _CLASSES = ("compute", "communication", "copies", "memset", "idle")
 _HOST_OPS = ("host-op", "host-loader")
 
 
-def statistics(a: Analysis, index: Index, x0: int, x1: int) -> dict[str, Any]:
+def range_statistics(a: Analysis, index: TimelineIndex, x0: int, x1: int) -> dict[str, Any]:
     """What lies in [x0, x1).
 
     ``device``: exclusive classes of the analysed device's time, as in ``Analysis.breakdown``, in
@@ -67,7 +67,7 @@ def _idle(a: Analysis, x0: int, x1: int) -> list[dict[str, Any]]:
     ]
 
 
-def _of_kind(index: Index, kind: str) -> list[int]:
+def _of_kind(index: TimelineIndex, kind: str) -> list[int]:
     return [
         number
         for number, lane in enumerate(index.lanes)
@@ -76,7 +76,7 @@ def _of_kind(index: Index, kind: str) -> list[int]:
 
 
 def _by_name(
-    index: Index, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
+    index: TimelineIndex, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
 ) -> dict[str, Any]:
     name, inside, whole = _inside(index, lanes, keys, x0, x1)
     if not len(name):
@@ -99,7 +99,7 @@ def _by_name(
 
 
 def _inside(
-    index: Index, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
+    index: TimelineIndex, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
     """Name, duration inside the range and whole duration of the slices in it."""
     names, inside, whole = [], [], []
@@ -122,7 +122,9 @@ def _inside(
     return np.concatenate(names), np.concatenate(inside), np.concatenate(whole)
 
 
-def table(index: Index, lanes: list[int], x0: int, x1: int, most: int) -> dict[str, Any]:
+def longest_slices(
+    index: TimelineIndex, lanes: list[int], x0: int, x1: int, most: int
+) -> dict[str, Any]:
     """The longest slices in view, in order of start; ``total``: how many there are in view."""
     spans = [index.within(number, x0, x1) for number in lanes]
     total = sum(hi - lo for lo, hi in spans)
@@ -144,7 +146,9 @@ def table(index: Index, lanes: list[int], x0: int, x1: int, most: int) -> dict[s
             {
                 **locate(index, position),
                 "group": index.groups[of.group].label,
-                "category": called(ALL[of.base + int(index.slot[position])], index.framework),
+                "category": category_label(
+                    ALL[of.base + int(index.slot[position])], index.framework
+                ),
             }
         )
     return {"rows": rows, "total": total}

@@ -10,18 +10,23 @@ from typing import TYPE_CHECKING, Any
 import flask
 
 from advisor.core.labels import distinct
-from advisor.dashboard.current import texts
-from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, called
-from advisor.dashboard.timeline.details import describe, under
-from advisor.dashboard.timeline.index import Index
+from advisor.dashboard.current import clean_query
+from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, category_label
+from advisor.dashboard.timeline.details import describe_slice, slice_near
+from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.dashboard.timeline.level import level_of_detail
-from advisor.dashboard.timeline.ranges import statistics, table
-from advisor.dashboard.timeline.search import brief, findings, starting, step_through
-from advisor.dashboard.timeline.state import RankTimeline, shift
+from advisor.dashboard.timeline.ranges import longest_slices, range_statistics
+from advisor.dashboard.timeline.search import (
+    finding_summary,
+    keyed_findings,
+    slice_starting,
+    step_through,
+)
+from advisor.dashboard.timeline.state import RankTimeline, time_offset
 from advisor.dashboard.timeline.wire import encode
 
 if TYPE_CHECKING:
-    from advisor.dashboard.session import Entry, Loaded, Session
+    from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
 
 PAGE = 4096
 """Names of one page of the name table."""
@@ -33,7 +38,7 @@ LINK, ROW, WIDE_ROW = 60, 20, 52
 RUN = 24
 """Characters of a run's name beside its picture."""
 
-Answer = flask.Response
+Reply = flask.Response
 
 
 class NotReady(Exception):
@@ -45,15 +50,15 @@ class NotReady(Exception):
         self.why = why
 
 
-def routes(session: Session) -> flask.Blueprint:
+def routes(session: DashboardSession) -> flask.Blueprint:
     """The blueprint. Every address takes ``run`` and ``rank``, defaults the first ones."""
     blueprint = flask.Blueprint(
         "advisor_timeline", "advisor.dashboard.timeline", url_prefix="/_advisor/timeline"
     )
 
-    def rule(name: str, answer: Callable[[RankTimeline, Any], Answer]) -> None:
-        def respond() -> Answer:
-            args = texts(flask.request.args.to_dict(flat=False))
+    def rule(name: str, answer: Callable[[RankTimeline, Any], Reply]) -> None:
+        def respond() -> Reply:
+            args = clean_query(flask.request.args.to_dict(flat=False))
             return answer(_chosen(session, args), args)
 
         blueprint.add_url_rule(f"/{name}", name, respond, methods=["GET"])
@@ -61,27 +66,29 @@ def routes(session: Session) -> flask.Blueprint:
     for name, answer in _ANSWERS.items():
         rule(name, answer)
 
-    @blueprint.errorhandler(Refused)
-    def refused(error: Refused) -> tuple[Answer, int]:
+    @blueprint.errorhandler(BadParameter)
+    def refused(error: BadParameter) -> tuple[Reply, int]:
         return flask.jsonify({"error": str(error)}), 400
 
     @blueprint.errorhandler(NotReady)
-    def not_ready(error: NotReady) -> tuple[Answer, int]:
+    def not_ready(error: NotReady) -> tuple[Reply, int]:
         code = 503 if error.state == "loading" else 409
         return flask.jsonify({"state": error.state, "error": error.why}), code
 
     return blueprint
 
 
-def warm_first(session: Session) -> None:
+def warm_first(session: DashboardSession) -> None:
     """Wait until the session is read, and make the timeline that is looked at first."""
     session.wait()
     entry = session.entries[0]
     if entry.loaded is not None:
-        of(entry.loaded, next(iter(entry.loaded.analyses)), entry.version)
+        rank_timeline(entry.loaded, next(iter(entry.loaded.analyses)), entry.version)
 
 
-def of(loaded: Loaded, rank: int, version: int, *, libraries: bool = True) -> RankTimeline:
+def rank_timeline(
+    loaded: LoadedRun, rank: int, version: int, *, libraries: bool = True
+) -> RankTimeline:
     """The timeline of a rank, built once for each loaded run, and once more without the frames of
     libraries when those are hidden."""
     return loaded.view(
@@ -92,22 +99,22 @@ def of(loaded: Loaded, rank: int, version: int, *, libraries: bool = True) -> Ra
     )
 
 
-def _chosen(session: Session, args: Any) -> RankTimeline:
+def _chosen(session: DashboardSession, args: Any) -> RankTimeline:
     loaded, rank = _loaded(session, args, "run", "rank")
     libraries = read_number(args, "libraries", 0, 1, default=1)
     entry = _entry(session, args, "run")
-    return of(loaded, rank, entry.version, libraries=bool(libraries))
+    return rank_timeline(loaded, rank, entry.version, libraries=bool(libraries))
 
 
-def _entry(session: Session, args: Any, key: str) -> Entry:
+def _entry(session: DashboardSession, args: Any, key: str) -> OpenedPath:
     wanted = args.get(key, session.entries[0].key)
     entry = next((e for e in session.entries if e.key == wanted), None)
     if entry is None:
-        raise Refused("there is no such run")
+        raise BadParameter("there is no such run")
     return entry
 
 
-def _loaded(session: Session, args: Any, run: str, rank: str) -> tuple[Loaded, int]:
+def _loaded(session: DashboardSession, args: Any, run: str, rank: str) -> tuple[LoadedRun, int]:
     """The run and the rank that two parameters name."""
     entry = _entry(session, args, run)
     loaded = entry.loaded
@@ -115,17 +122,17 @@ def _loaded(session: Session, args: Any, run: str, rank: str) -> tuple[Loaded, i
         raise NotReady(entry.state, entry.why or entry.doing)
     number = read_number(args, rank, -1, 10**6, default=next(iter(loaded.analyses)))
     if number not in loaded.analyses:
-        raise Refused("there is no such rank")
+        raise BadParameter("there is no such rank")
     return loaded, number
 
 
-def _ranks(session: Session, args: Any) -> list[int]:
+def _ranks(session: DashboardSession, args: Any) -> list[int]:
     key = args.get("run", session.entries[0].key)
     entry = next(e for e in session.entries if e.key == key)
     return sorted(entry.loaded.analyses) if entry.loaded is not None else []
 
 
-def _runs(session: Session) -> list[dict[str, Any]]:
+def _runs(session: DashboardSession) -> list[dict[str, Any]]:
     """The runs that are read, to put one beside another."""
     ready = [(e, e.loaded) for e in session.entries if e.loaded is not None]
     names = distinct((e.name for e, _ in ready), RUN)
@@ -135,17 +142,17 @@ def _runs(session: Session) -> list[dict[str, Any]]:
     ]
 
 
-def _beside(line: RankTimeline, args: Any) -> Answer:
+def _beside(line: RankTimeline, args: Any) -> Reply:
     """How far the times of another rank or run (``other_run``, ``other_rank``) are apart."""
     session = flask.current_app.config["ADVISOR_SESSION"]
     one, other = (
         _loaded(session, args, f"{prefix}run", f"{prefix}rank") for prefix in ("", "other_")
     )
-    found = shift(one, other)
+    found = time_offset(one, other)
     return flask.jsonify({"ns": found.ns, "how": found.how})
 
 
-def _info(line: RankTimeline, args: Any) -> Answer:
+def _info(line: RankTimeline, args: Any) -> Reply:
     """What the picture is made of: groups, lanes, categories, counters, findings, steps."""
     index, a = line.index, line.analysis
     session = flask.current_app.config.get("ADVISOR_SESSION")
@@ -171,7 +178,7 @@ def _info(line: RankTimeline, args: Any) -> Answer:
                 "median": steps.used["dur"].median(),
             },
             "span": [int(a.spans.start[0]), int(a.spans.end[-1])] if len(a.spans) else None,
-            "categories": [[c.key, called(c, own), c.colour] for c in ALL],
+            "categories": [[c.key, category_label(c, own), c.colour] for c in ALL],
             "sets": [[title, BASE[part], len(part)] for part, title in TITLES],
             "groups": [
                 {
@@ -199,12 +206,12 @@ def _info(line: RankTimeline, args: Any) -> Answer:
             "names": len(index.names),
             "page": PAGE,
             "notes": list(index.notes),
-            "findings": [brief(k, f) for k, f in findings(line.report)],
+            "findings": [finding_summary(k, f) for k, f in keyed_findings(line.report)],
         }
     )
 
 
-def _names(line: RankTimeline, args: Any) -> Answer:
+def _names(line: RankTimeline, args: Any) -> Reply:
     """One page of the name table: ``names``, and a label for each that fits into a slice."""
     page = read_number(args, "page", 0, 10**6, default=0)
     names = line.index.names[page * PAGE : (page + 1) * PAGE]
@@ -213,7 +220,7 @@ def _names(line: RankTimeline, args: Any) -> Answer:
     )
 
 
-def _view(line: RankTimeline, args: Any) -> Answer:
+def _view(line: RankTimeline, args: Any) -> Reply:
     """Slices, cells and counters of a view: see ``wire.py``."""
     began = time.perf_counter()
     index = line.index
@@ -231,27 +238,27 @@ def _view(line: RankTimeline, args: Any) -> Answer:
     return response
 
 
-def _slice(line: RankTimeline, args: Any) -> Answer:
+def _slice(line: RankTimeline, args: Any) -> Reply:
     """All that is known of a slice."""
     at = read_number(args, "id", 0, 2**32 - 1)
     if at >= len(line.index):
-        raise Refused("there is no such slice")
-    found = describe(line.analysis, line.index, at)
+        raise BadParameter("there is no such slice")
+    found = describe_slice(line.analysis, line.index, at)
     _label(found["links"], LINK)
     return flask.jsonify(found)
 
 
-def _at(line: RankTimeline, args: Any) -> Answer:
+def _at(line: RankTimeline, args: Any) -> Reply:
     """The longest slice of a lane near an instant: what a cell stands for."""
     lane = read_number(args, "lane", 0, 10**6)
     if lane >= len(line.index.lanes):
-        raise Refused("there is no such lane")
+        raise BadParameter("there is no such lane")
     t = read_number(args, "t", -MAX_NS, MAX_NS)
     reach = read_number(args, "reach", 1, MAX_NS)
-    return flask.jsonify(under(line.index, lane, t, reach))
+    return flask.jsonify(slice_near(line.index, lane, t, reach))
 
 
-def _search(line: RankTimeline, args: Any) -> Answer:
+def _search(line: RankTimeline, args: Any) -> Reply:
     """The next or previous slice whose name has the text."""
     query = read_text(args, "q")
     at = read_number(args, "id", -1, 2**32 - 1, default=-1)
@@ -263,27 +270,27 @@ def _search(line: RankTimeline, args: Any) -> Answer:
     return flask.jsonify(found)
 
 
-def _find(line: RankTimeline, args: Any) -> Answer:
+def _find(line: RankTimeline, args: Any) -> Reply:
     """The slice that begins at an instant."""
     t = read_number(args, "t", -MAX_NS, MAX_NS)
     dur = read_number(args, "dur", -1, MAX_NS, default=-1)
-    return flask.jsonify(starting(line.index, t, None if dur < 0 else dur))
+    return flask.jsonify(slice_starting(line.index, t, None if dur < 0 else dur))
 
 
-def _range(line: RankTimeline, args: Any) -> Answer:
+def _range(line: RankTimeline, args: Any) -> Reply:
     """Statistics of a range."""
     x0, x1 = read_span(args, line.index)
-    found = statistics(line.analysis, line.index, x0, x1)
+    found = range_statistics(line.analysis, line.index, x0, x1)
     for part in ("kernels", "operators", "calls"):
         _label(found[part]["rows"], ROW)
     return flask.jsonify(found)
 
 
-def _table(line: RankTimeline, args: Any) -> Answer:
+def _table(line: RankTimeline, args: Any) -> Reply:
     """The longest slices in view as rows of text."""
     x0, x1 = read_span(args, line.index)
     lanes = read_numbers(args, "lanes", len(line.index.lanes))
-    found = table(line.index, lanes, x0, x1, TABLE_ROWS)
+    found = longest_slices(line.index, lanes, x0, x1, TABLE_ROWS)
     _label(found["rows"], WIDE_ROW)
     return flask.jsonify(found)
 
@@ -294,7 +301,7 @@ def _label(rows: list[dict[str, Any]], width: int) -> None:
         row["label"] = label
 
 
-_ANSWERS: dict[str, Callable[[RankTimeline, Any], Answer]] = {
+_ANSWERS: dict[str, Callable[[RankTimeline, Any], Reply]] = {
     "info": _info,
     "beside": _beside,
     "names": _names,
@@ -319,7 +326,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,19}")
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
-class Refused(ValueError):
+class BadParameter(ValueError):
     """The request makes no sense; the text says which part of it."""
 
 
@@ -330,25 +337,25 @@ def read_number(
     text = args.get(key)
     if text is None:
         if default is None:
-            raise Refused(f"{key} is missing")
+            raise BadParameter(f"{key} is missing")
         return default
     if not _NUMBER.fullmatch(text):
-        raise Refused(f"{key} is not a whole number")
+        raise BadParameter(f"{key} is not a whole number")
     value = int(text)
     if not low <= value <= high:
-        raise Refused(f"{key} is not between {low} and {high}")
+        raise BadParameter(f"{key} is not between {low} and {high}")
     return value
 
 
-def read_span(args: Mapping[str, str], index: Index) -> tuple[int, int]:
+def read_span(args: Mapping[str, str], index: TimelineIndex) -> tuple[int, int]:
     """``x0`` and ``x1``, ns: somewhere near what there is, and some length."""
     length = index.finish - index.begin
     low, high = index.begin - length - 10**9, index.finish + length + 10**9
     x0, x1 = (read_number(args, key, -MAX_NS, MAX_NS) for key in ("x0", "x1"))
     if x1 - x0 < MIN_SPAN:
-        raise Refused(f"x1 is not {MIN_SPAN} ns after x0")
+        raise BadParameter(f"x1 is not {MIN_SPAN} ns after x0")
     if x0 < low or x1 > high:
-        raise Refused("x0 and x1 are far outside the trace")
+        raise BadParameter("x0 and x1 are far outside the trace")
     return x0, x1
 
 
@@ -358,19 +365,19 @@ def read_numbers(args: Mapping[str, str], key: str, most: int) -> list[int]:
     found: set[int] = set()
     parts = text.split(",") if text else []
     if len(parts) > MAX_RANGES:
-        raise Refused(f"{key} has too many parts")
+        raise BadParameter(f"{key} has too many parts")
     for part in parts:
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise Refused(f"{key} is not a list of numbers")
+            raise BadParameter(f"{key} is not a list of numbers")
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < most:
-            raise Refused(f"{key}: there is no {part}")
+            raise BadParameter(f"{key}: there is no {part}")
         if last - first > MAX_ASKED:
-            raise Refused(f"{key} asks for too many")
+            raise BadParameter(f"{key} asks for too many")
         found.update(range(first, last + 1))
     if len(found) > MAX_ASKED:
-        raise Refused(f"{key} asks for too many")
+        raise BadParameter(f"{key} asks for too many")
     return sorted(found)
 
 
@@ -378,5 +385,5 @@ def read_text(args: Mapping[str, str], key: str) -> str:
     """Free text, at most MAX_QUERY characters."""
     text = args.get(key, "")
     if len(text) > MAX_QUERY:
-        raise Refused(f"{key} is longer than {MAX_QUERY} characters")
+        raise BadParameter(f"{key} is longer than {MAX_QUERY} characters")
     return text

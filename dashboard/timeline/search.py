@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
 from advisor.core.labels import by_name
-from advisor.dashboard.timeline.index import Index
+from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_NAMES = 8
 
 
-class Hits(NamedTuple):
+class SearchHits(NamedTuple):
     """``position`` of the found slices in order of the index, ``order`` puts them in order of
     time; a slice drawn twice (a copy on its stream and among the copies) counts once."""
 
@@ -36,14 +36,14 @@ _TWICE = ("collectives", "copies", "phases")
 """Groups whose slices are in another lane too."""
 
 
-def search(index: Index, query: str) -> Hits:
+def search(index: TimelineIndex, query: str) -> SearchHits:
     """Slices whose name contains the lower-case text; an empty text finds nothing."""
     none = np.zeros(0, dtype=np.int32)
     if not query:
-        return Hits(none, none, np.zeros(0, dtype=np.int64))
+        return SearchHits(none, none, np.zeros(0, dtype=np.int64))
     wanted = np.array([query in name.lower() for name in index.names], dtype=bool)
     if not wanted.any():
-        return Hits(none, none, np.zeros(0, dtype=np.int64))
+        return SearchHits(none, none, np.zeros(0, dtype=np.int64))
     position = np.flatnonzero(wanted[index.name]).astype(np.int32)
     once = np.ones(len(position), dtype=bool)
     for lane in index.lanes:
@@ -52,11 +52,11 @@ def search(index: Index, query: str) -> Hits:
             once[a:b] = False
     own = position[once]
     order = own[np.argsort(index.start[own], kind="stable")]
-    return Hits(position, order, np.flatnonzero(wanted))
+    return SearchHits(position, order, np.flatnonzero(wanted))
 
 
 def step_through(
-    index: Index, hits: Hits, at: int | None, since: int, back: bool
+    index: TimelineIndex, hits: SearchHits, at: int | None, since: int, back: bool
 ) -> dict[str, Any]:
     """The found slice after (or before) slice ``at``, or after the instant ``since``; it goes
     round at the end."""
@@ -76,7 +76,7 @@ def step_through(
     return answer | {"at": place, **locate(index, found)}
 
 
-def locate(index: Index, position: int) -> dict[str, Any]:
+def locate(index: TimelineIndex, position: int) -> dict[str, Any]:
     """Where a slice is."""
     return {
         "id": position,
@@ -91,7 +91,7 @@ _SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 _FIRST = ("stream", "idle", "thread", "collectives", "copies", "phases", "steps")
 
 
-def starting(index: Index, t: int, dur: int | None) -> dict[str, Any] | None:
+def slice_starting(index: TimelineIndex, t: int, dur: int | None) -> dict[str, Any] | None:
     """The slice that begins at an instant, of that duration if one is given and there is one;
     device work before idle gaps before host work, inner before outer."""
     best: tuple[tuple[bool, int, int], int] | None = None
@@ -116,7 +116,7 @@ LABEL = 60
 """Characters of a place's name."""
 
 
-def findings(report: Report) -> Iterator[tuple[str, Finding]]:
+def keyed_findings(report: Report) -> Iterator[tuple[str, Finding]]:
     """Every finding with its key: the rule's id, and ``~2`` after it for a second one."""
     seen: dict[str, int] = {}
     for finding in (*report.findings, *report.risks, *report.notes):
@@ -126,10 +126,10 @@ def findings(report: Report) -> Iterator[tuple[str, Finding]]:
 
 def find_finding(report: Report, key: str) -> Finding | None:
     """The finding of a key; ``None``: there is none."""
-    return next((finding for own, finding in findings(report) if own == key), None)
+    return next((finding for own, finding in keyed_findings(report) if own == key), None)
 
 
-def brief(key: str, finding: Finding) -> dict[str, Any]:
+def finding_summary(key: str, finding: Finding) -> dict[str, Any]:
     """What the timeline needs to know of a finding."""
     seen = [p for p in finding.where if p.ts_ns is not None][:MAX_PLACES]
     short = by_name((p.kernel or p.op for p in seen), LABEL)
@@ -148,7 +148,7 @@ def brief(key: str, finding: Finding) -> dict[str, Any]:
     }
 
 
-def outlined(a: Analysis, index: Index, finding: Finding) -> NDArray[np.bool_]:
+def affected_slices(a: Analysis, index: TimelineIndex, finding: Finding) -> NDArray[np.bool_]:
     """Slices of the index that the finding's edits would change."""
     gpu = np.zeros(a.trace.gpu.height, dtype=bool)
     cpu = np.zeros(a.trace.cpu.height, dtype=bool)

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 
 from advisor.core.labels import distinct
 from advisor.dashboard.timeline.build import build_index
-from advisor.dashboard.timeline.search import Hits, find_finding, outlined, search
+from advisor.dashboard.timeline.search import SearchHits, affected_slices, find_finding, search
 from advisor.measure.ranks.ranks import align
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
-    from advisor.dashboard.session import Loaded
+    from advisor.dashboard.session import LoadedRun
     from advisor.measure import Analysis
 
 T = TypeVar("T")
-KEPT = 6
+MAX_RECENT = 6
 """Searches and outlines that are remembered: one byte, or less than 8, a slice each."""
 FOCUS, FOUND = 1, 2
 LABEL = 60
@@ -29,10 +29,10 @@ LABEL = 60
 MAX_PAGES = 8
 
 
-class Latest(Generic[T]):
+class RecentResults(Generic[T]):
     """The last few results by key, made once; safe to be used by several threads."""
 
-    def __init__(self, most: int = KEPT) -> None:
+    def __init__(self, most: int = MAX_RECENT) -> None:
         self._kept: OrderedDict[Any, T] = OrderedDict()
         self._lock = threading.Lock()
         self._most = most
@@ -67,17 +67,17 @@ class RankTimeline:
         self.version = version
         self.libraries = libraries
         self.index = build_index(analysis, libraries=libraries)
-        self._labels: Latest[list[str]] = Latest(MAX_PAGES)
-        self._hits: Latest[Hits] = Latest()
-        self._outlines: Latest[NDArray[np.bool_]] = Latest()
-        self._flags: Latest[NDArray[np.uint8] | None] = Latest()
+        self._labels: RecentResults[list[str]] = RecentResults(MAX_PAGES)
+        self._hits: RecentResults[SearchHits] = RecentResults()
+        self._outlines: RecentResults[NDArray[np.bool_]] = RecentResults()
+        self._flags: RecentResults[NDArray[np.uint8] | None] = RecentResults()
 
     def labels(self, page: int, size: int) -> list[str]:
         """Labels of one page of the names, as they stand in a slice."""
         names = self.index.names[page * size : (page + 1) * size]
         return self._labels.get((page, size), lambda: distinct(names, LABEL, always_tidy=True))
 
-    def hits(self, query: str) -> Hits:
+    def hits(self, query: str) -> SearchHits:
         """Slices whose name contains the text."""
         query = query.strip().lower()
         return self._hits.get(query, lambda: search(self.index, query))
@@ -107,7 +107,7 @@ class RankTimeline:
         finding = find_finding(self.report, focus)
         if finding is None or finding.trace_rank not in (None, self.rank):
             return np.zeros(len(self.index), dtype=bool)
-        return outlined(self.analysis, self.index, finding)
+        return affected_slices(self.analysis, self.index, finding)
 
 
 CLOCK = "on one clock, by their collectives"
@@ -115,7 +115,7 @@ STEP = "each from its first analysed step"
 BEGIN = "each from its first event"
 
 
-class Shift(NamedTuple):
+class TimeOffset(NamedTuple):
     """What to add to a time of the one to get the same moment of the other."""
 
     ns: int
@@ -123,7 +123,7 @@ class Shift(NamedTuple):
     """What "the same moment" means, in words."""
 
 
-def shift(one: tuple[Loaded, int], other: tuple[Loaded, int]) -> Shift:
+def time_offset(one: tuple[LoadedRun, int], other: tuple[LoadedRun, int]) -> TimeOffset:
     """Of two ranks, given with the run each is of.
 
     Ranks of one run are on one clock where their collectives tell it; everything else is put
@@ -134,11 +134,11 @@ def shift(one: tuple[Loaded, int], other: tuple[Loaded, int]) -> Shift:
         alignment = run.view("alignment", lambda: align(run.analyses))
         known = alignment.shift_ns
         if alignment.error_ns is not None and a in known and b in known:
-            return Shift(round(known[a] - known[b]), CLOCK)
+            return TimeOffset(round(known[a] - known[b]), CLOCK)
     first = [_first_step(r.analyses[rank]) for r, rank in (one, other)]
     if None not in first:
-        return Shift((first[1] or 0) - (first[0] or 0), STEP)
-    return Shift(0, BEGIN)
+        return TimeOffset((first[1] or 0) - (first[0] or 0), STEP)
+    return TimeOffset(0, BEGIN)
 
 
 def _first_step(a: Analysis) -> int | None:

@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 
 from advisor.core.words import words
 from advisor.dashboard.timeline.counters import sample
-from advisor.dashboard.timeline.index import Index
-from advisor.dashboard.timeline.level import View
+from advisor.dashboard.timeline.index import TimelineIndex
+from advisor.dashboard.timeline.level import VisibleSlices
 
 MAGIC = b"ATL1"
 HEADER = struct.Struct("<4s7I4d2I")
@@ -65,8 +65,8 @@ _FIELDS = words(
 
 
 def encode(
-    index: Index,
-    view: View,
+    index: TimelineIndex,
+    view: VisibleSlices,
     span: tuple[int, int],
     px: int,
     counters: list[int],

@@ -23,7 +23,7 @@ pytest.importorskip("dash", reason="the dashboard's packages are not installed")
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.serve import bind
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 
 REQUIRED = "ADVISOR_REQUIRE_BROWSER"
 ARGUMENTS = [
@@ -72,13 +72,13 @@ def browser() -> Iterator[Any]:
 class Shown:
     """A dashboard that is being served."""
 
-    session: Session
+    session: DashboardSession
     address: str
     token: str | None
 
 
 @contextmanager
-def serving(session: Session) -> Iterator[Shown]:
+def serving(session: DashboardSession) -> Iterator[Shown]:
     """Serve a session on a free port, as ``advisor dashboard`` does."""
     access = Access.to()
     with _answering(create_app(session, access).server, access) as address:
@@ -122,7 +122,7 @@ class Stage:
         """A dashboard of these paths; read and analysed once."""
         key = tuple(map(str, paths))
         if key not in self.made:
-            session = Session(key).load()
+            session = DashboardSession(key).load()
             application = create_app(session, self.access).server
             self.made[key] = Shown(session, self.address, self.access.token), application
         return self.made[key][0]
@@ -153,7 +153,7 @@ def show(stage: Stage) -> Callable[..., Shown]:
 
 
 @pytest.fixture
-def served() -> Callable[[Session], Any]:
+def served() -> Callable[[DashboardSession], Any]:
     """``with served(session) as shown``: a session that is not loaded yet, or is followed."""
     return serving
 

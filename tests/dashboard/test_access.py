@@ -17,25 +17,25 @@ pytest.importorskip("dash")
 from advisor.core.errors import AdvisorError
 from advisor.dashboard.access import COOKIE, Access, local_address
 from advisor.dashboard.app import PAGES, create_app
-from advisor.dashboard.current import parse, texts
+from advisor.dashboard.current import clean_query, parse_query
 from advisor.dashboard.serve import bind, listen
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 from advisor.testing import TraceBuilder
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+def session(tmp_path_factory: pytest.TempPathFactory) -> DashboardSession:
     b = TraceBuilder()
     for _ in range(3):
         with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
             b.launch(HOSTILE, 900)
             b.sync()
-    return Session([str(b.write(tmp_path_factory.mktemp("a") / "a.json"))]).load()
+    return DashboardSession([str(b.write(tmp_path_factory.mktemp("a") / "a.json"))]).load()
 
 
-def client(session: Session, access: Access | None = None) -> Any:
+def client(session: DashboardSession, access: Access | None = None) -> Any:
     return create_app(session, access or Access()).server.test_client()
 
 
@@ -62,7 +62,7 @@ def policy(answer: Any) -> dict[str, str]:
     return {part.split(" ")[0]: part.partition(" ")[2] for part in parts}
 
 
-def test_the_page_may_run_only_scripts_from_here(session: Session) -> None:
+def test_the_page_may_run_only_scripts_from_here(session: DashboardSession) -> None:
     found = policy(client(session).get("/"))
     assert "unsafe-eval" not in str(found)
     assert "unsafe-inline" not in found["script-src"]
@@ -71,7 +71,7 @@ def test_the_page_may_run_only_scripts_from_here(session: Session) -> None:
     assert found["object-src"] == found["frame-ancestors"] == found["base-uri"] == "'none'"
 
 
-def test_every_inline_script_of_the_page_is_allowed_by_its_hash(session: Session) -> None:
+def test_every_inline_script_of_the_page_is_allowed_by_its_hash(session: DashboardSession) -> None:
     import base64
     import hashlib
     import re
@@ -85,7 +85,7 @@ def test_every_inline_script_of_the_page_is_allowed_by_its_hash(session: Session
 
 
 @pytest.mark.parametrize("path", ["/", "/_dash-layout", "/_advisor/status", "/assets/base.css"])
-def test_everything_comes_with_the_headers(session: Session, path: str) -> None:
+def test_everything_comes_with_the_headers(session: DashboardSession, path: str) -> None:
     answer = client(session).get(path)
     assert answer.status_code == 200
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
@@ -96,7 +96,7 @@ def test_everything_comes_with_the_headers(session: Session, path: str) -> None:
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1", "127.0.0.1:8050", "[::1]:8050", "LOCALHOST:9"]
 )
-def test_this_machines_names_are_answered(session: Session, host: str) -> None:
+def test_this_machines_names_are_answered(session: DashboardSession, host: str) -> None:
     assert client(session).get("/", headers={"Host": host}).status_code == 200
 
 
@@ -104,12 +104,12 @@ def test_this_machines_names_are_answered(session: Session, host: str) -> None:
     "host",
     ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "", "[evil"],
 )
-def test_a_name_that_is_made_to_point_here_is_not(session: Session, host: str) -> None:
+def test_a_name_that_is_made_to_point_here_is_not(session: DashboardSession, host: str) -> None:
     for path in ("/", "/_dash-layout", "/_advisor/status", "/assets/base.css"):
         assert client(session).get(path, headers={"Host": host}).status_code == 403
 
 
-def test_a_post_from_another_site_is_refused(session: Session) -> None:
+def test_a_post_from_another_site_is_refused(session: DashboardSession) -> None:
     c = client(session)
     assert callback(c, "/").status_code == 200
     assert callback(c, "/", Origin="http://localhost").status_code == 200
@@ -118,12 +118,12 @@ def test_a_post_from_another_site_is_refused(session: Session) -> None:
 
 
 @pytest.mark.parametrize("method", ["put", "delete", "patch", "post", "options"])
-def test_nothing_can_be_written(session: Session, method: str) -> None:
+def test_nothing_can_be_written(session: DashboardSession, method: str) -> None:
     assert getattr(client(session), method)("/").status_code == 405
     assert getattr(client(session), method)("/_advisor/status").status_code == 405
 
 
-def test_a_large_body_is_refused(session: Session) -> None:
+def test_a_large_body_is_refused(session: DashboardSession) -> None:
     c = client(session)
     c.get("/")
     answer = c.post(
@@ -141,7 +141,7 @@ def local() -> Access:
 
 
 @pytest.fixture(scope="module")
-def guarded(session: Session, local: Access) -> Any:
+def guarded(session: DashboardSession, local: Access) -> Any:
     """The server of a dashboard that asks for a token."""
     return create_app(session, local).server
 
@@ -159,7 +159,9 @@ def test_a_token_is_asked_for_on_every_address_and_is_never_the_same() -> None:
     assert str(shown.token) not in repr(shown)
 
 
-def test_an_application_that_nobody_said_who_may_see_asks_for_a_token(session: Session) -> None:
+def test_an_application_that_nobody_said_who_may_see_asks_for_a_token(
+    session: DashboardSession,
+) -> None:
     assert create_app(session).server.test_client().get("/").status_code == 401
 
 
@@ -201,7 +203,7 @@ def test_an_old_token_leaves_the_address_of_one_who_was_let_in(guarded: Any, loc
     assert c.get("/run?token=of-yesterday&rank=0").headers["Location"] == "/run?rank=0"
 
 
-def test_a_token_leaves_the_address_where_none_is_asked_for(session: Session) -> None:
+def test_a_token_leaves_the_address_where_none_is_asked_for(session: DashboardSession) -> None:
     assert client(session).get("/run?token=x").headers["Location"] == "/run"
 
 
@@ -246,7 +248,7 @@ def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
     assert len(compared) == 3
 
 
-def test_a_name_that_points_here_is_refused_with_a_token_too(session: Session) -> None:
+def test_a_name_that_points_here_is_refused_with_a_token_too(session: DashboardSession) -> None:
     access = Access.to("0.0.0.0")
     answer = client(session, access).get(
         f"/?token={access.token}", headers={"Host": "evil.example"}
@@ -255,7 +257,7 @@ def test_a_name_that_points_here_is_refused_with_a_token_too(session: Session) -
     assert "Set-Cookie" not in answer.headers
 
 
-def test_another_machine_may_come_by_an_address(session: Session) -> None:
+def test_another_machine_may_come_by_an_address(session: DashboardSession) -> None:
     for access in (Access.to("0.0.0.0"), replace(Access.to("0.0.0.0"), token=None)):
         for host in ("10.0.0.5:8050", "[2001:db8::1]:8050"):
             answer = client(session, access).get(
@@ -345,7 +347,7 @@ def test_the_token_cannot_be_used_to_redirect_elsewhere(
     assert leaves_for(answer.headers["Location"]) == "localhost:8050"
 
 
-def test_work_is_done_for_pages_of_ours_only(session: Session) -> None:
+def test_work_is_done_for_pages_of_ours_only(session: DashboardSession) -> None:
     c = client(session)
     for site, code in (
         ("same-origin", 200),
@@ -373,7 +375,9 @@ def test_work_is_done_for_pages_of_ours_only(session: Session) -> None:
         "?self=1&query=2&given=3&page=4&view=5&x0=&x0=1&focus=a&focus=b", "?%00=%00&%ff=%fe&=&&?=?",
     ],
 )  # fmt: skip
-def test_no_query_breaks_a_page_or_names_a_file(session: Session, page: str, query: str) -> None:
+def test_no_query_breaks_a_page_or_names_a_file(
+    session: DashboardSession, page: str, query: str
+) -> None:
     answer = callback(client(session), page, query)
     assert answer.status_code == 200
     assert "root:" not in answer.text
@@ -383,19 +387,19 @@ def test_no_query_breaks_a_page_or_names_a_file(session: Session, page: str, que
 @given(st.text(max_size=60) | st.binary(max_size=60))
 def test_what_an_address_asks_for_is_read_as_short_texts(search: str | bytes) -> None:
     for raw in (search, {"show": [search, "b"], "run": search, "x": [], "y": None}):
-        found = parse(raw) if isinstance(raw, str | bytes) else texts(raw)
+        found = parse_query(raw) if isinstance(raw, str | bytes) else clean_query(raw)
         assert all(isinstance(value, str) and key.isidentifier() for key, value in found.items())
-    assert texts({"show": ["a", "b"], "rank": "1" * 100_000}) == {"show": "a"}
-    assert parse("?show=a&show=b&rank=") == {"show": "a", "rank": ""}
+    assert clean_query({"show": ["a", "b"], "rank": "1" * 100_000}) == {"show": "a"}
+    assert parse_query("?show=a&show=b&rank=") == {"show": "a", "rank": ""}
 
 
 @pytest.mark.parametrize("path", ["/assets/../access.py", "/assets/..%2f..%2faccess.py", "/etc"])
-def test_no_path_leads_out_of_the_assets(session: Session, path: str) -> None:
+def test_no_path_leads_out_of_the_assets(session: DashboardSession, path: str) -> None:
     answer = client(session).get(path)
     assert "hmac" not in answer.text
 
 
-def test_a_name_from_a_trace_is_sent_as_text_and_never_as_markup(session: Session) -> None:
+def test_a_name_from_a_trace_is_sent_as_text_and_never_as_markup(session: DashboardSession) -> None:
     answer = callback(client(session), "/kernels")
     assert HOSTILE in json.dumps(answer.json, ensure_ascii=False)
     components = json.dumps(answer.json)
@@ -418,7 +422,7 @@ def _figures(node: Any) -> list[Any]:
 # -- the port ------------------------------------------------------------------------------------
 
 
-def test_a_taken_port_gives_the_next_free_one(session: Session) -> None:
+def test_a_taken_port_gives_the_next_free_one(session: DashboardSession) -> None:
     taken = listen("127.0.0.1", 0)
     port = taken.getsockname()[1]
     server = bind(create_app(session, Access()).server, Access(), port)

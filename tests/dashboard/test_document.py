@@ -11,14 +11,14 @@ import pytest
 from advisor import dashboard
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 
 SCRIPTS = Path(dashboard.__file__).parent / "assets"
 
 
 @pytest.fixture(scope="module")
 def client() -> Any:
-    return create_app(Session([]), Access()).server.test_client()
+    return create_app(DashboardSession([]), Access()).server.test_client()
 
 
 def sources(html: str) -> list[str]:

@@ -21,7 +21,7 @@ pytest.importorskip("dash")
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.serve import Server, bind, open_browser, redirect_file
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 from advisor.testing import TraceBuilder
 
 SOON = 2.0
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         with b.step(), b.op("aten::mm"):
             b.launch("gemm", 900)
             b.sync()
-    session = Session([str(b.write(tmp_path_factory.mktemp("entry") / "a.json"))]).load()
+    session = DashboardSession([str(b.write(tmp_path_factory.mktemp("entry") / "a.json"))]).load()
     access = Access.to()
     made = bind(create_app(session, access).server, access, 0)
     threading.Thread(target=made.run, daemon=True).start()

@@ -12,7 +12,7 @@ import pytest
 from advisor.advise.engine import Options
 from advisor.advise.facts import cost
 from advisor.core.prices import NO_PRICES, Prices, parse_price, read_prices
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 from advisor.replay.project.choice import cheapest, choose, offered
 from advisor.replay.project.project import Projector
 from advisor.testing import TraceBuilder
@@ -35,7 +35,7 @@ def told(served: Any, tab: Any) -> Callable[..., str]:
     """The page's text, for a trace and prices."""
 
     def read(path: Path, prices: Prices) -> str:
-        session = Session([str(path)], Options(prices=prices)).load()
+        session = DashboardSession([str(path)], Options(prices=prices)).load()
         with served(session) as shown:
             t = tab(shown)
             t.open("/gpus")
@@ -55,7 +55,7 @@ def test_the_cheapest_gpu_is_that_of_the_projection_and_costs_are_the_reports(
     )
     prices = read_prices(tmp_path / "prices.toml")
     body = told(path, prices)
-    session = Session([str(path)], Options(prices=prices)).load()
+    session = DashboardSession([str(path)], Options(prices=prices)).load()
     loaded = session.entries[0].loaded
     assert loaded is not None
     found = choose(Projector(loaded.main), offered(prices))

@@ -12,7 +12,7 @@ from msgspec import structs
 from advisor.advise.ranks.job import MANY
 from advisor.core.errors import AdvisorError
 from advisor.dashboard import session as home
-from advisor.dashboard.session import Entry, Session
+from advisor.dashboard.session import DashboardSession, OpenedPath
 from advisor.measure.ranks.job_report import JobReport, Missing, Odd, Row
 from advisor.testing import TraceBuilder
 
@@ -60,7 +60,7 @@ def saved(folder: Path, count: int, *, nasty: str = "") -> Path:
     return file
 
 
-def opened(session: Session, key: str) -> Entry:
+def opened(session: DashboardSession, key: str) -> OpenedPath:
     """A rank, once it is read."""
     entry = session.entry(key)
     deadline = time.monotonic() + PATIENCE
@@ -73,7 +73,7 @@ def test_a_click_on_the_map_reads_that_rank_and_shows_its_timeline(
     tmp_path: Path, served: Any, tab: Any
 ) -> None:
     folder = write_ranks(tmp_path / "ranks", 8)
-    session = Session([str(saved(folder, 8, nasty=NASTY))]).load()
+    session = DashboardSession([str(saved(folder, 8, nasty=NASTY))]).load()
     assert [entry.state for entry in session.entries] == ["ready"]
     with served(session) as shown:
         t = tab(shown)
@@ -106,7 +106,7 @@ def test_a_click_on_the_map_reads_that_rank_and_shows_its_timeline(
 
 def test_a_rank_is_chosen_in_the_table_too(tmp_path: Path, served: Any, tab: Any) -> None:
     folder = write_ranks(tmp_path / "ranks", 4)
-    with served(Session([str(saved(folder, 4))]).load()) as shown:
+    with served(DashboardSession([str(saved(folder, 4))]).load()) as shown:
         t = tab(shown)
         t.open("/job")
         t.settle()
@@ -119,10 +119,10 @@ def test_a_rank_is_chosen_in_the_table_too(tmp_path: Path, served: Any, tab: Any
 
 
 def test_a_folder_of_many_ranks_is_a_job_and_one_of_few_is_not(tmp_path: Path) -> None:
-    many = Session([str(write_ranks(tmp_path / "many", MANY + 1))]).load().entries[0]
+    many = DashboardSession([str(write_ranks(tmp_path / "many", MANY + 1))]).load().entries[0]
     assert many.job is not None
     assert (many.state, many.job.read, many.loaded) == ("ready", MANY + 1, None)
-    few = Session([str(write_ranks(tmp_path / "few", 2))]).load().entries[0]
+    few = DashboardSession([str(write_ranks(tmp_path / "few", 2))]).load().entries[0]
     assert few.job is None
     assert few.loaded is not None
 
@@ -131,7 +131,7 @@ def test_a_rank_that_cannot_be_read_says_why_and_the_job_stays(tmp_path: Path) -
     folder = write_ranks(tmp_path / "ranks", 2)
     file = saved(folder, 2)
     (folder / "rank1.json").write_text("{")
-    session = Session([str(file)]).load()
+    session = DashboardSession([str(file)]).load()
     bad = opened(session, "0.1")
     assert (bad.state, bad.name) == ("failed", "rank 1")
     assert bad.why
@@ -143,7 +143,7 @@ def test_a_rank_that_cannot_be_read_says_why_and_the_job_stays(tmp_path: Path) -
 @pytest.mark.parametrize("key", ["0.8", "1.0", "0.-1", "0.x", "0.0.0", "0.00000001", "", "../x"])
 def test_what_is_no_rank_of_the_job_opens_nothing(tmp_path: Path, key: str) -> None:
     folder = write_ranks(tmp_path / "ranks", 2)
-    session = Session([str(saved(folder, 2))]).load()
+    session = DashboardSession([str(saved(folder, 2))]).load()
     assert session.entry(key) is session.entries[0]
     assert len(session.entries) == 1
     assert session.pairs == []
@@ -154,7 +154,7 @@ def test_no_more_ranks_are_kept_open_than_there_is_room_for(
 ) -> None:
     monkeypatch.setattr(home, "MAX_OPENED", 2)
     folder = write_ranks(tmp_path / "ranks", 4)
-    session = Session([str(saved(folder, 4))]).load()
+    session = DashboardSession([str(saved(folder, 4))]).load()
     for row in range(4):
         assert opened(session, f"0.{row}").loaded is not None
     assert [entry.key for entry in session.entries] == ["0", "0.2", "0.3"]
@@ -164,7 +164,7 @@ def test_a_damaged_report_is_told_in_one_line(tmp_path: Path) -> None:
     folder = write_ranks(tmp_path / "ranks", 2)
     file = saved(folder, 2)
     file.write_bytes(file.read_bytes()[:-20])
-    entry = Session([str(file)]).load().entries[0]
+    entry = DashboardSession([str(file)]).load().entries[0]
     assert entry.state == "failed"
     assert entry.why.startswith(f"{file}: not a report of a job: ") and "\n" not in entry.why
     other = structs.replace(JobReport(), schema="advisor.job/10")

@@ -375,7 +375,7 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     from advisor.dashboard.access import Access
     from advisor.dashboard.app import create_app
     from advisor.dashboard.pages import memory as page
-    from advisor.dashboard.session import Session
+    from advisor.dashboard.session import DashboardSession
     from advisor.testing.allocator import GIB, MIB, Allocator, Training
 
     m = Allocator(total=4 * GIB)
@@ -383,7 +383,7 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     training = Training(m, leak=4 * MIB)
     for _ in range(9):
         training.step()
-    session = Session([str(m.write(tmp_path / "memory.pickle"))]).load()
+    session = DashboardSession([str(m.write(tmp_path / "memory.pickle"))]).load()
     loaded = session.entries[0].loaded
     assert loaded is not None, session.entries[0].why
     (post,), (told,) = loaded.main.post_mortems, loaded.report.memory

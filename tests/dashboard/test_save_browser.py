@@ -19,7 +19,7 @@ pytest.importorskip("dash")
 
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 from advisor.testing import TraceBuilder
 
 FORMULA = "=HYPERLINK(evil)"
@@ -77,7 +77,7 @@ def test_the_trace_is_handed_over_after_two_clicks_and_nothing_is_asked_before(
     trace: Path, served: Any, tab: Callable[..., Any], viewer: tuple[str, list[str]]
 ) -> None:
     address, asked = viewer
-    with served(Session([str(trace)], perfetto=address).load()) as shown:
+    with served(DashboardSession([str(trace)], perfetto=address).load()) as shown:
         t = tab(shown)
         page = t.open("/timeline")
         page.locator("#perfetto-ask").wait_for()
@@ -111,7 +111,7 @@ def test_the_trace_is_handed_over_after_two_clicks_and_nothing_is_asked_before(
 def test_the_trace_is_saved_without_asking_anybody(
     trace: Path, served: Any, tab: Callable[..., Any]
 ) -> None:
-    with served(Session([str(trace)]).load()) as shown:
+    with served(DashboardSession([str(trace)]).load()) as shown:
         t = tab(shown)
         page = t.open("/timeline")
         save = page.locator(".trace-file a")
@@ -156,7 +156,7 @@ def test_files_made_for_a_session_go_with_it(trace: Path, monkeypatch: pytest.Mo
         return made[-1]
 
     monkeypatch.setattr(timeline.tempfile, "mkdtemp", mkdtemp)
-    session = Session([str(trace)] * 3).load()
+    session = DashboardSession([str(trace)] * 3).load()
     client = create_app(session, Access()).server.test_client()
     for key in ("0", "1", "2", "2", "1", "0"):
         with client.get(f"/_advisor/trace?run={key}&rank=0") as answer:

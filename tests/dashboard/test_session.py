@@ -18,7 +18,7 @@ from advisor.advise.engine import analyze
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.follow import Follower
-from advisor.dashboard.session import Session, landed
+from advisor.dashboard.session import DashboardSession, newest_windows
 
 
 def _recorded() -> Any:
@@ -45,14 +45,14 @@ def until(check: Callable[[], bool], seconds: float = 30) -> bool:
 
 
 def test_the_report_is_that_of_analyze(slow: str) -> None:
-    session = Session([slow]).load()
+    session = DashboardSession([slow]).load()
     loaded = session.entries[0].loaded
     assert loaded is not None
     assert loaded.report.to_dict() == analyze(slow).to_dict()
 
 
 def test_nothing_is_read_before_start_and_then_all_of_it(slow: str) -> None:
-    session = Session([slow])
+    session = DashboardSession([slow])
     assert session.entries[0].state == "loading"
     assert not session.status()["done"]
     session.start()
@@ -64,21 +64,21 @@ def test_nothing_is_read_before_start_and_then_all_of_it(slow: str) -> None:
 def test_a_path_that_cannot_be_read_leaves_the_others(slow: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("{")
-    session = Session([str(bad), slow, str(tmp_path / "nowhere")]).load()
+    session = DashboardSession([str(bad), slow, str(tmp_path / "nowhere")]).load()
     assert [entry.state for entry in session.entries] == ["failed", "ready", "failed"]
     assert all("\n" not in entry.why for entry in session.entries)
     assert isinstance(session.comparison("0", "1"), str)
 
 
 def test_a_run_is_found_by_its_number_and_never_by_a_path(slow: str) -> None:
-    session = Session([slow, slow]).load()
+    session = DashboardSession([slow, slow]).load()
     for asked in (None, "", "7", slow, "/etc/passwd", "../1"):
         assert session.entry(asked) is session.entries[0]
     assert session.entry("1") is session.entries[1]
 
 
 def test_the_first_is_compared_with_each_of_the_others(slow: str) -> None:
-    session = Session([slow, slow, slow]).load()
+    session = DashboardSession([slow, slow, slow]).load()
     assert session.pairs == [("0", "1"), ("0", "2")]
     for pair in session.pairs:
         found = session.comparison(*pair)
@@ -87,7 +87,7 @@ def test_the_first_is_compared_with_each_of_the_others(slow: str) -> None:
 
 
 def test_several_threads_that_ask_for_a_table_get_the_same_one(slow: str) -> None:
-    loaded = Session([slow]).load().entries[0].loaded
+    loaded = DashboardSession([slow]).load().entries[0].loaded
     assert loaded is not None
     made: list[int] = []
 
@@ -109,7 +109,7 @@ def test_several_threads_that_ask_for_a_table_get_the_same_one(slow: str) -> Non
 
 
 def test_large_tables_are_made_before_the_run_is_shown(slow: str) -> None:
-    session = Session([slow])
+    session = DashboardSession([slow])
     create_app(session, Access())
     loaded = session.load().entries[0].loaded
     assert loaded is not None
@@ -125,7 +125,7 @@ def test_findings_come_when_a_window_lands(tmp_path: Path) -> None:
     window = run / "rank0" / "trace_w0.json.gz"
     aside = tmp_path / "trace"
     shutil.move(window, aside)
-    session = Session([str(run)], live=True)
+    session = DashboardSession([str(run)], live=True)
     session.start()
     try:
         assert session.wait(60)
@@ -144,7 +144,7 @@ def test_findings_come_when_a_window_lands(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_yet_becomes_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    session = Session([str(folder)], live=True)
+    session = DashboardSession([str(folder)], live=True)
     session.start()
     try:
         assert session.wait(60)
@@ -159,13 +159,13 @@ def test_a_folder_that_is_not_a_run_yet_becomes_one(tmp_path: Path) -> None:
 def test_many_more_steps_are_a_reason_to_look_again_only_without_a_window(tmp_path: Path) -> None:
     run = recorded.write_run(tmp_path / "run")
     steps = run / "rank0" / "steps.jsonl"
-    with_window = landed(str(run))
+    with_window = newest_windows(str(run))
     steps.write_bytes(steps.read_bytes() * 20)
-    assert landed(str(run)) == with_window
+    assert newest_windows(str(run)) == with_window
     (run / "rank0" / "trace_w0.json.gz").unlink()
-    few = landed(str(run))
+    few = newest_windows(str(run))
     steps.write_bytes(steps.read_bytes() * 20)
-    assert landed(str(run)) != few
+    assert newest_windows(str(run)) != few
 
 
 def test_a_follower_reads_what_was_appended_and_no_torn_line(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_follower_reads_what_was_appended_and_no_torn_line(tmp_path: Path) -> 
 
 def test_the_live_page_shows_the_last_step(tmp_path: Path) -> None:
     run = recorded.write_run(tmp_path / "run", steps=50, end=False)
-    session = Session([str(run)], live=True).load()
+    session = DashboardSession([str(run)], live=True).load()
     app = create_app(session, Access())
     client = app.server.test_client()
     client.get("/")

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from advisor.core.run_directory import Gpu, Rank, RankRecord, Sample
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.categories import ALL
-from advisor.dashboard.timeline.counters import Counter, counters, sample
-from advisor.dashboard.timeline.details import describe
-from advisor.dashboard.timeline.index import lay
-from advisor.dashboard.timeline.ranges import statistics, table
-from advisor.dashboard.timeline.search import search, starting, step_through
+from advisor.dashboard.timeline.counters import CounterSeries, counter_series, sample
+from advisor.dashboard.timeline.details import describe_slice
+from advisor.dashboard.timeline.index import assign_tracks
+from advisor.dashboard.timeline.ranges import longest_slices, range_statistics
+from advisor.dashboard.timeline.search import search, slice_starting, step_through
 from advisor.measure import Analysis
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
@@ -108,7 +108,7 @@ def test_slices_on_one_track_do_not_overlap_and_tracks_are_as_few_as_can_be(pair
     pairs.sort(key=lambda p: p[0])
     start = np.array([p[0] for p in pairs], dtype=np.int64)
     end = start + np.array([p[1] for p in pairs], dtype=np.int64)
-    track = lay(start, end, most=100)
+    track = assign_tracks(start, end, most=100)
     deepest = 0
     for i in range(len(pairs)):
         for j in range(i):
@@ -120,14 +120,16 @@ def test_slices_on_one_track_do_not_overlap_and_tracks_are_as_few_as_can_be(pair
 
 def test_beyond_the_last_track_slices_share_it():
     start = np.arange(30, dtype=np.int64)
-    assert lay(start, start + 1000, most=4).max() == 3
+    assert assign_tracks(start, start + 1000, most=4).max() == 3
 
 
 # -- counters ---------------------------------------------------------------------------------
 
 
 def test_a_pixel_tells_the_least_and_largest_value_and_nothing_before_the_first():
-    counter = Counter("c", "c", "%", np.array([10, 20, 21, 22]), np.array([5.0, 7, 1, 3]), None)
+    counter = CounterSeries(
+        "c", "c", "%", np.array([10, 20, 21, 22]), np.array([5.0, 7, 1, 3]), None
+    )
     low, high = sample(counter, 0, 40, 8)
     assert np.isnan(low[:2]).all()
     # pixels of 5 ns: [10,15) has 5, [15,20) holds it, [20,25) began with 5 and saw 7, 1, 3
@@ -136,7 +138,7 @@ def test_a_pixel_tells_the_least_and_largest_value_and_nothing_before_the_first(
 
 
 def test_a_sample_is_not_shown_longer_than_it_holds():
-    counter = Counter("c", "c", "%", np.array([0, 100]), np.array([50.0, 60]), 30)
+    counter = CounterSeries("c", "c", "%", np.array([0, 100]), np.array([50.0, 60]), 30)
     low, _ = sample(counter, 0, 200, 20)
     assert low[:4].tolist() == [50, 50, 50, 50]
     assert np.isnan(low[4:10]).all()
@@ -154,7 +156,7 @@ def test_a_sample_is_not_shown_longer_than_it_holds():
 def test_counters_agree_with_a_look_at_every_instant(samples, x0, span, px):
     samples.sort(key=lambda s: s[0])
     ts = np.array([s[0] for s in samples], dtype=np.int64)
-    counter = Counter("c", "c", "", ts, np.array([float(s[1]) for s in samples]), None)
+    counter = CounterSeries("c", "c", "", ts, np.array([float(s[1]) for s in samples]), None)
     low, high = sample(counter, x0, x0 + span, px)
     cut = [x0 + -(-i * span // px) for i in range(px + 1)]
     for i in range(px):
@@ -174,7 +176,7 @@ def test_samples_of_the_recorder_are_put_on_the_clock_of_the_trace(small):
         Sample(t=500 + 100_000 * i, gpus=[Gpu(power=250_000, utilisation=None)]) for i in range(3)
     ]
     record = RankRecord(rank=rank, samples=samples)
-    found = counters(Analysis(small.trace, record=record))
+    found = counter_series(Analysis(small.trace, record=record))
     if small.trace.meta.clock != "unix":
         assert found == ()
         return
@@ -210,16 +212,16 @@ def test_a_copy_drawn_in_two_lanes_is_found_once(small):
 def test_the_slice_of_an_instant_is_device_work_before_host_work(small):
     index = build_index(small)
     row = small.trace.gpu.row(3, named=True)
-    found = starting(index, row["ts"], row["dur"])
+    found = slice_starting(index, row["ts"], row["dur"])
     assert found is not None and found["id"] == index.place["gpu"][3]
-    assert starting(index, index.finish + 5, None) is None
+    assert slice_starting(index, index.finish + 5, None) is None
 
 
 def test_a_kernel_is_tied_to_its_launch_and_operator(small):
     index = build_index(small)
     gpu, cpu = small.trace.gpu, small.trace.cpu
     row = int(np.flatnonzero((gpu["kind"] == "kernel").to_numpy())[2])
-    found = describe(small, index, int(index.place["gpu"][row]))
+    found = describe_slice(small, index, int(index.place["gpu"][row]))
     launch = gpu["launch"][row]
     links = {link["kind"]: link for link in found["links"]}
     assert links["launched by"]["ts"] == cpu["ts"][launch]
@@ -227,7 +229,7 @@ def test_a_kernel_is_tied_to_its_launch_and_operator(small):
     facts = {label: value for label, value, _ in found["facts"]}
     assert facts["launch to start"] == gpu["ts"][row] - cpu["ts"][launch]
     assert facts["blocks"] == 16
-    back = describe(small, index, int(index.place["cpu"][launch]))
+    back = describe_slice(small, index, int(index.place["cpu"][launch]))
     assert [x["id"] for x in back["links"] if x["kind"] == "launched"] == [found["id"]]
 
 
@@ -241,14 +243,14 @@ def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
     a = Analysis(b.trace())
     index = build_index(a)
     row = a.trace.cpu["name"].cast(str).to_list().index("aten::linear")
-    found = describe(a, index, int(index.place["cpu"][row]))
+    found = describe_slice(a, index, int(index.place["cpu"][row]))
     assert [x["name"] for x in found["links"] if x["kind"] == "launched"] == ["one", "two"]
     assert {f[0]: f[1] for f in found["facts"]}["device time"] == 60_000
 
 
 def test_statistics_of_everything_are_those_of_the_analysis(small):
     index = build_index(small)
-    found = statistics(small, index, index.begin, index.finish)
+    found = range_statistics(small, index, index.begin, index.finish)
     assert found["device"] == small.breakdown.totals()
     assert found["measured"] == small.span_ns
     kernels = small.trace.gpu
@@ -264,7 +266,7 @@ def test_statistics_of_a_range_count_only_what_lies_in_it(small):
     gpu = small.trace.gpu
     row = gpu.filter(gpu["kind"] == "kernel").row(0, named=True)
     half = row["ts"] + row["dur"] // 2
-    found = statistics(small, index, half, half + 16)
+    found = range_statistics(small, index, half, half + 16)
     assert found["kernels"]["rows"] == [
         {"name": "ampere_sgemm_64x64", "count": 1, "total": 16, "mean": float(row["dur"])}
     ]
@@ -274,7 +276,7 @@ def test_statistics_of_a_range_count_only_what_lies_in_it(small):
 def test_the_table_has_the_longest_slices_in_order_of_time(small):
     index = build_index(small)
     lanes = list(range(len(index.lanes)))
-    found = table(index, lanes, index.begin, index.finish, 20)
+    found = longest_slices(index, lanes, index.begin, index.finish, 20)
     durations = (index.end - index.start).tolist()
     assert found["total"] == len(index)
     assert sorted(row["dur"] for row in found["rows"]) == sorted(durations)[-20:]
@@ -294,6 +296,6 @@ def test_a_run_without_a_window_shows_the_recorded_steps_from_the_first_one():
     assert len(index) == 30
     first = a.recorded.steps[0]
     assert index.start.tolist() == [step.t - first.t for step in a.recorded.steps]
-    facts = {label: value for label, value, _ in describe(a, index, 20)["facts"]}
+    facts = {label: value for label, value, _ in describe_slice(a, index, 20)["facts"]}
     assert facts["data (host)"] == first.phases["data"]
     assert any(counter.key == "phase:data" for counter in index.counters)

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.dashboard.timeline.categories import ALL, BASE, HOST, KERNELS
-from advisor.dashboard.timeline.index import Index, Lanes
+from advisor.dashboard.timeline.index import IndexBuilder, TimelineIndex
 from advisor.dashboard.timeline.level import COVER_STEP, level_of_detail, stored_levels
 
 Slice = tuple[int, int, int]
 """Start, end, slot."""
 
 
-def index_of(*lanes: list[Slice]) -> Index:
+def index_of(*lanes: list[Slice]) -> TimelineIndex:
     """An index with one group a lane, alternating between two sets of categories."""
-    b = Lanes()
+    b = IndexBuilder()
     for number, slices in enumerate(lanes):
         of = (HOST, KERNELS)[number % 2]
         columns = [np.array([s[i] for s in slices], dtype=np.int64) for i in range(3)]
@@ -31,7 +31,7 @@ def index_of(*lanes: list[Slice]) -> Index:
     return b.index()
 
 
-def brute_cells(index: Index, lanes: list[int], k: int, x0: int, x1: int):
+def brute_cells(index: TimelineIndex, lanes: list[int], k: int, x0: int, x1: int):
     """(lane, cell) -> (category, covered ns) of slices shorter than two cells, one by one."""
     low, high = max(x0 - index.begin, 0) >> k, max(x1 - 1 - index.begin, 0) >> k
     time: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -54,7 +54,7 @@ def brute_cells(index: Index, lanes: list[int], k: int, x0: int, x1: int):
     }
 
 
-def cells(view, index: Index):
+def cells(view, index: TimelineIndex):
     found = {}
     r = view.runs
     for lane, cell, width, slot, cover in zip(
@@ -71,7 +71,7 @@ def cells(view, index: Index):
     return found
 
 
-def check(index: Index, lanes: list[int], x0: int, x1: int, px: int, flags=None) -> None:
+def check(index: TimelineIndex, lanes: list[int], x0: int, x1: int, px: int, flags=None) -> None:
     view = level_of_detail(index, lanes, x0, x1, px, flags)
     k = view.k
     pixel = (x1 - x0) / px

@@ -18,7 +18,7 @@ dash = pytest.importorskip("dash", reason="the dashboard extra is not installed"
 
 from advisor.dashboard.access import Access  # noqa: E402
 from advisor.dashboard.app import create_app  # noqa: E402
-from advisor.dashboard.session import Session  # noqa: E402
+from advisor.dashboard.session import DashboardSession  # noqa: E402
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x00'\"&"
 
@@ -39,7 +39,7 @@ def client(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for rank in range(2):
         loop(rank).write(Path(folder, f"rank{rank}.json"))
-    session = Session([str(folder)]).load()
+    session = DashboardSession([str(folder)]).load()
     assert session.entries[0].state == "ready", session.entries[0].why
     return create_app(session, Access()).server.test_client()
 
@@ -168,7 +168,7 @@ def test_only_reading_is_allowed(client):
 
 
 def test_a_run_that_is_still_read_says_so(tmp_path):
-    session = Session([str(tmp_path)])
+    session = DashboardSession([str(tmp_path)])
     app = create_app(session, Access())
     response = app.server.test_client().get("/_advisor/timeline/info")
     assert response.status_code == 503

@@ -10,7 +10,7 @@ import pytest
 
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.session import Session
+from advisor.dashboard.session import DashboardSession
 from advisor.testing import TraceBuilder
 
 pytest.importorskip("dash")
@@ -324,7 +324,7 @@ def test_axe_finds_nothing_serious(dark: bool, ranks: str, h100: str, show: Any,
 
 def test_the_progress_page_turns_into_the_run(h100: str, tab: Any, served: Any) -> None:
 
-    with served(Session([h100])) as shown:
+    with served(DashboardSession([h100])) as shown:
         t = tab(shown)
         page = t.open("/")
         assert t.text("main h1") == "Reading the trace"
@@ -336,7 +336,7 @@ def test_the_progress_page_turns_into_the_run(h100: str, tab: Any, served: Any) 
 def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("hello")
-    session = Session([str(bad)]).load()
+    session = DashboardSession([str(bad)]).load()
     assert session.entries[0].state == "failed"
     assert str(bad) in session.entries[0].why
     assert "\n" not in session.entries[0].why

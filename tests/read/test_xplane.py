@@ -521,12 +521,12 @@ def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
 def test_the_timeline_names_the_input_pipeline(tmp_path: Path) -> None:
     pytest.importorskip("dash", reason="the dashboard's packages are not installed")
     from advisor.dashboard.timeline.build import build_index
-    from advisor.dashboard.timeline.categories import ALL, called
+    from advisor.dashboard.timeline.categories import ALL, category_label
 
     path = tmp_path / "input.xplane.pb"
     path.write_bytes(_resnet("input"))
     index = build_index(Analysis(read_trace(str(path))))
-    shown = {*index.names, *(called(category, index.framework) for category in ALL)}
+    shown = {*index.names, *(category_label(category, index.framework) for category in ALL)}
     assert "input pipeline" in shown
     assert not [name for name in shown if PYTORCHS.search(name)]
 
@@ -557,10 +557,10 @@ def test_every_command_takes_it(
 def test_the_dashboard_shows_it(jax_file: Path) -> None:
     dash = pytest.importorskip("dash", reason="the dashboard's packages are not installed")
     from advisor.dashboard.app import create_app
-    from advisor.dashboard.session import Session
+    from advisor.dashboard.session import DashboardSession
     from advisor.dashboard.timeline.build import build_index
 
-    session = Session([str(jax_file)]).load()
+    session = DashboardSession([str(jax_file)]).load()
     assert session.entries[0].loaded is not None
     app = create_app(session)
     with app.server.test_request_context():

@@ -251,9 +251,9 @@ def application() -> Any:
     """The dashboard, once: dash keeps one registry of pages a process."""
     pytest.importorskip("dash", reason="the dashboard's packages are not installed")
     from advisor.dashboard.app import create_app
-    from advisor.dashboard.session import Session
+    from advisor.dashboard.session import DashboardSession
 
-    return create_app(Session([]))
+    return create_app(DashboardSession([]))
 
 
 def dashboard(path: Path) -> None:
@@ -262,11 +262,11 @@ def dashboard(path: Path) -> None:
 
     from advisor.dashboard.current import KEY
     from advisor.dashboard.follow import Follower
-    from advisor.dashboard.session import Session
+    from advisor.dashboard.session import DashboardSession
     from advisor.dashboard.timeline.build import build_index
 
     app = application()
-    session = Session([str(path)])
+    session = DashboardSession([str(path)])
     session.warmers += app.server.config[KEY].warmers
     session.load()
     app.server.config[KEY].entries = session.entries

@@ -321,7 +321,7 @@ def test_a_large_file_never_is_in_memory(web: Server, tmp_path: Path, ranges: bo
 def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     web: Server, trace_bytes: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from advisor.dashboard.session import Session
+    from advisor.dashboard.session import DashboardSession
     from advisor.mcp.allowed import Allowed
     from advisor.mcp.tools import Tools
 
@@ -332,7 +332,7 @@ def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     there.mkdir(parents=True)
     (there / "rank0.json").write_bytes(b"not a trace")
     monkeypatch.chdir(tmp_path)
-    session = Session([url]).load()
+    session = DashboardSession([url]).load()
     assert session.entries[0].state == "failed"
     for given in (url, "s3://bucket/a.json", f"zip://a.json::{url}", f"file://{tmp_path}/x.json"):
         with pytest.raises(AdvisorError):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from advisor.advise.engine import analyze
     from advisor.advise.ranks.job import study as analyze_job
     from advisor.core.errors import AdvisorError
-    from advisor.core.finding import Edit, Finding, Select, Worth
+    from advisor.core.finding import Edit, Finding, Impact, Select
     from advisor.core.rule import Rule
     from advisor.core.trace import Run, Trace
     from advisor.measure import Analysis
@@ -32,7 +32,7 @@ _HOME = {
     "Run": ("advisor.core.trace", "Run"),
     "Select": ("advisor.core.finding", "Select"),
     "Trace": ("advisor.core.trace", "Trace"),
-    "Worth": ("advisor.core.finding", "Worth"),
+    "Impact": ("advisor.core.finding", "Impact"),
     "analyze": ("advisor.advise.engine", "analyze"),
     "analyze_job": ("advisor.advise.ranks.job", "study"),
     "open": ("advisor.read", "open_run"),
@@ -48,11 +48,11 @@ __all__ = [
     "Analysis",
     "Edit",
     "Finding",
+    "Impact",
     "Rule",
     "Run",
     "Select",
     "Trace",
-    "Worth",
     "__version__",
     "analyze",
     "analyze_job",

@@ -27,7 +27,7 @@ import advisor.replay.ranks.bands
 from advisor.advise.ranks.diagnose import diagnose
 from advisor.replay.ranks.bands import OTHERS, Band, Bands, band_name, bands
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, Truth
-from benchmarks.simulation.programs import LEAST_SHARE, play
+from benchmarks.simulation.programs import MIN_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
 from benchmarks.simulation.summaries import summarise_all
 
@@ -163,7 +163,7 @@ collectives drawn from public traces (`benchmarks/simulation/measured.json` name
 that vary by 1 to 3 %, devices that differ by some 0.4 %, clocks up to 5 ms and 50 ppm apart,
 and up to three ranks that are lost or cut off. Layouts: DDP, FSDP, FSDP within hosts, tensor and
 pipeline parallel, experts. The same job with the same noise is then played without the fault: the
-difference is the true gain. Every fault costs at least {LEAST_SHARE:.0%} of the step.
+difference is the true gain. Every fault costs at least {MIN_SHARE:.0%} of the step.
 
 Right is who names the kind of the fault first and exactly the ranks that have it, of those whose
 files are whole. A link is slow only where groups tell: over one group of all ranks nothing among

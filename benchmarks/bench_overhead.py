@@ -43,7 +43,7 @@ from torch.optim import optimizer
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
 from advisor.recorder.options import RecordOptions
-from advisor.recorder.session import Session
+from advisor.recorder.session import RecordingSession
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "overhead.md"
 WARM = 300
@@ -211,7 +211,7 @@ def recorded(make: Callable[[], Loop], steps: int, seconds: float, **options: An
     plain = Calls.present(loop.model)
     with tempfile.TemporaryDirectory() as folder:
         chosen = RecordOptions(out=f"{folder}/run", active=0, report=False).with_changes(**options)
-        session = Session(chosen, "context")
+        session = RecordingSession(chosen, "context")
         session.start()
         loop.train(WARM)
         ours = Calls.present(loop.model)
@@ -301,7 +301,9 @@ def whole(make: Callable[[], Loop], blocks: int, record: bool) -> Whole:
         session = None
         ours = plain
         if record:
-            session = Session(RecordOptions(out=f"{folder}/run", active=0, report=False), "context")
+            session = RecordingSession(
+                RecordOptions(out=f"{folder}/run", active=0, report=False), "context"
+            )
             session.start()
             loop.train(WARM)
             ours = Calls.present(loop.model)

@@ -361,11 +361,11 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     import advisor
     from advisor.advise.pricing import BoundPricer
     from advisor.measure import Analysis
-    from advisor.replay.price import WhatIf
+    from advisor.replay.price import EditGain
 
     run = advisor.open(path)
     a = Analysis(run.window(run.ranks[0]))
-    whatif = WhatIf(a)
+    whatif = EditGain(a)
     gain = whatif.gain(edits) / 1e6
     bands = [Band(gain, *(end / 1e6 for end in whatif.band(edits)))]
     with without(title):
@@ -382,7 +382,7 @@ def findings(path: Path) -> dict[str, Band]:
 
     found = {}
     for f in advisor.analyze(path).findings:
-        w = f.worth
+        w = f.impact
         if w is not None and w.gain_ns is not None and f.rule not in found:
             low, high = (w.gain_ns if v is None else v for v in (w.low_ns, w.high_ns))
             found[f.rule] = Band(w.gain_ns / 1e6, low / 1e6, high / 1e6)

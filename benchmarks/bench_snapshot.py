@@ -37,9 +37,9 @@ def unpickle(path: str) -> int:
 def read(path: str) -> int:
     """Our reader, to tables."""
     from advisor.read.snapshot import read_snapshot
-    from advisor.read.source import Source
+    from advisor.read.source import ByteSource
 
-    return read_snapshot(Source(path).blocks(), path).events.height
+    return read_snapshot(ByteSource(path).blocks(), path).events.height
 
 
 def analyse(path: str) -> int:

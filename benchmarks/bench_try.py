@@ -84,7 +84,7 @@ def row(workload: Workload, report: TrialReport | str) -> str:
     cure = LEVERS.get(workload.name)
     if isinstance(report, str):
         return f"| {workload.name} | {cure or '–'} | {report} | | | | |"
-    tried = [t for t in report.trials if t.pull.lever == cure]
+    tried = [t for t in report.trials if t.pull.knob == cure]
     best = next((t for t in report.winners if t in tried), tried[0] if tried else None)
     won = ", ".join(f"`{t.name}`" for t in report.winners) or "none"
     if best is None:
@@ -103,12 +103,12 @@ def summary(found: dict[str, TrialReport | str]) -> str:
     """In sentences, from the reports."""
     reports = {name: r for name, r in found.items() if isinstance(r, TrialReport)}
     cured = [n for n in reports if n in LEVERS]
-    wins = [n for n in cured if any(t.pull.lever == LEVERS[n] for t in reports[n].winners)]
+    wins = [n for n in cured if any(t.pull.knob == LEVERS[n] for t in reports[n].winners)]
     priced: list[Trial] = [
         t
         for n in cured
         for t in reports[n].winners
-        if t.pull.lever == LEVERS[n] and t.inside is not None
+        if t.pull.knob == LEVERS[n] and t.inside is not None
     ]
     inside = sum(bool(t.inside) for t in priced)
     known = catalogue()

@@ -28,7 +28,7 @@ from advisor.replay.graph import NEVER, Edge, Graph, Node
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
-    from advisor.replay.replay import Plan
+    from advisor.replay.replay import ReplayPlan
 
 SHORT_NS = 20_000
 """Calls up to this long are not looked at: that is what a call costs."""
@@ -51,7 +51,7 @@ class HardTime(NamedTuple):
     copies all host times. Of the waits it explains none."""
 
 
-def hard_time(a: Analysis, plan: Plan) -> HardTime:
+def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
     """Of the steps that a plan replays."""
     graph = plan.graph
     row, waited = waits(a, graph)

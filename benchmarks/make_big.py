@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from advisor.read.source import Source
+from advisor.read.source import ByteSource
 from advisor.read.split import scan
 from advisor.testing import TraceBuilder
 
@@ -74,7 +74,7 @@ def default_source() -> bytes:
 
 def unpack(path: str) -> bytes:
     """The uncompressed text of a trace file."""
-    return b"".join(Source(path).blocks())
+    return b"".join(ByteSource(path).blocks())
 
 
 def built(steps: int = 60) -> bytes:

@@ -33,7 +33,7 @@ QUANTILES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 FEWEST = 20
 """Kernels of a family; with fewer it is not written."""
 FEWEST_MESSAGES = 5
-LEAST_BYTES = 100_000
+MIN_BYTES = 100_000
 """Of a message whose rate is written: shorter ones take as long as an empty one."""
 QUEUED_NS = 50_000
 """A launch that begins so long after the stream was free did not wait for it."""
@@ -70,7 +70,7 @@ class Pool:
             self.kernels.setdefault(str(family), []).append(rows["dur"].to_numpy().astype(float))
         self._launches(a)
         for kind, size, dur in describe(a).select("collective", "bytes", "dur").iter_rows():
-            if size and dur and size >= LEAST_BYTES:
+            if size and dur and size >= MIN_BYTES:
                 self.collectives.setdefault(kind, []).append((size, dur, size / dur))
 
     def _launches(self, a: Analysis) -> None:

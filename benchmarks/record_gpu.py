@@ -251,9 +251,9 @@ def advice(folder: Path) -> Results:
     step = report.scope.step_ns or None
     found = []
     for finding in report.findings:
-        worth = finding.worth
-        gain = None if worth is None else finding.rank_gain_ns or worth.gain_ns
-        ends = (None, None) if worth is None else (worth.low_ns, worth.high_ns)
+        impact = finding.impact
+        gain = None if impact is None else finding.marginal_gain_ns or impact.gain_ns
+        ends = (None, None) if impact is None else (impact.low_ns, impact.high_ns)
         found.append(
             {
                 "rule": finding.rule,

@@ -197,7 +197,7 @@ def _runs(view: PageView) -> list[Any]:
     entries = view.session.entries
     if len(entries) == 1:
         return [el("Span", t.shorten(t.clean(view.entry.name), 48), cls="run-name")]
-    names = t.distinct((entry.name for entry in entries), 32)
+    names = t.distinct_labels((entry.name for entry in entries), 32)
     return [
         link(
             name,

@@ -104,7 +104,11 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, whole: int) -> Any:
                     "line": {"width": 1, "color": "#ffffff"},
                 },
                 customdata=[
-                    [escape_markup(t.kernel(p[2], 70)), t.percent(p[5]), t.percent(p[6])]
+                    [
+                        escape_markup(t.kernel_label(p[2], 70)),
+                        t.format_share(p[5]),
+                        t.format_share(p[6]),
+                    ]
                     for p in points
                 ],
                 hovertemplate="%{customdata[0]}<br>%{y:.3g} TFLOP/s at %{x:.3g} FLOP/byte<br>"
@@ -160,7 +164,7 @@ def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
         y=math.log10(low * bandwidth / 1e12),
         xanchor="left",
         yanchor="bottom",
-        text=f"{t.value(bandwidth, 'B/s')}",
+        text=f"{t.format_value(bandwidth, 'B/s')}",
         showarrow=False,
         xshift=14,
         yshift=16,
@@ -182,7 +186,7 @@ def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
             y=math.log10(peak / 1e12),
             xanchor="right",
             yanchor="bottom",
-            text=f"{', '.join(names)} {t.value(peak, 'FLOP/s')}",
+            text=f"{', '.join(names)} {t.format_value(peak, 'FLOP/s')}",
             showarrow=False,
             font={"size": 11.5},
         )
@@ -212,8 +216,11 @@ def icicle(tree: pl.DataFrame, whole: str) -> Any:
             marker={"colors": ["#dedcf6", *(_shade(name) for name in tree["name"])]},
             textfont={"size": 12, "color": "#1c1c1f"},
             customdata=[
-                [whole, t.time(total)],
-                *([name, t.time(value)] for name, value in zip(full, values, strict=True)),
+                [whole, t.format_duration(total)],
+                *(
+                    [name, t.format_duration(value)]
+                    for name, value in zip(full, values, strict=True)
+                ),
             ],
             hovertemplate="%{customdata[0]}<br>%{customdata[1]}, %{percentRoot:.1%}<extra></extra>",
             pathbar={"visible": True, "thickness": 22},

@@ -45,7 +45,9 @@ class Column(NamedTuple):
 def add_labels(rows: list[dict[str, Any]], field: str) -> None:
     """Labels of the names in a column, ``field_short``: no two names of the table under one."""
     names = [row[field] for row in rows]
-    for row, *labels in zip(rows, *(t.distinct(names, size) for size in LENGTHS), strict=True):
+    for row, *labels in zip(
+        rows, *(t.distinct_labels(names, size) for size in LENGTHS), strict=True
+    ):
         row[f"{field}_short"] = labels
 
 

@@ -295,7 +295,7 @@ def icon(name: str) -> Any:
 
 def draw_bar(shown: StepBar) -> Any:
     """The bar and its legend."""
-    working = [bar_legend(f"Working, share {t.of(shown.per)}", shown.work)]
+    working = [bar_legend(f"Working, share {t.format_of(shown.per)}", shown.work)]
     return el(
         "Div",
         draw_strip(shown.segments, f"Where the {shown.per}'s time goes"),

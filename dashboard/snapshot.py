@@ -127,7 +127,7 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     at = int(np.searchsorted(table_["event"].to_numpy(), post.moment))
     label = "out of memory" if post.history.failed is not None else "peak"
     made.add_annotation(
-        x=x[at], y=post.allocated / (1 << 30), text=f"{label} {t.memory(post.allocated)}",
+        x=x[at], y=post.allocated / (1 << 30), text=f"{label} {t.format_bytes(post.allocated)}",
         showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=0, ay=-24, font={"size": 12},
     )  # fmt: skip
     made.update_xaxes(title="ms into the history" if timed else "event")
@@ -214,25 +214,26 @@ def _segment_name(row: dict[str, Any]) -> str:
 def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> tuple[str, str]:
     """Category and what is said on hovering: size, line, age."""
     if block["state"] == "inactive":
-        return "free", f"free {t.memory(block['size'])}"
+        return "free", f"free {t.format_bytes(block['size'])}"
     if block["state"] == "pending":
-        return "pending", f"{t.memory(block['size'])}, freed; another stream still uses it"
+        return "pending", f"{t.format_bytes(block['size'])}, freed; another stream still uses it"
     h = post.history
     kind = CATEGORIES[int(post.kinds[life])] if life is not None else "not told"
     origin = h.origins[-1 if block["stack"] is None else block["stack"]]
-    where = "no line" if origin.file is None else f"{t.path(origin.file, 50)}:{origin.line}"
+    where = "no line" if origin.file is None else f"{t.shorten_path(origin.file, 50)}:{origin.line}"
     born = -1 if life is None else int(h.lives.born[life])
     age = "from before the history"
     if born >= 0:
         age = f"{h.count - born:,} events old"
         times = h.events["time_us"]
         if times[born] is not None and times[h.count - 1] is not None:
-            age += f", {t.time((times[h.count - 1] - times[born]) * 1e3)}"
+            age += f", {t.format_duration((times[h.count - 1] - times[born]) * 1e3)}"
     label = (
         "" if block["label"] is None else f"<br>{figures.escape_markup(t.clean(block['label']))}"
     )
     said = (
-        f"{t.memory(block['requested'])} {kind}<br>{figures.escape_markup(t.clean(where))}<br>{age}"
+        f"{t.format_bytes(block['requested'])} "
+        f"{kind}<br>{figures.escape_markup(t.clean(where))}<br>{age}"
     )
     return kind, f"{said}{label}"
 

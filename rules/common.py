@@ -32,12 +32,12 @@ def figure(a: Analysis, label: str, amount: float, unit: str = "ns") -> Evidence
 def of_step(a: Analysis, ns: float) -> str:
     """Time inside the analysed window as a person thinks of it: ``3 ms of each step (12%)``, or
     ``of the recording`` when the trace has no steps."""
-    return f"{t.time(ns / a.step_count)} {of_each(a)} ({ns / max(a.span_ns, 1):.0%})"
+    return f"{t.format_duration(ns / a.step_count)} {of_each(a)} ({ns / max(a.span_ns, 1):.0%})"
 
 
 def of_each(a: Analysis) -> str:
     """``of each step``, or ``of the recording`` when the trace has no steps."""
-    return "of each step" if a.per == "step" else t.of(a.per)
+    return "of each step" if a.per == "step" else t.format_of(a.per)
 
 
 def of_pytorch(a: Analysis) -> bool:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from advisor.core.finding import ANY, Advice
+from advisor.core.finding import ANY, FrameworkAdvice
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 
 
 def in_any_language(
     fix: str, *, cuda: str = "", code: str = "", verify: str = "", title: str = ""
-) -> dict[str, Advice]:
+) -> dict[str, FrameworkAdvice]:
     """Entries of ``Rule.elsewhere``: ``fix`` in any language, and in C++ with CUDA what to call
     and ``code`` too (HIP has the same under its own names, which the engine puts in)."""
     return {
-        ANY: Advice(fix, verify=verify, title=title),
-        CUDA: Advice(f"{fix} {cuda}".strip(), code, verify, title),
+        ANY: FrameworkAdvice(fix, verify=verify, title=title),
+        CUDA: FrameworkAdvice(f"{fix} {cuda}".strip(), code, verify, title),
     }
 
 
@@ -55,9 +55,9 @@ JAX_AHEAD = (
     "    state = train_step(state, batch)"
 )
 BATCHES_AHEAD = {
-    TENSORFLOW: Advice(
+    TENSORFLOW: FrameworkAdvice(
         "Let tf.data bring batches to the device ahead of the step.",
         'dataset.apply(tf.data.experimental.prefetch_to_device("/GPU:0"))',
     ),
-    JAX: Advice("Bring batches to the device ahead of the step.", JAX_AHEAD),
+    JAX: FrameworkAdvice("Bring batches to the device ahead of the step.", JAX_AHEAD),
 }

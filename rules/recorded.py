@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from advisor.core.finding import Evidence, Worth
+from advisor.core.finding import Evidence, Impact
 from advisor.core.run_directory import LARGEST
 from advisor.testing import TraceBuilder
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from advisor.core.run_directory import Event, Gpu
     from advisor.measure import Analysis
-    from advisor.measure.steps.record import Recorded
+    from advisor.measure.steps.record import StepRecords
 
 DEVICE_BOUND = 0.90
 """Busy share of the device from which nothing on the host holds the step up (gpu-idle: 80 %)."""
@@ -23,7 +23,7 @@ to save power."""
 METHOD = "upper bound (recorded host time)"
 
 
-def record(a: Analysis) -> Recorded:
+def record(a: Analysis) -> StepRecords:
     """The record, which the engine promises to rules with ``reads_record``."""
     if a.recorded is None:
         raise ValueError("this rule needs a recorded run")
@@ -45,10 +45,10 @@ def local_ranks(a: Analysis) -> int:
 
 def a_step(
     a: Analysis, gain: float, *, low: float = 0.0, high: float | None = None, method: str = METHOD
-) -> Worth:
+) -> Impact:
     """A worth in time a step, by recorded host times; ns."""
     mean = record(a).mean or 0.0
-    return Worth(
+    return Impact(
         currency="step_time",
         gain_ns=round(gain),
         low_ns=round(low),
@@ -58,9 +58,11 @@ def a_step(
     )
 
 
-def over_the_run(gain: float, *, low: float = 0.0, high: float | None = None, method: str) -> Worth:
+def over_the_run(
+    gain: float, *, low: float = 0.0, high: float | None = None, method: str
+) -> Impact:
     """A worth in time over the recorded run, ns."""
-    return Worth(
+    return Impact(
         currency="run_time",
         gain_ns=round(gain),
         low_ns=round(low),
@@ -79,12 +81,12 @@ def taken_by_training(a: Analysis, loading: float) -> float | None:
     return None if computed is None else a.recorded.taken(loading, computed)
 
 
-def measure_it(reason: str) -> Worth:
+def measure_it(reason: str) -> Impact:
     """No figure, and why."""
-    return Worth(currency="unpriced", reason=reason)
+    return Impact(currency="unpriced", reason=reason)
 
 
-def under_load(recorded: Recorded) -> list[Gpu]:
+def under_load(recorded: StepRecords) -> list[Gpu]:
     """The GPU's samples with at least ``BUSY_PERCENT`` utilisation."""
     return [
         gpu
@@ -128,6 +130,6 @@ def workers_of(event: dict[str, Any]) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def steps_seen(recorded: Recorded) -> Evidence:
+def steps_seen(recorded: StepRecords) -> Evidence:
     """How many steps the figures are of."""
     return Evidence("steps measured", recorded.count, "count")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 LOCK = ROOT / "requirements.lock"
 EXTRAS = ("dev", "integrations")
-LEAST_PYTHON = "3.11"
+MIN_PYTHON = "3.11"
 APART = ("triton", "nvidia", "cuda", "intel", "pytorch-triton")
 """First words of the packages that come with a build of torch."""
 HEAD = """# Made by `make lock`: the versions of constraints.txt, with the hashes of their files.
@@ -55,7 +55,7 @@ def main() -> int:
             "--no-emit-package",
             "torch",
             "--python-version",
-            LEAST_PYTHON,
+            MIN_PYTHON,
             "--constraints",
             str(CONSTRAINTS),
             "--overrides",

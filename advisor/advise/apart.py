@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace
     from advisor.measure import Analysis
 
-MOST_LINES = 30
+MAX_LINES = 30
 FEW_ALIKE = 0.02
 """Names of operators and kernels that two windows of one program share at least: its operators are
 the same, even where the kernels are chosen anew."""
 ENOUGH_NAMES = 20
 """A recording with fewer names may be of anything."""
-MOST_COMPARED = 16
+MAX_COMPARED = 16
 
 
 def why_apart(run: Run) -> list[str]:
@@ -52,7 +52,7 @@ def why_apart(run: Run) -> list[str]:
         and max(m.start_ns for m in firsts) > min(m.start_ns + m.end_ns for m in firsts)
     ):
         why.append("they were not recorded at the same time")
-    if not why and _strange([_names(trace) for trace in traces[:MOST_COMPARED]]):
+    if not why and _strange([_names(trace) for trace in traces[:MAX_COMPARED]]):
         why.append("they have no operators and kernels in common")
     return why
 
@@ -66,14 +66,14 @@ def apart_report(
     """The report of traces that are not of one run: why they are not, and the verdict of each."""
     main = next(iter(analyses))
     lines = []
-    for trace, report in each[:MOST_LINES]:
+    for trace, report in each[:MAX_LINES]:
         try:
             said = report().verdict
         except AdvisorError as error:
             said = str(error)
-        lines.append(f"{t.path(PurePath(trace.meta.path).name, 60)}: {said}")
-    if len(each) > MOST_LINES:
-        lines.append(f"{len(each) - MOST_LINES:,} more traces are not looked at.")
+        lines.append(f"{t.shorten_path(PurePath(trace.meta.path).name, 60)}: {said}")
+    if len(each) > MAX_LINES:
+        lines.append(f"{len(each) - MAX_LINES:,} more traces are not looked at.")
     return Report(
         version=advisor.__version__,
         status="limited",

@@ -45,13 +45,13 @@ def rank(findings: list[Finding], pricer: Pricer, floor: float) -> list[Finding]
             best.pays_after = chosen[-1].rule
         chosen.append(best)
         best.rank = len(chosen)
-        best.rank_gain_ns = round(gain)
+        best.marginal_gain_ns = round(gain)
     return chosen + folded
 
 
 def _alone(finding: Finding) -> float:
-    worth = finding.worth
-    return float(worth.gain_ns or 0) if worth is not None else 0.0
+    impact = finding.impact
+    return float(impact.gain_ns or 0) if impact is not None else 0.0
 
 
 def _best(

@@ -23,7 +23,7 @@ from advisor.core.report import Report, RuleText
 
 if TYPE_CHECKING:
     from advisor.advise.pricing import Pricer
-    from advisor.core.finding import Finding, NotMeasured, Rule
+    from advisor.core.finding import Finding, Rule, SkippedCheck
     from advisor.core.trace import Run
     from advisor.measure import Analysis
 
@@ -50,8 +50,8 @@ def assemble(
     floor = max(MIN_GAIN_SHARE * a.step_ns, pricing.error)
     ranked, notes, risks = [], [], []
     for finding in result.findings:
-        currency = "unpriced" if finding.worth is None else finding.worth.currency
-        gain = None if finding.worth is None else finding.worth.gain_ns
+        currency = "unpriced" if finding.impact is None else finding.impact.currency
+        gain = None if finding.impact is None else finding.impact.gain_ns
         if finding.informational and currency == "step_time" and gain is not None and gain < floor:
             notes += worthless([finding], pricing, a, WARNING_SHARE * a.step_ns)
             continue
@@ -156,9 +156,9 @@ def _other_ranks(result: RankResult, results: dict[int, RankResult], main: int) 
         own[rule].confidence_notes.append(f"seen on {len(numbers)} of {len(results)} ranks")
 
 
-def _merged(items: list[NotMeasured]) -> list[NotMeasured]:
+def _merged(items: list[SkippedCheck]) -> list[SkippedCheck]:
     """The same abstention of several rules becomes one."""
-    merged: dict[tuple[str, str], NotMeasured] = {}
+    merged: dict[tuple[str, str], SkippedCheck] = {}
     for item in items:
         key = (item.why, item.record)
         if key in merged:

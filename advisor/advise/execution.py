@@ -13,7 +13,7 @@ from advisor.advise.pricing import Pricer, pricer
 from advisor.advise.words import advises, left_out, not_recorded, unsuited, worded
 from advisor.advise.worth import price
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import Finding, Good, NotMeasured, Outcome, Rule
+from advisor.core.finding import Finding, Outcome, PassedCheck, Rule, SkippedCheck
 from advisor.measure import Analysis
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class RankResult:
 
     rank: int
     findings: list[Finding]
-    good: list[Good]
-    not_measured: list[NotMeasured]
+    good: list[PassedCheck]
+    not_measured: list[SkippedCheck]
     pricing: Pricer | None
     """What priced them; ``None`` when it stayed in another process."""
 
@@ -115,11 +115,11 @@ def _applies(rule: Rule, a: Analysis) -> bool:
     return a.record is not None if rule.reads_record else not a.record_only
 
 
-def _not_run(a: Analysis, rules: list[Rule]) -> list[NotMeasured]:
+def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
     if a.snapshot_only:
         return [
-            NotMeasured(
+            SkippedCheck(
                 what="time: steps, kernels, copies, syncs, and what any of them is worth",
                 why="a memory snapshot tells of memory alone",
                 record="a profiler trace, or 'advisor record', and the snapshot with --memory",
@@ -127,7 +127,7 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[NotMeasured]:
         ]
     if a.record_only:
         return [
-            NotMeasured(
+            SkippedCheck(
                 what="everything on the device: idle time, kernels, transfers, syncs",
                 why="no window of this rank was profiled",
                 record="a window that is reached: fewer steps skipped, or 'advisor window RUN'",
@@ -137,7 +137,7 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[NotMeasured]:
     if a.record is not None or not missing:
         return []
     return [
-        NotMeasured(
+        SkippedCheck(
             what="the run around the window: loader settings, threads, pauses, memory over time, "
             "clocks and health of the GPU",
             why=f"{len(missing)} checks read what our recorder writes",
@@ -173,7 +173,7 @@ def _contained(
         raise
     except Exception as error:
         why = f"{FAILED} ({type(error).__name__}: {error})"[:300]
-        return [NotMeasured(what=rule.title or rule.id, why=why)]
+        return [SkippedCheck(what=rule.title or rule.id, why=why)]
 
 
 def _sort_out(
@@ -192,7 +192,7 @@ def _sort_out(
                 result.not_measured.append(instead)
                 continue
             result.findings.append(finding if pricing is None else price(finding, a, pricing))
-        elif isinstance(outcome, Good):
+        elif isinstance(outcome, PassedCheck):
             worded(outcome, rule, a.trace.meta)
             outcome.rule = rule.id
             result.good.append(outcome)

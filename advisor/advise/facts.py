@@ -13,7 +13,7 @@ from advisor.core.prices import money
 if TYPE_CHECKING:
     from advisor.core.report import Replay, Report
 
-MOST_NAMES = 6
+MAX_NAMES = 6
 
 Line = tuple[str, list[str]]
 """A label and the parts that follow it."""
@@ -41,11 +41,15 @@ def _trace(report: Report) -> list[str]:
         return []
     name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
     if report.scope.step_source == "snapshot":
-        parts = [t.path(name, 60), "a memory snapshot", f"{t.count(shown.events_read)} events"]
+        parts = [
+            t.shorten_path(name, 60),
+            "a memory snapshot",
+            f"{t.format_count(shown.events_read)} events",
+        ]
     elif report.scope.step_source == "record":
-        parts = [t.path(name, 60), "no profiled window"]
+        parts = [t.shorten_path(name, 60), "no profiled window"]
     else:
-        parts = [t.path(name, 60), t.counted(shown.events_read, "event")]
+        parts = [t.shorten_path(name, 60), t.count_noun(shown.events_read, "event")]
     if shown.truncated:
         parts.append("truncated")
     if shown.windows > 1:
@@ -74,14 +78,14 @@ def _steps(report: Report) -> list[str]:
     if scope_.step_source == "snapshot":
         return []
     if scope_.per == "recording":
-        return [f"none marked: the whole recording, {t.time(scope_.span_ns)}"]
+        return [f"none marked: the whole recording, {t.format_duration(scope_.span_ns)}"]
     source = "recorded" if scope_.step_source == "record" else t.clean(scope_.step_source)
     used = f"{scope_.steps_used} of {scope_.steps_found}"
-    mean = f"{t.time(scope_.step_ns)} {t.per(scope_.per)}"
+    mean = f"{t.format_duration(scope_.step_ns)} {t.format_per(scope_.per)}"
     if scope_.steps_used == 1:
         parts = [f"{used} {source}", mean]
     else:
-        spread = t.between(scope_.step_min_ns, scope_.step_max_ns)
+        spread = t.format_range(scope_.step_min_ns, scope_.step_max_ns)
         parts = [f"{used} {source}", f"{mean} on average", spread]
     if scope_.outliers:
         parts.append(f"outliers set aside: {names(scope_.outliers)}")
@@ -104,17 +108,18 @@ def window(report: Report) -> list[str]:
     parts = [f"{_longer(step.longer)} than the run's"]
     why = []
     if step.cost is not None and step.cost >= SAME:
-        why.append(f"the profiler adds {t.percent(step.cost)}")
+        why.append(f"the profiler adds {t.format_share(step.cost)}")
     if step.first:
         why.append("they are among the first steps")
     if step.unlike and step.around_ns is not None:
         why.append(
             "the window is not like the run: the unprofiled steps around it take "
-            f"{t.time(step.around_ns)}, and {_share_of_steps(step.as_far)} of the run's are as "
+            f"{t.format_duration(step.around_ns)}, and {_share_of_steps(step.as_far)} of the "
+            "run's are as "
             f"{'long' if step.around_ns > step.ns else 'short'}"
         )
     elif step.cost is not None and not why and step.around_ns is not None:
-        why.append(f"so are those around the window ({t.time(step.around_ns)})")
+        why.append(f"so are those around the window ({t.format_duration(step.around_ns)})")
     return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
 
 
@@ -123,7 +128,7 @@ def _longer(share: float) -> str:
 
 
 def _share_of_steps(share: float | None) -> str:
-    return "none" if not share else t.percent(share)
+    return "none" if not share else t.format_share(share)
 
 
 def time_heading(report: Report) -> tuple[str, str]:
@@ -135,9 +140,9 @@ def time_heading(report: Report) -> tuple[str, str]:
     if step is None:
         return title, ""
     if step.longer is not None and abs(step.longer) >= SAME:
-        return title, f"profiled, {t.time(step.window_ns)} {t.per(report.per)}"
+        return title, f"profiled, {t.format_duration(step.window_ns)} {t.format_per(report.per)}"
     if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= SAME:
-        return title, f"mean step, {t.time(step.mean_ns)}"
+        return title, f"mean step, {t.format_duration(step.mean_ns)}"
     return title, ""
 
 
@@ -146,28 +151,29 @@ def recorded(report: Report) -> list[str]:
     view = report.recorded
     if view is None:
         return []
-    parts = [t.counted(view.steps, f"{'inference ' * view.inference}step")]
+    parts = [t.count_noun(view.steps, f"{'inference ' * view.inference}step")]
     if view.median_ns is not None:
-        parts.append(f"median {t.time(view.median_ns)} without the profiler")
+        parts.append(f"median {t.format_duration(view.median_ns)} without the profiler")
     if (
         view.mean_ns is not None
         and view.median_ns
         and abs(view.mean_ns / view.median_ns - 1) > SAME
     ):
-        parts.append(f"mean {t.time(view.mean_ns)}")
+        parts.append(f"mean {t.format_duration(view.mean_ns)}")
     if view.p99_ns is not None:
-        parts.append(f"99th percentile {t.time(view.p99_ns)}")
+        parts.append(f"99th percentile {t.format_duration(view.p99_ns)}")
     if view.samples_per_second is not None:
         parts.append(f"{view.samples_per_second:,.0f} samples/s")
     if view.outside_ns and (view.outside_share or 0.0) >= OUTSIDE:
         parts.append(
-            f"{t.time(view.outside_ns)} ({t.percent(view.outside_share)}) between steps: "
+            f"{t.format_duration(view.outside_ns)} ({t.format_share(view.outside_share)}) between "
+            "steps: "
             "validation, rollouts, checkpoints and the like"
         )
     if view.phases and report.scope.step_source != "record":
         shown = ", ".join(
-            f"{t.host_label(phase.name, report.scope.framework)} {t.percent(phase.share)}"
-            for phase in view.phases[:MOST_NAMES]
+            f"{t.host_label(phase.name, report.scope.framework)} {t.format_share(phase.share)}"
+            for phase in view.phases[:MAX_NAMES]
         )
         parts.append(f"host: {shown}")
     if view.ended is None:
@@ -181,31 +187,35 @@ def figures(report: Report) -> list[Line]:
     """The figures beside the bar."""
     lines: list[Line] = []
     if report.time:
-        busy = [f"busy {t.percent(report.busy_share)}"]
+        busy = [f"busy {t.format_share(report.busy_share)}"]
         if report.communication_ns is not None:
-            hidden = t.percent(report.communication_overlap)
-            busy.append(f"communication {t.time(report.communication_ns)}, {hidden} hidden")
-        busy += [f"MFU {t.percent(report.mfu)}", f"memory peak {_memory(report)}"]
+            hidden = t.format_share(report.communication_overlap)
+            busy.append(
+                f"communication {t.format_duration(report.communication_ns)}, {hidden} hidden"
+            )
+        busy += [f"MFU {t.format_share(report.mfu)}", f"memory peak {_memory(report)}"]
         lines.append(("GPU", busy))
     if report.operators:
-        shown = report.operators[:MOST_NAMES]
-        short = t.by_name((op.name for op in shown), 40)
-        lines.append(("ops", [f"{short[op.name]} {t.percent(op.share)}" for op in shown]))
+        shown = report.operators[:MAX_NAMES]
+        short = t.labels_by_name((op.name for op in shown), 40)
+        lines.append(("ops", [f"{short[op.name]} {t.format_share(op.share)}" for op in shown]))
     if report.ranges:
-        shown = report.ranges[:MOST_NAMES]
-        short = t.by_name((one.name for one in shown), 40)
-        lines.append(("ranges", [f"{short[one.name]} {t.percent(one.share)}" for one in shown]))
+        shown = report.ranges[:MAX_NAMES]
+        short = t.labels_by_name((one.name for one in shown), 40)
+        lines.append(
+            ("ranges", [f"{short[one.name]} {t.format_share(one.share)}" for one in shown])
+        )
     if report.families:
         lines.append(("work", _families(report)))
     if report.replay is not None:
         lines.append(("path", path_parts(report.replay.critical, report.scope.framework)))
     if report.host and report.time:
         host = [
-            f"{t.host_label(part.name, report.scope.framework)} {t.percent(part.share)}"
+            f"{t.host_label(part.name, report.scope.framework)} {t.format_share(part.share)}"
             for part in report.host
         ]
-        host[0] += f" {t.of(report.per)}"
-        lines.append(("host", host[:MOST_NAMES]))
+        host[0] += f" {t.format_of(report.per)}"
+        lines.append(("host", host[:MAX_NAMES]))
     return lines
 
 
@@ -218,13 +228,16 @@ def energy(report: Report) -> list[str]:
     methods = {"counter": "the driver's counter", "power": "sampled power"}
     how = " and ".join(methods[name] for name in dict.fromkeys(one.method for one in ranks))
     if use.joules is None or use.watts is None:
-        shown = ", ".join(f"rank {one.rank} {t.value(one.joules, 'J')}" for one in ranks[:4])
-        return [f"{shown} {t.per(report.per)}", "not measured on all ranks", how]
-    parts = [f"{t.value(use.joules, 'J')} {t.per(report.per)}", t.value(use.watts, "W")]
+        shown = ", ".join(f"rank {one.rank} {t.format_value(one.joules, 'J')}" for one in ranks[:4])
+        return [f"{shown} {t.format_per(report.per)}", "not measured on all ranks", how]
+    parts = [
+        f"{t.format_value(use.joules, 'J')} {t.format_per(report.per)}",
+        t.format_value(use.watts, "W"),
+    ]
     if len(ranks) > 1:
         low, high = min(one.joules for one in ranks), max(one.joules for one in ranks)
-        if t.value(low, "J") != t.value(high, "J"):
-            parts.append(f"{t.value(low, 'J')} to {t.value(high, 'J')} a rank")
+        if t.format_value(low, "J") != t.format_value(high, "J"):
+            parts.append(f"{t.format_value(low, 'J')} to {t.format_value(high, 'J')} a rank")
     return [*parts, how]
 
 
@@ -253,28 +266,29 @@ def cost(report: Report) -> list[str]:
 def _families(report: Report) -> list[str]:
     """Device work by kind, as shares of all of it."""
     parts = sorted(report.families, key=lambda family: -family.ns)
-    shown = [f"{t.clean(f.name)} {t.percent(f.share)}" for f in parts[:MOST_NAMES]]
+    shown = [f"{t.clean(f.name)} {t.format_share(f.share)}" for f in parts[:MAX_NAMES]]
     if shown:
         shown[0] += " of device work"
     total = round(sum(family.count for family in report.families))
-    work = t.counted(total, "kernel or copy", "kernels and copies")
-    return [*shown, f"{work} {t.per(report.per)}"]
+    work = t.count_noun(total, "kernel or copy", "kernels and copies")
+    return [*shown, f"{work} {t.format_per(report.per)}"]
 
 
 def path_parts(critical: dict[str, float], framework: str | None = None) -> list[str]:
     """What the critical path consists of: what the step's length hangs on."""
     total = sum(critical.values()) or 1.0
     parts = [
-        f"{t.path_label(name, framework)} {t.percent(ns / total)}" for name, ns in critical.items()
+        f"{t.path_label(name, framework)} {t.format_share(ns / total)}"
+        for name, ns in critical.items()
     ]
-    return ["critical: " + parts[0], *parts[1:MOST_NAMES]] if parts else []
+    return ["critical: " + parts[0], *parts[1:MAX_NAMES]] if parts else []
 
 
 def _memory(report: Report) -> str:
     peak, capacity = report.memory_peak_bytes, report.memory_capacity_bytes
     if peak is None or capacity is None:
-        return t.memory(peak)
-    return f"{t.memory(peak)} of {t.memory(capacity)}"
+        return t.format_bytes(peak)
+    return f"{t.format_bytes(peak)} of {t.format_bytes(capacity)}"
 
 
 def names(items: list[str], most: int = 4) -> str:
@@ -304,9 +318,9 @@ def named_places(
     """The same with their names, as :func:`~advisor.core.text.place_names` has them: kernels and
     operators of one finding stay apart however short they are."""
     found = places(finding, most)
-    short = t.by_name((name for p in found for name in (p.op, p.kernel)), name_width)
+    short = t.labels_by_name((name for p in found for name in (p.op, p.kernel)), name_width)
     return [
-        (place, t.place_names(place, name_width=name_width, path_width=path_width, short=short))
+        (place, t.location_names(place, name_width=name_width, path_width=path_width, short=short))
         for place in found
     ]
 
@@ -315,8 +329,8 @@ def hot_lines(report: Report, most: int = 8) -> list[tuple[str, str, str]]:
     """(share of the samples, place, text) of the hottest lines."""
     return [
         (
-            t.percent(line.share),
-            f"{t.path(line.file, 50)}:{line.line}",
+            t.format_share(line.share),
+            f"{t.shorten_path(line.file, 50)}:{line.line}",
             t.shorten(t.clean(line.text), 80),
         )
         for line in report.hot_lines[:most]
@@ -331,17 +345,17 @@ def folded(report: Report, finding: Finding) -> list[Finding]:
 def order_parts(finding: Finding, report: Report) -> list[str]:
     """What the order of the findings does to this one's gain, and whose rank it is of."""
     parts = []
-    own = finding.worth.gain_ns if finding.worth is not None else None
-    left = finding.rank_gain_ns
+    own = finding.impact.gain_ns if finding.impact is not None else None
+    left = finding.marginal_gain_ns
     if finding.pays_after is not None:
         before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
         before = t.clean(before) or t.clean(finding.pays_after)
-        parts.append(f"pays only after '{before}': {t.time(left)} then")
+        parts.append(f"pays only after '{before}': {t.format_duration(left)} then")
     elif own is not None and left is not None and finding.rank != 1:
         if left < 0.95 * own:
-            parts.append(f"{t.time(left)} of it once those above are fixed")
+            parts.append(f"{t.format_duration(left)} of it once those above are fixed")
         elif left > 1.05 * own:
-            parts.append(f"{t.time(left)} once those above are fixed")
+            parts.append(f"{t.format_duration(left)} once those above are fixed")
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")
     return parts
@@ -349,8 +363,8 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
 
 def gain_parts(finding: Finding, report: Report) -> list[str]:
     """What a finding is worth, between which bounds, in which order, and how sure that is."""
-    parts = [t.gain(finding), t.band(finding), *order_parts(finding, report)]
-    return [*filter(None, parts), f"confidence {t.percent(finding.confidence)}"]
+    parts = [t.format_gain(finding), t.format_gain_range(finding), *order_parts(finding, report)]
+    return [*filter(None, parts), f"confidence {t.format_share(finding.confidence)}"]
 
 
 def doubts(finding: Finding) -> list[str]:
@@ -368,28 +382,28 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     alternative = bool(finding.alternatives) and finding.alternatives == other.alternatives
     title = t.clean(other.title)
     if alternative:
-        return "or", f"{title}: {t.gain(other)}, in place of this one"
-    return "also", f"{title}: {t.gain(other)} by itself"
+        return "or", f"{title}: {t.format_gain(other)}, in place of this one"
+    return "also", f"{title}: {t.format_gain(other)} by itself"
 
 
 def why_note(finding: Finding) -> str:
     """Why a finding is a note and not ranked."""
-    worth = finding.worth
-    if worth is not None and worth.currency == "unpriced":
-        return t.clean(worth.reason)
+    impact = finding.impact
+    if impact is not None and impact.currency == "unpriced":
+        return t.clean(impact.reason)
     if finding.validation == "synthetic":
         return "not proven on real traces, and may be worth nothing"
     # a rule may say so itself of what it sees: a chance, and nothing that is wrong
-    return f"a possibility, not a bottleneck: confidence {t.percent(finding.confidence)}"
+    return f"a possibility, not a bottleneck: confidence {t.format_share(finding.confidence)}"
 
 
 def note_gain(finding: Finding) -> str:
     """What a note would be worth: ``10.9 ms a step, 14%``; empty: nothing is known."""
-    worth = finding.worth
-    if worth is None or worth.currency != "step_time" or not worth.gain_ns:
+    impact = finding.impact
+    if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return ""
-    spread = t.band(finding)
-    gain = t.gain(finding)
+    spread = t.format_gain_range(finding)
+    gain = t.format_gain(finding)
     return f"{gain} ({spread})" if spread else gain
 
 
@@ -421,7 +435,7 @@ def abstentions(report: Report) -> list[tuple[str, str]]:
 def bounded(report: Report) -> bool:
     """Some gain is an upper bound, not a replay."""
     return any(
-        finding.worth is not None and finding.worth.method.startswith("upper bound")
+        finding.impact is not None and finding.impact.method.startswith("upper bound")
         for finding in report.findings
     )
 
@@ -435,14 +449,17 @@ def outlook(report: Report) -> str:
     parts = ", ".join(critical).removeprefix("critical: ")
     fixed = "all are" if len(ranked(report)) > 1 else "it is"
     scale = report.step_ns / replay.measured_ns if replay.measured_ns else 1.0
-    both = f"from {t.time(report.step_ns)} to {t.time(replay.step_after_ns * scale)}"
+    both = (
+        f"from {t.format_duration(report.step_ns)} to "
+        f"{t.format_duration(replay.step_after_ns * scale)}"
+    )
     return f"Once {fixed} fixed, the {report.per} goes {both} by replay and hangs on: {parts}."
 
 
 def _explained(replay: Replay) -> str:
     """How much of the waiting the replay explains by what was waited for."""
     parts = [
-        f"{t.percent(share)} of the time that {who}"
+        f"{t.format_share(share)} of the time that {who}"
         for share, of, who in (
             (replay.waits_explained, replay.waits, "the host waits for the device"),
             (replay.idle_explained, replay.idle, "the device idles"),
@@ -464,12 +481,12 @@ def definitions(report: Report) -> list[str]:
     if report.findings and replay is not None:
         steps, unit = f"the {report.per}", str(report.per)
         if replay.steps > 1:
-            steps, unit = t.counted(replay.steps, unit), f"{unit}s"
+            steps, unit = t.count_noun(replay.steps, unit), f"{unit}s"
         error = replay_error(replay)
         starts = ""
         if replay.explained is not None:
-            of = t.counted(replay.starts, "device start")
-            starts = f" and explains {t.percent(replay.explained)} of {of} to 5 µs"
+            of = t.count_noun(replay.starts, "device start")
+            starts = f" and explains {t.format_share(replay.explained)} of {of} to 5 µs"
         found.append(
             "Gains are replayed: the dependency graph of "
             f"{steps} is run again with the fix in it. Without any fix it comes "
@@ -479,8 +496,9 @@ def definitions(report: Report) -> list[str]:
     longer = None if step is None else step.longer
     if report.findings and step is not None and longer is not None and abs(longer) >= SAME:
         found.append(
-            f"What is measured in the profiled window is of its {t.time(step.window_ns)} step; "
-            f"gains are of the run's {t.time(step.ns)} step, the same share of it."
+            "What is measured in the profiled window is of its "
+            f"{t.format_duration(step.window_ns)} step; "
+            f"gains are of the run's {t.format_duration(step.ns)} step, the same share of it."
         )
     if bounded(report):
         found.append(

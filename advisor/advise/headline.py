@@ -68,25 +68,25 @@ def carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> None
     the ``device`` may be as long without it as it was in the window; and steps that are longer than
     the window's need not have more of the cause.
     """
-    worth = finding.worth
-    if step is None or not step.window_ns or worth is None or worth.currency != "step_time":
+    impact = finding.impact
+    if step is None or not step.window_ns or impact is None or impact.currency != "step_time":
         return
-    gain = worth.gain_ns
+    gain = impact.gain_ns
     if gain is None:
         return
     scale = step.ns / step.window_ns
-    least = gain if worth.low_ns is None else worth.low_ns
-    most = gain if worth.high_ns is None else worth.high_ns
+    least = gain if impact.low_ns is None else impact.low_ns
+    most = gain if impact.high_ns is None else impact.high_ns
     low, high = least * scale, most * scale
     if device and scale < 1 and step.cost is not None and step.cost >= APART:
         high = max(high, min(most, step.ns))
     if scale > 1 + APART:
         low = min(low, least)
-    finding.worth = replace(
-        worth, gain_ns=round(gain * scale), low_ns=round(low), high_ns=round(high)
+    finding.impact = replace(
+        impact, gain_ns=round(gain * scale), low_ns=round(low), high_ns=round(high)
     )
-    if finding.rank_gain_ns is not None:
-        finding.rank_gain_ns = round(finding.rank_gain_ns * scale)
+    if finding.marginal_gain_ns is not None:
+        finding.marginal_gain_ns = round(finding.marginal_gain_ns * scale)
     if step.unlike:
         finding.confidence *= UNLIKE_CONFIDENCE
         finding.confidence_notes.append("the profiled window is not like the rest of the run")
@@ -95,25 +95,25 @@ def carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> None
 def bound_loading(finding: Finding, a: Analysis) -> None:
     """A fix of the loader saves no more than what the run's own steps spend on getting data,
     whatever share of a profiled window that is."""
-    worth, recorded = finding.worth, a.recorded
+    impact, recorded = finding.impact, a.recorded
     share = None if recorded is None else recorded.share("data")
     if recorded is None or share is None or not any(e.op == "spread" for e in finding.edits):
         return
-    if worth is None or worth.currency != "step_time" or worth.gain_ns is None:
+    if impact is None or impact.currency != "step_time" or impact.gain_ns is None:
         return
     step = recorded.median or 0.0
     most = round(share * step)
-    if worth.gain_ns <= most or not step:
+    if impact.gain_ns <= most or not step:
         return
-    finding.worth = replace(
-        worth,
+    finding.impact = replace(
+        impact,
         gain_ns=most,
-        low_ns=min(worth.low_ns or 0, most),
+        low_ns=min(impact.low_ns or 0, most),
         high_ns=most,
         share=most / step,
     )
-    if finding.rank_gain_ns is not None:
-        finding.rank_gain_ns = min(finding.rank_gain_ns, most)
+    if finding.marginal_gain_ns is not None:
+        finding.marginal_gain_ns = min(finding.marginal_gain_ns, most)
     finding.confidence_notes.append(
         f"the run's own steps spend {share:.0%} on getting data, less than those of the window"
     )

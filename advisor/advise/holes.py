@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from advisor.core.finding import NotMeasured
+from advisor.core.finding import SkippedCheck
 
 if TYPE_CHECKING:
     from advisor.core.finding import Outcome, Rule
@@ -30,7 +30,7 @@ def without_holes(rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: boo
         return outcomes
     name = rule.title or rule.id
     return [
-        NotMeasured(
+        SkippedCheck(
             what=name[:1].lower() + name[1:],
             why=why,
             record="a shorter window, so that the profiler's buffers hold it, with all activities",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from advisor.core.finding import HotLine
     from advisor.measure import Analysis
 
-MOST = 3
+LIMIT = 3
 """Lines that a finding gets."""
 _DATA = re.compile(
     r"__getitems?__|__iter__|__next__|collate|transform|augment|decode|load_|read_|preprocess"
@@ -49,9 +49,9 @@ def explain(findings: Iterable[Finding], lines: list[HotLine], python: set[str])
     rest = [line for line in lines if line not in data]
     for finding in findings:
         if finding.category == "input":
-            chosen = data[:MOST]
+            chosen = data[:LIMIT]
         elif finding.rule in python:
-            chosen = rest[:MOST]
+            chosen = rest[:LIMIT]
         else:
             continue
         known = {(place.file, place.line) for place in finding.where}

@@ -11,7 +11,7 @@ from advisor.advise.longer import longer_steps
 from advisor.advise.memory import memory_limits
 from advisor.advise.recorded import window_lines
 from advisor.core import text as t
-from advisor.core.intervals import covered, intersect, union
+from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ UNEVEN = 1.5
 """Longest over shortest step from which the mean stands for neither."""
 ONE_OFF_SHARE = 0.02
 """Part of what is analysed from which costs of first calls are told."""
-MOST_NAMED = 3
+MAX_NAMED = 3
 MIN_EVENTS = 100
 """A smaller file holds less than one step of a small network: its forward pass, backward pass and
 optimizer are some hundred operators, calls and kernels."""
@@ -63,7 +63,7 @@ def limits(a: Analysis, run: Run) -> list[str]:
     shortest, longest = _extremes(a)
     if a.step_count > 1 and longest > UNEVEN * max(1, shortest):
         found.append(
-            f"The steps differ: {t.between(shortest, longest)}. Figures are means over them. "
+            f"The steps differ: {t.format_range(shortest, longest)}. Figures are means over them. "
             f"{longer_steps(a)}"
         )
     for reason, count in meta.events_dropped.items():
@@ -115,9 +115,11 @@ def _window_limits(a: Analysis) -> list[str]:
     found += _earlier(a)
     if a.steps.ahead_ns is not None and a.steps.host_ns is not None:
         found.append(
-            f"The host runs ahead: the first work of a step waits {t.time(a.steps.ahead_ns)} in "
+            "The host runs ahead: the first work of a step waits "
+            f"{t.format_duration(a.steps.ahead_ns)} in "
             "the queue (median). So a step is the device's period, from the first work of a step "
-            f"to the first of the next; the host's own marks are {t.time(a.steps.host_ns)} apart."
+            "to the first of the next; the host's own marks are "
+            f"{t.format_duration(a.steps.host_ns)} apart."
         )
     found += _behind(a)
     found += _one_off(a)
@@ -125,7 +127,8 @@ def _window_limits(a: Analysis) -> list[str]:
         share = a.lost.lost / a.lost.launches
         found.append(
             f"The profiler lost the records of {a.lost.lost:,} of {a.lost.launches:,} launched "
-            f"kernels ({t.percent(share)}): busy time is a lower bound, idle time is not known, "
+            f"kernels ({t.format_share(share)}): busy time is a lower bound, idle time is not "
+            "known, "
             "nothing is priced, and rules that look at idle time abstain. Record a shorter window."
         )
     return found
@@ -144,7 +147,7 @@ def _earlier(a: Analysis) -> list[str]:
         count = int(np.count_nonzero(chosen))
         if count:
             plural = "copies and memsets" if what != "kernel" else "kernels"
-            time = t.time(int(gpu["dur"].to_numpy()[chosen].sum()))
+            time = t.format_duration(int(gpu["dur"].to_numpy()[chosen].sum()))
             parts.append(f"{count:,} {what if count == 1 else plural} ({time})")
     return [
         f"{' and '.join(parts)} launched before the recording began ran in it: they are no step's "
@@ -168,8 +171,10 @@ def _behind(a: Analysis) -> list[str]:
         return []
     wait = " (jax.block_until_ready(state))" if meta.framework == JAX else ""
     return [
-        f"The work runs behind the steps: {t.time(behind)} of other threads' lie after the last "
-        f"one, {t.time(inside)} in the steps. Their times are those of handing work over. Wait for "
+        f"The work runs behind the steps: {t.format_duration(behind)} of other threads' lie after "
+        "the last "
+        f"one, {t.format_duration(inside)} in the steps. Their times are those of handing work "
+        "over. Wait for "
         f"it in the loop while you record{wait}."
     ]
 
@@ -179,20 +184,21 @@ def _one_off(a: Analysis) -> list[str]:
     table = a.one_off
     ts = table["ts"].to_numpy()
     end = ts + table["dur"].to_numpy()
-    inside = covered(ts, end, a.spans)
+    inside = covered_length(ts, end, a.spans)
     whole = intersect(union(ts, end), a.spans).total
     if not whole or whole < ONE_OFF_SHARE * a.span_ns:
         return []
     table = table.with_columns(inside=inside).filter(pl.col("inside") > 0)
     named = [
-        f"{t.shorten(t.clean(row['name']), 50)} {t.time(row['inside'])} (first of {row['count']:,} "
-        f"calls, the others {t.time(row['usual'])})"
-        for row in table.sort("inside", descending=True).head(MOST_NAMED).iter_rows(named=True)
+        f"{t.shorten(t.clean(row['name']), 50)} {t.format_duration(row['inside'])} (first of "
+        f"{row['count']:,} "
+        f"calls, the others {t.format_duration(row['usual'])})"
+        for row in table.sort("inside", descending=True).head(MAX_NAMED).iter_rows(named=True)
     ]
     more = table.height - len(named)
     return [
-        f"One-off costs are in what is analysed, {t.time(whole)} "
-        f"({t.percent(whole / a.span_ns)}): {', '.join(named)}"
+        f"One-off costs are in what is analysed, {t.format_duration(whole)} "
+        f"({t.format_share(whole / a.span_ns)}): {', '.join(named)}"
         f"{f' and {more:,} more first calls' if more > 0 else ''}. Loading of code, search of "
         "algorithms and compilation at a first call: later steps do not have them, and no advice "
         "is made of them. Record after a few steps."
@@ -209,7 +215,8 @@ def _start_up(a: Analysis) -> list[str]:
         return []
     name, dur = str(longest["name"][0]), int(longest["dur"][0])
     return [
-        f"{t.shorten(t.clean(name), 50)} alone takes {t.time(dur)} ({t.percent(dur / a.span_ns)} "
+        f"{t.shorten(t.clean(name), 50)} alone takes {t.format_duration(dur)} "
+        f"({t.format_share(dur / a.span_ns)} "
         "of what is analysed): this is start-up, which later steps do not have. Record after a "
         "few steps: schedule(skip_first=10, wait=1, warmup=3, active=5)."
     ]

@@ -10,7 +10,7 @@ from advisor.core.report import LongerPart, Uneven
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
-    from advisor.measure.steps.uneven import Part
+    from advisor.measure.steps.uneven import StepDifference
 
 ANOTHER_COUNT = 0.25
 """Relative difference of how often work runs from which a longer step is said to run more of it."""
@@ -29,11 +29,12 @@ def longer_steps(a: Analysis) -> str:
     found, own = a.uneven, a.trace.meta.framework
     if found is None:
         return "What makes one longer than another is not told by so few steps."
-    said = f"The longer half takes {t.time(found.difference_ns)} more a step"
+    said = f"The longer half takes {t.format_duration(found.difference_ns)} more a step"
     if not found.classes:
         return f"{said}, spread over many causes."
     said += (
-        f": {', '.join(f'{_class(part.name, own)} {t.time(part.ns)}' for part in found.classes)}."
+        ": "
+        f"{', '.join(f'{_class(part.name, own)} {t.format_duration(part.ns)}' for part in found.classes)}."
     )
     if not found.work:
         return said
@@ -46,7 +47,7 @@ def longer_steps(a: Analysis) -> str:
     return said
 
 
-def _parts(parts: tuple[Part, ...]) -> list[LongerPart]:
+def _parts(parts: tuple[StepDifference, ...]) -> list[LongerPart]:
     return [LongerPart(p.name, p.ns, p.short_count, p.long_count) for p in parts]
 
 
@@ -55,18 +56,18 @@ def _class(name: str, framework: str | None) -> str:
         return t.host_label(name.removeprefix("host: "), framework)
     cause = name.removeprefix("idle: ")
     if cause != name:
-        told = t.cause_label(cause, framework) if cause in t.CAUSES else "no known cause"
+        told = t.cause_label(cause, framework) if cause in t.CAUSE_LABELS else "no known cause"
         return f"idle ({told})"
-    return t.LABELS.get(name, name)
+    return t.CLASS_LABELS.get(name, name)
 
 
-def _work(part: Part) -> str:
+def _work(part: StepDifference) -> str:
     calls = (
         f" ({part.short_count:.3g} to {part.long_count:.3g} a step)" if _more_calls(part) else ""
     )
-    return f"{labels.kernel(part.name, 40)} {t.time(part.ns)}{calls}"
+    return f"{labels.kernel_label(part.name, 40)} {t.format_duration(part.ns)}{calls}"
 
 
-def _more_calls(part: Part) -> bool:
+def _more_calls(part: StepDifference) -> bool:
     few, many = part.short_count or 0.0, part.long_count or 0.0
     return many - few >= ANOTHER_COUNT * max(many, 1e-9)

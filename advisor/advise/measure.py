@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.measure import Analysis
 
-MOST_OPERATORS = 10
+MAX_OPERATORS = 10
 
 
 def inputs(run: Run, analyses: dict[int, Analysis]) -> list[Input]:
@@ -159,7 +159,7 @@ def _host(a: Analysis) -> list[HostShare]:
 def _operators(a: Analysis) -> list[OperatorTime]:
     table = op_table(a).filter(pl.col("host") > 0).sort("host", descending=True)
     whole = max(int(table["host"].sum()), 1)
-    rows = table.select("name", "host", "count").head(MOST_OPERATORS).iter_rows()
+    rows = table.select("name", "host", "count").head(MAX_OPERATORS).iter_rows()
     return [
         OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)
         for name, ns, count in rows
@@ -167,7 +167,7 @@ def _operators(a: Analysis) -> list[OperatorTime]:
 
 
 def _ranges(a: Analysis) -> list[OperatorTime]:
-    rows = range_table(a).head(MOST_OPERATORS).iter_rows()
+    rows = range_table(a).head(MAX_OPERATORS).iter_rows()
     whole = max(a.span_ns, 1)
     return [
         OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)

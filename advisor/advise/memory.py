@@ -20,13 +20,13 @@ from advisor.measure.memory.post_mortem import PostMortem
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
-MOST_DEVICES = 16
-MOST_LINES = 40
+MAX_DEVICES = 16
+MAX_LINES = 40
 
 
 def memory_views(a: Analysis) -> list[MemoryView]:
     """One a device of the snapshot, the fullest first."""
-    return [_view(post) for post in a.post_mortems[:MOST_DEVICES]]
+    return [_view(post) for post in a.post_mortems[:MAX_DEVICES]]
 
 
 def _view(post: PostMortem) -> MemoryView:
@@ -53,14 +53,14 @@ def _view(post: PostMortem) -> MemoryView:
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
                          function=row["function"], label=row["label"], blocks=row["blocks"],
                          bytes=row["bytes"])
-            for row in post.held.head(MOST_LINES).iter_rows(named=True)
+            for row in post.held.head(MAX_LINES).iter_rows(named=True)
         ],
         pools=[] if found is None else [
             MemoryPool(
                 name=_pool_name(row), segments=row["segments"], reserved=row["reserved"],
                 allocated=row["allocated"], free=row["free"], largest=row["largest"],
             )
-            for row in found.table.head(MOST_LINES).iter_rows(named=True)
+            for row in found.table.head(MAX_LINES).iter_rows(named=True)
         ],
         placement="" if placed is None else why_not_placed(placed),
         step_source=post.step_source,
@@ -70,13 +70,13 @@ def _view(post: PostMortem) -> MemoryView:
             MemoryHolder(category="", file=row["file"], line=row["line"],
                          function=row["function"], blocks=round(row["times"]),
                          bytes=round(row["bytes"]))
-            for row in post.churn.head(MOST_LINES).iter_rows(named=True)
+            for row in post.churn.head(MAX_LINES).iter_rows(named=True)
         ],
         growth=[
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
                          function=row["function"], blocks=row["steps"],
                          bytes=round(row["step_bytes"]))
-            for row in post.growth.head(MOST_LINES).iter_rows(named=True)
+            for row in post.growth.head(MAX_LINES).iter_rows(named=True)
         ],
         savings=[
             MemorySaving(change=each.change, bytes=each.bytes, assumes=each.assumes,
@@ -104,19 +104,25 @@ def _pool_name(row: dict[str, object]) -> str:
 
 def why_not_placed(placed: Placement) -> str:
     """One or two sentences about a request that failed."""
-    driver = "" if placed.driver is None else f", the driver {t.memory(placed.driver)}"
+    driver = "" if placed.driver is None else f", the driver {t.format_bytes(placed.driver)}"
     if placed.scattered:
         return (
-            f"{t.memory(placed.request)} were asked for, and {t.memory(placed.usable)} were free "
+            f"{t.format_bytes(placed.request)} were asked for, and "
+            f"{t.format_bytes(placed.usable)} were free "
             f"in the pool and stream of the request, but in no one piece: the largest had "
-            f"{t.memory(placed.largest)}{driver}."
+            f"{t.format_bytes(placed.largest)}{driver}."
         )
     more = ""
     if placed.elsewhere >= placed.request:
-        more = f" {t.memory(placed.elsewhere)} more were free in other pools or of other streams."
+        more = (
+            f" {t.format_bytes(placed.elsewhere)} more were free in other pools or of other "
+            "streams."
+        )
     return (
-        f"{t.memory(placed.request)} were asked for; free in the pool and stream of the request "
-        f"were {t.memory(placed.usable)}, in pieces of at most {t.memory(placed.largest)}{driver}."
+        f"{t.format_bytes(placed.request)} were asked for; free in the pool and stream of the "
+        "request "
+        f"were {t.format_bytes(placed.usable)}, in pieces of at most "
+        f"{t.format_bytes(placed.largest)}{driver}."
         f"{more}"
     )
 
@@ -147,11 +153,17 @@ def memory_verdict(
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     """Status and a sentence or two about a snapshot alone."""
     view = report.memory[0]
-    held = " and ".join(f"{each.category} {t.memory(each.bytes)}" for each in view.categories[:2])
-    filled = f"{t.memory(view.allocated)} in tensors of {t.memory(view.reserved)} reserved"
+    held = " and ".join(
+        f"{each.category} {t.format_bytes(each.bytes)}" for each in view.categories[:2]
+    )
+    filled = (
+        f"{t.format_bytes(view.allocated)} in tensors of {t.format_bytes(view.reserved)} reserved"
+    )
     most = f", most of it {held}" if held else ""
     if view.request is not None:
-        text = f"GPU {view.device} ran out of memory at a request of {t.memory(view.request)}: "
+        text = (
+            f"GPU {view.device} ran out of memory at a request of {t.format_bytes(view.request)}: "
+        )
     else:
         text = f"GPU {view.device} at its {'peak' if view.at == 'peak' else 'snapshot'}: "
     text += f"{filled}{most}."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from advisor.core.report import HardPart, Replay
 from advisor.replay.exposed import Claim, claim, gain, touched
-from advisor.replay.price import WhatIf
+from advisor.replay.price import EditGain
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -85,7 +85,7 @@ class ReplayPricer:
     def __init__(
         self, a: Analysis, rank: int = 0, ranks: Mapping[int, Analysis] | None = None
     ) -> None:
-        self.whatif = WhatIf(a, rank, ranks)
+        self.whatif = EditGain(a, rank, ranks)
 
     @property
     def error(self) -> float:

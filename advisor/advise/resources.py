@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 HOUR_NS = 3.6e12
-MOST_GPUS = 1_000_000
+MAX_GPUS = 1_000_000
 """A damaged record does not make a price."""
 
 
@@ -49,7 +49,7 @@ def cost(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> C
     count = gpus or _gpus(run, report)
     a_ns = price.per_hour * count / HOUR_NS
     ranked = [f for f in report.findings if f.folded_under is None and f.rank is not None]
-    saved = {id(f): max(0, f.rank_gain_ns or 0) for f in ranked}
+    saved = {id(f): max(0, f.marginal_gain_ns or 0) for f in ranked}
     left = max(0.0, report.step_ns - sum(saved.values()))
     took = _took(run, report)
     return Cost(
@@ -71,17 +71,17 @@ def cost(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> C
 
 def _gpus(run: Run, report: Report) -> int:
     world = run.recording.manifest.world_size if run.recording is not None else None
-    return min(MOST_GPUS, max(1, world or len(run.ranks), report.scope.devices_seen))
+    return min(MAX_GPUS, max(1, world or len(run.ranks), report.scope.devices_seen))
 
 
 def _took(run: Run, report: Report) -> float | None:
     """From the first step to the end of the last, of the reported rank, ns."""
     if run.recording is None:
         return None
-    from advisor.measure.steps.record import Recorded
+    from advisor.measure.steps.record import StepRecords
 
     record = run.recording.ranks.get(report.scope.rank or 0)
-    recorded = None if record is None else Recorded(record)
+    recorded = None if record is None else StepRecords(record)
     if recorded is None or not len(recorded.ts):
         return None
     return float((recorded.ts + recorded.dur).max() - recorded.ts.min())

@@ -37,7 +37,7 @@ def verdict(
     status, text = _verdict(report)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short
-    crash = t.crashes(report.crashes)
+    crash = t.describe_crashes(report.crashes)
     if not crash:
         return status, text
     return "limited" if status == "healthy" else status, f"{crash} {text}"
@@ -47,7 +47,9 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     """The verdict where the recording does not bear one; ``None``: it does."""
     if a.record_only or report.busy_share is None:
         return None
-    busy = f"{t.percent(report.busy_share)} of a {t.time(report.step_ns)} {report.per}"
+    busy = (
+        f"{t.format_share(report.busy_share)} of a {t.format_duration(report.step_ns)} {report.per}"
+    )
     if a.lost.told:
         return (
             f"The profiler lost {a.lost.lost:,} of {a.lost.launches:,} kernels: the GPU is busy at "
@@ -64,7 +66,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
 
 
 def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    step = t.time(report.step_ns)
+    step = t.format_duration(report.step_ns)
     unit: str = report.per
     own = report.scope.framework
     if unit == "step" and report.recorded is not None and report.recorded.inference:
@@ -79,17 +81,17 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
         why = "No GPU work in the trace."
         if report.scope.step_source == "record":
             why = "No window was profiled."
-        first = f"{t.host_label(top.name, own)} {t.percent(top.share)}"
+        first = f"{t.host_label(top.name, own)} {t.format_share(top.share)}"
         if top.name == "unknown" and report.ranges:
             most = report.ranges[0]
-            first = f"{t.shorten(t.clean(most.name), 40)} {t.percent(most.share)}"
+            first = f"{t.shorten(t.clean(most.name), 40)} {t.format_share(most.share)}"
         if profiled:
             first = f"while profiled, {first}"
         text = f"{why} The host's {step} {unit}: {first}"
         if report.findings:
             return "bottlenecks", f"{text}; {_lead(report)}."
         return "limited", f"{text}; GPU bottlenecks are not measured."
-    busy = t.percent(report.busy_share)
+    busy = t.format_share(report.busy_share)
     busy_of = f"busy {busy} of a {step} {unit}"
     if profiled:
         busy_of = f"busy {busy} while profiled, of a {step} {unit}"
@@ -102,7 +104,7 @@ def _verdict(report: Report) -> tuple[Literal["bottlenecks", "healthy", "limited
         return "healthy", f"Healthy: the GPU is {busy_of}, and nothing stands out."
     idle = report.idle[0] if report.idle else None
     if idle is not None:
-        why = f"{t.cause_label(idle.cause, own)} ({t.percent(idle.share)} of the {unit})"
+        why = f"{t.cause_label(idle.cause, own)} ({t.format_share(idle.share)} of the {unit})"
         return "limited", (
             f"{text}; it idles most for: {why}, but no rule has a fix that is worth showing."
         )
@@ -115,7 +117,7 @@ def _alone(report: Report) -> str:
     for name, word in (("communication", "communication"), ("copies", "copies")):
         share = sum(part.share for part in report.time if part.name == name)
         if share >= ALONE:
-            return f", {t.percent(share)} of it in {word} alone"
+            return f", {t.format_share(share)} of it in {word} alone"
     return ""
 
 
@@ -123,31 +125,34 @@ def _doubt(report: Report) -> str:
     """Why a busy GPU is not called healthy; ``""``: nothing speaks against it."""
     scope = report.scope
     for note in report.notes:
-        worth = note.worth
-        if worth is not None and worth.currency == "step_time" and worth.share is not None:
-            high = worth.share * (worth.high_ns or 0) / max(worth.gain_ns or 1, 1)
-            if max(worth.share, high) >= HIDDEN_SHARE:
+        impact = note.impact
+        if impact is not None and impact.currency == "step_time" and impact.share is not None:
+            high = impact.share * (impact.high_ns or 0) / max(impact.gain_ns or 1, 1)
+            if max(impact.share, high) >= HIDDEN_SHARE:
                 title = note.title[0].lower() + note.title[1:]
-                return f"one may be worth up to {t.percent(max(worth.share, high))}: {title}"
+                return f"one may be worth up to {t.format_share(max(impact.share, high))}: {title}"
     if not scope.device_known:
         return "how near it comes to the device's rates is not known: which GPU it is, is not told"
     if scope.steps_used > 1 and scope.step_max_ns > UNEVEN * max(scope.step_min_ns, 1):
-        return f"steps take {t.between(scope.step_min_ns, scope.step_max_ns)}"
+        return f"steps take {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
     return ""
 
 
 def _lead(report: Report) -> str:
     first = report.findings[0]
-    worth = first.worth
-    if worth is None or worth.gain_ns is None or worth.share is None:
+    impact = first.impact
+    if impact is None or impact.gain_ns is None or impact.share is None:
         return f"first: {first.title}"
-    bound = "" if worth.method == REPLAY else " up to"
+    bound = "" if impact.method == REPLAY else " up to"
     word = first.title.split(" ", 1)[0]
     named = len(word) > 1 and not word[1].islower()  # "NCCL …", not "A …" nor "The …"
     title = first.title if named else first.title[0].lower() + first.title[1:]
-    if worth.low_ns is not None and worth.low_ns < WIDE * worth.gain_ns:
-        high_ns = max(worth.gain_ns, worth.high_ns or 0)
-        low, high = (worth.share * ns / worth.gain_ns for ns in (worth.low_ns, high_ns))
-        shares = f"{t.percent(low).removesuffix('%')} to {t.percent(high)}"
-        return f"first: {title}, worth {t.between(worth.low_ns, high_ns)} ({shares})"
-    return f"first: {title}, worth{bound} {t.time(worth.gain_ns)} ({t.percent(worth.share)})"
+    if impact.low_ns is not None and impact.low_ns < WIDE * impact.gain_ns:
+        high_ns = max(impact.gain_ns, impact.high_ns or 0)
+        low, high = (impact.share * ns / impact.gain_ns for ns in (impact.low_ns, high_ns))
+        shares = f"{t.format_share(low).removesuffix('%')} to {t.format_share(high)}"
+        return f"first: {title}, worth {t.format_range(impact.low_ns, high_ns)} ({shares})"
+    return (
+        f"first: {title}, worth{bound} {t.format_duration(impact.gain_ns)} "
+        f"({t.format_share(impact.share)})"
+    )

@@ -36,7 +36,7 @@ def drawn(report: Report) -> Views:
 
 # -- where the time goes ------------------------------------------------------------------------
 
-MOST_CAUSES = 5
+MAX_CAUSES = 5
 """Causes with a segment of their own; smaller ones are summed."""
 SMALL = 0.005
 """Share of the step below which a cause has no segment of its own: it would be less than half a
@@ -59,7 +59,7 @@ def _work(report: Report) -> list[Segment]:
         Segment(
             "work",
             part.name,
-            t.LABELS.get(part.name, t.cause_label(part.name, report.scope.framework)),
+            t.CLASS_LABELS.get(part.name, t.cause_label(part.name, report.scope.framework)),
             palette.CLASSES.get(part.name, palette.REST),
             part.ns,
             part.share,
@@ -74,7 +74,9 @@ def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
     part = next((part for part in report.time if part.name == "idle"), None)
     if part is None:
         return [], None
-    total = Segment("idle", "idle", t.LABELS["idle"], palette.CLASSES["idle"], part.ns, part.share)
+    total = Segment(
+        "idle", "idle", t.CLASS_LABELS["idle"], palette.CLASSES["idle"], part.ns, part.share
+    )
     if not report.idle:
         return [total] if part.ns > 0 else [], total
     own = report.scope.framework
@@ -105,8 +107,8 @@ def _ranked(
 ) -> list[Segment]:
     parts = sorted((part for part in parts if part[2] > 0), key=lambda part: -part[2])
     large = [part for part in parts if part[3] >= SMALL]
-    if len(large) > MOST_CAUSES + 1:
-        large = large[:MOST_CAUSES]
+    if len(large) > MAX_CAUSES + 1:
+        large = large[:MAX_CAUSES]
     small = parts[len(large) :]
     if len(small) > 1:
         ns, share = sum(part[2] for part in small), sum(part[3] for part in small)
@@ -133,7 +135,7 @@ def stairs(report: Report) -> Stairs | None:
     left = whole
     fixes = []
     for finding in found:
-        saved = float(max(0, finding.rank_gain_ns or 0))
+        saved = float(max(0, finding.marginal_gain_ns or 0))
         left = max(0.0, left - saved)
         named = (finding.rank, finding.severity, t.clean(finding.title))
         fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
@@ -175,12 +177,12 @@ def _slowness(line: RankLine) -> tuple[float, float]:
 
 def _rank_cells(line: RankLine) -> list[str]:
     cells = [
-        t.time(line.step_ns),
-        t.percent(line.busy_share),
-        t.time(line.communication_ns),
-        t.time(line.idle_ns),
-        t.percent(line.last_share),
-        t.time(line.caused_wait_ns),
+        t.format_duration(line.step_ns),
+        t.format_share(line.busy_share),
+        t.format_duration(line.communication_ns),
+        t.format_duration(line.idle_ns),
+        t.format_share(line.last_share),
+        t.format_duration(line.caused_wait_ns),
     ]
     number = NONE if line.rank < 0 else str(line.rank)
     return [number, *(NONE if cell == t.NOT_MEASURED else cell for cell in cells)]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from advisor.core.finding import Finding, Good, NotMeasured
+from advisor.core.finding import Finding, PassedCheck, SkippedCheck
 from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Advice, Outcome, Rule
+    from advisor.core.finding import FrameworkAdvice, Outcome, Rule
     from advisor.core.trace import TraceMeta
 
 
@@ -50,7 +50,7 @@ def advises(rule: Rule, meta: TraceMeta) -> bool:
     return not foreign(meta) or not ours or rule.reads_record or known
 
 
-def left_out(rules: list[Rule], meta: TraceMeta) -> list[NotMeasured]:
+def left_out(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]:
     """One line for all rules that only know PyTorch."""
     names = [rule.id for rule in rules if not advises(rule, meta)]
     if not names:
@@ -58,7 +58,7 @@ def left_out(rules: list[Rule], meta: TraceMeta) -> list[NotMeasured]:
     what = {CUDA: "a program without a framework", None: "of no framework that is known"}
     is_one = what.get(meta.framework, f"one of {meta.framework}")
     return [
-        NotMeasured(
+        SkippedCheck(
             what="what is PyTorch's own: loaders, autograd, optimizers, compilation, its allocator",
             why=f"{len(names)} checks advise PyTorch programs, and this is {is_one}",
             rule=", ".join(names),
@@ -66,7 +66,7 @@ def left_out(rules: list[Rule], meta: TraceMeta) -> list[NotMeasured]:
     ]
 
 
-def not_recorded(outcome: NotMeasured, meta: TraceMeta) -> NotMeasured:
+def not_recorded(outcome: SkippedCheck, meta: TraceMeta) -> SkippedCheck:
     """What only our recorder measures: it records PyTorch programs."""
     if meta.framework not in FRAMEWORKS:
         return outcome
@@ -75,19 +75,19 @@ def not_recorded(outcome: NotMeasured, meta: TraceMeta) -> NotMeasured:
 
 def worded(outcome: Outcome, rule: Rule, meta: TraceMeta) -> None:
     """Put what a rule said in the program's terms, and in those of what recorded it."""
-    if isinstance(outcome, NotMeasured):
+    if isinstance(outcome, SkippedCheck):
         outcome.record = how_to_record(outcome.record, meta)
     advice = rule.advice_for(meta.framework)
     if meta.framework in FRAMEWORKS:
         if isinstance(outcome, Finding):
             _advise(outcome, advice)
             _without_torch(outcome)
-        elif isinstance(outcome, Good) and advice is not None:
+        elif isinstance(outcome, PassedCheck) and advice is not None:
             outcome.text = _said(_plain(outcome.text), advice)
-        elif isinstance(outcome, NotMeasured) and advice is not None:
+        elif isinstance(outcome, SkippedCheck) and advice is not None:
             outcome.what = _said(outcome.what, advice)
     elif advice is not None and foreign(meta):
-        if isinstance(outcome, Good):
+        if isinstance(outcome, PassedCheck):
             outcome.text = _plain(outcome.text)
             if meta.vendor == "amd":
                 outcome.text = _as_hip(outcome.text)
@@ -98,7 +98,7 @@ def worded(outcome: Outcome, rule: Rule, meta: TraceMeta) -> None:
                 outcome.fix, outcome.code = _as_hip(outcome.fix), _as_hip(outcome.code)
 
 
-def _advise(finding: Finding, advice: Advice | None) -> None:
+def _advise(finding: Finding, advice: FrameworkAdvice | None) -> None:
     """Put what the rule advises there in the place of what it said."""
     if advice is None:
         return
@@ -109,7 +109,7 @@ def _advise(finding: Finding, advice: Advice | None) -> None:
     finding.references = [link for link in finding.references if not _TORCH.search(link)]
 
 
-def _said(text: str, advice: Advice) -> str:
+def _said(text: str, advice: FrameworkAdvice) -> str:
     """The sentence with what is called otherwise there."""
     for old, new in advice.says:
         text = text.replace(old, new)
@@ -129,14 +129,14 @@ def _other_than_torch(text: str) -> str:
     return " ".join(part for part in re.split(r"(?<=[.;])\s+", text) if not _TORCH.search(part))
 
 
-def unsuited(outcome: Outcome, rule: Rule, meta: TraceMeta) -> NotMeasured | None:
+def unsuited(outcome: Outcome, rule: Rule, meta: TraceMeta) -> SkippedCheck | None:
     """An abstention in the place of a finding that can only be told in PyTorch's terms."""
     if meta.framework not in FRAMEWORKS or not isinstance(outcome, Finding):
         return None
     texts = (outcome.title, outcome.summary, outcome.fix, outcome.code)
     if not any(_TORCH.search(text) for text in texts):
         return None
-    return NotMeasured(
+    return SkippedCheck(
         what=f"what {rule.id} looks for",
         why=f"its advice is for PyTorch programs, and this is one of {meta.framework}",
         rule=rule.id,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from advisor.advise.holes import holes
 from advisor.advise.pricing import BoundPricer, Price, Pricer
 from advisor.core import text as t
-from advisor.core.finding import Worth
-from advisor.replay.bands import Band, farthest
+from advisor.core.finding import Impact
+from advisor.replay.bands import Band, widest
 from advisor.replay.learnt import learnt
 
 if TYPE_CHECKING:
@@ -28,34 +28,34 @@ def price(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
     """Give a finding its worth: the rule's own (memory, risk), else what its edits save. A rule
     that names a change of one rank may give a worth that stands in where that rank cannot be
     replayed with the others."""
-    if finding.worth is not None and finding.worth.currency == "step_time" and finding.edits:
+    if finding.impact is not None and finding.impact.currency == "step_time" and finding.edits:
         if all(edit.rank in pricing.ranks for edit in finding.edits):
-            finding.worth = None
+            finding.impact = None
         else:
             finding.edits = []
-    if finding.worth is not None or not finding.edits:
-        if finding.worth is None:
-            finding.worth = Worth(
+    if finding.impact is not None or not finding.edits:
+        if finding.impact is None:
+            finding.impact = Impact(
                 currency="unpriced", reason="the rule names no change of the step's events"
             )
-        if finding.worth.currency == "step_time":
-            finding.severity = severity(finding.worth.share)
+        if finding.impact.currency == "step_time":
+            finding.severity = severity(finding.impact.share)
         return finding
     if why := holes(a):
-        finding.worth = Worth(currency="unpriced", reason=why)
+        finding.impact = Impact(currency="unpriced", reason=why)
         finding.edits = []
         return finding
     saved = pricing.price(finding)
     if finding.validation == "synthetic":
-        saved = Price(saved.gain, *farthest(saved.low, saved.high, a.step_ns))
+        saved = Price(saved.gain, *widest(saved.low, saved.high, a.step_ns))
     device = "" if a.device is None or a.device.name is None else a.device.name
     band, told = learnt(finding.rule, device, saved.gain, Band(saved.low, saved.high), a.step_ns)
     if told:
         saved = Price(saved.gain, *band)
         finding.confidence_notes.append(f"{told}, and the band allows for that")
-    finding.worth = step_worth(saved, pricing.method, a)
-    finding.severity = severity(finding.worth.share)
-    if pricing.unseen_loader and (finding.worth.share or 0.0) >= UNSEEN_SHARE:
+    finding.impact = step_worth(saved, pricing.method, a)
+    finding.severity = severity(finding.impact.share)
+    if pricing.unseen_loader and (finding.impact.share or 0.0) >= UNSEEN_SHARE:
         finding.confidence *= 0.85
         finding.confidence_notes.append(
             "the loader's workers keep up with these steps; whether they do with shorter ones is "
@@ -64,9 +64,9 @@ def price(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
     return finding
 
 
-def step_worth(saved: Price, method: str, a: Analysis) -> Worth:
+def step_worth(saved: Price, method: str, a: Analysis) -> Impact:
     """Time saved a step, with its share of the step."""
-    return Worth(
+    return Impact(
         currency="step_time",
         gain_ns=round(saved.gain),
         low_ns=round(saved.low),
@@ -86,12 +86,12 @@ def severity(share: float | None) -> Severity:
 
 def may_be_nothing(finding: Finding, floor: float) -> bool:
     """Not proven, and by its own band perhaps worth nothing: no ground to call a run ill."""
-    worth = finding.worth
+    impact = finding.impact
     return (
         finding.validation == "synthetic"
-        and worth is not None
-        and worth.currency == "step_time"
-        and (worth.low_ns or 0) < floor
+        and impact is not None
+        and impact.currency == "step_time"
+        and (impact.low_ns or 0) < floor
     )
 
 
@@ -118,6 +118,6 @@ def worthless(findings: list[Finding], pricing: Pricer, a: Analysis, floor: floa
                 f" Priced at nothing: {exposed / 1e6:.1f} ms of {unit} are exposed to it, but a "
                 f"replay without it takes as long, for then it hangs on {hangs_on} as before."
             )
-            finding.worth = Worth(currency="unpriced", reason="a replay prices it at nothing")
+            finding.impact = Impact(currency="unpriced", reason="a replay prices it at nothing")
             told.append(finding)
     return told

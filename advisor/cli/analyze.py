@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from advisor.cli.progress import Progress
     from advisor.core.report import Report
     from advisor.core.trace import Run
-    from advisor.export.redact import Names
+    from advisor.export.redact import NameMap
     from advisor.measure import Analysis
     from advisor.render.renderer import Renderer
 
@@ -221,11 +221,11 @@ class Told:
     """The users and hosts that what is read tells, where they are to be left out."""
 
     def __init__(self, wanted: bool) -> None:
-        self._names: Names | None = None
+        self._names: NameMap | None = None
         if wanted:
-            from advisor.export.redact import Names
+            from advisor.export.redact import NameMap
 
-            self._names = Names()
+            self._names = NameMap()
 
     @property
     def peek(self) -> Callable[[bytes], None] | None:

@@ -47,7 +47,7 @@ def _text(hints: list[Hint], problems: list[str]) -> str:
 
     page = Page(out.columns(sys.stdout), colour=out.colourful(sys.stdout))
     for hint in hints:
-        place = f"{t.path(hint.file, 60)}:{hint.line}"
+        place = f"{t.shorten_path(hint.file, 60)}:{hint.line}"
         page.wrapped((f"{place}  ", "bold"), t.clean(hint.title), indent=4)
         page.field("why", t.clean(hint.why))
         page.field("fix", t.clean(hint.fix), style="bold")

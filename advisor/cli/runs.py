@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from advisor.read.runs import RunLine, SeveralRuns, describe
 
-MOST_RUNS = 20
+MAX_RUNS = 20
 PROGRAM = 34
 """Characters of a program's command line."""
 
@@ -18,7 +18,7 @@ def offer(error: SeveralRuns, arguments: list[str]) -> str:
     """List the runs on stderr, newest first, and return what to type to have one of them."""
     from advisor.core.text import clean
 
-    lines = [describe(path) for path in error.found[:MOST_RUNS]]
+    lines = [describe(path) for path in error.found[:MAX_RUNS]]
     lines.sort(key=lambda line: line.started_unix_ns, reverse=True)
     wide = max(len(clean(line.path)) for line in lines)
     for line in lines:
@@ -45,7 +45,7 @@ def _about(line: RunLine) -> str:
     if 0 < line.started_unix_ns < 4 << 60:
         started = datetime.fromtimestamp(line.started_unix_ns / 1e9)
         parts.append(started.strftime("%Y-%m-%d %H:%M"))
-    steps = "many" if line.steps is None else t.count(line.steps)
+    steps = "many" if line.steps is None else t.format_count(line.steps)
     parts.append(f"{steps:>7} step{' ' if line.steps == 1 else 's'}")
     if line.ranks > 1:
         parts.append(f"{line.ranks} ranks")

@@ -63,13 +63,13 @@ def command(
     from advisor.core.run_directory import is_run
     from advisor.recorder import launch
     from advisor.render import trial as terminal
-    from advisor.tune.catalogue import lever
+    from advisor.tune.catalogue import find_knob
     from advisor.tune.heat import Limits
-    from advisor.tune.whole import Wanted, command_of, try_program
+    from advisor.tune.whole import TrialRequest, command_of, try_program
 
     seconds = parse_time(budget)
     for name in only or []:
-        lever(name.partition("=")[0])
+        find_knob(name.partition("=")[0])
     if output is not None:
         out.check(output, [])
     chosen = form or ("json" if output is not None and output.suffix == ".json" else "terminal")
@@ -78,7 +78,7 @@ def command(
     limits = Limits(budget=seconds, warmup=warmup, timeout=max(60.0, seconds / 2))
     if steps is not None:
         limits = replace(limits, steps=steps, most=steps)
-    wanted = Wanted(
+    wanted = TrialRequest(
         limits=limits,
         only=tuple(only or ()),
         dry=dry_run,

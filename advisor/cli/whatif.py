@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.replay.result import WhatIfResult
 
-MOST_NAMES, LONGEST_NAME = 8, 60
+MAX_NAMES, LONGEST_NAME = 8, 60
 """Names that are told in place of one that is not there, and characters of each."""
 WIDTH = 80
 """Characters of a line: an edit that does not fit beside its figures stands below."""
@@ -72,7 +72,7 @@ def _nothing(
     steps: tuple[int | None, int | None] | None,
 ) -> str:
     """Why an edit selects nothing, and what could stand in its place."""
-    from advisor.core.text import clean, kernel
+    from advisor.core.text import clean, kernel_label
     from advisor.measure import Analysis
     from advisor.replay.present import present
 
@@ -83,7 +83,7 @@ def _nothing(
     said = f"edit {clean(line.strip())!r} selects nothing in these steps"
     if not there.names:
         return f"{said}: there are no {there.what}"
-    shown = [kernel(name, LONGEST_NAME) for name in there.names[:MOST_NAMES]]
+    shown = [kernel_label(name, LONGEST_NAME) for name in there.names[:MAX_NAMES]]
     more = len(there.names) - len(shown)
     order = "nearest first" if there.asked else "most time first"
     rest = f" and {more:,} more" if more else ""

@@ -113,7 +113,7 @@ def side(examined: Examined) -> Side:
         profile_memory=meta.profile_memory,
         truncated=meta.truncated,
         samples=_samples(a.record),
-        crash=t.crashes(report.crashes),
+        crash=t.describe_crashes(report.crashes),
         framework=report.scope.framework,
     )
 
@@ -137,8 +137,8 @@ def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realis
         for finding in findings
         if finding.edits
         and not finding.other_rank
-        and finding.worth is not None
-        and finding.worth.currency == "step_time"
+        and finding.impact is not None
+        and finding.impact.currency == "step_time"
     ]
     found = Realised(rules=[f.rule for f in fixed])
     if not fixed:
@@ -224,17 +224,19 @@ def limits(before: Examined, after: Examined, c: Comparison) -> list[str]:
         found.append(PERIODS)
     if _other_program(c):
         found.append(
-            f"Only {t.percent(c.matched)} of the device time is in operators and shapes that both "
+            f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that "
+            "both "
             "have: these look like different programs."
         )
     if _other_batch(c):
         found.append(
-            f"A step has {t.counted(one.samples or 0, 'sample')} before and {other.samples} after: "
+            f"A step has {t.count_noun(one.samples or 0, 'sample')} before and {other.samples} "
+            "after: "
             "compare time a sample, not time a step."
         )
     if one.ranks != other.ranks:
         found.append(
-            f"{t.counted(one.ranks, 'rank')} before and {other.ranks} after; one of each is "
+            f"{t.count_noun(one.ranks, 'rank')} before and {other.ranks} after; one of each is "
             "compared."
         )
     elif one.ranks > 1:

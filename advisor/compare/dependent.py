@@ -26,7 +26,7 @@ from advisor.compare.statistics import (
     t_quantile,
 )
 
-LEAST = 5
+MINIMUM = 5
 """Steps on each side; fewer tell nothing of how one depends on the next."""
 RESAMPLES = 2000
 STRONGEST, STRONGEST_OF_FEW = 0.98, 0.9
@@ -47,7 +47,7 @@ def difference(
     series have the same number; the series are equally long.
     """
     shortest = min(len(before), len(after))
-    if shortest < LEAST:
+    if shortest < MINIMUM:
         return None
     if paired and len(before) != len(after):
         raise ValueError(f"{len(before)} and {len(after)} steps cannot be paired")
@@ -97,7 +97,7 @@ def block_length(series: Sample) -> int:
     """
     count = len(series)
     measured = autocorrelation(series)
-    if measured is None or count < LEAST:
+    if measured is None or count < MINIMUM:
         return 1
     r = min(STRONGEST, max(0.0, (count * measured + 1) / (count - 4)))
     length = (1.5 * (2 * r / (1 - r * r)) ** 2 * count) ** (1 / 3)

@@ -118,8 +118,8 @@ def _successor(finding: Finding, own: Report, other: Report) -> Finding | None:
 
 
 def _gain(finding: Finding) -> int | None:
-    worth = finding.worth
-    return worth.gain_ns if worth is not None and worth.currency == "step_time" else None
+    impact = finding.impact
+    return impact.gain_ns if impact is not None and impact.currency == "step_time" else None
 
 
 def _unseen(report: Report, other: Report, rule: str) -> str:
@@ -136,7 +136,7 @@ def _unseen(report: Report, other: Report, rule: str) -> str:
 
 def place(finding: Finding) -> str:
     """Where it is worst, in a line."""
-    return " · ".join(t.place_names(finding.where[0])[:2]) if finding.where else ""
+    return " · ".join(t.location_names(finding.where[0])[:2]) if finding.where else ""
 
 
 def same_place(one: Finding, other: Finding) -> bool | None:
@@ -170,4 +170,4 @@ def _op(location: Location) -> str | None:
 
 
 def _kernel(location: Location) -> str | None:
-    return t.kernel(location.kernel, 80) if location.kernel else None
+    return t.kernel_label(location.kernel, 80) if location.kernel else None

@@ -35,16 +35,16 @@ class Remaining(NamedTuple):
 
 def find_remaining(finding: Finding, own: Examined, other: Examined) -> Remaining | None:
     """Look for a finding of one run in the other; ``None``: it is not there, or cannot be told."""
-    worth = finding.worth
-    if worth is None or worth.gain_ns is None or worth.currency != "step_time":
+    impact = finding.impact
+    if impact is None or impact.gain_ns is None or impact.currency != "step_time":
         return None
-    if not finding.edits or finding.other_rank or worth.gain_ns <= 0:
+    if not finding.edits or finding.other_rank or impact.gain_ns <= 0:
         return None
     if any(edit.select.correlation for edit in finding.edits):
         return None  # ids of one trace say nothing in another
     if own.pricing.method == other.pricing.method:
         gain = other.pricing.price(finding).gain
-        if gain >= KEPT * worth.gain_ns:
+        if gain >= KEPT * impact.gain_ns:
             return Remaining(round(gain), _why_silent(gain, other.main.step_ns))
     edits = [edit for edit in finding.edits if edit.op not in _KEEP_THEIR_EVENTS]
     here = sum(_time(own.main, edit) for edit in edits)

@@ -78,7 +78,7 @@ def _side(report: Report, path: str) -> Side:
         with_stack=None,
         profile_memory=None,
         truncated=any(item.truncated for item in report.inputs),
-        crash=t.crashes(report.crashes),
+        crash=t.describe_crashes(report.crashes),
         framework=scope.framework,
     )
 
@@ -172,8 +172,10 @@ def _notes(before: Report, after: Report) -> list[str]:
     ]
     if medians[0] is not None and medians[1] is not None:
         found.append(
-            f"Unprofiled steps, as the recorder measured them: median {t.time(medians[0])} before "
-            f"and {t.time(medians[1])} after; reports do not hold how far they are spread, so no "
+            "Unprofiled steps, as the recorder measured them: median "
+            f"{t.format_duration(medians[0])} before "
+            f"and {t.format_duration(medians[1])} after; reports do not hold how far they are "
+            "spread, so no "
             "interval is given for these."
         )
     return found
@@ -208,7 +210,7 @@ def _limits(before: Report, after: Report, c: Comparison, saved: Sequence[int]) 
         found.append("The profiler slowed the steps of one side only.")
     if c.before.ranks != c.after.ranks:
         found.append(
-            f"{t.counted(c.before.ranks, 'rank')} before and {c.after.ranks} after; one is "
+            f"{t.count_noun(c.before.ranks, 'rank')} before and {c.after.ranks} after; one is "
             "compared."
         )
     found += [

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.advise.words import mark_steps
 from advisor.compare.data import Distribution, StepTimes, Verdict
-from advisor.compare.dependent import LEAST, difference
+from advisor.compare.dependent import MINIMUM, difference
 from advisor.compare.statistics import (
     BOOTSTRAP_FROM,
     LEVEL,
@@ -21,13 +21,13 @@ from advisor.compare.statistics import (
     welch,
 )
 from advisor.core.finding import REPEATED
-from advisor.measure.steps.record import Recorded
+from advisor.measure.steps.record import StepRecords
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import RankRecord
     from advisor.measure import Analysis
 
-MOST_DURATIONS = 2000
+MAX_DURATIONS = 2000
 PERIODS = (
     "Steps are where the device's work repeats, for nothing marks them: they may be a part of an "
     "iteration, such as a layer, and how many of them an iteration has is not known. Name a range "
@@ -46,7 +46,7 @@ def compare_steps(before: Analysis, after: Analysis) -> StepTimes:
         source = "trace" if all(map(len, samples)) else ""
     shapes = [distribution(sample) if len(sample) else None for sample in samples]
     shortest = min(map(len, samples))
-    if shortest >= LEAST:
+    if shortest >= MINIMUM:
         # periods are counted from wherever the recording began
         counted = source == "recorder" or REPEATED not in (before.steps.source, after.steps.source)
         counted |= np.array_equal(samples[0], samples[1])
@@ -96,7 +96,7 @@ def unprofiled(record: RankRecord | None) -> Sample:
     window (which writes the trace), and steps with an evaluation or a checkpoint in them."""
     if record is None:
         return np.zeros(0)
-    recorded = Recorded(record)
+    recorded = StepRecords(record)
     kept: Sample = recorded.dur[_plain(recorded)].astype(np.float64)
     return kept
 
@@ -105,11 +105,11 @@ def unprofiled_numbers(record: RankRecord | None) -> list[int]:
     """Of the same steps, ascending."""
     if record is None:
         return []
-    recorded = Recorded(record)
+    recorded = StepRecords(record)
     return [recorded.steps[i].n for i in np.flatnonzero(_plain(recorded))]
 
 
-def _plain(recorded: Recorded) -> NDArray[np.bool_]:
+def _plain(recorded: StepRecords) -> NDArray[np.bool_]:
     plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
     found: NDArray[np.bool_] = recorded.used & plain
     return found
@@ -137,8 +137,8 @@ def distribution(sample: Sample) -> Distribution:
     """What a sample looks like."""
     low, middle, high = np.quantile(sample, [0.1, 0.5, 0.9])
     shown = sample
-    if len(sample) > MOST_DURATIONS:
-        shown = sample[np.linspace(0, len(sample) - 1, MOST_DURATIONS).round().astype(int)]
+    if len(sample) > MAX_DURATIONS:
+        shown = sample[np.linspace(0, len(sample) - 1, MAX_DURATIONS).round().astype(int)]
     return Distribution(
         count=len(sample),
         mean_ns=float(sample.mean()),
@@ -183,7 +183,7 @@ def _notes(
         )
         found += _recorded_differently(before, after)
     shortest = min(map(len, samples))
-    if shortest < LEAST:
+    if shortest < MINIMUM:
         found.append(
             "So few steps say nothing of how one depends on the next: the interval is for "
             "independent ones, and the true one is wider."

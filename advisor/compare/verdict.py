@@ -18,11 +18,14 @@ def verdict(comparison: Comparison) -> str:
     if steps.difference_ns is None or steps.share is None:
         text = f"Step times are not compared: {steps.reason}"
     else:
-        pair = f"{t.time(_center(steps, 'before'))} → {t.time(_center(steps, 'after'))}"
+        pair = (
+            f"{t.format_duration(_center(steps, 'before'))} → "
+            f"{t.format_duration(_center(steps, 'after'))}"
+        )
         if steps.verdict == "no difference":
             text = f"No difference in step time can be shown: {pair} ({interval(steps)})"
         else:
-            amount = t.percent(abs(steps.share))
+            amount = t.format_share(abs(steps.share))
             part = "What repeats is " if repeated(comparison) else ""
             how = steps.verdict if part else steps.verdict.capitalize()
             text = f"{part}{how} by {amount}: {pair} ({interval(steps)})"

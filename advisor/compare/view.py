@@ -16,7 +16,7 @@ SMALL = 0.005
 has all)."""
 SMALL_WORK = 0.001
 """The same for one operator of the table of work: its change is shown, and not judged."""
-MOST_WORK = 10
+MAX_WORK = 10
 WIDTH = 30
 """Characters of a label in the table of work."""
 ENOUGH_FOR_PERCENTILES = 10
@@ -69,12 +69,12 @@ def sides(c: Comparison) -> list[tuple[str, list[str]]]:
 
 
 def _side(side: Side) -> list[str]:
-    parts = [t.path(side.path, 60)]
+    parts = [t.shorten_path(side.path, 60)]
     if side.rank is not None:
         parts.append(f"rank {side.rank}")
     parts.append(side.device_name or "GPU not told")
     if side.samples is not None:
-        parts.append(f"{t.counted(side.samples, 'sample')} a step")
+        parts.append(f"{t.count_noun(side.samples, 'sample')} a step")
     return parts
 
 
@@ -94,7 +94,7 @@ def step_lines(c: Comparison) -> list[Line]:
     one, other = c.steps.before, c.steps.after
     if one is None or other is None:
         return []
-    texts = (t.count(one.count), t.count(other.count))
+    texts = (t.format_count(one.count), t.format_count(other.count))
     found = [Line("steps", "steps", "steps", one.count, other.count, texts, "", "")]
     few = min(one.count, other.count) < ENOUGH_FOR_PERCENTILES
     shown = c.steps.verdict in ("slower", "faster")
@@ -113,7 +113,7 @@ def step_lines(c: Comparison) -> list[Line]:
             continue
         judged = _judged(before, after, 0.0) if shown else ""
         change = relative(before, after)
-        texts = (t.time(before), t.time(after))
+        texts = (t.format_duration(before), t.format_duration(after))
         found.append(Line("steps", label, label, before, after, texts, change, judged))
     return found
 
@@ -133,9 +133,9 @@ def step_notes(steps: StepTimes) -> list[str]:
     """How the difference was judged, and what the figures do not show."""
     if steps.difference_ns is None:
         return []
-    low, high = t.difference(steps.low_ns or 0.0), t.difference(steps.high_ns or 0.0)
+    low, high = t.format_change(steps.low_ns or 0.0), t.format_change(steps.high_ns or 0.0)
     found = [
-        f"Difference of the {steps.statistic}s: {t.difference(steps.difference_ns)}, "
+        f"Difference of the {steps.statistic}s: {t.format_change(steps.difference_ns)}, "
         f"{interval(steps)} ({low} to {high}; {steps.method})."
     ]
     return [*found, *steps.notes]
@@ -183,7 +183,7 @@ def breakdown_lines(c: Comparison) -> list[Line]:
 def _label(amount: Amount, framework: str | None) -> str:
     match amount.group:
         case "time":
-            return t.LABELS.get(amount.name, t.cause_label(amount.name, framework))
+            return t.CLASS_LABELS.get(amount.name, t.cause_label(amount.name, framework))
         case "idle":
             return f"– {t.cause_label(amount.name, framework)}"
         case "host":
@@ -194,7 +194,7 @@ def _label(amount: Amount, framework: str | None) -> str:
 
 
 def _value(value: float | None, unit: str) -> str:
-    return "–" if value is None else t.value(value, unit)
+    return "–" if value is None else t.format_value(value, unit)
 
 
 def _change(amount: Amount) -> str:
@@ -206,8 +206,8 @@ def _change(amount: Amount) -> str:
     if not change:
         return ""
     if amount.unit == "ns":
-        return t.difference(change)
-    return f"{'+' if change > 0 else '−'}{t.value(abs(change), amount.unit)}"
+        return t.format_change(change)
+    return f"{'+' if change > 0 else '−'}{t.format_value(abs(change), amount.unit)}"
 
 
 def relative(before: float, after: float) -> str:
@@ -230,9 +230,9 @@ def finding(item: FindingChange, each: str = " a step") -> list[str]:
     parts = [item.title]
     gains = [item.before_gain_ns, item.after_gain_ns]
     if item.change == "remaining" and None not in gains:
-        parts.append(f"worth {t.time(gains[0])} → {t.time(gains[1])}{each}")
+        parts.append(f"worth {t.format_duration(gains[0])} → {t.format_duration(gains[1])}{each}")
     elif any(gain is not None for gain in gains):
-        parts.append(f"worth {t.time(next(g for g in gains if g is not None))}{each}")
+        parts.append(f"worth {t.format_duration(next(g for g in gains if g is not None))}{each}")
     if item.place:
         moved = " (elsewhere before)" if item.same_place is False else ""
         parts.append(f"{item.place}{moved}")
@@ -248,15 +248,16 @@ def realised(c: Comparison) -> list[str]:
         return []
     bound = "up to " if r.method != "replay" else ""
     text = (
-        f"Fixing {', '.join(r.rules)} was predicted to save {bound}{t.time(r.predicted_ns)}{per(c)}"
+        f"Fixing {', '.join(r.rules)} was predicted to save "
+        f"{bound}{t.format_duration(r.predicted_ns)}{per(c)}"
     )
     if r.predicted_low_ns is not None and r.predicted_high_ns is not None and not bound:
-        text += f" ({t.between(r.predicted_low_ns, r.predicted_high_ns)})"
+        text += f" ({t.format_range(r.predicted_low_ns, r.predicted_high_ns)})"
     if r.measured_ns is None or r.measured_low_ns is None or r.measured_high_ns is None:
         return [f"{text}. Not compared with what was gained: {r.reason}."]
     what = "became shorter" if r.measured_ns >= 0 else "became longer"
-    text += f"; it {what} by {t.time(abs(r.measured_ns))}"
-    text += f" ({t.between(r.measured_low_ns, r.measured_high_ns)} shorter)."
+    text += f"; it {what} by {t.format_duration(abs(r.measured_ns))}"
+    text += f" ({t.format_range(r.measured_low_ns, r.measured_high_ns)} shorter)."
     if r.agrees is None:
         return [text, f"They are not held against each other: {r.reason}."]
     if r.agrees:
@@ -267,13 +268,13 @@ def realised(c: Comparison) -> list[str]:
     ]
 
 
-def work(c: Comparison, most: int = MOST_WORK) -> Table | None:
+def work(c: Comparison, most: int = MAX_WORK) -> Table | None:
     """Device work that differs, by operator and shape."""
     lines = work_lines(c, most)
     return _table(f"device work{per(c)}", lines) if lines else None
 
 
-def work_lines(c: Comparison, most: int = MOST_WORK, width: int = WIDTH) -> list[Line]:
+def work_lines(c: Comparison, most: int = MAX_WORK, width: int = WIDTH) -> list[Line]:
     """The same as lines, with labels of at most ``width`` characters."""
     items: list[Work] = []
     for item in c.work:
@@ -293,15 +294,15 @@ def work_lines(c: Comparison, most: int = MOST_WORK, width: int = WIDTH) -> list
                 _work_side(item.before_ns, item.before_count),
                 _work_side(item.after_ns, item.after_count),
             ),
-            t.difference(item.after_ns - item.before_ns),
+            t.format_change(item.after_ns - item.before_ns),
             _judged(item.before_ns, item.after_ns, SMALL_WORK * whole),
         )
-        for item, name, label in zip(items, names, t.distinct(names, width), strict=True)
+        for item, name, label in zip(items, names, t.distinct_labels(names, width), strict=True)
     ]
 
 
 def _work_side(ns: float, count: float) -> str:
-    return f"{t.time(ns)} / {t.count(count)}×" if count else "–"
+    return f"{t.format_duration(ns)} / {t.format_count(count)}×" if count else "–"
 
 
 def work_name(item: Work) -> str:

@@ -8,14 +8,14 @@ import numpy as np
 import polars as pl
 
 from advisor.compare.data import Work
-from advisor.core.intervals import covered
+from advisor.core.intervals import covered_length
 from advisor.core.text import shorten
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
-MOST_ROWS = 500
-MOST_KERNELS = 3
+MAX_ROWS = 500
+MAX_KERNELS = 3
 LONGEST, LONGEST_SHAPE = 300, 1000
 """Characters of a name and of a shape; templates of C++ kernels and compiled regions with all
 their parameters have thousands."""
@@ -77,7 +77,7 @@ def device_work(a: Analysis) -> pl.DataFrame:
     at = np.flatnonzero(a.in_window)
     gpu = trace.gpu[at]
     ts = gpu["ts"].to_numpy()
-    inside = covered(ts, ts + gpu["dur"].to_numpy(), a.spans)
+    inside = covered_length(ts, ts + gpu["dur"].to_numpy(), a.spans)
     op = gpu["op"].cast(pl.Int64)
     frame = pl.DataFrame(
         {
@@ -117,7 +117,7 @@ def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
         .group_by("op", "shape", "own", maintain_order=True)
         .agg(
             pl.col("ns", "count").sum(),
-            pl.col("kernel").head(MOST_KERNELS).alias("kernels"),
+            pl.col("kernel").head(MAX_KERNELS).alias("kernels"),
         )
         .rename({"own": "kernel"})
     )
@@ -137,7 +137,7 @@ def _joined(sides: list[pl.DataFrame], key: tuple[str, ...]) -> tuple[list[Work]
         .with_columns(larger=pl.max_horizontal("after_ns", "before_ns"))
         .sort("difference", "larger", *keys, descending=[True, True, *[False] * len(keys)])
     )
-    shown, rest = both.head(MOST_ROWS), both.tail(max(0, both.height - MOST_ROWS))
+    shown, rest = both.head(MAX_ROWS), both.tail(max(0, both.height - MAX_ROWS))
     rows = [_work(row) for row in shown.to_dicts()]
     if rest.is_empty():
         return rows, None

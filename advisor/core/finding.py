@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 from advisor.core.rule import ANY as ANY  # noqa: PLC0414
-from advisor.core.rule import Advice as Advice  # noqa: PLC0414
+from advisor.core.rule import FrameworkAdvice as FrameworkAdvice  # noqa: PLC0414
 from advisor.core.rule import Rule as Rule  # noqa: PLC0414 - handed out with the words it needs
 from advisor.core.rule import Source as Source  # noqa: PLC0414
 from advisor.core.rule import Threshold as Threshold  # noqa: PLC0414
@@ -120,7 +120,7 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     the same way, because a change to a program is a change on all ranks. ``punctual`` needs it."""
 
 
-class Worth(Struct, frozen=True, kw_only=True):
+class Impact(Struct, frozen=True, kw_only=True):
     """What a finding is worth, and in which currency. Currencies are never converted."""
 
     currency: Currency
@@ -222,7 +222,7 @@ class Finding(Struct, kw_only=True):
     """What observation would prove the finding wrong."""
     alternatives: str = ""
     """Name of the group of findings of which one fix replaces the others (for example ``fuse``)."""
-    worth: Worth | None = None
+    impact: Impact | None = None
     """What a rule itself can price (memory, risk); step time is priced by the engine from edits."""
     informational: bool = False
     """Shown among the notes, never ranked, never counted as a bottleneck."""
@@ -233,7 +233,7 @@ class Finding(Struct, kw_only=True):
     """By the share of the step that the fix is worth."""
     rank: int | None = None
     """Place in the order of worth; ``null``: not ranked."""
-    rank_gain_ns: int | None = None
+    marginal_gain_ns: int | None = None
     """Marginal gain a step in the staircase, after the findings ranked before it, ns."""
     pays_after: str | None = None
     """Rule id of the finding that must be fixed first for this one to pay."""
@@ -251,7 +251,7 @@ class Finding(Struct, kw_only=True):
     """Rank it was seen on."""
 
 
-class NotMeasured(Struct, kw_only=True):
+class SkippedCheck(Struct, kw_only=True):
     """A rule abstains: what it could not check, why, and what to record to allow it."""
 
     what: str
@@ -264,7 +264,7 @@ class NotMeasured(Struct, kw_only=True):
     """Rules that abstained."""
 
 
-class Good(Struct, kw_only=True):
+class PassedCheck(Struct, kw_only=True):
     """Something the run already does well, with the figure that shows it."""
 
     text: str
@@ -273,7 +273,7 @@ class Good(Struct, kw_only=True):
     """Rule that looked."""
 
 
-Outcome = Finding | NotMeasured | Good
+Outcome = Finding | SkippedCheck | PassedCheck
 
 
 class HotLine(Struct, frozen=True, kw_only=True):

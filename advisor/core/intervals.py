@@ -87,7 +87,7 @@ def gaps(a: Intervals, start: int, end: int) -> Intervals:
     return subtract(union([start], [end]), a)
 
 
-def covered(start: ArrayLike, end: ArrayLike, by: Intervals) -> Ints:
+def covered_length(start: ArrayLike, end: ArrayLike, by: Intervals) -> Ints:
     """How much of each given interval lies in the set, ns: one value an interval, vectorised."""
     s = np.asarray(start, dtype=np.int64)
     e = np.maximum(np.asarray(end, dtype=np.int64), s)

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 GAP: Final = "…"
-LEAST: Final = 8
+MINIMUM: Final = 8
 """From this width up labels of distinct names are distinct, whatever the names are."""
-MOST_WORDS, MOST_LETTERS = 400, 2_000
+MAX_WORDS, MAX_LETTERS = 400, 2_000
 """Of one name that are looked at; of a longer one the first three quarters and the last."""
-MOST_ALIKE = 512
+MAX_ALIKE = 512
 """Names with one head that are told from each other at a time; further ones may get a number."""
-MOST_TWICE = 500_000
+MAX_TWICE = 500_000
 """Words of a table beyond which what is still alike gets a number at once."""
-MOST_PLACES = 3
+MAX_PLACES = 3
 """Words picked for what they tell apart: more would leave fragments instead of a name."""
 
 _SAFE = re.compile(r"[\x20-\x7e]*")
@@ -60,7 +60,7 @@ _RAW = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff
 and the last ones reorder or break the line that shows them."""
 
 
-def harmless(text: bytes) -> str:
+def sanitize(text: bytes) -> str:
     """JSON text with escapes for what a terminal would obey."""
     return _RAW.sub(lambda found: f"\\u{ord(found[0]):04x}", text.decode())
 
@@ -128,22 +128,24 @@ def _matching(name: str) -> int:
 # -- labels of a set of names -------------------------------------------------------------------
 
 
-def kernel(name: str, width: int) -> str:
+def kernel_label(name: str, width: int) -> str:
     """The label of one name that stands alone."""
-    return distinct([name], width)[0]
+    return distinct_labels([name], width)[0]
 
 
-def by_name(names: Iterable[str | None], width: int) -> dict[str, str]:
+def labels_by_name(names: Iterable[str | None], width: int) -> dict[str, str]:
     """The labels of :func:`distinct` by name."""
     wanted = list(dict.fromkeys(name for name in names if name is not None))
-    return dict(zip(wanted, distinct(wanted, width), strict=True))
+    return dict(zip(wanted, distinct_labels(wanted, width), strict=True))
 
 
-def distinct(names: Iterable[str | None], width: int, *, always_tidy: bool = False) -> list[str]:
+def distinct_labels(
+    names: Iterable[str | None], width: int, *, always_tidy: bool = False
+) -> list[str]:
     """A label of at most ``width`` characters for each name of one table, in its order.
 
     A name that fits stays as it is (hidden characters escaped). Equal names have equal labels;
-    distinct names have distinct ones, from a width of ``LEAST`` up. ``None`` has an empty label.
+    distinct names have distinct ones, from a width of ``MINIMUM`` up. ``None`` has an empty label.
     ``always_tidy``: what fits is tidied too (:func:`tidy`), where only its beginning may be seen.
     """
     listed = list(names)
@@ -165,7 +167,7 @@ def distinct(names: Iterable[str | None], width: int, *, always_tidy: bool = Fal
     # the same without namespaces or parameters are told apart by those
     for look, share in ((tidy, 2), (tidy, 3), (tidy, 6), (clean, 3), (clean, 8)):
         # a hostile table has no second look
-        if not left or (words and sum(map(len, words.values())) > MOST_TWICE):
+        if not left or (words and sum(map(len, words.values())) > MAX_TWICE):
             break
         if look is not looked:
             texts, looked = [look(name) for name in long], look
@@ -231,9 +233,9 @@ def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) 
     # a text that fits whole is confused with none: it has no gap
     shown = list(texts)
     groups = (
-        all_[at : at + MOST_ALIKE]
+        all_[at : at + MAX_ALIKE]
         for all_ in alike.values()
-        for at in range(0, len(all_), MOST_ALIKE)
+        for at in range(0, len(all_), MAX_ALIKE)
     )
     for group in groups:
         picked = _picked([words[i][heads[i] :] for i in group], [heads[i] for i in group])
@@ -243,16 +245,16 @@ def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) 
 
 
 def _words(text: str) -> list[str]:
-    if len(text) > MOST_LETTERS:
-        text = f"{text[: MOST_LETTERS * 3 // 4]}{GAP}{text[-MOST_LETTERS // 4 :]}"
+    if len(text) > MAX_LETTERS:
+        text = f"{text[: MAX_LETTERS * 3 // 4]}{GAP}{text[-MAX_LETTERS // 4 :]}"
     found = []
     for word in _WORD.findall(text):
         # UpperCamelCase and digests have no words of their own
         found += _PART.findall(word) if len(word) > LONG_WORD else [word]
-    if len(found) <= MOST_WORDS:
+    if len(found) <= MAX_WORDS:
         return found
-    tail = MOST_WORDS // 4
-    return [*found[: MOST_WORDS - tail], GAP, *found[-tail:]]
+    tail = MAX_WORDS // 4
+    return [*found[: MAX_WORDS - tail], GAP, *found[-tail:]]
 
 
 def _head(words: list[str], room: int) -> int:
@@ -284,7 +286,7 @@ def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
     for number, own in enumerate(keys):
         others = everyone & ~(1 << number)
         places: list[int] = []
-        while others and len(places) < MOST_PLACES:
+        while others and len(places) < MAX_PLACES:
             best, gone = -1, (0, 0)
             for at, key in enumerate(own):
                 without = (others & ~where[key]).bit_count()

@@ -13,14 +13,14 @@ from advisor.core.errors import AdvisorError
 
 SYMBOLS = {"$": "USD", "€": "EUR", "£": "GBP"}
 DEFAULT_CURRENCY = "USD"
-MOST_AN_HOUR = 1e6
+MAX_AN_HOUR = 1e6
 
 _PRICE = re.compile(
     r"([$€£]?)\s*(\d{1,7}(?:\.\d{1,9})?)\s*([A-Za-z]{3})?\s*(?:/\s*(?:h|hr|hour))?", re.ASCII
 )
 
 
-class Price(NamedTuple):
+class GpuPrice(NamedTuple):
     """Of one GPU, or of the machine where there is none."""
 
     per_hour: float
@@ -38,14 +38,14 @@ class Prices(NamedTuple):
     currency: str
     source: str
 
-    def of(self, device_name: str | None) -> Price | None:
+    def of(self, device_name: str | None) -> GpuPrice | None:
         """The price of a GPU: that of the longest name all of whose words are in this one's, so
         that ``A100`` is no ``A1000``; ``None``: the table has none.
 
         Raises AdvisorError: two names fit equally well and have different prices.
         """
         if "" in self.table:
-            return Price(self.table[""], self.currency, self.source)
+            return GpuPrice(self.table[""], self.currency, self.source)
         if device_name is None:
             return None
         words = _words(device_name)
@@ -59,7 +59,7 @@ class Prices(NamedTuple):
                 f"{self.source}: {' and '.join(map(repr, best[:3]))} both fit {device_name!r}: "
                 "write the name in full"
             )
-        return Price(self.table[best[0]], self.currency, f"{self.source}: {best[0]}")
+        return GpuPrice(self.table[best[0]], self.currency, f"{self.source}: {best[0]}")
 
 
 NO_PRICES = Prices({}, DEFAULT_CURRENCY, "")
@@ -98,7 +98,7 @@ def _table(table: object, where: str) -> Prices:
         if name == "currency":
             continue
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not 0 <= value <= MOST_AN_HOUR:
+        if not number or not math.isfinite(value) or not 0 <= value <= MAX_AN_HOUR:
             raise AdvisorError(f"{where}: {name[:60]} must be what an hour costs, such as 2.50")
         if not _words(name):
             raise AdvisorError(f"{where}: {name[:60]!r} is no name of a GPU")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from advisor.core.finding import Finding, Good, HotLine, NotMeasured, Per, unit_of
+from advisor.core.finding import Finding, HotLine, PassedCheck, Per, SkippedCheck, unit_of
 from advisor.core.resources import Cost, EnergyUse
 from advisor.core.run_directory import LARGEST
 from advisor.core.saved import decoded, encoded
@@ -16,9 +16,9 @@ from advisor.core.views import Views
 
 SCHEMA = "advisor.report/1"
 
-MOST_PRINTED = 10
+MAX_PRINTED = 10
 """Findings that ``print(report)`` shows in detail."""
-MOST_LINES = 400
+MAX_LINES = 400
 """Lines that ``print`` shows of a report or a comparison."""
 
 Status = Literal["bottlenecks", "healthy", "limited"]
@@ -33,11 +33,11 @@ def render(subject: object, formats: str, name: str, **options: Any) -> str:
 
 
 def bounded(text: str, rest: str) -> str:
-    """The first MOST_LINES lines, without the last line end; ``rest``: where the others are."""
+    """The first MAX_LINES lines, without the last line end; ``rest``: where the others are."""
     lines = text.rstrip("\n").split("\n")
-    if len(lines) > MOST_LINES:
-        more = len(lines) - MOST_LINES
-        lines[MOST_LINES:] = [f"… {more:,} more lines; {rest}"]
+    if len(lines) > MAX_LINES:
+        more = len(lines) - MAX_LINES
+        lines[MAX_LINES:] = [f"… {more:,} more lines; {rest}"]
     return "\n".join(lines)
 
 
@@ -620,9 +620,9 @@ class Report(Struct, kw_only=True):
     """Worth memory, risk or time over the run: other currencies, ranked apart."""
     notes: list[Finding] = field(default_factory=list)
     """Informational: not shown right on real traces yet, or worth too little to act on."""
-    good: list[Good] = field(default_factory=list)
+    good: list[PassedCheck] = field(default_factory=list)
     """What the run already does well."""
-    not_checked: list[NotMeasured] = field(default_factory=list)
+    not_checked: list[SkippedCheck] = field(default_factory=list)
     """What could not be checked, and what to record to allow it."""
     limits: list[str] = field(default_factory=list)
     """What this trace cannot tell, in a sentence each."""
@@ -674,14 +674,14 @@ class Report(Struct, kw_only=True):
 
     def __repr__(self) -> str:
         """One line: status, verdict, how many findings."""
-        from advisor.core.text import clean, counted, shorten
+        from advisor.core.text import clean, count_noun, shorten
 
-        found = counted(len(self.findings), "finding")
+        found = count_noun(len(self.findings), "finding")
         return f"<Report {self.status}, {found}: {shorten(clean(self.verdict), 160)}>"
 
     def __str__(self) -> str:
-        """What ``advisor analyze`` prints, for a terminal of 80 columns: at most MOST_LINES."""
-        text = render(self, "REPORTS", "terminal", top=MOST_PRINTED)
+        """What ``advisor analyze`` prints, for a terminal of 80 columns: at most MAX_LINES."""
+        text = render(self, "REPORTS", "terminal", top=MAX_PRINTED)
         return bounded(text, "to_dict() has all")
 
     def _repr_html_(self) -> str:

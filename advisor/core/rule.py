@@ -27,7 +27,7 @@ class Source(NamedTuple):
     """Its public address, or the file of this repository in which it is measured or chosen."""
 
 
-class Advice(NamedTuple):
+class FrameworkAdvice(NamedTuple):
     """What a rule advises a program that is not written with PyTorch."""
 
     fix: str
@@ -77,7 +77,7 @@ class Rule:
     what it looks for and why that costs time, the rest gives definitions, sources and traps.
     What is the same for every trace stands as class attributes; ``check`` measures and yields
     evidence, places and edits. A rule never computes its own gain and knows no other rule. When a
-    signal it needs is missing it yields :class:`NotMeasured`.
+    signal it needs is missing it yields :class:`SkippedCheck`.
     """
 
     id: ClassVar[str] = ""
@@ -99,7 +99,7 @@ class Rule:
     """0 to 1: how sure a finding is of its cause."""
     alternatives: ClassVar[str] = ""
     """Name of the group of findings of which one fix replaces the others."""
-    levers: ClassVar[tuple[str, ...]] = ()
+    knobs: ClassVar[tuple[str, ...]] = ()
     """What ``advisor try`` may pull to cure it (``advisor/tune/levers``), the likeliest first."""
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Kinds of trace that need other words than those above: name of the case -> attribute ->
@@ -107,7 +107,7 @@ class Rule:
     inference: ClassVar[Mapping[str, Any]] = {}
     """What these attributes are where nothing is trained; of ``cases`` only those that differ.
     See :meth:`where_nothing_is_trained`."""
-    elsewhere: ClassVar[Mapping[str, Advice]] = {}
+    elsewhere: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Framework (``trace.meta.framework``, or :data:`ANY`) -> what is advised there in place of
     the texts above. A rule without is not run on programs that are surely not PyTorch's."""
     found_in: ClassVar[tuple[str, ...]] = ()
@@ -176,7 +176,7 @@ class Rule:
         vars(twin).update(other)
         return twin
 
-    def advice_for(self, framework: str | None) -> Advice | None:
+    def advice_for(self, framework: str | None) -> FrameworkAdvice | None:
         """What is advised programs of a framework that is not PyTorch."""
         return self.elsewhere.get(framework or ANY, self.elsewhere.get(ANY))
 

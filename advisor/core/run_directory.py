@@ -61,7 +61,7 @@ LARGEST = 1 << 62
 """Times and figures are smaller than this."""
 MAX_GPUS = 64
 """GPUs of one sample. No machine has more."""
-MOST_OBJECTS = 2 * MAX_GPUS + 2
+MAX_OBJECTS = 2 * MAX_GPUS + 2
 """Objects in a line: a sample has two for each GPU."""
 MAX_JSON_BYTES = 4 << 20
 """Manifest and rank.json: some kilobytes are written."""
@@ -477,7 +477,7 @@ def _lines(file: Path, kind: type[_T], problems: list[str], most: int) -> Iterat
                 problems.append(f"{file}: read up to {size(most)}")
             for line in read_lines(opened, most, MAX_LINE_BYTES):
                 # what would take long to decode only to be cut down is not decoded
-                if line is None or (kind is not Event and line.count(b"{") > MOST_OBJECTS):
+                if line is None or (kind is not Event and line.count(b"{") > MAX_OBJECTS):
                     bad += 1
                     continue
                 read += len(line)

@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING, Final
 from advisor.core import labels
 from advisor.core.finding import Evidence, Finding, Location
 
-clean, harmless, shorten, kernel = labels.clean, labels.harmless, labels.shorten, labels.kernel
-distinct, by_name = labels.distinct, labels.by_name
+clean, sanitize, shorten, kernel_label = (
+    labels.clean,
+    labels.sanitize,
+    labels.shorten,
+    labels.kernel_label,
+)
+distinct_labels, labels_by_name = labels.distinct_labels, labels.labels_by_name
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Evidence, Finding, Location, Per, Worth
+    from advisor.core.finding import Evidence, Finding, Impact, Location, Per
     from advisor.core.report import Crash
 
 NOT_MEASURED: Final = "not measured"
 
-LABELS: Final = {
+CLASS_LABELS: Final = {
     "compute": "compute",
     "communication": "exposed comm.",
     "copies": "exposed copies",
@@ -32,7 +37,7 @@ LABELS: Final = {
 }
 """How a class of device time is called in full; ``exposed``: under none of those before it."""
 
-CAUSES: Final = {
+CAUSE_LABELS: Final = {
     "loader": "data loader",
     "sync": "host in a sync",
     "copy": "host in a copy",
@@ -48,8 +53,8 @@ CAUSES: Final = {
 }
 """Idle causes (``analysis.gaps.CAUSES``) as they are shown."""
 
-HOST: Final = {
-    **CAUSES,
+HOST_LABELS: Final = {
+    **CAUSE_LABELS,
     "sync": "waiting in a sync",
     "copy": "waiting in a copy",
     "dispatch": "operators",
@@ -64,7 +69,7 @@ _ELSEWHERE: Final[Mapping[str | None, Mapping[str, str]]] = {"tensorflow": _INPU
 """``TraceMeta.framework`` -> what is called otherwise there than in PyTorch."""
 
 
-def path(file: str, width: int) -> str:
+def shorten_path(file: str, width: int) -> str:
     """A path in ``width`` characters: from here when it is below, else its end if it is long."""
     file = clean(file.removeprefix(_here()))
     return file if len(file) <= width else f"…{file[len(file) - width + 1 :]}"
@@ -77,7 +82,7 @@ def _here() -> str:
         return ""
 
 
-def time(ns: float | None) -> str:
+def format_duration(ns: float | None) -> str:
     """A duration with its unit: ``87.9 ms``, ``1.22 s``, ``104 µs``, ``1,230 s``."""
     if ns is None:
         return NOT_MEASURED
@@ -99,7 +104,7 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def between(low: float, high: float) -> str:
+def format_range(low: float, high: float) -> str:
     """A range, its unit once where both ends have the same: ``390 to 412 ms``."""
     (first, unit), (second, other) = _time(low), _time(high)
     if unit == other or not low:
@@ -107,25 +112,25 @@ def between(low: float, high: float) -> str:
     return f"{first} {unit} to {second} {other}"
 
 
-def edges(low: float, high: float) -> str:
+def format_bin(low: float, high: float) -> str:
     """A range of a histogram, as exact as it is narrow: ``100.5 to 101.0 ms``."""
     unit, size = next(
         (one for one in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)) if high >= one[1]), ("ns", 1.0)
     )
     width = (high - low) / size
     if width <= 0:
-        return time(low)
+        return format_duration(low)
     places = max(0, min(6, 1 - math.floor(math.log10(width)))) if width < 10 else 0
     exact = places - 1 if places and round(width, places - 1) == round(width, 6) else places
     return f"{low / size:,.{exact}f} to {high / size:,.{exact}f} {unit}"
 
 
-def difference(ns: float) -> str:
+def format_change(ns: float) -> str:
     """A difference in time with its sign: ``+3.1 ms``."""
-    return time(0) if not ns else f"{'+' if ns > 0 else '−'}{time(abs(ns))}"
+    return format_duration(0) if not ns else f"{'+' if ns > 0 else '−'}{format_duration(abs(ns))}"
 
 
-def percent(share: float | None) -> str:
+def format_share(share: float | None) -> str:
     """A share of 1 as a percentage; what rounds to nothing is not shown as nothing."""
     if share is None:
         return NOT_MEASURED
@@ -134,7 +139,7 @@ def percent(share: float | None) -> str:
     return f"{share:.0%}"
 
 
-def memory(size: float | None) -> str:
+def format_bytes(size: float | None) -> str:
     """Bytes in binary units, as allocators and driver tools count them."""
     if size is None:
         return NOT_MEASURED
@@ -144,17 +149,17 @@ def memory(size: float | None) -> str:
     return f"{size:.0f} B"
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """A number of things: whole when it is."""
     if value is None:
         return NOT_MEASURED
     return f"{value:,.0f}" if value == round(value) or abs(value) >= 100 else f"{value:,.1f}"
 
 
-def counted(value: float, noun: str, plural: str = "") -> str:
+def count_noun(value: float, noun: str, plural: str = "") -> str:
     """A number of things, the noun agreeing with it: ``1 kernel``, ``3 copies``, ``1,234 steps``.
     ``plural``: where it is not made with -s or -ies."""
-    return f"{count(value)} {noun if value == 1 else plural or _plural(noun)}"
+    return f"{format_count(value)} {noun if value == 1 else plural or _plural(noun)}"
 
 
 def _plural(noun: str) -> str:
@@ -163,21 +168,21 @@ def _plural(noun: str) -> str:
     return f"{noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Three significant digits, or all of them before the point; a whole number with all."""
     return f"{value:,.0f}" if value == round(value) else _digits(value)
 
 
-def rate(amount: float, unit: str) -> str:
+def format_rate(amount: float, unit: str) -> str:
     """A rate in the unit that GPUs' are given in (TFLOP/s, GB/s); a small one in a smaller."""
     units = (("T", 1e12), ("G", 1e9), ("M", 1e6)) if unit == "FLOP/s" else (("G", 1e9), ("M", 1e6))
     for letter, scale in units:
         if abs(amount) >= 0.1 * scale or amount == 0:
-            return f"{number(amount / scale)} {letter}{unit}"
-    return f"{number(amount)} {unit}"
+            return f"{format_number(amount / scale)} {letter}{unit}"
+    return f"{format_number(amount)} {unit}"
 
 
-def value(amount: float | str | None, unit: str) -> str:
+def format_value(amount: float | str | None, unit: str) -> str:
     """A measured value as :class:`~advisor.core.finding.Evidence` holds it, with its unit."""
     if amount is None:
         return NOT_MEASURED
@@ -187,38 +192,41 @@ def value(amount: float | str | None, unit: str) -> str:
         return "yes" if amount else "no"
     match unit:
         case "ns":
-            return time(amount)
+            return format_duration(amount)
         case "bytes":
-            return memory(amount)
+            return format_bytes(amount)
         case "share":
-            return percent(amount)
+            return format_share(amount)
         case "count":
-            return count(amount)
+            return format_count(amount)
         case "FLOP/s":
-            return rate(amount, "FLOP/s")
+            return format_rate(amount, "FLOP/s")
         case "B/s":
-            return rate(amount, "B/s")
-    return f"{number(amount)} {clean(unit)}".rstrip()
+            return format_rate(amount, "B/s")
+    return f"{format_number(amount)} {clean(unit)}".rstrip()
 
 
-def label(item: Evidence) -> str:
+def evidence_label(item: Evidence) -> str:
     """What was measured, and of what: ``kernels a step``, ``share of the recording``."""
     if item.per is None:
         return clean(item.label)
-    return f"{clean(item.label)} {of(item.per) if item.unit == 'share' else per(item.per)}"
+    return (
+        f"{clean(item.label)} "
+        f"{format_of(item.per) if item.unit == 'share' else format_per(item.per)}"
+    )
 
 
-def evidence(item: Evidence) -> str:
+def format_evidence(item: Evidence) -> str:
     """One fact in a line: ``share of the step 19% (limit 5%, TraceLens)``."""
-    text = f"{label(item)} {value(item.value, item.unit)}"
+    text = f"{evidence_label(item)} {format_value(item.value, item.unit)}"
     if item.threshold is None:
         return text
-    limit = f"limit {value(item.threshold, item.unit)}"
+    limit = f"limit {format_value(item.threshold, item.unit)}"
     source = clean(item.source)
     return f"{text} ({limit}, {source})" if source else f"{text} ({limit})"
 
 
-def place_names(
+def location_names(
     location: Location,
     *,
     name_width: int = 48,
@@ -230,67 +238,69 @@ def place_names(
     known = short or {}
     parts = []
     if location.file is not None:
-        line = path(location.file, path_width) + (f":{location.line}" if location.line else "")
+        line = shorten_path(location.file, path_width) + (
+            f":{location.line}" if location.line else ""
+        )
         inside = f" in {shorten(clean(location.function), 40)}" if location.function else ""
         parts.append(line + inside)
     if location.op is not None:
-        parts.append(known.get(location.op) or kernel(location.op, name_width))
+        parts.append(known.get(location.op) or kernel_label(location.op, name_width))
     if location.kernel is not None:
-        parts.append(known.get(location.kernel) or kernel(location.kernel, name_width))
+        parts.append(known.get(location.kernel) or kernel_label(location.kernel, name_width))
     if location.step is not None:
         parts.append(shorten(clean(location.step), name_width))
     return parts
 
 
-def place_figures(location: Location) -> list[str]:
+def location_figures(location: Location) -> list[str]:
     """How often it happens, and how long the worst of them takes."""
     parts = []
     if location.count is not None:
-        parts.append(f"{count(location.count)}×")
+        parts.append(f"{format_count(location.count)}×")
     if location.dur_ns is not None:
         worst = "worst " if location.count is not None and location.count > 1 else ""
-        parts.append(f"{worst}{time(location.dur_ns)}")
+        parts.append(f"{worst}{format_duration(location.dur_ns)}")
     return parts
 
 
-def gain(finding: Finding) -> str:
+def format_gain(finding: Finding) -> str:
     """What the fix is worth: ``up to 87.9 ms a step, 19%``; else why there is no figure."""
-    worth = finding.worth
-    if worth is None:
+    impact = finding.impact
+    if impact is None:
         return "not priced"
-    if worth.gain_ns is not None:
-        share = f", {percent(worth.share)}" if worth.share is not None else ""
-        return f"{saving(worth)} {per(worth.unit)}{share}"
-    if worth.freed_bytes is not None:
-        return f"frees {memory(worth.freed_bytes)}"
-    reason = clean(worth.reason)
-    if worth.currency == "risk":
+    if impact.gain_ns is not None:
+        share = f", {format_share(impact.share)}" if impact.share is not None else ""
+        return f"{format_saving(impact)} {format_per(impact.unit)}{share}"
+    if impact.freed_bytes is not None:
+        return f"frees {format_bytes(impact.freed_bytes)}"
+    reason = clean(impact.reason)
+    if impact.currency == "risk":
         return f"risk: {reason}" if reason else "risk"
     return f"not priced: {reason}" if reason else "not priced"
 
 
-def saving(worth: Worth) -> str:
+def format_saving(impact: Impact) -> str:
     """The time that a fix saves: ``up to 87.9 ms``."""
-    bound = "up to " if worth.method.startswith("upper bound") else ""
-    return f"{bound}{time(worth.gain_ns)}"
+    bound = "up to " if impact.method.startswith("upper bound") else ""
+    return f"{bound}{format_duration(impact.gain_ns)}"
 
 
-def band(finding: Finding) -> str | None:
+def format_gain_range(finding: Finding) -> str | None:
     """The range of the gain where assumptions leave one: ``8 to 15 ms``."""
-    worth = finding.worth
-    if worth is None or worth.low_ns is None or worth.high_ns is None:
+    impact = finding.impact
+    if impact is None or impact.low_ns is None or impact.high_ns is None:
         return None
-    if time(worth.low_ns) == time(worth.high_ns):
+    if format_duration(impact.low_ns) == format_duration(impact.high_ns):
         return None
-    return between(worth.low_ns, worth.high_ns)
+    return format_range(impact.low_ns, impact.high_ns)
 
 
-def crashes(found: Sequence[Crash]) -> str:
+def describe_crashes(found: Sequence[Crash]) -> str:
     """Which ranks an exception ended, in a sentence that may lead a report; empty: none."""
     if not found:
         return ""
     first = found[0]
-    steps = "" if first.steps is None else f" after {counted(first.steps, 'step')}"
+    steps = "" if first.steps is None else f" after {count_noun(first.steps, 'step')}"
     message = f": {shorten(clean(first.message), 160).rstrip('. ')}" if first.message else ""
     others = ""
     if len(found) > 1:
@@ -308,24 +318,24 @@ _PER: Final[Mapping[str, str]] = {
 }
 
 
-def per(unit: Per) -> str:
+def format_per(unit: Per) -> str:
     """After an amount: ``a step``, ``of the recording``."""
     return _PER[unit]
 
 
-def of(unit: Per) -> str:
+def format_of(unit: Per) -> str:
     """After a share: ``of the step``, ``of the recording``."""
     return f"of the {unit}"
 
 
 def cause_label(cause: str, framework: str | None = None) -> str:
     """An idle cause as words, those of the framework that the program is written with."""
-    return _own(cause, framework) or CAUSES.get(cause, clean(cause).replace("_", " "))
+    return _own(cause, framework) or CAUSE_LABELS.get(cause, clean(cause).replace("_", " "))
 
 
 def host_label(name: str, framework: str | None = None) -> str:
     """A class of host time as words, likewise."""
-    return _own(name, framework) or HOST.get(name, clean(name).replace("_", " "))
+    return _own(name, framework) or HOST_LABELS.get(name, clean(name).replace("_", " "))
 
 
 def path_label(name: str, framework: str | None = None) -> str:

@@ -42,12 +42,12 @@ class Segment(Struct, frozen=True):
     @property
     def time(self) -> str:
         """The duration in words."""
-        return t.time(self.ns)
+        return t.format_duration(self.ns)
 
     @property
     def percent(self) -> str:
         """The share in words."""
-        return t.percent(self.share)
+        return t.format_share(self.share)
 
     @property
     def name(self) -> str:
@@ -119,17 +119,17 @@ class Stair(Struct, frozen=True):
     @property
     def saved(self) -> str:
         """In words; empty: nothing."""
-        return t.time(self.saved_ns) if self.saved_ns else ""
+        return t.format_duration(self.saved_ns) if self.saved_ns else ""
 
     @property
     def left(self) -> str:
         """In words."""
-        return t.time(self.left_ns)
+        return t.format_duration(self.left_ns)
 
     @property
     def percent(self) -> str:
         """What it saves, as a share of the step, in words."""
-        return t.percent(self.saved_share)
+        return t.format_share(self.saved_share)
 
 
 class Stairs(Struct, frozen=True):
@@ -184,7 +184,7 @@ class RankTable(Struct, frozen=True):
         left = self.total - len(self.rows)
         if not left:
             return ""
-        return f"{t.counted(left, 'more rank')} wait{'s' * (left == 1)} less; the JSON has all."
+        return f"{t.count_noun(left, 'more rank')} wait{'s' * (left == 1)} less; the JSON has all."
 
 
 class Views(Struct, frozen=True):

@@ -24,7 +24,7 @@ from advisor.export.rewrite import (
     written_head,
 )
 from advisor.export.tracks import microseconds
-from advisor.read.meta import MOST_CALLS, OURS
+from advisor.read.meta import MAX_CALLS, OURS
 from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.spelling import call_class, copy_parts
 
@@ -181,7 +181,7 @@ def _calls(trace: Trace) -> list[list[str]]:
         told.setdefault(name, set()).add(call)
     # one that is now of one class, now of another, is left to its name
     one = ((name, next(iter(found))) for name, found in told.items() if len(found) == 1)
-    return sorted([name, call] for name, call in one if call_class(name) != call)[:MOST_CALLS]
+    return sorted([name, call] for name, call in one if call_class(name) != call)[:MAX_CALLS]
 
 
 def events(trace: Trace) -> Iterator[Event]:

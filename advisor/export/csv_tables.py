@@ -21,7 +21,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for a formula at the start of a cell; names come from the trace."""
 
 
-class Table:
+class CsvTable:
     """Head and rows of a file."""
 
     def __init__(self, head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
@@ -37,15 +37,15 @@ class Table:
         writer.writerows([_cell(value) for value in row] for row in lines)
         return made.getvalue()
 
-    def redacted(self, text: Callable[[str], str]) -> Table:
+    def redacted(self, text: Callable[[str], str]) -> CsvTable:
         """With each text as ``text`` makes it."""
-        return Table(
+        return CsvTable(
             self.head,
             ([text(v) if isinstance(v, str) else v for v in row] for row in self.rows),
         )
 
 
-def tables(a: Analysis, report: Report) -> dict[str, Table]:
+def tables(a: Analysis, report: Report) -> dict[str, CsvTable]:
     """The tables by name: ``findings``, ``steps``, ``kernels``, ``operators``, ``rooflines``,
     ``idle``. All times in ns. One without rows was not measured, or there was nothing."""
     return {
@@ -65,7 +65,7 @@ def _cell(value: Cell) -> Cell:
     return f"'{shown}" if shown.startswith(FORMULA) else shown
 
 
-def _findings(report: Report) -> Table:
+def _findings(report: Report) -> CsvTable:
     head = [
         "section",
         "rank",
@@ -88,14 +88,14 @@ def _findings(report: Report) -> Table:
         "code",
     ]
     sections = (("finding", report.findings), ("risk", report.risks), ("note", report.notes))
-    return Table(head, [_finding(name, f) for name, found in sections for f in found])
+    return CsvTable(head, [_finding(name, f) for name, found in sections for f in found])
 
 
 def _finding(section: str, f: Finding) -> list[Cell]:
-    worth, where = f.worth, f.where[0] if f.where else None
+    impact, where = f.impact, f.where[0] if f.where else None
     price: list[Cell] = [None] * 4
-    if worth is not None:
-        price = [worth.gain_ns, worth.low_ns, worth.high_ns, worth.currency]
+    if impact is not None:
+        price = [impact.gain_ns, impact.low_ns, impact.high_ns, impact.currency]
     place: list[Cell] = [None] * 5
     if where is not None:
         place = [where.file, where.line, where.function, where.op, where.kernel]
@@ -107,7 +107,7 @@ def _finding(section: str, f: Finding) -> list[Cell]:
         f.severity,
         f.title,
         *price,
-        f.rank_gain_ns,
+        f.marginal_gain_ns,
         f.confidence,
         *place,
         f.fix,
@@ -115,7 +115,7 @@ def _finding(section: str, f: Finding) -> list[Cell]:
     ]
 
 
-def _steps(a: Analysis) -> Table:
+def _steps(a: Analysis) -> CsvTable:
     """The recorder's steps where there are, with what was sampled; else those of the trace."""
     if a.record is not None and a.record.steps:
         phases = list(dict.fromkeys(name for step in a.record.steps for name in step.phases))
@@ -130,7 +130,7 @@ def _steps(a: Analysis) -> Table:
             "allocated_bytes",
             "reserved_bytes",
         ]
-        return Table(
+        return CsvTable(
             head,
             (
                 [
@@ -148,13 +148,13 @@ def _steps(a: Analysis) -> Table:
             ),
         )
     frame = a.steps.table
-    return Table(
+    return CsvTable(
         ["step", "name", "start_ns", "duration_ns", "used"],
         frame.select("index", pl.col("name").cast(pl.String), "ts", "dur", "used").iter_rows(),
     )
 
 
-def _kernels(a: Analysis) -> Table:
+def _kernels(a: Analysis) -> CsvTable:
     head = [
         "kernel",
         "family",
@@ -170,8 +170,8 @@ def _kernels(a: Analysis) -> Table:
         "operator",
     ]
     if a.record_only or a.device_id is None:
-        return Table(head, [])
-    return Table(
+        return CsvTable(head, [])
+    return CsvTable(
         head,
         (
             [
@@ -193,14 +193,14 @@ def _kernels(a: Analysis) -> Table:
     )
 
 
-def _operators(a: Analysis) -> Table:
+def _operators(a: Analysis) -> CsvTable:
     from advisor.measure.host.optree import op_table
 
     head = ["operator", "calls", "device_ns", "device_ns_per_step", "host_ns", "host_ns_per_step"]
     if a.record_only:
-        return Table(head, [])
+        return CsvTable(head, [])
     device = a.device_id is not None
-    return Table(
+    return CsvTable(
         head,
         (
             [
@@ -214,7 +214,7 @@ def _operators(a: Analysis) -> Table:
     )
 
 
-def _rooflines(a: Analysis) -> Table:
+def _rooflines(a: Analysis) -> CsvTable:
     """Operators by shape, all of them."""
     from advisor.measure.device.rooflines import rooflines
 
@@ -223,8 +223,8 @@ def _rooflines(a: Analysis) -> Table:
             "bytes_per_s", "attainable_flops_per_s", "attainable_bytes_per_s", "bound",
             "efficiency", "saved_ns_per_step"]  # fmt: skip
     if a.record_only or a.device_id is None:
-        return Table(head, [])
-    return Table(
+        return CsvTable(head, [])
+    return CsvTable(
         head,
         (
             [r.name, r.shapes, r.family, r.dtype, r.kernel, r.tensor_core, r.calls, r.ns, r.share,
@@ -239,17 +239,17 @@ def _pair(ns: int, a: Analysis) -> tuple[int, float]:
     return ns, ns / a.step_count
 
 
-def _idle(a: Analysis) -> Table:
+def _idle(a: Analysis) -> CsvTable:
     head = ["start_ns", "duration_ns", "step", "cause", "blamed", "file", "line", "next"]
     if a.record_only or a.device_id is None:
-        return Table(head, [])
+        return CsvTable(head, [])
     gaps, cpu, gpu = a.gaps, a.trace.cpu, a.trace.gpu
     blamed = cpu["name"].cast(pl.String).gather(gaps["host"].cast(pl.Int64))
     following = gpu["name"].cast(pl.String).gather(gaps["next"].cast(pl.Int64))
     lines = gaps["line"].drop_nulls().unique()
     known = {row: a.location(row)[:2] for row in lines}
     places = [known.get(row, (None, None)) for row in gaps["line"]]
-    return Table(
+    return CsvTable(
         head,
         (
             [r["ts"], r["dur"], r["step"], r["cause"], host, place[0], place[1], then]

@@ -34,11 +34,11 @@ from advisor.core.words import words
 _S = TypeVar("_S", bound=Struct)
 
 GONE = "[redacted]"
-MOST_REMEMBERED = 200_000
+MAX_REMEMBERED = 200_000
 """Distinct texts of which the outcome is kept: those of a trace repeat massively."""
-MOST_NAMES = 1000
-MOST_FOUND = 20_000
-"""Names that are collected, of which the longest MOST_NAMES go: a file made to do harm has any
+MAX_NAMES = 1000
+MAX_FOUND = 20_000
+"""Names that are collected, of which the longest MAX_NAMES go: a file made to do harm has any
 number of them."""
 
 _PUBLIC = re.compile(
@@ -181,7 +181,7 @@ class Redactor:
     def __init__(self, names: Iterable[str] = ()) -> None:
         wanted = {*names, *own_names()}
         wanted = {n for n in wanted if 3 <= len(n) <= 200 and n.lower() not in _COMMON}
-        listed = sorted(wanted, key=lambda name: (-len(name), name))[:MOST_NAMES]
+        listed = sorted(wanted, key=lambda name: (-len(name), name))[:MAX_NAMES]
         self._names = _any_of(listed) if listed else None
         self._texts: dict[str, str] = {}
         self._clean: set[bytes] = set()
@@ -193,7 +193,7 @@ class Redactor:
         known = self._texts.get(text)
         if known is None:
             known = self._redact(text)
-            if len(self._texts) < MOST_REMEMBERED:
+            if len(self._texts) < MAX_REMEMBERED:
                 self._texts[text] = known
         return known
 
@@ -267,7 +267,7 @@ class Redactor:
         parts = text.split(b'"') if b"\\" not in text else _STRINGS.split(text)
         strings = parts[1::2]
         distinct = set(strings)
-        if len(self._clean) + len(self._replaced) > MOST_REMEMBERED:
+        if len(self._clean) + len(self._replaced) > MAX_REMEMBERED:
             for known in (self._clean, self._replaced, self._private):
                 known.clear()
         self._learn(distinct - self._clean)
@@ -382,7 +382,7 @@ def names_in(text: bytes) -> set[str]:
     return {name.decode("utf-8", "replace") for name in found if not _NUMBERS.fullmatch(name)}
 
 
-class Names:
+class NameMap:
     """Collects what a file tells of users and hosts, block by block."""
 
     def __init__(self) -> None:
@@ -391,14 +391,14 @@ class Names:
 
     def look(self, block: bytes) -> None:
         """The next block of the text."""
-        if len(self.found) < MOST_FOUND:
+        if len(self.found) < MAX_FOUND:
             self.found |= names_in(self._tail + block)
         self._tail = block[-256:]
 
     def look_at_run(self, folder: str | Path) -> None:
         """What a run directory's own files tell, besides its traces."""
         for file in (MANIFEST, f"rank*/{RANK}", f"rank*/{EVENTS}"):
-            for place in sorted(Path(folder).glob(file))[:MOST_NAMES]:
+            for place in sorted(Path(folder).glob(file))[:MAX_NAMES]:
                 with suppress(OSError, ValueError), open_regular(place) as opened:
                     while block := opened.read(BLOCK):
                         self.look(block)

@@ -19,7 +19,7 @@ from msgspec import Raw
 from advisor.core.errors import AdvisorError
 from advisor.export.redact import HEAD_KEYS, Redactor, names_in
 from advisor.read.damage import sanitise, segments
-from advisor.read.source import DEFAULT_LIMIT, Source
+from advisor.read.source import DEFAULT_LIMIT, ByteSource
 from advisor.read.split import Splitter
 
 _ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError)
@@ -68,7 +68,7 @@ def rewrite(
     """
     redactor = Redactor({*names, *names_told(path, limit)}) if redacted else None
     for exact in (False, True):
-        splitter = Splitter(Source(path, limit=limit), exact=exact)
+        splitter = Splitter(ByteSource(path, limit=limit), exact=exact)
         try:
             with replacing(target) as file:
                 written = _write(splitter, file, extra, redactor, progress)
@@ -82,7 +82,7 @@ def names_told(path: str, limit: int) -> set[str]:
     """Users and hosts that the trace tells anywhere: they are to go everywhere."""
     found: set[str] = set()
     tail = b""
-    for block in Source(path, limit=limit).blocks():
+    for block in ByteSource(path, limit=limit).blocks():
         found |= names_in(tail + block)
         tail = block[-256:]
     return found

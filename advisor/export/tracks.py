@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 CATEGORY = "advisor"
-MOST_SLICES = 20_000
+MAX_SLICES = 20_000
 """On one track; the longest stay. A browser shows no more without effort."""
 _NEAR_NS = 1_000
 """Instants of a finding that are closer than this are one slice."""
@@ -126,7 +126,7 @@ def _steps(a: Analysis) -> list[Slice]:
             state = "used" if used else "outlier" if outlier else "not used"
             rows.append(Slice(ts, dur, name, {"measured": state}))
             end = stop
-    return rows[:MOST_SLICES]
+    return rows[:MAX_SLICES]
 
 
 def _gaps(a: Analysis, text: Shown) -> list[Slice]:
@@ -158,8 +158,8 @@ def _finding(a: Analysis, finding: Finding, text: Shown) -> list[Slice]:
     start, end = _bridged(time)
     keep = _longest(end - start)
     args: dict[str, Any] = {"rule": finding.rule, "fix": text(finding.fix, 500)}
-    if finding.worth is not None and finding.worth.gain_ns is not None:
-        args["worth"] = t.gain(finding)
+    if finding.impact is not None and finding.impact.gain_ns is not None:
+        args["impact"] = t.format_gain(finding)
     title = finding.title
     return [
         Slice(ts, stop - ts, title, args if number == 0 else {"rule": finding.rule})
@@ -192,6 +192,6 @@ def _bridged(time: Intervals) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _longest(dur: NDArray[np.int64]) -> NDArray[np.intp]:
     """Places of the longest, in order of time."""
-    if len(dur) <= MOST_SLICES:
+    if len(dur) <= MAX_SLICES:
         return np.arange(len(dur))
-    return np.sort(np.argpartition(dur, -MOST_SLICES)[-MOST_SLICES:])
+    return np.sort(np.argpartition(dur, -MAX_SLICES)[-MAX_SLICES:])

@@ -11,7 +11,7 @@ from advisor.lint.hint import Hint, place
 from advisor.lint.source import Script, is_constant, is_method, keyword
 
 LOADERS = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
-MOST_WORKERS = 4
+MAX_WORKERS = 4
 _WORKERS_AT = 5
 """Position of ``num_workers`` among the positional arguments."""
 
@@ -82,7 +82,7 @@ def _cores() -> int:
 
 def _workers() -> int:
     """Workers that leave the loop a core; four keep up with most loops."""
-    return max(1, min(MOST_WORKERS, _cores() - 1))
+    return max(1, min(MAX_WORKERS, _cores() - 1))
 
 
 def _blocking(source: Script) -> Iterator[Hint]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from advisor.core.errors import AdvisorError
 
-MOST_ENTRIES = 20_000
+MAX_ENTRIES = 20_000
 """Of a folder that is named: more are not looked through."""
 LONGEST_PATH = 4096
 
@@ -67,8 +67,8 @@ class Allowed:
 
     def _look_through(self, folder: Path, given: str) -> None:
         for count, entry in enumerate(_entries(folder)):
-            if count >= MOST_ENTRIES:
-                raise AdvisorError(f"{given}: more than {MOST_ENTRIES:,} files; give one run")
+            if count >= MAX_ENTRIES:
+                raise AdvisorError(f"{given}: more than {MAX_ENTRIES:,} files; give one run")
             if entry.is_symlink() and not self.holds(Path(os.path.realpath(entry.path))):
                 raise AdvisorError(f"{given}: a link in it leads outside what may be read")
 

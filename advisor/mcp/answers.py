@@ -110,7 +110,7 @@ class EditLine(TypedDict):
     step_then_ns: float
 
 
-class Replayed(TypedDict):
+class ReplayAnswer(TypedDict):
     """Steps with edits applied. upper_bound: not replayed, gains are at most these; see reason."""
 
     path: str
@@ -179,7 +179,7 @@ class OperatorLine(TypedDict):
     from_trace: dict[str, str | None]
 
 
-class Operators(TypedDict):
+class OperatorAnswer(TypedDict):
     """Operators with most device time first."""
 
     path: str
@@ -212,7 +212,7 @@ class TrialLine(TypedDict):
     """A lever as it was measured. Shares are of the mean step, 0 to 1; null: not measured, or
     nothing was promised of this setting."""
 
-    lever: str
+    knob: str
     rule: str
     safety: str
     outcome: str
@@ -233,7 +233,7 @@ class TrialLine(TypedDict):
 class TogetherLine(TypedDict):
     """The winners at once."""
 
-    levers: list[str]
+    knobs: list[str]
     adds_nothing: list[str]
     step_ns: float
     gain: float

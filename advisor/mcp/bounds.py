@@ -11,9 +11,9 @@ _T = TypeVar("_T")
 
 LONGEST_NAME, LONGEST_TEXT = 200, 1200
 """Characters of a name, and of a text with several sentences."""
-MOST_PLACES, MOST_EVIDENCE = 5, 12
-MOST_FINDINGS = 20
-MOST_TRIALS = 30
+MAX_PLACES, MAX_EVIDENCE = 5, 12
+MAX_FINDINGS = 20
+MAX_TRIALS = 30
 
 UNTRUSTED = (
     "Strings under from_trace hold names that a traced program chose (kernels, operators, files, "

@@ -17,13 +17,13 @@ from advisor.mcp import bounds as b
 from advisor.mcp.allowed import Allowed
 from advisor.mcp.answers import Ran, Tried
 from advisor.mcp.trials import tried
-from advisor.tune.catalogue import lever
+from advisor.tune.catalogue import find_knob
 from advisor.tune.report import FILE, MAX_BYTES, TrialReport
 
-MOST_SECONDS = 3600
-MOST_ARGUMENTS, LONGEST_ARGUMENT = 100, 2000
-MOST_LEVERS, LONGEST_LEVER = 20, 60
-LEAST_BUDGET = 10.0
+MAX_SECONDS = 3600
+MAX_ARGUMENTS, LONGEST_ARGUMENT = 100, 2000
+MAX_LEVERS, LONGEST_LEVER = 20, 60
+MIN_BUDGET = 10.0
 OVER_BUDGET, SLACK = 1.5, 60.0
 """Times the budget, and seconds more, after which trials are ended: the budget begins no run, and
 one that it has begun may end."""
@@ -39,7 +39,7 @@ def record(allowed: Allowed, script: str, arguments: list[str], out: str, timeou
     Raises AdvisorError: the script is outside, or the run directory is there already.
     """
     program, folder = _asked(allowed, script, arguments, out)
-    seconds = min(max(1.0, timeout_s), MOST_SECONDS)
+    seconds = min(max(1.0, timeout_s), MAX_SECONDS)
     command = ["record", "--no-report", "--out", str(folder), "--", str(program), *arguments]
     code, took, said = _run(command, program.parent, seconds)
     recorded = folder.is_dir() and any(folder.iterdir())
@@ -66,11 +66,11 @@ def try_levers(
     such lever.
     """
     program, folder = _asked(allowed, script, arguments, out)
-    for name in only[:MOST_LEVERS]:
-        lever(name.partition("=")[0])
-    budget = min(max(LEAST_BUDGET, budget_s), MOST_SECONDS)
+    for name in only[:MAX_LEVERS]:
+        find_knob(name.partition("=")[0])
+    budget = min(max(MIN_BUDGET, budget_s), MAX_SECONDS)
     command = ["try", "--no-progress", "--format", "json", "--budget", f"{budget:.0f}s"]
-    command += [word for name in only[:MOST_LEVERS] for word in ("--only", name)]
+    command += [word for name in only[:MAX_LEVERS] for word in ("--only", name)]
     command += ["--out", str(folder), "--", str(program), *arguments]
     code, took, said = _run(command, program.parent, budget * OVER_BUDGET + SLACK, errors=True)
     if not (folder / FILE).is_file():
@@ -85,7 +85,7 @@ def _asked(allowed: Allowed, script: str, arguments: list[str], out: str) -> tup
     program, folder = allowed.path(script), allowed.new(out)
     if not program.is_file():
         raise AdvisorError(f"{script}: not a file; give a Python script")
-    if len(arguments) > MOST_ARGUMENTS or any(len(a) > LONGEST_ARGUMENT for a in arguments):
+    if len(arguments) > MAX_ARGUMENTS or any(len(a) > LONGEST_ARGUMENT for a in arguments):
         raise AdvisorError("too many arguments, or one that is too long")
     if any("\0" in argument for argument in arguments):
         raise AdvisorError("an argument holds a null character")

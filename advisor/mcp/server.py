@@ -21,12 +21,12 @@ from advisor.mcp.answers import (
     Analysed,
     Compared,
     FindingFull,
-    Operators,
+    OperatorAnswer,
     Ran,
-    Replayed,
+    ReplayAnswer,
     Tried,
 )
-from advisor.mcp.tools import LONGEST_EDIT, MOST_EDITS, Tools
+from advisor.mcp.tools import LONGEST_EDIT, MAX_EDITS, Tools
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -44,7 +44,7 @@ Edits = Annotated[
     list[Annotated[str, Field(max_length=LONGEST_EDIT)]],
     Field(
         min_length=1,
-        max_length=MOST_EDITS,
+        max_length=MAX_EDITS,
         description="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], such as 'scale "
         "kernel:softmax 0.2', 'remove sync:item', 'overlap comm', 'spread loader 4'. They add up. "
         "finding's from_trace.edits are such lines.",
@@ -85,7 +85,7 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
 
     @server.tool(annotations=reads)
     @_told
-    def what_if(path: Place, edits: Edits, rank: Rank = None) -> Replayed:
+    def what_if(path: Place, edits: Edits, rank: Rank = None) -> ReplayAnswer:
         """What a step would take with changes, by replaying its dependency graph."""
         return tools.what_if(path, list(edits), rank)
 
@@ -100,7 +100,7 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
     @_told
     def operators(
         path: Place, rank: Rank = None, top: Annotated[int, Field(ge=1, le=50)] = 15
-    ) -> Operators:
+    ) -> OperatorAnswer:
         """The operators with most device time, by shape: rates reached, what bounds them, what the
         rates that such a GPU attains would save."""
         return tools.operators(path, rank, top)
@@ -112,8 +112,8 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
         def record(
             script: Place,
             out: Place,
-            arguments: Annotated[list[str], Field(max_length=running.MOST_ARGUMENTS)] = [],  # noqa: B006
-            timeout_s: Annotated[float, Field(ge=1, le=running.MOST_SECONDS)] = 600,
+            arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
+            timeout_s: Annotated[float, Field(ge=1, le=running.MAX_SECONDS)] = 600,
         ) -> Ran:
             """Run a Python training script in its folder and record it into a new run directory,
             for analyze and compare. The script runs with the user's rights."""
@@ -126,18 +126,16 @@ def build(allowed: Allowed, *, allow_run: bool = False) -> MCPServer[Any]:
         def try_levers(
             script: Place,
             out: Place,
-            arguments: Annotated[list[str], Field(max_length=running.MOST_ARGUMENTS)] = [],  # noqa: B006
+            arguments: Annotated[list[str], Field(max_length=running.MAX_ARGUMENTS)] = [],  # noqa: B006
             only: Annotated[
                 list[Annotated[str, Field(max_length=running.LONGEST_LEVER)]],
                 Field(
-                    max_length=running.MOST_LEVERS,
+                    max_length=running.MAX_LEVERS,
                     description="Levers, such as 'workers' or 'workers=2'; none: those that the "
                     "findings name.",
                 ),
             ] = [],  # noqa: B006
-            budget_s: Annotated[
-                float, Field(ge=running.LEAST_BUDGET, le=running.MOST_SECONDS)
-            ] = 300,
+            budget_s: Annotated[float, Field(ge=running.MIN_BUDGET, le=running.MAX_SECONDS)] = 300,
         ) -> Tried:
             """Run a Python training script again and again for some steps, as it is and with each
             fix that needs no edit (loader workers, precision, compiling, ...), and measure what

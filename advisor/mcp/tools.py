@@ -18,9 +18,9 @@ from advisor.mcp.answers import (
     EditLine,
     FindingFull,
     FindingLine,
+    OperatorAnswer,
     OperatorLine,
-    Operators,
-    Replayed,
+    ReplayAnswer,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 KEPT = 4
 """Analyses that are kept, the last ones: asking about a finding does not read its trace again."""
-MOST_BYTES = 4_000_000_000
+MAX_BYTES = 4_000_000_000
 """Uncompressed, of what is read for one call."""
-MOST_EDITS, LONGEST_EDIT = 20, 500
+MAX_EDITS, LONGEST_EDIT = 20, 500
 
 Key = tuple[str, int | None, int]
 
@@ -53,7 +53,7 @@ class Tools:
         named = _named(report)
         shown, more = b.first(
             [(key, f) for key, f in named.items() if f in report.findings],
-            max(0, min(top, b.MOST_FINDINGS)),
+            max(0, min(top, b.MAX_FINDINGS)),
         )
         risks = [(key, f) for key, f in named.items() if f in report.risks]
         scope = report.scope
@@ -68,7 +68,7 @@ class Tools:
             joules_a_step=None if report.energy is None else report.energy.joules,
             findings=[_line(key, f) for key, f in shown],
             more_findings=more,
-            risks=[_line(key, f) for key, f in b.first(risks, b.MOST_FINDINGS)[0]],
+            risks=[_line(key, f) for key, f in b.first(risks, b.MAX_FINDINGS)[0]],
             not_checked=len(report.not_checked),
             untrusted=b.UNTRUSTED,
             from_trace={
@@ -82,17 +82,17 @@ class Tools:
         named = _named(self._examined(path, rank).report)
         found = named.get(finding)
         if found is None:
-            have = ", ".join(list(named)[: b.MOST_FINDINGS]) or "none"
+            have = ", ".join(list(named)[: b.MAX_FINDINGS]) or "none"
             raise AdvisorError(f"no finding {b.name(finding)!r} in this run; there are: {have}")
         return _full(finding, found)
 
-    def what_if(self, path: str, edits: list[str], rank: int | None = None) -> Replayed:
+    def what_if(self, path: str, edits: list[str], rank: int | None = None) -> ReplayAnswer:
         """The steps replayed with edits."""
         from advisor.replay.language import parse_edit
         from advisor.replay.result import what_if
 
-        if not 0 < len(edits) <= MOST_EDITS:
-            raise AdvisorError(f"give 1 to {MOST_EDITS} edits")
+        if not 0 < len(edits) <= MAX_EDITS:
+            raise AdvisorError(f"give 1 to {MAX_EDITS} edits")
         if any(len(line) > LONGEST_EDIT for line in edits):
             raise AdvisorError(f"an edit has at most {LONGEST_EDIT} characters")
         parsed = [parse_edit(line) for line in edits]
@@ -102,7 +102,7 @@ class Tools:
         for line, row in zip(edits, result.edits, strict=True):
             if row.selected == 0:
                 raise AdvisorError(f"edit {b.name(line)!r} selects nothing in these steps")
-        return Replayed(
+        return ReplayAnswer(
             path=b.name(path),
             measured_step_ns=result.measured_step_ns,
             step_then_ns=result.edited_step_ns,
@@ -130,7 +130,7 @@ class Tools:
         sides = [self._examined(path, rank) for path in (before, after)]
         with self._lock:
             c = compare_examined(*sides)
-        changes, more = b.first(c.findings, b.MOST_FINDINGS)
+        changes, more = b.first(c.findings, b.MAX_FINDINGS)
         steps, r = c.steps, c.realised
         centers = [
             None if one is None else one.mean_ns if steps.statistic == "mean" else one.median_ns
@@ -164,12 +164,12 @@ class Tools:
             },
         )
 
-    def operators(self, path: str, rank: int | None = None, top: int = 15) -> Operators:
+    def operators(self, path: str, rank: int | None = None, top: int = 15) -> OperatorAnswer:
         """Operators by shape, with the rates that they reach."""
         report = self._examined(path, rank).report
         shown, more = b.first(report.rooflines, max(0, min(top, 50)))
         device = report.scope.device_name
-        return Operators(
+        return OperatorAnswer(
             path=b.name(path),
             gpu=None if device is None else b.name(device),
             operators=[_operator(item) for item in shown],
@@ -187,7 +187,7 @@ class Tools:
         with self._lock:
             found = self._kept.pop(key, None)
             if found is None:
-                read = ReadOptions(max_bytes=MOST_BYTES, urls=False)
+                read = ReadOptions(max_bytes=MAX_BYTES, urls=False)
                 # no settings from a folder that a client may write to
                 found = examine(path, Options(rank=rank, read=read, config={}, prices=NO_PRICES))
             self._kept[key] = found
@@ -222,38 +222,38 @@ def _named(report: Report) -> dict[str, Finding]:
 
 
 def _place(finding: Finding) -> str:
-    return b.name(" · ".join(t.place_names(finding.where[0])) if finding.where else "")
+    return b.name(" · ".join(t.location_names(finding.where[0])) if finding.where else "")
 
 
 def _line(key: str, f: Finding) -> FindingLine:
-    worth = f.worth
-    timed = worth is not None and worth.currency in ("step_time", "run_time")
+    impact = f.impact
+    timed = impact is not None and impact.currency in ("step_time", "run_time")
     return FindingLine(
         id=key,
         rule=f.rule,
         category=f.category,
         severity=f.severity,
-        currency=None if worth is None else worth.currency,
-        gain_ns=worth.gain_ns if worth is not None and timed else None,
-        low_ns=worth.low_ns if worth is not None and timed else None,
-        high_ns=worth.high_ns if worth is not None and timed else None,
-        share_of_step=None if worth is None else worth.share,
+        currency=None if impact is None else impact.currency,
+        gain_ns=impact.gain_ns if impact is not None and timed else None,
+        low_ns=impact.low_ns if impact is not None and timed else None,
+        high_ns=impact.high_ns if impact is not None and timed else None,
+        share_of_step=None if impact is None else impact.share,
         confidence=f.confidence,
         from_trace={"title": b.name(f.title), "place": _place(f)},
     )
 
 
 def _full(key: str, f: Finding) -> FindingFull:
-    worth = f.worth
+    impact = f.impact
     return FindingFull(
         id=key,
         rule=f.rule,
         severity=f.severity,
         confidence=f.confidence,
-        gain_ns=None if worth is None else worth.gain_ns,
-        low_ns=None if worth is None else worth.low_ns,
-        high_ns=None if worth is None else worth.high_ns,
-        method="" if worth is None else worth.method,
+        gain_ns=None if impact is None else impact.gain_ns,
+        low_ns=None if impact is None else impact.low_ns,
+        high_ns=None if impact is None else impact.high_ns,
+        method="" if impact is None else impact.method,
         proven_on=f.validation,
         untrusted=b.UNTRUSTED,
         from_trace={
@@ -265,11 +265,11 @@ def _full(key: str, f: Finding) -> FindingFull:
             "wrong_if": b.said(f.falsified_by),
             "assumes": [b.said(line) for line in f.assumptions[:5]],
             "evidence": [
-                {"label": b.name(t.label(e)), "value": _value(e), "limit": _limit(e)}
-                for e in f.evidence[: b.MOST_EVIDENCE]
+                {"label": b.name(t.evidence_label(e)), "value": _value(e), "limit": _limit(e)}
+                for e in f.evidence[: b.MAX_EVIDENCE]
             ],
             "places": [
-                b.name(" · ".join(t.place_names(place))) for place in f.where[: b.MOST_PLACES]
+                b.name(" · ".join(t.location_names(place))) for place in f.where[: b.MAX_PLACES]
             ],
             "edits": _edits(f),
         },
@@ -277,18 +277,18 @@ def _full(key: str, f: Finding) -> FindingFull:
 
 
 def _value(e: Evidence) -> str:
-    return b.name(t.value(e.value, e.unit))
+    return b.name(t.format_value(e.value, e.unit))
 
 
 def _limit(e: Evidence) -> str | None:
-    return None if e.threshold is None else b.name(t.value(e.threshold, e.unit))
+    return None if e.threshold is None else b.name(t.format_value(e.threshold, e.unit))
 
 
 def _edits(f: Finding) -> list[str]:
     from advisor.replay.language import write_edit
 
     lines = []
-    for edit in f.edits[:MOST_EDITS]:
+    for edit in f.edits[:MAX_EDITS]:
         try:
             line = write_edit(edit)
         except AdvisorError:

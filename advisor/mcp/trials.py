@@ -12,7 +12,7 @@ def tried(
     report: TrialReport | None, path: str, exit_code: int | None, seconds: float, said: str
 ) -> Tried:
     """``None``: there is no report, and ``said`` tells why."""
-    shown, more = b.first([] if report is None else report.trials, b.MOST_TRIALS)
+    shown, more = b.first([] if report is None else report.trials, b.MAX_TRIALS)
     cut = report is None or report.interrupted or report.out_of_budget
     return Tried(
         path=path,
@@ -24,7 +24,7 @@ def tried(
         trials=[_line(trial) for trial in shown],
         more_trials=more,
         together=None if report is None else _together(report.together),
-        by_hand=[] if report is None else [b.name(one) for one in report.without[: b.MOST_TRIALS]],
+        by_hand=[] if report is None else [b.name(one) for one in report.without[: b.MAX_TRIALS]],
         untrusted=b.UNTRUSTED,
         from_program=said,
     )
@@ -32,7 +32,7 @@ def tried(
 
 def _line(trial: Trial) -> TrialLine:
     return TrialLine(
-        lever=b.name(trial.name),
+        knob=b.name(trial.name),
         rule=b.name(trial.rule),
         safety=trial.safety,
         outcome=trial.outcome,
@@ -63,7 +63,7 @@ def _together(both: Together | None) -> TogetherLine | None:
     if both is None:
         return None
     return TogetherLine(
-        levers=[b.name(pull) for pull in both.pulls],
+        knobs=[b.name(pull) for pull in both.pulls],
         adds_nothing=[b.name(pull) for pull in both.left_out],
         step_ns=both.step_ns,
         gain=both.gain,

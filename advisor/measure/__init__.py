@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from advisor.measure.device.breakdown import Breakdown
     from advisor.measure.device.lost import Lost
     from advisor.measure.memory.post_mortem import PostMortem
-    from advisor.measure.steps.record import Recorded
+    from advisor.measure.steps.record import StepRecords
     from advisor.measure.steps.steps import Steps
     from advisor.measure.steps.timeline import Timeline
     from advisor.measure.steps.uneven import Halves
@@ -84,12 +84,12 @@ class Analysis:
     # -- what the analysis is about ---------------------------------------------------------
 
     @cached_property
-    def recorded(self) -> Recorded | None:
+    def recorded(self) -> StepRecords | None:
         """The recorder's steps and samples of this rank (``record.py``); ``None``: a trace
         alone."""
-        from advisor.measure.steps.record import Recorded
+        from advisor.measure.steps.record import StepRecords
 
-        return None if self.record is None else Recorded(self.record)
+        return None if self.record is None else StepRecords(self.record)
 
     @cached_property
     def forward_only(self) -> bool:
@@ -208,11 +208,11 @@ class Analysis:
     @cached_property
     def on_device(self) -> NDArray[np.bool_]:
         """Aligned with ``trace.gpu``: on the analysed device, and touching ``spans``."""
-        from advisor.core.intervals import covered
+        from advisor.core.intervals import covered_length
 
         gpu = self.trace.gpu
         ts = gpu["ts"].to_numpy()
-        inside = covered(ts, ts + gpu["dur"].to_numpy(), self.spans) > 0
+        inside = covered_length(ts, ts + gpu["dur"].to_numpy(), self.spans) > 0
         if self.device_id is None:
             return inside
         mine: NDArray[np.bool_] = (gpu["device"] == self.device_id).to_numpy()

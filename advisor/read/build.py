@@ -35,7 +35,7 @@ from advisor.read.tables import blank
 
 DAY_NS = 86_400 * 10**9
 """No profiler window is a day long: durations and distances beyond that are damage."""
-MOST_PAIRS = 1 << 20
+MAX_PAIRS = 1 << 20
 """Of processes and threads for which there is room in a table."""
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
 _HOST_IDS = ("correlation", "external", "sequence", "inputs", "comm")
@@ -266,7 +266,7 @@ def _threads(
     of_thread: dict[str, int] = {}
     pair, own = _coded(_texts(process), of_process), _coded(_texts(thread), of_thread)
     pids, tids = list(of_process), list(of_thread)
-    few = len(pids) * len(tids) <= MOST_PAIRS
+    few = len(pids) * len(tids) <= MAX_PAIRS
     pair = pair * (np.int32 if few else np.int64)(max(len(of_thread), 1))
     pair += own
     del own

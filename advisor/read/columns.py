@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.read.damage import sanitise, segments
-from advisor.read.events import ABSENT, NO_ARGS, Args, Event
+from advisor.read.events import ABSENT, NO_ARGS, Args, TraceEvent
 from advisor.read.spelling import (
     COUNTER_CATEGORY,
     DEVICE_CATEGORIES,
@@ -78,24 +78,24 @@ class _Codes(dict[Hashable, int]):
         return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
 
 
-class _Routes(dict[Hashable, Callable[[Event], Any]]):
+class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
     """Category -> where its events are appended, found once for each spelling."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.host: dict[str, list[Event]] = {kind: [] for kind in HOST_KINDS}
-        self.device: dict[str, list[Event]] = {kind: [] for kind in DEVICE_KINDS}
-        self.sync: list[Event] = []
-        self.counters: list[Event] = []
-        self.untold: list[Event] = []
+        self.host: dict[str, list[TraceEvent]] = {kind: [] for kind in HOST_KINDS}
+        self.device: dict[str, list[TraceEvent]] = {kind: [] for kind in DEVICE_KINDS}
+        self.sync: list[TraceEvent] = []
+        self.counters: list[TraceEvent] = []
+        self.untold: list[TraceEvent] = []
         """Events without a category: the legacy profiler's, told apart by their process."""
-        self.other: dict[str, list[Event]] = {}
+        self.other: dict[str, list[TraceEvent]] = {}
 
-    def __missing__(self, category: Hashable) -> Callable[[Event], Any]:
+    def __missing__(self, category: Hashable) -> Callable[[TraceEvent], Any]:
         route = self[category] = self.find(category)
         return route
 
-    def find(self, category: Hashable) -> Callable[[Event], Any]:
+    def find(self, category: Hashable) -> Callable[[TraceEvent], Any]:
         key = category[:100].lower() if isinstance(category, str) else ""
         if category is None:
             return self.untold.append
@@ -108,7 +108,7 @@ class _Routes(dict[Hashable, Callable[[Event], Any]]):
         if key == COUNTER_CATEGORY:
             return self.counters.append
         if key in IGNORED_CATEGORIES:
-            return deque[Event](maxlen=0).append
+            return deque[TraceEvent](maxlen=0).append
         label = f"category {_printable(key[:60])}"
         if len(self.other) >= LABEL_LIMIT and label not in self.other:
             label = "other categories"
@@ -116,11 +116,11 @@ class _Routes(dict[Hashable, Callable[[Event], Any]]):
 
 
 def build_columns(
-    events: list[Event], piece: bytes, *, unsound: int, lenient: int, epoch: int
+    events: list[TraceEvent], piece: bytes, *, unsound: int, lenient: int, epoch: int
 ) -> Piece:
     """Columns of the events. ``piece`` is their text: counters are decoded from it again."""
     routes = _Routes()
-    rest: list[Event] = []
+    rest: list[TraceEvent] = []
     aside = rest.append
     for event in events:  # a loop: the one place where each event is looked at by itself
         if event.ph == "X":
@@ -172,7 +172,7 @@ def build_columns(
     return result
 
 
-def _aside(rest: list[Event]) -> tuple[list[Event], list[tuple[str, str, str]], int]:
+def _aside(rest: list[TraceEvent]) -> tuple[list[TraceEvent], list[tuple[str, str, str]], int]:
     """Of the events without a duration: memory instants, thread names, number of B/E events."""
     instants = []
     thread_names = []
@@ -257,7 +257,7 @@ def _external(args: list[Args]) -> NDArray[np.int64]:
     return found
 
 
-def _times(events: list[Event]) -> Columns:
+def _times(events: list[TraceEvent]) -> Columns:
     return {"ts": floats([e.ts for e in events]), "dur": floats([e.dur for e in events])}
 
 
@@ -266,7 +266,7 @@ def _times(events: list[Event]) -> Columns:
 
 def _host(
     kind: str,
-    events: list[Event],
+    events: list[TraceEvent],
     names: _Codes,
     threads: _Codes,
     inputs: _Codes,
@@ -303,7 +303,7 @@ def _host(
     return columns
 
 
-def _threads(events: list[Event], codes: _Codes) -> NDArray[np.int32]:
+def _threads(events: list[TraceEvent], codes: _Codes) -> NDArray[np.int32]:
     pids = [e.pid for e in events]
     if pids.count(pids[0]) < len(pids):
         return codes.of([(e.pid, e.tid) for e in events])
@@ -379,7 +379,7 @@ _FLOATS = (
 )
 
 
-def _device(kind: str, events: list[Event], names: _Codes, comms: _Codes) -> Columns:
+def _device(kind: str, events: list[TraceEvent], names: _Codes, comms: _Codes) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     count = len(events)
     columns: Columns = {
@@ -467,7 +467,7 @@ def _occupancies(args: list[Args], names: _Codes) -> tuple[NDArray[np.float64], 
 # -- the rest -----------------------------------------------------------------------------------
 
 
-def _sync(events: list[Event], names: _Codes) -> Columns:
+def _sync(events: list[TraceEvent], names: _Codes) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     return {
         **_times(events),
@@ -480,7 +480,7 @@ def _sync(events: list[Event], names: _Codes) -> Columns:
     }
 
 
-def _memory(events: list[Event], threads: _Codes) -> Columns:
+def _memory(events: list[TraceEvent], threads: _Codes) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     return {
         "ts": floats([e.ts for e in events]),

@@ -14,11 +14,11 @@ from msgspec import Raw
 
 from advisor.read.columns import Piece, build_columns
 from advisor.read.damage import sanitise, segments
-from advisor.read.events import Args, Event
+from advisor.read.events import Args, TraceEvent
 
-event_list = msgspec.json.Decoder(list[Event])
+event_list = msgspec.json.Decoder(list[TraceEvent])
 """What the bulk of the work is: a piece of JSON to a list of events."""
-_event = msgspec.json.Decoder(Event)
+_event = msgspec.json.Decoder(TraceEvent)
 _ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
 
 # Profilers of early 2024 wrote Unix time in microseconds with decimals: more digits than a float
@@ -39,7 +39,7 @@ def decode_piece(piece: bytes) -> Piece:
     return build_columns(events, piece, unsound=unsound, lenient=lenient, epoch=epoch)
 
 
-def _events(piece: bytes) -> tuple[list[Event], int, int]:
+def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
     """Events, how many could not be decoded, and how many only by force."""
     try:
         return event_list.decode(piece), 0, 0
@@ -50,7 +50,7 @@ def _events(piece: bytes) -> tuple[list[Event], int, int]:
         return event_list.decode(piece), 0, 0
     except _ERRORS:
         pass
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     lenient = 0
     texts, unsound = segments(piece[1:-1])
     for text in texts:
@@ -75,19 +75,19 @@ _fields = cache(msgspec.structs.fields)
 """Of a struct: to work them out takes longer than to decode an event."""
 
 
-def _coerce(value: Any) -> Event | None:
+def _coerce(value: Any) -> TraceEvent | None:
     """An event whose fields have unexpected types, with what can be used of it."""
     if not isinstance(value, dict):
         return None
     fields: dict[str, Any] = {
         spec.name: _fitting(value[spec.encode_name], spec.name)
-        for spec in _fields(Event)
+        for spec in _fields(TraceEvent)
         if spec.encode_name in value and spec.name != "args"
     }
     fields = {name: item for name, item in fields.items() if item is not None}
     if isinstance(value.get("args"), dict):
         fields["args"] = _coerce_args(value["args"])
-    return Event(**fields)
+    return TraceEvent(**fields)
 
 
 def _coerce_args(value: dict[str, Any]) -> Args:

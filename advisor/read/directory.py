@@ -21,13 +21,13 @@ from advisor.read.memory_events import joined, with_memory
 from advisor.read.merged import ranks_in
 from advisor.read.reader import ReadOptions
 from advisor.read.registry import is_trace_name, trace_names
-from advisor.read.remote.source import Source
+from advisor.read.remote.source import RemoteFile
 from advisor.read.remote.urls import Ranks, is_url, local_path, rank_in, shown
 from advisor.read.runs import SeveralRuns, runs_in
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 MAX_FILES = 4096
-MOST_ELSEWHERE = 64
+MAX_ELSEWHERE = 64
 """Files of a URL that are held at once."""
 OVERLAP_NS = 1_000_000
 """Device times are converted to the host's clock: ends and starts this close are not an overlap."""
@@ -201,7 +201,7 @@ def _shown(given: str | Path) -> str:
     return shown(given) if isinstance(given, str) else str(given)
 
 
-def _of_ranks(files: list[str | Source], ranks: Ranks | range | None) -> list[str | Source]:
+def _of_ranks(files: list[str | RemoteFile], ranks: Ranks | range | None) -> list[str | RemoteFile]:
     """Without files elsewhere whose names tell another rank: those are not fetched. Raises
     AdvisorError: there are more than can be held at once."""
     kept = [
@@ -209,20 +209,20 @@ def _of_ranks(files: list[str | Source], ranks: Ranks | range | None) -> list[st
         for file in files
         if isinstance(file, str) or ranks is None or file.rank is None or file.rank in ranks
     ]
-    if sum(isinstance(file, Source) for file in kept) > MOST_ELSEWHERE:
+    if sum(isinstance(file, RemoteFile) for file in kept) > MAX_ELSEWHERE:
         raise AdvisorError(
-            f"{len(kept)} traces elsewhere, more than {MOST_ELSEWHERE} to hold at once; have them "
+            f"{len(kept)} traces elsewhere, more than {MAX_ELSEWHERE} to hold at once; have them "
             "measured one by one (advisor analyze --workers N, advisor.analyze_job), or choose "
             "some, as with --ranks 0-7"
         )
     if not kept:
-        have = ", ".join(str(file.rank) for file in files[:20] if isinstance(file, Source))
+        have = ", ".join(str(file.rank) for file in files[:20] if isinstance(file, RemoteFile))
         raise AdvisorError(f"no trace of the ranks that were chosen (by the names: {have})")
     return kept
 
 
 def _read_all(
-    files: Sequence[str | Source], options: ReadOptions | None, executor: Executor | None
+    files: Sequence[str | RemoteFile], options: ReadOptions | None, executor: Executor | None
 ) -> list[Trace | str]:
     if executor is None:
         return [_try_read(file, options) for file in files]
@@ -230,13 +230,13 @@ def _read_all(
     return list(executor.map(_try_read, files, [plain] * len(files)))
 
 
-def _read(file: str | Source, options: ReadOptions | None) -> Trace:
+def _read(file: str | RemoteFile, options: ReadOptions | None) -> Trace:
     if isinstance(file, str):
         return read_trace(file, options)
     return read_source(file, options or ReadOptions())
 
 
-def _try_read(file: str | Source, options: ReadOptions | None) -> Trace | str:
+def _try_read(file: str | RemoteFile, options: ReadOptions | None) -> Trace | str:
     """A trace, or the line that says why it is none."""
     try:
         return _read(file, options)
@@ -244,7 +244,7 @@ def _try_read(file: str | Source, options: ReadOptions | None) -> Trace | str:
         return str(error)
 
 
-def trace_files(given: str | Path, one_of_several: bool) -> list[str | Source]:
+def trace_files(given: str | Path, one_of_several: bool) -> list[str | RemoteFile]:
     """The trace files that a path, or a URL given as text, stands for. Raises AdvisorError: a
     directory without any, or a path that is not there (the reader says so when it is the only
     one)."""
@@ -297,11 +297,11 @@ def _traces_under(folder: Path) -> Iterator[str]:
                 yield str(file)
 
 
-def _distinct(files: list[str | Source]) -> list[str | Source]:
+def _distinct(files: list[str | RemoteFile]) -> list[str | RemoteFile]:
     """Each file once, however often and by whichever path it was given."""
-    kept: dict[str, str | Source] = {}
+    kept: dict[str, str | RemoteFile] = {}
     for file in files:
-        at = file.at if isinstance(file, Source) else file
+        at = file.at if isinstance(file, RemoteFile) else file
         kept.setdefault(at if at == "-" or is_url(at) else os.path.realpath(at), file)
     return list(kept.values())
 

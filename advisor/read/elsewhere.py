@@ -11,10 +11,10 @@ from advisor.read.file import read_trace
 from advisor.read.hosts import without_copies
 from advisor.read.reader import ReadOptions
 from advisor.read.registry import is_trace_name
-from advisor.read.remote.source import Source
+from advisor.read.remote.source import RemoteFile
 
 
-def traces_at(url: str) -> list[Source]:
+def traces_at(url: str) -> list[RemoteFile]:
     """The trace files that a URL stands for. Raises AdvisorError as :func:`find` does."""
     from advisor.read.remote.places import find
 
@@ -44,7 +44,7 @@ def named_like_traces(names: list[str]) -> list[str]:
     return found
 
 
-def read_source(source: Source, options: ReadOptions) -> Trace:
+def read_source(source: RemoteFile, options: ReadOptions) -> Trace:
     """A trace, wherever it is, under the name that its source is shown by.
 
     Raises AdvisorError as :func:`read_trace` and :func:`opened` do.

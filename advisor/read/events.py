@@ -67,7 +67,7 @@ class Args(Struct, gc=False):
     name: str | None = None
 
 
-class Event(Struct, gc=False):
+class TraceEvent(Struct, gc=False):
     """One element of ``traceEvents``."""
 
     ph: str = ""

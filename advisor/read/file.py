@@ -8,7 +8,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import KINETO, Trace
 from advisor.read.reader import ReadOptions
 from advisor.read.registry import read_by, reader_of, readers
-from advisor.read.source import Source
+from advisor.read.source import ByteSource
 
 
 def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
@@ -18,16 +18,16 @@ def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
     file, unreadable events) is repaired or left out, counted, and told in ``Trace.meta``.
     """
     options = options or ReadOptions()
-    return _read(Source(path, limit=options.max_bytes, peek=options.peek), options)
+    return _read(ByteSource(path, limit=options.max_bytes, peek=options.peek), options)
 
 
 def read_bytes(text: bytes, name: str = "<memory>", options: ReadOptions | None = None) -> Trace:
     """Read a trace that is already in memory (packed or not)."""
     options = options or ReadOptions()
-    return _read(Source(name, limit=options.max_bytes, given=text), options)
+    return _read(ByteSource(name, limit=options.max_bytes, given=text), options)
 
 
-def _read(source: Source, options: ReadOptions) -> Trace:
+def _read(source: ByteSource, options: ReadOptions) -> Trace:
     reader = reader_of(source)
     trace: object = read_by(reader, source, options)
     if not isinstance(trace, Trace):  # somebody else's

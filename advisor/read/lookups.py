@@ -83,7 +83,7 @@ class Keyed:
         return Numbered(with_all(found, self._read), self._key).at(numbers)
 
 
-class Names:
+class NameLookup:
     """Numbered texts of which few are distinct: each is looked up once."""
 
     def __init__(self, db: Database, table: str, key: str, value: str) -> None:

@@ -11,7 +11,7 @@ from advisor.core.snapshot import MemorySnapshot
 from advisor.core.trace import Run, Trace
 from advisor.read.reader import ReadOptions
 from advisor.read.snapshot import MAX_BYTES, read_snapshot
-from advisor.read.source import Source
+from advisor.read.source import ByteSource
 
 
 def with_memory(run: Run, options: ReadOptions | None) -> Run:
@@ -66,5 +66,5 @@ def _first_rank(run: Run) -> int:
 
 
 def _read(path: str, options: ReadOptions) -> MemorySnapshot:
-    source = Source(path, limit=min(options.max_bytes, MAX_BYTES), peek=options.peek)
+    source = ByteSource(path, limit=min(options.max_bytes, MAX_BYTES), peek=options.peek)
     return read_snapshot(source.blocks(), path)

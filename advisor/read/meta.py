@@ -32,7 +32,7 @@ _NVIDIA = re.compile(
     r"nvidia|tesla|geforce|quadro|titan|\b[rg]tx\b|^[abghlptv]{1,2}\d{1,3}[a-z]?\b", re.IGNORECASE
 )
 
-MOST_CALLS = 10_000
+MAX_CALLS = 10_000
 """Names of calls that such a file may tell the class of."""
 
 
@@ -96,7 +96,7 @@ def told_calls(head: dict[str, Any]) -> dict[str, str]:
     we wrote."""
     ours = head.get(OURS)
     told = ours.get("calls") if isinstance(ours, dict) else None
-    pairs = told[:MOST_CALLS] if isinstance(told, list) else []
+    pairs = told[:MAX_CALLS] if isinstance(told, list) else []
     return {
         one[0]: one[1]
         for one in pairs

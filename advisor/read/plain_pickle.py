@@ -8,7 +8,7 @@ EXT, PERSID …) end the reading with one line, wherever they stand.
 Dicts are read as lists of keys and values: no key of a stranger is ever hashed, so that neither
 colliding numbers nor tuples of tuples of tuples can keep a reader busy. :class:`Fields` reads such
 a list as the record that it was. Memory is bounded by the bytes that are read and the containers by
-``MOST_CONTAINERS``; nothing here recurses.
+``MAX_CONTAINERS``; nothing here recurses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_STRING = 1 << 20
 """Bytes of one string. File names, allocator settings and stacks of FX nodes are shorter."""
 MAX_INT = 16
 """Bytes of one whole number: addresses and times have seven."""
-MOST_CONTAINERS = 2_000_000
+MAX_CONTAINERS = 2_000_000
 """Lists, dicts and tuples that any file may hold …"""
 BYTES_A_CONTAINER = 16
 """… and a large one, one for so many bytes: an event of the allocator is two, of 60 bytes or
@@ -183,7 +183,7 @@ class _Checked:
             end, over = self._walk(data, at, start, parts)
             self.seen += end
             rest = data[end:]
-            if self.containers > max(MOST_CONTAINERS, (self.seen + len(rest)) // BYTES_A_CONTAINER):
+            if self.containers > max(MAX_CONTAINERS, (self.seen + len(rest)) // BYTES_A_CONTAINER):
                 raise AdvisorError(f"{self._path}: {self.containers:,} containers: no snapshot")
             body = b"".join(parts)
             if body:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from advisor.read.source import DEFAULT_LIMIT, Source
+from advisor.read.source import DEFAULT_LIMIT, ByteSource
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -45,7 +45,7 @@ class ReadOptions:
     """Uncompressed bytes from which on several processes are used."""
 
 
-class Claim(IntEnum):
+class ReaderClaim(IntEnum):
     """How sure a reader is that a file is its own."""
 
     NO = 0
@@ -72,13 +72,13 @@ class Reader(ABC):
     folder are looked at."""
 
     @abstractmethod
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Whether a file is its own. ``head``: how it begins, unpacked, at least a byte and at
         most a megabyte or so; ``path``: as it was given, ``-`` for standard input. A name alone
         is no proof: what is said here must hold for any file that anybody gives."""
 
     @abstractmethod
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """The trace. ``source.blocks()`` yields its bytes, unpacked and bounded, from their start;
         ``source.path`` is for formats that must open the file themselves. Rows in nanoseconds
         become tables by :func:`advisor.read.build.build_trace`.

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from advisor.core.errors import AdvisorError
-from advisor.read.reader import Claim, Reader, ReadOptions
-from advisor.read.source import PACKINGS, Source
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import PACKINGS, ByteSource
 from advisor.read.unknown import kind_of
 
 if TYPE_CHECKING:
@@ -59,12 +59,12 @@ def readers() -> tuple[Reader, ...]:
     return (*bundled(), *installed())
 
 
-def reader_of(source: Source) -> Reader:
+def reader_of(source: ByteSource) -> Reader:
     """The reader that is surest of a file; of equals the first. Raises AdvisorError: none knows
     it, and then the line says what is read."""
     head = source.head()
     own = _surest(bundled(), head, source.path)
-    if own is not None and own[0] is Claim.SURE:
+    if own is not None and own[0] is ReaderClaim.SURE:
         return own[1]  # without a look at what is installed: that takes as long as a small trace
     found = [claim for claim in (own, _surest(installed(), head, source.path)) if claim is not None]
     if not found:
@@ -75,7 +75,7 @@ def reader_of(source: Source) -> Reader:
     return max(found, key=lambda claim: claim[0])[1]
 
 
-def read_by(reader: Reader, source: Source, options: ReadOptions) -> Trace:
+def read_by(reader: Reader, source: ByteSource, options: ReadOptions) -> Trace:
     """What a reader reads. Raises AdvisorError, also for whatever one of somebody else raises."""
     if reader in bundled():
         return reader.read(source, options)
@@ -95,9 +95,11 @@ def trace_names() -> str:
     return ", ".join(f"*{end}{packed}" for end in ends for packed in ("", ".gz", ".zst"))
 
 
-def _surest(candidates: Iterable[Reader], head: bytes, path: str) -> tuple[Claim, Reader] | None:
+def _surest(
+    candidates: Iterable[Reader], head: bytes, path: str
+) -> tuple[ReaderClaim, Reader] | None:
     claims = [
-        (Claim(int(_contained(reader, path, reader.sniff, head, path))), reader)
+        (ReaderClaim(int(_contained(reader, path, reader.sniff, head, path))), reader)
         for reader in candidates
     ]
     best = max(claims, key=lambda claim: claim[0], default=None)

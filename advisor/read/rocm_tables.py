@@ -16,7 +16,7 @@ from typing import Any
 import polars as pl
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
-from advisor.read.lookups import Keyed, Names, Numbered, looked_up, numbered, with_all
+from advisor.read.lookups import Keyed, NameLookup, Numbered, looked_up, numbered, with_all
 from advisor.read.nvtx import inputs_of, parsed
 from advisor.read.rocm import FILL, direction, gpu
 from advisor.read.sqlite import Database, Types, narrowed
@@ -37,7 +37,7 @@ class Rpd:
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._names = Names(db, "rocpd_string", "id", "string")
+        self._names = NameLookup(db, "rocpd_string", "id", "string")
         self.inputs: pl.DataFrame | None = None
         self._in_threads: list[pl.DataFrame] = []
         """Numbers of the calls that are told the threads of a launch."""
@@ -224,7 +224,7 @@ class _Process:
 
     def __init__(self, db: Database, suffix: str, first: int) -> None:
         self._db, self._suffix, self._first = db, suffix, first
-        self._names = Names(db, self._table("string"), "id", "string")
+        self._names = NameLookup(db, self._table("string"), "id", "string")
         types = {"id": pl.Int64, "stack_id": pl.Int64, "category_id": pl.Int64,
                  "extdata": pl.String}  # fmt: skip
         self._events = numbered(db, self._table("event"), types, self._event)

@@ -12,7 +12,7 @@ import msgspec
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import MANIFEST, STEPS, Manifest, is_run
 
-MOST_FOLDERS = 2_000
+MAX_FOLDERS = 2_000
 """Folders that are looked into."""
 DEPTH = 2
 """Levels at which runs are looked for: ``runs/…`` and ``.``, of a project, that has ``runs/``."""
@@ -54,7 +54,7 @@ def runs_in(folder: Path) -> list[Path]:
     found: list[Path] = []
     level = [folder]
     for _ in range(DEPTH):
-        below = [sub for one in level for sub in _folders(one)][:MOST_FOLDERS]
+        below = [sub for one in level for sub in _folders(one)][:MAX_FOLDERS]
         found += [sub for sub in below if is_run(sub)]
         level = [sub for sub in below if not is_run(sub)]
     return sorted(found, key=lambda path: (path.name, str(path)), reverse=True)
@@ -65,7 +65,7 @@ def _folders(folder: Path) -> list[Path]:
         with os.scandir(folder) as entries:
             return [
                 Path(entry.path)
-                for entry in islice(entries, MOST_FOLDERS)
+                for entry in islice(entries, MAX_FOLDERS)
                 if not entry.name.startswith(".") and entry.is_dir()
             ]
     except OSError:

@@ -44,7 +44,7 @@ _OTHER_PACKINGS = (
 
 
 @dataclass
-class Source:
+class ByteSource:
     """A trace's uncompressed bytes in blocks of at most a megabyte.
 
     ``truncated`` and ``damage`` are set while iterating: a stream that ends early or is corrupt
@@ -116,13 +116,13 @@ class Source:
             if self.path != "-" or self.given is not None:
                 file.close()
 
-    def again(self) -> Source | None:
+    def again(self) -> ByteSource | None:
         """The same bytes from their start; ``None``: standard input that was too long to keep."""
         if self.given is not None or self.path != "-":
-            return Source(self.path, limit=self.limit, given=self.given)
+            return ByteSource(self.path, limit=self.limit, given=self.given)
         if self._seen is None:
             return None
-        return Source(self.path, limit=self.limit, given=b"".join(self._seen))
+        return ByteSource(self.path, limit=self.limit, given=b"".join(self._seen))
 
     def expected_bytes(self) -> int:
         """About how many uncompressed bytes there will be, without reading them; 0: not known."""

@@ -18,7 +18,7 @@ from msgspec import Raw
 from advisor.core.errors import AdvisorError
 from advisor.read.damage import EVENT_BOUNDARY, SPACE, object_end, sanitise, scan
 from advisor.read.reader import PIECE
-from advisor.read.source import Source
+from advisor.read.source import ByteSource
 from advisor.read.unknown import kind_of
 
 HEAD_LIMIT = 64 << 20
@@ -46,7 +46,7 @@ _ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError, ValueError)
 class Splitter:
     """Cuts the ``traceEvents`` list of a source into pieces, each a JSON list of its own."""
 
-    source: Source
+    source: ByteSource
     exact: bool = False
     piece_bytes: int = PIECE
     head: dict[str, Any] = field(default_factory=dict)

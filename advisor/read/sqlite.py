@@ -16,7 +16,7 @@ import polars.selectors as cs
 
 from advisor.core.errors import AdvisorError
 from advisor.read.reader import ReadOptions
-from advisor.read.source import Source
+from advisor.read.source import ByteSource
 
 MAGIC = b"SQLite format 3\0"
 BATCH = 20_000
@@ -25,9 +25,9 @@ MAX_ROWS = 1 << 31
 """Rows of one table: what 32-bit row numbers can count."""
 MAX_VALUE = 1 << 24
 """Bytes of one text or blob. Longer ones are damage, or made to fill memory."""
-MOST_TEXT = 1 << 16
+MAX_TEXT = 1 << 16
 """Characters of a text that are kept."""
-MOST_AT_ONCE = 1 << 24
+MAX_AT_ONCE = 1 << 24
 """Bytes of texts that are Python objects at once, as far as SAMPLED rows tell."""
 SAMPLED = 32
 MAX_TABLES = 100_000
@@ -123,7 +123,7 @@ class Database:
         found: dict[int, str] = {}
         for rows in self._batches(query, table):
             found.update(
-                (number, text if len(text) <= MOST_TEXT else text[:MOST_TEXT])
+                (number, text if len(text) <= MAX_TEXT else text[:MAX_TEXT])
                 for number, text in rows
                 if isinstance(number, int) and isinstance(text, str)
             )
@@ -159,15 +159,15 @@ def _some_at_once(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
         seen = rows[:: max(1, len(rows) // SAMPLED)]
         size = sum(len(value) for row in seen for value in row if isinstance(value, str | bytes))
         yield rows
-        count = min(BATCH, 8 * count, max(1, MOST_AT_ONCE * len(seen) // max(size, 1)))
+        count = min(BATCH, 8 * count, max(1, MAX_AT_ONCE * len(seen) // max(size, 1)))
 
 
 def column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
     """Values of any types as a column of one; what does not fit is null."""
     try:
         found = pl.Series(name, values, dtype=kind, strict=True)
-        if kind == pl.String and (found.str.len_bytes().max() or 0) > MOST_TEXT:  # type: ignore[operator]
-            return found.str.slice(0, MOST_TEXT)
+        if kind == pl.String and (found.str.len_bytes().max() or 0) > MAX_TEXT:  # type: ignore[operator]
+            return found.str.slice(0, MAX_TEXT)
         return found
     except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
         pass
@@ -208,7 +208,7 @@ _KNOWN = ("StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO", "roc
 
 
 @contextmanager
-def opened(source: Source, options: ReadOptions) -> Iterator[Database]:
+def opened(source: ByteSource, options: ReadOptions) -> Iterator[Database]:
     """A source's tables. A plain file is read where it lies; one that is packed or piped is
     unpacked to a temporary file first. Raises AdvisorError: no database, or over the limit."""
     head = source.head()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-MOST_FIELDS = 512
+MAX_FIELDS = 512
 """Of one small message; what profilers write has a tenth of that."""
 PADDING = 16
 """Zero bytes that must follow the messages in their buffer."""
@@ -168,7 +168,7 @@ class Buffer:
         row = np.flatnonzero(end > start)
         at, stop = start[row], end[row]
         broken = 0
-        for _ in range(MOST_FIELDS):
+        for _ in range(MAX_FIELDS):
             if not len(row):
                 break
             key = self.bytes[at].astype(np.uint64)

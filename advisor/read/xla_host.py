@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Intervals, union
 from advisor.core.trace import CALLS, CPU_KINDS, JAX, PYTORCH, TENSORFLOW, TF_DATA
 from advisor.read.spelling import call_class
-from advisor.read.xspace import Events, Line, Plane
+from advisor.read.xspace import Events, Plane, XLine
 
 Ints = NDArray[np.int64]
 STATS = frozenset(
@@ -107,7 +107,7 @@ def read_modules(host: Host, names: object) -> None:
             host.signs.add(PYTORCH)
 
 
-def add_plane(host: Host, plane: Plane, lines: list[Line], events: Events, process: str) -> None:
+def add_plane(host: Host, plane: Plane, lines: list[XLine], events: Events, process: str) -> None:
     """The threads of a plane."""
     if not len(events.ts):
         return
@@ -280,9 +280,9 @@ def _longest_program(host: Host) -> tuple[pl.DataFrame | None, str | None]:
         spent = float(own["dur"].sum())
         if spent > busiest[0]:
             busiest = spent, str(where)
-        worth = spent + modules.get(str(name).removeprefix("PjitFunction(").removesuffix(")"), 0)
-        if _regular(own["ts"].to_numpy()) and (best is None or worth > best[0]):
-            best = worth, str(where), own
+        impact = spent + modules.get(str(name).removeprefix("PjitFunction(").removesuffix(")"), 0)
+        if _regular(own["ts"].to_numpy()) and (best is None or impact > best[0]):
+            best = impact, str(where), own
     return (None, busiest[1]) if best is None else (best[2], best[1])
 
 

@@ -28,9 +28,9 @@ from advisor.read.wire import (
 )
 
 Ints = NDArray[np.int64]
-MOST_EVENTS = 30_000_000
+MAX_EVENTS = 30_000_000
 """Events of one file; beyond, lines are left out and told. A profiler keeps fewer."""
-MOST_PLANES, MOST_LINES = 4_096, 100_000
+MAX_PLANES, MAX_LINES = 4_096, 100_000
 """Of one file: hosts and devices, threads and streams."""
 CHUNK = 250_000
 """Events decoded at once: what is held besides the columns is of these."""
@@ -79,7 +79,7 @@ class Events:
 
 
 @dataclass
-class Line:
+class XLine:
     """A thread, a stream, or what was derived from them."""
 
     id: int
@@ -115,8 +115,8 @@ class XSpace:
         starts, ends, others, sound = split(data, 0, size, _PLANES)
         self.truncated = not sound
         spans = list(zip(starts, ends, strict=True))
-        self.left_out += max(len(spans) - MOST_PLANES, 0)
-        self.planes = [self._plane(*span) for span in spans[:MOST_PLANES]]
+        self.left_out += max(len(spans) - MAX_PLANES, 0)
+        self.planes = [self._plane(*span) for span in spans[:MAX_PLANES]]
         last = max([*ends, *(one.end for one in others), 0])
         if not sound and (cut := _cut_off(data, last, size, _PLANES)):
             self.planes.append(self._plane(*cut))
@@ -197,12 +197,12 @@ class XSpace:
             if name is not None and value is not None:
                 yield name, value
 
-    def read(self, plane: Plane, wanted: frozenset[str]) -> tuple[list[Line], Events]:
+    def read(self, plane: Plane, wanted: frozenset[str]) -> tuple[list[XLine], Events]:
         """The lines of a plane, and their events with those stats that are wanted."""
         ids = {number: name for number, name in plane.stat_names.items() if name in wanted}
-        room = MOST_LINES - self._lines
+        room = MAX_LINES - self._lines
         self.left_out += max(len(plane.spans) - room, 0)
-        lines: list[Line] = []
+        lines: list[XLine] = []
         bases: list[int] = []
         starts: list[int] = []
         ends: list[int] = []
@@ -227,7 +227,7 @@ class XSpace:
             )
         return lines, _joined(parts)
 
-    def _line(self, start: int, end: int) -> tuple[Line, int, list[int], list[int]]:
+    def _line(self, start: int, end: int) -> tuple[XLine, int, list[int], list[int]]:
         """A line, its time in ns, and where its events begin and end."""
         starts, ends, others, sound = split(self._buffer.data, start, end, _LINE_EVENTS)
         self.broken += not sound
@@ -239,12 +239,12 @@ class XSpace:
             elif one.wire == BYTES and one.number in (_LINE_NAME, _DISPLAY_NAME):
                 stop = min(one.end, one.start + NAME_LIMIT)
                 texts[one.number] = self._buffer.text(one.start, stop)
-        room = MOST_EVENTS - self._read
+        room = MAX_EVENTS - self._read
         self._read += min(len(starts), room)
         self.left_out += max(len(starts) - room, 0)
         base = told.get(_LINE_TIME, 0)
         name = texts.get(_DISPLAY_NAME) or texts.get(_LINE_NAME, "")
-        line = Line(told.get(_LINE_ID, 0), name)
+        line = XLine(told.get(_LINE_ID, 0), name)
         return line, base if abs(base) < 1 << 61 else 0, starts[:room], ends[:room]
 
     def _events(

@@ -30,7 +30,7 @@ from advisor.recorder.options import RecordOptions, chosen, switched_off
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from advisor.recorder.session import Session
+    from advisor.recorder.session import RecordingSession
 
 log = logging.getLogger("advisor")
 _PROCESS = os.getpid()
@@ -55,7 +55,7 @@ class Recorder:
         RecordOptions().with_changes(**options)  # a wrong keyword is told at the line that has it
         self._keywords = options
         self._step = step
-        self._session: Session | None = None
+        self._session: RecordingSession | None = None
         self._depth = 0
         self._warned = False
         self._atexit = False
@@ -117,9 +117,9 @@ class Recorder:
         """A step ends here."""
         step()
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> PhaseRange:
         """A context manager: the time inside is of this phase."""
-        return Phase(name)
+        return PhaseRange(name)
 
     def steps(self, loader: Iterable[_T]) -> Iterator[_T]:
         """Iterate over a loader: each batch is a step, and waiting for it is its phase ``data``."""
@@ -254,7 +254,7 @@ class _Call:
         elif self._first:
             _contained(session, lambda: self._tell_apart(session))
 
-    def _tell_apart(self, session: Session) -> None:
+    def _tell_apart(self, session: RecordingSession) -> None:
         if session.count() - self._before > 1:
             # the loop is inside: until the next call there is nothing to record
             session.pause()
@@ -262,7 +262,7 @@ class _Call:
                 session.writer.flush()  # a child may leave without a word
 
 
-class Phase:
+class PhaseRange:
     """The time inside is of the named phase: ``data``, ``h2d``, ``forward``, ``backward``,
     ``optimizer``, or a name of your own."""
 
@@ -270,7 +270,7 @@ class Phase:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._session: Session | None = None
+        self._session: RecordingSession | None = None
         self._before = 0
 
     def __enter__(self) -> None:
@@ -304,24 +304,24 @@ def step() -> None:
         _contained(session, session.boundary)
 
 
-def phase(name: str) -> Phase:
+def phase(name: str) -> PhaseRange:
     """A context manager: the time inside is of this phase of the step."""
-    return Phase(name)
+    return PhaseRange(name)
 
 
 def open_session(
     entry: str, keywords: dict[str, Any], recorder: Recorder | None = None, *, lazy: bool = False
-) -> Session | None:
+) -> RecordingSession | None:
     """Begin to record; ``None``: not possible, or somebody records already (told once)."""
     try:
         from advisor.recorder.quiet import hush
-        from advisor.recorder.session import Session, current
+        from advisor.recorder.session import RecordingSession, current
 
         if current() is not None:
             if recorder is not None:
                 recorder._refuse()
             return None
-        session = Session(chosen(**keywords), entry, lazy=lazy)
+        session = RecordingSession(chosen(**keywords), entry, lazy=lazy)
         if entry == "command":
             session.anew = lambda: open_session("command", {}, lazy=True)
         hush()
@@ -336,7 +336,7 @@ def open_session(
         return None
 
 
-def conclude(session: Session, error: BaseException | None = None) -> None:
+def conclude(session: RecordingSession, error: BaseException | None = None) -> None:
     """End a recording and say where it is."""
     from advisor.recorder.quiet import unhush
 
@@ -348,7 +348,7 @@ def conclude(session: Session, error: BaseException | None = None) -> None:
         say(session.writer.folder.parent, analyse=session.options.report and error is None)
 
 
-def _begin_loop(session: Session, loader: Iterable[_T], length: Any) -> Iterator[_T]:
+def _begin_loop(session: RecordingSession, loader: Iterable[_T], length: Any) -> Iterator[_T]:
     if session.here():
         try:
             session.begin_loop()
@@ -359,11 +359,11 @@ def _begin_loop(session: Session, loader: Iterable[_T], length: Any) -> Iterator
     return iter(loader)
 
 
-def _fetch(session: Session, iterator: Iterator[_T]) -> _T:
+def _fetch(session: RecordingSession, iterator: Iterator[_T]) -> _T:
     return session.fetch(iterator) if session.here() else next(iterator)
 
 
-def _contained(session: Session, call: Callable[[], None]) -> None:
+def _contained(session: RecordingSession, call: Callable[[], None]) -> None:
     if session.over:
         return
     try:

@@ -11,13 +11,13 @@ from typing import Any
 from advisor.recorder.clock import ONLINE, THREAD, Tape
 from advisor.recorder.hooks import Hooks
 from advisor.recorder.loaders import Loaders
-from advisor.recorder.reader import Reader
-from advisor.recorder.steps import Segment
+from advisor.recorder.reader import TapeReader
+from advisor.recorder.steps import StepSegment
 
 log = logging.getLogger("advisor")
 
 
-class Counter:
+class CallCounter:
     """Listens, keeps nothing. ``ended`` is called with the number of each step as it ends, in the
     training thread; what it raises that is no Exception goes through to the program."""
 
@@ -27,7 +27,7 @@ class Counter:
         self.tape.here[ONLINE] = 1
         self.looping: list[Any] = []
         self.loaders = Loaders(lambda kind, data: None)
-        self.reader = Reader(self.loaders, self._emit)
+        self.reader = TapeReader(self.loaders, self._emit)
         self.hooks = Hooks(self)
 
     def glance(self, batch: Any) -> Any:
@@ -74,7 +74,7 @@ class Counter:
         """No more."""
         self.tape.here[THREAD] = -1
 
-    def _emit(self, segment: Segment, micro: int, gap: int) -> None:
+    def _emit(self, segment: StepSegment, micro: int, gap: int) -> None:
         self.ended(self.reader.steps.count + 1)
 
 
@@ -86,5 +86,5 @@ def count_steps(limit: int) -> None:
             counter.stop()
             raise SystemExit(0)  # no Exception: hooks let it through, and so do most programs
 
-    counter = Counter(ended)
+    counter = CallCounter(ended)
     counter.start()

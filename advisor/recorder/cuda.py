@@ -118,7 +118,7 @@ def usable(torch: Any) -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-class Allocator:
+class AllocatorStats:
     """The caching allocator's counters, now and then."""
 
     def __init__(self, torch: Any) -> None:

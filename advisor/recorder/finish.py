@@ -73,12 +73,12 @@ def _outcome(text: bytes) -> list[str]:
     report = Report.from_json(text)
     told = []
     if report.recorded is not None:
-        step = "" if report.step is None else f", {t.time(report.step.ns)} each (median)"
+        step = "" if report.step is None else f", {t.format_duration(report.step.ns)} each (median)"
         count = report.recorded.steps
         kind = "inference " if report.recorded.inference else ""
-        told.append(f"{t.count(count)} {kind}step{'' if count == 1 else 's'}{step}")
+        told.append(f"{t.format_count(count)} {kind}step{'' if count == 1 else 's'}{step}")
     if report.crashes:
-        told.append(t.crashes(report.crashes))
+        told.append(t.describe_crashes(report.crashes))
     for finding in (*report.findings, *report.risks):
         return [*told, f"First finding: {t.clean(finding.title)}"]
     if report.crashes:

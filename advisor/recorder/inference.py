@@ -50,7 +50,7 @@ LEARNT = frozenset(
 LEAVING = frozenset((tape.LEAVE, tape.FORWARD_END, tape.FORWARD_END_NO_GRAD))
 
 
-class Part(NamedTuple):
+class InferencePart(NamedTuple):
     """What lies between the ends of two forwards."""
 
     t: int
@@ -89,7 +89,7 @@ class Inference:
         """Steps that were handed on."""
         self._clock = Clock()
         self._kept: list[Inferred] = []
-        self._parts: list[Part] = []
+        self._parts: list[InferencePart] = []
         self._batches: list[Any] = []
         self._begun = 0
         self._open = False
@@ -234,14 +234,14 @@ class Inference:
     def _cut(self, now: int, module: int, forwards: int) -> None:
         """End a part; time inside of a phase of the user's is counted up to here."""
         phases = self._clock.cut(now)
-        self._parts.append(Part(self._begun, now, phases, module, forwards))
+        self._parts.append(InferencePart(self._begun, now, phases, module, forwards))
         self._begun = now
         if self._outside:
             self._clock.rest()
         if len(self._parts) > MAX_PARTS:
             del self._parts[0]
 
-    def _took_turn(self, part: Part, late: bool = False) -> None:
+    def _took_turn(self, part: InferencePart, late: bool = False) -> None:
         """Without a loader: whether the step ends here."""
         module, known = part.module, self._known
         known[module] = known.get(module, 0) + 1
@@ -267,7 +267,7 @@ class Inference:
         """Work on a batch has ended."""
         parts, self._parts = self._parts, []
         self._usual = max(self._usual, len(parts))
-        parts.append(Part(self._begun, now, self._clock.cut(now), 0, 0))
+        parts.append(InferencePart(self._begun, now, self._clock.cut(now), 0, 0))
         self._begun = now
         self._step(parts, now, late=False)
 
@@ -281,7 +281,7 @@ class Inference:
         parts, self._parts = self._parts, []
         self._step(parts, parts[-1].end, late=True)
 
-    def _step(self, parts: list[Part], end: int, late: bool) -> None:
+    def _step(self, parts: list[InferencePart], end: int, late: bool) -> None:
         phases = [sum(column) for column in zip(*(part.phases for part in parts), strict=True)]
         batches, self._batches = self._batches, []
         forwards = sum(part.forwards for part in parts)

@@ -12,18 +12,18 @@ from advisor.core import run_directory as rundir
 
 log = logging.getLogger("advisor")
 MAX_MESSAGE = 2000
-MOST_ENTRIES = 1_000_000
+MAX_ENTRIES = 1_000_000
 """Of the allocator's history: some GB of host memory."""
 
 
-class OutOfMemory:
+class OutOfMemoryHook:
     """Watches for CUDA's out of memory. ``tell(data)`` writes an ``oom`` event, once a run for
     each error that ends it and once for the first that was met. ``history``: events of the
     allocator to keep for the snapshot; 0: none."""
 
     def __init__(self, tell: Callable[[dict[str, Any]], None], history: int = 0) -> None:
         self._tell = tell
-        self._history = min(history, MOST_ENTRIES)
+        self._history = min(history, MAX_ENTRIES)
         self._switched_on = False
         self.folder: Path | None = None
         self._observing = False

@@ -19,7 +19,7 @@ from advisor.core.install import install
 
 NOTES: Final = "ADVISOR_NOTES"
 """Names the folder of notes to the processes, one file each."""
-MOST_FILES, MOST_BYTES = 10_000, 64_000
+MAX_FILES, MAX_BYTES = 10_000, 64_000
 """Of the notes that are read: a program may start any number of processes."""
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?", re.IGNORECASE)
@@ -161,13 +161,13 @@ def _read(folder: Path) -> list[str]:
     if folder == Path():
         return lines
     try:
-        files = sorted(folder.iterdir())[:MOST_FILES]
+        files = sorted(folder.iterdir())[:MAX_FILES]
     except OSError:
         return lines
     for note in files:
         try:
             with note.open("rb") as file:
-                lines += file.read(MOST_BYTES).decode("utf-8", "replace").splitlines()
+                lines += file.read(MAX_BYTES).decode("utf-8", "replace").splitlines()
         except OSError:
             continue
     return [line.rstrip(".") if line.startswith("problem ") else line for line in lines]

@@ -10,8 +10,8 @@ from advisor.recorder import clock as tape
 from advisor.recorder.clock import DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
 from advisor.recorder.inference import Inference
 from advisor.recorder.loaders import Loaders
-from advisor.recorder.repeats import Block, Repeats
-from advisor.recorder.steps import Segment, StepFinder
+from advisor.recorder.repeats import RepeatedBlock, Repeats
+from advisor.recorder.steps import StepFinder, StepSegment
 
 OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
 """Phases that a step may begin with, besides those of the user's own."""
@@ -22,22 +22,22 @@ BREATH_SECONDS = 1e-4
 switch interval, 5 ms."""
 
 
-class Reader:
+class TapeReader:
     """Handlers by code. Not to be used in two threads at once. ``emit`` is called with each step,
     ``emit_block`` with those that were read together (``None``: none are)."""
 
     def __init__(
         self,
         loaders: Loaders,
-        emit: Callable[[Segment, int, int], None],
-        emit_block: Callable[[Block], None] | None = None,
+        emit: Callable[[StepSegment, int, int], None],
+        emit_block: Callable[[RepeatedBlock], None] | None = None,
     ) -> None:
         self.clock = Clock()
         self._emit = emit
         self._emit_block = emit_block
         self.steps = StepFinder(self.clock, self._ended)
         self._repeats = Repeats(self.clock, self.steps)
-        self._found: tuple[Segment, int] | None = None
+        self._found: tuple[StepSegment, int] | None = None
         """The step that ended last, if it is one that may be a pattern."""
         self.loaders = loaders
         self.inference: Inference | None = None
@@ -139,7 +139,7 @@ class Reader:
             return None
         return of_steps, clock.cur, *clock.stack, loaders.last, loaders.unsettled
 
-    def _ended(self, segment: Segment, micro: int, gap: int) -> None:
+    def _ended(self, segment: StepSegment, micro: int, gap: int) -> None:
         plain = not (gap or self.paused or segment.marks or self.memory is not None)
         self._found = (segment, micro) if plain else None
         self._emit(segment, micro, gap)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from advisor.recorder import clock as tape
 from advisor.recorder.clock import DATA, MAX_PHASES, Clock
-from advisor.recorder.steps import Found, Segment, StepFinder
+from advisor.recorder.steps import FoundStep, StepFinder, StepSegment
 
-MOST, MOST_ENTRIES = 128, 2048
+LIMIT, MAX_ENTRIES = 128, 2048
 """Steps of a stretch, and entries: what is worked out of them takes about half a millisecond, in
 which the training thread may wait for the interpreter."""
 MAX_STATES = 16
@@ -51,7 +51,7 @@ KNOWN = LEAVING | {
 TIMELESS = frozenset((tape.BATCH, tape.OPTIMIZED_BY, tape.FORWARD_OF))
 
 
-class Block(NamedTuple):
+class RepeatedBlock(NamedTuple):
     """Steps that follow each other without a gap, outside of windows, by columns."""
 
     n: int
@@ -63,7 +63,7 @@ class Block(NamedTuple):
     batches: list[list[Any]]
     """What was noted of each step's batches."""
 
-    def steps(self) -> list[Found]:
+    def steps(self) -> list[FoundStep]:
         """The same, one by one."""
         found = []
         for index, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
@@ -73,12 +73,12 @@ class Block(NamedTuple):
             batch = self.batches[index] if self.batches else []
             number = self.n + index
             found.append(
-                Found(number, begin, end, phases, self.micro, 0, None, 0, batch, None, None)
+                FoundStep(number, begin, end, phases, self.micro, 0, None, 0, batch, None, None)
             )
         return found
 
 
-class Pattern(NamedTuple):
+class CallPattern(NamedTuple):
     """Entries of a step."""
 
     codes: list[int]
@@ -101,7 +101,7 @@ class Repeats:
     def __init__(self, clock: Clock, steps: StepFinder) -> None:
         self._clock = clock
         self._steps = steps
-        self._patterns: dict[Hashable, list[Pattern]] = {}
+        self._patterns: dict[Hashable, list[CallPattern]] = {}
         self._since = -1
         self._state: Hashable = None
         self._seen: dict[str, int] = {}
@@ -120,7 +120,7 @@ class Repeats:
         codes: list[int],
         values: list[Any],
         entry: int,
-        found: tuple[Segment, int] | None,
+        found: tuple[StepSegment, int] | None,
     ) -> None:
         """A step ended just before ``entry``, in this state (``None``: in none that may repeat).
         ``found`` is what was handed on of it, and its batches; ``None``: it was no plain step."""
@@ -142,13 +142,13 @@ class Repeats:
 
     def follow(
         self, state: Hashable, codes: list[int], values: list[Any], entry: int
-    ) -> tuple[Block, dict[str, int], int] | None:
+    ) -> tuple[RepeatedBlock, dict[str, int], int] | None:
         """Steps from ``entry`` on that repeat a pattern, what each of them adds to
         ``StepFinder.seen``, and where they end."""
         for pattern in self._patterns.get(state, ()):
             wanted = pattern.codes
             size = len(wanted)
-            most = max(1, min(MOST, MOST_ENTRIES // size))
+            most = max(1, min(LIMIT, MAX_ENTRIES // size))
             end, last = entry, min(len(codes), entry + most * size)
             while end + size <= last and codes[end : end + size] == wanted:
                 end += size
@@ -165,7 +165,9 @@ class Repeats:
                 )
         return None
 
-    def _block(self, pattern: Pattern, values: list[Any], entry: int, count: int) -> Block:
+    def _block(
+        self, pattern: CallPattern, values: list[Any], entry: int, count: int
+    ) -> RepeatedBlock:
         size = len(pattern.codes)
         stop = entry + count * size
         columns: dict[int, list[int]] = {}
@@ -196,11 +198,11 @@ class Repeats:
             stock = self._steps.turn([*chain.from_iterable(zip(*told, strict=True))])
             micro = len(pattern.batches)
             batches = [stock[i : i + micro] for i in range(0, len(stock), micro)]
-        return Block(self._steps.count, begins, ends, phases, pattern.micro, batches)
+        return RepeatedBlock(self._steps.count, begins, ends, phases, pattern.micro, batches)
 
     def _learn(
-        self, codes: list[int], values: list[Any], begin: int, found: Segment, micro: int
-    ) -> Pattern | None:
+        self, codes: list[int], values: list[Any], begin: int, found: StepSegment, micro: int
+    ) -> CallPattern | None:
         """What these entries do, if that is all told by their codes."""
         if any(code >= MAX_PHASES and code not in KNOWN for code in codes):
             return None
@@ -234,7 +236,7 @@ class Repeats:
         if any(ns != told.get(phase, 0) for phase, ns in enumerate(found.phases)):
             return None
         rest = max(spans, key=lambda phase: len(spans[phase]))
-        return Pattern(
+        return CallPattern(
             codes,
             [(phase, intervals) for phase, intervals in spans.items() if phase != rest],
             rest,

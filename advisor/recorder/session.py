@@ -44,20 +44,20 @@ from advisor.recorder.clock import (
     THREAD,
     Tape,
 )
-from advisor.recorder.cuda import Allocator, Marks, Reading, usable
+from advisor.recorder.cuda import AllocatorStats, Marks, Reading, usable
 from advisor.recorder.hooks import GENERATION, Hooks
 from advisor.recorder.inference import Inference, Inferred
 from advisor.recorder.level import in_backward
 from advisor.recorder.loaders import Loaders
-from advisor.recorder.oom import OutOfMemory
+from advisor.recorder.oom import OutOfMemoryHook
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.pauses import Pauses
 from advisor.recorder.ranges import TraceRanges, ranges
-from advisor.recorder.reader import Reader
+from advisor.recorder.reader import TapeReader
 from advisor.recorder.redact import clean_value
-from advisor.recorder.repeats import Block
+from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.slowdown import SlowdownWatch
-from advisor.recorder.steps import Found, Segment
+from advisor.recorder.steps import FoundStep, StepSegment
 from advisor.recorder.windows import Windows
 from advisor.recorder.writer import NO_INFERENCE, Writer
 
@@ -78,16 +78,16 @@ UNMARKED = (
 class _Here:
     """What there is one of in a process."""
 
-    session: Session | None = None
+    session: RecordingSession | None = None
     watches_forks = False
 
 
-def current() -> Session | None:
+def current() -> RecordingSession | None:
     """The recording that is going on in this process."""
     return _Here.session
 
 
-class Session:
+class RecordingSession:
     """A recording. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``. With
     ``lazy`` the run directory is made when training is seen, not at the start."""
 
@@ -96,7 +96,7 @@ class Session:
 
         self.options = options
         self.entry = entry
-        self.anew: Callable[[], Session | None] | None = None
+        self.anew: Callable[[], RecordingSession | None] | None = None
         """How a forked child that trains gets a recording of its own; ``None``: it gets none."""
         self.problem: str | None = None
         """Why recording stopped before its time."""
@@ -105,7 +105,7 @@ class Session:
         self.in_loop = False
         """Inside a loop that says itself where steps end."""
         self.loaders = Loaders(self.tell)
-        self.reader = Reader(self.loaders, self._emit, self._emit_block)
+        self.reader = TapeReader(self.loaders, self._emit, self._emit_block)
         self.steps = self.reader.steps
         self.inference = Inference(self._emit_inferred, lambda: self.hooks.lifted)
         self.reader.inference = self.inference
@@ -128,7 +128,7 @@ class Session:
         self.rank, self.world = rank_of(torch)
         self.hooks = Hooks(self)
         self.pauses = Pauses(self.tape)
-        self.allocator = Allocator(torch)
+        self.allocator = AllocatorStats(torch)
         self.marks = Marks(self.tape, torch, options.cuda_events) if options.cuda_events else None
         self.windows = Windows(
             options,
@@ -137,7 +137,7 @@ class Session:
             self.hooks,
             TraceRanges(self.tape),
         )
-        self.oom = OutOfMemory(lambda data: self.tell("oom", data), options.memory_history)
+        self.oom = OutOfMemoryHook(lambda data: self.tell("oom", data), options.memory_history)
         self.writer = Writer(
             out=options.out,
             rank=self._where,
@@ -537,7 +537,7 @@ class Session:
             finally:
                 self._reading.release()
 
-    def _emit(self, segment: Segment, micro: int, gap: int) -> None:
+    def _emit(self, segment: StepSegment, micro: int, gap: int) -> None:
         windows, reader = self.windows, self.reader
         number = self.steps.count
         if number == 0 and self.inference.count:  # what came before was a validation
@@ -549,7 +549,7 @@ class Session:
         batch, self.steps.used = self.steps.used, []
         window = windows.during(segment.t, segment.end)
         self.writer.put(
-            Found(
+            FoundStep(
                 number,
                 segment.t,
                 segment.end,
@@ -577,7 +577,7 @@ class Session:
         windows = self.windows
         window = windows.during(step.t, step.end)
         self.writer.put(
-            Found(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0, window,
+            FoundStep(step.n, step.t, step.end, step.phases, max(1, len(step.batches)), 0, window,
                   step.gc, step.batches, step.memory, None, trains=False)
         )  # fmt: skip
         if step.n == 0:
@@ -591,7 +591,7 @@ class Session:
             windows.step(step.n + 1, window, duration)
             self._settle()
 
-    def _emit_block(self, block: Block) -> None:
+    def _emit_block(self, block: RepeatedBlock) -> None:
         """Steps that were read together, in the writer's thread."""
         windows = self.windows
         if windows.during(block.begins[0], block.ends[-1]) is None:

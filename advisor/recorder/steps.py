@@ -28,7 +28,7 @@ MAX_HELD = 1024
 """Segments kept while it is unknown whether an optimizer will ever step."""
 
 
-class Found(NamedTuple):
+class FoundStep(NamedTuple):
     """A step that was found; the writer makes a record of it."""
 
     n: int
@@ -47,7 +47,7 @@ class Found(NamedTuple):
     """False: of a loop that does not (``inference``)."""
 
 
-class Segment(NamedTuple):
+class StepSegment(NamedTuple):
     t: int
     end: int
     phases: list[int]
@@ -58,7 +58,7 @@ class Segment(NamedTuple):
 class StepFinder:
     """Segments to steps, in the order of the tape. ``now`` is when something happened, ns."""
 
-    def __init__(self, clock: Clock, emit: Callable[[Segment, int, int], None]) -> None:
+    def __init__(self, clock: Clock, emit: Callable[[StepSegment, int, int], None]) -> None:
         self.clock = clock
         self._emit = emit
         self.seen = {"fetched": 0, "forwards": 0, "backwards": 0, "optimized": 0}
@@ -93,7 +93,7 @@ class StepFinder:
         """The loader that is being fetched from has been trained with."""
         self._rest: tuple[int, list[int]] | None = None
         """When an optimizer stepped last in this segment, and the time in each phase until then."""
-        self._held: list[Segment] = []
+        self._held: list[StepSegment] = []
         self._optimizers: dict[int, int] = {}
         self._primary: int | None = None
         self._first: int | None = None
@@ -324,12 +324,12 @@ class StepFinder:
         self.open = True
         self.clock.rest()
 
-    def _cut(self, now: int) -> Segment:
+    def _cut(self, now: int) -> StepSegment:
         """End the segment, whatever it was."""
         marks = self.marks if self._marks_whole and len(self.marks) > 1 else None
         self.marks = self.marks[-1:]  # where this segment ends, the next one begins
         self._marks_whole = bool(self.marks)
-        segment = Segment(self.begun, now, self.clock.cut(now), self._backwards, marks)
+        segment = StepSegment(self.begun, now, self.clock.cut(now), self._backwards, marks)
         self.begun = now
         self._batches = self._forwards = self._backwards = 0
         self._stepped = False
@@ -357,7 +357,7 @@ class StepFinder:
         if self._batches:
             del self._stock[-self._batches :]
 
-    def _hold(self, segment: Segment) -> None:
+    def _hold(self, segment: StepSegment) -> None:
         self._held.append(segment)
         if len(self._held) > MAX_HELD:
             self.gap += sum(self._held.pop(0).phases)
@@ -404,7 +404,7 @@ class StepFinder:
         del self._stock[:micro]
         return micro
 
-    def _hand_on(self, parts: list[Segment], micro: int) -> None:
+    def _hand_on(self, parts: list[StepSegment], micro: int) -> None:
         whole = parts[-1]
         if len(parts) > 1:
             phases = list(whole.phases)
@@ -415,7 +415,7 @@ class StepFinder:
             marks = None
             if marked:  # the last event of a part is the first of the next
                 marks = [*parts[0].marks, *(m for part in parts[1:] for m in part.marks[1:])]
-            whole = Segment(parts[0].t, whole.end, phases, whole.backwards, marks)
+            whole = StepSegment(parts[0].t, whole.end, phases, whole.backwards, marks)
         gap, self.gap = self.gap, 0
         self._emit(whole, micro, gap)
         self.count += 1

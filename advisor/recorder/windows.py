@@ -33,7 +33,7 @@ log = logging.getLogger("advisor")
 
 LOOP = 3
 """Steps before the first window where each is long …"""
-FORWARDS, MOST_FORWARDS = 8, 64
+FORWARDS, MAX_FORWARDS = 8, 64
 """… because it has more than so many forwards; and forwards that a window is to keep at most."""
 GUARD_STEPS = 3
 """Profiled steps that the guard wants to see before it stops a window: the first one holds the
@@ -138,7 +138,7 @@ class Windows:
         and there may not be many."""
         if forwards > FORWARDS:
             self.at, self._warmup = min(self.at, LOOP), min(self._warmup, 1)
-        self._active = max(1, min(self._active, MOST_FORWARDS // max(1, forwards)))
+        self._active = max(1, min(self._active, MAX_FORWARDS // max(1, forwards)))
 
     def restart(self, why: str) -> None:
         """A training begins: the windows so far are not of it."""

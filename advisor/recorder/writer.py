@@ -25,9 +25,9 @@ from advisor.recorder.batch import Batch
 from advisor.recorder.folder import manifest_of, rank_folder, write_once
 from advisor.recorder.inference import Inferred
 from advisor.recorder.lines import Lines
-from advisor.recorder.repeats import Block
+from advisor.recorder.repeats import RepeatedBlock
 from advisor.recorder.slowdown import SlowdownWatch
-from advisor.recorder.steps import Found
+from advisor.recorder.steps import FoundStep
 
 log = logging.getLogger("advisor")
 
@@ -67,7 +67,7 @@ class Writer:
         self._describe = describe
         self._failed = failed
         self._queue: deque[Any] = deque(maxlen=MAX_QUEUE)
-        self._waiting: deque[Found | Block] = deque()
+        self._waiting: deque[FoundStep | RepeatedBlock] = deque()
         self._open_wanted = threading.Event()
         self._wake = threading.Event()
         self._over = False
@@ -98,7 +98,9 @@ class Writer:
             self._open_wanted.set()
             self._wake.set()
 
-    def put(self, record: Found | Block | rundir.Sample | rundir.Event | threading.Event) -> None:
+    def put(
+        self, record: FoundStep | RepeatedBlock | rundir.Sample | rundir.Event | threading.Event
+    ) -> None:
         """Hand a record on."""
         self._queue.append(record)
 
@@ -150,10 +152,12 @@ class Writer:
         waiters: list[threading.Event] = []
         for _ in range(len(self._queue)):
             record = self._queue.popleft()
-            if isinstance(record, Found | Block):
+            if isinstance(record, FoundStep | RepeatedBlock):
                 self._waiting.append(record)
             elif record is NO_INFERENCE:
-                self._waiting = deque(f for f in self._waiting if isinstance(f, Block) or f.trains)
+                self._waiting = deque(
+                    f for f in self._waiting if isinstance(f, RepeatedBlock) or f.trains
+                )
                 self._files[Inferred].remove()
                 self.slowdown = None if self.slowdown is None else SlowdownWatch()
             elif isinstance(record, threading.Event):
@@ -184,7 +188,7 @@ class Writer:
         write_once(manifest_of(folder), manifest)
         write_once(folder / rundir.RANK, rank)
         self._files = {
-            Found: Lines(folder / rundir.STEPS),
+            FoundStep: Lines(folder / rundir.STEPS),
             Inferred: Lines(folder / rundir.INFERENCE),
             rundir.Sample: Lines(folder / rundir.TELEMETRY),
             rundir.Event: Lines(folder / rundir.EVENTS),
@@ -201,7 +205,7 @@ class Writer:
         resident = _resident()
         while self._waiting:
             found = self._waiting[0]
-            if isinstance(found, Block):
+            if isinstance(found, RepeatedBlock):
                 self._waiting.popleft()
                 self._block(found, None if self._waiting else resident)
                 time.sleep(BREATH_SECONDS)
@@ -213,7 +217,7 @@ class Writer:
             step = self._record(found)
             if not self._waiting:
                 step.rss = resident
-            self._files[Found if found.trains else Inferred].add(step)
+            self._files[FoundStep if found.trains else Inferred].add(step)
             if found.window is None:
                 self._watch([step.dur])
 
@@ -224,11 +228,11 @@ class Writer:
             if reason:
                 self.wanted(reason, False)
 
-    def _block(self, block: Block, resident: int | None) -> None:
+    def _block(self, block: RepeatedBlock, resident: int | None) -> None:
         """Write steps that were read together: the lines of ``_record``, by one format."""
         if any(0 in column for _, column in block.phases if any(column)):
             for found in block.steps():
-                self._files[Found].add(self._record(found))
+                self._files[FoundStep].add(self._record(found))
             self._watch([end - begin for begin, end in zip(block.begins, block.ends, strict=True)])
             return
         phases = [(phase, column) for phase, column in block.phases if column[0]]
@@ -248,7 +252,7 @@ class Writer:
         numbers = range(block.n, block.n + count)
         columns = (numbers, block.begins, lengths, *(column for _, column in phases), ends)
         text = line * count % tuple(chain.from_iterable(zip(*columns, strict=True)))
-        self._files[Found].add_lines(text.encode())
+        self._files[FoundStep].add_lines(text.encode())
         self._watch(lengths)
 
     def _described(self, glances: list[Any]) -> str:
@@ -258,7 +262,7 @@ class Writer:
         told = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
         return "".join(f',"{name}":{value}' for name, value in told if value is not None)
 
-    def _record(self, found: Found) -> rundir.Step:
+    def _record(self, found: FoundStep) -> rundir.Step:
         names = self._names
         phases = {names[i]: ns for i, ns in enumerate(found.phases) if ns}
         step = rundir.Step(

@@ -9,9 +9,9 @@ from advisor.core import text as t
 if TYPE_CHECKING:
     from advisor.core.report import MemoryHolder, MemoryView, Report
 
-MOST_ROWS = 8
-MOST_SAVINGS = 6
-MOST_DEVICES = 8
+MAX_ROWS = 8
+MAX_SAVINGS = 6
+MAX_DEVICES = 8
 
 
 class Table(NamedTuple):
@@ -32,13 +32,13 @@ class Device(NamedTuple):
     tables: list[Table]
 
 
-def devices(report: Report, rows: int = MOST_ROWS) -> list[Device]:
+def devices(report: Report, rows: int = MAX_ROWS) -> list[Device]:
     """One a device of the snapshot."""
-    shown = report.memory[:MOST_DEVICES]
+    shown = report.memory[:MAX_DEVICES]
     return [device(view, rows, named=len(report.memory) > 1) for view in shown]
 
 
-def device(view: MemoryView, rows: int = MOST_ROWS, *, named: bool = False) -> Device:
+def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> Device:
     """What is shown of one; ``named``: with its number."""
     when = {
         "out of memory": "when it ran out",
@@ -47,11 +47,11 @@ def device(view: MemoryView, rows: int = MOST_ROWS, *, named: bool = False) -> D
     }[view.at if view.at in ("out of memory", "peak") else "snapshot"]
     title = f"What held GPU {view.device}'s memory" if named else "What held the memory"
     lines = [
-        ("held", [f"{t.memory(view.allocated)} in tensors",
-                  f"{t.memory(view.reserved)} reserved",
-                  f"peak {t.memory(view.peak)}" if view.peak != view.allocated else ""]),
-        ("by", [f"{each.category} {t.memory(each.bytes)} "
-                f"{t.percent(each.bytes / max(view.allocated, 1))}" for each in view.categories]),
+        ("held", [f"{t.format_bytes(view.allocated)} in tensors",
+                  f"{t.format_bytes(view.reserved)} reserved",
+                  f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""]),
+        ("by", [f"{each.category} {t.format_bytes(each.bytes)} "
+                f"{t.format_share(each.bytes / max(view.allocated, 1))}" for each in view.categories]),
         ("failed", [view.placement]),
         ("steps", _steps(view)),
     ]  # fmt: skip
@@ -61,7 +61,10 @@ def device(view: MemoryView, rows: int = MOST_ROWS, *, named: bool = False) -> D
             Table(
                 "Left behind by each step",
                 ["line", "a step", "steps"],
-                [[_place(e), t.memory(e.bytes), t.count(e.blocks)] for e in view.growth[:rows]],
+                [
+                    [_place(e), t.format_bytes(e.bytes), t.format_count(e.blocks)]
+                    for e in view.growth[:rows]
+                ],
             )
         )
     if view.churn:
@@ -69,7 +72,10 @@ def device(view: MemoryView, rows: int = MOST_ROWS, *, named: bool = False) -> D
             Table(
                 "Comes and goes within a step",
                 ["line", "a step", "times"],
-                [[_place(e), t.memory(e.bytes), t.count(e.blocks)] for e in view.churn[:rows]],
+                [
+                    [_place(e), t.format_bytes(e.bytes), t.format_count(e.blocks)]
+                    for e in view.churn[:rows]
+                ],
             )
         )
     if view.pools:
@@ -77,7 +83,7 @@ def device(view: MemoryView, rows: int = MOST_ROWS, *, named: bool = False) -> D
             Table(
                 "Segments",
                 ["pool", "number", "reserved", "in tensors", "free", "largest piece"],
-                [[p.name, t.count(p.segments), *map(t.memory, (p.reserved, p.allocated, p.free,
+                [[p.name, t.format_count(p.segments), *map(t.format_bytes, (p.reserved, p.allocated, p.free,
                                                                p.largest))]
                  for p in view.pools[:rows]],
             )
@@ -88,8 +94,8 @@ def device(view: MemoryView, rows: int = MOST_ROWS, *, named: bool = False) -> D
                 "What a change frees (they overlap)",
                 ["change", "frees"],
                 [
-                    [_change(view, n), t.memory(s.bytes)]
-                    for n, s in enumerate(view.savings[:MOST_SAVINGS])
+                    [_change(view, n), t.format_bytes(s.bytes)]
+                    for n, s in enumerate(view.savings[:MAX_SAVINGS])
                 ],
             )
         )
@@ -106,9 +112,9 @@ def _held(view: MemoryView, rows: int) -> Table:
     found = [
         [
             f"{_place(each)} · {each.category}{f' · {t.clean(each.label)}' if each.label else ''}",
-            t.memory(each.bytes),
-            t.percent(each.bytes / max(view.allocated, 1)),
-            t.count(each.blocks),
+            t.format_bytes(each.bytes),
+            t.format_share(each.bytes / max(view.allocated, 1)),
+            t.format_count(each.blocks),
         ]
         for each in view.held[:rows]
     ]
@@ -120,21 +126,21 @@ def _steps(view: MemoryView) -> list[str]:
         return []
     if not view.step_source:
         return ["not told, so what grows and what comes and goes is not measured"]
-    churn = f"{t.memory(view.churn_bytes)} allocated a step" if view.churn_bytes else ""
-    return [f"{t.counted(view.steps, 'whole one')} in the history, by {view.step_source}", churn]
+    churn = f"{t.format_bytes(view.churn_bytes)} allocated a step" if view.churn_bytes else ""
+    return [f"{t.count_noun(view.steps, 'whole one')} in the history, by {view.step_source}", churn]
 
 
 def _place(each: MemoryHolder) -> str:
     if each.file is None:
         return "no line" if each.category else "no line (autograd's thread)"
-    return f"{t.path(t.clean(each.file), 40)}:{each.line}"
+    return f"{t.shorten_path(t.clean(each.file), 40)}:{each.line}"
 
 
 def _change(view: MemoryView, number: int) -> str:
     each = view.savings[number]
     if each.file is None:
         return each.change
-    return f"{each.change} at {t.path(t.clean(each.file), 40)}:{each.line}"
+    return f"{each.change} at {t.shorten_path(t.clean(each.file), 40)}:{each.line}"
 
 
 def sentences(device: Device) -> list[str]:
@@ -150,4 +156,4 @@ def sentences(device: Device) -> list[str]:
 
 def assumptions(view: MemoryView) -> list[str]:
     """What the savings take for granted."""
-    return [f"{each.change}: {each.assumes}." for each in view.savings[:MOST_SAVINGS]]
+    return [f"{each.change}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]

@@ -40,7 +40,7 @@ def _row(number: int, gpu: Gpu) -> list[str]:
         _percent(gpu.utilisation),
         NONE
         if gpu.memory_used is None
-        else f"{t.memory(gpu.memory_used)} of {t.memory(gpu.memory_total)}",
+        else f"{t.format_bytes(gpu.memory_used)} of {t.format_bytes(gpu.memory_total)}",
         NONE if gpu.sm_clock is None else f"{gpu.sm_clock} of {gpu.sm_clock_max or NONE} MHz",
         NONE if gpu.power is None else f"{gpu.power / 1e3:.0f} W",
         NONE if gpu.temperature is None else str(gpu.temperature),
@@ -80,14 +80,14 @@ def _host(page: Page, sample: Sample) -> None:
     if host is None:
         return
     page.section("Host")
-    free = NONE if host.memory_available is None else t.memory(host.memory_available)
+    free = NONE if host.memory_available is None else t.format_bytes(host.memory_available)
     parts = [f"CPU {_percent(host.cpu)}", f"memory available {free}"]
     if host.swap_used is not None:
-        parts.append(f"swap {t.memory(host.swap_used)}")
+        parts.append(f"swap {t.format_bytes(host.swap_used)}")
     if host.throttled_periods:
         parts.append(
             f"stopped by the CPU quota {host.throttled_periods:,} times, "
-            f"{t.time((host.throttled or 0) * 1e3)} in all"
+            f"{t.format_duration((host.throttled or 0) * 1e3)} in all"
         )
     page.flow("host", parts, indent=2)
 

@@ -11,7 +11,7 @@ from advisor.render.renderer import DEFAULT, Options, Renderer
 if TYPE_CHECKING:
     from advisor.core.report import AttainableRate, OperatorRate, Report
 
-MOST_ROWS = 20
+MAX_ROWS = 20
 _NUMBERS = ("time", "calls", "reached", "attains", "of it", "saves", "bound")
 
 
@@ -22,12 +22,12 @@ class Operators(Renderer["Report"]):
         """The table in at most ``width`` columns, of ``top`` operators."""
         page = Page(options.width, colour=options.colour)
         found = subject.rooflines
-        rows = found[: MOST_ROWS if options.top is None else options.top]
+        rows = found[: MAX_ROWS if options.top is None else options.top]
         if not rows:
             page.wrapped("No kernels were recorded: what operators attain is not measured.")
             return page.getvalue()
         shown = "all" if len(rows) == len(found) else f"the {len(rows)} longest"
-        page.section("Operators by shape", f"{shown}, {t.per(subject.per)}")
+        page.section("Operators by shape", f"{shown}, {t.format_per(subject.per)}")
         _table(page, rows)
         page.blank()
         for line in _notes(subject, rows):
@@ -53,12 +53,12 @@ def _table(page: Page, rows: list[OperatorRate]) -> None:
 def _figures(row: OperatorRate) -> list[str]:
     reached, attains = _rates(row)
     return [
-        t.time(row.ns),
-        t.count(row.calls),
+        t.format_duration(row.ns),
+        t.format_count(row.calls),
         reached,
         attains,
-        "–" if row.efficiency is None else t.percent(row.efficiency),
-        "–" if row.saved_ns is None else t.time(row.saved_ns) if row.saved_ns else "0",
+        "–" if row.efficiency is None else t.format_share(row.efficiency),
+        "–" if row.saved_ns is None else t.format_duration(row.saved_ns) if row.saved_ns else "0",
         "–" if row.bound == "unknown" else row.bound,
     ]
 
@@ -75,7 +75,7 @@ def _short(rate: float | None, letter: str) -> str:
     if rate is None:
         return "–"
     scale, unit = (1e12, "TFLOP/s") if letter == "T" else (1e9, "GB/s")
-    return f"{t.number(rate / scale)} {unit}"
+    return f"{t.format_number(rate / scale)} {unit}"
 
 
 def _style(row: OperatorRate) -> str:

@@ -17,7 +17,7 @@ from advisor.core.text import clean
 
 LABEL = 8
 """Width of the column of field names."""
-LEAST = 12
+MINIMUM = 12
 """Width that is left to the first column of a table, however wide the others are."""
 
 
@@ -178,7 +178,7 @@ def _fitting(cells: list[list[str]], room: int) -> list[list[str]]:
     whose end tells most, the end is kept; of other words the beginning."""
     others = sum(2 + max(map(cell_len, column)) for column in zip(*cells, strict=True)) - 2
     first = max(cell_len(row[0]) for row in cells)
-    left = max(LEAST, room - (others - first))
+    left = max(MINIMUM, room - (others - first))
     if first <= left:
         return cells
 

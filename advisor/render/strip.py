@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 CELLS = 900
 """Across the step; a screen shows no more of them."""
-MOST_STREAMS = 8
+MAX_STREAMS = 8
 CLASSES = ("compute", "communication", "copies", "memset")
 
 
@@ -69,11 +69,11 @@ def strip(a: Analysis) -> Strip | None:
         grid = _grid(ts[rows][mine], stop[rows][mine], kind[mine], begin, end, len(CLASSES))
         lanes.append(_lane(f"stream {number}", grid, CLASSES, begin, end))
     lanes.sort(key=lambda lane: -lane.busy)
-    more = max(0, len(lanes) - MOST_STREAMS)
+    more = max(0, len(lanes) - MAX_STREAMS)
     return Strip(
         step=str(used["name"][chosen]),
         dur_ns=end - begin,
-        lanes=[*lanes[:MOST_STREAMS], *_idle(a, begin, end)],
+        lanes=[*lanes[:MAX_STREAMS], *_idle(a, begin, end)],
         more=more,
     )
 

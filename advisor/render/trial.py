@@ -25,7 +25,7 @@ def render(report: TrialReport, *, width: int = 80, colour: bool = False) -> str
     if report.trials:
         page.section("Trials", "share of the step that is saved")
         page.table(
-            ["lever", "predicted", "measured", "band", "runs", "outcome"],
+            ["knob", "predicted", "measured", "band", "runs", "outcome"],
             [_row(trial) for trial in report.trials],
         )
     else:
@@ -90,7 +90,7 @@ def _together(page: Page, report: TrialReport) -> None:
     page.flow("left out", (f"{pull} adds nothing" for pull in both.left_out), indent=2)
     page.field(
         "step",
-        f"{t.time(report.step_ns)} → {t.time(both.step_ns)}, "
+        f"{t.format_duration(report.step_ns)} → {t.format_duration(both.step_ns)}, "
         f"{interval(both.gain_low, both.gain_high)} saved",
         indent=2,
     )

@@ -112,7 +112,7 @@ def error_of(kinds: Iterable[str], known: Sequence[Past]) -> float:
     return max(found, default=spread(general))
 
 
-def farthest(low: float, high: float, step_ns: float) -> Band:
+def widest(low: float, high: float, step_ns: float) -> Band:
     """A band as wide as the worst prediction so far was wrong, ns a step."""
     factor = math.exp(max(p.error for p in past()))
     return Band(low / factor, min(high * factor, step_ns))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.measure.host.names import WORKERS, matches
+from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.steps import OUTLIER_FACTOR, rhythm
 from advisor.replay.device import DeviceWork, device_nodes, device_work, stream_edges
 from advisor.replay.edges import EdgeList
@@ -208,7 +208,7 @@ def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     by_row = {int(r): int(n) for r, n in zip(graph.row[asked], asked, strict=True)}
     start = np.array([by_row.get(int(r), 0) for r in graph.row[loaded]])
     names = trace.cpu["name"].gather(pl.Series(graph.row[loaded]))
-    workers = matches(names, WORKERS).to_numpy()
+    workers = name_matches(names, WORKERS).to_numpy()
     fed = loaded[workers]
     edges.drop_program(fed)
     wait = graph.time[fed] - graph.time[start[workers]]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import Intervals, covered, intersect, union
+from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.trace import Trace
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.replay.graph import Array
 
 MIN_SILENCE_NS = 50_000
@@ -79,7 +79,7 @@ def find_handovers(trace: Trace, threads: Array, start: int, end: int, waiting: 
             nodes &= waiter == trace.main_thread
             both = intersect(busy[waiter], busy[worker]).total
             turns = both <= OVERRUN_SHARE * min(busy[waiter].total, busy[worker].total)
-            at_work = covered(left, back, busy[worker]) >= MIN_AT_WORK * (back - left)
+            at_work = covered_length(left, back, busy[worker]) >= MIN_AT_WORK * (back - left)
             # already at work: the silence is only waiting for its end
             half = _inside(busy[worker], left, spare)
             fits = (
@@ -145,7 +145,7 @@ def _without_blips(own: Intervals, busy: Intervals) -> Intervals:
 
 def _engine(trace: Trace, active: dict[int, Intervals]) -> dict[int, Array]:
     """When backward nodes began, by thread, in order."""
-    rows = np.flatnonzero(matches(trace.cpu["name"], ENGINE).to_numpy())
+    rows = np.flatnonzero(name_matches(trace.cpu["name"], ENGINE).to_numpy())
     thread, ts = trace.cpu["thread"].to_numpy()[rows], trace.cpu["ts"].to_numpy()[rows]
     return {owner: np.sort(ts[thread == owner]) for owner in active}
 
@@ -162,7 +162,7 @@ def _active(trace: Trace, thread: int, start: int, end: int, waiting: Array) -> 
         & (pl.col("ts") < end)
         & (pl.col("ts") + pl.col("dur") >= start)
     )
-    named = (cpu["kind"] == "op") & ~matches(cpu["name"], OPERATOR)
+    named = (cpu["kind"] == "op") & ~name_matches(cpu["name"], OPERATOR)
     only_edges = cpu["kind"].is_in(["python", "annotation"]) | named
     frame = (only_edges & ~cpu["row"].is_in(waiting.tolist())).to_numpy()
     ts, until = cpu["ts"].to_numpy(), (cpu["ts"] + cpu["dur"]).to_numpy()

@@ -26,7 +26,7 @@ FILE = "ledger.jsonl"
 VARIABLE = "ADVISOR_LEDGER"
 """Where the user's ledger is, in place of ``~/.local/share/advisor/ledger.jsonl``."""
 MAX_BYTES = 8 << 20
-LEAST_RATIO = 0.05
+MIN_RATIO = 0.05
 """A fix that brought nothing, or less, counts as this share of what was promised."""
 
 
@@ -41,7 +41,7 @@ class Entry(Struct, kw_only=True, omit_defaults=True):
     of: str = ""
     """Ours: which pair or workload, as docs/accuracy.md names it; empty: the user's."""
     rule: str = ""
-    lever: str = ""
+    knob: str = ""
     """With its setting; empty: done by hand."""
     device: str = ""
     """Name of the GPU; empty: none."""
@@ -56,7 +56,7 @@ class Entry(Struct, kw_only=True, omit_defaults=True):
     @property
     def ratio(self) -> float:
         """What it brought, over what was promised."""
-        return max(self.measured / self.predicted, LEAST_RATIO) if self.predicted > 0 else 1.0
+        return max(self.measured / self.predicted, MIN_RATIO) if self.predicted > 0 else 1.0
 
     @property
     def inside(self) -> bool:

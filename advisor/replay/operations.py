@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import covered, union
+from advisor.core.intervals import covered_length, union
 from advisor.replay.graph import NEVER, Array, Edge, Node
 from advisor.replay.overlap import give_streams, overlap
 from advisor.replay.patch import Patch
@@ -197,7 +197,7 @@ def _computed(patch: Patch, loaded: Array, share: float) -> float:
     for owner in np.unique(thread):
         mine = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
         busy = union(mine["ts"].to_numpy(), (mine["ts"] + mine["dur"]).to_numpy())
-        at_work += int(covered(begin, end, busy)[thread == owner].sum())
+        at_work += int(covered_length(begin, end, busy)[thread == owner].sum())
     return at_work / max(1, int((end - begin).sum()))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from advisor.core.intervals import EMPTY, Intervals, covered, join, subtract
+from advisor.core.intervals import EMPTY, Intervals, covered_length, join, subtract
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 from advisor.replay.selected import Selected
 from advisor.replay.selection import selected_gaps, selected_host
@@ -139,7 +139,7 @@ class Patch:
             fresh = subtract(time, gone)
             if factor == 0.0:
                 self.gone[thread] = join(gone, time)
-            inside = covered(begin.astype(np.int64), end.astype(np.int64), fresh)
+            inside = covered_length(begin.astype(np.int64), end.astype(np.int64), fresh)
             # a wait's own call is what remains of it; its released end is computed
             real = graph.kind[graph.dst[mine]] != Node.RELEASED
             less = np.where(real, inside * (1.0 - factor), 0.0)
@@ -155,7 +155,7 @@ class Patch:
         launch = launch[graph.lane[self.src[launch]] == thread]
         begin = graph.time[self.src[launch]]
         end = begin + self.a.trace.cpu["dur"].to_numpy()[graph.row[self.src[launch]]]
-        inside = covered(
+        inside = covered_length(
             begin.astype(np.int64),
             end.astype(np.int64),
             subtract(time, graph.hidden.get(thread, EMPTY)),

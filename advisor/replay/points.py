@@ -10,7 +10,7 @@ import numpy as np
 from advisor.core.trace import LOADER
 from advisor.measure.device.copies import held_by_copy
 from advisor.measure.host.held import tied_calls
-from advisor.measure.host.names import WORKERS, matches
+from advisor.measure.host.names import WORKERS, name_matches
 from advisor.replay.graph import Array, Node
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def loaders(trace: Trace, start: int, end: int, step_ns: float) -> Array:
     time of a step."""
     cpu = trace.cpu
     long = cpu["dur"] >= max(STARVED_NS, STARVED_SHARE * step_ns)
-    starved = (long | ~matches(cpu["name"], WORKERS)).to_numpy()
-    rows = np.flatnonzero(matches(cpu["name"], LOADER).to_numpy() & starved)
+    starved = (long | ~name_matches(cpu["name"], WORKERS)).to_numpy()
+    rows = np.flatnonzero(name_matches(cpu["name"], LOADER).to_numpy() & starved)
     ts = cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]

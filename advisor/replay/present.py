@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from advisor.core.finding import Select
     from advisor.measure import Analysis
 
-MOST_COMPARED = 3_000
+MAX_COMPARED = 3_000
 """Names that are compared with the pattern, those with most time first."""
-MOST_WORDS = 8
+MAX_WORDS = 8
 LONGEST = 60
 """Characters of a word that are compared."""
 
@@ -127,7 +127,7 @@ def _families(a: Analysis) -> dict[str, float]:
 
 def _nearest(weights: dict[str, float], pattern: str) -> tuple[str, ...]:
     """Names by how like their words are to each of the pattern's, on average."""
-    wanted = [word.lower()[:LONGEST] for word in re.findall(r"\w+", pattern)][:MOST_WORDS]
+    wanted = [word.lower()[:LONGEST] for word in re.findall(r"\w+", pattern)][:MAX_WORDS]
     names = sorted(weights, key=lambda name: (-weights[name], name))
 
     @cache
@@ -141,5 +141,5 @@ def _nearest(weights: dict[str, float], pattern: str) -> tuple[str, ...]:
 
     if not wanted:
         return tuple(names)
-    compared = sorted(names[:MOST_COMPARED], key=lambda name: -round(score(name), 2))
-    return (*compared, *names[MOST_COMPARED:])
+    compared = sorted(names[:MAX_COMPARED], key=lambda name: -round(score(name), 2))
+    return (*compared, *names[MAX_COMPARED:])

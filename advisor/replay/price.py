@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from advisor.measure.host.names import WORKERS, matches
+from advisor.measure.host.names import WORKERS, name_matches
 from advisor.replay.bands import widened
 from advisor.replay.build import build
 from advisor.replay.critical import composition
@@ -17,7 +17,7 @@ from advisor.replay.operations import apply
 from advisor.replay.patch import Patch
 from advisor.replay.ranks.joint_build import JointRanks, find_joint_ranks
 from advisor.replay.ranks.joint_replay import JointReplay, Patched
-from advisor.replay.replay import Plan, StepTimes, completions
+from advisor.replay.replay import ReplayedSteps, ReplayPlan, completions
 from advisor.replay.selected import Selected
 from advisor.replay.trust import (
     EXPLAINED_NS,
@@ -37,7 +37,7 @@ EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "stacks": 900.0}
 stacks and all else (PyTorch 2.13, CPU; per event, so small operators suffer most)."""
 VISIBLE = 0.8
 """Busy share of the device from which host time is hidden behind it."""
-MOST_COST = 3.0
+MAX_COST = 3.0
 """Times the usual cost of an event that a measured one may be."""
 MAX_WORSE = 0.01
 """How much more of the measured steps a replay with other ranks may miss than one alone."""
@@ -72,7 +72,7 @@ def event_cost(a: Analysis) -> float:
     if not events:
         return usual
     longer = max(0.0, recorded.profiled_median - recorded.around_windows)
-    return min(longer * a.step_count / float(events), MOST_COST * usual)
+    return min(longer * a.step_count / float(events), MAX_COST * usual)
 
 
 def _patched(patch: Patch) -> Patched:
@@ -81,7 +81,7 @@ def _patched(patch: Patch) -> Patched:
     return Patched(graph, weight, patch.dur, src, gone, punctual)
 
 
-class WhatIf:
+class EditGain:
     """Replays of one window. All times in ns.
 
     ``others``: the same window of the other ranks, by rank. Where these can be put on one clock
@@ -105,9 +105,9 @@ class WhatIf:
         return build(self.a, self._steps)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> ReplayPlan:
         """The graph laid out for replaying."""
-        return Plan(self.graph)
+        return ReplayPlan(self.graph)
 
     @cached_property
     def _joint_ranks(self) -> JointRanks | None:
@@ -116,7 +116,7 @@ class WhatIf:
         )
 
     @cached_property
-    def _joined(self) -> tuple[JointReplay, tuple[WhatIf, ...]] | None:
+    def _joined(self) -> tuple[JointReplay, tuple[EditGain, ...]] | None:
         """The replay with other ranks and one of these for each of them; ``None``: alone, also
         where the measured steps come out worse than alone."""
         joint_ranks = self._joint_ranks
@@ -126,7 +126,7 @@ class WhatIf:
         for number, a, steps in list(
             zip(joint_ranks.ranks, joint_ranks.analyses, joint_ranks.steps, strict=True)
         )[1:]:
-            member = WhatIf(a, number)
+            member = EditGain(a, number)
             member._steps = steps
             members.append(member)
         joint = JointReplay(joint_ranks, [m.graph for m in members])
@@ -154,24 +154,26 @@ class WhatIf:
         return Selected(self.a, self.graph)
 
     @cached_property
-    def base(self) -> StepTimes:
+    def base(self) -> ReplayedSteps:
         """The replay without edits."""
         return self.step_times([])
 
     @cached_property
-    def measured(self) -> StepTimes:
+    def measured(self) -> ReplayedSteps:
         """The same moments, as measured."""
-        return StepTimes(self.graph.time, completions(self.graph, self.graph.time), self.graph.turn)
+        return ReplayedSteps(
+            self.graph.time, completions(self.graph, self.graph.time), self.graph.turn
+        )
 
     def _step_error(self, time: Array) -> float:
         measured = np.diff(completions(self.graph, self.graph.time))
         replayed = np.diff(completions(self.graph, time))
         return float(np.abs(replayed - measured).sum()) / max(float(measured.sum()), 1.0)
 
-    def step_times(self, edits: Sequence[Edit], assumption: str = "") -> StepTimes:
+    def step_times(self, edits: Sequence[Edit], assumption: str = "") -> ReplayedSteps:
         """Replay with edits applied."""
         time = self._replay(edits, assumption)[0]
-        return StepTimes(time, completions(self.graph, time), self.graph.turn)
+        return ReplayedSteps(time, completions(self.graph, time), self.graph.turn)
 
     def _replay(self, edits: Sequence[Edit], assumption: str = "") -> tuple[Array, Array, Patched]:
         """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
@@ -243,8 +245,8 @@ class WhatIf:
         late = any(e.op == "punctual" and e.rank == self.rank for e in edits)
         return 1 if late and self._joined is not None else 0
 
-    def _plan(self, graph: Graph) -> Plan:
-        return self.plan if graph is self.graph else Plan(graph)
+    def _plan(self, graph: Graph) -> ReplayPlan:
+        return self.plan if graph is self.graph else ReplayPlan(graph)
 
     def step_after(self, edits: Sequence[Edit]) -> float:
         """The measured step with edits applied: less what they save between two replays."""
@@ -298,7 +300,7 @@ class WhatIf:
             return False
         begin, end = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
         inside = cpu["ts"].is_between(begin, end)
-        return bool((matches(cpu["name"], WORKERS) & inside).any())
+        return bool((name_matches(cpu["name"], WORKERS) & inside).any())
 
     def selected(self, edit: Edit) -> int:
         """How many events an edit selects in the replayed steps."""

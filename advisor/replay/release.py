@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.measure.host.held import clocks_apart
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.replay.device import SLACK_NS, DeviceWork, device_nodes
 from advisor.replay.graph import Array, Edge, Graph, Node
 from advisor.replay.latencies import CALL_NS, FEW, Latencies, median_or
@@ -175,7 +175,7 @@ def _awaited(
 def _collectives(trace: Trace, work: DeviceWork) -> Array:
     """Which work runs on a stream that only has collectives."""
     names = trace.gpu["name"].gather(pl.Series(work.row))
-    talks = matches(names, COLLECTIVE).to_numpy()
+    talks = name_matches(names, COLLECTIVE).to_numpy()
     size = len(work.lanes)
     rest = np.bincount(work.lane[~talks], minlength=size)
     found: Array = (rest == 0)[work.lane]

@@ -23,7 +23,7 @@ STEADY = 0.003
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class ReplayedSteps:
     """Replayed times of all nodes (ends for device nodes) and of the steps, ns."""
 
     time: Array
@@ -41,7 +41,7 @@ class StepTimes:
         return float(self.complete[-1] - self.complete[skip]) / (len(self.complete) - 1 - skip)
 
 
-class Plan:
+class ReplayPlan:
     """A graph laid out for replaying: two edges a node in columns, the few others aside."""
 
     def __init__(self, graph: Graph) -> None:
@@ -79,7 +79,7 @@ class Plan:
         time = replay(layout)
         complete = completions(self.graph, time)
         if steps < MIN_STEADY or self.graph.starts[-1] == 0:
-            return StepTimes(time, complete, self.graph.turn).period
+            return ReplayedSteps(time, complete, self.graph.turn).period
         weights = self.graph.weight if weight is None else weight
         sources = self.graph.src if src is None else src
 

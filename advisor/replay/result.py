@@ -12,7 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.steps.steps import refuse_none
 from advisor.replay.exposed import claim, gain, touched
 from advisor.replay.language import parse_edit
-from advisor.replay.price import WhatIf
+from advisor.replay.price import EditGain
 from advisor.replay.trust import Quality
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def what_if(
     analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
     for number, a in analyses.items():
         refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
-    whatif = WhatIf(analyses.pop(rank), rank, analyses)
+    whatif = EditGain(analyses.pop(rank), rank, analyses)
     here = whatif.ranks or (rank,)
     for edit in parsed:
         if edit.rank is not None and edit.rank not in here:
@@ -124,7 +124,7 @@ def what_if(
     )
 
 
-def _replays(whatif: WhatIf, edits: Sequence[Edit]) -> list[EditResult]:
+def _replays(whatif: EditGain, edits: Sequence[Edit]) -> list[EditResult]:
     """By replay, each on top of those before it."""
     rows = []
     for number, edit in enumerate(edits):
@@ -144,7 +144,7 @@ def _replays(whatif: WhatIf, edits: Sequence[Edit]) -> list[EditResult]:
     return rows
 
 
-def _bounds(whatif: WhatIf, edits: Sequence[Edit]) -> list[EditResult]:
+def _bounds(whatif: EditGain, edits: Sequence[Edit]) -> list[EditResult]:
     """By exposed time; instants that an edit before has claimed do not count again."""
     a, steps = whatif.a, max(1, whatif.a.step_count)
     claims = [claim(a, edit) for edit in edits]

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import Intervals, union
-from advisor.measure.host.stacks import climb, operators, parents
+from advisor.measure.host.stacks import climb_stack, operators, parents
 from advisor.replay.graph import Array, Edge, Graph, Node
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
@@ -155,7 +155,7 @@ class Selected:
         from the window's start."""
         trace = self.a.trace
         cpu = trace.cpu
-        outermost = climb(parents(trace), operators(trace), rows, top=True)
+        outermost = climb_stack(parents(trace), operators(trace), rows, top=True)
         found = np.where(outermost >= 0, outermost, rows)
         begin = cpu["ts"].to_numpy()[found] - self.graph.origin
         return begin, begin + cpu["dur"].to_numpy()[found]

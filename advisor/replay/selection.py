@@ -11,8 +11,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
-from advisor.core.intervals import covered
-from advisor.measure.host.names import matches
+from advisor.core.intervals import covered_length
+from advisor.measure.host.names import name_matches
 from advisor.measure.steps.moments import MOMENTS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask
     if select.kind:
         mask &= gpu["kind"].is_in(list(select.kind)).to_numpy()
     if select.name:
-        mask &= matches(gpu["name"], _checked(select.name)).to_numpy()
+        mask &= name_matches(gpu["name"], _checked(select.name)).to_numpy()
     if select.family:
         mask &= a.kernels["family"].is_in(list(select.family)).fill_null(False).to_numpy()
     if select.copy:
@@ -64,7 +64,7 @@ def selected_host(a: Analysis, select: Select) -> Mask:
     if select.kind:
         mask &= cpu["kind"].is_in(list(select.kind)).to_numpy()
     if select.name:
-        mask &= matches(cpu["name"], _checked(select.name)).to_numpy()
+        mask &= name_matches(cpu["name"], _checked(select.name)).to_numpy()
     if select.call:
         mask &= cpu["call"].is_in(list(select.call)).fill_null(False).to_numpy()
     if select.under:
@@ -86,21 +86,21 @@ def selected_gaps(a: Analysis, select: Select) -> Mask:
         host = gaps["host"].fill_null(-1).to_numpy()
         mask &= under_names(a, select.under)[host]
     if select.name:
-        named = matches(a.trace.cpu["name"], _checked(select.name)).to_numpy()
+        named = name_matches(a.trace.cpu["name"], _checked(select.name)).to_numpy()
         host = gaps["host"].fill_null(-1).to_numpy()
         mask &= np.append(named, False)[host]
     if select.max_ns is not None:
         mask &= (gaps["dur"] <= select.max_ns).to_numpy()
     if select.at:
         ts = gaps["ts"].to_numpy()
-        mask &= covered(ts, ts + gaps["dur"].to_numpy(), MOMENTS[select.at](a)) > 0
+        mask &= covered_length(ts, ts + gaps["dur"].to_numpy(), MOMENTS[select.at](a)) > 0
     return mask
 
 
 def under_names(a: Analysis, pattern: str) -> Mask:
     """Aligned with ``trace.cpu`` plus a last False: the row or a row around it has the name."""
     cpu = a.trace.cpu
-    named = matches(cpu["name"], _checked(pattern)).to_numpy()
+    named = name_matches(cpu["name"], _checked(pattern)).to_numpy()
     found = np.append(named, False)
     if named.any():
         # a named row covers all rows of its thread that start inside it

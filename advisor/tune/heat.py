@@ -28,7 +28,7 @@ ROOM = 0.6
 """Of the memory that is free, for processes that stand still."""
 CONTEXT_BYTES = 1 << 30
 """Of device memory that a process takes and PyTorch does not count: its context, libraries."""
-LEAST_TURNS = 2
+MIN_TURNS = 2
 ABREAST = 3
 """Levers in one heat: with more of them a turn is long in coming round."""
 
@@ -147,7 +147,7 @@ class Heats:
         block = self._block(live[first].so_far())
         for turn in range(self.turns):
             late = time.monotonic() > self.end
-            if first not in live or (late and turn >= LEAST_TURNS):
+            if first not in live or (late and turn >= MIN_TURNS):
                 break
             for pulls in list(live) if turn % 2 == 0 else list(live)[::-1]:
                 if not live[pulls].go(block):

@@ -28,7 +28,7 @@ from advisor.tune.spec import GROUP, SO_FAR, TURN, Result, Spec, encode, read_sp
 Note = Callable[[str], None]
 LATE = 4.0
 """Times its share of the seconds after which a block ends, whatever it has."""
-MOST_LOSSES = 20_000
+MAX_LOSSES = 20_000
 NORMS = 6
 """First steps whose gradients are measured: none that is timed."""
 
@@ -65,13 +65,13 @@ def begin(note: Note) -> None:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         note(f"problem {problem}")
-        _write(spec.out, Result(problem=problem, kind="lever"))
+        _write(spec.out, Result(problem=problem, kind="knob"))
 
 
 def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
     import torch
 
-    from advisor.tune.catalogue import lever
+    from advisor.tune.catalogue import find_knob
 
     overlay.lead_torch()
     random.seed(spec.seed)
@@ -82,7 +82,7 @@ def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
     if spec.record:
         _record(spec, note)
         return
-    pulled = [(lever(one.lever), one) for one in spec.pulls]
+    pulled = [(find_knob(one.knob), one) for one in spec.pulls]
     for one, pull in pulled:
         one.apply(pull.value)
     timer = Timer(spec, overlay, [one for one, _ in pulled], note)
@@ -112,7 +112,7 @@ class Timer:
     """Times steps, and keeps losses and the norms of the first gradients as tensors to the end."""
 
     def __init__(self, spec: Spec, overlay: Overlay, pulled: list[Any], note: Note) -> None:
-        from advisor.recorder.counting import Counter
+        from advisor.recorder.counting import CallCounter
 
         self.spec, self.overlay, self.pulled, self.note = spec, overlay, pulled, note
         self.process = os.getpid()
@@ -126,7 +126,7 @@ class Timer:
         self.batches: list[int] = []
         self.step = 0
         self.written = False
-        self.counter = Counter(self._ended)
+        self.counter = CallCounter(self._ended)
 
     def start(self) -> None:
         """Listen."""
@@ -139,7 +139,7 @@ class Timer:
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(self.losses) < MOST_LOSSES:
+            if len(self.losses) < MAX_LOSSES:
                 first = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
                 if isinstance(first, torch.Tensor) and first.numel() == 1:
                     self.losses.append(first.detach().clone())
@@ -168,7 +168,7 @@ class Timer:
         def __next__(self_: Any) -> Any:
             batch = original(self_)
             # without gradients it is an evaluation
-            if is_grad_enabled() and len(self.batches) < MOST_LOSSES:
+            if is_grad_enabled() and len(self.batches) < MAX_LOSSES:
                 count = samples_of(batch)
                 if count is not None:
                     self.batches.append(count)

@@ -33,7 +33,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-class Lever:
+class Knob:
     """One file a lever, in ``advisor/tune/knobs/``; found there by itself. A rule names it.
 
     ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.

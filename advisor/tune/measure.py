@@ -30,7 +30,7 @@ FREEDOM = 3
 """Degrees of freedom below which pairs say nothing."""
 
 
-class Gain(NamedTuple):
+class MeasuredGain(NamedTuple):
     """Share of the step that is saved, with its interval; and the mean steps, ns."""
 
     share: float
@@ -51,7 +51,7 @@ def gain(
     before: Sequence[Sequence[int]],
     after: Sequence[Sequence[int]],
     turns: Sequence[Sequence[float]] = (),
-) -> Gain | None:
+) -> MeasuredGain | None:
     """Of step times (ns) by run; ``None``: a side without steps. ``turns``: logarithms of ratios,
     of the blocks of each pair of runs that took turns (:func:`by_turns`)."""
     sides = [[np.asarray(run, dtype=float) for run in side if len(run)] for side in (before, after)]
@@ -64,7 +64,7 @@ def gain(
         b = a * math.exp(float(np.mean(pairs)))
     reach = max(_scatter(turns), _scatter([pairs])) if turns else 0.0
     reach = reach or max(_within(sides), _between(means))
-    return Gain(
+    return MeasuredGain(
         1 - b / a,
         1 - b / a * math.exp(min(reach, 50.0)),
         1 - b / a * math.exp(-reach),
@@ -149,7 +149,7 @@ def paired(
     before: Sequence[Sequence[int]],
     after: Sequence[Sequence[int]],
     others: Sequence[Sequence[float]] = (),
-) -> Gain | None:
+) -> MeasuredGain | None:
     """The gain of runs that were made in turn, the first of one side with the first of the other.
     ``others``: ratios of other levers. ``None``: all of them together are too few."""
     own = ratios(before, after)
@@ -163,7 +163,7 @@ def paired(
     reach = t_quantile(0.5 + LEVEL / 2, freedom) * math.sqrt(squares / freedom / len(own))
     ratio = math.exp(float(np.mean(own)))
     first = float(np.mean([np.mean(run) for run in before[: len(after)] if len(run)]))
-    return Gain(
+    return MeasuredGain(
         1 - ratio,
         1 - ratio * math.exp(min(reach, 50.0)),
         1 - ratio * math.exp(-reach),

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MOST_COPIED = 1 << 30
+MAX_COPIED = 1 << 30
 """A larger file that is to be changed in place is refused, bytes."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -74,7 +74,7 @@ class Overlay:
             self._mkdir(folder, 0o700)
 
     def _copy(self, plain: str, inside: str) -> None:
-        if self._os["stat"](plain).st_size > MOST_COPIED:
+        if self._os["stat"](plain).st_size > MAX_COPIED:
             self.refuse(plain, "change in place, and it is too large for a copy of it")
         from_, to = self._os["open"](plain, os.O_RDONLY), None
         try:

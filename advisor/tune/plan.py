@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from advisor.advise.engine import Examined, Options, examine
 from advisor.advise.registry import load_rules
 from advisor.core.finding import Finding
-from advisor.tune.catalogue import lever
+from advisor.tune.catalogue import find_knob
 from advisor.tune.knob import Machine
 from advisor.tune.report import Trial
 from advisor.tune.spec import Pull, Value
 
 
-class Plan(NamedTuple):
+class TrialPlan(NamedTuple):
     """Trials in the order of the findings, and the findings that no lever cures."""
 
     trials: list[Trial]
@@ -26,16 +26,18 @@ class Plan(NamedTuple):
     verdict: str
 
 
-def plan(run: Path, machine: Machine) -> Plan:
+def plan(run: Path, machine: Machine) -> TrialPlan:
     """Of a recorded run. Raises AdvisorError: nothing in it can be analysed."""
     seen = examine(run, Options())
-    named = {rule.id: rule.levers for rule in load_rules()}
+    named = {rule.id: rule.knobs for rule in load_rules()}
     report = seen.report
     trials: list[Trial] = []
     without: list[str] = []
     taken: set[Pull] = set()
     for finding in (*report.findings, *report.risks):
-        usable = [one for name in named.get(finding.rule, ()) if _fits(one := lever(name), machine)]
+        usable = [
+            one for name in named.get(finding.rule, ()) if _fits(one := find_knob(name), machine)
+        ]
         if not usable:
             without.append(finding.rule)
         for one in usable:
@@ -50,12 +52,12 @@ def plan(run: Path, machine: Machine) -> Plan:
                     title=one.title,
                     safety=one.safety,
                     lines=one.lines(value),
-                    memory=finding.worth is not None and finding.worth.currency == "memory",
+                    memory=finding.impact is not None and finding.impact.currency == "memory",
                 )
                 first = one is usable[0] and number == 0
                 _predict(trial, finding, seen, value, first=first)
                 trials.append(trial)
-    return Plan(trials, list(dict.fromkeys(without)), report.verdict)
+    return TrialPlan(trials, list(dict.fromkeys(without)), report.verdict)
 
 
 def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> list[Trial]:
@@ -64,12 +66,12 @@ def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> l
     known = {trial.pull for trial in there}
     for text in dict.fromkeys(names):
         name, _, given = text.partition("=")
-        one = lever(name)
+        one = find_knob(name)
         if not _fits(one, machine):
             continue
         if given:
             values: Sequence[Value] = [one.setting(given, machine)]
-        elif any(pull.lever == name for pull in known):
+        elif any(pull.knob == name for pull in known):
             continue
         else:
             values = one.values(None, machine)
@@ -109,13 +111,13 @@ def _recorded_ns(seen: Examined) -> float | None:
 
 def _predict(trial: Trial, finding: Finding, seen: Examined, value: Value, *, first: bool) -> None:
     """The band of the finding; of another number of workers, the same edit with that number."""
-    worth = finding.worth
-    if worth is None or worth.gain_ns is None:
+    impact = finding.impact
+    if impact is None or impact.gain_ns is None:
         return
     whole = {"step_time": seen.report.step_ns, "run_time": _recorded_ns(seen)}
-    step = whole.get(worth.currency)
-    if worth.currency == "step_time" and worth.share and worth.gain_ns:
-        step = worth.gain_ns / worth.share  # the mean, of steps with pauses well above the median
+    step = whole.get(impact.currency)
+    if impact.currency == "step_time" and impact.share and impact.gain_ns:
+        step = impact.gain_ns / impact.share  # the mean, of steps with pauses well above the median
     if not step:
         return
     wanted = _number(finding)
@@ -128,8 +130,8 @@ def _predict(trial: Trial, finding: Finding, seen: Examined, value: Value, *, fi
         trial.predicted = found.gain / traced
         trial.predicted_low, trial.predicted_high = found.low / traced, min(1, found.high / traced)
     elif first or wanted is not None:
-        low = worth.gain_ns if worth.low_ns is None else worth.low_ns
-        high = worth.gain_ns if worth.high_ns is None else worth.high_ns
-        trial.predicted = min(1.0, worth.gain_ns / step)
+        low = impact.gain_ns if impact.low_ns is None else impact.low_ns
+        high = impact.gain_ns if impact.high_ns is None else impact.high_ns
+        trial.predicted = min(1.0, impact.gain_ns / step)
         # nothing saves more than the step, though bands of rare pauses reach beyond
         trial.predicted_low, trial.predicted_high = min(1.0, low / step), min(1.0, high / step)

@@ -18,7 +18,7 @@ import msgspec
 from advisor.core.errors import AdvisorError
 from advisor.recorder.finish import injected
 from advisor.recorder.folder import RUN_DIR
-from advisor.tune.catalogue import lever
+from advisor.tune.catalogue import find_knob
 from advisor.tune.confine import confinement
 from advisor.tune.spec import (
     GROUP,
@@ -35,7 +35,7 @@ from advisor.tune.spec import (
 
 GRACE_SECONDS = 5.0
 """From the result to the end of the program's processes, which are ended then."""
-MOST_OUTPUT = 4000
+MAX_OUTPUT = 4000
 """Bytes of what the program printed that are looked at when it failed."""
 BEGIN = "ADVISOR_BEGIN"
 POLL_SECONDS = 0.01
@@ -124,7 +124,7 @@ class Program:
         before = env.get("PYTHONPATH", "")
         env["PYTHONPATH"] = os.pathsep.join([str(injected()), *([before] if before else [])])
         for pull in pulls:
-            for name, value in lever(pull.lever).environment(pull.value).items():
+            for name, value in find_knob(pull.knob).environment(pull.value).items():
                 if value is None:
                     env.pop(name, None)
                 else:
@@ -246,7 +246,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _tail(path: Path) -> str:
     """The last line of an error that the program printed."""
     try:
-        text = path.read_bytes()[-MOST_OUTPUT:].decode("utf-8", "replace")
+        text = path.read_bytes()[-MAX_OUTPUT:].decode("utf-8", "replace")
     except OSError:
         return ""
     if "Traceback (most recent call last)" not in text:

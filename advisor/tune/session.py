@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from advisor.tune.catalogue import lever
+from advisor.tune.catalogue import find_knob
 from advisor.tune.confine import version
 from advisor.tune.heat import ABREAST, Heats, Limits
 from advisor.tune.losses import check
-from advisor.tune.measure import Gain, by_turns, gain, paired, ratios
+from advisor.tune.measure import MeasuredGain, by_turns, gain, paired, ratios
 from advisor.tune.process import Program
 from advisor.tune.report import Together, Trial, TrialReport
 from advisor.tune.spec import Pull, Result
@@ -24,8 +24,8 @@ NARROW = 0.02
 """Half the interval, of the step, at which a gain is known …"""
 OF_THE_GAIN = 0.1
 """… or of the gain itself."""
-LEAST_PASSES, MOST_PASSES = 2, 6
-LEAST_FREED = 0.05
+MIN_PASSES, MAX_PASSES = 2, 6
+MIN_FREED = 0.05
 """Of the peak: less memory than this is what two runs of one program differ by."""
 BEHIND = 0.02
 """A setting surely this much of the step behind another of its lever is out of the race."""
@@ -35,7 +35,7 @@ Pulls = tuple[Pull, ...]
 Say = Callable[[str], None]
 
 
-class Session:
+class TrialSession:
     """One program and its trials; ``report`` is right at any moment, also after Ctrl-C."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Session:
 
     def _passes(self) -> None:
         racing = list(self.report.trials)
-        for number in range(MOST_PASSES):
+        for number in range(MAX_PASSES):
             left: dict[Pulls, Trial] = {(trial.pull,): trial for trial in racing}
             if number % 2:
                 left = dict(reversed(left.items()))
@@ -131,7 +131,7 @@ class Session:
             )
         return True
 
-    def measured(self, pulls: Pulls, before: Pulls = ()) -> Gain | None:
+    def measured(self, pulls: Pulls, before: Pulls = ()) -> MeasuredGain | None:
         """From all runs so far that were made against each other."""
         pairs = self.pairs.get((before, pulls), [])
         one = [self._steps(before, a) for a, _ in pairs]
@@ -157,7 +157,7 @@ class Session:
     def _steps(self, pulls: tuple[Pull, ...], result: Result) -> list[int]:
         """Steps of a run, ns; of another batch size as long as they would be for the samples of the
         program's own."""
-        if not any(lever(pull.lever).safety == "learning" for pull in pulls):
+        if not any(find_knob(pull.knob).safety == "learning" for pull in pulls):
             return result.steps_ns
         before = self.samples
         if not before or not result.samples:
@@ -172,10 +172,10 @@ class Session:
     def _judge(self, trial: Trial) -> None:
         runs = self.runs[(trial.pull,)]
         last = runs[-1]
-        one = lever(trial.pull.lever)
+        one = find_knob(trial.pull.knob)
         trial.runs = len(runs)
         if last.problem:
-            told = {"memory": "out of memory: ", "lever": "it does not apply: "}
+            told = {"memory": "out of memory: ", "knob": "it does not apply: "}
             reason = told.get(last.kind, "")
             trial.outcome, trial.why = "dropped", f"{reason}{last.problem}"
             if last.refused:
@@ -242,7 +242,7 @@ class Session:
         if not before or not after:
             return 0
         freed = min(before) - max(after)
-        return freed if freed > LEAST_FREED * min(before) else 0
+        return freed if freed > MIN_FREED * min(before) else 0
 
     def _open(self, trial: Trial, passes: int) -> bool:
         """Whether another run of it says more."""
@@ -250,11 +250,11 @@ class Session:
             return True
         if trial.outcome == "dropped" or trial.gain is None:
             return False
-        rivals = [t for t in self.report.trials if t.pull.lever == trial.pull.lever]
+        rivals = [t for t in self.report.trials if t.pull.knob == trial.pull.knob]
         best = max((t.gain_low or -1.0 for t in rivals if t is not trial), default=-1.0)
         if (trial.gain_high or 0.0) + BEHIND < best and trial.predicted is None:
             return False  # another setting is surely better, and nothing was promised of this one
-        if passes < LEAST_PASSES:
+        if passes < MIN_PASSES:
             return True
         half = ((trial.gain_high or 0.0) - (trial.gain_low or 0.0)) / 2
         return half > max(NARROW, OF_THE_GAIN * abs(trial.gain))
@@ -267,8 +267,8 @@ class Session:
         for trial in self.report.winners:
             if trial.safety == "learning":
                 continue  # another training: for the user to decide
-            one = lever(trial.pull.lever)
-            same = [lever(t.pull.lever) for t in winners]
+            one = find_knob(trial.pull.knob)
+            same = [find_knob(t.pull.knob) for t in winners]
             if any(one.id == o.id or (one.group and one.group == o.group) for o in same):
                 continue
             winners.append(trial)
@@ -283,7 +283,7 @@ class Session:
                 if len(self.heat(sides)) < 2 or any(r.problem for r in self.runs[more]):
                     break
             got = self.measured(more, best)
-            classes = [lever(pull.lever) for pull in more]
+            classes = [find_knob(pull.knob) for pull in more]
             worst = max((c.safety for c in classes), key=["exact", "reordered", "precision"].index)
             fine = (
                 not any(r.problem for r in self.runs.get(more, []))

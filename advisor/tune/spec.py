@@ -27,11 +27,11 @@ Value = int | str | None
 class Pull(Struct, frozen=True):
     """A lever and its setting."""
 
-    lever: str
+    knob: str
     value: Value = None
 
     def __str__(self) -> str:
-        return self.lever if self.value is None else f"{self.lever}={self.value}"
+        return self.knob if self.value is None else f"{self.knob}={self.value}"
 
 
 class Spec(Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class Result(Struct, kw_only=True):
     torch: str = ""
     problem: str = ""
     """Why the run ended before its steps; empty: it did not."""
-    kind: Literal["", "memory", "error", "lever", "late"] = ""
+    kind: Literal["", "memory", "error", "knob", "late"] = ""
     """Of the problem: out of memory, an error of the program, a lever that did not apply, too
     little time."""
     moved: int = 0

@@ -16,14 +16,14 @@ from advisor.core.errors import AdvisorError
 from advisor.recorder.folder import new_run
 from advisor.recorder.redact import HIDDEN, clean_command
 from advisor.replay import ledger
-from advisor.tune.catalogue import lever
+from advisor.tune.catalogue import find_knob
 from advisor.tune.edit import diff
 from advisor.tune.heat import Limits
 from advisor.tune.knob import Machine, cores
 from advisor.tune.plan import asked_for, plan
 from advisor.tune.process import Program
 from advisor.tune.report import FILE, Trial, TrialReport
-from advisor.tune.session import Session, why_not
+from advisor.tune.session import TrialSession, why_not
 from advisor.tune.spec import Value
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40
@@ -33,7 +33,7 @@ RECORDED_SHARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class TrialRequest:
     """What is asked for."""
 
     limits: Limits
@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 
 
 def try_program(
-    words: Sequence[str], recorded: Path | None, wanted: Wanted, say: Say
+    words: Sequence[str], recorded: Path | None, wanted: TrialRequest, say: Say
 ) -> tuple[TrialReport, Path]:
     """Try a command. ``recorded``: its run, where there is one already. Returns the report and the
     run's folder, in which it is kept. Raises AdvisorError: it cannot be tried."""
@@ -58,13 +58,13 @@ def try_program(
     end = begun + wanted.limits.budget
     report = TrialReport(version=advisor.__version__, program=clean_command(list(words)))
     root = Path(tempfile.mkdtemp(prefix="advisor_try_")).resolve()
-    session: Session | None = None
+    session: TrialSession | None = None
     try:
         program = Program(words, root)
         run = recorded if recorded is not None else _record(program, root, wanted, say)
         _plan(report, run, words, wanted)
         if report.trials and not wanted.dry:
-            session = Session(program, report, wanted.limits, end, say)
+            session = TrialSession(program, report, wanted.limits, end, say)
             session.run()
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -75,7 +75,7 @@ def try_program(
     return report, run
 
 
-def _record(program: Program, root: Path, wanted: Wanted, say: Say) -> Path:
+def _record(program: Program, root: Path, wanted: TrialRequest, say: Say) -> Path:
     """Record the program inside the scratch folder; the run's folder, where the user has runs."""
     say("recording")
     inside = root / "recorded"
@@ -99,19 +99,19 @@ def _record(program: Program, root: Path, wanted: Wanted, say: Say) -> Path:
     return run
 
 
-def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: Wanted) -> None:
+def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialRequest) -> None:
     machine = Machine(cores(), _on_gpu(run))
     found = plan(run, machine)
     report.verdict, report.without = found.verdict, found.without
     report.trials = [
         t
         for t in [*found.trials, *asked_for(wanted.only, machine, found.trials)]
-        if not wanted.only or {t.pull.lever, t.name} & set(wanted.only)
+        if not wanted.only or {t.pull.knob, t.name} & set(wanted.only)
     ]
     script = next((Path(word) for word in words[1:2] if word.endswith(".py")), None)
     for trial in report.trials:
         if script is not None:
-            callees, arguments = lever(trial.pull.lever).arguments(trial.pull.value)
+            callees, arguments = find_knob(trial.pull.knob).arguments(trial.pull.value)
             trial.diff = diff(script, callees, arguments) if callees else ""
     known = ledger.records(ledger.read(ledger.user_file()).entries)
     rules = dict.fromkeys(trial.rule for trial in report.trials if trial.rule)
@@ -153,7 +153,7 @@ def _entry(report: TrialReport, trial: Trial) -> ledger.Entry | None:
         unix=int(time.time()),
         source="try",
         rule=trial.rule,
-        lever=str(trial.pull),
+        knob=str(trial.pull),
         device=report.device,
         torch=report.torch,
         predicted=trial.predicted,

@@ -31,8 +31,9 @@ def headline(report: TrialReport) -> str:
         return f"{how}None of {count} trials makes the step surely faster."
     names = " and ".join(map(str, both.pulls))
     return (
-        f"{how}{names}: the step goes from {t.time(report.step_ns)} to {t.time(both.step_ns)} "
-        f"(-{t.percent(both.gain)}, {interval(both.gain_low, both.gain_high)})."
+        f"{how}{names}: the step goes from {t.format_duration(report.step_ns)} to "
+        f"{t.format_duration(both.step_ns)} "
+        f"(-{t.format_share(both.gain)}, {interval(both.gain_low, both.gain_high)})."
     )
 
 

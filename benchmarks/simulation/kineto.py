@@ -19,7 +19,7 @@ DEVICE = "A100"
 PID = 4000
 BASE_NS = BEGIN_NS - 345_600_000_000_000
 """Kineto counts from the beginning of a quarter."""
-MOST_RANKS_TOLD = 30
+MAX_RANKS_TOLD = 30
 """Longer lists are written with an ellipsis (``kTruncatLength`` in torch/csrc/profiler)."""
 _KERNELS = {
     "allreduce": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -56,9 +56,9 @@ def kernel_of(call: Call) -> str:
 
 def told_ranks(members: list[int]) -> str:
     """The members of a group as PyTorch writes them."""
-    if len(members) <= MOST_RANKS_TOLD:
+    if len(members) <= MAX_RANKS_TOLD:
         return "[" + ", ".join(map(str, members)) + "]"
-    first = ", ".join(map(str, members[: MOST_RANKS_TOLD - 1]))
+    first = ", ".join(map(str, members[: MAX_RANKS_TOLD - 1]))
     return f"[{first}, ..., {members[-1]}]"
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.advise.ranks.measure import MOST_KERNELS, bounded, short_key
-from advisor.core.intervals import Intervals, covered, gaps, intersect, join, subtract, union
+from advisor.advise.ranks.measure import MAX_KERNELS, bounded, short_key
+from advisor.core.intervals import Intervals, covered_length, gaps, intersect, join, subtract, union
 from advisor.measure.host.gaps import LATENCY_NS
 from advisor.measure.ranks.summary import Collectives, Kernel, Step, Summary, Unread, pack
 from advisor.testing.builder import DEVICES
@@ -94,8 +94,10 @@ def _summarise(played: Played, rank: int, mine: dict[str, Table]) -> Summary:
     idle = gaps(join(compute, talked, copied), int(begin[0]), int(until[-1]))
     classes = {"compute": compute, "communication": exposed, "copies": copies}
     causes = _causes(idle, begin, until, device, _host_segments(whole, mine, None))
-    per_step = {name: covered(begin, until, part) for name, part in classes.items()}
-    per_step |= {f"idle: {cause}": covered(begin, until, part) for cause, part in causes.items()}
+    per_step = {name: covered_length(begin, until, part) for name, part in classes.items()}
+    per_step |= {
+        f"idle: {cause}": covered_length(begin, until, part) for cause, part in causes.items()
+    }
     spec = kernels["spec"]
     families: dict[str, float] = {}
     ns = kernels["end"] - kernels["start"]
@@ -283,7 +285,7 @@ def _kernels(played: Played, spec: Ints, ns: Ints, count: int) -> dict[str, Kern
         of = (kernel.name, kernel.blocks, kernel.threads)
         lines.setdefault(of, []).append(ns[spec == each])
     joined = {of: np.concatenate(parts) for of, parts in lines.items()}
-    first = sorted(joined, key=lambda of: (-int(joined[of].sum()), *of))[:MOST_KERNELS]
+    first = sorted(joined, key=lambda of: (-int(joined[of].sum()), *of))[:MAX_KERNELS]
     found = {}
     for of in first:
         text = "|".join(map(str, of)).encode("utf-8", "replace")
@@ -357,8 +359,8 @@ def _collectives(
         step=pack(step),
         start=pack(start),
         end=pack(end),
-        exposed=pack(covered(start, end, exposed)),
-        work=pack(start - before - covered(before, start, exposed)),
+        exposed=pack(covered_length(start, end, exposed)),
+        work=pack(start - before - covered_length(before, start, exposed)),
         synchronising=[kind in _SYNCHRONISING for _, _, kind, _ in facts],
         group=[group for group, _, _, _ in facts],
         size=[size for _, size, _, _ in facts],

@@ -84,7 +84,7 @@ def _chooser(view: PageView, keys: list[str], after: OpenedPath) -> Any:
     if len(keys) < 2:
         return None
     entries = [view.session.entry(key) for key in keys]
-    names = t.distinct((entry.name for entry in entries), 40)
+    names = t.distinct_labels((entry.name for entry in entries), 40)
     return choices(
         "With",
         [
@@ -233,12 +233,12 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
                     "Div",
                     el("Span", name, cls="dim"),
                     el("Div", el("Div", made, style={"width": f"{share:.4%}"}), cls="track"),
-                    el("Span", t.time(report.scope.step_ns), cls="num"),
+                    el("Span", t.format_duration(report.scope.step_ns), cls="num"),
                     cls="strip-line",
                 )
             )
     units = {unit_of(side.step_source) for side in (c.before, c.after)}
-    of = t.per("step" if units == {"step"} else "recording")
+    of = t.format_per("step" if units == {"step"} else "recording")
     whose = "Device time" if any(line.group == "time" for line in lines) else "Host time"
     groups = [
         (whose, [line for line in lines if line.group in ("time", "idle", "host")]),

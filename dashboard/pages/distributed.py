@@ -72,7 +72,11 @@ def _counted(view: PageView) -> str:
     here = len(view.loaded.analyses)
     words = f"{here} ranks in this recording" if here > 1 else "One rank in this recording"
     world = view.loaded.main.trace.meta.world_size
-    return f"{words}, of {t.count(world)} in the run." if world and world > here else f"{words}."
+    return (
+        f"{words}, of {t.format_count(world)} in the run."
+        if world and world > here
+        else f"{words}."
+    )
 
 
 def warm(loaded: LoadedRun) -> None:
@@ -99,15 +103,15 @@ def _figures(report: Report) -> Any:
     alignment = ""
     ranks = report.ranks
     if ranks is not None and ranks.alignment_error_ns is not None:
-        alignment = t.time(ranks.alignment_error_ns)
+        alignment = t.format_duration(ranks.alignment_error_ns)
     found = [
-        ("Communication", t.time(report.communication_ns), t.per(unit)),
+        ("Communication", t.format_duration(report.communication_ns), t.format_per(unit)),
         (
             "Exposed",
-            t.time(exposed.ns) if exposed is not None else t.NOT_MEASURED,
-            f"{t.percent(exposed.share)} {t.of(unit)}" if exposed is not None else "",
+            t.format_duration(exposed.ns) if exposed is not None else t.NOT_MEASURED,
+            f"{t.format_share(exposed.share)} {t.format_of(unit)}" if exposed is not None else "",
         ),
-        ("Hidden under compute", t.percent(report.communication_overlap), "of communication"),
+        ("Hidden under compute", t.format_share(report.communication_overlap), "of communication"),
     ]
     if ranks is not None:
         found.append(("Clocks agree within", alignment or t.NOT_MEASURED, ""))
@@ -186,28 +190,30 @@ def _skew(view: PageView) -> Any:
         return None
     table_ = table_.with_columns(waiting=pl.col("count") * pl.col("skew_ns"))
     shown, rest = _folded(table_, (pl.col("waiting"), pl.col("wait_ns").fill_null(0)))
-    short = t.by_name(shown["annotation"], ANNOTATION)
+    short = t.labels_by_name(shown["annotation"], ANNOTATION)
     rows = [
         [
             _named(row["collective"], row["annotation"], short),
-            _dash(t.memory(row["bytes"])),
-            t.count(row["count"]),
-            t.time(row["skew_ns"]),
-            t.time(row["worst_ns"]),
-            _dash(t.time(row["wait_ns"])),
-            "–" if row["last"] is None else f"rank {row['last']}, {t.count(row['last_count'])}×",
+            _dash(t.format_bytes(row["bytes"])),
+            t.format_count(row["count"]),
+            t.format_duration(row["skew_ns"]),
+            t.format_duration(row["worst_ns"]),
+            _dash(t.format_duration(row["wait_ns"])),
+            "–"
+            if row["last"] is None
+            else f"rank {row['last']}, {t.format_count(row['last_count'])}×",
         ]
         for row in shown.iter_rows(named=True)
     ]
     if rest.height:
         rows.append(
             [
-                el("Span", f"{t.count(rest.height)} other kinds", cls="dim"),
+                el("Span", f"{t.format_count(rest.height)} other kinds", cls="dim"),
                 "",
-                t.count(_sum(rest, "count")),
-                t.time(_sum(rest, "waiting") / max(_sum(rest, "count"), 1)),
-                t.time(float(rest.select(pl.col("worst_ns").max()).item() or 0)),
-                t.time(_sum(rest, "wait_ns")),
+                t.format_count(_sum(rest, "count")),
+                t.format_duration(_sum(rest, "waiting") / max(_sum(rest, "count"), 1)),
+                t.format_duration(float(rest.select(pl.col("worst_ns").max()).item() or 0)),
+                t.format_duration(_sum(rest, "wait_ns")),
                 "",
             ]
         )
@@ -271,31 +277,31 @@ def _collectives(view: PageView) -> Any:
     rows_ = view.loaded.view(("collectives", view.rank), lambda: sum_collectives(a))
     peak = a.hardware.link.gb_per_s if a.hardware is not None and a.hardware.link else None
     shown, rest = _folded(rows_, (pl.col("dur"), pl.col("exposed")))
-    short = t.by_name(shown["annotation"], ANNOTATION)
+    short = t.labels_by_name(shown["annotation"], ANNOTATION)
     rows = []
     for row in shown.iter_rows(named=True):
         speed = row["bus_gbps"]
         rows.append(
             [
                 _named(row["collective"], row["annotation"], short),
-                _dash(t.memory(row["bytes"])),
-                _dash(t.count(row["group_size"])),
-                t.count(row["count"] / a.step_count),
-                t.time(row["dur"] / a.step_count),
-                t.time(row["exposed"] / a.step_count),
-                "–" if speed is None else f"{t.number(speed)} GB/s",
-                "–" if speed is None or peak is None else t.percent(speed / peak),
+                _dash(t.format_bytes(row["bytes"])),
+                _dash(t.format_count(row["group_size"])),
+                t.format_count(row["count"] / a.step_count),
+                t.format_duration(row["dur"] / a.step_count),
+                t.format_duration(row["exposed"] / a.step_count),
+                "–" if speed is None else f"{t.format_number(speed)} GB/s",
+                "–" if speed is None or peak is None else t.format_share(speed / peak),
             ]
         )
     if rest.height:
         rows.append(
             [
-                el("Span", f"{t.count(rest.height)} other kinds", cls="dim"),
+                el("Span", f"{t.format_count(rest.height)} other kinds", cls="dim"),
                 "",
                 "",
-                t.count(_sum(rest, "count") / a.step_count),
-                t.time(_sum(rest, "dur") / a.step_count),
-                t.time(_sum(rest, "exposed") / a.step_count),
+                t.format_count(_sum(rest, "count") / a.step_count),
+                t.format_duration(_sum(rest, "dur") / a.step_count),
+                t.format_duration(_sum(rest, "exposed") / a.step_count),
                 "",
                 "",
             ]
@@ -311,13 +317,13 @@ def _collectives(view: PageView) -> Any:
         "Of link peak",
     ]
     link_note = (
-        f"Link peak: {a.hardware.link.name}, {t.number(peak)} GB/s in one direction."
+        f"Link peak: {a.hardware.link.name}, {t.format_number(peak)} GB/s in one direction."
         if a.hardware is not None and a.hardware.link and peak is not None
         else "The peak of the links between the GPUs is not known."
     )
     notes = [link_note, "A rank that waits for another counts as communicating."]
     if rest.height:
-        notes.append(f"Kinds below {t.percent(SMALL)} of the time are summed.")
+        notes.append(f"Kinds below {t.format_share(SMALL)} of the time are summed.")
     number = view.rank if view.rank is not None else next(iter(view.loaded.analyses))
     return card(
         "Collectives",

@@ -144,28 +144,28 @@ def _confidence(finding: Finding) -> Any:
         "Span",
         "confidence",
         el("I", el("B", style={"width": f"{share:.0%}"}), aria_hidden="true"),
-        t.percent(finding.confidence),
+        t.format_share(finding.confidence),
         cls="meter",
     )
 
 
 def _worth(report: Report, finding: Finding) -> Any:
     """The gain as a figure; else in words why there is none."""
-    worth = finding.worth
-    if worth is None or worth.gain_ns is None:
-        text = t.gain(finding)
+    impact = finding.impact
+    if impact is None or impact.gain_ns is None:
+        text = t.format_gain(finding)
         return el("Div", el("Strong", text, cls="text"), cls="worth") if len(text) < 40 else None
-    per = t.per(worth.unit)
-    if worth.share is not None and worth.currency == "step_time":
-        per = f"{t.percent(worth.share)} {t.of(worth.unit)}"
+    per = t.format_per(impact.unit)
+    if impact.share is not None and impact.currency == "step_time":
+        per = f"{t.format_share(impact.share)} {t.format_of(impact.unit)}"
     step = report.step_ns
     times = ""
-    if worth.currency == "step_time" and 0 < worth.gain_ns < step and not finding.other_rank:
-        times = f" · {step / (step - worth.gain_ns):.2f}×"
-    spread = t.band(finding)
+    if impact.currency == "step_time" and 0 < impact.gain_ns < step and not finding.other_rank:
+        times = f" · {step / (step - impact.gain_ns):.2f}×"
+    spread = t.format_gain_range(finding)
     return el(
         "Div",
-        el("Strong", t.saving(worth)),
+        el("Strong", t.format_saving(impact)),
         el("Span", f"{per}{times}"),
         el("Span", spread) if spread else None,
         cls="worth",
@@ -186,9 +186,9 @@ def _where(view: PageView, finding: Finding) -> Any:
         return None
     lines = []
     for place, texts in places:
-        whole = t.place_names(place, name_width=2000, path_width=2000)
+        whole = t.location_names(place, name_width=2000, path_width=2000)
         names = [el("Code", abbreviation(*pair)) for pair in zip(texts, whole, strict=True)]
-        figures = " · ".join(t.place_figures(place))
+        figures = " · ".join(t.location_figures(place))
         at = timeline_href(view, finding, place)
         lines.append(
             el(
@@ -207,8 +207,8 @@ def _evidence(finding: Finding) -> Any:
     limits = any(item.threshold is not None for item in finding.evidence)
     lines = []
     for item in finding.evidence:
-        shown = t.value(item.value, item.unit)
-        cells = [el("Th", t.label(item), scope="row", cls="name")]
+        shown = t.format_value(item.value, item.unit)
+        cells = [el("Th", t.evidence_label(item), scope="row", cls="name")]
         if isinstance(item.value, str):  # words, which need the room of the limit as well
             cells.append(el("Td", shown, colSpan=2 if limits else 1, cls="words"))
         else:
@@ -226,7 +226,10 @@ def _limit(item: Evidence) -> list[Any]:
     if item.threshold is None:
         return []
     source = t.clean(item.source)
-    return [t.value(item.threshold, item.unit), el("Span", source, cls="dim") if source else None]
+    return [
+        t.format_value(item.threshold, item.unit),
+        el("Span", source, cls="dim") if source else None,
+    ]
 
 
 def _folded(report: Report, finding: Finding) -> Any:
@@ -302,12 +305,12 @@ def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
 
 
 def _note_worth(finding: Finding) -> Any:
-    worth = finding.worth
-    if not facts.note_gain(finding) or worth is None:
+    impact = finding.impact
+    if not facts.note_gain(finding) or impact is None:
         return None
     return el(
         "Span",
-        t.saving(worth),
-        el("Small", f"{t.percent(worth.share)} {t.of(worth.unit)}, perhaps"),
+        t.format_saving(impact),
+        el("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}, perhaps"),
         cls="worth unsure",
     )

@@ -58,7 +58,8 @@ def layout(**query: object) -> Any:
             "What the bands rest on",
             el(
                 "P",
-                f"Measured on {t.clean(projector.source.name)}: {t.time(projector.a.step_ns)} a "
+                f"Measured on {t.clean(projector.source.name)}: "
+                f"{t.format_duration(projector.a.step_ns)} a "
                 f"step. {RESTS_ON}; hosts of other machines lie in it too (docs/project.md).",
             ),
             el("Ul", *(el("Li", t.clean(note)) for note in notes)) if notes else None,
@@ -94,8 +95,8 @@ def _table(found: tuple[Choice, ...], prices: Prices) -> Any:
             row += [t.clean(p.refused), "–", "–", p.fit.verdict]
         else:
             row += [
-                t.time(p.step_ns),
-                t.between(p.low_ns, p.high_ns),
+                t.format_duration(p.step_ns),
+                t.format_range(p.low_ns, p.high_ns),
                 f"{p.speedup:.2f}×",
                 p.fit.verdict,
             ]

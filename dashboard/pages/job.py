@@ -87,17 +87,21 @@ def choose(view: PageView) -> Any:
 
 
 def _figures(report: JobReport) -> Any:
-    of = f"of {t.count(report.world)}" if report.world > report.read else ""
+    of = f"of {t.format_count(report.world)}" if report.world > report.read else ""
     step = report.step
     between = "" if step is None else f"eight of ten {w.spread(step.low, step.high)}"
-    slowest = t.NOT_MEASURED if step is None else t.time(step.most)
+    slowest = t.NOT_MEASURED if step is None else t.format_duration(step.most)
     return tiles(
         [
-            ("Ranks read", t.count(report.read), of),
-            ("Hosts", t.count(report.hosts) if report.hosts else t.NOT_MEASURED, ""),
-            ("Step of the median rank", t.time(None if step is None else step.median), between),
+            ("Ranks read", t.format_count(report.read), of),
+            ("Hosts", t.format_count(report.hosts) if report.hosts else t.NOT_MEASURED, ""),
+            (
+                "Step of the median rank",
+                t.format_duration(None if step is None else step.median),
+                between,
+            ),
             ("Slowest rank", slowest, ""),
-            ("Clocks agree within", t.time(report.error_ns), ""),
+            ("Clocks agree within", t.format_duration(report.error_ns), ""),
         ]
     )
 
@@ -159,8 +163,8 @@ def _odd(report: JobReport, view: PageView, key: str) -> Any:
             [
                 name,
                 w.odd_kind(odd),
-                t.time(odd.waited_ns),
-                "–" if odd.last_share is None else t.percent(odd.last_share),
+                t.format_duration(odd.waited_ns),
+                "–" if odd.last_share is None else t.format_share(odd.last_share),
                 w.gain(odd) or "–",
                 w.sure(odd.sure),
                 " ".join(filter(None, (t.clean(odd.why), t.clean(odd.fix)))),
@@ -178,7 +182,7 @@ def _steps(report: JobReport) -> Any:
     if not bins:
         return None
     made = figures.histogram([one.words for one in bins], [one.ranks for one in bins], "ranks")
-    told = "; ".join(f"{one.words}: {t.count(one.ranks)}" for one in bins if one.ranks)
+    told = "; ".join(f"{one.words}: {t.format_count(one.ranks)}" for one in bins if one.ranks)
     return card(
         "The ranks' steps",
         figure(
@@ -197,9 +201,9 @@ def _alike(report: JobReport) -> Any:
         [
             t.clean(group.name),
             w.ranks(group.ranks),
-            t.count(group.count),
-            t.time(group.step_ns),
-            *(t.time(group.time.get(name)) for name in report.classes),
+            t.format_count(group.count),
+            t.format_duration(group.step_ns),
+            *(t.format_duration(group.time.get(name)) for name in report.classes),
         ]
         for group in report.alike[:MAX_SHOWN]
     ]
@@ -249,10 +253,10 @@ def _ranks(report: JobReport, key: str) -> Any:
             "rank_text": str(row.rank),
             "host": t.shorten(t.clean(row.host), 80),
             "step": row.step_ns,
-            "step_text": t.time(row.step_ns),
+            "step_text": t.format_duration(row.step_ns),
         }
         for (field, _), value in zip(classes, row.values, strict=False):
-            made |= {field: value, f"{field}_text": t.time(value)}
+            made |= {field: value, f"{field}_text": t.format_duration(value)}
         rows.append(made)
     columns = [
         Column("rank", "Rank", width=90, number=True),

@@ -76,8 +76,8 @@ def _lead(a: Analysis) -> str:
         return "Operators by host time."
     per = "a step" if a.steps.source != "whole trace" else "in the recording"
     kernels = a.hot_kernels
-    total = t.count(float(kernels["count"].sum()) / a.step_count)
-    return f"{total} kernels {per}, {t.count(kernels.height)} different ones."
+    total = t.format_count(float(kernels["count"].sum()) / a.step_count)
+    return f"{total} kernels {per}, {t.format_count(kernels.height)} different ones."
 
 
 def _families(a: Analysis) -> Any:
@@ -88,9 +88,9 @@ def _families(a: Analysis) -> Any:
         [
             el("Span", swatch(theme.family_colour(name)), name, cls="nowrap"),
             el("Div", share_bar(dur / largest, theme.family_colour(name)), cls="bar-cell"),
-            t.time(dur / a.step_count),
-            t.percent(dur / whole),
-            t.count(count / a.step_count),
+            t.format_duration(dur / a.step_count),
+            t.format_share(dur / whole),
+            t.format_count(count / a.step_count),
         ]
         for name, count, dur in rows.select("family", "count", "dur")
         .with_columns(pl.col("family").cast(pl.String))
@@ -137,13 +137,15 @@ def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
                 "id": str(number),
                 "name": t.clean(row["name"]),
                 "family": row["family"],
-                **_cell("count", row["count"], t.count(row["count"])),
-                **_cell("time", row["dur"] / a.step_count, t.time(row["dur"] / a.step_count)),
-                **_cell("share", row["dur"] / whole, t.percent(row["dur"] / whole)),
-                **_cell("occupancy", occupancy, t.percent(occupancy)),
+                **_cell("count", row["count"], t.format_count(row["count"])),
+                **_cell(
+                    "time", row["dur"] / a.step_count, t.format_duration(row["dur"] / a.step_count)
+                ),
+                **_cell("share", row["dur"] / whole, t.format_share(row["dur"] / whole)),
+                **_cell("occupancy", occupancy, t.format_share(occupancy)),
                 **_cell("flops", row["flops_per_s"], _number(row["flops_per_s"], 1e12)),
                 **_cell("bytes", row["bytes_per_s"], _number(row["bytes_per_s"], 1e9)),
-                **_cell("roofline", row["roofline"], t.percent(row["roofline"])),
+                **_cell("roofline", row["roofline"], t.format_share(row["roofline"])),
                 "tensor": {True: "yes", False: "no", None: "–"}[row["tensor_core"]],
                 "op": t.clean(row["op_name"]) if row["op_name"] is not None else "–",
             }
@@ -156,7 +158,7 @@ def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
 def _number(value: float | None, scale: float) -> str:
     if value is None:
         return t.NOT_MEASURED
-    return "<0.01" if 0 < value / scale < 0.01 else t.number(value / scale)
+    return "<0.01" if 0 < value / scale < 0.01 else t.format_number(value / scale)
 
 
 def _cell(name: str, value: float | None, shown: str) -> dict[str, Any]:
@@ -172,7 +174,9 @@ def _kernels(view: PageView) -> Any:
     return card(
         "Kernels",
         grid("kernel-grid", KERNELS, rows, height=460, label="Kernels"),
-        el("P", f"{t.count(more)} smaller ones are not listed.", cls="note-line") if more else None,
+        el("P", f"{t.format_count(more)} smaller ones are not listed.", cls="note-line")
+        if more
+        else None,
         el("Div", id="kernel-detail", aria_live="polite"),
         aside=aside,
     )
@@ -198,7 +202,8 @@ def _roofline(view: PageView) -> Any:
         )
     share = float(known["dur"].sum()) / _device_work(a)
     words = (
-        f"{t.counted(known.height, 'kernel')}, {t.percent(share)} of device work, by arithmetic "
+        f"{t.count_noun(known.height, 'kernel')}, {t.format_share(share)} of device work, by "
+        "arithmetic "
         f"intensity and rate, under the roofs of {a.hardware.name}."
     )
     return card(
@@ -247,9 +252,15 @@ def op_rows(a: Analysis) -> list[dict[str, Any]]:
         {
             "id": str(number),
             "name": t.clean(row["name"]),
-            **_cell("count", row["count"], t.count(row["count"])),
-            **_cell("device", row["device"] / a.step_count, t.time(row["device"] / a.step_count)),
-            **_cell("host", row["host"] / a.step_count, t.time(row["host"] / a.step_count)),
+            **_cell("count", row["count"], t.format_count(row["count"])),
+            **_cell(
+                "device",
+                row["device"] / a.step_count,
+                t.format_duration(row["device"] / a.step_count),
+            ),
+            **_cell(
+                "host", row["host"] / a.step_count, t.format_duration(row["host"] / a.step_count)
+            ),
         }
         for number, row in enumerate(op_table(a).head(MAX_OPS).iter_rows(named=True))
     ]
@@ -322,13 +333,13 @@ def _detail(view: PageView, number: int) -> Any:
     )
     launch = [
         ("Name", el("Code", t.clean(name))),
-        ("Longest", t.time(longest["dur"])),
+        ("Longest", t.format_duration(longest["dur"])),
         ("Grid", _launched(longest)),
         ("Stream", str(longest["stream"])),
     ]
     where = a.location(longest["launch"])
     if where[0] is not None:
-        launch.append(("Line", el("Code", f"{t.path(where[0], 90)}:{where[1]}")))
+        launch.append(("Line", el("Code", f"{t.shorten_path(where[0], 90)}:{where[1]}")))
     return el(
         "Div",
         facts(launch),
@@ -344,7 +355,7 @@ def _detail(view: PageView, number: int) -> Any:
 def _launched(row: dict[str, Any]) -> str:
     if row["blocks"] is None:
         return t.NOT_MEASURED
-    return f"{t.count(row['blocks'])} blocks of {t.count(row['threads'])} threads"
+    return f"{t.format_count(row['blocks'])} blocks of {t.format_count(row['threads'])} threads"
 
 
 RATES = "rate-grid"
@@ -379,12 +390,12 @@ def _rate_row(number: int, rate: OperatorRate) -> dict[str, Any]:
         "shapes": t.clean(rate.shapes) if rate.shapes else "–",
         "dtype": rate.dtype or "–",
         "bound": "–" if rate.bound == "unknown" else rate.bound,
-        **_cell("calls", rate.calls, t.count(rate.calls)),
-        **_cell("time", rate.ns, t.time(rate.ns)),
+        **_cell("calls", rate.calls, t.format_count(rate.calls)),
+        **_cell("time", rate.ns, t.format_duration(rate.ns)),
         **_cell("flops", rate.flops_per_s, _number(rate.flops_per_s, 1e12)),
         **_cell("bytes", rate.bytes_per_s, _number(rate.bytes_per_s, 1e9)),
-        **_cell("efficiency", rate.efficiency, t.percent(rate.efficiency)),
-        **_cell("saved", rate.saved_ns, t.time(rate.saved_ns)),
+        **_cell("efficiency", rate.efficiency, t.format_share(rate.efficiency)),
+        **_cell("saved", rate.saved_ns, t.format_duration(rate.saved_ns)),
     }
 
 
@@ -408,7 +419,7 @@ def _rate_note(a: Analysis) -> str:
     for rate in attained(a):
         memory = rate.of == "memory"
         unit = "GB/s" if memory else "TFLOP/s"
-        shown = f"{t.number(rate.rate / (1e9 if memory else 1e12))} {unit}"
+        shown = f"{t.format_number(rate.rate / (1e9 if memory else 1e12))} {unit}"
         where = "estimated by its kin" if rate.source is None else t.clean(rate.source)
         found.append(f"{rate.of} {shown} ({where})")
     told = f"Attainable: {', '.join(found)}. " if found else "What this GPU attains is not known. "

@@ -28,7 +28,7 @@ from advisor.dashboard.parts import (
     two_columns,
 )
 from advisor.dashboard.session import DashboardSession
-from advisor.measure.steps.record import Recorded
+from advisor.measure.steps.record import StepRecords
 
 SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
 RECENT = 50
@@ -113,10 +113,10 @@ def body(view: PageView, rank: int | None) -> list[Any]:
     return [part for part in parts if part is not None]
 
 
-def _recent(record: RankRecord) -> Recorded:
+def _recent(record: RankRecord) -> StepRecords:
     """The latest steps, as they would be measured on their own."""
     steps = record.steps[-RECENT:]
-    return Recorded(RankRecord(rank=record.rank, steps=steps))
+    return StepRecords(RankRecord(rank=record.rank, steps=steps))
 
 
 def _figures(record: RankRecord) -> Any:
@@ -129,15 +129,23 @@ def _figures(record: RankRecord) -> Any:
         state = f"ended: {t.clean(ends[-1].get('reason', ''))}"
     return tiles(
         [
-            ("Steps", t.count(len(record.steps)), state),
-            ("Last step", t.time(last.dur), "while profiled" if last.window is not None else ""),
-            ("Median", t.time(recent.median), f"of the last {min(RECENT, len(record.steps))}"),
+            ("Steps", t.format_count(len(record.steps)), state),
+            (
+                "Last step",
+                t.format_duration(last.dur),
+                "while profiled" if last.window is not None else "",
+            ),
+            (
+                "Median",
+                t.format_duration(recent.median),
+                f"of the last {min(RECENT, len(record.steps))}",
+            ),
             (
                 "Throughput",
                 t.NOT_MEASURED if rate is None else f"{rate:,.0f}/s",
                 "samples, this rank" if rate is not None else "",
             ),
-            ("Memory in tensors", t.memory(last.allocated), "at the end of the last step"),
+            ("Memory in tensors", t.format_bytes(last.allocated), "at the end of the last step"),
         ]
     )
 
@@ -234,7 +242,7 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
             )
         ]
     start = record.samples[0].t
-    uuid = Recorded(record).uuid
+    uuid = StepRecords(record).uuid
     gpus = [(s.t, gpu) for s in samples for gpu in s.gpus if uuid is None or gpu.uuid == uuid]
     hosts = [(s.t, s.host) for s in samples if s.host is not None]
     made = [
@@ -308,7 +316,7 @@ def throttle_spans(gpus: list[tuple[int, Gpu]], start: int) -> list[tuple[str, f
 
 def _throttled(spans: list[tuple[str, float, float, int]]) -> Any:
     rows = [
-        [names, f"{first:,.0f} s", f"{last:,.0f} s", t.count(count)]
+        [names, f"{first:,.0f} s", f"{last:,.0f} s", t.format_count(count)]
         for names, first, last, count in sorted(spans, key=lambda span: -span[3])[:20]
     ]
     return card(

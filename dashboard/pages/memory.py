@@ -98,18 +98,30 @@ def _figures(a: Analysis, device: int, peak: Peak) -> Any:
     by_step = a.memory.filter(pl.col("device") == device)
     capacity = by_step["capacity"].max() if not by_step.is_empty() else None
     cached = None if peak.reserved is None else peak.reserved - peak.allocated
-    of = f"of {t.memory(capacity)}" if isinstance(capacity, int) else ""
+    of = f"of {t.format_bytes(capacity)}" if isinstance(capacity, int) else ""
     share = None if not cached or not peak.reserved else cached / peak.reserved
     return tiles(
         [
-            ("Peak in tensors", t.memory(peak.allocated), f"{t.time(peak.ts)} into the trace"),
-            ("Reserved then", t.memory(peak.reserved), of if peak.reserved is not None else ""),
+            (
+                "Peak in tensors",
+                t.format_bytes(peak.allocated),
+                f"{t.format_duration(peak.ts)} into the trace",
+            ),
+            (
+                "Reserved then",
+                t.format_bytes(peak.reserved),
+                of if peak.reserved is not None else "",
+            ),
             (
                 "Reserved, in no tensor",
-                t.memory(cached),
-                f"{t.percent(share)}: cache and fragmentation" if share is not None else "",
+                t.format_bytes(cached),
+                f"{t.format_share(share)}: cache and fragmentation" if share is not None else "",
             ),
-            ("Allocated before", t.memory(peak.before), "of the peak, before the recording began"),
+            (
+                "Allocated before",
+                t.format_bytes(peak.before),
+                "of the peak, before the recording began",
+            ),
         ]
     )
 
@@ -138,7 +150,7 @@ def _curve(a: Analysis, curve: pl.DataFrame, peak: Peak | None) -> Any:
         made.add_annotation(
             x=peak.ts / 1e6,
             y=peak.allocated / scale,
-            text=f"peak {t.memory(peak.allocated)}",
+            text=f"peak {t.format_bytes(peak.allocated)}",
             showarrow=True,
             arrowhead=0,
             arrowcolor="#9a9aa5",
@@ -153,31 +165,32 @@ def _held(peak: Peak) -> Any:
     if peak.held.is_empty():
         return empty(
             "What was held at the peak is not known",
-            f"All of the {t.memory(peak.allocated)} was allocated before the recording began.",
+            f"All of the {t.format_bytes(peak.allocated)} was allocated before the recording "
+            "began.",
         )
     largest = max(peak.held["bytes"].to_list())
     rows = []
     for row in peak.held.head(MAX_OWNERS).iter_rows(named=True):
-        where = "" if row["file"] is None else f"{t.path(row['file'], 60)}:{row['line']}"
+        where = "" if row["file"] is None else f"{t.shorten_path(row['file'], 60)}:{row['line']}"
         rows.append(
             [
                 el("Code", t.clean(row["op"])) if row["op"] is not None else "no operator",
                 el("Code", where) if where else "",
                 el("Div", share_bar(row["bytes"] / largest, ALLOCATED), cls="bar-cell"),
-                t.memory(row["bytes"]),
-                t.percent(row["bytes"] / max(peak.allocated, 1)),
-                t.count(row["blocks"]),
+                t.format_bytes(row["bytes"]),
+                t.format_share(row["bytes"] / max(peak.allocated, 1)),
+                t.format_count(row["blocks"]),
             ]
         )
     more = peak.held.height - len(rows)
     notes = []
     if peak.before:
         notes.append(
-            f"{t.memory(peak.before)} more was allocated before the recording began: model, "
+            f"{t.format_bytes(peak.before)} more was allocated before the recording began: model, "
             "optimizer state, or whatever else was there."
         )
     if more:
-        notes.append(f"{t.count(more)} smaller owners are not listed.")
+        notes.append(f"{t.format_count(more)} smaller owners are not listed.")
     return card(
         "Held at the peak",
         table(
@@ -244,8 +257,8 @@ def _out_of_memory(a: Analysis) -> Any:
         return None
     last = events[-1]
     rows = [
-        ("in tensors", t.memory(_number(last.get("allocated")))),
-        ("held by the allocator", t.memory(_number(last.get("reserved")))),
+        ("in tensors", t.format_bytes(_number(last.get("allocated")))),
+        ("held by the allocator", t.format_bytes(_number(last.get("reserved")))),
     ]
     snapshot = last.get("snapshot")
     if snapshot:
@@ -254,7 +267,7 @@ def _out_of_memory(a: Analysis) -> Any:
         "Out of memory",
         el("P", t.clean(last.get("message", "")), cls="mono"),
         table(["Then", ""], rows, numbers=()),
-        aside=f"{t.count(len(events))}×",
+        aside=f"{t.format_count(len(events))}×",
         cls="alarm",
     )
 
@@ -280,7 +293,12 @@ def _calls(a: Analysis) -> Any:
         "host_free": "unpin host memory",
     }
     rows = [
-        [words.get(call, call), t.count(count), t.time(dur / a.step_count), t.time(worst)]
+        [
+            words.get(call, call),
+            t.format_count(count),
+            t.format_duration(dur / a.step_count),
+            t.format_duration(worst),
+        ]
         for call, count, dur, worst in sums.iter_rows()
     ]
     return card(

@@ -57,26 +57,28 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
     unit = report.per
     spread = ""
     if scope.steps_used > 1:
-        over = t.counted(scope.steps_used, "step")
-        spread = f"{t.between(scope.step_min_ns, scope.step_max_ns)} over {over}"
+        over = t.count_noun(scope.steps_used, "step")
+        spread = f"{t.format_range(scope.step_min_ns, scope.step_max_ns)} over {over}"
     elif unit == "step":
         spread = "one step measured"
-    found = [(unit.capitalize(), t.time(report.step_ns), spread)]
+    found = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     if report.step is not None:
-        found = [("Step", t.time(report.step.ns), "median of the run, without the profiler")]
+        found = [
+            ("Step", t.format_duration(report.step.ns), "median of the run, without the profiler")
+        ]
         if report.step.window_ns is not None:
             about = "; ".join(facts.window(report))
-            found.append(("Profiled step", t.time(report.step.window_ns), about))
-    busy = "" if report.busy_share is None else t.of(unit)
-    found.append(("GPU busy", t.percent(report.busy_share), busy))
-    found.append(("MFU", t.percent(report.mfu), "of the device's peak" if report.mfu else ""))
+            found.append(("Profiled step", t.format_duration(report.step.window_ns), about))
+    busy = "" if report.busy_share is None else t.format_of(unit)
+    found.append(("GPU busy", t.format_share(report.busy_share), busy))
+    found.append(("MFU", t.format_share(report.mfu), "of the device's peak" if report.mfu else ""))
     capacity = report.memory_capacity_bytes
     peak = report.memory_peak_bytes
-    of = f"reserved, of {t.memory(capacity)}" if capacity is not None else "reserved"
-    found.append(("Memory peak", t.memory(peak), of if peak is not None else ""))
+    of = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
+    found.append(("Memory peak", t.format_bytes(peak), of if peak is not None else ""))
     if report.communication_ns is not None:
-        hidden = f"{t.percent(report.communication_overlap)} hidden under compute"
-        found.append(("Communication", t.time(report.communication_ns), hidden))
+        hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"
+        found.append(("Communication", t.format_duration(report.communication_ns), hidden))
     if replay is None:
         found.append(("Replay error", t.NOT_MEASURED, "gains are upper bounds"))
     else:
@@ -122,15 +124,15 @@ def _staircase(report: Report) -> Any:
 
 def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
     """One finding in two lines, with the way to all there is about it."""
-    worth = finding.worth
+    impact = finding.impact
     where = facts.named_places(finding, 1)
     places = " · ".join(where[0][1]) if where else ""
     amount: Any = None
-    if worth is not None and worth.gain_ns is not None:
+    if impact is not None and impact.gain_ns is not None:
         amount = el(
             "Span",
-            t.saving(worth),
-            el("Small", f"{t.percent(worth.share)} {t.of(worth.unit)}"),
+            t.format_saving(impact),
+            el("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}"),
             cls="worth",
         )
     return el(

@@ -79,13 +79,13 @@ def _figures(view: PageView) -> Any:
         [
             (
                 "Steps",
-                t.count(recorded.steps),
-                f"{t.count(recorded.used)} in the figures · {t.clean(ended)}",
+                t.format_count(recorded.steps),
+                f"{t.format_count(recorded.used)} in the figures · {t.clean(ended)}",
             ),
-            ("Median step", t.time(recorded.median_ns), "without the profiler"),
+            ("Median step", t.format_duration(recorded.median_ns), "without the profiler"),
             (
                 "99th percentile",
-                t.time(recorded.p99_ns),
+                t.format_duration(recorded.p99_ns),
                 "" if recorded.p99_ns is not None else "needs 100 steps outside the profiler",
             ),
             (
@@ -95,7 +95,7 @@ def _figures(view: PageView) -> Any:
                 else "none seen"
                 if effect <= 0
                 else f"{effect:+.0%}",
-                f"{t.time(step.window_ns)} a step in the window"
+                f"{t.format_duration(step.window_ns)} a step in the window"
                 if (step := view.loaded.report.step) is not None and step.window_ns is not None
                 else "",
             ),
@@ -154,19 +154,23 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
             dirty = ", with uncommitted changes" if manifest.git_dirty else ""
             rows.append(("commit", el("Span", el("Code", t.clean(manifest.git_commit)), dirty)))
         if manifest.world_size is not None:
-            rows.append(("ranks", t.count(manifest.world_size)))
+            rows.append(("ranks", t.format_count(manifest.world_size)))
     for device in rank.devices[:8]:
-        parts = [t.clean(device.name or "GPU"), t.memory(device.total_bytes)]
+        parts = [t.clean(device.name or "GPU"), t.format_bytes(device.total_bytes)]
         if device.driver:
             parts.append(f"driver {t.clean(device.driver)}")
         rows.append(("GPU", " · ".join(parts)))
     if rank.cpus is not None:
-        of = f" of {t.count(rank.cpus_total)}" if rank.cpus_total not in (None, rank.cpus) else ""
-        rows.append(("CPUs", f"{t.count(rank.cpus)}{of}"))
+        of = (
+            f" of {t.format_count(rank.cpus_total)}"
+            if rank.cpus_total not in (None, rank.cpus)
+            else ""
+        )
+        rows.append(("CPUs", f"{t.format_count(rank.cpus)}{of}"))
     if rank.memory_bytes is not None:
-        rows.append(("host memory", t.memory(rank.memory_bytes)))
+        rows.append(("host memory", t.format_bytes(rank.memory_bytes)))
     if rank.shm_bytes is not None:
-        rows.append(("/dev/shm", t.memory(rank.shm_bytes)))
+        rows.append(("/dev/shm", t.format_bytes(rank.shm_bytes)))
     versions = {} if manifest is None else manifest.versions
     rows += [(t.clean(name), t.clean(value)) for name, value in sorted(versions.items())]
     return card("Environment", facts(rows)) if rows else None
@@ -182,7 +186,7 @@ def _flags(record: RankRecord) -> Any:
         for name, value in sorted(rank.env.items())
     ]
     rows += [
-        (el("Code", f"ulimit {t.clean(name)}"), t.count(value))
+        (el("Code", f"ulimit {t.clean(name)}"), t.format_count(value))
         for name, value in sorted(rank.ulimits.items())
     ]
     return card("Flags and variables", facts(rows)) if rows else None
@@ -255,12 +259,12 @@ def _lines(view: PageView) -> Any:
         )
     rows = [
         [
-            el("Code", f"{t.path(hot.file, 60)}:{hot.line}"),
+            el("Code", f"{t.shorten_path(hot.file, 60)}:{hot.line}"),
             el("Code", t.shorten(t.clean(hot.text), 80)),
-            t.percent(hot.share),
-            t.percent(hot.python),
-            t.percent(hot.native),
-            t.percent(hot.system),
+            t.format_share(hot.share),
+            t.format_share(hot.python),
+            t.format_share(hot.native),
+            t.format_share(hot.system),
         ]
         for hot in found[:MAX_LINES]
     ]
@@ -282,15 +286,15 @@ def _trace(a: Analysis) -> Any:
     if a.record_only:
         return None
     rows: list[tuple[str, Any]] = [
-        ("file", t.path(meta.path, 100)),
-        ("events", t.count(meta.events_read)),
-        ("size", f"{t.memory(meta.bytes_read)} unpacked"),
-        ("length", t.time(meta.end_ns)),
+        ("file", t.shorten_path(meta.path, 100)),
+        ("events", t.format_count(meta.events_read)),
+        ("size", f"{t.format_bytes(meta.bytes_read)} unpacked"),
+        ("length", t.format_duration(meta.end_ns)),
     ]
     if meta.truncated:
         rows.append(("truncated", t.clean(meta.damage or "the file ends early")))
     rows += [
-        (f"left out: {t.clean(reason)}", t.count(count))
+        (f"left out: {t.clean(reason)}", t.format_count(count))
         for reason, count in meta.events_dropped.items()
     ]
     rows += [
@@ -300,7 +304,7 @@ def _trace(a: Analysis) -> Any:
         ("sync events", _yes(meta.sync_events)),
     ]
     if meta.world_size is not None:
-        rows.append(("ranks", t.count(meta.world_size)))
+        rows.append(("ranks", t.format_count(meta.world_size)))
     if meta.backend:
         rows.append(("backend", t.clean(meta.backend)))
     if meta.cuda_runtime is not None:
@@ -309,7 +313,7 @@ def _trace(a: Analysis) -> Any:
         rows.append(("CUDA driver", _version(meta.cuda_driver)))
     for device in meta.devices[:8]:
         rows.append(
-            (f"GPU {device.id}", f"{t.clean(device.name)} · {t.memory(device.memory_bytes)}")
+            (f"GPU {device.id}", f"{t.clean(device.name)} · {t.format_bytes(device.memory_bytes)}")
         )
     return card("Trace", facts(rows))
 

@@ -13,7 +13,7 @@ from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, 
 from advisor.tune.report import FILE, MAX_BYTES, Trial, TrialReport
 from advisor.tune.words import band, headline, interval, losses, runs
 
-COLUMNS = ("lever", "cures", "predicted", "measured", "inside", "losses", "memory", "outcome")
+COLUMNS = ("knob", "cures", "predicted", "measured", "inside", "losses", "memory", "outcome")
 
 
 def layout(**query: object) -> Any:
@@ -41,10 +41,10 @@ def layout(**query: object) -> Any:
         banner([losses(report)] if report.repeats is False else []),
         tiles(
             [
-                ("Step as it is", t.time(report.step_ns), f"{report.steps} steps a run"),
+                ("Step as it is", t.format_duration(report.step_ns), f"{report.steps} steps a run"),
                 (
                     "Step after all winners",
-                    t.time(None if both is None else both.step_ns),
+                    t.format_duration(None if both is None else both.step_ns),
                     "" if both is None else t.clean(", ".join(map(str, both.pulls))),
                 ),
                 ("Saved", saved, "of the mean step, 95 %"),
@@ -84,7 +84,7 @@ def _table(trials: list[Trial]) -> Any:
             "–" if trial.gain is None else interval(trial.gain_low, trial.gain_high),
             band(trial),
             t.clean(trial.losses) or "–",
-            t.memory(trial.device_bytes or trial.host_bytes),
+            t.format_bytes(trial.device_bytes or trial.host_bytes),
             t.clean(f"{trial.outcome}: {trial.why}" if trial.why else trial.outcome),
         ]
         for trial in trials

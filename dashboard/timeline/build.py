@@ -25,7 +25,7 @@ from advisor.dashboard.timeline.categories import (
 from advisor.dashboard.timeline.counters import counter_series
 from advisor.dashboard.timeline.index import CategorySet, IndexBuilder, TimelineIndex
 from advisor.measure.host.gaps import CAUSES
-from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import frame_rank, parents
 from advisor.measure.steps.steps import plain_step
 from advisor.measure.steps.timeline import CLASSES, CODE
@@ -132,14 +132,14 @@ def _phases(b: IndexBuilder, a: Analysis) -> None:
     if cpu.is_empty() or a.trace.main_thread is None:
         return
     mine = (cpu["thread"] == a.trace.main_thread).to_numpy()
-    marks = mine & matches(cpu["name"], r"^advisor::").to_numpy()
-    marks &= ~matches(cpu["name"], r"^advisor::step\b").to_numpy()
+    marks = mine & name_matches(cpu["name"], r"^advisor::").to_numpy()
+    marks &= ~name_matches(cpu["name"], r"^advisor::step\b").to_numpy()
     if not marks.any():
-        ranges = (cpu["kind"] == "annotation") | matches(
+        ranges = (cpu["kind"] == "annotation") | name_matches(
             cpu["name"], r"^Optimizer\.|^enumerate\(|^DistributedDataParallel\."
         )
         marks = mine & ranges.to_numpy()
-        marks &= ~matches(cpu["name"], a.trace.meta.step_names).to_numpy()
+        marks &= ~name_matches(cpu["name"], a.trace.meta.step_names).to_numpy()
         # the outermost only: what lies in another range is in the thread's own lanes
         rows = np.flatnonzero(marks)
         end = (cpu["ts"].gather(rows) + cpu["dur"].gather(rows)).to_numpy()
@@ -149,7 +149,7 @@ def _phases(b: IndexBuilder, a: Analysis) -> None:
     table = cpu[rows]
     slot = np.full(len(rows), _slot(PHASES, "phase-other"), dtype=np.uint8)
     for key, pattern in _PHASE:
-        slot[matches(table["name"], pattern).to_numpy()] = _slot(PHASES, key)
+        slot[name_matches(table["name"], pattern).to_numpy()] = _slot(PHASES, key)
     start = table["ts"].to_numpy()
     labels = table["name"].cast(pl.String).str.strip_prefix("advisor::")
     columns = (start, start + table["dur"].to_numpy(), b.names.column(labels), slot, rows)
@@ -250,7 +250,7 @@ def _host_slots(a: Analysis) -> NDArray[np.uint8]:
     runtime = (kind == "runtime").to_numpy()
     code = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
     slot[runtime] = calls[code[runtime]]
-    loader = matches(cpu["name"], LOADER).to_numpy() & ~runtime
+    loader = name_matches(cpu["name"], LOADER).to_numpy() & ~runtime
     slot[loader] = _slot(HOST, "host-loader")
     return slot
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import flask
 
-from advisor.core.labels import distinct
+from advisor.core.labels import distinct_labels
 from advisor.dashboard.current import clean_query
 from advisor.dashboard.timeline.categories import ALL, BASE, TITLES, category_label
 from advisor.dashboard.timeline.details import describe_slice, slice_near
@@ -135,7 +135,7 @@ def _ranks(session: DashboardSession, args: Any) -> list[int]:
 def _runs(session: DashboardSession) -> list[dict[str, Any]]:
     """The runs that are read, to put one beside another."""
     ready = [(e, e.loaded) for e in session.entries if e.loaded is not None]
-    names = distinct((e.name for e, _ in ready), RUN)
+    names = distinct_labels((e.name for e, _ in ready), RUN)
     return [
         {"key": e.key, "name": name, "ranks": sorted(loaded.analyses)}
         for (e, loaded), name in zip(ready, names, strict=True)
@@ -297,7 +297,7 @@ def _table(line: RankTimeline, args: Any) -> Reply:
 
 def _label(rows: list[dict[str, Any]], width: int) -> None:
     """A label beside each name of a table."""
-    for row, label in zip(rows, distinct((row["name"] for row in rows), width), strict=True):
+    for row, label in zip(rows, distinct_labels((row["name"] for row in rows), width), strict=True):
         row["label"] = label
 
 

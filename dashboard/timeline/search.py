@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
-from advisor.core.labels import by_name
+from advisor.core.labels import labels_by_name
 from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
@@ -132,7 +132,7 @@ def find_finding(report: Report, key: str) -> Finding | None:
 def finding_summary(key: str, finding: Finding) -> dict[str, Any]:
     """What the timeline needs to know of a finding."""
     seen = [p for p in finding.where if p.ts_ns is not None][:MAX_PLACES]
-    short = by_name((p.kernel or p.op for p in seen), LABEL)
+    short = labels_by_name((p.kernel or p.op for p in seen), LABEL)
     places = [
         {"ts": p.ts_ns, "dur": p.dur_ns or 0, "label": short.get(p.kernel or p.op or "", "")}
         for p in seen

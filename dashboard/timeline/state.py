@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.core.labels import distinct
+from advisor.core.labels import distinct_labels
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.search import SearchHits, affected_slices, find_finding, search
 from advisor.measure.ranks.ranks import align
@@ -75,7 +75,9 @@ class RankTimeline:
     def labels(self, page: int, size: int) -> list[str]:
         """Labels of one page of the names, as they stand in a slice."""
         names = self.index.names[page * size : (page + 1) * size]
-        return self._labels.get((page, size), lambda: distinct(names, LABEL, always_tidy=True))
+        return self._labels.get(
+            (page, size), lambda: distinct_labels(names, LABEL, always_tidy=True)
+        )
 
     def hits(self, query: str) -> SearchHits:
         """Slices whose name contains the text."""

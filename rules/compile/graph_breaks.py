@@ -11,18 +11,18 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    Good,
     Location,
-    NotMeasured,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
-from advisor.core.intervals import covered, intersect, union
-from advisor.core.text import counted
+from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.text import count_noun
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.moments import RESUME, broken_regions, graph_breaks
 from advisor.rules.common import column, figure, of_step, per, places, rows
@@ -83,14 +83,16 @@ class GraphBreaks(Rule):
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Count regions inside regions, and the idle time between their graphs."""
         names = a.trace.cpu["name"]
-        regions = int(matches(names, r"^Torch-Compiled Region").sum())
+        regions = int(name_matches(names, r"^Torch-Compiled Region").sum())
         broken = broken_regions(a)
         if not regions or a.device_id is None:
             return
         ts = a.trace.cpu["ts"].to_numpy()[broken]
-        broken = broken[covered(ts, ts + 1, a.spans) > 0]
+        broken = broken[covered_length(ts, ts + 1, a.spans) > 0]
         if not len(broken):
-            yield Good(text=f"no graph breaks: {counted(regions, 'compiled region')}, none split")
+            yield PassedCheck(
+                text=f"no graph breaks: {count_noun(regions, 'compiled region')}, none split"
+            )
             return
         gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES))
         start = column(gaps, "ts")
@@ -102,7 +104,7 @@ class GraphBreaks(Rule):
             return
         lines = _lines(a)
         if not lines:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="the lines at which the graph breaks",
                 why="no Python stacks were recorded",
                 record="with_stack=True",
@@ -111,7 +113,7 @@ class GraphBreaks(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, idle.total)} the device idles at "
-                f"{counted(max(1, round(count)), 'graph break')}{per(a)}, while Python runs "
+                f"{count_noun(max(1, round(count)), 'graph break')}{per(a)}, while Python runs "
                 "between two compiled graphs."
             ),
             evidence=[
@@ -125,7 +127,7 @@ class GraphBreaks(Rule):
             or places(
                 a,
                 rows(gaps["host"]),
-                covered(start, end, between),
+                covered_length(start, end, between),
                 ts=start,
                 dur=end - start,
                 instance=column(gaps, "gap"),
@@ -159,9 +161,11 @@ class GraphBreaks(Rule):
 def _lines(a: Analysis) -> list[Location]:
     """The lines at which the graph breaks, the longest stretch after it first."""
     cpu = a.trace.cpu
-    named = np.flatnonzero((matches(cpu["name"], RESUME) & (cpu["kind"] == "python")).to_numpy())
+    named = np.flatnonzero(
+        (name_matches(cpu["name"], RESUME) & (cpu["kind"] == "python")).to_numpy()
+    )
     ts = cpu["ts"].to_numpy()[named]
-    named = named[covered(ts, ts + 1, a.spans) > 0]
+    named = named[covered_length(ts, ts + 1, a.spans) > 0]
     if not len(named):
         return []
     frames = pl.DataFrame(

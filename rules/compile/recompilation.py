@@ -10,20 +10,20 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import (
-    Advice,
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
+    FrameworkAdvice,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
-from advisor.core.intervals import covered, intersect, union
+from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, of_step, places
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
@@ -58,7 +58,7 @@ class Recompilation(Rule):
     id = "recompilation"
     title = "The model is compiled again in the loop"
     category = "compile"
-    levers = ("compile-dynamic",)
+    knobs = ("compile-dynamic",)
     found_in = ("workloads/recompilation",)
     silent_in = (
         "traces/a100_train_6steps",
@@ -96,7 +96,7 @@ class Recompilation(Rule):
     confidence = 0.9
 
     elsewhere: ClassVar = {
-        TENSORFLOW: Advice(
+        TENSORFLOW: FrameworkAdvice(
             "Let the arguments of a tf.function keep their kinds: tensors in place of Python "
             "numbers (each new number is a new graph), None in the signature for a dimension "
             "that varies, and functions that are made once, outside of the loop.",
@@ -107,7 +107,7 @@ class Recompilation(Rule):
             title="A function is traced again in the loop",
             says=_AGAIN,
         ),
-        JAX: Advice(
+        JAX: FrameworkAdvice(
             "Let what a compiled function is called with keep its shapes and types: pad batches "
             "to a few lengths, leave out the last short one, pass what changes as an array and "
             "not as a static argument, and make compiled functions once, outside of the loop: a "
@@ -124,7 +124,9 @@ class Recompilation(Rule):
         """Sum compilation inside the steps."""
         cpu = a.trace.cpu
         found = np.flatnonzero(
-            (matches(cpu["name"], COMPILING) & cpu["kind"].is_in(["op", "annotation"])).to_numpy()
+            (
+                name_matches(cpu["name"], COMPILING) & cpu["kind"].is_in(["op", "annotation"])
+            ).to_numpy()
         )
         if not len(found):
             return
@@ -132,24 +134,24 @@ class Recompilation(Rule):
         begin, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
         ts = cpu["ts"].to_numpy()[found]
         compiling = intersect(union(ts, ts + cpu["dur"].to_numpy()[found]), a.spans)
-        by_step = covered(begin, end, compiling)
+        by_step = covered_length(begin, end, compiling)
         share = compiling.total / max(a.span_ns, 1)
         if share < self.min_share:
             return
         hit = int((by_step > 0).sum())
         if hit < self.min_steps:
-            yield NotMeasured(
-                what=f"whether {t.time(compiling.total)} of compilation recur",
+            yield SkippedCheck(
+                what=f"whether {t.format_duration(compiling.total)} of compilation recur",
                 why="it is in one step only, and every function is compiled once",
                 record="more steps, after a longer warm-up",
             )
             return
-        here = found[covered(ts, ts + 1, a.spans) > 0]
+        here = found[covered_length(ts, ts + 1, a.spans) > 0]
         cost = cpu["dur"].to_numpy()[here].astype(np.int64)
         yield Finding(
             summary=(
                 f"{of_step(a, compiling.total)} torch.compile compiles a function again, in "
-                f"{t.counted(hit, 'step')} of {steps.height}."
+                f"{t.count_noun(hit, 'step')} of {steps.height}."
             ),
             evidence=[
                 figure(a, "compilation", compiling.total),

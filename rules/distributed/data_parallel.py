@@ -11,7 +11,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, per, places
 from advisor.testing import TraceBuilder
 
@@ -68,11 +68,11 @@ class DataParallel(Rule):
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for the range, and for work on several devices."""
         cpu, gpu = a.trace.cpu, a.trace.gpu
-        found = np.flatnonzero(matches(cpu["name"], FORWARD).to_numpy())
+        found = np.flatnonzero(name_matches(cpu["name"], FORWARD).to_numpy())
         devices = gpu["device"].drop_nulls().n_unique()
         if a.device_id is None or not len(found) or devices < 2:
             return
-        extra = np.flatnonzero(matches(cpu["name"], EXTRA).to_numpy())
+        extra = np.flatnonzero(name_matches(cpu["name"], EXTRA).to_numpy())
         ts = cpu["ts"].to_numpy()[extra]
         host = intersect(union(ts, ts + cpu["dur"].to_numpy()[extra]), a.spans).total
         busy = {
@@ -82,7 +82,8 @@ class DataParallel(Rule):
         yield Finding(
             summary=(
                 f"One process drives {devices} devices with nn.DataParallel: it copies the model "
-                f"and the batch to them in each forward pass ({t.time(host / a.step_count)} of "
+                "and the batch to them in each forward pass "
+                f"({t.format_duration(host / a.step_count)} of "
                 f"host time{per(a)}), and its threads share one interpreter."
             ),
             evidence=[
@@ -91,7 +92,8 @@ class DataParallel(Rule):
                 figure(a, "host time in broadcast, scatter and gather", host),
                 Evidence(
                     "most and least device time",
-                    f"{t.time(max(busy.values()))}, {t.time(min(busy.values()))}",
+                    f"{t.format_duration(max(busy.values()))}, "
+                    f"{t.format_duration(min(busy.values()))}",
                 ),
             ],
             where=places(a, found.astype(np.int64), cpu["dur"].to_numpy()[found].astype(np.int64)),

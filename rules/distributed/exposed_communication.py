@@ -9,13 +9,13 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import (
-    Advice,
     Edit,
     Evidence,
     Finding,
-    Good,
+    FrameworkAdvice,
     Location,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
     Threshold,
@@ -40,7 +40,7 @@ class ExposedCommunication(Rule):
     id = "exposed-communication"
     title = "Communication is not hidden under compute"
     category = "distributed"
-    levers = ("ddp-bucket-size", "ddp-static-graph")
+    knobs = ("ddp-bucket-size", "ddp-static-graph")
     found_in = (
         "traces/a100_train_6steps",
         "traces/dlrm_8ranks",
@@ -204,8 +204,8 @@ class ExposedCommunication(Rule):
             "Start collectives before independent work, on a stream of their own, and wait for "
             "them as late as possible; send fewer bytes."
         ),
-        TENSORFLOW: Advice(OVERLAP_FLAGS, FLAGS),
-        JAX: Advice(OVERLAP_FLAGS, FLAGS),
+        TENSORFLOW: FrameworkAdvice(OVERLAP_FLAGS, FLAGS),
+        JAX: FrameworkAdvice(OVERLAP_FLAGS, FLAGS),
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -218,7 +218,7 @@ class ExposedCommunication(Rule):
         overlap = 1 - exposed / total
         if share < self.min_share:
             if overlap >= self.healthy_overlap:
-                yield Good(text=f"{overlap:.0%} of communication runs under compute")
+                yield PassedCheck(text=f"{overlap:.0%} of communication runs under compute")
             return
         table = a.collectives
         by_kind = (
@@ -227,8 +227,8 @@ class ExposedCommunication(Rule):
             .sort("exposed", descending=True)
         )
         kinds = [
-            f"{kind} {t.time(ns / a.step_count)} in "
-            f"{t.counted(max(1, round(count / a.step_count)), 'call')}"
+            f"{kind} {t.format_duration(ns / a.step_count)} in "
+            f"{t.count_noun(max(1, round(count / a.step_count)), 'call')}"
             for kind, ns, count in by_kind.head(3).iter_rows()
         ]
         yield Finding(

@@ -15,17 +15,17 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    Good,
-    NotMeasured,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import describe
-from advisor.measure.host.names import matches
-from advisor.measure.host.stacks import climb, parents
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import climb_stack, parents
 from advisor.rules.common import device_places, figure, rows
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
@@ -82,7 +82,7 @@ class MissingNoSync(Rule):
         "messages that are then needless, with the bytes that the file's shapes give; PyTorch 2.13 "
         "names hooks, passes and optimizer so, with and without no_sync (recorded on the CPU)"
     )
-    levers = ("ddp-no-sync",)
+    knobs = ("ddp-no-sync",)
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html#torch.nn.parallel.DistributedDataParallel.no_sync",
         "https://pytorch.org/docs/stable/notes/ddp.html",
@@ -129,7 +129,7 @@ class MissingNoSync(Rule):
             return
         if any(None in sizes for step in steps for sizes in step):
             if sum(map(bool, steps[0])) > 1:
-                yield NotMeasured(
+                yield SkippedCheck(
                     what="whether gradient accumulation reduces gradients more than once",
                     why="the sizes of the collectives are not recorded",
                     record="record_shapes=True",
@@ -137,7 +137,9 @@ class MissingNoSync(Rule):
             return
         k = int(passes.counts[whole[0]])
         if all(not sizes for step in steps for sizes in step[:-1]):
-            yield Good(text=f"gradients of {k} passes are reduced once, before the optimizer")
+            yield PassedCheck(
+                text=f"gradients of {k} passes are reduced once, before the optimizer"
+            )
             return
         if any(not step[0] or any(sizes != step[0] for sizes in step) for step in steps):
             return
@@ -152,8 +154,9 @@ class MissingNoSync(Rule):
         yield Finding(
             summary=(
                 f"{k} backward passes make one optimizer step, and each reduces gradients over "
-                f"all ranks: {t.memory(sent)} are sent where {t.memory(once)} would do. The "
-                f"needless reductions take {t.time(time)} {t.per(a.per)}."
+                f"all ranks: {t.format_bytes(sent)} are sent where {t.format_bytes(once)} would "
+                "do. The "
+                f"needless reductions take {t.format_duration(time)} {t.format_per(a.per)}."
             ),
             evidence=[
                 Evidence("passes an optimizer step", k, "count", 2, "one needs no no_sync"),
@@ -223,8 +226,10 @@ def find_passes(a: Analysis) -> Passes | None:
         (pl.col("collective") == "all_reduce") & pl.col("launch_ts").is_not_null()
     )
     launch = rows(a.trace.gpu["launch"].gather(every["gpu"]))
-    hooks = (cpu["kind"] == "op").to_numpy() & matches(cpu["name"], _HOOK).to_numpy()
-    every = every.filter(pl.Series(climb(parents(a.trace), hooks, launch) >= 0, dtype=pl.Boolean))
+    hooks = (cpu["kind"] == "op").to_numpy() & name_matches(cpu["name"], _HOOK).to_numpy()
+    every = every.filter(
+        pl.Series(climb_stack(parents(a.trace), hooks, launch) >= 0, dtype=pl.Boolean)
+    )
     at = np.searchsorted(forward, every["launch_ts"].to_numpy(), side="right") - 1
     of = at - first[at]
     mine = unit[at]
@@ -239,7 +244,7 @@ def find_passes(a: Analysis) -> Passes | None:
 def _outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
     """Starts and ends of ranges, without those inside another one."""
     cpu = a.trace.cpu
-    named = cpu["kind"].is_in(["annotation", "op"]) & matches(cpu["name"], pattern)
+    named = cpu["kind"].is_in(["annotation", "op"]) & name_matches(cpu["name"], pattern)
     ranges = cpu.filter(named).select("ts", "dur").sort("ts", "dur", descending=[False, True])
     start = ranges["ts"].to_numpy().astype(np.int64)
     end = start + ranges["dur"].to_numpy()

@@ -10,7 +10,16 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
@@ -47,7 +56,7 @@ class PoorOverlap(Rule):
     title = "Collectives are issued so that nothing can overlap them"
     category = "distributed"
     found_in = ("traces/dlrm_8ranks",)
-    levers = ("ddp-bucket-size", "ddp-bucket-view")
+    knobs = ("ddp-bucket-size", "ddp-bucket-view")
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
@@ -89,8 +98,8 @@ class PoorOverlap(Rule):
             "Issue collectives on a stream of their own, so that kernels which do not need their "
             "result can run meanwhile."
         ),
-        TENSORFLOW: Advice(OVERLAP_FLAGS, FLAGS),
-        JAX: Advice(OVERLAP_FLAGS, FLAGS),
+        TENSORFLOW: FrameworkAdvice(OVERLAP_FLAGS, FLAGS),
+        JAX: FrameworkAdvice(OVERLAP_FLAGS, FLAGS),
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -116,7 +125,7 @@ class PoorOverlap(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed)} is exposed "
-                f"communication; {t.time((on_stream + waited) / a.step_count)} of it in "
+                f"communication; {t.format_duration((on_stream + waited) / a.step_count)} of it in "
                 "collectives that "
                 + (
                     "run on the stream that computes."

@@ -12,15 +12,15 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    Good,
+    Impact,
     Location,
-    NotMeasured,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Source,
     Threshold,
-    Worth,
 )
 from advisor.measure import Analysis
 from advisor.measure.device.families import FAMILIES
@@ -111,7 +111,7 @@ class SlowDevice(Rule):
         kernels = compare_kernels(ranks)
         speed = self._judged(ranks, kernels)
         if speed.is_empty():
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether one device is slower than the others",
                 why="too few kernels ran equally often on several ranks",
                 record="more steps of the same work on every rank",
@@ -120,7 +120,7 @@ class SlowDevice(Rule):
         worst = speed.sort("ratio", descending=True).row(0, named=True)
         if worst["ratio"] < self.min_ratio or worst["slow"] < self.min_slow_share:
             if worst["ratio"] < self.min_slow:
-                yield Good(
+                yield PassedCheck(
                     text=f"the devices are equally fast: the slowest needs {worst['ratio']:.2f} "
                     f"times the others' time for the same {worst['kernels']} kernels"
                 )
@@ -207,7 +207,7 @@ class SlowDevice(Rule):
             return finding
         compute = a.breakdown.compute.total / a.step_count
         gain = compute * (1 - 1 / ratio)
-        finding.worth = Worth(
+        finding.impact = Impact(
             currency="step_time",
             gain_ns=round(gain),
             low_ns=0,
@@ -215,7 +215,7 @@ class SlowDevice(Rule):
             share=gain / a.step_ns if a.step_ns else None,
             method="compute time that the slow device takes longer",
         )
-        late = f"the others wait all the {t.time(gain)} a step for it"
+        late = f"the others wait all the {t.format_duration(gain)} a step for it"
         finding.assumptions = [*self.assumptions, late]
         return finding
 

@@ -10,7 +10,16 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import column, device_places, figure, rows
@@ -40,7 +49,7 @@ class SmallCollectives(Rule):
     id = "small-collectives"
     title = "Many small collectives could be one"
     category = "distributed"
-    levers = ("ddp-bucket-size",)
+    knobs = ("ddp-bucket-size",)
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
@@ -85,12 +94,12 @@ class SmallCollectives(Rule):
             "Send many small messages as one: pack buffers, or group the calls.",
             cuda="ncclGroupStart and ncclGroupEnd around calls of NCCL.",
         ),
-        TENSORFLOW: Advice(
+        TENSORFLOW: FrameworkAdvice(
             "Send gradients in larger packs.",
             "tf.distribute.experimental.CommunicationOptions(\n"
             "    bytes_per_pack=50 * 1024 * 1024)",
         ),
-        JAX: Advice(
+        JAX: FrameworkAdvice(
             "Let XLA send small messages together.",
             'os.environ["XLA_FLAGS"] = (\n'
             '    "--xla_gpu_all_reduce_combine_threshold_bytes=134217728")',
@@ -120,9 +129,10 @@ class SmallCollectives(Rule):
         median = float(np.median(column(table, "bytes")[runs.chosen]))
         yield Finding(
             summary=(
-                f"{count:.0f} collectives of {t.memory(median)} (median) {t.per(a.per)} follow "
+                f"{count:.0f} collectives of {t.format_bytes(median)} (median) "
+                f"{t.format_per(a.per)} follow "
                 f"each other in {len(np.unique(runs.run)) / a.step_count:.0f} runs; "
-                f"{t.time(latency)} of each is latency."
+                f"{t.format_duration(latency)} of each is latency."
             ),
             evidence=[
                 Evidence(

@@ -13,14 +13,14 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    Good,
+    Impact,
     Location,
-    NotMeasured,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
-    Worth,
 )
 from advisor.measure import Analysis
 from advisor.measure.comm.host_comms import has_host_collectives
@@ -126,7 +126,7 @@ class StragglerRank(Rule):
         alignment = align(ranks)
         if alignment.error_ns is None:
             if sum(a.device_id is not None or has_host_collectives(a) for a in ranks.values()) > 1:
-                yield NotMeasured(
+                yield SkippedCheck(
                     what="whether one rank keeps the others waiting",
                     why=f"the ranks cannot be put on one clock: {alignment.reason}",
                     record="the same steps on every rank, in one run",
@@ -140,15 +140,16 @@ class StragglerRank(Rule):
         step = max(a.step_ns for a in ranks.values())
         share = worst["caused_exposed_ns"] / step if step else 0.0
         if share < self.min_share or worst["last_share"] < self.min_last:
-            lost = t.time(worst["caused_exposed_ns"])
-            unit = t.per(next(iter(ranks.values())).per)
-            yield Good(
+            lost = t.format_duration(worst["caused_exposed_ns"])
+            unit = t.format_per(next(iter(ranks.values())).per)
+            yield PassedCheck(
                 text=f"no rank keeps the others waiting: the worst costs them {lost} {unit} that "
-                f"no compute hides ({share:.0%}), clocks aligned to {t.time(alignment.error_ns)}"
+                f"no compute hides ({share:.0%}), clocks aligned to "
+                f"{t.format_duration(alignment.error_ns)}"
             )
             return
         if _chance(worst["last_share"], worst["collectives"], table.height) > self.max_chance:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether one rank keeps the others waiting",
                 why=f"rank {worst['rank']} is last at {worst['last']} of {worst['collectives']} "
                 "collectives, which may be chance",
@@ -180,7 +181,8 @@ class StragglerRank(Rule):
             title=f"Rank {late} keeps the others waiting",
             summary=(
                 f"Rank {late} arrives last at {worst['last']} of {worst['collectives']} "
-                f"collectives; the others wait {t.time(gain)} {of_each(a)} ({share:.0%}) for it "
+                f"collectives; the others wait {t.format_duration(gain)} {of_each(a)} "
+                f"({share:.0%}) for it "
                 "with nothing to compute."
             ),
             evidence=[
@@ -204,7 +206,7 @@ class StragglerRank(Rule):
                 self.case(
                     "the late rank computes more",
                     rank=late,
-                    more=t.time(more),
+                    more=t.format_duration(more),
                     what="operators there" if on_host else "kernels on its device",
                 )
                 if uneven
@@ -221,7 +223,7 @@ class StragglerRank(Rule):
         if main == late or not exposed:
             # work that is dealt out evenly is not gone: the others get their part of it
             even = gain * len(others) / (len(others) + 1) if uneven else gain
-            finding.worth = Worth(
+            finding.impact = Impact(
                 currency="step_time",
                 gain_ns=round(even),
                 low_ns=0,

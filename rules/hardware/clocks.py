@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold, Worth
+from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Source, Threshold
 from advisor.core.run_directory import THROTTLE, Gpu
 from advisor.measure import Analysis
 from advisor.rules.recorded import a_step, record, record_example, under_load
@@ -58,7 +58,7 @@ class HeldClocks(Rule):
                 Evidence("samples under load", len(samples), "count"),
                 *self._details(a),
             ],
-            worth=estimate_full_clock(a, share, ratio),
+            impact=estimate_full_clock(a, share, ratio),
             informational=self._informational,
         )
 
@@ -188,7 +188,7 @@ class PowerThrottling(HeldClocks):
                     "share",
                 ),
             ],
-            worth=Worth(
+            impact=Impact(
                 currency="risk", reason="a fault outside the GPU; speed falls to a fraction"
             ),
             **self.case("a power brake"),
@@ -278,7 +278,7 @@ def mean_clock(samples: list[Gpu], *reasons: str) -> float | None:
     return float(np.mean(ratios)) if ratios else None
 
 
-def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Worth:
+def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impact:
     """What full clocks save at most: the step scales with the clock while it was low. Work that
     waits for memory or for the host gains less, down to nothing."""
     lost = share * (1 - ratio) if ratio is not None else 0.0

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold, Worth
+from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcome, Rule, Select, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
 from advisor.rules.memory.recorded import capacity
@@ -105,7 +105,7 @@ class GpuErrors(Rule):
                 Evidence("row remapping pending", str(pending)),
                 Evidence("GPU", recorded.uuid),
             ],
-            worth=Worth(currency="risk", reason="wrong results, or the end of the run"),
+            impact=Impact(currency="risk", reason="wrong results, or the end of the run"),
             **(self.case("an error of the program") if by_program else {}),
         )
 
@@ -173,8 +173,8 @@ class GpuShared(Rule):
         who = "other process uses" if count == 1 else "other processes use"
         yield Finding(
             summary=(
-                f"Up to {count} {who} {t.memory(float(used.max()))} of the device's "
-                f"{t.memory(total)} during {share:.0%} of the run."
+                f"Up to {count} {who} {t.format_bytes(float(used.max()))} of the device's "
+                f"{t.format_bytes(total)} during {share:.0%} of the run."
             ),
             evidence=[
                 Evidence("other processes, peak", count, "count"),
@@ -186,7 +186,7 @@ class GpuShared(Rule):
                 ),
                 Evidence("samples with them", share, "share", *self.limit("min_samples")),
             ],
-            worth=measure_it("how long the other processes computed is not recorded"),
+            impact=measure_it("how long the other processes computed is not recorded"),
         )
 
     @staticmethod
@@ -277,7 +277,7 @@ class PcieDowngraded(Rule):
                 ),
             ],
             edits=[Edit(op="scale", select=copies, factor=ratio)] if traced else [],
-            worth=None if traced else measure_it("how long copies take is not recorded"),
+            impact=None if traced else measure_it("how long copies take is not recorded"),
         )
 
     @staticmethod

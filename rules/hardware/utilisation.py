@@ -81,7 +81,7 @@ class UtilisationIllusion(Rule):
                 Evidence("tensor cores busy (GPM), %", tensor),
                 Evidence("samples", len(samples), "count", *self.limit("min_samples")),
             ],
-            worth=measure_it("the findings about kernels say how much of the room can be used"),
+            impact=measure_it("the findings about kernels say how much of the room can be used"),
         )
 
     @staticmethod
@@ -143,7 +143,8 @@ class LowMfu(Rule):
             return
         yield Finding(
             summary=(
-                f"MFU is {mfu:.0%} in a step of {t.time(step)}, although matrix work takes most of "
+                f"MFU is {mfu:.0%} in a step of {t.format_duration(step)}, although matrix work "
+                "takes most of "
                 "the kernel time."
             ),
             evidence=[
@@ -159,7 +160,7 @@ class LowMfu(Rule):
                     per=a.per,
                 ),
             ],
-            worth=measure_it("MFU is the sum of causes that have findings of their own"),
+            impact=measure_it("MFU is the sum of causes that have findings of their own"),
             informational=True,
         )
 

@@ -13,13 +13,13 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
-from advisor.core.intervals import covered, intersect, union
+from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure import Analysis
 from advisor.measure.steps.moments import step_starts
 from advisor.rules.common import column, figure, of_step, places, rows
@@ -94,29 +94,30 @@ class CpuBeforeFirstKernel(Rule):
         ts, dur = column(gaps, "ts"), column(gaps, "dur")
         idle = intersect(union(ts, ts + dur), lead)
         used = a.steps.used
-        by_step = covered(used["ts"].to_numpy(), used["end"].to_numpy(), idle)
+        by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), idle)
         share = idle.total / a.span_ns
         if share < self.min_share or np.median(by_step) < self.min_ms * 1e6:
             return
         if a.step_count < 2:
-            yield NotMeasured(
-                what=f"whether {t.time(idle.total)} of host work before the first launch recur",
+            yield SkippedCheck(
+                what=f"whether {t.format_duration(idle.total)} of host work before the first "
+                "launch recur",
                 why="there is one step only",
                 record="schedule(wait=1, warmup=2, active=5) and profiler.step() in the loop",
             )
             return
-        cost = covered(ts, ts + dur, lead)
+        cost = covered_length(ts, ts + dur, lead)
         by_cause = {
             cause: int(cost[(gaps["cause"] == cause).to_numpy()].sum()) / a.step_count
             for cause in CAUSES
         }
         stacks = bool((a.trace.cpu["kind"] == "python").any())
-        known = f"{t.time(by_cause['dispatch'])} in operators"
+        known = f"{t.format_duration(by_cause['dispatch'])} in operators"
         yield Finding(
             summary=(
                 f"{of_step(a, idle.total)} the device "
                 f"idles before the step's first launch: {known}, "
-                f"{t.time(by_cause['python'] + by_cause['unknown'])} in Python"
+                f"{t.format_duration(by_cause['python'] + by_cause['unknown'])} in Python"
                 + ("." if stacks else " or whatever else runs outside operators.")
             ),
             evidence=[

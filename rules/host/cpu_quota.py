@@ -57,8 +57,9 @@ class CpuQuota(Rule):
         periods = (told[-1][1].throttled_periods or 0) - (told[0][1].throttled_periods or 0)
         yield Finding(
             summary=(
-                f"In {t.time(time)} the kernel stopped threads of this container for "
-                f"{t.time(stopped)} in {periods} periods, because its quota of CPU time was "
+                f"In {t.format_duration(time)} the kernel stopped threads of this container for "
+                f"{t.format_duration(stopped)} in {periods} periods, because its quota of CPU "
+                "time was "
                 "spent."
             ),
             evidence=[
@@ -67,7 +68,7 @@ class CpuQuota(Rule):
                 Evidence("periods", periods, "count"),
                 Evidence("CPUs that the quota allows", recorded.record.rank.cpus, "count"),
             ],
-            worth=measure_it("which steps it held up is not in the record"),
+            impact=measure_it("which steps it held up is not in the record"),
         )
 
     @staticmethod

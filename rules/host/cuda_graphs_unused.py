@@ -8,7 +8,15 @@ from typing import ClassVar
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Advice, Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core.finding import (
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    SkippedCheck,
+    Threshold,
+)
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure
@@ -32,7 +40,7 @@ class CudaGraphsUnused(Rule):
     id = "cuda-graphs-unused"
     title = "The same launches in every step, without CUDA graphs"
     category = "host"
-    levers = ("compile",)
+    knobs = ("compile",)
     found_in = (
         "traces/linear_2080ti_launch_bound",
         "traces/nccl_collectives",
@@ -120,8 +128,8 @@ class CudaGraphsUnused(Rule):
             "cudaGraphInstantiate(&run, graph, 0);\n"
             "for (int i = 0; i < iterations; ++i) cudaGraphLaunch(run, stream);",
         ),
-        TENSORFLOW: Advice(JIT_STEP, TF_COMPILE),
-        JAX: Advice(JIT_STEP, JAX_JIT),
+        TENSORFLOW: FrameworkAdvice(JIT_STEP, TF_COMPILE),
+        JAX: FrameworkAdvice(JIT_STEP, JAX_JIT),
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -134,7 +142,7 @@ class CudaGraphsUnused(Rule):
             return
         static = same_kernels(a)
         if static is None:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether the same kernels repeat in every step, as CUDA graphs need",
                 why="fewer than two steps are marked in the trace",
                 record="schedule(wait=1, warmup=2, active=3) and profiler.step() in the loop",
@@ -152,7 +160,7 @@ class CudaGraphsUnused(Rule):
         )
         fix = self.fix
         if waits.each_step:
-            told = t.counted(waits.each_step, "wait")
+            told = t.count_noun(waits.each_step, "wait")
             fix = self.case("something waits for the device", waits=told, names=waits.names)["fix"]
         if compiled:
             fix += " The model is compiled already: only the mode has to change."
@@ -161,7 +169,7 @@ class CudaGraphsUnused(Rule):
             summary=(
                 f"All {a.step_count} steps launch the same {late.launches:,.0f} pieces of work in "
                 f"the same order, call by call, and the device idles "
-                f"{t.time(late.idle / a.step_count)} a step ({share:.0%}) meanwhile."
+                f"{t.format_duration(late.idle / a.step_count)} a step ({share:.0%}) meanwhile."
             ),
             evidence=[
                 figure(a, "idle for launches", late.idle),

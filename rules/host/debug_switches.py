@@ -56,7 +56,7 @@ class DebugSwitches(Rule):
     id = "debug-switches"
     title = "Switches for debugging are on"
     category = "host"
-    levers = ("debug-switches-off",)
+    knobs = ("debug-switches-off",)
     reads_record = True
     found_in = ("recorded/anomaly.slow",)
     silent_in = (
@@ -105,7 +105,7 @@ class DebugSwitches(Rule):
             summary="; ".join(f"{name}: {why}" for name, why, _ in found) + ".",
             evidence=[Evidence("setting", name) for name, _, _ in found],
             code="\n".join(cure for _, _, cure in found),
-            worth=measure_it("what it costs shows when it is off: record both"),
+            impact=measure_it("what it costs shows when it is off: record both"),
         )
 
     @staticmethod

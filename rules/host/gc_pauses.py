@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold, Worth
+from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.measure.steps.record import Floats
 from advisor.rules.recorded import a_step, device_bound, record, steps_seen
 from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, GPUPROF
 from advisor.testing import TraceBuilder
 
-LEAST_SPREAD = 0.2
+MIN_SPREAD = 0.2
 """Of the mean pause: what pauses differ by, at least, for a line through the steps to mean much."""
-LEAST_REACH = 0.1
+MIN_REACH = 0.1
 """Of the gain: a cured recording gained 84 ms a step where pauses were 80."""
 
 
@@ -35,7 +35,7 @@ class GcPauses(Rule):
     id = "gc-pauses"
     title = "Garbage collection pauses the loop"
     category = "host"
-    levers = ("gc-freeze",)
+    knobs = ("gc-freeze",)
     of_python = True
     reads_record = True
     found_in = ("recorded/gc_pauses.slow",)
@@ -81,9 +81,9 @@ class GcPauses(Rule):
         recorded = record(a)
         if recorded.count < self.min_steps or not recorded.median:
             if recorded.count:
-                yield NotMeasured(
+                yield SkippedCheck(
                     what="pauses of the garbage collector",
-                    why=f"{t.counted(recorded.count, 'step')} without a profiler say too little",
+                    why=f"{t.count_noun(recorded.count, 'step')} without a profiler say too little",
                     record=f"a run of {2 * self.min_steps} steps or more",
                 )
             return
@@ -99,8 +99,10 @@ class GcPauses(Rule):
             return  # the device had work meanwhile: the steps are no longer
         yield Finding(
             summary=(
-                f"The collector stops the loop for {t.time(float(pause.mean()))} a step on "
-                f"average ({share:.1%}), up to {t.time(longest)} in one step; steps with a pause "
+                f"The collector stops the loop for {t.format_duration(float(pause.mean()))} a "
+                "step on "
+                f"average ({share:.1%}), up to {t.format_duration(longest)} in one step; steps "
+                "with a pause "
                 "are that much longer."
             ),
             evidence=[
@@ -111,7 +113,7 @@ class GcPauses(Rule):
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),
             ],
-            worth=_worth(a, pause.astype(float), dur.astype(float), lost),
+            impact=_worth(a, pause.astype(float), dur.astype(float), lost),
         )
 
     @staticmethod
@@ -136,20 +138,20 @@ class GcPauses(Rule):
         }
 
 
-def _worth(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Worth:
+def _worth(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
     """Pauses, by as much as a step grows with them: the slope of a line through the steps and twice
     its error (White's, since steps with pauses scatter more). Where all steps have alike pauses
     no line tells, and what was lost is an upper bound."""
     mean, count = float(pause.mean()), len(pause)
     apart = pause - mean
     square = float(np.square(apart).sum())
-    if count < 3 or square <= count * (LEAST_SPREAD * mean) ** 2:
+    if count < 3 or square <= count * (MIN_SPREAD * mean) ** 2:
         method = "upper bound (pauses, where the step was longer)"
         return a_step(a, lost, low=0.0, high=mean, method=method)
     slope = float((apart * (dur - dur.mean())).sum()) / square
     off = dur - dur.mean() - slope * apart
     error = float(np.sqrt(np.square(apart * off).sum() * count / (count - 2))) / square
-    reach = max(2 * error, LEAST_REACH * slope)
+    reach = max(2 * error, MIN_REACH * slope)
     slope = min(1.0, max(0.0, slope))
     return a_step(
         a,

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Edit, Location, Select
-from advisor.core.intervals import covered
+from advisor.core.intervals import covered_length
 from advisor.measure.steps.moments import step_starts
 from advisor.measure.steps.steps import step_of
 from advisor.rules.common import column, places, rows
@@ -29,7 +29,7 @@ before one launch. Where launching is what the device waits for, on public trace
 the idle time is in gaps with less than this of it (70 % where a job also prepares its data), and
 3 % where the first kernel follows a quarter of a second of Python."""
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 
 
 class Late(NamedTuple):
@@ -84,7 +84,7 @@ def _pieces(a: Analysis) -> pl.DataFrame:
     before that is another subject."""
     short = a.gaps.filter(pl.col("cause").is_in(CAUSES) & (pl.col("dur") <= MAX_PIECE_NS))
     ts = column(short, "ts")
-    before_the_first = covered(ts, ts + column(short, "dur"), step_starts(a)) > 0
+    before_the_first = covered_length(ts, ts + column(short, "dur"), step_starts(a)) > 0
     return short.filter(pl.Series(~before_the_first))
 
 
@@ -152,6 +152,6 @@ def blockers(a: Analysis) -> Blockers:
         where_ = f" ({PurePath(file).name}:{line})" if file and line else ""
         name = f"{cause}{where_}"
         named[name] = named.get(name, 0) + 1
-    most = sorted(named, key=lambda name: -named[name])[:MOST_NAMED]
+    most = sorted(named, key=lambda name: -named[name])[:MAX_NAMED]
     more = f" and {len(named) - len(most)} more places" if len(named) > len(most) else ""
     return Blockers(-(-syncs.height // a.step_count), ", ".join(most) + more)

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from advisor.core import text as t
 from advisor.core.finding import (
-    Advice,
     Evidence,
     Finding,
-    Good,
-    NotMeasured,
+    FrameworkAdvice,
     Outcome,
+    PassedCheck,
     Rule,
+    SkippedCheck,
     Source,
     Threshold,
 )
@@ -57,7 +57,7 @@ class LaunchBound(Rule):
     id = "launch-bound"
     title = "The device waits for kernel launches"
     category = "host"
-    levers = ("compile",)
+    knobs = ("compile",)
     of_python = True
     found_in = (
         "traces/b200_eager",
@@ -166,8 +166,8 @@ class LaunchBound(Rule):
             "cudaGraphInstantiate(&run, graph, 0);\n"
             "for (int i = 0; i < iterations; ++i) cudaGraphLaunch(run, stream);",
         ),
-        TENSORFLOW: Advice(JIT_STEP, TF_COMPILE),
-        JAX: Advice(JIT_STEP, JAX_JIT),
+        TENSORFLOW: FrameworkAdvice(JIT_STEP, TF_COMPILE),
+        JAX: FrameworkAdvice(JIT_STEP, JAX_JIT),
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -176,7 +176,7 @@ class LaunchBound(Rule):
             return
         late = how_late(a)
         if late is None:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether the device waits for launches",
                 why="the trace holds no launch calls",
                 record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
@@ -186,8 +186,9 @@ class LaunchBound(Rule):
         share = late.idle / a.span_ns
         if late.busy_share > self.max_busy:
             if share < self.min_share and late.launches >= self.min_launches:
-                yield Good(
-                    text=f"launches keep up: the device idles {share:.1%} {t.of(a.per)} for them"
+                yield PassedCheck(
+                    text=f"launches keep up: the device idles {share:.1%} {t.format_of(a.per)} "
+                    "for them"
                 )
             return
         if share < self.min_share or late.launches < self.min_launches:
@@ -200,8 +201,8 @@ class LaunchBound(Rule):
             summary=(
                 f"{of_step(a, late.idle)} the device idles "
                 f"while the host prepares the next launch: {late.calls:,.0f} launches{per(a)}, "
-                f"{t.time(late.per_launch)} of idle time each, for kernels of "
-                f"{t.time(late.kernel_ns)} (median)."
+                f"{t.format_duration(late.per_launch)} of idle time each, for kernels of "
+                f"{t.format_duration(late.kernel_ns)} (median)."
             ),
             evidence=[
                 figure(a, "idle for launches", late.idle),
@@ -229,7 +230,7 @@ class LaunchBound(Rule):
         queued = (gaps["cause"] == "unknown") & (kind == "runtime").fill_null(False)
         idle = int(gaps["dur"].filter(queued).sum())
         if idle >= self.min_share * a.span_ns:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what=f"why the device idles {of_step(a, idle)} while work is queued for it",
                 why="what ran or held it then is not in the trace: events were filtered out, or "
                 "another process uses the device",
@@ -246,7 +247,7 @@ class LaunchBound(Rule):
             first = self.case("the same kernels in every step")["fix"]
         remove = ""
         if waits.each_step and not late.graph_launches:
-            told = t.counted(waits.each_step, "wait")
+            told = t.count_noun(waits.each_step, "wait")
             remove = self.case("something waits", waits=told, names=waits.names)["fix"]
         return " ".join(filter(None, [first, remove, self.case("in every case")["fix"]]))
 

@@ -22,7 +22,7 @@ class NumaMismatch(Rule):
     id = "numa-mismatch"
     title = "The process is pinned to another NUMA node than its GPU"
     category = "host"
-    levers = ("affinity",)
+    knobs = ("affinity",)
     reads_record = True
     references = (
         "https://docs.nvidia.com/deeplearning/performance/index.html",
@@ -56,7 +56,7 @@ class NumaMismatch(Rule):
                 Evidence("NUMA nodes of the process", cpus),
                 Evidence("CPUs of the process", recorded.record.rank.cpus, "count"),
             ],
-            worth=measure_it("how much slower the far side is, only a copy from each side shows"),
+            impact=measure_it("how much slower the far side is, only a copy from each side shows"),
             fix=self.fix.format(node=gpu),
             code=self.code.format(node=gpu),
         )

@@ -54,7 +54,8 @@ class ObserverEffect(Rule):
         assert around is not None and inside is not None
         yield Finding(
             summary=(
-                f"Around the window a step takes {t.time(around)}, and {t.time(inside)} "
+                f"Around the window a step takes {t.format_duration(around)}, and "
+                f"{t.format_duration(inside)} "
                 f"({effect:+.0%}) while it is profiled: host times and idle time in this report "
                 "are longer than in an ordinary step."
             ),
@@ -65,7 +66,7 @@ class ObserverEffect(Rule):
                 Evidence("profiled steps", int(recorded.profiled.sum()), "count"),
                 steps_seen(recorded),
             ],
-            worth=measure_it("it costs the recording, not the training"),
+            impact=measure_it("it costs the recording, not the training"),
             informational=True,
         )
 

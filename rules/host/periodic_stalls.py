@@ -10,10 +10,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold, Worth
-from advisor.core.intervals import covered, union
+from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
+from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import places
 from advisor.rules.sources import GPUPROF, OURS, STEP_SERIES
 from advisor.testing import TraceBuilder
@@ -110,7 +110,7 @@ class PeriodicStalls(Rule):
                 continue
             ts = a.trace.cpu["ts"].to_numpy()[rows]
             end = ts + a.trace.cpu["dur"].to_numpy()[rows]
-            held = covered(steps["ts"].to_numpy(), steps["end"].to_numpy(), union(ts, end))
+            held = covered_length(steps["ts"].to_numpy(), steps["end"].to_numpy(), union(ts, end))
             usual = float(np.median(held[~long]))
             excess = dur - median
             more = np.minimum(held - usual, excess)
@@ -132,7 +132,7 @@ class PeriodicStalls(Rule):
     def _rows(a: Analysis, pattern: str, thread: int) -> NDArray[np.int64]:
         cpu = a.trace.cpu
         mine = cpu["kind"].is_in(["python", "annotation"]) & (cpu["thread"] == thread)
-        return np.flatnonzero((mine & matches(cpu["name"], pattern)).to_numpy())
+        return np.flatnonzero((mine & name_matches(cpu["name"], pattern)).to_numpy())
 
     def _finding(
         self,
@@ -154,9 +154,11 @@ class PeriodicStalls(Rule):
         saving = cause.startswith("a checkpoint")
         return Finding(
             summary=(
-                f"{t.counted(stalls.height, 'step')} of {count} take "
-                f"{t.time(float(stalls['dur'].mean()))} instead of {t.time(median)}, because "  # type: ignore[arg-type]
-                f"{cause} in them: {t.time(lost)} of the recorded window ({lost / window:.1%})."
+                f"{t.count_noun(stalls.height, 'step')} of {count} take "
+                f"{t.format_duration(float(stalls['dur'].mean()))} instead of "
+                f"{t.format_duration(median)}, because "  # type: ignore[arg-type]
+                f"{cause} in them: {t.format_duration(lost)} of the recorded window "
+                f"({lost / window:.1%})."
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
@@ -166,7 +168,7 @@ class PeriodicStalls(Rule):
                 Evidence("median step", median, "ns"),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
-            worth=Worth(
+            impact=Impact(
                 currency="run_time",
                 gain_ns=round(lost),
                 low_ns=0,

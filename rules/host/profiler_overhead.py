@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
 from advisor.rules.elsewhere import in_any_language
@@ -83,7 +83,7 @@ class ProfilerOverhead(Rule):
             .agg(pl.col("dur").sum())
             .sort("dur", descending=True)
         )
-        parts = [f"{name} {t.time(ns)}" for name, ns in by_name.head(3).iter_rows()]
+        parts = [f"{name} {t.format_duration(ns)}" for name, ns in by_name.head(3).iter_rows()]
         yield Finding(
             summary=(
                 f"{share:.0%} of the window the profiler or the loading of device code was at "
@@ -95,7 +95,7 @@ class ProfilerOverhead(Rule):
                 Evidence("device idle blamed on it", int(blamed), "ns"),
                 Evidence("largest", "; ".join(parts)),
             ],
-            worth=Worth(currency="unpriced", reason="it costs the recording, not the training"),
+            impact=Impact(currency="unpriced", reason="it costs the recording, not the training"),
             informational=True,
         )
 

@@ -12,13 +12,13 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
-from advisor.core.text import counted
+from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.host import python_hot_spots
 from advisor.rules.common import column, figure, of_step, per, places, rows
@@ -122,7 +122,7 @@ class PythonHotSpot(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, first['critical_ns'])} the device idles while {name} runs, "
-                f"{counted(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)}."
+                f"{count_noun(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)}."
             ),
             evidence=[
                 figure(a, "device idle in them", total),
@@ -161,7 +161,7 @@ class PythonHotSpot(Rule):
         dark = (gaps["cause"] == "unknown") & (kind != "runtime").fill_null(True)
         idle = int(gaps["dur"].filter(dark).sum())
         if idle >= self.min_unknown * a.span_ns:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what=(
                     f"which Python code keeps the device waiting: {of_step(a, idle)} it idles "
                     "while no operator runs"

@@ -71,13 +71,14 @@ class RegularStalls(Rule):
             return
         causes = blame(recorded, stalls)
         phase = causes[0][0] if causes else "other"
-        parts = ", ".join(f"{name} {t.time(ns)}" for name, ns in causes[:3] if ns > 0)
+        parts = ", ".join(f"{name} {t.format_duration(ns)}" for name, ns in causes[:3] if ns > 0)
         yield Finding(
             title=f"Every {stalls.every}th step stalls",
             summary=(
-                f"{t.counted(len(stalls.rows), 'step')}, {stalls.every} steps apart, take "
-                f"{t.time(float(stalls.excess.mean()))} more than the median of "
-                f"{t.time(recorded.median)}: {t.time(lost)} of the run ({lost / total:.1%}). "
+                f"{t.count_noun(len(stalls.rows), 'step')}, {stalls.every} steps apart, take "
+                f"{t.format_duration(float(stalls.excess.mean()))} more than the median of "
+                f"{t.format_duration(recorded.median)}: {t.format_duration(lost)} of the run "
+                f"({lost / total:.1%}). "
                 f"What is longer in them: {parts}."
             ),
             evidence=[
@@ -90,7 +91,7 @@ class RegularStalls(Rule):
                 Evidence("longest phase in them", phase),
                 steps_seen(recorded),
             ],
-            worth=over_the_run(lost, method="what the stalled steps take beyond the median"),
+            impact=over_the_run(lost, method="what the stalled steps take beyond the median"),
             fix=(self.case("while data is fetched")["fix"] if phase == "data" else self.fix).format(
                 every=stalls.every
             ),

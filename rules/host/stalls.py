@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from advisor.measure.steps.record import Floats, Ints, Recorded
+    from advisor.measure.steps.record import Floats, Ints, StepRecords
 
 FACTOR, MADS = 1.5, 5.0
 """A long step is longer than this many medians and more than so many median absolute deviations
@@ -30,7 +30,7 @@ class Stalls(NamedTuple):
     """Steps from one to the next, if that is regular."""
 
 
-def find_stalls(recorded: Recorded) -> Stalls:
+def find_stalls(recorded: StepRecords) -> Stalls:
     """The long steps of a record. Validation between two steps counts with the step after it."""
     at = np.flatnonzero(recorded.used)
     if not len(at):
@@ -52,7 +52,7 @@ def _rhythm(rows: Ints) -> int | None:
     return usual if usual >= MIN_RHYTHM and alike >= REGULAR else None
 
 
-def blame(recorded: Recorded, stalls: Stalls) -> list[tuple[str, float]]:
+def blame(recorded: StepRecords, stalls: Stalls) -> list[tuple[str, float]]:
     """What of a long step is longer than usual: (phase, ns over all long steps), largest first;
     pauses of the garbage collector are taken out of the phase they lie in only by name."""
     found = []

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
-from advisor.measure.steps.record import Floats, Recorded
+from advisor.measure.steps.record import Floats, StepRecords
 from advisor.rules.host.stalls import blame, find_stalls
 from advisor.rules.recorded import over_the_run, record, steps_seen
 from advisor.rules.sources import CHOSEN, GPUPROF
@@ -77,10 +77,10 @@ class StepJitter(Rule):
         if len(stalls.rows) < 2:
             return  # one may be chance
         causes = [(name, ns) for name, ns in blame(recorded, stalls)[:3] if ns > 0]
-        parts = ", ".join(f"{name} {t.time(ns)}" for name, ns in causes)
+        parts = ", ".join(f"{name} {t.format_duration(ns)}" for name, ns in causes)
         others = _others(recorded)
         if others is not None and others >= self.max_others:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether steps are uneven by themselves",
                 why=f"other programs used {others:.0%} of the machine's CPUs meanwhile",
                 record="a run on a machine of one's own",
@@ -89,8 +89,8 @@ class StepJitter(Rule):
         yield Finding(
             summary=(
                 f"One step in a hundred takes {ratio:.1f} times the usual "
-                f"{t.time(recorded.median)} or more; together the long ones lose "
-                f"{t.time(lost)}. What is longer in them: {parts or 'not told'}."
+                f"{t.format_duration(recorded.median)} or more; together the long ones lose "
+                f"{t.format_duration(lost)}. What is longer in them: {parts or 'not told'}."
             ),
             evidence=[
                 Evidence(
@@ -104,7 +104,7 @@ class StepJitter(Rule):
                 Evidence("CPUs used by other programs", others, "share", *self.limit("max_others")),
                 steps_seen(recorded),
             ],
-            worth=over_the_run(lost, method="what the long steps take beyond the usual one"),
+            impact=over_the_run(lost, method="what the long steps take beyond the usual one"),
         )
 
     @staticmethod
@@ -137,7 +137,7 @@ class StepJitter(Rule):
 _LONG = {31, 44, 45, 77, 90, 121, 150, 171, 190, 223}
 
 
-def _others(recorded: Recorded) -> float | None:
+def _others(recorded: StepRecords) -> float | None:
     """Share of the machine's CPUs that other programs use; ``None``: not sampled."""
     machine, own = recorded.host("cpu"), recorded.host("process_cpu")
     total = recorded.record.rank.cpus_total

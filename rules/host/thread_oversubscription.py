@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
-from advisor.core.text import counted
+from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.rules.recorded import loader, local_ranks, measure_it, record, workers_of
 from advisor.rules.sources import CHOSEN, SAGEMAKER_CPU
@@ -26,7 +26,7 @@ class ThreadOversubscription(Rule):
     id = "thread-oversubscription"
     title = "More threads compute than there are cores"
     category = "host"
-    levers = ("threads",)
+    knobs = ("threads",)
     reads_record = True
     found_in = ("recorded/threads.slow",)
     silent_in = (
@@ -75,8 +75,8 @@ class ThreadOversubscription(Rule):
         best = max(1, cpus // ranks - min(workers, cpus // ranks - 1))
         yield Finding(
             summary=(
-                f"{counted(ranks, 'process')} with "
-                f"{threads} threads and {workers} workers each share {counted(cpus, 'core')}, "
+                f"{count_noun(ranks, 'process')} with "
+                f"{threads} threads and {workers} workers each share {count_noun(cpus, 'core')}, "
                 f"and {busy:.0%} of them are busy."
             ),
             evidence=[
@@ -87,8 +87,8 @@ class ThreadOversubscription(Rule):
                 Evidence("busy cores", busy, "share", *self.limit("min_busy")),
                 Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
             ],
-            worth=measure_it("what fewer threads save is not in the record: try it"),
-            fix=self.fix.format(threads=counted(best, "thread")),
+            impact=measure_it("what fewer threads save is not in the record: try it"),
+            fix=self.fix.format(threads=count_noun(best, "thread")),
             code=self.code.format(best=best),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.rules.recorded import (
@@ -35,7 +35,7 @@ class CpuBoundTransforms(Rule):
     id = "cpu-bound-transforms"
     title = "All cores prepare data, and the step still waits for it"
     category = "input"
-    levers = ("workers",)
+    knobs = ("workers",)
     reads_record = True
     silent_in = (
         "recorded/worker_respawn.cured",
@@ -79,7 +79,7 @@ class CpuBoundTransforms(Rule):
         usage = recorded.host("process_cpu")
         cpus = recorded.record.rank.cpus
         if len(usage) < 3 or cpus is None:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether the cores are what limits the DataLoader",
                 why="there are too few samples of CPU use",
                 record="a longer run, with psutil installed",
@@ -93,8 +93,10 @@ class CpuBoundTransforms(Rule):
         wait = share * (recorded.mean or 0.0)
         yield Finding(
             summary=(
-                f"{t.time(wait)} of each step ({share:.0%}) waits for data while the main "
-                f"process and its workers keep {busy:.0%} of {t.counted(int(cores), 'core')} busy."
+                f"{t.format_duration(wait)} of each step ({share:.0%}) waits for data while the "
+                "main "
+                f"process and its workers keep {busy:.0%} of {t.count_noun(int(cores), 'core')} "
+                "busy."
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
@@ -104,7 +106,7 @@ class CpuBoundTransforms(Rule):
                 Evidence("disk reads", disk, "bytes/s", *self.limit("max_disk")),
                 steps_seen(recorded),
             ],
-            worth=a_step(a, wait),
+            impact=a_step(a, wait),
         )
 
     @staticmethod

@@ -9,15 +9,15 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import (
-    Advice,
     Edit,
     Evidence,
     Finding,
-    Good,
-    NotMeasured,
+    FrameworkAdvice,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.core.trace import JAX, TENSORFLOW
@@ -58,7 +58,7 @@ class DataLoaderWait(Rule):
     id = "dataloader-wait"
     title = "The step waits for the DataLoader"
     category = "input"
-    levers = ("workers", "loader-prefetch")
+    knobs = ("workers", "loader-prefetch")
     found_in = ("workloads/cpu_transforms",)
     silent_in = (
         "traces/a100_train_6steps",
@@ -109,7 +109,7 @@ class DataLoaderWait(Rule):
     confidence = 0.9
 
     elsewhere: ClassVar = {
-        TENSORFLOW: Advice(
+        TENSORFLOW: FrameworkAdvice(
             "Let tf.data work ahead of the step: prefetch last, map and interleave in parallel "
             "with AUTOTUNE, batch before cheap maps so that they are vectorised, cache what stays "
             "the same, read from several files at once, and take Python functions "
@@ -119,7 +119,7 @@ class DataLoaderWait(Rule):
             title="The step waits for tf.data",
             says=_TF_DATA,
         ),
-        JAX: Advice(
+        JAX: FrameworkAdvice(
             "Let the input pipeline work ahead of the step: prefetch last and map in parallel "
             "(tf.data), or worker processes (Grain); and bring the next batch to the device while "
             "this step runs.",
@@ -132,7 +132,7 @@ class DataLoaderWait(Rule):
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the exposed part of the wait with the step."""
         if a.trace.cpu.is_empty():
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="waiting for the input pipeline",
                 why="the trace holds no host events",
                 record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
@@ -145,8 +145,9 @@ class DataLoaderWait(Rule):
         batch = waits.total / len(waits.host)
         if share < self.min_share or batch < self.min_batch_ms * 1e6:
             if share < self.healthy_share and a.device_id is not None:
-                yield Good(
-                    text=f"the DataLoader keeps up: the device waits {share:.1%} {t.of(a.per)}"
+                yield PassedCheck(
+                    text=f"the DataLoader keeps up: the device waits {share:.1%} "
+                    f"{t.format_of(a.per)}"
                 )
             return
         if not recurs(waits, self.min_share * a.step_ns):
@@ -155,7 +156,11 @@ class DataLoaderWait(Rule):
         per_step = waits.exposed / a.step_count
         inside = culprits(a, waits)
         waiting = float(np.mean(waits.by_step > 0))
-        hidden = "" if a.device_id is None else f" (of {t.time(waits.total / a.step_count)} waited)"
+        hidden = (
+            ""
+            if a.device_id is None
+            else f" (of {t.format_duration(waits.total / a.step_count)} waited)"
+        )
         yield Finding(
             summary=(
                 f"{of_step(a, waits.exposed)}{hidden} nothing runs but the "

@@ -12,10 +12,10 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
@@ -65,7 +65,7 @@ class LoaderWorkers(Rule):
     id = "loader-workers"
     title = "The number of DataLoader workers does not fit the cores"
     category = "input"
-    levers = ("workers",)
+    knobs = ("workers",)
     reads_record = True
     found_in = ("recorded/workers.slow",)
     silent_in = (
@@ -130,7 +130,7 @@ class LoaderWorkers(Rule):
         workers = workers_of(used)
         wait = recorded.phase("data")
         if workers is None or cpus is None or wait is None:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether the number of DataLoader workers fits the cores",
                 why="the run does not tell its cores, its workers, or the wait for data",
             )
@@ -190,9 +190,10 @@ class LoaderWorkers(Rule):
                 else "Fewer DataLoader workers than the cores allow"
             ),
             summary=(
-                f"{t.time(wait)} of each step ({share:.0%}) goes into waiting for data with "
+                f"{t.format_duration(wait)} of each step ({share:.0%}) goes into waiting for data "
+                "with "
                 f"num_workers={workers}, while this process may use "
-                f"{t.counted(int(cores), 'core')}."
+                f"{t.count_noun(int(cores), 'core')}."
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
@@ -203,8 +204,8 @@ class LoaderWorkers(Rule):
                 steps_seen(recorded),
             ],
             edits=edits,
-            worth=None if edits else a_step(a, gain, low=0.5 * gain),
-            fix=self.fix.format(workers=t.counted(best, "worker")),
+            impact=None if edits else a_step(a, gain, low=0.5 * gain),
+            fix=self.fix.format(workers=t.count_noun(best, "worker")),
             code=self.code.format(best=best),
             alternatives="loader",
         )
@@ -213,7 +214,8 @@ class LoaderWorkers(Rule):
         best = max(1, int(cores) - 1)
         return Finding(
             summary=(
-                f"{workers} workers share {t.counted(int(cores), 'core')} with the main process, "
+                f"{workers} workers share {t.count_noun(int(cores), 'core')} with the main "
+                "process, "
                 f"and all of them are busy ({busy:.1f} cores): they interrupt it and each other."
             ),
             evidence=[
@@ -222,8 +224,8 @@ class LoaderWorkers(Rule):
                 Evidence("workers a core", workers / cores, "", *self.limit("many")),
                 Evidence("cores in use", busy, "", *self.limit("busy_cpus", cores)),
             ],
-            worth=measure_it("what fewer workers save is not in the record: try it"),
-            **self.case("too many", workers=t.counted(best, "worker"), best=best),
+            impact=measure_it("what fewer workers save is not in the record: try it"),
+            **self.case("too many", workers=t.count_noun(best, "worker"), best=best),
         )
 
     @staticmethod

@@ -103,7 +103,7 @@ class PaddingWaste(Rule):
                 if (values := recorded.phase(name)) is not None
             )
             gain = mean * model
-            finding.worth = a_step(
+            finding.impact = a_step(
                 a, gain, low=0.5 * gain, method="share of padding x forward and backward"
             )
         yield finding

@@ -39,7 +39,7 @@ class PrefetchStarved(Rule):
     id = "prefetch-starved"
     title = "The prefetch queue runs empty now and then"
     category = "input"
-    levers = ("loader-prefetch", "workers")
+    knobs = ("loader-prefetch", "workers")
     reads_record = True
     silent_in = (
         "recorded/worker_respawn.cured",
@@ -103,7 +103,8 @@ class PrefetchStarved(Rule):
         lost = float(wait[held].sum()) / len(wait)
         yield Finding(
             summary=(
-                f"{held.mean():.0%} of the steps wait for data, up to {t.time(wait.max())}, "
+                f"{held.mean():.0%} of the steps wait for data, up to "
+                f"{t.format_duration(wait.max())}, "
                 f"while {1 - float(np.mean(stretches)):.0%} of the stretches of {length} steps "
                 "wait for nothing: batches of very different cost, and too short a queue "
                 f"({workers} workers x prefetch_factor {factor})."
@@ -123,7 +124,7 @@ class PrefetchStarved(Rule):
                 Evidence("prefetched batches", workers * factor, "count"),
                 steps_seen(recorded),
             ],
-            worth=a_step(a, lost),
+            impact=a_step(a, lost),
             code=self.code.format(workers=workers, twice=2 * factor),
         )
 

@@ -31,7 +31,7 @@ class SingleProcessLoader(Rule):
     id = "single-process-loader"
     title = "The DataLoader has no workers and the step waits for it"
     category = "input"
-    levers = ("workers",)
+    knobs = ("workers",)
     found_in = (
         "traces/pairs/loader_autograd_workers0",
         "traces/pairs/loader_profiler_workers0",
@@ -157,7 +157,7 @@ class SingleProcessLoader(Rule):
                 + ("" if cores is None else f" (the process may use {cores}{idle_cores})"),
                 "the dataset can be pickled",
             ],
-            fix=fix.format(needed=needed, workers=workers, batch=t.time(batch)),
+            fix=fix.format(needed=needed, workers=workers, batch=t.format_duration(batch)),
             code=code.format(workers=workers),
         )
 

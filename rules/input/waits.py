@@ -11,9 +11,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Location, NotMeasured
-from advisor.core.intervals import covered, intersect, union
-from advisor.measure.host.names import matches
+from advisor.core.finding import Evidence, Location, SkippedCheck
+from advisor.core.intervals import covered_length, intersect, union
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.contents import contents
 from advisor.rules.common import per, rows
@@ -46,7 +46,7 @@ class Waits(NamedTuple):
 def find_waits(a: Analysis, pattern: str) -> Waits | None:
     """Waits whose range matches ``pattern``; ``None``: there are none in the used steps."""
     cpu = a.trace.cpu
-    named = matches(cpu["name"], pattern) & cpu["kind"].is_in(["annotation", "op"])
+    named = name_matches(cpu["name"], pattern) & cpu["kind"].is_in(["annotation", "op"])
     if a.device_id is None and a.trace.main_thread is not None:
         named &= cpu["thread"] == a.trace.main_thread
     found = np.flatnonzero(named.to_numpy())
@@ -57,7 +57,7 @@ def find_waits(a: Analysis, pattern: str) -> Waits | None:
     found = found[~inner]
     ts = cpu["ts"].to_numpy()[found]
     end = ts + cpu["dur"].to_numpy()[found]
-    inside = covered(ts, end, a.spans) > 0
+    inside = covered_length(ts, end, a.spans) > 0
     found, ts, end = found[inside], ts[inside], end[inside]
     if not len(found):
         return None
@@ -69,8 +69,8 @@ def find_waits(a: Analysis, pattern: str) -> Waits | None:
         start = gaps["ts"].to_numpy()[blamed]
         exposed = intersect(union(start, start + gaps["dur"].to_numpy()[blamed]), a.spans)
     used = a.steps.used
-    by_step = covered(used["ts"].to_numpy(), used["end"].to_numpy(), exposed)
-    return Waits(found, wait.total, exposed.total, covered(ts, end, exposed), by_step)
+    by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), exposed)
+    return Waits(found, wait.total, exposed.total, covered_length(ts, end, exposed), by_step)
 
 
 def recurs(waits: Waits, minimum: float) -> bool:
@@ -82,10 +82,10 @@ def recurs(waits: Waits, minimum: float) -> bool:
     return bool(rest / (len(waits.by_step) - 1) >= minimum)
 
 
-def in_one_step(waits: Waits) -> NotMeasured:
+def in_one_step(waits: Waits) -> SkippedCheck:
     """What is said of a wait that does not recur."""
-    return NotMeasured(
-        what=f"whether the DataLoader's wait of {t.time(waits.by_step.max())} recurs",
+    return SkippedCheck(
+        what=f"whether the DataLoader's wait of {t.format_duration(waits.by_step.max())} recurs",
         why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
         "an epoch",
         record="more steps: schedule(wait=1, warmup=2, active=8)",
@@ -105,7 +105,7 @@ BUILT_IN = re.compile(r"^<built-in (?:method|function) (\S+?)(?: of (\S+) object
 """``<built-in method std of Tensor object at 0x7f…>``, which is shown as ``Tensor.std``."""
 NAMED_SHARE = 0.05
 """Part of the loading from which a call inside it is listed: smaller ones change nothing."""
-MOST_SHARE = 0.3
+MAX_SHARE = 0.3
 """Part of the loading from which one call is what the loading is about, and is said first."""
 
 
@@ -120,7 +120,7 @@ def culprits(a: Analysis, waits: Waits) -> Culprits:
         per_step = row["ns"] / a.step_count
         found.evidence.append(Evidence(f"of the loading{per(a)}: {text}", per_step, "ns"))
         share = row["ns"] / waits.total
-        if not summary and share >= MOST_SHARE:
+        if not summary and share >= MAX_SHARE:
             summary = f" {share:.0%} of the loading is {text}."
         if row["frame"] is not None:
             file, line, function = a.location(row["frame"])

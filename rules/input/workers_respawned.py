@@ -37,7 +37,7 @@ class WorkersRespawned(Rule):
     id = "workers-respawned"
     title = "DataLoader workers are started anew for every epoch"
     category = "input"
-    levers = ("loader-persistent",)
+    knobs = ("loader-persistent",)
     reads_record = True
     found_in = ("recorded/worker_respawn.slow",)
     silent_in = (
@@ -110,8 +110,9 @@ class WorkersRespawned(Rule):
             return
         yield Finding(
             summary=(
-                f"Each of {t.counted(len(costs), 'epoch')} after the first begins with "
-                f"{t.time(float(np.median(starting)))} of starting {workers_of(used)} workers "
+                f"Each of {t.count_noun(len(costs), 'epoch')} after the first begins with "
+                f"{t.format_duration(float(np.median(starting)))} of starting {workers_of(used)} "
+                "workers "
                 f"again and waiting for their first batch: {lost / time:.1%} of the time."
             ),
             evidence=[
@@ -124,7 +125,7 @@ class WorkersRespawned(Rule):
                 Evidence("ending and starting workers, median", float(np.median(spawns)), "ns"),
                 Evidence("epochs after the first", len(costs), "count", *self.limit("min_epochs")),
             ],
-            worth=over_the_run(
+            impact=over_the_run(
                 lost,
                 low=min(lost, float(np.sum(spawns))),
                 high=max(lost, most),

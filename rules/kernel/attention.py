@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.kernel import facts
 
 MATH = r"^aten::_scaled_dot_product_attention_math"
@@ -40,8 +40,8 @@ def _blocks(a: Analysis, rows: facts.Mask, max_between: int) -> facts.Mask:
     family = a.kernels["family"].gather(at)
     op = a.kernels["op_name"].gather(at)
     softmax = (family == "softmax").fill_null(False).to_numpy()
-    softmax &= ~matches(op, r"(?i)log_softmax|backward").to_numpy()
-    product = matches(op, FORWARD).to_numpy() & (family == "gemm").fill_null(False).to_numpy()
+    softmax &= ~name_matches(op, r"(?i)log_softmax|backward").to_numpy()
+    product = name_matches(op, FORWARD).to_numpy() & (family == "gemm").fill_null(False).to_numpy()
     passing = family.is_in(list(BETWEEN)).fill_null(False).to_numpy()
     stream = gpu["stream"].to_numpy()[at]
     place = np.arange(len(at))

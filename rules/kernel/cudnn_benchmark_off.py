@@ -28,7 +28,7 @@ class CudnnBenchmarkOff(Rule):
     id = "cudnn-benchmark-off"
     title = "cuDNN does not look for the fastest convolutions"
     category = "kernel"
-    levers = ("cudnn-benchmark",)
+    knobs = ("cudnn-benchmark",)
     reads_record = True
     references = (
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#enable-cudnn-auto-tuner",
@@ -73,7 +73,7 @@ class CudnnBenchmarkOff(Rule):
                 Evidence("cudnn.benchmark", "False"),
                 Evidence("batches", len(shapes), "count"),
             ],
-            worth=measure_it("the fastest algorithm is only known by trying: compare both"),
+            impact=measure_it("the fastest algorithm is only known by trying: compare both"),
         )
 
     @staticmethod

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import Edit, Location, NotMeasured, Operation, Select
+from advisor.core.finding import Edit, Location, Operation, Select, SkippedCheck
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
 
@@ -67,7 +67,7 @@ def is_busy(a: Analysis, min_busy: float) -> bool:
     return a.device_id is not None and bool(kernel_rows(a).any()) and busy_share(a) >= min_busy
 
 
-def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Iterator[NotMeasured]:
+def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Iterator[SkippedCheck]:
     """Says so where the families take much time and nothing is known of their rates."""
     table = a.rooflines.filter(pl.col("family").is_in(list(families)))
     blind = table.filter(pl.col("bound") == "unknown")
@@ -81,7 +81,7 @@ def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Ite
         why, record = "the trace has no input shapes", "record_shapes=True"
     else:
         return
-    yield NotMeasured(what=f"how near {work} come to the device's rates", why=why, record=record)
+    yield SkippedCheck(what=f"how near {work} come to the device's rates", why=why, record=record)
 
 
 def scale_factor(a: Analysis, rows: Mask, saved_ns: float) -> float:

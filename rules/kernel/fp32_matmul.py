@@ -10,21 +10,21 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import (
-    Advice,
     Edit,
     Evidence,
     Finding,
-    Good,
-    NotMeasured,
+    FrameworkAdvice,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.core.gpus import GpuSpec
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
@@ -98,7 +98,7 @@ class Fp32Matmul(Rule):
     id = "fp32-matmul"
     title = "Matrix work in fp32 does not use the tensor cores"
     category = "kernel"
-    levers = ("matmul-precision", "autocast")
+    knobs = ("matmul-precision", "autocast")
     found_in = (
         "traces/v100_train_copy_heavy",
         "traces/pairs/sam_2_fp32_few_syncs",
@@ -229,12 +229,12 @@ class Fp32Matmul(Rule):
             cuda="cublasSetMathMode(handle, CUBLAS_TF32_TENSOR_OP_MATH), or "
             "CUBLAS_COMPUTE_32F_FAST_TF32 in cublasGemmEx.",
         ),
-        TENSORFLOW: Advice(
+        TENSORFLOW: FrameworkAdvice(
             "Train in mixed precision, or allow TF32 in matrix products.",
             'tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")\n'
             "tf.config.experimental.enable_tensor_float_32_execution(True)",
         ),
-        JAX: Advice(
+        JAX: FrameworkAdvice(
             "Compute in bfloat16, or allow TF32 in matrix products.",
             'jax.config.update("jax_default_matmul_precision", "tensorfloat32")',
         ),
@@ -263,7 +263,7 @@ class Fp32Matmul(Rule):
             used = facts.duration(a, matrix & on_tensor) / matrix_ns
             if used >= self.praise_share:
                 cores = "matrix cores" if a.trace.meta.vendor == "amd" else "tensor cores"
-                yield Good(text=f"{used:.0%} of matrix and convolution time runs on {cores}")
+                yield PassedCheck(text=f"{used:.0%} of matrix and convolution time runs on {cores}")
             return
         if facts.busy_share(a) < self.min_busy:
             return  # faster kernels would only wait longer
@@ -271,7 +271,7 @@ class Fp32Matmul(Rule):
             return  # its matrix cores take fp32 as it is
         if a.hardware is None:
             name = a.device.name if a.device is not None else None
-            yield NotMeasured(
+            yield SkippedCheck(
                 what=f"whether tensor cores would be faster at fp32 matrix work ({share:.0%} of "
                 "kernel time)",
                 why=f"nothing is known of the GPU {name!r}"
@@ -299,7 +299,7 @@ class Fp32Matmul(Rule):
         """Rows whose inputs are fp32: by the op's types, else by the kernel's name."""
         dtype = a.kernels["dtype"]
         told: facts.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
-        named: facts.Mask = matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
+        named: facts.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
         unknown: facts.Mask = dtype.is_null().to_numpy()
         return told | (unknown & named)
 

@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, roofs
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
@@ -250,7 +250,7 @@ class HandwrittenOperator(Rule):
                     Evidence(
                         kind.name,
                         f"{count / a.step_count:,.0f} a step of {length:.0f} kernels, "
-                        f"{t.time(dur / a.step_count)} a step",
+                        f"{t.format_duration(dur / a.step_count)} a step",
                     )
                     for kind, (_, count, dur, length) in zip(kinds, each.iter_rows(), strict=True)
                 ),
@@ -289,8 +289,8 @@ class HandwrittenOperator(Rule):
         at = np.flatnonzero(facts.compute_rows(a))
         at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
         names = kernels["op_name"].gather(at)
-        able = matches(names, STEPS).to_numpy()
-        able &= ~matches(gpu["name"].gather(at), ALREADY).to_numpy()
+        able = name_matches(names, STEPS).to_numpy()
+        able &= ~name_matches(gpu["name"].gather(at), ALREADY).to_numpy()
         if not able.any():
             return empty
         op = names.cast(pl.String)

@@ -6,9 +6,18 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    Outcome,
+    PassedCheck,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS, SMALL_GRIDS_TRACES, TRACELENS
@@ -32,7 +41,7 @@ class LayoutTransposes(Rule):
     id = "layout-transposes"
     title = "Convolutions transpose between NCHW and NHWC"
     category = "kernel"
-    levers = ("channels-last",)
+    knobs = ("channels-last",)
     found_in = ("traces/mi210_gpu_only",)
     silent_in = (
         "traces/a100_train_6steps",
@@ -91,7 +100,7 @@ class LayoutTransposes(Rule):
         if a.device_id is None:
             return
         rows = facts.compute_rows(a)
-        moving = rows & matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
+        moving = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
         convolving = (rows & facts.of_family(a, "convolution")) | moving
         total = facts.duration(a, facts.kernel_rows(a))
         conv_ns, moved_ns = facts.duration(a, convolving), facts.duration(a, moving)
@@ -104,7 +113,7 @@ class LayoutTransposes(Rule):
                 moved_ns < 0.01 * conv_ns
                 and facts.duration(a, convolving & tensor) >= self.praise_conv * total
             ):
-                yield Good(text="convolutions run on tensor cores without layout transposes")
+                yield PassedCheck(text="convolutions run on tensor cores without layout transposes")
             return
         if facts.busy_share(a) < self.min_busy:
             return
@@ -112,7 +121,7 @@ class LayoutTransposes(Rule):
         yield Finding(
             summary=(
                 f"{share:.0%} of convolution time "
-                f"({t.time(moved_ns / a.step_count)} {t.per(a.per)}) "
+                f"({t.format_duration(moved_ns / a.step_count)} {t.format_per(a.per)}) "
                 "goes into kernels that only reorder tensors between NCHW and NHWC."
             ),
             evidence=[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from advisor.core.finding import NotMeasured, Threshold
+from advisor.core.finding import SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel.rates import BelowRate, Cause
@@ -72,7 +72,7 @@ class LowBandwidth(BelowRate):
     verify = "Profile again: `advisor analyze --operators` shows more of the memory's rate."
     falsified_by = "Nsight Compute shows that the kernel moves more bytes than its tensors have"
 
-    def _unknown(self, a: Analysis) -> Iterator[NotMeasured]:
+    def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Nothing: the rules about matrix work ask for what is missing."""
         return iter(())
 

@@ -12,15 +12,15 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
 from advisor.measure.device.occupancy import active_blocks
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import FOURNEX, NCU, OURS, SMALL_GRIDS_TRACES, TRACELENS
@@ -120,7 +120,7 @@ class LowOccupancy(Rule):
             return
         blind = low.filter(pl.col("moved").is_null())
         if blind.height == low.height and a.trace.meta.record_shapes is not True:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what=f"whether {blind['dur'].sum() / total:.0%} of kernel time at low occupancy "
                 "reaches memory bandwidth",
                 why="the trace has no input shapes",
@@ -134,7 +134,7 @@ class LowOccupancy(Rule):
         if low.is_empty():
             return
         names = low["name"].cast(pl.String).to_list()
-        chosen = rows & matches(a.trace.gpu["name"], facts.match_exactly(names)).to_numpy()
+        chosen = rows & name_matches(a.trace.gpu["name"], facts.match_exactly(names)).to_numpy()
         worst = low.row(0, named=True)
         factor = [
             float(sum(d * min(1.0, r / reach) for d, r in low.select("dur", "rate").iter_rows()))

@@ -13,10 +13,10 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Source,
     Threshold,
 )
@@ -139,7 +139,7 @@ class MisalignedGemm(Rule):
         guilty, cases, undecided = self._judge(a, rows)
         share = facts.duration(a, guilty) / total
         if facts.duration(a, undecided) > 0.5 * facts.duration(a, rows) and share < self.min_share:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="alignment of matrix dimensions",
                 why="the trace has no input shapes",
                 record="record_shapes=True",

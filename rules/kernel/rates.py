@@ -9,12 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
-from advisor.core.text import percent
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.text import format_share
 from advisor.measure import Analysis
 from advisor.measure.device.rooflines import shape_text
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import rows_of, share_in
 from advisor.rules.common import figure
 from advisor.rules.kernel import facts
@@ -97,7 +97,7 @@ class BelowRate(Rule):
         yield Finding(
             summary=(
                 f"Slow {self._work} take {share:.0%} of kernel time. The costliest{name} reaches "
-                f"{percent(worst['efficiency'])} of {self._rate}: {why}."
+                f"{format_share(worst['efficiency'])} of {self._rate}: {why}."
             ),
             evidence=self._evidence(a, slow),
             where=facts.locations(a, rows),
@@ -105,7 +105,7 @@ class BelowRate(Rule):
             **self._advise([cause.case for cause in causes if cause.case]),
         )
 
-    def _unknown(self, a: Analysis) -> Iterator[NotMeasured]:
+    def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Where the rates of much of its work are unknown."""
         return facts.report_unknown_rates(a, self.families, self._work)
 
@@ -159,7 +159,7 @@ class BelowRate(Rule):
         rows = rows_of(a, slow) & facts.compute_rows(a)
         names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
         select = facts.kernels_named(names.to_list())
-        selected = facts.kernel_rows(a) & matches(a.trace.gpu["name"], select.name).to_numpy()
+        selected = facts.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         saved = (
             saved_time(slow, efficiency, faster)
             for efficiency, faster in (

@@ -33,7 +33,7 @@ class SlowConvolution(BelowRate):
     title = "Convolutions run far below the GPU's rate"
     found_in = ("traces/mi300x_kernels_after_steps",)
     silent_in = ("traces/pairs/sam_2_fp32_few_syncs",)
-    levers = ("cudnn-benchmark", "channels-last")
+    knobs = ("cudnn-benchmark", "channels-last")
     validated_on = (
         "MI300X training (a gradient of a 1 x 1 convolution in fp16 on a kernel without matrix "
         "cores, 29 times 1 ms for work of microseconds: fires)"

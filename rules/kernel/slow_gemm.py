@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core.finding import Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.matmuls import Product, product
+from advisor.measure.device.matmuls import MatrixProduct, product
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.kernel import facts
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, Cause, inputs_of
@@ -155,7 +155,7 @@ def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
     return all(size < unit or not size % unit for size in (shape.n, shape.k))
 
 
-def causes_of(p: Product, units: int | None, *, amd: bool) -> list[Cause]:
+def causes_of(p: MatrixProduct, units: int | None, *, amd: bool) -> list[Cause]:
     """Why a product is slow on a device with so many units."""
     tiles = p.batch * ceil(p.m / TILE) * ceil(p.n / TILE)
     unit = "compute units" if amd else "multiprocessors"

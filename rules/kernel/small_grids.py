@@ -9,7 +9,7 @@ import numpy as np
 
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
@@ -107,7 +107,7 @@ class SmallGrids(Rule):
         gpu = a.trace.gpu
         rows = facts.compute_rows(a)
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
-        small = rows & (blocks < 1) & ~matches(gpu["name"], facts.PERSISTENT).to_numpy()
+        small = rows & (blocks < 1) & ~name_matches(gpu["name"], facts.PERSISTENT).to_numpy()
         total = facts.duration(a, rows)
         if not total:
             return

@@ -9,20 +9,20 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import (
-    Advice,
     Edit,
     Evidence,
     Finding,
-    Good,
-    NotMeasured,
+    FrameworkAdvice,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure
 from advisor.rules.kernel import attention, facts
 from advisor.rules.sources import FLASH, OURS
@@ -126,8 +126,10 @@ class UnfusedAttention(Rule):
     }
 
     elsewhere: ClassVar = {
-        TENSORFLOW: Advice("Use fused attention.", "keras.config.enable_flash_attention()"),
-        JAX: Advice(
+        TENSORFLOW: FrameworkAdvice(
+            "Use fused attention.", "keras.config.enable_flash_attention()"
+        ),
+        JAX: FrameworkAdvice(
             "Use fused attention.", 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn")'
         ),
     }
@@ -195,10 +197,10 @@ class UnfusedAttention(Rule):
     ) -> Iterator[Outcome]:
         fused = facts.duration(a, rows & facts.of_family(a, "attention"))
         if fused >= self.praise_share * total and share < 0.01:
-            yield Good(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
+            yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
         unknown = rows & facts.of_family(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
         if facts.duration(a, unknown) >= 0.02 * total:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether softmax kernels belong to unfused attention",
                 why="the kernels' launches lie outside the window or in a CUDA graph",
                 record="a window in which the model runs eagerly",
@@ -213,10 +215,10 @@ class UnfusedAttention(Rule):
         if not forward.any():
             return 0.0, 0.0
         op = a.kernels["op_name"]
-        products = rows & matches(op, attention.FORWARD).to_numpy()
+        products = rows & name_matches(op, attention.FORWARD).to_numpy()
         second = facts.launched_under(a, r"^autograd::engine::evaluate_function")
         part = facts.duration(a, products & forward) / max(1, facts.duration(a, products & ~second))
-        gradients = rows & second & matches(op, r"^aten::_softmax_backward_data$").to_numpy()
+        gradients = rows & second & name_matches(op, r"^aten::_softmax_backward_data$").to_numpy()
         spent = facts.duration(a, gradients & ~forward)
         return spent + part * facts.duration(a, products & second & ~forward), min(1.0, part)
 

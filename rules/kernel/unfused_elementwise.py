@@ -9,11 +9,20 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import TF_COMPILE
 from advisor.rules.kernel import facts
@@ -45,7 +54,7 @@ class UnfusedElementwise(Rule):
     id = "unfused-elementwise"
     title = "Chains of pointwise kernels are not fused"
     category = "kernel"
-    levers = ("compile",)
+    knobs = ("compile",)
     found_in = ("traces/h100_qwen_inference",)
     silent_in = (
         "traces/a100_train_6steps",
@@ -114,8 +123,8 @@ class UnfusedElementwise(Rule):
         "the operator (F.layer_norm, F.gelu)."
     }
     elsewhere: ClassVar = {
-        TENSORFLOW: Advice("Compile the step with XLA, which fuses them.", TF_COMPILE),
-        JAX: Advice(
+        TENSORFLOW: FrameworkAdvice("Compile the step with XLA, which fuses them.", TF_COMPILE),
+        JAX: FrameworkAdvice(
             "Put them into one jax.jit with what is around them: XLA fuses what one jit holds.",
             "@jax.jit\ndef train_step(state, batch): ...",
         ),
@@ -130,7 +139,7 @@ class UnfusedElementwise(Rule):
         fusible = rows & facts.of_family(a, *FUSIBLE)
         if facts.duration(a, fusible) < self.min_share * total:
             return
-        fusible &= ~matches(a.trace.gpu["name"], ALREADY).to_numpy()
+        fusible &= ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
         fusible &= ~facts.launched_under(a, r"^Optimizer\.step#")
         in_chain, chains, known = self._chains(a, rows, fusible)
         share = facts.duration(a, in_chain) / total

@@ -13,15 +13,15 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Source,
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
@@ -101,7 +101,7 @@ class WaveQuantisation(Rule):
         known = a.kernels["waves"].is_not_null().to_numpy()
         if not (heavy & known).any():
             amd = a.trace.meta.vendor == "amd"
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="wave quantisation of matrix kernels",
                 why="how many blocks an AMD GPU holds at once is not modelled"
                 if amd
@@ -113,7 +113,7 @@ class WaveQuantisation(Rule):
         upto = np.ceil(waves)
         waste = np.where(upto > 0, 1 - waves / np.maximum(upto, 1), 0.0)
         rows = heavy & known & (waves >= 1) & (waves < self.max_waves)
-        rows &= ~matches(gpu["name"], facts.PERSISTENT).to_numpy()
+        rows &= ~name_matches(gpu["name"], facts.PERSISTENT).to_numpy()
         at = np.flatnonzero(rows)
         dur = gpu["dur"].to_numpy()[at]
         waste = np.minimum(waste[at], _room(a, at))
@@ -139,7 +139,9 @@ class WaveQuantisation(Rule):
         if table.is_empty():
             return
         names = table["name"].cast(pl.String).to_list()
-        chosen = facts.compute_rows(a) & matches(gpu["name"], facts.match_exactly(names)).to_numpy()
+        chosen = (
+            facts.compute_rows(a) & name_matches(gpu["name"], facts.match_exactly(names)).to_numpy()
+        )
         lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
         top = table.row(0, named=True)
         yield Finding(

@@ -11,9 +11,9 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    Good,
     Location,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
     Threshold,
@@ -42,7 +42,7 @@ class AllocationsInLoop(Rule):
     id = "allocations-in-loop"
     title = "Device memory is allocated in the loop"
     category = "memory"
-    levers = ("expandable-segments",)
+    knobs = ("expandable-segments",)
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
@@ -105,7 +105,7 @@ class AllocationsInLoop(Rule):
         steps = used.height - 1
         if calls.is_empty():
             if (a.trace.cpu["kind"] == "runtime").any():
-                yield Good(text=f"no cudaMalloc or cudaFree in the last {steps} steps")
+                yield PassedCheck(text=f"no cudaMalloc or cudaFree in the last {steps} steps")
             return
         rate = calls.height / steps
         if calls["step"].n_unique() < self.min_steps or rate < self.min_a_step:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, NotMeasured, Outcome, Rule, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
 from advisor.rules.memory.recorded import capacity, last
 from advisor.rules.recorded import measure_it, record, steps_seen
@@ -81,7 +81,7 @@ class BatchHeadroom(Rule):
             return
         active = _activity(a)
         if active is None:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether a larger batch would keep the device busier",
                 why="neither a profiled window nor telemetry shows what the device does",
             )
@@ -95,7 +95,8 @@ class BatchHeadroom(Rule):
         now = float(np.median(batch)) if len(batch) else None
         yield Finding(
             summary=(
-                f"The run holds {t.memory(held)} of {t.memory(total)} ({held / total:.0%}), and "
+                f"The run holds {t.format_bytes(held)} of {t.format_bytes(total)} "
+                f"({held / total:.0%}), and "
                 f"the device is not kept busy ({label} {value:.0%}): a batch up to "
                 f"{min(factor, 16)} times as large may fit."
             ),
@@ -106,7 +107,7 @@ class BatchHeadroom(Rule):
                 Evidence("samples a batch", now, "count"),
                 steps_seen(recorded),
             ],
-            worth=measure_it("how fast a larger batch is, is not in the recording"),
+            impact=measure_it("how fast a larger batch is, is not in the recording"),
             informational=True,
         )
 

@@ -34,7 +34,7 @@ class EmptyCacheInLoop(Rule):
     id = "empty-cache-in-loop"
     title = "empty_cache() in the loop"
     category = "memory"
-    levers = ("keep-cache",)
+    knobs = ("keep-cache",)
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",

@@ -8,12 +8,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold, Worth
-from advisor.core.intervals import Intervals, covered, intersect, union
-from advisor.core.text import counted
+from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
+from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, of_step, per, places, rows
 from advisor.rules.sources import OURS, REAL_EVAL, REAL_KERNEL
 from advisor.testing import TraceBuilder
@@ -50,7 +50,7 @@ class EvalWithoutNoGrad(Rule):
     id = "eval-without-no-grad"
     title = "A graph is built for a backward pass that never comes"
     category = "memory"
-    levers = ("no-grad-evaluation",)
+    knobs = ("no-grad-evaluation",)
     found_in = ("workloads/eval_with_grad",)
     silent_in = (
         "traces/a100_train_6steps",
@@ -99,7 +99,7 @@ class EvalWithoutNoGrad(Rule):
         """Compare the numbers of the forward pass with those of the backward pass."""
         cpu = a.trace.cpu
         number = rows(cpu["sequence"])
-        nodes = matches(cpu["name"], NODE).to_numpy() & (number >= 0)
+        nodes = name_matches(cpu["name"], NODE).to_numpy() & (number >= 0)
         if not nodes.any():
             return
         forward = self._forward(a, number)
@@ -112,7 +112,7 @@ class EvalWithoutNoGrad(Rule):
         used = a.steps.used
         begin, end = used["ts"].to_numpy(), used["end"].to_numpy()
         ts = cpu["ts"].to_numpy()
-        trained = covered(begin, end, _spans(a, np.flatnonzero(nodes))) > 0
+        trained = covered_length(begin, end, _spans(a, np.flatnonzero(nodes))) > 0
         by_step = [
             len(np.unique(number[unmatched[(ts[unmatched] >= b) & (ts[unmatched] < e)]]))
             for b, e, both in zip(begin, end, trained, strict=True)  # a handful of steps
@@ -125,14 +125,14 @@ class EvalWithoutNoGrad(Rule):
         share = lost / max(whole, 1)
         if share < self.min_share or lost < self.min_step * a.span_ns:
             return
-        here = unmatched[covered(ts[unmatched], ts[unmatched] + 1, a.spans) > 0]
+        here = unmatched[covered_length(ts[unmatched], ts[unmatched] + 1, a.spans) > 0]
         if not _of_a_model(cpu["name"].gather(here)).any():
             return
         count = round(float(np.median(by_step)))
         yield Finding(
             summary=(
                 f"{of_step(a, lost)} operators run with gradients enabled although no backward "
-                f"pass follows: {counted(count, 'node')}{per(a)}, whose activations are kept."
+                f"pass follows: {count_noun(count, 'node')}{per(a)}, whose activations are kept."
             ),
             evidence=[
                 Evidence(
@@ -147,7 +147,7 @@ class EvalWithoutNoGrad(Rule):
                 Evidence("share", lost / a.span_ns, "share", *self.limit("min_step"), per=a.per),
             ],
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
-            worth=Worth(
+            impact=Impact(
                 currency="risk",
                 reason="how much memory the graphs hold depends on how long results are kept",
             ),
@@ -158,18 +158,18 @@ class EvalWithoutNoGrad(Rule):
         """Operators that bear a number, on the thread that drives the step, outermost of their
         number, and not part of a backward pass."""
         cpu = a.trace.cpu
-        chosen = (number >= 0) & (matches(cpu["name"], FORWARD)).to_numpy()
+        chosen = (number >= 0) & (name_matches(cpu["name"], FORWARD)).to_numpy()
         if a.trace.main_thread is not None:
             chosen &= (cpu["thread"] == a.trace.main_thread).to_numpy()
         found = np.flatnonzero(chosen)
         parent = rows(cpu["parent"])[found]
         outer = (parent < 0) | (number[parent] < 0)
         found = found[outer]
-        backward = np.flatnonzero(matches(cpu["name"], NODE).to_numpy())
+        backward = np.flatnonzero(name_matches(cpu["name"], NODE).to_numpy())
         thread = cpu["thread"].to_numpy()
         same = backward[np.isin(thread[backward], np.unique(thread[found]))]
         ts = cpu["ts"].to_numpy()[found]
-        inside = covered(ts, ts + 1, _spans(a, same)) > 0
+        inside = covered_length(ts, ts + 1, _spans(a, same)) > 0
         return found[~inside].astype(np.int64)
 
     @staticmethod
@@ -202,7 +202,7 @@ def _made(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:
 def _of_a_model(names: pl.Series) -> pl.Series:
     """Operators that a layer is made of."""
     layers = [*MATRIX, "normalisation"]
-    return op_families(names).is_in(layers).fill_null(value=False) | matches(names, RECURRENT)
+    return op_families(names).is_in(layers).fill_null(value=False) | name_matches(names, RECURRENT)
 
 
 def _spans(a: Analysis, found: NDArray[np.intp] | Rows) -> Intervals:

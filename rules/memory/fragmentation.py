@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold, Worth
+from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import fragments, placement
 from advisor.rules.memory.recorded import GIB, capacity, last
@@ -37,7 +37,7 @@ class Fragmentation(Rule):
     id = "memory-fragmentation"
     title = "Device memory is held in fragments"
     category = "memory"
-    levers = ("expandable-segments",)
+    knobs = ("expandable-segments",)
     reads_record = True
     reads_snapshot = True
     references = (
@@ -101,8 +101,9 @@ class Fragmentation(Rule):
         setting = conf.get("PYTORCH_ALLOC_CONF") or conf.get("PYTORCH_CUDA_ALLOC_CONF")
         yield Finding(
             summary=(
-                f"The allocator holds {t.memory(reserved)}, though tensors never filled more than "
-                f"{t.memory(peak)} at a time"
+                f"The allocator holds {t.format_bytes(reserved)}, though tensors never filled "
+                "more than "
+                f"{t.format_bytes(peak)} at a time"
                 + (f", and {retries} times it gave its cache back to go on." if retries else ".")
             ),
             evidence=[
@@ -113,7 +114,7 @@ class Fragmentation(Rule):
                 Evidence("retries after the warm-up", retries, "count"),
                 Evidence("allocator settings", setting),
             ],
-            worth=Worth(
+            impact=Impact(
                 currency="memory",
                 freed_bytes=max(0, round(loose)),
                 method="reserved beyond the highest allocated",
@@ -138,10 +139,12 @@ class Fragmentation(Rule):
                 case |= self.case("of a snapshot in which a request failed")
             yield Finding(
                 summary=(
-                    f"{t.memory(found.split)} of the {t.memory(reserved)} reserved are free in "
-                    f"segments that also hold tensors, the largest piece {t.memory(found.largest)}"
+                    f"{t.format_bytes(found.split)} of the {t.format_bytes(reserved)} reserved "
+                    "are free in "
+                    "segments that also hold tensors, the largest piece "
+                    f"{t.format_bytes(found.largest)}"
                     + (
-                        f": a request of {t.memory(placed.request)} failed beside them."
+                        f": a request of {t.format_bytes(placed.request)} failed beside them."
                         if failed and placed is not None
                         else "."
                     )
@@ -166,7 +169,7 @@ class Fragmentation(Rule):
                         else None,
                     ),
                 ],
-                worth=Worth(
+                impact=Impact(
                     currency="memory",
                     freed_bytes=found.expandable,
                     method="whole pages of the free blocks",

@@ -11,17 +11,17 @@ from advisor.core import text as t
 from advisor.core.finding import (
     Evidence,
     Finding,
+    Impact,
     Location,
-    NotMeasured,
     Outcome,
     Rule,
+    SkippedCheck,
     Threshold,
-    Worth,
 )
-from advisor.core.intervals import covered
+from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import logits
 from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
@@ -122,7 +122,8 @@ class HugeVocabulary(Rule):
         return Finding(
             summary=(
                 f"{held.blocks} blocks of the loss and of the logits' size held "
-                f"{t.memory(held.bytes)} of the {t.memory(post.allocated)} in tensors {when}."
+                f"{t.format_bytes(held.bytes)} of the {t.format_bytes(post.allocated)} in tensors "
+                f"{when}."
             ),
             evidence=[
                 Evidence("largest block of the loss", held.largest, "bytes"),
@@ -136,7 +137,7 @@ class HugeVocabulary(Rule):
                     count=held.blocks,
                 )
             ] if held.where.file is not None else [],
-            worth=Worth(
+            impact=Impact(
                 currency="memory",
                 freed_bytes=held.freed,
                 method="the snapshot's blocks, less one piece in eight",
@@ -146,18 +147,18 @@ class HugeVocabulary(Rule):
 
     def _of_trace(self, a: Analysis) -> Iterator[Outcome]:
         cpu = a.trace.cpu
-        if a.device_id is None or not matches(cpu["name"], _BACKWARD).any():
+        if a.device_id is None or not name_matches(cpu["name"], _BACKWARD).any():
             return
-        calls = np.flatnonzero(matches(cpu["name"], _FORWARD).to_numpy())
+        calls = np.flatnonzero(name_matches(cpu["name"], _FORWARD).to_numpy())
         ts = cpu["ts"].to_numpy()[calls]
-        calls = calls[covered(ts, ts + 1, a.spans) > 0]
+        calls = calls[covered_length(ts, ts + 1, a.spans) > 0]
         if not len(calls):
             return
         described = cpu["inputs"].gather(calls)
         if described.null_count() == len(calls):
             kernels = facts.launched_under(a, _FORWARD) & a.in_window
             if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.worth_asking_ns).any():
-                yield NotMeasured(
+                yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
                     why="shapes are not recorded",
                     record="record_shapes=True",
@@ -181,7 +182,8 @@ class HugeVocabulary(Rule):
         under = facts.launched_under(a, _LOSS) & a.in_window
         yield Finding(
             summary=(
-                f"The log-softmax of {shape} takes {t.memory(largest)} ({largest / whole:.0%} "
+                f"The log-softmax of {shape} takes {t.format_bytes(largest)} "
+                f"({largest / whole:.0%} "
                 f"{source}), and its gradient as much again."
             ),
             evidence=[
@@ -196,7 +198,7 @@ class HugeVocabulary(Rule):
                 figure(a, "device time of the loss", facts.duration(a, under)),
             ],
             where=places(a, calls.astype(np.int64), taken),
-            worth=Worth(
+            impact=Impact(
                 currency="memory",
                 freed_bytes=2 * largest,
                 method="log-softmax and one gradient of its size",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
+from advisor.core.finding import Evidence, Finding, Impact, Location, Outcome, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import savings
 from advisor.rules.sources import CHOSEN
@@ -62,7 +62,8 @@ class KeptReferences(Rule):
                     continue
                 yield Finding(
                     summary=(
-                        f"{t.memory(each.bytes)} of the {t.memory(post.allocated)} in tensors at "
+                        f"{t.format_bytes(each.bytes)} of the {t.format_bytes(post.allocated)} in "
+                        "tensors at "
                         "the peak were made by the forward pass of an earlier step."
                     ),
                     evidence=[
@@ -78,7 +79,7 @@ class KeptReferences(Rule):
                     where=[]
                     if each.file is None
                     else [Location(file=each.file, line=each.line, function=each.function)],
-                    worth=Worth(
+                    impact=Impact(
                         currency="memory",
                         freed_bytes=each.bytes,
                         method="held at the peak, by the snapshot",

@@ -11,15 +11,15 @@ from advisor.core import text as t
 from advisor.core.finding import (
     Evidence,
     Finding,
+    Impact,
     Location,
-    NotMeasured,
     Outcome,
     Rule,
+    SkippedCheck,
     Threshold,
-    Worth,
 )
 from advisor.measure import Analysis
-from advisor.measure.steps.record import Floats, Recorded
+from advisor.measure.steps.record import Floats, StepRecords
 from advisor.rules.memory.recorded import capacity, growth, last
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN, TRACEML
@@ -121,7 +121,7 @@ class MemoryLeak(Rule):
         recorded = record(a)
         used = recorded.settled
         if int(used.sum()) < self.min_steps:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether memory grows from step to step",
                 why=f"{int(used.sum())} steps after the warm-up say too little",
                 record=f"a run of {2 * self.min_steps} steps or more",
@@ -152,7 +152,8 @@ class MemoryLeak(Rule):
         return Finding(
             title=f"{what[0].upper()}{what[1:]} grows from step to step",
             summary=(
-                f"It grew by {t.memory(grown)} in {steps:,} steps, {t.memory(each)} a step{until}."
+                f"It grew by {t.format_bytes(grown)} in {steps:,} steps, {t.format_bytes(each)} a "
+                f"step{until}."
             ),
             evidence=[
                 Evidence("grown by", grown, "bytes", *self.limit("min_growth")),
@@ -161,7 +162,7 @@ class MemoryLeak(Rule):
                 Evidence("there is", total, "bytes"),
                 Evidence("steps", steps, "count", *self.limit("min_steps")),
             ],
-            worth=Worth(
+            impact=Impact(
                 currency="risk",
                 reason=f"out of memory in {left:,} steps"
                 if left is not None
@@ -191,9 +192,15 @@ class MemoryLeak(Rule):
             yield Finding(
                 title="Device memory in tensors grows from step to step",
                 summary=(
-                    f"{place} leaves {t.memory(row['step_bytes'])} behind in {row['steps']:,} of "
-                    f"{steps:,} steps, and all of it is held to the end: {t.memory(whole)} so far"
-                    + (f", {t.memory(each)} a step with other lines." if table.height > 1 else ".")
+                    f"{place} leaves {t.format_bytes(row['step_bytes'])} behind in "
+                    f"{row['steps']:,} of "
+                    f"{steps:,} steps, and all of it is held to the end: {t.format_bytes(whole)} "
+                    "so far"
+                    + (
+                        f", {t.format_bytes(each)} a step with other lines."
+                        if table.height > 1
+                        else "."
+                    )
                 ),
                 evidence=[
                     Evidence("left behind", each, "bytes", per="step"),
@@ -209,7 +216,9 @@ class MemoryLeak(Rule):
                     for r in table.head(3).iter_rows(named=True)
                     if r["file"] is not None
                 ],
-                worth=Worth(currency="risk", reason=f"{t.memory(each)} a step are never freed"),
+                impact=Impact(
+                    currency="risk", reason=f"{t.format_bytes(each)} a step are never freed"
+                ),
                 confidence_notes=["of snapshots, shown on simulated ones only"],
                 **self.case("of a snapshot"),
             )
@@ -243,7 +252,7 @@ class MemoryLeak(Rule):
         }
 
 
-def _resident(recorded: Recorded) -> Floats:
+def _resident(recorded: StepRecords) -> Floats:
     """Resident memory after the warm-up, from steps and telemetry, in order of time."""
     first, last_ = recorded.span
     told = [(s.t, s.rss) for s in recorded.steps if s.rss is not None and s.t >= first]

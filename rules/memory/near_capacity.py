@@ -10,12 +10,12 @@ import polars as pl
 from advisor.core.finding import (
     Evidence,
     Finding,
+    Impact,
     Location,
-    NotMeasured,
     Outcome,
     Rule,
+    SkippedCheck,
     Threshold,
-    Worth,
 )
 from advisor.measure import Analysis
 from advisor.rules.memory.peaks import held_most, peaks
@@ -114,7 +114,7 @@ class MemoryNearCapacity(Rule):
             capacity = capacity or _capacity(a, post.device)
             held = held_most(post)
         if reserved is None:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="device memory: peak, capacity, what could be freed",
                 why="allocator events are not recorded",
                 record="profile_memory=True",
@@ -122,7 +122,7 @@ class MemoryNearCapacity(Rule):
             return
         if not capacity:
             alone = a.snapshot_only
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="how full device memory is",
                 why=f"the {'snapshot' if alone else 'trace'} does not say how much memory the GPU "
                 "has",
@@ -158,7 +158,7 @@ class MemoryNearCapacity(Rule):
                 ),
             ],
             where=[*self._where(a, reserved), *held],
-            worth=Worth(
+            impact=Impact(
                 currency="risk",
                 reason=f"{1 - share:.0%} of device memory is left before the run stops",
             ),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Location, Outcome, Rule, Threshold, Worth
+from advisor.core.finding import Evidence, Finding, Impact, Location, Outcome, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import placement
 from advisor.measure.memory.memory_savings import Saving, savings
@@ -20,7 +20,7 @@ from advisor.testing import TraceBuilder
 if TYPE_CHECKING:
     from advisor.measure.memory.post_mortem import PostMortem
 
-MOST_WAYS = 3
+MAX_WAYS = 3
 """To free memory, that a finding names."""
 
 
@@ -172,11 +172,11 @@ class OutOfMemory(Rule):
                 Evidence("last batch over the median one", grown, "", *self.limit("larger")),
                 Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
             ],
-            worth=Worth(
+            impact=Impact(
                 currency="risk",
                 reason="the run stopped"
                 if reserved is None
-                else f"the run stopped with {t.memory(reserved)} held",
+                else f"the run stopped with {t.format_bytes(reserved)} held",
             ),
             **(
                 self.case("fragments")
@@ -194,15 +194,16 @@ class OutOfMemory(Rule):
         if scattered:  # the cure for fragments first
             found.sort(key=lambda each: (each.change != "expandable segments", -each.bytes))
         why = (
-            f"{t.memory(placed.usable)} were free for it, but in pieces of at most "
-            f"{t.memory(placed.largest)}"
+            f"{t.format_bytes(placed.usable)} were free for it, but in pieces of at most "
+            f"{t.format_bytes(placed.largest)}"
             if placed is not None and scattered
-            else f"tensors held {t.memory(post.allocated)} of the {t.memory(post.reserved)} "
+            else f"tensors held {t.format_bytes(post.allocated)} of the "
+            f"{t.format_bytes(post.reserved)} "
             f"reserved: {_holders(post)}"
         )
         enough = [each for each in found if each.bytes >= request]
         return Finding(
-            summary=f"A request of {t.memory(request)} could not be met; {why}.",
+            summary=f"A request of {t.format_bytes(request)} could not be met; {why}.",
             evidence=[
                 Evidence("request", request, "bytes"),
                 Evidence("in tensors", post.allocated, "bytes"),
@@ -217,13 +218,13 @@ class OutOfMemory(Rule):
                 ],
             ],
             where=_asked(post) + held_most(post),
-            worth=Worth(
-                currency="risk", reason=f"the run stopped with {t.memory(post.reserved)} held"
+            impact=Impact(
+                currency="risk", reason=f"the run stopped with {t.format_bytes(post.reserved)} held"
             ),
             fix=self._ways(found),
             code=self.case((enough or found)[0].change)["code"] if found else "",
             confidence=0.85,
-            assumptions=[f"{self._way(each)}: {each.assumes}" for each in found[:MOST_WAYS]],
+            assumptions=[f"{self._way(each)}: {each.assumes}" for each in found[:MAX_WAYS]],
         )
 
     def _way(self, saving: Saving) -> str:
@@ -233,13 +234,15 @@ class OutOfMemory(Rule):
     def _ways(self, found: list[Saving]) -> str:
         """What would have freed most, in words."""
         told = []
-        for each in found[:MOST_WAYS]:
+        for each in found[:MAX_WAYS]:
             where = (
                 ""
                 if each.line is None or each.file is None
                 else (f" ({each.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{each.line})")
             )
-            told.append(f"{self.case(each.change)['fix']}{where}: frees {t.memory(each.bytes)}.")
+            told.append(
+                f"{self.case(each.change)['fix']}{where}: frees {t.format_bytes(each.bytes)}."
+            )
         return " ".join([*told, "They overlap."] if told[1:] else told)
 
     @staticmethod
@@ -265,7 +268,9 @@ class OutOfMemory(Rule):
 
 def _holders(post: PostMortem, most: int = 3) -> str:
     """Categories that held most, in words."""
-    named = [f"{name} {t.memory(held)}" for name, held in list(post.by_category.items())[:most]]
+    named = [
+        f"{name} {t.format_bytes(held)}" for name, held in list(post.by_category.items())[:most]
+    ]
     return ", ".join(named)
 
 

@@ -97,8 +97,8 @@ class PinnedAllocationInLoop(Rule):
         time = total(calls["dur"])
         yield Finding(
             summary=(
-                f"{t.counted(round(rate), 'allocation')} of pinned host memory a step, "
-                f"{t.time(time / calls.height)} each, although the warm-up is over."
+                f"{t.count_noun(round(rate), 'allocation')} of pinned host memory a step, "
+                f"{t.format_duration(time / calls.height)} each, although the warm-up is over."
             ),
             evidence=[
                 Evidence("pinned allocations", rate, "count", *self.limit("min_a_step"), per=a.per),

@@ -11,14 +11,14 @@ from advisor.core.finding import (
     Evidence,
     Finding,
     Location,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory import recompute
 from advisor.replay.selection import under_names
 from advisor.rules.common import figure, of_each
@@ -86,12 +86,12 @@ class RecomputeWithFreeMemory(Rule):
         """Compare recomputed device time with the step, and peak memory with the capacity."""
         if a.device_id is None or not a.breakdown.compute.total:
             return
-        training = matches(a.trace.cpu["name"], BACKWARD).any()
+        training = name_matches(a.trace.cpu["name"], BACKWARD).any()
         if not training:
             return  # nothing to recompute for
         table = recompute(a)
         if table is None:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="activation recomputation",
                 why="the trace has no Python stacks around the backward pass",
                 record="with_stack=True",
@@ -103,7 +103,7 @@ class RecomputeWithFreeMemory(Rule):
             return
         reserved, _, capacity = peaks(a)
         if reserved is None or not capacity:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what=f"whether memory is free that would save recomputation ({share:.0%} of the "
                 "step)",
                 why="allocator events are not recorded"

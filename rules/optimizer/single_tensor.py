@@ -13,15 +13,15 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    Good,
     Location,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.replay.selection import under_names
 from advisor.rules.common import per
 from advisor.rules.kernel import facts
@@ -53,7 +53,7 @@ class SingleTensorOptimizer(Rule):
     id = "single-tensor-optimizer"
     title = "The optimizer updates one parameter at a time"
     category = "optimizer"
-    levers = ("fused-optimizer",)
+    knobs = ("fused-optimizer",)
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
@@ -118,14 +118,14 @@ class SingleTensorOptimizer(Rule):
         count = int(rows.sum())
         if not count:
             return
-        many = rows & matches(gpu["name"], FUSED).to_numpy()
+        many = rows & name_matches(gpu["name"], FUSED).to_numpy()
         a_step = count / a.step_count
         if many.any():
             of_optimizer = facts.duration(a, rows)
             held = facts.duration(a, many) / max(1, of_optimizer)
             large = of_optimizer >= self.praise_share * facts.duration(a, facts.kernel_rows(a))
             if held >= 0.5 and large:
-                yield Good(
+                yield PassedCheck(
                     text=f"the optimizer updates many parameters at once ({a_step:.0f} kernels a "
                     "step)"
                 )
@@ -144,7 +144,7 @@ class SingleTensorOptimizer(Rule):
             summary=(
                 f"{optimizer}.step launches {a_step:.0f} kernels{per(a)}, of "
                 f"{np.median(dur) / 1e3:.1f} µs each; with the gaps between them it takes "
-                f"{share:.0%} {t.of(a.per)}."
+                f"{share:.0%} {t.format_of(a.per)}."
             ),
             evidence=[
                 Evidence(
@@ -182,13 +182,13 @@ class SingleTensorOptimizer(Rule):
     def _where(self, a: Analysis) -> tuple[list[Location], str, bool]:
         """The longest optimizer step, the class's name, and whether stacks name the reason."""
         cpu = a.trace.cpu
-        steps = np.flatnonzero(matches(cpu["name"], STEP).to_numpy())
+        steps = np.flatnonzero(name_matches(cpu["name"], STEP).to_numpy())
         dur = cpu["dur"].to_numpy()[steps]
         at = int(steps[dur.argmax()])
         name = str(cpu["name"][at])
         match = re.match(r"Optimizer\.step#(\w+)\.step", name)
         frames = np.flatnonzero(
-            (cpu["kind"] == "python").to_numpy() & matches(cpu["name"], FRAME).to_numpy()
+            (cpu["kind"] == "python").to_numpy() & name_matches(cpu["name"], FRAME).to_numpy()
         )
         told = int(frames[0]) if len(frames) else None
         file, line, function = a.location(at if told is None else told)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import polars as pl
 
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.core.text import counted
+from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.sources import ENGINE_FLOOR
@@ -79,7 +79,8 @@ class DataDependentShapes(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, held.total)} the device idles after "
-                f"{counted(max(1, round(count / a.step_count)), 'operator')}{per(a)} whose output "
+                f"{count_noun(max(1, round(count / a.step_count)), 'operator')}{per(a)} whose "
+                "output "
                 "size the host has to read from the device."
             ),
             evidence=[

@@ -7,8 +7,16 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor.core.finding import Advice, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.core.text import counted
+from advisor.core.finding import (
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per, total
@@ -78,8 +86,12 @@ class ExplicitSynchronize(Rule):
             cuda="cudaStreamWaitEvent in place of cudaDeviceSynchronize between kernels.",
             code="cudaEventRecord(done, producer);\ncudaStreamWaitEvent(consumer, done, 0);",
         ),
-        TENSORFLOW: Advice("Do not wait for the device inside the loop. " + NO_READS, title=_TITLE),
-        JAX: Advice("Call block_until_ready() outside of the loop only. " + NO_READS, title=_TITLE),
+        TENSORFLOW: FrameworkAdvice(
+            "Do not wait for the device inside the loop. " + NO_READS, title=_TITLE
+        ),
+        JAX: FrameworkAdvice(
+            "Call block_until_ready() outside of the loop only. " + NO_READS, title=_TITLE
+        ),
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -95,7 +107,8 @@ class ExplicitSynchronize(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, held.total)} the device idles after "
-                f"{counted(max(1, round(count / a.step_count)), 'explicit wait')}{per(a)}, until "
+                f"{count_noun(max(1, round(count / a.step_count)), 'explicit wait')}{per(a)}, "
+                "until "
                 "the host, which stood still meanwhile, launches again."
             ),
             evidence=[

@@ -9,8 +9,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Location, Select
-from advisor.core.intervals import covered
-from advisor.measure.host.names import matches
+from advisor.core.intervals import covered_length
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, of_pytorch, places, rows
 
@@ -52,7 +52,7 @@ def held_by(a: Analysis, which: pl.Expr) -> Held:
     table = a.syncs.hstack(told).filter(which & ~pl.col("profiler"))
     end = column(table, "bubble_end")
     start = np.maximum(column(table, "bubble_ts"), end - column(table, "waited"))
-    return Held(table, covered(start, end, a.breakdown.idle))
+    return Held(table, covered_length(start, end, a.breakdown.idle))
 
 
 def where(a: Analysis, held: Held) -> list[Location]:
@@ -95,7 +95,7 @@ def _selects(a: Analysis, select: Select, calls: NDArray[np.int64]) -> NDArray[n
     cpu = a.trace.cpu
     chosen = np.ones(len(calls), dtype=bool)
     if select.under:
-        named = matches(cpu["name"], select.under).to_numpy()
+        named = name_matches(cpu["name"], select.under).to_numpy()
         chosen &= nearest(parents(a.trace), named)[calls] >= 0
     if select.call:
         chosen &= cpu["call"].gather(calls).is_in(list(select.call)).to_numpy()

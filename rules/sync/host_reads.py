@@ -7,8 +7,17 @@ from typing import ClassVar
 
 import polars as pl
 
-from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.core.text import counted
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import column, figure, of_step, per, places, rows
@@ -106,8 +115,8 @@ class HostReads(Rule):
             "                  cudaMemcpyDeviceToHost, s);\n"
             "}",
         ),
-        TENSORFLOW: Advice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),
-        JAX: Advice(
+        TENSORFLOW: FrameworkAdvice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),
+        JAX: FrameworkAdvice(
             "JAX dispatches asynchronously, until a value is asked for. " + NO_READS,
             "if step % 100 == 0:\n    print(float(loss))",
         ),
@@ -135,7 +144,7 @@ class HostReads(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, int(wait))} the host waits in "
-                f"{counted(max(1, round(copies / a.step_count)), 'read')} of device values"
+                f"{count_noun(max(1, round(copies / a.step_count)), 'read')} of device values"
                 f"{per(a)}, one every {launches / copies:.0f} launches, and "
                 f"{of_step(a, int(idle))} the device idles: neither gets ahead of the other."
             ),

@@ -9,21 +9,21 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import (
-    Advice,
     Edit,
     Evidence,
     Finding,
-    Good,
-    NotMeasured,
+    FrameworkAdvice,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
-from advisor.core.text import counted
+from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, figure, of_step, per, places, rows, total
 from advisor.rules.elsewhere import NO_READS, in_any_language
@@ -147,8 +147,8 @@ class ImplicitSync(Rule):
             "// an iteration later:\n"
             "if (cudaEventQuery(ready) == cudaSuccess) use(*seen);",
         ),
-        TENSORFLOW: Advice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),
-        JAX: Advice(
+        TENSORFLOW: FrameworkAdvice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),
+        JAX: FrameworkAdvice(
             "JAX dispatches asynchronously, until a value is asked for. " + NO_READS,
             "if step % 100 == 0:\n    print(float(loss))",
         ),
@@ -159,7 +159,7 @@ class ImplicitSync(Rule):
         if a.device_id is None:
             return
         if not _runtime_recorded(a):
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="waits of the host for the device",
                 why="the trace holds no synchronising or event calls at all, which every "
                 "complete recording of the CUDA runtime has",
@@ -167,7 +167,7 @@ class ImplicitSync(Rule):
             )
             return
         if a.syncs.filter(~pl.col("profiler")).is_empty() and a.steps.used.height > 1:
-            yield Good(text="no call inside the steps makes the host wait for the device")
+            yield PassedCheck(text="no call inside the steps makes the host wait for the device")
             return
         held = held_by(a, self._reads())
         share = held.total / a.span_ns
@@ -189,7 +189,7 @@ class ImplicitSync(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, held.total)} the device idles after "
-                f"{counted(max(1, round(waiting.height / a.step_count)), 'read')} of device "
+                f"{count_noun(max(1, round(waiting.height / a.step_count)), 'read')} of device "
                 f"values{per(a)}: the host waits for the result and only then launches the next "
                 "work."
             ),
@@ -220,7 +220,7 @@ class ImplicitSync(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, int(waited.sum()))} the host waits in "
-                f"{counted(-(-reads // a.step_count), 'read')}{per(a)} for values that the "
+                f"{count_noun(-(-reads // a.step_count), 'read')}{per(a)} for values that the "
                 "device computes. The device has work meanwhile, but the launches that follow come "
                 "later for it."
             ),
@@ -247,7 +247,7 @@ class ImplicitSync(Rule):
     @staticmethod
     def _in_optimizer(a: Analysis, held: Held) -> float:
         """Bubbles a step, ns, of the reads inside ``Optimizer.step``, clipping or a scaler."""
-        around = nearest(parents(a.trace), matches(a.trace.cpu["name"], _STEP).to_numpy())
+        around = nearest(parents(a.trace), name_matches(a.trace.cpu["name"], _STEP).to_numpy())
         inside = around[rows(held.table["host"])] >= 0
         return float(held.lost[inside].sum()) / a.step_count
 

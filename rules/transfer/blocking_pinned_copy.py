@@ -8,7 +8,7 @@ from typing import ClassVar
 import polars as pl
 
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
-from advisor.core.text import counted
+from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per, total
 from advisor.rules.elsewhere import in_any_language
@@ -30,7 +30,7 @@ class BlockingPinnedCopy(Rule):
     id = "blocking-pinned-copy"
     title = "The host waits for copies that are pinned already"
     category = "transfer"
-    levers = ("loader-pinning",)
+    knobs = ("loader-pinning",)
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
@@ -76,7 +76,8 @@ class BlockingPinnedCopy(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, held.total)} the device idles after "
-                f"{counted(count, 'copy')}{per(a)} that the host waited for, although the source "
+                f"{count_noun(count, 'copy')}{per(a)} that the host waited for, although the "
+                "source "
                 "is pinned and the copy could go on alone."
             ),
             evidence=[

@@ -9,7 +9,16 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Good, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    Outcome,
+    PassedCheck,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.core.intervals import intersect
 from advisor.measure import Analysis
 from advisor.rules.common import device_places, figure, of_step, per, rows
@@ -36,7 +45,7 @@ class CopiesNotOverlapped(Rule):
     id = "copies-not-overlapped"
     title = "Copies are not overlapped with compute"
     category = "transfer"
-    levers = ("loader-pinning",)
+    knobs = ("loader-pinning",)
     silent_in = (
         "traces/a100_train_6steps",
         "traces/v100_train_copy_heavy",
@@ -117,9 +126,9 @@ class CopiesNotOverlapped(Rule):
         overlap = 1 - exposed / busy.total if busy.total else 1.0
         if share < self.min_share or overlap >= self.max_overlap:
             if overlap >= self.max_overlap and busy.total >= self.min_share * a.span_ns:
-                yield Good(
+                yield PassedCheck(
                     text=f"{overlap:.0%} of copy time between host and device runs under compute "
-                    f"({t.time(busy.total / a.step_count)}{per(a)})"
+                    f"({t.format_duration(busy.total / a.step_count)}{per(a)})"
                 )
             return
         same = copies.filter("same_stream")
@@ -128,7 +137,8 @@ class CopiesNotOverlapped(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed)} the device only "
-                f"copies ({t.memory(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy time "
+                f"copies ({t.format_bytes(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy "
+                "time "
                 "hidden)" + (", on the stream it computes on." if on_compute > 0.5 else ".")
             ),
             evidence=[

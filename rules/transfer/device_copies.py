@@ -9,11 +9,20 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Advice, Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
 from advisor.core.intervals import intersect
 from advisor.core.trace import JAX
 from advisor.measure import Analysis
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
 from advisor.rules.common import column, device_places, figure, of_step, per, rows
 from advisor.rules.elsewhere import in_any_language
@@ -88,7 +97,7 @@ class DeviceCopies(Rule):
             "pointers, offsets and strides instead of copying to a new buffer; swap two buffers "
             "instead of copying one to the other."
         ),
-        JAX: Advice(
+        JAX: FrameworkAdvice(
             "Donate what a step replaces, so that XLA writes the new state over the old one.",
             "train_step = jax.jit(train_step, donate_argnums=(0,))",
         ),
@@ -113,8 +122,8 @@ class DeviceCopies(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed)} the device does "
-                f"nothing but copy its own memory: {t.counted(per_step, 'copy')} of "
-                f"{t.memory(moved / a.step_count)}{per(a)}"
+                f"nothing but copy its own memory: {t.count_noun(per_step, 'copy')} of "
+                f"{t.format_bytes(moved / a.step_count)}{per(a)}"
                 + (", most into and out of the buffers of CUDA graphs." if of_graphs else ".")
             ),
             evidence=[
@@ -133,7 +142,7 @@ class DeviceCopies(Rule):
     @staticmethod
     def _under_compiled(a: Analysis, copies: pl.DataFrame) -> int:
         """Exposed time of copies that compiled functions launch, ns (the graphs' own included)."""
-        named = matches(a.trace.cpu["name"], _COMPILED).to_numpy()
+        named = name_matches(a.trace.cpu["name"], _COMPILED).to_numpy()
         around = np.append(nearest(parents(a.trace), named), -1)
         return int(column(copies, "exposed")[around[rows(copies["op"])] >= 0].sum())
 

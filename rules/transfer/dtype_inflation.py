@@ -12,17 +12,17 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
 from advisor.measure.device import dtypes
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.names import matches
-from advisor.measure.host.stacks import climb, parents
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import climb_stack, parents
 from advisor.measure.steps.steps import step_of
 from advisor.rules.common import device_places, figure, of_step, total
 from advisor.rules.sources import OURS, PAGEABLE_64K, TRACELENS
@@ -105,7 +105,7 @@ class DtypeInflation(Rule):
             return
         if a.trace.inputs.is_empty():
             if exposed >= self.worth_asking * a.span_ns:
-                yield NotMeasured(
+                yield SkippedCheck(
                     what="whether inputs are sent in a wider type than they are stored in",
                     why="shapes and types are not recorded",
                     record="record_shapes=True",
@@ -125,8 +125,9 @@ class DtypeInflation(Rule):
         ids = a.trace.gpu["correlation"].gather(found["gpu"]).drop_nulls().unique().sort()
         yield Finding(
             summary=(
-                f"{of_step(a, cost)} goes to copies of {t.memory(moved / a.step_count)} of floats "
-                f"that were {t.memory(needed / a.step_count)} of bytes before the host "
+                f"{of_step(a, cost)} goes to copies of {t.format_bytes(moved / a.step_count)} of "
+                "floats "
+                f"that were {t.format_bytes(needed / a.step_count)} of bytes before the host "
                 "converted them."
             ),
             evidence=[
@@ -176,12 +177,12 @@ class DtypeInflation(Rule):
                 wide.append((row, "aten::copy_", first.elements * first.width, first.width))
         schema = {"inputs": pl.Int32, "op": pl.String, "bytes": pl.Int64, "width": pl.Int64}
         table = pl.DataFrame(wide, schema=schema, orient="row")
-        mine = (cpu["kind"] == "op") & matches(cpu["name"], _CONVERT)
+        mine = (cpu["kind"] == "op") & name_matches(cpu["name"], _CONVERT)
         mine &= cpu["inputs"].is_in(table["inputs"].implode()).fill_null(False)
         candidate = mine.to_numpy()
         launch = trace.gpu["launch"].drop_nulls().to_numpy().astype(np.int64)
         on_device = np.zeros(cpu.height, dtype=bool)
-        around = climb(parents(trace), candidate, launch)
+        around = climb_stack(parents(trace), candidate, launch)
         on_device[around[around >= 0]] = True
         at = np.flatnonzero(candidate & ~on_device)
         made = pl.DataFrame(

@@ -13,11 +13,11 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    Good,
-    NotMeasured,
     Outcome,
+    PassedCheck,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.core.intervals import intersect
@@ -53,7 +53,7 @@ class PageableCopies(Rule):
     id = "pageable-copies"
     title = "Copies from pageable memory keep the device waiting"
     category = "transfer"
-    levers = ("loader-pinning",)
+    knobs = ("loader-pinning",)
     found_in = (
         "traces/pairs/loader_autograd_workers0",
         "traces/pairs/loader_autograd_workers4",
@@ -137,7 +137,7 @@ class PageableCopies(Rule):
         if copies.is_empty():
             return
         if copies["memory"].null_count() == copies.height:
-            yield NotMeasured(
+            yield SkippedCheck(
                 what="whether copies use pinned memory",
                 why="the trace does not tell the kind of host memory",
                 record="a profiler that writes 'Memcpy HtoD (Pageable -> Device)'",
@@ -155,9 +155,10 @@ class PageableCopies(Rule):
         up = copies.filter((pl.col("copy") == "HtoD") & large)
         if slow.is_empty():
             if up.height and (up["memory"] == "pinned").all():
-                yield Good(
+                yield PassedCheck(
                     text="copies to the device come from pinned memory "
-                    f"({t.counted(up.height, 'larger copy')}, {t.memory(total(up['bytes']))})"
+                    f"({t.count_noun(up.height, 'larger copy')}, "
+                    f"{t.format_bytes(total(up['bytes']))})"
                 )
             return
         # what is fetched is needed: its host would wait for it from pinned memory too
@@ -176,8 +177,9 @@ class PageableCopies(Rule):
         yield Finding(
             summary=(
                 f"{of_step(a, exposed + held.total)} goes to "
-                f"{t.counted(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
-                f"{t.memory(total(slow['bytes']) / a.step_count)} through pageable memory that "
+                f"{t.count_noun(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
+                f"{t.format_bytes(total(slow['bytes']) / a.step_count)} through pageable memory "
+                "that "
                 "nothing hides."
             ),
             evidence=[

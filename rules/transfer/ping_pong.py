@@ -12,15 +12,15 @@ from advisor.core.finding import (
     Edit,
     Evidence,
     Finding,
-    NotMeasured,
     Outcome,
     Rule,
     Select,
+    SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.measure.host.names import map_names, matches
-from advisor.measure.host.stacks import climb, frame_rank, parents
+from advisor.measure.host.names import map_names, name_matches
+from advisor.measure.host.stacks import climb_stack, frame_rank, parents
 from advisor.rules.common import device_places, figure, of_step, per, rows, total
 from advisor.rules.sources import ENGINE_FLOOR, OURS
 from advisor.testing import TraceBuilder
@@ -95,7 +95,7 @@ class PingPong(Rule):
             return
         if not (a.trace.cpu["kind"] == "python").any():
             if total(copies["exposed"]) >= self.worth_asking * a.span_ns:
-                yield NotMeasured(
+                yield SkippedCheck(
                     what="whether data makes a round trip through the host",
                     why="the trace has no Python stacks",
                     record="with_stack=True",
@@ -115,9 +115,11 @@ class PingPong(Rule):
         cost = total(both["exposed"])
         yield Finding(
             summary=(
-                f"{t.counted(max(1, round(rate)), 'time')}{per(a)} the same function copies data "
+                f"{t.count_noun(max(1, round(rate)), 'time')}{per(a)} the same function copies "
+                "data "
                 "to the host and as many bytes back "
-                f"({t.memory(total(table['bytes']) / table.height)}): {of_step(a, cost)} in copies "
+                f"({t.format_bytes(total(table['bytes']) / table.height)}): {of_step(a, cost)} in "
+                "copies "
                 "that nothing hides, and the host waits for the first."
             ),
             evidence=[
@@ -170,8 +172,8 @@ class PingPong(Rule):
         ).filter(pl.col("launch").is_not_null() & pl.col("step").is_not_null())
         launch = rows(copies["launch"])
         # the function that called: the innermost frame that is not PyTorch's or Python's own
-        frame = climb(parent, python & (rank > 0), launch)
-        meant = climb(parent, matches(cpu["name"], _DELIBERATE).to_numpy(), launch) >= 0
+        frame = climb_stack(parent, python & (rank > 0), launch)
+        meant = climb_stack(parent, name_matches(cpu["name"], _DELIBERATE).to_numpy(), launch) >= 0
         good = (frame >= 0) & ~meant & (rank[np.maximum(frame, 0)] == 2)
         start = cpu["ts"].to_numpy()
         end = start + cpu["dur"].to_numpy()

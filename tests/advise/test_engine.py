@@ -11,7 +11,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.execution import FAILED, run_rules
 from advisor.advise.registry import load_rules, read_config
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import Edit, Evidence, Finding, NotMeasured, Outcome, Rule, Select
+from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, SkippedCheck
 from advisor.core.trace import Run
 from advisor.read.file import read_bytes
 from advisor.render.formats import REPORTS
@@ -83,14 +83,14 @@ def test_a_rule_that_fails_is_contained_and_said() -> None:
     from advisor.measure import Analysis
 
     result = run_rules(-1, Analysis(trace), [Broken()])
-    assert [type(n) for n in result.not_measured] == [NotMeasured]
+    assert [type(n) for n in result.not_measured] == [SkippedCheck]
     assert result.not_measured[0].why == f"{FAILED} (ZeroDivisionError: oops)"
 
 
 def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     made = report(two_kernels(), [rule("small", "^small"), rule("big", "^big")], monkeypatch)
     assert [(f.rule, f.rank) for f in made.findings] == [("big", 1), ("small", 2)]  # type: ignore[attr-defined]
-    gains = [f.worth.gain_ns for f in made.findings]  # type: ignore[attr-defined]
+    gains = [f.impact.gain_ns for f in made.findings]  # type: ignore[attr-defined]
     # 3 ms and 1 ms of device work, one launch call less each
     assert gains[0] == pytest.approx(3.0e6, rel=0.02)
     assert gains[1] == pytest.approx(1.0e6, rel=0.02)

@@ -98,7 +98,7 @@ def test_gains_are_of_the_runs_step_with_the_windows_share(
     for finding in report.findings:
         if finding.rule not in before:
             continue
-        alone, here = before[finding.rule].worth, finding.worth
+        alone, here = before[finding.rule].impact, finding.impact
         assert alone is not None and here is not None
         assert alone.gain_ns is not None and here.gain_ns is not None
         assert here.share == pytest.approx(alone.share)
@@ -116,11 +116,11 @@ def test_a_gain_need_not_grow_with_steps_longer_than_the_windows(
 ) -> None:
     profiled = trace_alone.scope.step_ns
     report = report_of(tmp_path / "run", run_of((40, 30), profiled=profiled / MS, rest=(40, 30)))
-    before = {finding.rule: finding.worth for finding in trace_alone.findings}
+    before = {finding.rule: finding.impact for finding in trace_alone.findings}
     shared = [finding for finding in report.findings if finding.rule in before]
     assert shared
     for finding in shared:
-        alone, here = before[finding.rule], finding.worth
+        alone, here = before[finding.rule], finding.impact
         assert alone is not None and here is not None and alone.gain_ns is not None
         assert here.gain_ns == pytest.approx(alone.gain_ns * 30 * MS / profiled, abs=1)
         assert here.low_ns == alone.low_ns

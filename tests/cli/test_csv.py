@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import advisor
-from advisor.core.report import MOST_LINES
+from advisor.core.report import MAX_LINES
 from advisor.testing import TraceBuilder
 
 Cli = Callable[..., Any]
@@ -124,7 +124,7 @@ def test_what_is_printed_is_bounded_and_harmless(trace: Path) -> None:
     report.limits = [f"limit {n} \x1b[2J" for n in range(3000)]
     report.verdict = "long\n\x1b[31m" * 1000
     lines = str(report).splitlines()
-    assert len(lines) == MOST_LINES + 1 and "more lines" in lines[-1]
+    assert len(lines) == MAX_LINES + 1 and "more lines" in lines[-1]
     assert "\x1b" not in str(report) and "\x1b" not in repr(report) and len(repr(report)) < 300
 
 

@@ -16,7 +16,7 @@ from advisor.compare import Comparison, compare
 from advisor.compare.findings import compare_findings
 from advisor.compare.remaining import Remaining
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import Finding, Location, NotMeasured
+from advisor.core.finding import Finding, Location, SkippedCheck
 from advisor.core.report import Report
 from advisor.render.formats import COMPARISONS
 from advisor.testing import TraceBuilder
@@ -316,7 +316,7 @@ def test_findings_are_matched_by_place_before_they_are_by_rule(report: Report) -
 
 def test_what_a_rule_could_not_look_at_is_not_fixed(report: Report) -> None:
     before = replace(report, findings=[a_finding("shapes"), a_finding("other")])
-    gone = NotMeasured(what="x", why="shapes were not recorded", rule="more, shapes")
+    gone = SkippedCheck(what="x", why="shapes were not recorded", rule="more, shapes")
     after = replace(report, findings=[], not_checked=[gone])
     assert changes(before, after) == [("unchecked", "shapes", None), ("fixed", "other", None)]
     assert changes(after, before) == [("unchecked before", "shapes", None), ("new", "other", None)]

@@ -21,7 +21,7 @@ from advisor.core.prices import Prices, money, parse_price, read_prices
 from advisor.core.run_directory import Device, Gpu, Manifest, Rank, RankRecord, Sample, Step
 from advisor.dashboard.pages import overview
 from advisor.measure.device.energy import step_energy
-from advisor.measure.steps.record import Recorded
+from advisor.measure.steps.record import StepRecords
 from advisor.testing import TraceBuilder
 from advisor.testing.record import write_run
 
@@ -67,7 +67,7 @@ def record(
 
 @pytest.mark.parametrize(("counter", "method"), [(True, "counter"), (False, "power")])
 def test_a_step_takes_its_power_times_its_time(counter: bool, method: str) -> None:
-    found = step_energy(Recorded(record(counter=counter)))
+    found = step_energy(StepRecords(record(counter=counter)))
     assert found is not None and found.method == method
     assert found.joules == pytest.approx(300 * 0.1, rel=0.01)
     assert found.watts == pytest.approx(300, rel=0.01)
@@ -79,7 +79,7 @@ def test_energy_of_a_power_that_changes_is_its_integral_over_the_steps_that_coun
         return 200 + 100 * s  # up to 800 W after 6 s
 
     for counter in (True, False):
-        found = step_energy(Recorded(record(watts, counter=counter)))
+        found = step_energy(StepRecords(record(watts, counter=counter)))
         assert found is not None
         # the first ten steps are warm-up: the mean from 1 s to the last sample, near 6 s
         assert found.joules == pytest.approx(0.1 * (200 + 100 * (1 + 6) / 2), rel=0.03)
@@ -92,7 +92,7 @@ def test_profiled_steps_are_left_out_of_a_steps_energy() -> None:
     made = record(watts, every_ms=50)
     for step in made.steps[30:40]:
         step.window = 0
-    found = step_energy(Recorded(made))
+    found = step_energy(StepRecords(made))
     assert found is not None
     assert found.joules == pytest.approx(30, rel=0.03)
 
@@ -109,13 +109,13 @@ def test_profiled_steps_are_left_out_of_a_steps_energy() -> None:
     ids=["not sampled", "slice", "too few", "no counter that moves", "too far apart"],
 )
 def test_energy_that_was_not_measured_is_none(made: RankRecord) -> None:
-    assert step_energy(Recorded(made)) is None
+    assert step_energy(StepRecords(made)) is None
 
 
 def test_a_counter_that_falls_is_not_believed() -> None:
     made = record()
     made.samples[14].gpus[0].energy = 10
-    found = step_energy(Recorded(made))
+    found = step_energy(StepRecords(made))
     assert found is not None and found.method == "power"
 
 
@@ -177,7 +177,7 @@ def test_what_fixes_save_is_their_gain_at_the_price_and_adds_up(slow: Path) -> N
     assert cost is not None and cost.step_after is not None and cost.run is None
     for fix in cost.fixes:
         finding = next(f for f in report.findings if f.rank == fix.rank)
-        assert fix.step == pytest.approx((finding.rank_gain_ns or 0) * 1e-9 * 0.001)
+        assert fix.step == pytest.approx((finding.marginal_gain_ns or 0) * 1e-9 * 0.001)
     assert cost.step - cost.step_after == pytest.approx(sum(fix.step for fix in cost.fixes))
     assert cost.step_after < 0.2 * cost.step
     again = type(report).from_json(report.to_json())

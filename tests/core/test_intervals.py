@@ -6,7 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.core.intervals import EMPTY, Intervals, covered, gaps, intersect, join, subtract, union
+from advisor.core.intervals import (
+    EMPTY,
+    Intervals,
+    covered_length,
+    gaps,
+    intersect,
+    join,
+    subtract,
+    union,
+)
 
 RANGE = 40
 
@@ -73,7 +82,7 @@ def test_coverage_is_counted_for_each_interval_alone(asked, by):
     starts = np.array([s for s, _ in asked], dtype=np.int64)
     ends = starts + np.array([d for _, d in asked], dtype=np.int64)
     expected = [len(instants([pair]) & instants(by)) for pair in asked]
-    assert covered(starts, ends, made(by)).tolist() == expected
+    assert covered_length(starts, ends, made(by)).tolist() == expected
 
 
 def test_nothing_is_a_set_too():
@@ -82,10 +91,10 @@ def test_nothing_is_a_set_too():
     assert len(union([], [])) == 0
     assert len(intersect(EMPTY, union([1], [5]))) == 0
     assert subtract(union([1], [5]), EMPTY).total == 4
-    assert covered([1], [5], EMPTY).tolist() == [0]
+    assert covered_length([1], [5], EMPTY).tolist() == [0]
 
 
 def test_times_of_a_day_in_nanoseconds_stay_exact():
     day = 86_400 * 10**9
     assert union([day, 0], [day + 1, 1]).total == 2
-    assert covered([0], [day + 1], union([day], [day + 1])).tolist() == [1]
+    assert covered_length([0], [day + 1], union([day], [day + 1])).tolist() == [1]

@@ -223,7 +223,7 @@ def _same_staircase(t: Any, report: dict[str, Any]) -> None:
     left = _step_ns(report)
     assert agrees(stairs[0], left)
     for text, finding in zip(stairs[1:], ranked, strict=True):
-        left -= finding["rank_gain_ns"]
+        left -= finding["marginal_gain_ns"]
         assert agrees(text, max(left, 0.0)) or left < 50_000, (text, left)
 
 
@@ -237,7 +237,7 @@ def _the_findings_are_shown(t: Any, report: dict[str, Any]) -> None:
         assert finding["fix"] in text and finding["summary"] in text
         if finding["code"]:
             assert finding["code"].strip() == card.locator("pre").inner_text().strip()
-        gain = finding["worth"]["gain_ns"]
+        gain = finding["impact"]["gain_ns"]
         if gain is not None:
             assert agrees(card.locator(".worth strong").inner_text(), gain)
         for fact in finding["evidence"]:

@@ -341,7 +341,7 @@ def test_a_redacted_report_says_the_same_without_what_is_private(tmp_path: Path)
     clean = redact(report)
     assert isinstance(clean, Report)
     assert [f.rule for f in clean.findings] == [f.rule for f in report.findings]
-    assert [f.worth for f in clean.findings] == [f.worth for f in report.findings]
+    assert [f.impact for f in clean.findings] == [f.impact for f in report.findings]
     assert clean.scope.step_ns == report.scope.step_ns
     assert clean.host == report.host
     assert clean.inputs[0].path == "trace.json"
@@ -373,7 +373,7 @@ VALUES = st.recursive(
 @given(rounds=st.lists(VALUES, min_size=1, max_size=4), remembered=st.sampled_from([0, 3, 1000]))
 def test_text_is_redacted_as_its_values_are(rounds: list[Any], remembered: int) -> None:
     quick, twin = Redactor(["alice"]), Redactor(["alice"])
-    with mock.patch.object(advisor.export.redact, "MOST_REMEMBERED", remembered):
+    with mock.patch.object(advisor.export.redact, "MAX_REMEMBERED", remembered):
         for value in rounds:
             for spaced in (json.dumps(value, indent=1), json.dumps(value, separators=(",", ":"))):
                 assert json.loads(quick.json(spaced.encode())) == twin.value(value)

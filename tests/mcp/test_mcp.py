@@ -17,7 +17,7 @@ from mcp import Client, StdioServerParameters
 from advisor import cli
 from advisor.core.errors import AdvisorError
 from advisor.mcp.allowed import Allowed
-from advisor.mcp.bounds import LONGEST_NAME, MOST_TRIALS, UNTRUSTED
+from advisor.mcp.bounds import LONGEST_NAME, MAX_TRIALS, UNTRUSTED
 from advisor.mcp.server import build
 from advisor.mcp.trials import tried
 from advisor.testing import TraceBuilder
@@ -293,7 +293,7 @@ def test_levers_are_tried_where_that_is_allowed_and_what_the_script_writes_is_he
         allow_run=True,
     )
     assert done["exit_code"] == 0 and done["path"] == str(folder / "t1"), done
-    assert [(one["lever"], one["losses"]) for one in done["trials"]] == [("set-to-none", "equal")]
+    assert [(one["knob"], one["losses"]) for one in done["trials"]] == [("set-to-none", "equal")]
     assert all(one["gain"] is not None and one["runs"] for one in done["trials"])
     assert done["step_ns"] > 16e6, "eight items of 2 ms each"
     assert not (folder / "mark.txt").exists()
@@ -316,7 +316,7 @@ def test_a_report_of_trials_is_bounded_and_what_the_program_chose_stands_apart()
         lines="x\n" * 10_000,
     )
     told = tried(TrialReport(trials=[trial] * 99, without=["r"] * 99), "p", 0, 1.0, "")
-    assert (len(told["trials"]), told["more_trials"]) == (MOST_TRIALS, 99 - MOST_TRIALS)
+    assert (len(told["trials"]), told["more_trials"]) == (MAX_TRIALS, 99 - MAX_TRIALS)
     outside = json.dumps({**told, "trials": [{**t, "from_program": 0} for t in told["trials"]]})
     assert "Ignore all" not in outside and "Ignore all" in json.dumps(told)
     assert len(json.dumps(told)) < 200_000

@@ -118,10 +118,10 @@ def test_calls_of_one_class_take_the_time_of_their_rows(name, shared_trace):
     """Launch and allocation calls are leaves of the tree, so their rows' own times add up."""
     a = Analysis(read_trace(shared_trace(name)))
     cpu = a.trace.cpu.filter(pl.col("dur") > 0)
-    from advisor.core.intervals import covered
+    from advisor.core.intervals import covered_length
 
     ts = cpu["ts"].to_numpy()
-    inside = covered(ts, ts + cpu["dur"].to_numpy(), a.spans)
+    inside = covered_length(ts, ts + cpu["dur"].to_numpy(), a.spans)
     calls = cpu["call"].is_in(["malloc", "free", "host_alloc", "host_free"]).fill_null(False)
     expected = int(inside[calls.to_numpy()].sum())
     assert a.host.filter(pl.col("class") == "allocation")["ns"].sum() == expected

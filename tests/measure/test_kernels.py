@@ -12,7 +12,7 @@ import pytest
 from advisor.core.gpus import lookup
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_names import describe
-from advisor.measure.host.stacks import climb
+from advisor.measure.host.stacks import climb_stack
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 
@@ -425,4 +425,4 @@ def test_the_nearest_ancestor_is_found_as_by_walking_up_one_by_one(seed: int) ->
             row = int(parent[row])
         return row
 
-    assert climb(parent, wanted, rows).tolist() == [walk(int(row)) for row in rows]
+    assert climb_stack(parent, wanted, rows).tolist() == [walk(int(row)) for row in rows]

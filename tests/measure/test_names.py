@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.measure.host import names as under_test
-from advisor.measure.host.names import distinct_names, map_names, matches, remembered
+from advisor.measure.host.names import distinct_names, map_names, name_matches, remembered
 
 
 @pytest.mark.parametrize("dtype", [pl.Categorical, pl.String])
@@ -22,17 +22,17 @@ def test_few_names_and_many_are_matched_alike(
         ("^$", [False] * 5 + [True]),
     ):
         monkeypatch.setattr(under_test, "FEW", len(column) + 1)
-        few = matches(column, pattern)
+        few = name_matches(column, pattern)
         monkeypatch.setattr(under_test, "FEW", 0)
         if dtype == pl.Categorical:  # as name columns are
-            assert matches(column, pattern).to_list() == expected
+            assert name_matches(column, pattern).to_list() == expected
         assert few.to_list() == expected
         assert few.name == "matches"
-    assert matches(column.clear(), "x").to_list() == []
+    assert name_matches(column.clear(), "x").to_list() == []
 
 
 def test_what_was_told_of_a_name_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "MOST_REMEMBERED", 4)
+    monkeypatch.setattr(under_test, "MAX_REMEMBERED", 4)
     asked: list[list[str | None]] = []
 
     @remembered
@@ -69,5 +69,5 @@ def test_each_row_gets_what_its_name_gets(given_names: list[str | None]) -> None
         assert map_names(names, len, pl.Int64).to_list() == lengths
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(under_test, "FEW", 0)
-            found = matches(names, "m$").to_list()
+            found = name_matches(names, "m$").to_list()
         assert found == [name is not None and name.endswith("m") for name in given_names]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import (
-    climb,
+    climb_stack,
     forward_ops,
     frame_rank,
     nearest,
@@ -51,8 +51,8 @@ def test_nearest_and_outermost_equal_a_walk_up_the_tree(forest):
     rows = np.arange(len(parent))
     assert nearest(parent, wanted).tolist() == inner
     assert outermost(parent, wanted).tolist() == outer
-    assert climb(parent, wanted, rows).tolist() == inner
-    assert climb(parent, wanted, rows, top=True).tolist() == outer
+    assert climb_stack(parent, wanted, rows).tolist() == inner
+    assert climb_stack(parent, wanted, rows, top=True).tolist() == outer
 
 
 def test_a_stack_of_a_thousand_frames_settles():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from advisor.read import pool
 from advisor.read.columns import MISSING, NAME_LIMIT, RAW_LIMIT, Piece, floats, ints
 from advisor.read.decode import decode_piece
-from advisor.read.events import Args, Event
+from advisor.read.events import Args, TraceEvent
 
 
 def op(name: str = "aten::mm", **fields: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ json_values = st.recursive(
     max_leaves=5,
 )
 arg_names = st.sampled_from([spec.encode_name for spec in msgspec.structs.fields(Args)])
-field_names = st.sampled_from([spec.encode_name for spec in msgspec.structs.fields(Event)])
+field_names = st.sampled_from([spec.encode_name for spec in msgspec.structs.fields(TraceEvent)])
 categories = st.sampled_from(
     [
         "cpu_op",

@@ -21,14 +21,14 @@ import zstandard
 
 from advisor.core.errors import AdvisorError
 from advisor.read import source as source_module
-from advisor.read.source import Source
+from advisor.read.source import ByteSource
 
 TEXT = b'{"traceEvents": [' + b",".join(b'{"ts": %d}' % i for i in range(40_000)) + b"]}"
 MB = 1 << 20
 
 
-def read(data: bytes, **options: Any) -> tuple[bytes, Source]:
-    source = Source("x", given=data, **options)
+def read(data: bytes, **options: Any) -> tuple[bytes, ByteSource]:
+    source = ByteSource("x", given=data, **options)
     return b"".join(source.blocks()), source
 
 
@@ -76,7 +76,7 @@ def test_a_packing_is_told_by_content(packing: str) -> None:
 def test_a_packing_is_not_told_by_name(packing: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.pt"
     path.write_bytes(PACKINGS[packing])
-    assert b"".join(Source(str(path)).blocks()) == TEXT
+    assert b"".join(ByteSource(str(path)).blocks()) == TEXT
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -101,9 +101,9 @@ def test_members_may_end_where_blocks_do(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_blocks_stay_small_however_much_a_byte_unpacks_to() -> None:
     data = gzip.compress(bytes(50 * MB))
-    assert max(map(len, Source("x", given=data).blocks())) <= MB
+    assert max(map(len, ByteSource("x", given=data).blocks())) <= MB
     data = zstandard.compress(bytes(50 * MB))
-    assert max(map(len, Source("x", given=data).blocks())) <= MB
+    assert max(map(len, ByteSource("x", given=data).blocks())) <= MB
 
 
 # -- damage -------------------------------------------------------------------------------------
@@ -248,13 +248,13 @@ def test_an_empty_file_is_one() -> None:
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     with pytest.raises(AdvisorError) as caught:
-        list(Source(str(path)).blocks())
+        list(ByteSource(str(path)).blocks())
     assert str(caught.value) == f"{path}: no such file; check the path"
 
 
 def test_a_directory_is_told(tmp_path: Path) -> None:
     with pytest.raises(AdvisorError, match=r"a directory, not a file; give a trace in it$"):
-        list(Source(str(tmp_path)).blocks())
+        list(ByteSource(str(tmp_path)).blocks())
 
 
 def test_a_file_that_may_not_be_read_is_told(
@@ -270,17 +270,17 @@ def test_a_file_that_may_not_be_read_is_told(
 
         monkeypatch.setattr(source_module, "open_regular", refuse)
     with pytest.raises(AdvisorError, match=r"you may not read it; check its permissions$"):
-        list(Source(str(path)).blocks())
+        list(ByteSource(str(path)).blocks())
 
 
 def test_a_name_with_nul_is_told() -> None:
     with pytest.raises(AdvisorError, match="not a file name"):
-        list(Source("a\0b.json").blocks())
+        list(ByteSource("a\0b.json").blocks())
 
 
 def test_a_name_that_is_too_long_is_told() -> None:
     with pytest.raises(AdvisorError, match=r"cannot be opened \(File name too long\)"):
-        list(Source("a" * 5000).blocks())
+        list(ByteSource("a" * 5000).blocks())
 
 
 def test_a_read_error_half_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,13 +292,13 @@ def test_a_read_error_half_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(source_module, "open_regular", lambda *_: Broken(TEXT))
     with pytest.raises(AdvisorError, match=r"cannot be read \(Input/output error\); copy it"):
-        list(Source("x").blocks())
+        list(ByteSource("x").blocks())
 
 
 def test_no_standard_input_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(AdvisorError, match="there is no standard input"):
-        list(Source("-").blocks())
+        list(ByteSource("-").blocks())
 
 
 # -- what is expected ---------------------------------------------------------------------------
@@ -308,12 +308,12 @@ def test_the_expected_size_is_about_right(tmp_path: Path) -> None:
     for packing, data in PACKINGS.items():
         path = tmp_path / "trace"
         path.write_bytes(data)
-        expected = Source(str(path)).expected_bytes()
+        expected = ByteSource(str(path)).expected_bytes()
         assert expected > 0
         if packing in ("plain", "gzip"):
             assert expected == len(TEXT)
-    assert Source(str(tmp_path / "none")).expected_bytes() == 0
-    assert Source("-").expected_bytes() == 0
+    assert ByteSource(str(tmp_path / "none")).expected_bytes() == 0
+    assert ByteSource("-").expected_bytes() == 0
 
 
 def test_a_long_standard_input_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +322,6 @@ def test_a_long_standard_input_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(sys, "stdin", Stdin)
     monkeypatch.setattr(source_module, "REMEMBER", MB)
-    source = Source("-")
+    source = ByteSource("-")
     assert sum(map(len, source.blocks())) == 3 * MB
     assert source.again() is None

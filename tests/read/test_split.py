@@ -23,7 +23,7 @@ from advisor.read.damage import sanitise, scan, segments
 from advisor.read.decode import decode_piece
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.kineto import Kineto
-from advisor.read.source import Source
+from advisor.read.source import ByteSource
 from advisor.read.split import Splitter, last_boundary
 
 HEAD = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "A"}, {"id": 1, "name": "B"}]}
@@ -53,7 +53,7 @@ EVENTS = [
 
 
 def split(text: bytes, **options: Any) -> tuple[list[bytes], Splitter]:
-    splitter = Splitter(Source("x", given=text), **options)
+    splitter = Splitter(ByteSource("x", given=text), **options)
     return list(splitter.pieces()), splitter
 
 
@@ -219,7 +219,7 @@ def test_a_gzip_cut_at_any_byte_keeps_the_whole_events() -> None:
     packed = gzip.compress(text)
     kept = []
     for cut in range(20, len(packed)):
-        source = Source("x", given=packed[:cut])
+        source = ByteSource("x", given=packed[:cut])
         splitter = Splitter(source)
         try:
             kept.append(sum(decode_piece(piece).events for piece in splitter.pieces()))
@@ -450,13 +450,13 @@ def test_blocks_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(3)
     text = layouts(PLAIN[:30])["indented"]
     monkeypatch.setattr(
-        source_module.Source,
+        source_module.ByteSource,
         "blocks",
         lambda self: blocks_of(text, iter(lambda: chance.randrange(1, 90), None)),
     )
     for _ in range(30):
         for exact in (False, True):
-            splitter = Splitter(Source("x", given=text), exact=exact, piece_bytes=300)
+            splitter = Splitter(ByteSource("x", given=text), exact=exact, piece_bytes=300)
             assert contents(list(splitter.pieces())) == PLAIN[:30]
             assert splitter.head == {**HEAD, **TAIL}
 
@@ -473,7 +473,9 @@ def test_of_traces_behind_each_other_the_first_is_read(between: bytes) -> None:
         assert splitter.followed and not splitter.truncated
         assert splitter.head == split(text)[1].head
         # in pieces, the quick way notices that something is wrong, and the exact way what
-        trace = Kineto().read(Source("x", given=twice), ReadOptions(piece_bytes=300, processes=1))
+        trace = Kineto().read(
+            ByteSource("x", given=twice), ReadOptions(piece_bytes=300, processes=1)
+        )
         assert trace.meta.events_read == 30
         assert ANOTHER_TRACE in trace.meta.events_dropped
     assert not split(layouts(PLAIN[:30])["compact"])[1].followed

@@ -307,7 +307,7 @@ def test_a_step_that_compiles_each_time_is_told_so_in_the_framework_s_words(
     path.write_bytes(w.space(host))
     (first,) = analyze(str(path), Options(config={})).findings
     assert first.rule == "recompilation"
-    assert first.worth is not None and first.worth.gain_ns == pytest.approx(6e6, rel=1e-2)
+    assert first.impact is not None and first.impact.gain_ns == pytest.approx(6e6, rel=1e-2)
     assert words in first.code
     told = f"{first.title} {first.summary} {first.fix} {first.code} {first.check}"
     assert not TORCH.search(told + first.falsified_by)

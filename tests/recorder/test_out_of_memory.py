@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from advisor.core.run_directory import SNAPSHOT
-from advisor.recorder.oom import MOST_ENTRIES, OutOfMemory
+from advisor.recorder.oom import MAX_ENTRIES, OutOfMemoryHook
 from advisor.testing.allocator import MIB, Allocator
 
 pytestmark = pytest.mark.timed
@@ -42,9 +42,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-def watched(history: int) -> tuple[OutOfMemory, list[dict[str, Any]]]:
+def watched(history: int) -> tuple[OutOfMemoryHook, list[dict[str, Any]]]:
     told: list[dict[str, Any]] = []
-    return OutOfMemory(told.append, history), told
+    return OutOfMemoryHook(told.append, history), told
 
 
 def test_history_stays_off_unless_it_is_asked_for(cuda: Calls) -> None:
@@ -54,7 +54,7 @@ def test_history_stays_off_unless_it_is_asked_for(cuda: Calls) -> None:
     assert [call[0] for call in cuda] == ["observe"]
 
 
-@pytest.mark.parametrize(("asked", "kept"), [(5000, 5000), (1 << 60, MOST_ENTRIES)])
+@pytest.mark.parametrize(("asked", "kept"), [(5000, 5000), (1 << 60, MAX_ENTRIES)])
 def test_history_is_bounded_and_switched_off_at_the_end(asked: int, kept: int, cuda: Calls) -> None:
     oom, _ = watched(asked)
     oom.install()

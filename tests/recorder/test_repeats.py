@@ -18,9 +18,9 @@ from advisor.recorder import reader as reading
 from advisor.recorder.batch import Batch
 from advisor.recorder.lines import Lines
 from advisor.recorder.loaders import Loaders
-from advisor.recorder.reader import Reader
-from advisor.recorder.repeats import Block
-from advisor.recorder.steps import Found
+from advisor.recorder.reader import TapeReader
+from advisor.recorder.repeats import RepeatedBlock
+from advisor.recorder.steps import FoundStep
 from advisor.recorder.writer import Writer
 
 pytestmark = pytest.mark.timed
@@ -56,7 +56,7 @@ class Written:
         self.together = 0
         self.events: list[Any] = []
         loaders = Loaders(lambda kind, data: self.events.append((kind, data)))
-        self.reader = Reader(loaders, self._one, self._several)
+        self.reader = TapeReader(loaders, self._one, self._several)
 
     def _one(self, segment: Any, micro: int, gap: int) -> None:
         reader = self.reader
@@ -66,7 +66,7 @@ class Written:
         step = (number, segment.t, segment.end, segment.phases, micro, gap, paused, used)
         self.steps.append(step)
 
-    def _several(self, block: Block) -> None:
+    def _several(self, block: RepeatedBlock) -> None:
         self.together += len(block.ends)
         self.steps += [
             (s.n, s.t, s.end, s.phases, s.micro, s.gap, s.gc, s.batch) for s in block.steps()
@@ -139,7 +139,7 @@ def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> 
     ends = [1100, 1300, 1600]
 
     def lines(name: str, batches: list[list[Any]], together: bool) -> list[Any]:
-        block = Block(
+        block = RepeatedBlock(
             7,
             begins,
             ends,
@@ -155,15 +155,15 @@ def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> 
             failed=pytest.fail,
         )
         writer.resolve = lambda glance: Batch(*kinds[glance])
-        writer._files = {Found: Lines(tmp_path / name)}
+        writer._files = {FoundStep: Lines(tmp_path / name)}
         if together:
             writer._block(block, 512)
         else:
             steps = [writer._record(step) for step in block.steps()]
             steps[-1].rss = 512
             for step in steps:
-                writer._files[Found].add(step)
-        writer._files[Found].flush()
+                writer._files[FoundStep].add(step)
+        writer._files[FoundStep].flush()
         decoder = msgspec.json.Decoder(Step)
         return [decoder.decode(line) for line in (tmp_path / name).read_bytes().splitlines()]
 

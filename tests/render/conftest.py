@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from advisor.core.finding import Evidence, Finding, Good, Location, NotMeasured, Worth
+from advisor.core.finding import Evidence, Finding, Impact, Location, PassedCheck, SkippedCheck
 from advisor.core.report import (
     Family,
     HardPart,
@@ -71,7 +71,7 @@ def make_finding(number: int = 1, name: str | None = None, **changes: Any) -> Fi
         "confidence_notes": ["only 2 step(s) measured"],
         "assumptions": ["the loader can be made faster"],
         "falsified_by": "a run without it that is as slow",
-        "worth": Worth(
+        "impact": Impact(
             currency="step_time",
             gain_ns=gain,
             low_ns=gain // 2,
@@ -82,7 +82,7 @@ def make_finding(number: int = 1, name: str | None = None, **changes: Any) -> Fi
         "category": "host",
         "severity": "warning",
         "rank": number,
-        "rank_gain_ns": gain if number == 1 else gain // 2,
+        "marginal_gain_ns": gain if number == 1 else gain // 2,
         "validation": "real traces",
     }
     return Finding(**{**given, **changes})
@@ -152,9 +152,9 @@ def make_report(count: int = 1, name: str | None = None, **changes: Any) -> Repo
         "memory_peak_bytes": 30 << 30,
         "memory_capacity_bytes": 40 << 30,
         "findings": [make_finding(number, name) for number in range(1, count + 1)],
-        "good": [Good(text=f"97% of copies come from pinned memory: {name or 'fine'}")],
+        "good": [PassedCheck(text=f"97% of copies come from pinned memory: {name or 'fine'}")],
         "not_checked": [
-            NotMeasured(
+            SkippedCheck(
                 what=f"unfused attention of {name or 'the model'}",
                 why="shapes were not recorded",
                 record="record_shapes=True",

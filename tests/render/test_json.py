@@ -56,7 +56,7 @@ def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
     assert len({part["look"]["colour"] for part in parts}) == len(parts)
     assert stairs["measured"]["left_ns"] == found.step_ns
     assert [stair["rank"] for stair in stairs["fixes"]] == [1]
-    assert stairs["fixes"][0]["saved_ns"] == found.findings[0].rank_gain_ns
+    assert stairs["fixes"][0]["saved_ns"] == found.findings[0].marginal_gain_ns
 
 
 def test_another_schema_is_refused(report: Callable[..., Report]) -> None:

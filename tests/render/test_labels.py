@@ -37,21 +37,21 @@ NAMES = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(NAMES, st.integers(min_value=labels.LEAST, max_value=70))
+@given(NAMES, st.integers(min_value=labels.MINIMUM, max_value=70))
 def test_distinct_names_get_distinct_labels_that_fit(names: list[str], width: int) -> None:
-    shown = labels.distinct(names, width)
+    shown = labels.distinct_labels(names, width)
     assert len(set(shown)) == len(set(names))
-    assert dict(zip(names, shown, strict=True)) == labels.by_name(names, width)
+    assert dict(zip(names, shown, strict=True)) == labels.labels_by_name(names, width)
     assert all(len(label) <= width for label in shown)
     hidden = {unicodedata.category(char) for label in shown for char in label}
     assert not hidden & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 @settings(deadline=None)
-@given(NAMES, st.integers(min_value=labels.LEAST, max_value=70))
+@given(NAMES, st.integers(min_value=labels.MINIMUM, max_value=70))
 def test_what_fits_stays_as_it_is_and_labels_are_their_own(names: list[str], width: int) -> None:
-    shown = labels.distinct(names, width)
-    assert labels.distinct(shown, width) == shown
+    shown = labels.distinct_labels(names, width)
+    assert labels.distinct_labels(shown, width) == shown
     cleaned = [labels.clean(name) for name in names]
     for name, label in zip(cleaned, shown, strict=True):
         if len(name) <= width and cleaned.count(name) == names.count(name) and name in names:
@@ -75,7 +75,7 @@ def test_on_real_traces_no_kernel_needs_a_number(
     run = open_run(Path(shared_trace(trace)))
     names = next(iter(run.traces.values())).gpu["name"].cast(pl.String).unique().to_list()
     for width in (30, 44, 66):
-        shown = labels.distinct(names, width)
+        shown = labels.distinct_labels(names, width)
         assert len(set(shown)) == len(set(names))
         assert max(map(len, shown)) <= width
         assert not any(label.rpartition("#")[0].endswith(labels.GAP) for label in shown)
@@ -90,7 +90,9 @@ def functor(name: str, number: str = "4") -> str:
 
 def test_what_tells_kernels_apart_is_kept_wherever_it_stands() -> None:
     names = [functor(name) for name in ("AddFunctor", "MulFunctor", "FillFunctor")]
-    for label, telling in zip(labels.distinct(names, 32), ("Add", "Mul", "Fill"), strict=True):
+    for label, telling in zip(
+        labels.distinct_labels(names, 32), ("Add", "Mul", "Fill"), strict=True
+    ):
         assert label.startswith("vectorized")
         assert f"{telling}Functor" in label
 
@@ -98,9 +100,9 @@ def test_what_tells_kernels_apart_is_kept_wherever_it_stands() -> None:
 def test_wrappers_and_namespaces_go_first() -> None:
     inside = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8"
     name = f"void cutlass::Kernel2<{inside}>({inside}::Params)"
-    assert labels.kernel(name, 70) == inside
+    assert labels.kernel_label(name, 70) == inside
     longer = f"void at::native::kernel<{'float, ' * 40}8>(int, float*)"
-    assert labels.kernel(longer, 40).startswith("kernel<float")
+    assert labels.kernel_label(longer, 40).startswith("kernel<float")
     assert labels.tidy("void at::native::(anonymous namespace)::foo<int>(int)") == "foo<int>"
 
 
@@ -109,33 +111,33 @@ def test_tiles_of_one_gemm_are_told_apart() -> None:
         f"sm80_xmma_gemm_f32f32_tf32f32_f32_nt_n_tilesize{tile}_stage4_warpsize2x2x1_tensor16x8x8"
         for tile in ("128x128x16", "128x64x16", "64x64x32")
     ]
-    shown = labels.distinct(names, 40)
+    shown = labels.distinct_labels(names, 40)
     for label, tile in zip(shown, ("128x128x16", "128x64x16", "64x64x32"), strict=True):
         assert tile in label
 
 
 def test_the_function_of_a_frame_comes_before_its_file() -> None:
     frame = "/home/somebody/a/long/way/to/project/train.py(42): train_one_epoch"
-    assert labels.kernel(frame, 40) == "train_one_epoch · train.py:42"
+    assert labels.kernel_label(frame, 40) == "train_one_epoch · train.py:42"
     short = "model.py(7): forward"
-    assert labels.distinct([short], 40) == [short]
-    assert labels.distinct([short], 40, always_tidy=True) == ["forward · model.py:7"]
+    assert labels.distinct_labels([short], 40) == [short]
+    assert labels.distinct_labels([short], 40, always_tidy=True) == ["forward · model.py:7"]
     other = frame.replace("project", "another")
-    assert len({*labels.distinct([frame, other], 40)}) == 2
+    assert len({*labels.distinct_labels([frame, other], 40)}) == 2
 
 
 def test_backward_nodes_and_their_evaluation_stay_apart() -> None:
     names = ["autograd::engine::evaluate_function: AddmmBackward0", "AddmmBackward0"]
-    assert labels.distinct(names, 32) == ["evaluate: AddmmBackward0", "AddmmBackward0"]
+    assert labels.distinct_labels(names, 32) == ["evaluate: AddmmBackward0", "AddmmBackward0"]
 
 
 def test_names_that_differ_in_nothing_that_fits_are_numbered() -> None:
     names = [f"{'<' * 60}{'>' * (60 + i)}" for i in range(3)]
-    shown = labels.distinct(names, 12)
+    shown = labels.distinct_labels(names, 12)
     assert len(set(shown)) == 3
     assert max(map(len, shown)) <= 12
 
 
 def test_nothing_stays_nothing() -> None:
-    assert labels.distinct([None, "a", None], 10) == ["", "a", ""]
-    assert labels.distinct([], 10) == []
+    assert labels.distinct_labels([None, "a", None], 10) == ["", "a", ""]
+    assert labels.distinct_labels([], 10) == []

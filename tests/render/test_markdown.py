@@ -112,4 +112,4 @@ def test_top_limits_the_findings_and_says_so(report: Make, top: int) -> None:
 
 def test_a_place_shows_names_as_code_and_figures_as_text() -> None:
     place = Location(op="aten::item", count=12, dur_ns=3_000_000)
-    assert _place(place, t.place_names(place)) == "`aten::item` · 12× · worst 3 ms"
+    assert _place(place, t.location_names(place)) == "`aten::item` · 12× · worst 3 ms"

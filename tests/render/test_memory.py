@@ -47,9 +47,12 @@ def test_markdown_has_the_tables(report: Report) -> None:
     for each in view.held[:8]:
         line = next(row for name, row in shown.items() if name.endswith(each.category)
                     and (each.file is None or f":{each.line} " in name)
-                    and row[1] == t.memory(each.bytes))  # fmt: skip
+                    and row[1] == t.format_bytes(each.bytes))  # fmt: skip
         assert len(line) == 4
-        assert line[2:] == [t.percent(each.bytes / view.allocated), t.count(each.blocks)]
+        assert line[2:] == [
+            t.format_share(each.bytes / view.allocated),
+            t.format_count(each.blocks),
+        ]
     assert "Segments" in source and "What a change frees" in source
 
 
@@ -58,7 +61,7 @@ def test_github_has_one_notice_of_it(report: Report) -> None:
     (notice,) = [line for line in lines if "What held the memory" in line]
     assert notice.startswith("::notice title=What held the memory at its peak::")
     largest = report.memory[0].held[0]
-    assert f"bytes {t.memory(largest.bytes)}" in notice
+    assert f"bytes {t.format_bytes(largest.bytes)}" in notice
     assert all(line.startswith("::") for line in lines)
     assert not [line for line in lines if line.startswith("::error")]
 
@@ -70,7 +73,9 @@ def test_sarif_tells_it_among_the_notifications(report: Report) -> None:
     told = [one["message"]["text"]
             for one in log["runs"][0]["invocations"][0]["toolExecutionNotifications"]]  # fmt: skip
     largest = report.memory[0].held[0]
-    assert any(t.memory(largest.bytes) in text and f":{largest.line} " in text for text in told)
+    assert any(
+        t.format_bytes(largest.bytes) in text and f":{largest.line} " in text for text in told
+    )
     assert any(text.startswith("What held the memory at its peak: held:") for text in told)
 
 

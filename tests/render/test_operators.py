@@ -82,7 +82,7 @@ def test_without_kernels_it_says_so(report: Make) -> None:
 
 def test_only_so_many_are_shown(report: Make) -> None:
     rows = [rate(name=f"aten::op{n}") for n in range(30)]
-    assert shown(report, *rows).count("aten::op") == operators.MOST_ROWS
+    assert shown(report, *rows).count("aten::op") == operators.MAX_ROWS
     assert shown(report, *rows, top=3).count("aten::op") == 3
 
 

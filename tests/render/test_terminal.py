@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Location, Worth
+from advisor.core.finding import Finding, Impact, Location
 from advisor.core.report import Family, Ranks, Replay, Report
 from advisor.render.formats import REPORTS
 from advisor.render.page import Page
@@ -119,8 +119,8 @@ def test_the_index_takes_each_gain_from_what_the_ones_above_left(report: Make) -
 def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
     report: Make, replay: Callable[..., Replay], finding: Callable[..., Finding]
 ) -> None:
-    worth = Worth(currency="step_time", gain_ns=40_000_000, share=0.1, method="replay")
-    full = report(findings=[finding(1, worth=worth)], replay=replay())
+    impact = Impact(currency="step_time", gain_ns=40_000_000, share=0.1, method="replay")
+    full = report(findings=[finding(1, impact=impact)], replay=replay())
     shown = REPORTS.render("terminal", full)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
     assert "critical: host 75% · compute 25%" in shown
@@ -135,7 +135,7 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
 def test_a_finding_that_pays_only_after_another_says_so(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
-    late = finding(2, pays_after="rule-1", rank_gain_ns=9_000_000)
+    late = finding(2, pays_after="rule-1", marginal_gain_ns=9_000_000)
     shown = " ".join(REPORTS.render("terminal", report(findings=[finding(1), late])).split())
     assert "pays only after 'Finding number 1 of the step': 9 ms then" in shown
 
@@ -258,9 +258,9 @@ def test_a_truncated_trace_says_so_at_the_top(report: Make) -> None:
 def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:
     whole = report(1)
     whole.scope.step_source = "whole trace"
-    worth = whole.findings[0].worth
-    assert worth is not None
-    whole.findings[0].worth = replace(worth, per="recording")
+    impact = whole.findings[0].impact
+    assert impact is not None
+    whole.findings[0].impact = replace(impact, per="recording")
     shown = REPORTS.render("terminal", whole)
     assert "Where the recording's time goes" in shown
     assert "up to 40 ms of the recording, 10%" in shown
@@ -286,8 +286,8 @@ def test_of_many_ranks_those_that_hold_up_the_others_are_shown(
 
 
 def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., Finding]) -> None:
-    worth = Worth(currency="risk", reason="97% of the memory is taken")
-    risk = finding(1, title="Near capacity", worth=worth, rank=None)
+    impact = Impact(currency="risk", reason="97% of the memory is taken")
+    risk = finding(1, title="Near capacity", impact=impact, rank=None)
     shown = REPORTS.render("terminal", report(1, risks=[risk]))
     assert "risk: 97% of the memory is taken" in section(shown, "Memory and risks")
     assert "Near capacity" not in section(shown, "What to change")
@@ -297,7 +297,7 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
     notes = [
         finding(3, title="A guess", validation="synthetic"),
         finding(1, title="A chance", informational=True, validation="real traces", confidence=0.42),
-        finding(2, title="A cost", worth=Worth(currency="unpriced", reason="of the recording")),
+        finding(2, title="A cost", impact=Impact(currency="unpriced", reason="of the recording")),
     ]
     shown = section(REPORTS.render("terminal", report(0, notes=notes)), "Notes")
     assert "A chance (a possibility, not a bottleneck: confidence 42%)" in " ".join(shown.split())
@@ -320,7 +320,7 @@ def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
     big = finding(1, "a chance", informational=True, validation="real traces", confidence=0.42)
     big.rank = None
     made = report(2, notes=[big])
-    assert big.worth.gain_ns >= made.findings[-1].worth.gain_ns
+    assert big.impact.gain_ns >= made.findings[-1].impact.gain_ns
     why = "a possibility, not a bottleneck: confidence 42%"
     for page in (
         REPORTS.render("terminal", made, width=120),
@@ -329,7 +329,7 @@ def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
     ):
         assert why in page
         assert "too little" not in page
-        assert t.time(big.worth.gain_ns) in page[page.index(why) :]
+        assert t.format_duration(big.impact.gain_ns) in page[page.index(why) :]
 
 
 def test_shares_of_device_work_add_up_and_say_what_they_are_of(report: Make) -> None:

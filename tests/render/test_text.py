@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Worth
+from advisor.core.finding import Evidence, Finding, Impact
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ from advisor.core.finding import Evidence, Finding, Worth
     ],
 )
 def test_a_duration_has_the_unit_it_is_read_best_in(ns: float | None, shown: str) -> None:
-    assert t.time(ns) == shown
+    assert t.format_duration(ns) == shown
 
 
 @given(st.floats(min_value=1e3, max_value=1e13, allow_nan=False))
 def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
-    number, unit = t.time(ns).replace(",", "").split(" ")
+    number, unit = t.format_duration(ns).replace(",", "").split(" ")
     scale = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}[unit]
     assert float(number) * scale == pytest.approx(ns, rel=0.0051)
 
@@ -57,14 +57,14 @@ def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
     ],
 )
 def test_a_size_has_three_digits_in_the_unit_it_is_read_in(size: float | None, shown: str) -> None:
-    assert t.memory(size) == shown
+    assert t.format_bytes(size) == shown
 
 
 def test_a_range_says_its_unit_once() -> None:
-    assert t.between(390e6, 412e6) == "390 to 412 ms"
-    assert t.between(0, 412e6) == "0 to 412 ms"
-    assert t.between(900e3, 1.2e6) == "900 µs to 1.2 ms"
-    assert t.between(-3e6, 2e6) == "-3 to 2 ms"
+    assert t.format_range(390e6, 412e6) == "390 to 412 ms"
+    assert t.format_range(0, 412e6) == "0 to 412 ms"
+    assert t.format_range(900e3, 1.2e6) == "900 µs to 1.2 ms"
+    assert t.format_range(-3e6, 2e6) == "-3 to 2 ms"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_range_says_its_unit_once() -> None:
     ],
 )
 def test_a_noun_agrees_with_its_number(number: float, noun: str, plural: str, shown: str) -> None:
-    assert t.counted(number, noun, plural) == shown
+    assert t.count_noun(number, noun, plural) == shown
 
 
 @pytest.mark.parametrize(
@@ -90,25 +90,25 @@ def test_a_noun_agrees_with_its_number(number: float, noun: str, plural: str, sh
 def test_a_share_that_rounds_to_nothing_is_not_shown_as_nothing(
     share: float | None, shown: str
 ) -> None:
-    assert t.percent(share) == shown
+    assert t.format_share(share) == shown
 
 
 def test_evidence_shows_value_unit_limit_and_where_the_limit_comes_from() -> None:
     item = Evidence("wait", 0.19, "share", 0.05, "XProf")
-    assert t.evidence(item) == "wait 19% (limit 5%, XProf)"
-    assert t.evidence(Evidence("wait", None, "ns")) == "wait not measured"
-    assert t.evidence(Evidence("rate", 12.34, "GB/s")) == "rate 12.3 GB/s"
-    assert t.evidence(Evidence("peak", 3 << 30, "bytes")) == "peak 3 GiB"
-    assert t.evidence(Evidence("speed", 2.5e13, "FLOP/s")) == "speed 25 TFLOP/s"
-    assert t.evidence(Evidence("kernels", 1234, "count")) == "kernels 1,234"
-    assert t.evidence(Evidence("kinds", "a; b")) == "kinds a; b"
+    assert t.format_evidence(item) == "wait 19% (limit 5%, XProf)"
+    assert t.format_evidence(Evidence("wait", None, "ns")) == "wait not measured"
+    assert t.format_evidence(Evidence("rate", 12.34, "GB/s")) == "rate 12.3 GB/s"
+    assert t.format_evidence(Evidence("peak", 3 << 30, "bytes")) == "peak 3 GiB"
+    assert t.format_evidence(Evidence("speed", 2.5e13, "FLOP/s")) == "speed 25 TFLOP/s"
+    assert t.format_evidence(Evidence("kernels", 1234, "count")) == "kernels 1,234"
+    assert t.format_evidence(Evidence("kinds", "a; b")) == "kinds a; b"
 
 
 def test_a_gain_says_its_currency() -> None:
-    def shown(**worth: object) -> str:
+    def shown(**impact: object) -> str:
         finding = Finding(rule="r", title="t", summary="s", fix="f")
-        finding.worth = Worth(**worth)  # type: ignore[arg-type]
-        return t.gain(finding)
+        finding.impact = Impact(**impact)  # type: ignore[arg-type]
+        return t.format_gain(finding)
 
     bound = "upper bound (exposed time)"
     assert shown(currency="step_time", gain_ns=4_000_000, share=0.1, method=bound) == (
@@ -136,17 +136,19 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
 @given(st.text(), st.integers(min_value=0, max_value=80))
 def test_shortened_text_fits(text: str, width: int) -> None:
     assert len(t.shorten(text, width)) <= width
-    assert len(t.kernel(text, width)) <= width
-    assert len(t.path(text, max(1, width))) <= max(1, width)
+    assert len(t.kernel_label(text, width)) <= width
+    assert len(t.shorten_path(text, max(1, width))) <= max(1, width)
 
 
 def test_a_long_path_keeps_its_end() -> None:
-    assert t.path("/home/somebody/a/long/way/project/train.py", 20) == "…ay/project/train.py"
+    assert (
+        t.shorten_path("/home/somebody/a/long/way/project/train.py", 20) == "…ay/project/train.py"
+    )
 
 
 def test_a_path_below_the_working_folder_starts_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert t.path(str(tmp_path / "src" / "train.py"), 60) == str(Path("src", "train.py"))
-    assert t.path(f"{tmp_path}2/train.py", 200) == f"{tmp_path}2/train.py"
+    assert t.shorten_path(str(tmp_path / "src" / "train.py"), 60) == str(Path("src", "train.py"))
+    assert t.shorten_path(f"{tmp_path}2/train.py", 200) == f"{tmp_path}2/train.py"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.advise.views import MOST_CAUSES, step_bar
+from advisor.advise.views import MAX_CAUSES, step_bar
 from advisor.cli.output import _ASCII
 from advisor.core import palette
 from advisor.core.report import IdleCause, Report
@@ -58,7 +58,7 @@ def test_many_small_causes_share_a_segment_and_nothing_is_lost(
 ) -> None:
     causes = [IdleCause(f"cause_{i}", float(i), i / 100) for i in range(1, 12)]
     idle = idle_of(report(idle=causes))
-    assert len(idle) == MOST_CAUSES + 1
+    assert len(idle) == MAX_CAUSES + 1
     assert sum(segment.ns for segment in idle) == sum(range(1, 12))
     assert idle[-1].label == "other causes"
     assert len({segment.look.glyph for segment in idle}) == len(idle)

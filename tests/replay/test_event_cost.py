@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.replay.price import EVENT_COST_NS, MOST_COST, WhatIf, event_cost
+from advisor.replay.price import EVENT_COST_NS, MAX_COST, EditGain, event_cost
 from advisor.testing import TraceBuilder
 
 USUAL = EVENT_COST_NS["plain"]
@@ -39,13 +39,13 @@ def test_it_is_what_a_profiled_step_takes_longer_over_its_events() -> None:
 def test_a_profiler_that_costs_nothing_adds_nothing() -> None:
     a = host_bound(median_us=310).analysis()
     assert event_cost(a) == 0.0
-    whatif = WhatIf(a)
+    whatif = EditGain(a)
     assert whatif.period((), "plain") == pytest.approx(whatif.base.period, rel=1e-6)
 
 
 def test_a_measured_cost_is_bounded() -> None:
     a = host_bound(median_us=10, profiled_us=30_000).analysis()
-    assert event_cost(a) == MOST_COST * USUAL
+    assert event_cost(a) == MAX_COST * USUAL
 
 
 def test_behind_a_busy_device_the_cost_cannot_be_seen() -> None:

@@ -6,14 +6,14 @@ import pytest
 
 from advisor.core.run_directory import Host
 from advisor.replay.language import parse_edit
-from advisor.replay.price import WhatIf
+from advisor.replay.price import EditGain
 from advisor.testing import TraceBuilder
 
 LOADING, STEP = 6_000.0, 10_000.0
 """Of each step, µs: the loader 6 ms, then 4 ms of the model on the host."""
 
 
-def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> WhatIf:
+def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> EditGain:
     """``used``: cores that the process keeps busy, as sampled; ``None``: not recorded."""
     b = TraceBuilder()
     name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -32,10 +32,10 @@ def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> WhatIf:
         r = b.record_of_run(cpus=cpus, cpus_total=cpus)
         r.steps(60, 10)
         r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
-    return WhatIf(b.analysis())
+    return EditGain(b.analysis())
 
 
-def gain(found: WhatIf, workers: int = 4) -> float:
+def gain(found: EditGain, workers: int = 4) -> float:
     """Of the step."""
     return found.gain([parse_edit(f"spread loader {workers}")]) / found.a.step_ns
 
@@ -101,7 +101,7 @@ def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left:
     r = b.record_of_run(cpus=cpus, cpus_total=cpus)
     r.steps(60, 9)
     r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
-    found = WhatIf(b.analysis())
+    found = EditGain(b.analysis())
     before = found.base.period
     after = before - found.gain([parse_edit("spread loader 2")])
     assert after / before == pytest.approx(left, abs=0.02)

@@ -14,15 +14,15 @@ from rewriting import events, load
 from advisor import Analysis
 from advisor.read import read_trace
 from advisor.replay.graph import NEVER, Edge, Node
-from advisor.replay.price import WhatIf
-from advisor.replay.replay import Plan
+from advisor.replay.price import EditGain
+from advisor.replay.replay import ReplayPlan
 
 Find = Callable[[str], str]
 
 
 @functools.lru_cache(maxsize=8)
-def replay(path: str) -> WhatIf:
-    return WhatIf(Analysis(read_trace(path)))
+def replay(path: str) -> EditGain:
+    return EditGain(Analysis(read_trace(path)))
 
 
 def test_a_call_waits_for_the_device_whatever_its_name(shared_trace: Find) -> None:
@@ -66,7 +66,7 @@ def test_waits_that_are_copied_are_not_explained_however_right_the_step_is(
     weight[released & (graph.edge == Edge.RELEASE)] = NEVER
     copied = released & (graph.edge == Edge.PROGRAM)
     weight[copied] = (graph.time[graph.dst] - graph.time[graph.src])[copied]
-    plan = Plan(replace(graph, weight=weight))
+    plan = ReplayPlan(replace(graph, weight=weight))
     assert plan.run()[graph.starts] == pytest.approx(graph.time[graph.starts], rel=0.03)
     found, before = hard_time(whatif.a, plan), hard_time(whatif.a, whatif.plan)
     assert found.waited == before.waited > 0.1 * whatif.a.step_ns
@@ -86,7 +86,7 @@ def test_idle_time_that_stays_when_the_host_takes_none_is_not_explained(
     weight = graph.weight.copy()
     weight[launch] = (graph.time - graph.dur)[graph.dst[launch]]
     source = np.where(launch, 0, graph.src)
-    found = hard_time(whatif.a, Plan(replace(graph, weight=weight, src=source)))
+    found = hard_time(whatif.a, ReplayPlan(replace(graph, weight=weight, src=source)))
     assert found.idle == before.idle
     assert before.idle_explained is not None
     assert before.idle_explained > 0.9

@@ -24,7 +24,7 @@ from advisor.advise.engine import Examined, examine
 from advisor.advise.pricing import REPLAY, pricer
 from advisor.read import read_trace
 from advisor.replay.language import BLOCKING, parse_edit, write_edit
-from advisor.replay.price import WhatIf
+from advisor.replay.price import EditGain
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.result import what_if
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
@@ -47,8 +47,8 @@ def _found() -> list[str]:
 
 
 @functools.lru_cache(maxsize=4)
-def replay(path: str) -> WhatIf:
-    return WhatIf(Analysis(read_trace(path)))
+def replay(path: str) -> EditGain:
+    return EditGain(Analysis(read_trace(path)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -70,7 +70,7 @@ def path(request: pytest.FixtureRequest, shared_trace: Callable[[str], str]) -> 
     return found
 
 
-def priceable(path: str) -> WhatIf:
+def priceable(path: str) -> EditGain:
     """The replay, where findings are priced by it."""
     found = pricer(replay(path).a)
     if found.method != REPLAY:
@@ -78,7 +78,7 @@ def priceable(path: str) -> WhatIf:
     return replay(path)
 
 
-def gain(whatif: WhatIf, *lines: str) -> float:
+def gain(whatif: EditGain, *lines: str) -> float:
     """What edits save together, as a share of the step."""
     return whatif.gain([parse_edit(line) for line in lines]) / whatif.base.period
 
@@ -166,7 +166,7 @@ def shortening(path: str, count: int) -> Iterator[str]:
         yield (makers[number % len(makers)] if number < len(makers) else rng.choice(makers))()
 
 
-def window(whatif: WhatIf) -> tuple[int, int]:
+def window(whatif: EditGain) -> tuple[int, int]:
     """Start and end of the replayed steps, ns of the trace."""
     table = whatif.a.steps.table
     first, last = whatif.quality.steps, whatif.quality.of_steps
@@ -194,8 +194,8 @@ def test_an_edit_of_zero_changes_nothing(path: str) -> None:
 # -- what the file says, not how it says it ------------------------------------------------------
 
 
-def rewritten(path: str, change: Callable[[rewriting.Data], rewriting.Data], to: Path) -> WhatIf:
-    return WhatIf(Analysis(read_trace(rewriting.save(change(rewriting.load(path)), to))))
+def rewritten(path: str, change: Callable[[rewriting.Data], rewriting.Data], to: Path) -> EditGain:
+    return EditGain(Analysis(read_trace(rewriting.save(change(rewriting.load(path)), to))))
 
 
 def rows(path: str) -> int:
@@ -354,7 +354,7 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
 # -- no more than there is -----------------------------------------------------------------------
 
 
-def taken(whatif: WhatIf, edit: Edit) -> float:
+def taken(whatif: EditGain, edit: Edit) -> float:
     """Time that an edit takes away, ns a step, summed over all threads and streams: what no path
     through the step can become shorter by more than. Work that is moved or removed no longer holds
     up its stream either while it waits itself."""
@@ -442,8 +442,8 @@ def test_the_staircase_adds_up_to_all_findings_together(path: str) -> None:
     stairs = [f for f in found.report.findings if f.rank is not None and not f.other_rank]
     if not stairs or found.pricing.method != "replay":
         pytest.skip("no finding is priced by replay")
-    total = WhatIf(found.main).gain([e for f in stairs for e in f.edits])
-    assert sum(f.rank_gain_ns or 0 for f in stairs) == pytest.approx(
+    total = EditGain(found.main).gain([e for f in stairs for e in f.edits])
+    assert sum(f.marginal_gain_ns or 0 for f in stairs) == pytest.approx(
         total, abs=len(stairs) * EXACT_NS
     )
     assert total <= found.main.step_ns
@@ -454,7 +454,7 @@ def priced(path: str) -> tuple[Examined, list[Finding]]:
     found = examined(path)
     if found.pricing.method != REPLAY:
         pytest.skip("findings are not priced by replay")
-    own = [f for f in found.report.findings if f.edits and f.worth and not f.other_rank]
+    own = [f for f in found.report.findings if f.edits and f.impact and not f.other_rank]
     if not own:
         pytest.skip("no finding is priced by its edits")
     return found, own
@@ -467,6 +467,6 @@ def test_the_edit_typed_at_the_command_line_gives_the_number_of_the_finding(path
     for f in findings:
         lines = [write_edit(edit) for edit in f.edits]
         saved = sum(row.gain_ns for row in what_if(found.run, lines).edits)
-        if f.worth is None or abs(saved - (f.worth.gain_ns or 0)) > len(lines) * EXACT_NS:
-            wrong[f.rule] = (lines, saved, f.worth)
+        if f.impact is None or abs(saved - (f.impact.gain_ns or 0)) > len(lines) * EXACT_NS:
+            wrong[f.rule] = (lines, saved, f.impact)
     assert not wrong

@@ -104,11 +104,11 @@ def test_a_finding_says_what_its_band_allows_for(mine: Path, tmp_path: Path) -> 
     (before,) = [f for f in analyze(path).findings if f.rule == "single-process-loader"]
     ledger.append(mine, [outcome(0.25, rule="single-process-loader")] * 4)
     (after,) = [f for f in analyze(path).findings if f.rule == "single-process-loader"]
-    assert before.worth is not None and after.worth is not None
-    assert after.worth.gain_ns == before.worth.gain_ns
-    assert after.worth.low_ns is not None and before.worth.low_ns is not None
-    assert after.worth.low_ns == pytest.approx((after.worth.gain_ns or 0) / 4, rel=0.01)
-    assert after.worth.low_ns < before.worth.low_ns
+    assert before.impact is not None and after.impact is not None
+    assert after.impact.gain_ns == before.impact.gain_ns
+    assert after.impact.low_ns is not None and before.impact.low_ns is not None
+    assert after.impact.low_ns == pytest.approx((after.impact.gain_ns or 0) / 4, rel=0.01)
+    assert after.impact.low_ns < before.impact.low_ns
     told = "over 4 trials the truth was 0.2 to 0.2 of the prediction, and the band allows for that"
     assert told in after.confidence_notes and told not in before.confidence_notes
 

@@ -59,7 +59,7 @@ def test_a_line_that_is_none_of_ours_is_passed_over_and_counted(line: bytes) -> 
 
 
 def test_a_gain_that_never_came_counts_as_little_not_as_nothing() -> None:
-    assert entry(-0.2).ratio == ledger.LEAST_RATIO
+    assert entry(-0.2).ratio == ledger.MIN_RATIO
 
 
 def test_a_ledger_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from whatif_by_hand import Job
 from advisor.measure import Analysis
 from advisor.read import read_trace
 from advisor.replay.language import parse_edit
-from advisor.replay.price import WhatIf
+from advisor.replay.price import EditGain
 from advisor.testing import TraceBuilder
 
 Find = Callable[[str], str]
@@ -40,11 +40,11 @@ OTHERS = [
 
 
 @functools.lru_cache(maxsize=16)
-def replayed(path: str) -> WhatIf:
-    return WhatIf(Analysis(read_trace(path)))
+def replayed(path: str) -> EditGain:
+    return EditGain(Analysis(read_trace(path)))
 
 
-def worth(whatif: WhatIf, *lines: str) -> float:
+def impact(whatif: EditGain, *lines: str) -> float:
     """What edits save, as a share of the measured step."""
     return whatif.gain([parse_edit(line) for line in lines]) / whatif.measured.period
 
@@ -157,7 +157,7 @@ def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_
 
     whatif = replayed(path)
     edits = [parse_edit("overlap comm")]
-    assert low - 0.01 <= worth(whatif, "overlap comm") <= high
+    assert low - 0.01 <= impact(whatif, "overlap comm") <= high
     steps = np.diff(whatif.step_times(edits).time[whatif.graph.starts]) / 1e3
     assert steps.sum() == pytest.approx(free.sum(), rel=0.02)
     # without the profiler, which lengthens host times, the host limits less
@@ -169,7 +169,7 @@ def test_pinning_host_to_device_copies_is_worth_nothing_where_they_hide(
 ) -> None:
     whatif = replayed(shared_trace("a100_train_6steps"))
     for line in ("overlap copy:HtoD", "scale copy:HtoD 0.3"):
-        assert abs(worth(whatif, line)) < 0.002
+        assert abs(impact(whatif, line)) < 0.002
 
 
 def raw(path: str) -> list[dict[str, Any]]:
@@ -268,5 +268,5 @@ def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() 
                 b.host(94.5)
     a = Analysis(b.trace())
     assert a.breakdown.busy.total >= 0.97 * a.span_ns
-    parts = WhatIf(a).critical()
+    parts = EditGain(a).critical()
     assert parts["compute"] >= 0.9 * sum(parts.values())

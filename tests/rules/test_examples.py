@@ -9,7 +9,7 @@ import pytest
 from advisor.advise.execution import FAILED, rank_rules, run_rules
 from advisor.advise.registry import load_rules
 from advisor.advise.worth import MIN_GAIN_SHARE
-from advisor.core.finding import Finding, Rule, Worth
+from advisor.core.finding import Finding, Impact, Rule
 from advisor.testing import TraceBuilder
 from tests.rules.guards import guard_of, lifted
 
@@ -34,9 +34,9 @@ def outcome(rule: Rule, example: TraceBuilder | list[TraceBuilder]) -> list[Find
     return result.findings
 
 
-def worth_showing(worth: Worth | None) -> bool:
-    assert worth is not None
-    return worth.currency != "step_time" or (worth.share or 0) >= MIN_GAIN_SHARE
+def worth_showing(impact: Impact | None) -> bool:
+    assert impact is not None
+    return impact.currency != "step_time" or (impact.share or 0) >= MIN_GAIN_SHARE
 
 
 def examples(kind: str) -> list[object]:
@@ -52,10 +52,10 @@ def test_a_rule_fires_on_what_it_is_for_and_what_it_finds_is_actionable(
     rule: Rule, example: TraceBuilder
 ) -> None:
     found = outcome(rule, example)
-    assert any(worth_showing(finding.worth) for finding in found)
+    assert any(worth_showing(finding.impact) for finding in found)
     for finding in found:
         assert finding.summary and finding.fix and finding.check and finding.evidence
-        assert finding.edits or finding.worth is not None
+        assert finding.edits or finding.impact is not None
         assert 0 < finding.confidence <= 1
         for line in finding.code.split("\n"):  # the terminal report would fold it
             body = line.rpartition("  # ")[0].rstrip() or line
@@ -69,7 +69,7 @@ def test_a_rule_is_silent_on_its_traps_for_the_reason_it_names(
     """A threshold that is named must be what holds the rule: without it, it fires. Else the text
     names the condition that ended the search; what else might hold it silent comes later."""
     trap, guard = example
-    assert [f.title for f in outcome(rule, trap) if worth_showing(f.worth)] == []
+    assert [f.title for f in outcome(rule, trap) if worth_showing(f.impact)] == []
     subject: Any = (
         {number: b.analysis() for number, b in enumerate(trap)}
         if isinstance(trap, list)

@@ -211,5 +211,5 @@ def test_memory_share_counts_the_cards_own_capacity() -> None:
                 b.launch(GEMM, 100)
             b.sync()
     (found,) = findings("memory-near-capacity", b)
-    assert found.worth is not None and found.worth.currency == "risk"
+    assert found.impact is not None and found.impact.currency == "risk"
     assert "94%" in found.summary

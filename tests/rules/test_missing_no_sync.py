@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from advisor.core.finding import Finding, NotMeasured
+from advisor.core.finding import Finding, SkippedCheck
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.read import read_trace
@@ -56,4 +56,4 @@ def test_two_passes_of_a_real_training_send_the_gradients_twice(
 def test_without_sizes_it_abstains() -> None:
     b = MissingNoSync.silent_on()["sizes are not recorded"][0]
     (outcome,) = MissingNoSync().check(b.analysis())
-    assert isinstance(outcome, NotMeasured)
+    assert isinstance(outcome, SkippedCheck)

@@ -72,10 +72,10 @@ def test_attention_in_16_bits_gains_what_was_predicted(shared_trace: Callable[[s
     assert spent[0][0] == spent[1][0] == 144
     measured = spent[0][1] - spent[1][1]
     finding = found(shared_trace("pairs/sam_2_fp32_few_syncs"))["slow-attention"]
-    worth = finding.worth
-    assert worth is not None and worth.gain_ns is not None
-    assert worth.gain_ns == pytest.approx(measured, rel=0.15)
-    assert (worth.low_ns or 0) < measured < (worth.high_ns or 0)
+    impact = finding.impact
+    assert impact is not None and impact.gain_ns is not None
+    assert impact.gain_ns == pytest.approx(measured, rel=0.15)
+    assert (impact.low_ns or 0) < measured < (impact.high_ns or 0)
     assert "fp32" in finding.summary
 
 

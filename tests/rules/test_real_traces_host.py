@@ -70,7 +70,7 @@ def shown(result: Report, rule: str) -> Finding:
 
 def figure(finding: Finding, label: str) -> float:
     """The first figure whose label, with what it is of, begins so."""
-    value = next(e.value for e in finding.evidence if t.label(e).startswith(label))
+    value = next(e.value for e in finding.evidence if t.evidence_label(e).startswith(label))
     assert isinstance(value, int | float)
     return float(value)
 
@@ -413,7 +413,7 @@ def test_a_recorded_loader_without_workers_is_told_from_one_with(tmp_path: Path)
     alone = shown(record(0), "single-process-loader")
     # eight samples of 4 ms are all of a batch that can be spread over workers
     assert figure(alone, "exposed loading a step") >= 8 * 4e6
-    assert alone.worth is not None and (alone.worth.share or 0) > 0.3
+    assert alone.impact is not None and (alone.impact.share or 0) > 0.3
     assert not mentioned(record(1)) & {"single-process-loader"}
 
 
@@ -425,6 +425,6 @@ def test_waits_without_a_bubble_are_a_note_with_what_replaying_without_them_save
     report = analyze(shared_trace("a100_train_6steps"))
     assert [f.rule for f in report.findings] == ["exposed-communication"]
     (note,) = [f for f in report.notes if f.rule == "implicit-sync"]
-    assert note.worth is not None and note.worth.gain_ns is not None
+    assert note.impact is not None and note.impact.gain_ns is not None
     # never more than the host waited, 12.5 ms a step by summing the calls
-    assert 3e6 < note.worth.gain_ns < 12.6e6
+    assert 3e6 < note.impact.gain_ns < 12.6e6

@@ -20,7 +20,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.execution import run_rules
 from advisor.advise.registry import load_rules
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Finding, Good, Outcome
+from advisor.core.finding import Evidence, Finding, Outcome, PassedCheck
 from advisor.core.report import Report
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import Tensor
@@ -76,7 +76,7 @@ def fired(path: str, rule_id: str, **options: float) -> bool:
 
 
 def figure(found: Finding, label: str) -> float:
-    (evidence,) = [e for e in found.evidence if t.label(e) == label]
+    (evidence,) = [e for e in found.evidence if t.evidence_label(e) == label]
     assert isinstance(evidence.value, int | float)
     return float(evidence.value)
 
@@ -113,7 +113,7 @@ def test_nobody_is_told_to_use_tensor_cores_they_use(shared_trace: Find, name: s
 def test_tensor_core_use_in_bf16_is_praised(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     assert not [k["name"] for k in kernels(path) if re.search(r"sgemm|simt", k["name"])]
-    (said,) = [o for o in outcomes(path, "fp32-matmul") if isinstance(o, Good)]
+    (said,) = [o for o in outcomes(path, "fp32-matmul") if isinstance(o, PassedCheck)]
     assert said.text.startswith("100% of matrix and convolution time")
 
 
@@ -314,7 +314,7 @@ def test_healthy_traces_get_no_advice_on_occupancy_waves_or_fusion(shared_trace:
 def test_fused_attention_is_praised(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     (said,) = outcomes(path, "unfused-attention")
-    assert isinstance(said, Good)
+    assert isinstance(said, PassedCheck)
     attention = time_of(kernels(path), r"(?i)flash_fwd|fmhaSm100|attn_fwd")
     share = re.search(r"\((\d+)% of kernel time\)", said.text)
     assert share is not None
@@ -336,7 +336,7 @@ def test_products_of_embeddings_are_no_attention(shared_trace: Find, name: str) 
 def test_no_allocation_in_steady_state_is_praised(shared_trace: Find, name: str) -> None:
     path = shared_trace(name)
     assert not [e for e in raw(path) if re.fullmatch(r"cuda(Malloc|Free)\w*", e["name"])]
-    assert [type(o) for o in outcomes(path, "allocations-in-loop")] == [Good]
+    assert [type(o) for o in outcomes(path, "allocations-in-loop")] == [PassedCheck]
     assert outcomes(path, "empty-cache-in-loop") == []
 
 
@@ -365,7 +365,7 @@ def test_apex_fused_adam_is_no_single_tensor_optimizer(shared_trace: Find, name:
     path = shared_trace(name)
     a_step = len([k for k in kernels(path) if "AdamFunctor" in k["name"]]) / 6
     (said,) = outcomes(path, "single-tensor-optimizer")
-    assert isinstance(said, Good)
+    assert isinstance(said, PassedCheck)
     assert "8 kernels a step" in said.text
     assert a_step == pytest.approx(8, abs=2)  # V100: the window cuts into a seventh step
 

@@ -12,7 +12,7 @@ import pytest
 
 from advisor.advise.engine import Options, analyze
 from advisor.core.finding import Finding
-from advisor.measure.steps.record import Recorded
+from advisor.measure.steps.record import StepRecords
 from advisor.read import open_run
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
@@ -42,13 +42,13 @@ def test_what_garbage_collection_costs_is_what_the_cure_saves() -> None:
     for variant in ("slow", "cured"):
         recording = open_run(RECORDED / f"gc_pauses.{variant}").recording
         assert recording is not None
-        mean = Recorded(recording.ranks[0]).mean
+        mean = StepRecords(recording.ranks[0]).mean
         assert mean is not None
         means.append(mean)
-    worth = findings("gc_pauses.slow")["gc-pauses"].worth
-    assert worth is not None and worth.gain_ns is not None
+    impact = findings("gc_pauses.slow")["gc-pauses"].impact
+    assert impact is not None and impact.gain_ns is not None
     # one run each on a busy machine: 15 % of what was saved is within their spread
-    assert worth.gain_ns == pytest.approx(means[0] - means[1], rel=0.15)
+    assert impact.gain_ns == pytest.approx(means[0] - means[1], rel=0.15)
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in RECORDED.iterdir()))

@@ -18,14 +18,14 @@ from advisor.rules.transfer.ping_pong import PingPong
 def only(rule: Rule, name: str) -> Finding:
     """The one finding of a rule on one of its examples, priced by the engine."""
     (finding,) = run_rules(-1, rule.fires_on()[name].analysis(), [rule]).findings
-    assert finding.worth is not None
+    assert finding.impact is not None
     return finding
 
 
 def gain_us(finding: Finding) -> float:
-    assert finding.worth is not None
-    assert finding.worth.gain_ns is not None
-    return finding.worth.gain_ns / 1000
+    assert finding.impact is not None
+    assert finding.impact.gain_ns is not None
+    return finding.impact.gain_ns / 1000
 
 
 def test_needless_reductions_cost_the_time_that_nothing_hides() -> None:
@@ -75,12 +75,12 @@ def test_the_reported_rank_itself_is_slow_and_priced_by_its_own_step() -> None:
 def test_stalls_cost_what_was_written_in_them() -> None:
     # four of forty steps hold 9 ms of torch.save; time over the window, not a step
     finding = only(PeriodicStalls(), "torch.save")
-    assert finding.worth is not None
-    assert finding.worth.currency == "run_time"
+    assert finding.impact is not None
+    assert finding.impact.currency == "run_time"
     assert gain_us(finding) == pytest.approx(4 * 9000, rel=0.01)
 
 
 def test_the_log_softmax_and_one_gradient_are_named_in_bytes() -> None:
     finding = only(HugeVocabulary(), "a tenth of the peak")
-    assert finding.worth is not None
-    assert finding.worth.freed_bytes == 2 * 4096 * 128256 * 4
+    assert finding.impact is not None
+    assert finding.impact.freed_bytes == 2 * 4096 * 128256 * 4

@@ -81,13 +81,13 @@ def left(report: Report, rules: set[str]) -> bool:
     return bool(rules & ({f.rule for f in (*report.findings, *report.risks)} | waiting(report)))
 
 
-def worth(report: Report, rules: set[str]) -> float:
+def impact(report: Report, rules: set[str]) -> float:
     """What the findings of the rules are worth together, ns a step: the cured step is shorter, so
     the same wait is a larger share of it."""
     return sum(
-        f.worth.gain_ns or 0.0
+        f.impact.gain_ns or 0.0
         for f in (*report.findings, *report.notes)
-        if f.rule in rules and f.worth is not None
+        if f.rule in rules and f.impact is not None
     )
 
 
@@ -216,9 +216,9 @@ def test_the_finding_appears_and_the_cured_twin_has_it_no_more(name: str, tmp_pa
     # on a busy machine even a loader that keeps up is waited for now and then
     for attempt in range(ATTEMPTS):
         after = report_of(name, "cured", tmp_path / f"cured{attempt}")
-        if not left(after, finds) or worth(after, finds) < worth(before, finds) / 2:
+        if not left(after, finds) or impact(after, finds) < impact(before, finds) / 2:
             break
-    assert not left(after, finds) or worth(after, finds) < worth(before, finds) / 2
+    assert not left(after, finds) or impact(after, finds) < impact(before, finds) / 2
 
 
 @pytest.mark.slow

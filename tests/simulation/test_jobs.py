@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulation.engine import COMPUTE_STREAM, Played
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, LAYOUTS, Job, draw
 from benchmarks.simulation.measured import measured
-from benchmarks.simulation.programs import LEAST_SHARE, play, simulate
+from benchmarks.simulation.programs import MIN_SHARE, play, simulate
 
 
 def of_layout(layout: str, kind: str = HEALTHY, **given: object) -> Job:
@@ -149,7 +149,7 @@ def test_a_slow_link_slows_the_groups_that_use_it_and_no_others() -> None:
 def test_a_fault_costs_the_job_what_it_says(kind: str) -> None:
     played, truth = play(11, 16, kind, steps=3)
     assert truth.kind == kind and truth.step_ns == played.step_ns
-    assert truth.gain_ns >= LEAST_SHARE * truth.step_ns
+    assert truth.gain_ns >= MIN_SHARE * truth.step_ns
     again = simulate(played.job.mended()).step_ns
     assert truth.step_ns - truth.gain_ns == pytest.approx(again)
 

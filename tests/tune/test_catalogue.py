@@ -6,20 +6,20 @@ import pytest
 
 from advisor.advise.registry import load_rules
 from advisor.core.errors import AdvisorError
-from advisor.tune.catalogue import lever, levers
+from advisor.tune.catalogue import all_knobs, find_knob
 from advisor.tune.knob import Machine
 from advisor.tune.spec import Pull
 
 
 def test_each_lever_that_a_rule_names_exists() -> None:
-    named = {name for rule in load_rules() for name in rule.levers}
-    assert named <= set(levers())
+    named = {name for rule in load_rules() for name in rule.knobs}
+    assert named <= set(all_knobs())
     assert len(named) >= 15
 
 
-@pytest.mark.parametrize("name", sorted(levers()))
+@pytest.mark.parametrize("name", sorted(all_knobs()))
 def test_each_lever_has_settings_lines_and_words(name: str) -> None:
-    one = lever(name)
+    one = find_knob(name)
     assert one.title
     for machine in (Machine(1, False), Machine(16, True)):
         values = one.values(3, machine)
@@ -32,9 +32,9 @@ def test_each_lever_has_settings_lines_and_words(name: str) -> None:
 def test_the_number_of_workers_that_was_promised_is_tried_first_and_the_cores_are_searched() -> (
     None
 ):
-    assert list(lever("workers").values(6, Machine(8, False))) == [6, 1, 2, 4, 8, 0]
+    assert list(find_knob("workers").values(6, Machine(8, False))) == [6, 1, 2, 4, 8, 0]
 
 
 def test_an_unknown_lever_is_one_line() -> None:
     with pytest.raises(AdvisorError, match="no lever 'fast'"):
-        lever("fast")
+        find_knob("fast")

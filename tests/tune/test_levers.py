@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.catalogue import lever, levers
+from advisor.tune.catalogue import all_knobs, find_knob
 from advisor.tune.knob import Machine
 from advisor.tune.knobs import affinity
 from advisor.tune.losses import check
@@ -147,7 +147,7 @@ def pulled(run_once: Run) -> Result:
 
 
 def test_every_lever_is_pulled_here_or_below() -> None:
-    assert {pull.lever for pull in ALL} | {"affinity", "ddp-no-sync"} == set(levers())
+    assert {pull.knob for pull in ALL} | {"affinity", "ddp-no-sync"} == set(all_knobs())
 
 
 def test_no_lever_is_undone_by_a_program_that_sets_everything_the_other_way(
@@ -207,7 +207,7 @@ def test_accumulated_gradients_are_sent_once_a_step_and_stay_what_they_were(
     before = run_once(accumulation(4))
     after = run_once(accumulation(1), Pull("ddp-no-sync"))
     assert (before.problem, after.problem, after.idle) == ("", "", [])
-    one = lever("ddp-no-sync")
+    one = find_knob("ddp-no-sync")
     assert check(one.safety, one.redraws, [before], [after]).passed
 
 
@@ -227,7 +227,7 @@ def test_a_process_is_bound_to_the_cores_of_one_node(
     monkeypatch.setattr(affinity, "NODES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 2, 3, 5})
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: bound.append(set(cores)))
-    one = lever("affinity")
+    one = find_knob("affinity")
     one.apply(None)
     assert bound == [{1, 2, 5}] and one.used
 
@@ -242,7 +242,7 @@ def test_a_process_is_bound_to_the_cores_of_one_node(
     ],
 )
 def test_a_setting_may_be_named(name: str, text: str, expected: object) -> None:
-    assert lever(name).setting(text, Machine(2, False)) == expected
+    assert find_knob(name).setting(text, Machine(2, False)) == expected
 
 
 @pytest.mark.parametrize(
@@ -251,4 +251,4 @@ def test_a_setting_may_be_named(name: str, text: str, expected: object) -> None:
 )
 def test_a_setting_that_is_none_is_one_line(name: str, text: str) -> None:
     with pytest.raises(AdvisorError, match=f"^{name}={text}: "):
-        lever(name).setting(text, Machine(2, False))
+        find_knob(name).setting(text, Machine(2, False))

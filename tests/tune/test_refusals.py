@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tune.catalogue import lever
+from advisor.tune.catalogue import find_knob
 from advisor.tune.losses import check
 from advisor.tune.spec import Pull, Result
 
@@ -61,7 +61,7 @@ def test_the_unchanged_program_is_timed_and_its_files_stay_as_they_are(
 def test_a_lever_that_changes_the_losses_is_refused(
     name: str, safety: str, why: str, run_once: Run, home: Path, unchanged: Result
 ) -> None:
-    one = lever(name)
+    one = find_knob(name)
     assert one.safety == safety
     result = run_once(TRAPS, Pull(name), here=home, steps=8)
     assert result.problem == "" and result.idle == []

@@ -14,7 +14,7 @@ from advisor.tune.knob import Machine
 from advisor.tune.plan import asked_for
 from advisor.tune.process import Program, Running
 from advisor.tune.report import TrialReport
-from advisor.tune.session import Session
+from advisor.tune.session import TrialSession
 from advisor.tune.spec import Pull, Result
 from advisor.tune.words import headline
 
@@ -49,7 +49,7 @@ class Made(Program):
 def tried(names: tuple[str, ...], answer: Callable[[tuple[Pull, ...]], Result]) -> TrialReport:
     report = TrialReport(trials=asked_for(names, Machine(2, False), []))
     program = Made(answer)
-    Session(program, report, Limits(), time.monotonic() + 3600, lambda text: None).run()
+    TrialSession(program, report, Limits(), time.monotonic() + 3600, lambda text: None).run()
     assert set(program.counted) == {any(name.startswith("batch") for name in names)}
     return report
 
@@ -131,7 +131,7 @@ def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_r
 def test_levers_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dropped() -> None:
     def answer(pulls: tuple[Pull, ...]) -> Result:
         found = steps(7 if pulls else 10)
-        name = pulls[0].lever if pulls else ""
+        name = pulls[0].knob if pulls else ""
         if name == "set-to-none":
             found.losses = [1.0, 0.9, 0.81]
         if name == "gc-freeze":

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import advisor
 from advisor.advise.ranks import words
 from advisor.advise.ranks.merged import merge
-from advisor.core.text import count, counted, percent, time
+from advisor.core.text import count_noun, format_count, format_duration, format_share
 from advisor.measure.ranks.alike import find_alike
 from advisor.measure.ranks.job_report import JobReport, Missing, Row, Spread, WhatIf, numbers
 from advisor.measure.ranks.join import Joined, Waits, join, waits
@@ -28,7 +28,7 @@ from advisor.replay.ranks.replay import Gain, Replay
 
 Floats = NDArray[np.float64]
 
-MOST_ODD = 20
+MAX_ODD = 20
 ALONE_SHARE = 0.5
 """Of what several are worth together: ranks that are worth less one by one are told as one."""
 MIN_GAIN_SHARE = 0.005
@@ -149,8 +149,8 @@ def _odd(report: JobReport, fleet: Fleet, replay: Replay) -> None:
             told.append((seen, gain))
     told.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
     steps = len(fleet.own.steps)
-    report.odd = [words.odd(fleet, seen, gain, steps) for seen, gain in told[:MOST_ODD]]
-    changes = [(words.what_if(fleet, seen), gain) for seen, gain in told[:MOST_ODD] if gain]
+    report.odd = [words.odd(fleet, seen, gain, steps) for seen, gain in told[:MAX_ODD]]
+    changes = [(words.what_if(fleet, seen), gain) for seen, gain in told[:MAX_ODD] if gain]
     if priced:
         changes.append(
             ("no stragglers: every rank at the median in every step", no_stragglers(fleet, replay))
@@ -197,16 +197,16 @@ def _joined(fleet: Fleet, replay: Replay, found: list[Seen]) -> list[Seen]:
 
 def _verdict(report: JobReport, fleet: Fleet, told: list[tuple[Seen, Gain | None]]) -> str:
     """The job in one sentence, a second where nobody is odd."""
-    who = counted(report.read, "rank")
+    who = count_noun(report.read, "rank")
     if report.missing:
-        who += f" of {count(report.read + sum(m.count for m in report.missing))}"
+        who += f" of {format_count(report.read + sum(m.count for m in report.missing))}"
     if report.step is None:
         return f"{who}: no step was measured."
-    begin = f"{who}, {time(report.step.median)} a step"
+    begin = f"{who}, {format_duration(report.step.median)} a step"
     if told:
         text = f"{begin}: {words.headline(fleet, *told[0])}"
         if len(told) > 1:
-            text += f"; {counted(len(told) - 1, 'more odd one')}"
+            text += f"; {count_noun(len(told) - 1, 'more odd one')}"
         return f"{text}."
     table = np.array([row.values for row in report.rows], dtype=np.float64)
     column = dict(zip(report.classes, np.nan_to_num(table).T, strict=True))
@@ -215,9 +215,9 @@ def _verdict(report: JobReport, fleet: Fleet, told: list[tuple[Seen, Gain | None
     waiting = column["waiting"].sum() / max(step.sum(), 1.0)
     text = f"{begin}: no rank is told from the others"
     if share >= MIN_SHARE:
-        text += f"; {percent(share)} of it is communication that nothing hides"
+        text += f"; {format_share(share)} of it is communication that nothing hides"
         if waiting >= MIN_SHARE:
-            text += f", {percent(waiting)} waiting for whoever is last"
+            text += f", {format_share(waiting)} waiting for whoever is last"
     return f"{text}."
 
 
@@ -232,5 +232,6 @@ def _not_checked(report: JobReport, fleet: Fleet, replay: Replay) -> None:
         )
     if fleet.joined.dropped:
         report.not_checked["all collectives"] = (
-            f"{count(fleet.joined.dropped)} of later steps are left out to keep summaries small"
+            f"{format_count(fleet.joined.dropped)} of later steps are left out to keep summaries "
+            "small"
         )

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct, structs
 
 import advisor
-from advisor.advise.ranks.sources import Source, locate
+from advisor.advise.ranks.sources import RemoteFile, locate
 from advisor.advise.ranks.task import Order, Wanted, reason
 from advisor.advise.ranks.work import SECONDS, results
 from advisor.advise.registry import read_config
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.job_report import JobReport
 from advisor.measure.ranks.summary import Summary, Unread
-from advisor.read.directory import MOST_ELSEWHERE
+from advisor.read.directory import MAX_ELSEWHERE
 from advisor.read.remote.urls import is_url, shown
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def study(
     wanted: Wanted | None = None,
     seconds: float = SECONDS,
     told: Callable[[Done], object] | None = None,
-    sources: Sequence[Source] | None = None,
+    sources: Sequence[RemoteFile] | None = None,
 ) -> JobReport:
     """Measure each rank where its file is, and say what the job as a whole is about.
 
@@ -125,7 +125,7 @@ def study(
     return report
 
 
-def _unsure(found: Sequence[Source]) -> list[Source]:
+def _unsure(found: Sequence[RemoteFile]) -> list[RemoteFile]:
     """Names that several files share may count the ranks of each host: then the traces say it."""
     names = Counter(source.rank for source in found)
     return [
@@ -139,7 +139,7 @@ def _unsure(found: Sequence[Source]) -> list[Source]:
 def is_many(places: Sequence[str]) -> bool:
     """Whether there are more ranks than are held at once, or more files elsewhere."""
     found = _located(places)
-    return _ranks(found) > MANY or sum(is_url(source.at) for source in found) > MOST_ELSEWHERE
+    return _ranks(found) > MANY or sum(is_url(source.at) for source in found) > MAX_ELSEWHERE
 
 
 def count_ranks(places: Sequence[str]) -> int:
@@ -149,14 +149,14 @@ def count_ranks(places: Sequence[str]) -> int:
     return _ranks(_located(places))
 
 
-def _located(places: Sequence[str]) -> list[Source]:
+def _located(places: Sequence[str]) -> list[RemoteFile]:
     try:
         return locate(places)
     except AdvisorError:
         return []
 
 
-def _ranks(found: Sequence[Source]) -> int:
+def _ranks(found: Sequence[RemoteFile]) -> int:
     names = (Path(source.url).name for source in found if source.rank is None)
     processes = {name.partition(".")[0] for name in names if ".pt.trace.json" in name}
     return len({source.rank for source in found} - {None}) + len(processes)

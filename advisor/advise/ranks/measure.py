@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from advisor.advise.engine import Options, examine
 from advisor.core.errors import AdvisorError
-from advisor.core.intervals import covered, intersect, subtract, union
+from advisor.core.intervals import covered_length, intersect, subtract, union
 from advisor.measure.comm.host_comms import has_host_collectives
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.ranks.clocks import SYNCHRONISING, keyed
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.measure import Analysis
 
-MOST_KERNELS = 40
+MAX_KERNELS = 40
 """Kernels that are compared between ranks: those with most time, nearly all of a step's."""
-MOST_STEPS = 2_000
+MAX_STEPS = 2_000
 """Steps whose own figures are kept."""
-MOST_FINDINGS = 60
-MOST_TEXT = 1_500
+MAX_FINDINGS = 60
+MAX_TEXT = 1_500
 _KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
 _PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
 Ints = NDArray[np.int64]
@@ -104,7 +104,7 @@ def _one_rank(run: Run, path: str, rank: int | None) -> Run:
 
 
 def _steps(a: Analysis) -> list[Step]:
-    used = a.steps.used.head(MOST_STEPS)
+    used = a.steps.used.head(MAX_STEPS)
     begin = a.trace.meta.start_ns
     return [
         Step(name, begin + ts, begin + end)
@@ -133,7 +133,7 @@ def _kernels(a: Analysis) -> dict[str, Kernel]:
         .group_by("name", "blocks", "threads")
         .agg(pl.len(), pl.col("dur").sum(), pl.col("dur").median().alias("median"))
         .sort("dur", "name", "blocks", "threads", descending=[True, False, False, False])
-        .head(MOST_KERNELS)
+        .head(MAX_KERNELS)
     )
     found = {}
     for name, blocks, threads, count, total, median in table.iter_rows():
@@ -144,27 +144,29 @@ def _kernels(a: Analysis) -> dict[str, Kernel]:
 
 
 def _per_step(a: Analysis) -> dict[str, Packed]:
-    used = a.steps.used.head(MOST_STEPS)
+    used = a.steps.used.head(MAX_STEPS)
     start, end = used["ts"].to_numpy(), used["end"].to_numpy()
     columns: dict[str, Ints]
     if a.device_id is not None:
-        table = a.breakdown.per_step.head(MOST_STEPS)
+        table = a.breakdown.per_step.head(MAX_STEPS)
         columns = {
             name: table[name].to_numpy() for name in table.columns if name not in ("step", "idle")
         }
         gaps = a.gaps.select("cause", "ts", "dur").with_columns(pl.col("cause").cast(pl.String))
         for (cause,), rows in sorted(gaps.partition_by("cause", as_dict=True).items()):
             ts = rows["ts"].to_numpy()
-            columns[f"idle: {cause}"] = covered(start, end, union(ts, ts + rows["dur"].to_numpy()))
+            columns[f"idle: {cause}"] = covered_length(
+                start, end, union(ts, ts + rows["dur"].to_numpy())
+            )
     else:
-        columns = {"communication": covered(start, end, _waiting(a))}
+        columns = {"communication": covered_length(start, end, _waiting(a))}
         if a.trace.main_thread is not None:
             line = a.timeline
             mine = line.thread == a.trace.main_thread
             for code in np.unique(line.code[mine]).tolist():
                 rows_of = mine & (line.code == code)
                 inside = union(line.start[rows_of], line.end[rows_of])
-                columns[HOST_CLASSES[code]] = covered(start, end, inside)
+                columns[HOST_CLASSES[code]] = covered_length(start, end, inside)
     return {name: pack(values) for name, values in columns.items() if values.any()}
 
 
@@ -191,7 +193,7 @@ def _collectives(a: Analysis) -> Collectives | None:
     table = keyed(a, 0, stepped=stepped, kinds=kinds)
     start = table["start"].to_numpy().astype(np.int64)
     end = table["end"].to_numpy().astype(np.int64)
-    used = a.steps.used.head(MOST_STEPS)
+    used = a.steps.used.head(MAX_STEPS)
     begin, until = used["ts"].to_numpy(), used["end"].to_numpy()
     named = {name: row for row, name in enumerate(used["name"].to_list())}
     at = np.searchsorted(begin, start, side="right") - 1
@@ -234,8 +236,8 @@ def _collectives(a: Analysis) -> Collectives | None:
         step=pack(step),
         start=pack(start + offset),
         end=pack(end + offset),
-        exposed=pack(covered(start, end, waiting)),
-        work=pack(start - before - covered(before, start, waiting)),
+        exposed=pack(covered_length(start, end, waiting)),
+        work=pack(start - before - covered_length(before, start, waiting)),
         synchronising=[kind in SYNCHRONISING for kind in distinct["collective"].to_list()],
         group=[str(name)[:80] if name is not None else "" for name in distinct["group"].to_list()],
         size=[
@@ -272,12 +274,12 @@ def short_key(
 
 def _told(report: Report) -> list[Finding]:
     """Everything that is advice, the ranked findings first."""
-    return [*report.findings, *report.risks, *report.notes][:MOST_FINDINGS]
+    return [*report.findings, *report.risks, *report.notes][:MAX_FINDINGS]
 
 
 def _advice(finding: Finding) -> Advice:
-    worth = finding.worth
-    priced = worth is not None and worth.currency == "step_time"
+    impact = finding.impact
+    priced = impact is not None and impact.currency == "step_time"
     where = next(iter(finding.where), None)
     place = ""
     if where is not None and where.file:
@@ -285,15 +287,15 @@ def _advice(finding: Finding) -> Advice:
     return Advice(
         rule=finding.rule,
         title=finding.title,
-        summary=finding.summary[:MOST_TEXT],
+        summary=finding.summary[:MAX_TEXT],
         severity=finding.severity,
-        gain_ns=_number(worth.gain_ns) if priced and worth is not None else None,
-        low_ns=_number(worth.low_ns) if priced and worth is not None else None,
-        high_ns=_number(worth.high_ns) if priced and worth is not None else None,
+        gain_ns=_number(impact.gain_ns) if priced and impact is not None else None,
+        low_ns=_number(impact.low_ns) if priced and impact is not None else None,
+        high_ns=_number(impact.high_ns) if priced and impact is not None else None,
         place=place[:300],
         category=finding.category,
-        fix=finding.fix[:MOST_TEXT],
-        verify=finding.check[:MOST_TEXT],
+        fix=finding.fix[:MAX_TEXT],
+        verify=finding.check[:MAX_TEXT],
     )
 
 

@@ -11,7 +11,7 @@ from advisor.measure.ranks.summary import Advice, Summary
 from advisor.replay.ranks.price import advised
 from advisor.replay.ranks.replay import Gain, Replay
 
-MOST = 40
+LIMIT = 40
 PRICED = 12
 """Rules that are replayed, those with the largest gains on their ranks first."""
 SEVERITIES = ("critical", "warning", "info")
@@ -34,7 +34,7 @@ def merge(
             gain = advised(replay, by_rule[rule])
         found.append(_finding(summaries, by_rule[rule], gain, step_ns))
     found.sort(key=lambda f: (-(f.gain_ns or 0.0), SEVERITIES.index(f.severity), -f.count, f.rule))
-    return found[:MOST], _not_checked(summaries)
+    return found[:LIMIT], _not_checked(summaries)
 
 
 def _finding(
@@ -84,4 +84,4 @@ def _not_checked(summaries: Sequence[Summary]) -> dict[str, str]:
         reason, _ = counts.most_common(1)[0]
         ranks = counts.total()
         found[rule] = reason if ranks == len(summaries) else f"{reason} (on {ranks} ranks)"
-    return dict(list(found.items())[:MOST])
+    return dict(list(found.items())[:LIMIT])

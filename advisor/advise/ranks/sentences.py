@@ -24,27 +24,33 @@ LONGEST: Final = 60
 
 def scope(report: JobReport) -> list[tuple[str, list[str]]]:
     """What was read: (label, parts)."""
-    of = f" of {t.count(report.world)}" if report.world > report.read else ""
-    ranks = [f"{t.count(report.read)}{of} ranks read"]
+    of = f" of {t.format_count(report.world)}" if report.world > report.read else ""
+    ranks = [f"{t.format_count(report.read)}{of} ranks read"]
     if report.hosts:
-        ranks.append(t.counted(report.hosts, "host"))
+        ranks.append(t.count_noun(report.hosts, "host"))
     lines = [("job", [t.clean(report.source)]), ("ranks", [*ranks, t.clean(report.device)])]
     step = report.step
     if step is not None:
         middle = f"eight of ten ranks {spread(step.low, step.high)}"
         ends = f"all {spread(step.least, step.most)}"
-        lines.append(("step", [f"{t.time(step.median)} on the median rank", middle, ends]))
+        lines.append(
+            ("step", [f"{t.format_duration(step.median)} on the median rank", middle, ends])
+        )
     lines.append(("clocks", [clocks(report)]))
     if report.replay_error is not None:
         lines.append(
-            ("replay", [f"misses the measured step by {t.percent(abs(report.replay_error))}"])
+            ("replay", [f"misses the measured step by {t.format_share(abs(report.replay_error))}"])
         )
     return lines
 
 
 def spread(low: float, high: float) -> str:
     """``97 to 104 ms``; one figure where both ends are told alike."""
-    return t.time(low) if t.time(low) == t.time(high) else t.between(low, high)
+    return (
+        t.format_duration(low)
+        if t.format_duration(low) == t.format_duration(high)
+        else t.format_range(low, high)
+    )
 
 
 def clocks(report: JobReport) -> str:
@@ -52,8 +58,12 @@ def clocks(report: JobReport) -> str:
     if not report.aligned:
         why = t.clean(report.not_aligned)
         return f"not aligned: {why}" if why else "not aligned"
-    found = f"{t.count(report.aligned)} ranks on one clock"
-    return found if report.error_ns is None else f"{found}, within {t.time(report.error_ns)}"
+    found = f"{t.format_count(report.aligned)} ranks on one clock"
+    return (
+        found
+        if report.error_ns is None
+        else f"{found}, within {t.format_duration(report.error_ns)}"
+    )
 
 
 def ranks(numbers: str, most: int = LONGEST) -> str:
@@ -77,9 +87,9 @@ def odd_figures(odd: Odd) -> list[str]:
     """What is measured of it."""
     found = []
     if odd.waited_ns is not None:
-        found.append(f"the others wait {t.time(odd.waited_ns)} a step")
+        found.append(f"the others wait {t.format_duration(odd.waited_ns)} a step")
     if odd.last_share is not None:
-        found.append(f"last at {t.percent(odd.last_share)} of its collectives")
+        found.append(f"last at {t.format_share(odd.last_share)} of its collectives")
     if odd.gain_ns is not None:
         found.append(f"as the others are, worth {gain(odd)}")
     return [*found, sure(odd.sure)]
@@ -90,14 +100,14 @@ def sure(chance: float | None) -> str:
     if chance is None:
         return "how sure is not measured"
     more = "more than " if chance > SURE else ""
-    return f"sure by {more}{t.percent(min(chance, SURE))}"
+    return f"sure by {more}{t.format_share(min(chance, SURE))}"
 
 
 def gain(finding: JobFinding | WhatIf | Odd) -> str:
     """``5.1 ms a step, 4% · 4.8 to 5.5 ms``; empty: not priced."""
     if finding.gain_ns is None:
         return ""
-    found = f"{t.time(finding.gain_ns)} a step"
+    found = f"{t.format_duration(finding.gain_ns)} a step"
     if finding.low_ns is not None and finding.high_ns is not None:
         found += f" ({spread(finding.low_ns, finding.high_ns)})"
     return found
@@ -107,7 +117,7 @@ def share(report: JobReport, ns: float | None) -> str:
     """Of the median step; empty: not known."""
     if ns is None or report.step is None or report.step.median <= 0:
         return ""
-    return f"{t.percent(ns / report.step.median)} of the median step"
+    return f"{t.format_share(ns / report.step.median)} of the median step"
 
 
 def finding_parts(report: JobReport, finding: JobFinding) -> list[str]:
@@ -123,7 +133,7 @@ def finding_parts(report: JobReport, finding: JobFinding) -> list[str]:
 def missing(item: Missing) -> str:
     """``3 ranks (5, 9-10): access denied``."""
     names = f" ({ranks(item.ranks, 40)})" if item.ranks else ""
-    return f"{t.counted(item.count, 'rank')}{names}: {t.clean(item.why)}"
+    return f"{t.count_noun(item.count, 'rank')}{names}: {t.clean(item.why)}"
 
 
 def missing_count(report: JobReport) -> int:
@@ -133,6 +143,6 @@ def missing_count(report: JobReport) -> int:
 
 def work(report: JobReport) -> str:
     """What reading it took."""
-    read = f"{t.memory(report.bytes_read)} read" if report.bytes_read else ""
+    read = f"{t.format_bytes(report.bytes_read)} read" if report.bytes_read else ""
     took = f"in {report.seconds:,.0f} s" if report.seconds >= 1 else ""
     return " ".join(part for part in (read, took) if part)

@@ -8,13 +8,13 @@ from pathlib import Path
 from advisor.core.errors import AdvisorError
 from advisor.read.directory import trace_files
 from advisor.read.remote.fetch import opened
-from advisor.read.remote.source import Source
+from advisor.read.remote.source import RemoteFile
 from advisor.read.remote.urls import Ranks, is_url, local_path, rank_in
 
-__all__ = ["Source", "is_url", "locate", "opened"]
+__all__ = ["RemoteFile", "is_url", "locate", "opened"]
 
 
-def locate(places: Sequence[str], ranks: str = "") -> list[Source]:
+def locate(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
     """The trace files that paths, folders, URLs and globs of URLs stand for, each once, by rank and
     then by name. ``ranks``: only of these, such as ``0-63,512``, by the names of files and folders.
 
@@ -22,11 +22,11 @@ def locate(places: Sequence[str], ranks: str = "") -> list[Source]:
     read, no file of these ranks. One URL that cannot be reached is a Source with its ``problem``.
     """
     chosen = Ranks(ranks) if ranks else None
-    found: dict[str, Source] = {}
+    found: dict[str, RemoteFile] = {}
     for place in places:
         here = local_path(place) if is_url(place) else None
         for file in trace_files(place if here is None else here, len(places) > 1):
-            source = file if isinstance(file, Source) else _local(file)
+            source = file if isinstance(file, RemoteFile) else _local(file)
             found.setdefault(source.at, source)
     kept = [one for one in found.values() if chosen is None or one.rank in chosen]
     if not kept:
@@ -36,9 +36,9 @@ def locate(places: Sequence[str], ranks: str = "") -> list[Source]:
     return sorted(kept, key=lambda one: (one.rank is None, one.rank or 0, one.url))
 
 
-def _local(path: str) -> Source:
+def _local(path: str) -> RemoteFile:
     try:
         size = Path(path).stat().st_size
     except OSError:
         size = None  # the reader says why
-    return Source(url=path, at=path, rank=rank_in(path), size=size)
+    return RemoteFile(url=path, at=path, rank=rank_in(path), size=size)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct, field, structs
 
 from advisor import __version__
-from advisor.advise.ranks.sources import Source, opened
+from advisor.advise.ranks.sources import RemoteFile, opened
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.summary import MAX_DECODED, Unread, encode
 from advisor.read.remote.urls import placed
@@ -60,7 +60,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
 class Order(Struct, frozen=True, kw_only=True):
     """One file to measure."""
 
-    source: Source
+    source: RemoteFile
     wanted: Wanted = field(default_factory=Wanted)
     version: str = __version__
     """Of the advisor that asks."""

@@ -16,12 +16,12 @@ BINS: Final = 8
 EVEN: Final = 0.005
 """Share of the median below which all steps are the same: half of what a step of one rank differs
 by from the next."""
-LEAST_SCALE: Final = 0.05
+MIN_SCALE: Final = 0.05
 """Of the median step: the colour's full scale is at least this, so that a job of like ranks looks
 like one."""
 CLIPPED: Final = 0.98
 """The scale ends at this quantile of the differences; what is beyond has the last colour."""
-MOST_RANKS: Final = 2048
+MAX_RANKS: Final = 2048
 """In a heat map; of more, those whose step differs most."""
 
 
@@ -35,7 +35,7 @@ class Bin(NamedTuple):
     @property
     def words(self) -> str:
         """The range, ``98.5 to 99.0 ms``."""
-        return t.edges(self.low, self.high)
+        return t.format_bin(self.low, self.high)
 
 
 def histogram(report: JobReport, bins: int = BINS) -> list[Bin]:
@@ -93,14 +93,14 @@ class HeatMap(NamedTuple):
         if value is None:
             return f"{who(row)} · {label(self.classes[place])} {t.NOT_MEASURED}"
         against = value - self.medians[place]
-        found = f"{label(self.classes[place])} {t.time(value)} a step"
+        found = f"{label(self.classes[place])} {t.format_duration(value)} a step"
         if against:
             more = "more" if against > 0 else "less"
-            found += f", {t.time(abs(against))} {more} than the median rank"
+            found += f", {t.format_duration(abs(against))} {more} than the median rank"
         return f"{who(row)} · {found}"
 
 
-def heat_map(report: JobReport, most: int = MOST_RANKS) -> HeatMap | None:
+def heat_map(report: JobReport, most: int = MAX_RANKS) -> HeatMap | None:
     """``None``: no rank, or no class that was measured."""
     places = range(len(report.classes))
     rows = [row for row in report.rows if len(row.values) == len(report.classes)]
@@ -110,10 +110,13 @@ def heat_map(report: JobReport, most: int = MOST_RANKS) -> HeatMap | None:
     medians = [median(column or [0.0]) for column in columns]
     step = median(row.step_ns for row in rows)
     apart = sorted(abs(v - medians[place]) for place in places for v in columns[place]) or [0.0]
-    scale = max(apart[int(CLIPPED * (len(apart) - 1))], LEAST_SCALE * step, 1.0)
+    scale = max(apart[int(CLIPPED * (len(apart) - 1))], MIN_SCALE * step, 1.0)
     note = ""
     if len(rows) > most:
-        note = f"Shown are the {t.count(most)} of {t.count(len(rows))} ranks that differ most."
+        note = (
+            f"Shown are the {t.format_count(most)} of {t.format_count(len(rows))} ranks that "
+            "differ most."
+        )
         rows = sorted(rows, key=lambda row: -abs(row.step_ns - step))[:most]
         rows.sort(key=lambda row: row.rank)
     return HeatMap(report.classes, rows, medians, scale, note)
@@ -126,8 +129,12 @@ def who(row: Row) -> str:
 
 def label(name: str) -> str:
     """A class of time as words: of device time, of idle time by cause, of the host's."""
-    for head, labels in (("idle:", t.CAUSES), ("idle.", t.CAUSES), ("host:", t.HOST)):
+    for head, labels in (
+        ("idle:", t.CAUSE_LABELS),
+        ("idle.", t.CAUSE_LABELS),
+        ("host:", t.HOST_LABELS),
+    ):
         if name.startswith(head):
             rest = name.removeprefix(head)
             return f"{head[:-1]}: {labels.get(rest, t.clean(rest))}"
-    return t.LABELS.get(name) or t.clean(name).replace("_", " ")
+    return t.CLASS_LABELS.get(name) or t.clean(name).replace("_", " ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.core.text import percent, time
+from advisor.core.text import format_duration, format_share
 from advisor.measure.ranks.job_report import Odd, numbers
 from advisor.measure.ranks.odd import Fleet, Seen
 from advisor.replay.ranks.replay import Gain
@@ -13,7 +13,7 @@ from advisor.replay.ranks.replay import Gain
 Floats = NDArray[np.float64]
 FEW_RANKS = 16
 """Up to which each is told by itself."""
-MOST_SURE = 0.9999
+MAX_SURE = 0.9999
 """A model of chance is not known better than this."""
 
 FIX = {
@@ -54,8 +54,8 @@ def subject(fleet: Fleet, seen: Seen) -> str:
 
 def why(fleet: Fleet, seen: Seen) -> str:
     """The measurement."""
-    more, excess = seen.more, time(seen.excess_ns)
-    share = percent(seen.excess_ns / fleet.step_ns) if fleet.step_ns else ""
+    more, excess = seen.more, format_duration(seen.excess_ns)
+    share = format_share(seen.excess_ns / fleet.step_ns) if fleet.step_ns else ""
     if seen.kind == "network":
         return (
             f"its collectives take {excess} a step ({share}) longer after the last rank has come "
@@ -67,7 +67,7 @@ def why(fleet: Fleet, seen: Seen) -> str:
         own = sum(more.values())
         begins = "no more work of its own than the others in these steps: it begins late"
         if own > 0.02 * fleet.step_ns:
-            begins = f"{time(own)} more work of its own than the others in these steps"
+            begins = f"{format_duration(own)} more work of its own than the others in these steps"
         return (
             f"it comes last to {last} of {taken} collectives, and the others wait {excess} a step "
             f"({share}) for it with nothing else to do; it has {begins}"
@@ -78,15 +78,21 @@ def why(fleet: Fleet, seen: Seen) -> str:
         "input": more.get("input", 0.0),
         "host": more.get("host", 0.0) + more.get("copies", 0.0),
     }
-    each = [f"{time(ns)} {parts[name]}" for name, ns in told.items() if ns > 0.1 * seen.excess_ns]
-    of = f" of {time(seen.others_ns)}" if seen.others_ns else ""
+    each = [
+        f"{format_duration(ns)} {parts[name]}"
+        for name, ns in told.items()
+        if ns > 0.1 * seen.excess_ns
+    ]
+    of = f" of {format_duration(seen.others_ns)}" if seen.others_ns else ""
     text = f"{excess}{of} a step ({share} of the step) more work of its own than the others"
     if each:
         text += ", of it " + " and ".join(each)
     if seen.device is not None:
         text += f"; the same kernels take {seen.device:.2f} times as long"
     if seen.families:
-        text += "; more " + " and ".join(f"{name} ({time(ns)})" for name, ns in seen.families)
+        text += "; more " + " and ".join(
+            f"{name} ({format_duration(ns)})" for name, ns in seen.families
+        )
     if seen.note:
         text += f"; {seen.note}"
     return text
@@ -109,7 +115,7 @@ def odd(fleet: Fleet, seen: Seen, gain: Gain | None, steps: int) -> Odd:
         moves=seen.moves,
         waited_ns=waited,
         last_share=last / taken if taken else None,
-        sure=None if seen.who.chance >= 1 else min(MOST_SURE, 1 - seen.who.chance),
+        sure=None if seen.who.chance >= 1 else min(MAX_SURE, 1 - seen.who.chance),
         why=why(fleet, seen),
         fix=fix,
         gain_ns=None if gain is None else gain.gain,
@@ -136,7 +142,7 @@ def what_if(fleet: Fleet, seen: Seen) -> str:
 
 def headline(fleet: Fleet, seen: Seen, gain: Gain | None) -> str:
     """One sentence."""
-    who, more = subject(fleet, seen), time(seen.excess_ns)
+    who, more = subject(fleet, seen), format_duration(seen.excess_ns)
     if seen.kind == "network":
         text = f"the collectives of {who} take {more} longer"
     elif seen.note == "late":
@@ -146,9 +152,9 @@ def headline(fleet: Fleet, seen: Seen, gain: Gain | None) -> str:
     else:
         text = f"{who}: {more} more {_MORE[seen.kind]} than the others"
     if gain is not None and gain.gain > 0:
-        text += f"; without that the step is {time(gain.gain)} shorter"
+        text += f"; without that the step is {format_duration(gain.gain)} shorter"
         if fleet.step_ns:
-            text += f" ({percent(gain.gain / fleet.step_ns)})"
+            text += f" ({format_share(gain.gain / fleet.step_ns)})"
     return text
 
 
@@ -173,20 +179,27 @@ def in_the_open(fleet: Fleet, exposed: Floats, waiting: Floats) -> str:
         name = joined.keys[number].kind.replace("_", "-")
         kinds[name] = kinds.get(name, 0.0) + total
     parts = [
-        f"{name} {percent(total / whole)}"
+        f"{name} {format_share(total / whole)}"
         for name, total in sorted(kinds.items(), key=lambda item: -item[1])
         if total >= 0.01 * whole
     ]
-    text = f"{percent(float(exposed[known].sum()) / whole)} of the ranks' steps is communication "
-    text += f"that nothing hides ({percent(float(share.min()))} to {percent(float(share.max()))}"
+    text = (
+        f"{format_share(float(exposed[known].sum()) / whole)} of the ranks' steps is communication "
+    )
+    text += (
+        f"that nothing hides ({format_share(float(share.min()))} to "
+        f"{format_share(float(share.max()))}"
+    )
     if len(share) <= FEW_RANKS:
         ranks = [rank for rank, there in zip(fleet.places.ranks, known, strict=True) if there]
-        each = [f"{rank} {percent(own)}" for rank, own in zip(ranks, share.tolist(), strict=True)]
+        each = [
+            f"{rank} {format_share(own)}" for rank, own in zip(ranks, share.tolist(), strict=True)
+        ]
         text += f"; by rank: {', '.join(each)}"
     text += ")"
     if parts:
         text += f": {', '.join(parts)}"
     late = float(np.nansum(waiting[known])) / whole
     if late >= 0.01:
-        text += f"; {percent(late)} is waiting for the last rank, which no overlap mends"
+        text += f"; {format_share(late)} is waiting for the last rank, which no overlap mends"
     return text + "."

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import advisor
 from advisor.advise.words import mark_steps
 from advisor.compare.compare import side
-from advisor.compare.dependent import LEAST
+from advisor.compare.dependent import MINIMUM
 from advisor.compare.findings import place
 from advisor.compare.steps import (
     profiled,
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 from advisor.core.saved import decoded
 
 SCHEMA = "advisor.baseline/1"
-MOST_STEPS = 5000
+MAX_STEPS = 5000
 """Steps that are kept, the last ones: neighbours stay neighbours."""
-MOST_FINDINGS = 100
+MAX_FINDINGS = 100
 MAX_BYTES = 4 << 20
 """Of a file. One has some 100 KB at most."""
 
@@ -117,13 +117,13 @@ def baseline_of(examined: Examined) -> Baseline:
     a, report = examined.main, examined.report
     about = side(examined)
     numbers, durations, source = _steps(a)
-    if len(durations) < LEAST:
+    if len(durations) < MINIMUM:
         unmarked = a.steps.source == "whole trace" and a.record is None
         why = (
             f"no steps are marked; {mark_steps(a.trace.meta)}"
             if unmarked
-            else f"{t.counted(len(durations), 'step')} cannot tell slower from noise; record at "
-            f"least {LEAST}"
+            else f"{t.count_noun(len(durations), 'step')} cannot tell slower from noise; record at "
+            f"least {MINIMUM}"
         )
         raise AdvisorError(f"{about.path}: {why}")
     paid = report.cost
@@ -137,13 +137,13 @@ def baseline_of(examined: Examined) -> Baseline:
         samples=about.samples,
         source=source,
         step_source=report.scope.step_source,
-        numbers=numbers[-MOST_STEPS:],
-        durations_ns=[int(ns) for ns in durations[-MOST_STEPS:]],
+        numbers=numbers[-MAX_STEPS:],
+        durations_ns=[int(ns) for ns in durations[-MAX_STEPS:]],
         memory_peak_bytes=report.memory_peak_bytes,
         joules=None if report.energy is None else report.energy.joules,
         per_hour=None if paid is None else paid.per_hour * paid.gpus,
         currency="" if paid is None else paid.currency,
-        findings=[Known(rule=f.rule, title=f.title, place=place(f)) for f in told[:MOST_FINDINGS]],
+        findings=[Known(rule=f.rule, title=f.title, place=place(f)) for f in told[:MAX_FINDINGS]],
     )
 
 
@@ -151,6 +151,6 @@ def _steps(a: Analysis) -> tuple[list[int], NDArray[np.float64], str]:
     """(numbers, durations in ns, source): the recorder's unprofiled steps, else the profiled."""
     if a.recorded is not None:
         durations = unprofiled(a.record)
-        if len(durations) >= LEAST or a.record_only:
+        if len(durations) >= MINIMUM or a.record_only:
             return unprofiled_numbers(a.record), durations, "recorder"
     return profiled_numbers(a), profiled(a), "trace"

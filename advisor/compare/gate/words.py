@@ -10,14 +10,14 @@ TITLES = {
     "not shown": "Not shown to be slower",
     "regression": "Regression",
 }
-MOST = 10
+LIMIT = 10
 """Findings that are listed of each kind."""
 
 
 def headline(d: Decision) -> str:
     """``Not slower: 12.1 ms → 12.2 ms (+0.8%, 95% interval −0.2% to +1.8%)``."""
     interval = f"{d.level:.0%} interval {signed(d.share_low)} to {signed(d.share_high)}"
-    pair = f"{t.time(d.before_ns)} → {t.time(d.after_ns)}"
+    pair = f"{t.format_duration(d.before_ns)} → {t.format_duration(d.after_ns)}"
     return f"{TITLES[d.answer]}: {pair} a step ({signed(d.share)}, {interval})"
 
 
@@ -34,7 +34,7 @@ def figure(item: Figure) -> str:
 
 def amount(item: Figure, value: float | None) -> str:
     """One side of a figure, with its unit."""
-    return t.value(value, item.unit)
+    return t.format_value(value, item.unit)
 
 
 def about(d: Decision) -> list[str]:

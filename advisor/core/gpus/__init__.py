@@ -12,13 +12,13 @@ from importlib.resources import files
 
 import msgspec
 
-from advisor.core.gpus.gpu import Document, GpuSpec, Link, Pcie, Peaks, canonical_dtype
+from advisor.core.gpus.gpu import GpuSpec, GpuTable, Link, Pcie, PeakRates, canonical_dtype
 
-__all__ = ["Document", "GpuSpec", "Link", "Pcie", "Peaks", "canonical_dtype", "known", "lookup"]
+__all__ = ["GpuSpec", "GpuTable", "Link", "Pcie", "PeakRates", "canonical_dtype", "known", "lookup"]
 
 # Drivers keep some memory back, and ECC on GDDR takes another sixteenth: a T4 sold with 16 GiB
 # reports 14.8 (0.92). The nearest different memory size of one chip is 10 of 12 GiB (0.83).
-_LEAST_MEMORY, _MOST_MEMORY = 0.88, 1.01
+_MIN_MEMORY, _MAX_MEMORY = 0.88, 1.01
 
 
 @cache
@@ -66,7 +66,7 @@ def _fits(
         return False
     if memory_bytes is None:
         return True
-    return _LEAST_MEMORY <= memory_bytes / gpu.memory_bytes <= _MOST_MEMORY
+    return _MIN_MEMORY <= memory_bytes / gpu.memory_bytes <= _MAX_MEMORY
 
 
 def _key(name: str) -> str:

@@ -11,14 +11,14 @@ from functools import cache
 from statistics import median_low
 from typing import NamedTuple
 
-from advisor.core.gpus import Document, GpuSpec, known
+from advisor.core.gpus import GpuSpec, GpuTable, known
 
 
 class Attainable(NamedTuple):
     """A rate, FLOP/s or bytes/s."""
 
     rate: float
-    source: Document | None
+    source: GpuTable | None
     """Where it was measured; ``None``: nobody's figure was found, and it is the peak times what
     the vendor's other GPUs reach of theirs (the lower median)."""
 

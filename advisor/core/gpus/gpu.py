@@ -36,7 +36,7 @@ def canonical_dtype(dtype: str) -> str | None:
     return _CANONICAL.get(bare)
 
 
-class Peaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PeakRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dense matrix-multiply peaks, by the format of the inputs; never with structured sparsity.
 
     The rate of the fastest unit that multiplies matrices in that format: tensor or matrix cores
@@ -80,7 +80,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """GB/s (1e9 bytes/s) in ONE direction; vendors usually print both directions summed."""
 
 
-class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A public document that figures were taken from."""
 
     title: str
@@ -92,7 +92,7 @@ class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rate: float
     """TFLOP/s of a matrix product, or GB/s (1e9 bytes/s) of memory, read and written together."""
-    source: Document
+    source: GpuTable
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +129,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Threads resident on one SM or compute unit, at most."""
     boost_mhz: int | None
     """Boost clock of the vector units, MHz (Hopper's tensor cores are rated at a lower one)."""
-    peak_tflops: Peaks
+    peak_tflops: PeakRates
     """Dense matrix-multiply peaks, TFLOP/s. See `peak` for FLOP/s by any spelling."""
     memory_bytes: int
     """Memory as sold, bytes; the driver reports somewhat less."""
@@ -144,7 +144,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     optional bridge, or where they differ from peer to peer."""
     note: str | None
     """How the figures were derived where they are not printed as such, and what to know of them."""
-    sources: tuple[Document, ...]
+    sources: tuple[GpuTable, ...]
     """Where the figures come from."""
     measured: Measured = Measured()
     """What benchmarks reached, where one was found."""

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered, subtract
+from advisor.core.intervals import covered_length, subtract
 from advisor.measure.comm.messages import COLLECTIVES, collective_facts, kernel_kind
 from advisor.measure.host.names import map_names
 
@@ -63,7 +63,7 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
     ts = table["ts"].to_numpy()
     end = ts + table["dur"].to_numpy()
     table = table.with_columns(
-        exposed=covered(ts, end, subtract(a.spans, a.breakdown.compute)),
+        exposed=covered_length(ts, end, subtract(a.spans, a.breakdown.compute)),
         hidden_by=_hidden_by(a, ts, end),
         step=step_at(a, ts),
     )
@@ -91,7 +91,7 @@ def _hidden_by(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.int64]) -> pl
         family = a.kernels["family"]
         for name in sorted(family.filter(pl.Series(kernel)).drop_nulls().cast(pl.String).unique()):
             rows = kernel & (family == name).fill_null(False).to_numpy()
-            amount = covered(ts, end, a.device_busy(rows))
+            amount = covered_length(ts, end, a.device_busy(rows))
             names.append(name)
             which = np.where(amount > best, len(names) - 1, which)
             best = np.maximum(best, amount)

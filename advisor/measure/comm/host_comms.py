@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, intersect, union
 from advisor.measure.comm.messages import COLLECTIVES, kind_of
-from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.names import map_names, name_matches
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -63,11 +63,13 @@ def host_work(a: Analysis) -> Intervals:
     """When operators run on any thread of the host, inside ``spans``; not those that start a
     collective or wait for one, and what runs inside of those."""
     cpu = a.trace.cpu
-    rows = ((cpu["kind"] == "op") & ~matches(cpu["name"], WAITS)).to_numpy()
+    rows = ((cpu["kind"] == "op") & ~name_matches(cpu["name"], WAITS)).to_numpy()
     ts = cpu["ts"].to_numpy()[rows]
     return intersect(union(ts, ts + cpu["dur"].to_numpy()[rows]), a.spans)
 
 
 def _rows(a: Analysis) -> NDArray[np.int64]:
     cpu = a.trace.cpu
-    return np.flatnonzero(((cpu["kind"] == "annotation") & matches(cpu["name"], WORK)).to_numpy())
+    return np.flatnonzero(
+        ((cpu["kind"] == "annotation") & name_matches(cpu["name"], WORK)).to_numpy()
+    )

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import chains, parents
 
 if TYPE_CHECKING:
@@ -233,14 +233,14 @@ class _Around:
         name = rows["name"]
         annotation = (rows["kind"] == "annotation").to_numpy()
         op = (rows["kind"] == "op").to_numpy()
-        backend = annotation & matches(name, _BACKEND).to_numpy()
+        backend = annotation & name_matches(name, _BACKEND).to_numpy()
         self.kind = map_names(name, kind_of, pl.String)
         self.comm = rows["comm"].fill_null(-1).to_numpy()
         self.call = backend & self.kind.is_not_null().to_numpy()
-        self.user = annotation & ~backend & ~matches(name, trace.meta.step_names).to_numpy()
-        self.reduces = op & matches(name, "(?i)all_?reduce").to_numpy()
-        self.reduces &= ~matches(name, "^c10d::").to_numpy()
-        base = op & matches(name, r"^c10d::_(allgather|reduce_scatter)_base_$").to_numpy()
+        self.user = annotation & ~backend & ~name_matches(name, trace.meta.step_names).to_numpy()
+        self.reduces = op & name_matches(name, "(?i)all_?reduce").to_numpy()
+        self.reduces &= ~name_matches(name, "^c10d::").to_numpy()
+        base = op & name_matches(name, r"^c10d::_(allgather|reduce_scatter)_base_$").to_numpy()
         self.names = [
             text if user else None
             for text, user in zip(name.cast(pl.String).to_list(), self.user, strict=True)

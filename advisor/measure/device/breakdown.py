@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import EMPTY, Intervals, covered, gaps, intersect, join, subtract
+from advisor.core.intervals import EMPTY, Intervals, covered_length, gaps, intersect, join, subtract
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -74,7 +74,10 @@ def break_down(a: Analysis) -> Breakdown:
     used = a.steps.used
     start, end = used["ts"].to_numpy(), used["end"].to_numpy()
     per_step = pl.DataFrame(
-        {"step": used["index"], **{name: covered(start, end, part) for name, part in parts.items()}}
+        {
+            "step": used["index"],
+            **{name: covered_length(start, end, part) for name, part in parts.items()},
+        }
     )
     return Breakdown(
         **parts, busy=busy, all_communication=comm, all_copies=copies, per_step=per_step

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered, join, subtract
+from advisor.core.intervals import covered_length, join, subtract
 from advisor.core.trace import Copy, Trace
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def find_copies(a: Analysis) -> pl.DataFrame:
             "memory": host_memory(trace).gather(rows),
             "bytes": work["bytes"],
             "gbps": work["gbps"],
-            "exposed": covered(ts, ts + dur, bare),
+            "exposed": covered_length(ts, ts + dur, bare),
             "blocking": held,
             "stream": work["stream"],
             "op": op,

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.measure.steps.record import Floats, Ints, Recorded, finite
+from advisor.measure.steps.record import Floats, Ints, StepRecords, finite
 
 MIN_SAMPLES = 4
 """Fewer tell no course of time."""
@@ -36,7 +36,7 @@ class StepEnergy(NamedTuple):
     """Steps that it is of: those that count (``Recorded.used``) and lie between samples."""
 
 
-def step_energy(recorded: Recorded) -> StepEnergy | None:
+def step_energy(recorded: StepRecords) -> StepEnergy | None:
     """Energy a step of the GPU that this rank uses; ``None``: not sampled, or too seldom. Of a MIG
     slice too: the driver measures the whole board."""
     if recorded.uuid is not None and recorded.uuid.startswith("MIG-"):
@@ -53,7 +53,7 @@ def step_energy(recorded: Recorded) -> StepEnergy | None:
     return None
 
 
-def _known(recorded: Recorded, name: str) -> tuple[Ints, Floats] | None:
+def _known(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
     """Times, ns, and a figure of the GPU's samples, where it was measured."""
     times = np.array([t for t, _ in recorded.timed_gpus], dtype=np.int64)
     values = np.array([finite(getattr(gpu, name)) for _, gpu in recorded.timed_gpus])
@@ -64,7 +64,7 @@ def _known(recorded: Recorded, name: str) -> tuple[Ints, Floats] | None:
     return times, values
 
 
-def _counter(recorded: Recorded) -> tuple[Ints, Floats] | None:
+def _counter(recorded: StepRecords) -> tuple[Ints, Floats] | None:
     """(times, joules so far)."""
     known = _known(recorded, "energy")
     if known is None:
@@ -74,7 +74,7 @@ def _counter(recorded: Recorded) -> tuple[Ints, Floats] | None:
     return None if falls or values[-1] <= values[0] else (times, (values - values[0]) / 1e3)
 
 
-def _integrated(recorded: Recorded) -> tuple[Ints, Floats] | None:
+def _integrated(recorded: StepRecords) -> tuple[Ints, Floats] | None:
     known = _known(recorded, "power")
     if known is None:
         return None
@@ -85,7 +85,7 @@ def _integrated(recorded: Recorded) -> tuple[Ints, Floats] | None:
     return times, np.concatenate([[0.0], np.cumsum(parts)])
 
 
-def _a_step(recorded: Recorded, times: Ints, joules: Floats) -> tuple[float, int, float] | None:
+def _a_step(recorded: StepRecords, times: Ints, joules: Floats) -> tuple[float, int, float] | None:
     """(joules, steps, seconds) of the steps that count and lie between samples."""
     begin = recorded.ts[recorded.used]
     finish = begin + recorded.dur[recorded.used]

@@ -15,8 +15,8 @@ from advisor.measure.device.kernel_names import describe
 from advisor.measure.device.occupancy import residency
 from advisor.measure.device.roofline import model_flop_utilisation, sum_families, sum_kernels
 from advisor.measure.host.launches import NONE, Launches, Rows, find_launches
-from advisor.measure.host.names import distinct_names, matches
-from advisor.measure.host.stacks import climb
+from advisor.measure.host.names import distinct_names, name_matches
+from advisor.measure.host.stacks import climb_stack
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -164,7 +164,7 @@ def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
         wanted = np.zeros(trace.cpu.height, dtype=np.bool_)
         wanted[distinct[counted]] = True
         parent = trace.cpu["parent"].fill_null(NONE).cast(pl.Int64).to_numpy()
-        around = climb(parent, wanted, parent[distinct[counted]])
+        around = climb_stack(parent, wanted, parent[distinct[counted]])
         twice = np.isin(distinct, around[around >= 0])
         found.flops[twice] = np.nan
         found.moved[twice] = np.nan
@@ -176,7 +176,7 @@ def _is_triton(trace: Trace, rows: Rows) -> Bools:
     there = np.flatnonzero(rows >= 0)
     result = np.zeros(len(rows), dtype=np.bool_)
     if len(there):
-        result[there] = matches(trace.cpu["name"].gather(rows[there]), "^triton_").to_numpy()
+        result[there] = name_matches(trace.cpu["name"].gather(rows[there]), "^triton_").to_numpy()
     return result
 
 

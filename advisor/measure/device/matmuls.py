@@ -13,7 +13,7 @@ from typing import NamedTuple
 from advisor.measure.device.shapes import MAX_ELEMENTS, OpInputs, Tensor
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """A matrix product: ``batch`` times [m, k] x [k, n]."""
 
     batch: int
@@ -31,7 +31,7 @@ class Product(NamedTuple):
         return min(self.m, self.n, self.k) <= 1
 
 
-class Convolution(NamedTuple):
+class ConvolutionCall(NamedTuple):
     """A convolution or one of its gradients."""
 
     batch: int
@@ -47,7 +47,7 @@ class Convolution(NamedTuple):
     output_mask: tuple[bool, bool, bool] = (False, False, False)
 
 
-class Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """Scaled dot product attention: ``pairs`` query-key pairs a head that are computed."""
 
     batch: int
@@ -64,7 +64,7 @@ class Attention(NamedTuple):
     backward: bool
 
 
-def product(op: str, x: OpInputs) -> Product | None:
+def product(op: str, x: OpInputs) -> MatrixProduct | None:
     """The matrix product of an operator; ``None``: not one, or shapes that do not fit."""
     name = op.removeprefix("aten::").removesuffix("_")
     at = _PRODUCTS.get(name)
@@ -104,14 +104,14 @@ _PRODUCTS: dict[str, tuple[int, int, int | None]] = {
 }
 
 
-def _linear(a: Tensor, weight: Tensor, bias: Tensor | None) -> Product | None:
+def _linear(a: Tensor, weight: Tensor, bias: Tensor | None) -> MatrixProduct | None:
     if not a.shape or len(weight.shape) != 2 or a.shape[-1] != weight.shape[1]:
         return None
     rows = prod(a.shape[:-1])
-    return Product(1, rows, weight.shape[0], weight.shape[1], a, weight, bias)
+    return MatrixProduct(1, rows, weight.shape[0], weight.shape[1], a, weight, bias)
 
 
-def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> Product | None:
+def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> MatrixProduct | None:
     """``torch.matmul``: vectors become matrices, batch dimensions broadcast."""
     if not a.shape or not b.shape:
         return None
@@ -122,19 +122,19 @@ def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> Product | None:
     batch = broadcast(left[:-2], right[:-2])
     if batch is None:
         return None
-    return Product(prod(batch), left[-2], right[-1], left[-1], a, b, added)
+    return MatrixProduct(prod(batch), left[-2], right[-1], left[-1], a, b, added)
 
 
-def _grouped(a: Tensor, b: Tensor) -> Product | None:
+def _grouped(a: Tensor, b: Tensor) -> MatrixProduct | None:
     """Grouped products: a 2-D side holds all groups, so only the sums of their sizes are told,
     and the work depends only on those."""
     ranks = (len(a.shape), len(b.shape))
     if ranks == (2, 3) and a.shape[1] == b.shape[1]:
-        return Product(1, a.shape[0], b.shape[2], a.shape[1], a, b, None)
+        return MatrixProduct(1, a.shape[0], b.shape[2], a.shape[1], a, b, None)
     if ranks == (3, 2) and a.shape[2] == b.shape[0]:
-        return Product(1, a.shape[1], b.shape[1], a.shape[2], a, b, None)
+        return MatrixProduct(1, a.shape[1], b.shape[1], a.shape[2], a, b, None)
     if ranks == (2, 2) and a.shape[1] == b.shape[0]:
-        return Product(1, a.shape[0], b.shape[1], a.shape[1], a, b, None)
+        return MatrixProduct(1, a.shape[0], b.shape[1], a.shape[1], a, b, None)
     return _matmul(a, b, None) if ranks == (3, 3) else None
 
 
@@ -228,7 +228,7 @@ _CONVOLUTIONS: dict[str, _Layout] = {
 }
 
 
-def convolution(op: str, x: OpInputs) -> Convolution | None:
+def convolution(op: str, x: OpInputs) -> ConvolutionCall | None:
     """The convolution of an operator; ``None``: not one, or stride, padding or the output mask
     were not recorded and the shapes alone do not tell."""
     name = op.removeprefix("aten::")
@@ -258,13 +258,13 @@ def convolution(op: str, x: OpInputs) -> Convolution | None:
         spatial = _transposed_size(x, layout, shape[2:], weight.shape[2:])
         groups = x.argument(layout.groups) if layout.groups is not None else None
         if spatial is None or not isinstance(groups, int) or groups < 1:
-            return Convolution(shape[0], prod(shape[2:]), None, 0, data, weight)
+            return ConvolutionCall(shape[0], prod(shape[2:]), None, 0, data, weight)
         out = weight.shape[1] * groups
-        return Convolution(shape[0], prod(shape[2:]), spatial, out, data, weight)
+        return ConvolutionCall(shape[0], prod(shape[2:]), spatial, out, data, weight)
     spatial = _output_size(x, layout, shape[2:], weight.shape[2:])
     if spatial is None:
         return None
-    return Convolution(shape[0], prod(spatial), spatial, weight.shape[0], data, weight)
+    return ConvolutionCall(shape[0], prod(spatial), spatial, weight.shape[0], data, weight)
 
 
 def _transposed_size(
@@ -317,7 +317,7 @@ def _output_size(
     return tuple(result)
 
 
-def _convolution_backward(x: OpInputs) -> Convolution | None:
+def _convolution_backward(x: OpInputs) -> ConvolutionCall | None:
     """Gradients: the recorded output gradient has the output's size, so only the mask and the
     direction of the convolution must be known."""
     grad, data, weight = x.tensor(0), x.tensor(1), x.tensor(2)
@@ -330,7 +330,7 @@ def _convolution_backward(x: OpInputs) -> Convolution | None:
     if rank < 1 or len(data.shape) != rank + 2 or len(grad.shape) != rank + 2:
         return None
     spatial = data.shape[2:] if transposed else grad.shape[2:]
-    return Convolution(
+    return ConvolutionCall(
         data.shape[0],
         prod(spatial),
         grad.shape[2:],
@@ -373,7 +373,7 @@ _ATTENTION: dict[str, _Call] = {
 }
 
 
-def attention(op: str, x: OpInputs) -> Attention | None:
+def attention(op: str, x: OpInputs) -> AttentionCall | None:
     """The attention of an operator; ``None``: not one, packed sequences of unknown length, a
     sliding window, or the causal argument was not recorded."""
     name = op.removeprefix("aten::")
@@ -397,7 +397,7 @@ def attention(op: str, x: OpInputs) -> Attention | None:
     queries, keys = query.shape[sequence], key.shape[sequence]
     if key.shape[3] != query.shape[3] or value.shape[sequence] != keys:
         return None
-    return Attention(
+    return AttentionCall(
         batch=query.shape[0],
         heads=query.shape[head],
         queries=queries,

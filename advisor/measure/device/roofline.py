@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import covered
+from advisor.core.intervals import covered_length
 from advisor.measure.device.families import MATRIX
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _in_spans(a: Analysis) -> pl.DataFrame:
     gpu, kernels = a.trace.gpu, a.kernels
     at = np.flatnonzero(a.in_window)
     ts, dur = gpu["ts"].to_numpy()[at], gpu["dur"].to_numpy()[at]
-    ns = covered(ts, ts + dur, a.spans)
+    ns = covered_length(ts, ts + dur, a.spans)
     part = pl.Series(ns / np.maximum(dur, 1))
     chosen = kernels[at]
     return pl.DataFrame(

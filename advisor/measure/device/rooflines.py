@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from advisor.core.gpus.attainable import Attainable
     from advisor.measure import Analysis
 
-MOST_ROWS = 50
+MAX_ROWS = 50
 """Operators in a report, those with most time; the CSV file has all."""
-MOST_TENSORS = 4
+MAX_TENSORS = 4
 """Tensors of an operator whose shapes are written out."""
 
 
-def rooflines(a: Analysis, most: int | None = MOST_ROWS) -> list[OperatorRate]:
+def rooflines(a: Analysis, most: int | None = MAX_ROWS) -> list[OperatorRate]:
     """Operators by shape, those with most device time first. ``most``: ``None`` for all."""
     table = a.rooflines if most is None else a.rooflines.head(most)
     dims = a.trace.inputs["dims"].gather(table["inputs"])
@@ -88,8 +88,8 @@ def shape_text(dims: str | None) -> str | None:
     if not isinstance(shapes, list):
         return None
     written = [text for shape in shapes if (text := _one(shape))]
-    more = " …" if len(written) > MOST_TENSORS else ""
-    return " ".join(written[:MOST_TENSORS]) + more
+    more = " …" if len(written) > MAX_TENSORS else ""
+    return " ".join(written[:MAX_TENSORS]) + more
 
 
 def _one(shape: object) -> str:

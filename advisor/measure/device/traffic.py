@@ -11,10 +11,10 @@ from math import prod
 from advisor.measure.device import dtypes
 from advisor.measure.device.flops import ELEMENTWISE, words
 from advisor.measure.device.matmuls import (
-    Attention,
-    Convolution,
+    AttentionCall,
+    ConvolutionCall,
     Experts,
-    Product,
+    MatrixProduct,
     attention,
     broadcast,
     convolution,
@@ -104,7 +104,7 @@ def _given(tensor: Tensor | None) -> float | None:
     return 0.0 if tensor is None else tensor.bytes
 
 
-def _product(op: str, x: OpInputs, p: Product) -> float | None:
+def _product(op: str, x: OpInputs, p: MatrixProduct) -> float | None:
     width = p.a.width
     if "_scaled" in op:
         dtype = dtypes.scalar_type(x.argument(6)) if op == "aten::_scaled_mm" else None
@@ -121,7 +121,7 @@ def _product(op: str, x: OpInputs, p: Product) -> float | None:
     return _total(p.a.bytes, p.b.bytes, _given(p.added), _size(batch * p.m * p.n, width))
 
 
-def _convolution(op: str, x: OpInputs, c: Convolution) -> float | None:
+def _convolution(op: str, x: OpInputs, c: ConvolutionCall) -> float | None:
     width, batch = c.input.width, c.batch
     if c.out_spatial is None:
         return None
@@ -150,7 +150,7 @@ def _experts(e: Experts) -> float | None:
     return _total(tokens, tokens, e.up.bytes, e.down.bytes, *(each.bytes for each in e.routing))
 
 
-def _attention(s: Attention) -> float | None:
+def _attention(s: AttentionCall) -> float | None:
     width = s.query.width
     rows = s.batch * s.heads * s.queries
     out = _size(rows * s.value_width, width)

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered, union
+from advisor.core.intervals import covered_length, union
 from advisor.core.trace import Trace
 
 Times = NDArray[np.int64]
@@ -136,4 +136,4 @@ def _behind_work(trace: Trace, device: int, called: Times, began: Times) -> bool
     ts = gpu["ts"].to_numpy()
     busy = union(ts, ts + gpu["dur"].to_numpy())
     waited = int((began - called).sum())
-    return waited > 0 and int(covered(called, began, busy).sum()) >= 0.5 * waited
+    return waited > 0 and int(covered_length(called, began, busy).sum()) >= 0.5 * waited

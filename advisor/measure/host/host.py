@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import covered, union
-from advisor.measure.host.names import matches
+from advisor.core.intervals import covered_length, union
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import BACKWARD, parse_frame
 from advisor.measure.steps.timeline import CLASSES, CODE
 
@@ -43,7 +43,7 @@ def host_breakdown(a: Analysis) -> pl.DataFrame:
     the thread has no event, be it idle or running what was not recorded.
     """
     line = a.timeline
-    ns = covered(line.start, line.end, a.spans)
+    ns = covered_length(line.start, line.end, a.spans)
     size = len(HOST_CLASSES)
     totals = np.bincount(line.thread * size + line.code, weights=ns, minlength=1)
     totals = np.append(totals, np.zeros(size * line.threads + 1 - len(totals)))
@@ -71,7 +71,7 @@ def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
     if main is None or not cpu.height:
         return []
     thread = cpu["thread"].to_numpy()
-    engine = matches(cpu["name"], BACKWARD).to_numpy() & (thread != main)
+    engine = name_matches(cpu["name"], BACKWARD).to_numpy() & (thread != main)
     if not engine.any():
         return []
     rows = np.flatnonzero(engine)
@@ -90,7 +90,7 @@ def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
         begin, end, low, high = begin[some], end[some], low[some], high[some]
         begin = np.maximum(begin, runs.start[low])
         end = np.minimum(end, runs.end[high])
-        found.append((main, CODE[name], int(covered(begin, end, a.spans).sum())))
+        found.append((main, CODE[name], int(covered_length(begin, end, a.spans).sum())))
     return found
 
 
@@ -112,7 +112,7 @@ def python_hot_spots(a: Analysis) -> pl.DataFrame:
     if not len(rows):
         return pl.DataFrame(schema=HOT_SCHEMA)
     spent = pl.DataFrame(
-        {"frame": frame, "ns": covered(line.start[rows], line.end[rows], a.spans)}
+        {"frame": frame, "ns": covered_length(line.start[rows], line.end[rows], a.spans)}
     ).filter(pl.col("ns") > 0)
     critical = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null()).select(
         pl.col("line").alias("frame"), pl.col("dur").alias("critical_ns")
@@ -131,7 +131,7 @@ def python_hot_spots(a: Analysis) -> pl.DataFrame:
         pl.col("kind") == "python", pl.col("name").is_in(by_name["name"].implode())
     )
     ts = calls["ts"].to_numpy()
-    calls = calls.filter(pl.Series(covered(ts, ts + calls["dur"].to_numpy(), a.spans) > 0))
+    calls = calls.filter(pl.Series(covered_length(ts, ts + calls["dur"].to_numpy(), a.spans) > 0))
     counts = calls.group_by("name").agg(pl.len().cast(pl.Int64).alias("count"))
     table = by_name.join(counts, on="name", how="left").with_columns(
         pl.col("name").cast(pl.String), pl.col("count").fill_null(0)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from advisor.core.trace import Trace
 from advisor.measure.device.families import CODE, SDPA, op_families
-from advisor.measure.host.names import distinct_names, matches
-from advisor.measure.host.stacks import around, climb
+from advisor.measure.host.names import distinct_names, name_matches
+from advisor.measure.host.stacks import around, climb_stack
 
 Rows = NDArray[np.int64]
 NONE = -1
@@ -57,8 +57,8 @@ def find_launches(trace: Trace) -> Launches:
     start, back = np.unique(np.where(inner >= 0, inner, launch), return_inverse=True)
     ops, op_back = np.unique(inner, return_inverse=True)
     has_family = codes >= 0
-    op = climb(parent, has_family, ops)
-    outer = climb(parent, has_family, around(parent, op))
+    op = climb_stack(parent, has_family, ops)
+    outer = climb_stack(parent, has_family, around(parent, op))
     op, outer = op[op_back], outer[op_back]
     return Launches(
         inner=inner,
@@ -85,12 +85,12 @@ def _at(codes: NDArray[np.int8], rows: Rows) -> NDArray[np.int8]:
 def _around(cpu: pl.DataFrame, parent: Rows, rows: Rows, kind: str, pattern: str) -> Rows:
     """Nearest host row of a kind and name at or around each row; -1: none."""
     where = np.flatnonzero((cpu["kind"] == kind).to_numpy())
-    named = matches(cpu["name"].gather(where), pattern).to_numpy()
+    named = name_matches(cpu["name"].gather(where), pattern).to_numpy()
     if not named.any():
         return np.full(len(rows), NONE, dtype=np.int64)
     wanted = np.zeros(cpu.height, dtype=np.bool_)
     wanted[where[named]] = True
-    return climb(parent, wanted, rows)
+    return climb_stack(parent, wanted, rows)
 
 
 def _family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:

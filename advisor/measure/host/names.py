@@ -16,7 +16,7 @@ WORKERS = r"^enumerate\(Data(Loader|Pipe)\)#_MultiProcessing"
 """PyTorch's range around a call for the next batch where worker processes prepare them."""
 FEW = 5_000
 """With fewer names, to find the distinct ones takes longer than to look at all."""
-MOST_REMEMBERED = 4_096
+MAX_REMEMBERED = 4_096
 
 
 def remembered(
@@ -34,11 +34,11 @@ def remembered(
         nonlocal kept
         wanted = names.to_list()
         distinct = list(dict.fromkeys(wanted))
-        if len(distinct) > MOST_REMEMBERED:
+        if len(distinct) > MAX_REMEMBERED:
             return describe(names)
         with lock:
             new = [name for name in distinct if name not in place]
-            if kept is None or len(place) + len(new) > MOST_REMEMBERED:
+            if kept is None or len(place) + len(new) > MAX_REMEMBERED:
                 kept, new = describe(pl.Series(distinct, dtype=pl.String)), distinct
                 place.clear()
             elif new:
@@ -49,7 +49,7 @@ def remembered(
     return look_up
 
 
-def matches(names: pl.Series, pattern: str) -> pl.Series:
+def name_matches(names: pl.Series, pattern: str) -> pl.Series:
     """Boolean column: the name contains the regular expression (null names: false)."""
     if len(names) < FEW:
         # as one query: on a small trace it is queries, not rows, that take the time

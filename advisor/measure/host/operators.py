@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.gpus import attainable
-from advisor.core.intervals import covered
+from advisor.core.intervals import covered_length
 from advisor.measure.device.dtypes import FORMATS, Format
 from advisor.measure.device.families import MATRIX, Family
 
@@ -162,7 +162,7 @@ def _kernels(a: Analysis) -> pl.DataFrame:
     wanted = a.in_window & (gpu["kind"] == "kernel").to_numpy()
     at = np.flatnonzero(wanted & ~kernels["communication"].to_numpy())
     ts, dur = gpu["ts"].to_numpy()[at], gpu["dur"].to_numpy()[at]
-    ns = covered(ts, ts + dur, a.spans)
+    ns = covered_length(ts, ts + dur, a.spans)
     part = pl.Series(ns / np.maximum(dur, 1))
     chosen = kernels.select(
         "op_row", "family", "dtype", "tensor_core", "flops", "moved", "op_name"

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered
-from advisor.measure.host.names import map_names, matches
+from advisor.core.intervals import covered_length
+from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import nearest, operators, parents
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MODULE = "nn.Module: "
 """How frames of modules are called when modules were recorded."""
-MOST_NODES = 500
+MAX_NODES = 500
 """Nodes that a drawing of the tree stays quick with."""
 REST = "(rest)"
 
@@ -83,7 +83,7 @@ def range_table(a: Analysis) -> pl.DataFrame:
         (
             (cpu["kind"] == "annotation")
             & (cpu["thread"] == a.trace.main_thread)
-            & ~matches(cpu["name"], a.trace.meta.step_names)
+            & ~name_matches(cpu["name"], a.trace.meta.step_names)
             & ~map_names(cpu["name"], steps.__contains__, pl.Boolean).fill_null(True)
         ).to_numpy()
     )
@@ -98,7 +98,7 @@ def range_table(a: Analysis) -> pl.DataFrame:
     )
 
 
-def op_tree(a: Analysis, most: int = MOST_NODES) -> pl.DataFrame:
+def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
     """Modules, operators and annotations inside ``spans``, merged by their path of names.
 
     ``node``, ``parent`` (null: outermost), ``name``, ``count`` (events merged), ``ns``: device
@@ -109,7 +109,9 @@ def op_tree(a: Analysis, most: int = MOST_NODES) -> pl.DataFrame:
     """
     cpu = a.trace.cpu
     kept = operators(a.trace) | (cpu["kind"] == "annotation").to_numpy()
-    kept |= (cpu["kind"] == "python").to_numpy() & matches(cpu["name"], f"^{MODULE}").to_numpy()
+    kept |= (cpu["kind"] == "python").to_numpy() & name_matches(
+        cpu["name"], f"^{MODULE}"
+    ).to_numpy()
     if not kept.any():
         return pl.DataFrame(schema=TREE_SCHEMA)
     parent = parents(a.trace)
@@ -145,7 +147,7 @@ def _plain(name: str) -> str:
 def _inside(a: Analysis) -> NDArray[np.int64]:
     """How much of each host row is inside the spans, ns."""
     ts = a.trace.cpu["ts"].to_numpy()
-    return covered(ts, ts + a.trace.cpu["dur"].to_numpy(), a.spans)
+    return covered_length(ts, ts + a.trace.cpu["dur"].to_numpy(), a.spans)
 
 
 def _own(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -163,7 +165,7 @@ def _device_rows(a: Analysis, column: str) -> tuple[NDArray[np.int64], NDArray[n
     rows = gpu[column].fill_null(-1).to_numpy().astype(np.int64)
     use = a.in_window & (rows >= 0)
     ts = gpu["ts"].to_numpy()[use]
-    return rows[use], covered(ts, ts + gpu["dur"].to_numpy()[use], a.spans)
+    return rows[use], covered_length(ts, ts + gpu["dur"].to_numpy()[use], a.spans)
 
 
 def _merge(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.core.libraries import JAX_FILES, LIBRARIES, TORCH
 from advisor.core.trace import JAX
-from advisor.measure.host.names import map_names, matches
+from advisor.measure.host.names import map_names, name_matches
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -63,7 +63,7 @@ def operators(trace: Trace) -> Mask:
     return found
 
 
-def climb(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
+def climb_stack(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
     """:func:`nearest` (with ``top``: :func:`outermost`) for a few rows only (-1: none): as many
     rounds as their stacks are deep."""
     found = np.full(len(rows), -1, dtype=parent.dtype)
@@ -82,7 +82,7 @@ def climb(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
             # Ways up through Python frames meet early: go on once for each distinct row.
             distinct, back = np.unique(row, return_inverse=True)
             if 2 * len(distinct) < len(row):
-                above = climb(parent, wanted, distinct, top=top)[back]
+                above = climb_stack(parent, wanted, distinct, top=top)[back]
                 found[at] = np.where(above >= 0, above, found[at])
                 break
     return found
@@ -217,7 +217,7 @@ def forward_ops(trace: Trace) -> Rows:
     if not numbered.any():
         return none
     parent = parents(trace)
-    backward = matches(cpu["name"], BACKWARD).to_numpy() & numbered
+    backward = name_matches(cpu["name"], BACKWARD).to_numpy() & numbered
     around = nearest(parent, backward)
     thread = cpu["thread"].to_numpy()
     forward = np.flatnonzero(numbered & (around < 0) & (cpu["kind"] == "op").to_numpy())

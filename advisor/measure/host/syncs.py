@@ -8,11 +8,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import Ints, covered
+from advisor.core.intervals import Ints, covered_length
 from advisor.core.trace import Trace
 from advisor.measure.device.copies import held_by_copy
-from advisor.measure.host.names import map_names, matches
-from advisor.measure.host.stacks import climb, operators, parents
+from advisor.measure.host.names import map_names, name_matches
+from advisor.measure.host.stacks import climb_stack, operators, parents
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -83,7 +83,7 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     cpu = trace.cpu
     rows, kind, copy = _calls(trace)
     ts = cpu["ts"].to_numpy()[rows]
-    chosen = np.flatnonzero(covered(ts, ts + 1, a.spans) > 0)
+    chosen = np.flatnonzero(covered_length(ts, ts + 1, a.spans) > 0)
     chosen = chosen[np.argsort(ts[chosen], kind="stable")]
     rows, kind, copy, ts = rows[chosen], kind[chosen], copy[chosen], ts[chosen]
     dur = cpu["dur"].to_numpy()[rows]
@@ -91,13 +91,13 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     work = _Work.of(a)
     thread = cpu["thread"].to_numpy()
     parent, is_op = parents(trace), operators(trace)
-    op = climb(parent, is_op, rows)
+    op = climb_stack(parent, is_op, rows)
     copy = np.where(copy >= 0, copy, _copy_before(trace, work, rows, op))
     released = _released(trace, work, rows, kind, copy, ts, end)
     following = work.start_of_next(rows, thread)
     profiler = np.isin(rows, profiler_syncs(trace))
     begin, until = _bubbles(thread[rows], ts, released, following)
-    bubble = covered(begin, until, a.breakdown.idle)
+    bubble = covered_length(begin, until, a.breakdown.idle)
     return pl.DataFrame(
         {
             "host": rows,
@@ -105,7 +105,7 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
             "dur": dur,
             "call": cpu["name"].gather(rows).cast(pl.String),
             "kind": pl.Series([KINDS[k] for k in kind.tolist()], dtype=pl.Enum(KINDS)),
-            "waited": covered(ts, end, a.breakdown.busy),
+            "waited": covered_length(ts, end, a.breakdown.busy),
             "bubble": bubble,
             "bubble_ts": pl.Series(begin).set(pl.Series(bubble == 0), None),
             "bubble_end": pl.Series(until).set(pl.Series(bubble == 0), None),
@@ -134,11 +134,11 @@ def profiler_syncs(trace: Trace) -> NDArray[np.int64]:
         return rows
     python = (cpu["kind"] == "python").to_numpy()
     parent = parents(trace)
-    around = climb(parent, python, rows)
+    around = climb_stack(parent, python, rows)
     own = np.zeros(len(rows), dtype=bool)
     if (around >= 0).any():
-        frames = python & matches(cpu["name"], _PROFILER_FRAME).to_numpy()
-        own = climb(parent, frames, rows) >= 0
+        frames = python & name_matches(cpu["name"], _PROFILER_FRAME).to_numpy()
+        own = climb_stack(parent, frames, rows) >= 0
     ts = cpu["ts"].to_numpy()
     launch = trace.gpu["launch"].drop_nulls().to_numpy()
     last = np.argmax(ts[rows])
@@ -233,7 +233,7 @@ def _copy_before(
     at = np.maximum(last, 0)
     is_copy = gpu["copy"].is_in(["HtoD", "DtoH"]).fill_null(False).to_numpy()[at]
     launch = gpu["launch"].fill_null(-1).to_numpy()[at].astype(np.int64)
-    same = climb(parents(trace), operators(trace), launch) == op
+    same = climb_stack(parents(trace), operators(trace), launch) == op
     return np.where((last >= 0) & is_copy & same, last, -1)
 
 
@@ -361,10 +361,12 @@ def _causes(
         return pl.Series([], dtype=pl.String)
     parent = parents(trace)
     is_op = operators(trace)
-    telling = climb(parent, is_op & matches(cpu["name"], _TELLING).to_numpy(), rows, top=True)
+    telling = climb_stack(
+        parent, is_op & name_matches(cpu["name"], _TELLING).to_numpy(), rows, top=True
+    )
     ranges = ~is_op & (cpu["kind"] != "runtime").to_numpy()
-    ranges &= matches(cpu["name"], _TELLING_RANGE).to_numpy()
-    around = climb(parent, ranges, rows)
+    ranges &= name_matches(cpu["name"], _TELLING_RANGE).to_numpy()
+    around = climb_stack(parent, ranges, rows)
     row = np.where(telling >= 0, telling, np.where(around >= 0, around, op))
     names = map_names(cpu["name"].gather(np.maximum(row, 0)), _short, pl.String)
     calls = cpu["name"].gather(rows).cast(pl.String)

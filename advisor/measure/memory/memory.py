@@ -8,10 +8,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered, intersect, union
+from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure.comm.comms import step_at
-from advisor.measure.host.names import matches
-from advisor.measure.host.stacks import around, climb, nearest, operators, parents
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import around, climb_stack, nearest, operators, parents
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -112,7 +112,7 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
         return pl.DataFrame(schema=ALLOCATIONS_SCHEMA)
     ts, dur = (cpu[key].gather(rows).to_numpy() for key in ("ts", "dur"))
     # a call whose duration was rounded to 0 still happened
-    inside = covered(ts, ts + np.maximum(dur, 1), a.spans) > 0
+    inside = covered_length(ts, ts + np.maximum(dur, 1), a.spans) > 0
     rows, ts, dur = rows[inside], ts[inside], dur[inside]
     order = np.argsort(ts, kind="stable")
     rows, ts, dur = rows[order], ts[order], dur[order]
@@ -135,7 +135,7 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
 def _op_around(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Innermost op around each of a few host rows, -1: none."""
     parent = parents(trace)
-    return climb(parent, operators(trace), around(parent, rows))
+    return climb_stack(parent, operators(trace), around(parent, rows))
 
 
 def recompute(a: Analysis) -> pl.DataFrame | None:
@@ -156,14 +156,14 @@ def recompute(a: Analysis) -> pl.DataFrame | None:
     cpu = trace.cpu
     if cpu.is_empty() or a.device_id is None:
         return None
-    again = (cpu["kind"] == "python").to_numpy() & matches(cpu["name"], _RECOMPUTE).to_numpy()
+    again = (cpu["kind"] == "python").to_numpy() & name_matches(cpu["name"], _RECOMPUTE).to_numpy()
     op = (cpu["kind"] == "op").to_numpy()
-    again |= op & matches(cpu["name"], _REENTRANT).to_numpy()
+    again |= op & name_matches(cpu["name"], _REENTRANT).to_numpy()
     if not again.any():
         stacks = bool((cpu["kind"] == "python").any())
-        if not stacks or matches(cpu["name"], _CHECKPOINT + "checkpoint$").any():
+        if not stacks or name_matches(cpu["name"], _CHECKPOINT + "checkpoint$").any():
             return None
-    barrier = again | (op & matches(cpu["name"], _BACKWARD).to_numpy())
+    barrier = again | (op & name_matches(cpu["name"], _BACKWARD).to_numpy())
     around = nearest(parents(trace), barrier) if again.any() else np.full(cpu.height, -1)
     inner = (around >= 0) & again[np.maximum(around, 0)]
     launch = trace.gpu["launch"].fill_null(-1).to_numpy()
@@ -179,7 +179,10 @@ def recompute(a: Analysis) -> pl.DataFrame | None:
         inside = np.minimum(end, high) - np.maximum(ts, low)
         table.append((step, int((inside > 0).sum()), int(inside[inside > 0].sum())))
     return pl.DataFrame(
-        [(*row, ns) for row, ns in zip(table, covered(starts, ends, busy).tolist(), strict=True)],
+        [
+            (*row, ns)
+            for row, ns in zip(table, covered_length(starts, ends, busy).tolist(), strict=True)
+        ],
         schema=RECOMPUTE_SCHEMA,
         orient="row",
     )

@@ -13,7 +13,7 @@ from advisor.measure.memory.memory_history import Ints
 from advisor.measure.memory.memory_origin import Origin
 from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
 
-LEAST = 0.05
+MINIMUM = 0.05
 """Of what was held: smaller savings are not told."""
 CHUNKS = 8
 """Into so many pieces a loss over classes is cut, as fused ones cut it or finer."""
@@ -46,7 +46,7 @@ def savings(post: PostMortem) -> list[Saving]:
         *_batch(post),
         *_expandable(post),
     ]
-    least = LEAST * max(post.allocated, 1)
+    least = MINIMUM * max(post.allocated, 1)
     kept = [each for each in found if each.bytes >= least or each.change == "expandable segments"]
     return sorted(kept, key=lambda each: -each.bytes)
 
@@ -141,7 +141,7 @@ def logits(post: PostMortem) -> Logits | None:
     rows = _rows(post, "activations", "earlier steps", "outside modules", "backward temporaries")
     loss = np.array([o.loss for o in h.origins])[h.lives.stack[rows]]
     size = h.lives.size[rows]
-    large = size >= LEAST * max(post.allocated, 1) / 4
+    large = size >= MINIMUM * max(post.allocated, 1) / 4
     if not (loss & large).any():
         return None
     like = np.unique(size[loss & large])

@@ -20,7 +20,7 @@ HELD_SCHEMA: dict[str, Any] = {
     "blocks": pl.Int64,
     "bytes": pl.Int64,
 }
-MOST_POINTS = 4_000
+MAX_POINTS = 4_000
 
 
 def memory_devices(a: Analysis) -> list[int]:
@@ -29,7 +29,7 @@ def memory_devices(a: Analysis) -> list[int]:
     return [int(device) for device in devices]
 
 
-def memory_curve(a: Analysis, device: int, most: int = MOST_POINTS) -> pl.DataFrame:
+def memory_curve(a: Analysis, device: int, most: int = MAX_POINTS) -> pl.DataFrame:
     """Bytes in tensors and bytes held by the allocator over the whole recording: ``ts``,
     ``allocated``, ``reserved`` (null: the allocator does not tell). Values hold until the next
     row. Long curves are thinned to about ``most`` rows: of each stretch its lowest and highest
@@ -145,8 +145,8 @@ def _running(a: Analysis, thread: NDArray[np.int32], ts: NDArray[np.int64]) -> N
 
 
 def _outermost_op(a: Analysis, rows: NDArray[np.int32]) -> NDArray[np.int32]:
-    from advisor.measure.host.stacks import climb, operators, parents
+    from advisor.measure.host.stacks import climb_stack, operators, parents
 
     if not len(rows) or a.trace.cpu.is_empty():
         return np.full(len(rows), -1, dtype=np.int32)
-    return climb(parents(a.trace), operators(a.trace), rows.astype(np.int64), top=True)
+    return climb_stack(parents(a.trace), operators(a.trace), rows.astype(np.int64), top=True)

@@ -66,9 +66,9 @@ GROWTH_SCHEMA: dict[str, Any] = {
     "bytes": pl.Int64,  # held of them
     "step_bytes": pl.Float64,  # median of a step
 }
-LEAST_STEPS = 6
+MIN_STEPS = 6
 """Whole steps from which on growth can be told from what any step holds."""
-LEAST_SHARE = 0.8
+MIN_SHARE = 0.8
 """Of the steps, in which a line must have left something behind."""
 
 
@@ -315,11 +315,11 @@ class PostMortem:
     @cached_property
     def growth(self) -> pl.DataFrame:
         """Lines of which something is left behind by nearly every step, and held to the end
-        (GROWTH_SCHEMA), most bytes a step first. Empty: none, or fewer than LEAST_STEPS steps."""
+        (GROWTH_SCHEMA), most bytes a step first. Empty: none, or fewer than MIN_STEPS steps."""
         marks = self.whole_steps
         lives = self.history.lives
         blank = pl.DataFrame(schema=GROWTH_SCHEMA)
-        if len(marks) < LEAST_STEPS + 2:
+        if len(marks) < MIN_STEPS + 2:
             return blank
         # the first step makes what stays, the last two hold what any step holds
         looked = len(marks) - 3
@@ -341,7 +341,7 @@ class PostMortem:
                 pl.col("size").sum().alias("bytes"),
                 pl.col("size").median().alias("step_bytes"),
             )
-            .filter(pl.col("steps") >= LEAST_SHARE * looked)
+            .filter(pl.col("steps") >= MIN_SHARE * looked)
             .sort(["step_bytes", "file", "line"], descending=[True, False, False])
             .select(*GROWTH_SCHEMA)
             .cast(pl.Schema(GROWTH_SCHEMA))

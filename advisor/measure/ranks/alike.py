@@ -13,7 +13,7 @@ from advisor.measure.ranks.summary import Summary
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MOST = 8
+LIMIT = 8
 NEAR = 0.1
 """Of the step: ranks whose times differ by less, over all classes together, are alike."""
 FAMILIES = 6
@@ -30,7 +30,7 @@ WORDS = {
 def find_alike(
     summaries: Sequence[Summary], values: Floats, classes: Sequence[str], stage: Ints
 ) -> list[Alike]:
-    """At most MOST groups, the largest first. ``values``: ns a step, ranks x ``classes``; ranks of
+    """At most LIMIT groups, the largest first. ``values``: ns a step, ranks x ``classes``; ranks of
     two stages of a pipeline are in two groups where their times differ at all."""
     known = np.flatnonzero(np.isfinite(values).all(axis=1))
     if not len(known):
@@ -90,7 +90,7 @@ def _clusters(features: Floats, near: float) -> Ints:
     middles = [np.median(features[label == n], axis=0) for n in range(len(leaders))]
     sizes = [int((label == n).sum()) for n in range(len(leaders))]
     alive = list(range(len(leaders)))
-    while len(alive) > MOST:
+    while len(alive) > LIMIT:
         pairs = [
             (float(np.abs(middles[a] - middles[b]).sum()) * min(sizes[a], sizes[b]), a, b)
             for place, a in enumerate(alive)

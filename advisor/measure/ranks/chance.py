@@ -12,7 +12,7 @@ Ints = NDArray[np.int64]
 
 NORMAL_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
-MOST_DEGREES = 30.0
+MAX_DEGREES = 30.0
 """Of freedom: tails of measured times are heavier than the normal distribution's, and a thousand
 ranks reach far into them. Student's t of 30 leaves six deviations to one of a million."""
 MAD_EFFICIENCY = 0.37
@@ -92,7 +92,7 @@ def chances(left: Floats) -> Floats:
         return found
     values = left[known]
     scale = NORMAL_MAD * float(np.median(np.abs(values)))
-    robust = min(MOST_DEGREES, max(2.0, MAD_EFFICIENCY * count - 1))
+    robust = min(MAX_DEGREES, max(2.0, MAD_EFFICIENCY * count - 1))
     total, squares = float(values.sum()), float((values**2).sum())
     for place, value in zip(known.tolist(), values.tolist(), strict=True):
         if value <= 0:
@@ -105,7 +105,7 @@ def chances(left: Floats) -> Floats:
         if scale > 0:
             best = upper_tail(value / scale, robust)
         if spread > 0:
-            best = min(best, upper_tail((value - mean) / spread, min(MOST_DEGREES, count - 2)))
+            best = min(best, upper_tail((value - mean) / spread, min(MAX_DEGREES, count - 2)))
         if scale == 0 and spread == 0:
             best = 0.0
         found[place] = min(1.0, 2 * of_the_largest(best, count))

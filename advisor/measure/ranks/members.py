@@ -16,7 +16,7 @@ from advisor.measure.ranks.summary import Summary
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MOST_OF_IT = 0.7
+MAX_OF_IT = 0.7
 """Share of a host's ranks (of a rack's hosts) that must be odd for the host (the rack) to be."""
 
 
@@ -83,13 +83,13 @@ def _hosts(
     found: dict[str, float] = {}
     for name, own in several.items():  # nearly all of its ranks are odd one by one
         there = [place for place in own if place in flagged]
-        if len(there) >= MOST_OF_IT * len(own):
+        if len(there) >= MAX_OF_IT * len(own):
             found[name] = min(flagged[place] for place in there)
     units = {name: excess[list(own)] for name, own in several.items()}
     for name, p in _extreme(units, limit).items():
         values = units[name]
         middle = float(np.median(_known(values)))
-        if middle > floor and np.mean(_known(values) > middle / 2) >= MOST_OF_IT:
+        if middle > floor and np.mean(_known(values) > middle / 2) >= MAX_OF_IT:
             found[name] = min(p, found.get(name, 1.0))
     return found
 
@@ -106,7 +106,7 @@ def _shared(
         there = [place for place in own if place in flagged]
         known = [place for place in own if np.isfinite(excess[place])]
         also = [place for place in known if unlikely[place] and excess[place] > 0]
-        if there and name not in found and len(known) > 2 and len(also) >= MOST_OF_IT * len(known):
+        if there and name not in found and len(known) > 2 and len(also) >= MAX_OF_IT * len(known):
             found[name] = min(flagged[place] for place in there)
 
 
@@ -123,9 +123,9 @@ def _racks(
     for rack, values in units.items():
         own = places.racks[rack]
         there = [hosts[host] for host in own if host in hosts]
-        p = min(odd.get(rack, 1.0), min(there) if len(there) >= MOST_OF_IT * len(own) else 1.0)
+        p = min(odd.get(rack, 1.0), min(there) if len(there) >= MAX_OF_IT * len(own) else 1.0)
         middle = float(np.median(values))
-        if p < limit and middle > floor and np.mean(values > middle / 2) >= MOST_OF_IT:
+        if p < limit and middle > floor and np.mean(values > middle / 2) >= MAX_OF_IT:
             members = tuple(place for host in own for place in places.hosts[host])
             found.append(Who("rack", rack, members, p))
     return found if len(found) < len(units) else []

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import Intervals, covered, subtract
+from advisor.core.intervals import Intervals, covered_length, subtract
 from advisor.measure.comm.host_comms import host_work
 from advisor.measure.ranks.clocks import Alignment, Times, align
 
@@ -94,7 +94,7 @@ def skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
         a, rows = ranks[number], there[:, c]
         begin = start[rows, c].astype(np.int64)
         until = begin + wait[rows, c].astype(np.int64)
-        exposed[rows, c] = covered(begin, until, subtract(a.spans, working(a)))
+        exposed[rows, c] = covered_length(begin, until, subtract(a.spans, working(a)))
 
     others = there.copy()
     others[np.arange(len(last))[last >= 0], last[last >= 0]] = False
@@ -148,7 +148,7 @@ def working(a: Analysis) -> Intervals:
 def _touches(a: Analysis, start: Times, end: Times) -> NDArray[np.bool_]:
     """Which intervals (NaN: none) touch the used steps."""
     low, high = (np.nan_to_num(t, nan=-1.0).astype(np.int64) for t in (start, end))
-    return covered(low, high, a.spans) > 0
+    return covered_length(low, high, a.spans) > 0
 
 
 def _common_steps(analyses: list[Analysis]) -> int:
@@ -172,8 +172,8 @@ def exposed_by_rank(ranks: Mapping[int, Analysis]) -> pl.DataFrame:
                     "rank": np.full(used.height, number, dtype=np.int64),
                     "step": used["name"],
                     "step_ns": used["dur"],
-                    "exposed": covered(start, end, a.breakdown.communication),
-                    "communication": covered(start, end, a.breakdown.all_communication),
+                    "exposed": covered_length(start, end, a.breakdown.communication),
+                    "communication": covered_length(start, end, a.breakdown.all_communication),
                 }
             )
         )

@@ -9,7 +9,7 @@ from advisor.measure.ranks.join import Joined
 
 Ints = NDArray[np.int64]
 
-MOST_STAGES = 64
+MAX_STAGES = 64
 FEW = 4
 """Collectives of all ranks in a step that do not make them one stage: a norm, a loss, a flag."""
 
@@ -36,7 +36,7 @@ def find_stages(joined: Joined, ranks: int, steps: int) -> Ints:
     label = _components(joined.rank[use], joined.row[use], ranks)
     label = np.where(active, label, -1)
     names = np.unique(label[active])
-    if not 2 <= len(names) <= MOST_STAGES:
+    if not 2 <= len(names) <= MAX_STAGES:
         return one
     return np.maximum(np.searchsorted(names, label), 0).astype(np.int64)
 

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered
+from advisor.core.intervals import covered_length
 from advisor.measure.host.names import map_names
 from advisor.measure.host.stacks import Rows, frame_rank, nearest, operators, outermost, parents
 
@@ -23,7 +23,7 @@ CONTENTS_SCHEMA: dict[str, Any] = {
     "leaf_ns": pl.Int64,
     "count": pl.Int64,  # calls of the callee
 }
-MOST = 50
+LIMIT = 50
 HOLDS = 0.5
 """A call is followed into the one below it while that holds at least half of its time."""
 
@@ -36,7 +36,7 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     operator, or itself (``callee`` = ``frame``). Where no user code is recorded inside, it belongs
     to the outermost installed library's frame, without stacks to the outermost operator. Instants
     in which nothing inside is recorded are not in the table. ``ns`` counts what lies inside the
-    used steps; rows are the longest calls of their kind; at most MOST kinds are listed, and
+    used steps; rows are the longest calls of their kind; at most LIMIT kinds are listed, and
     their times add up to no more than the ranges'.
     """
     cpu = a.trace.cpu
@@ -59,7 +59,7 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     frame = nearest(parent, is_range | (rank == 2))
     frame = np.where((frame >= 0) & ~is_range[np.maximum(frame, 0)], frame, -1).astype(np.int32)
     callee = _called(a, parent, frame, rank, below)
-    inside = covered(*_times(a, rows), a.spans)
+    inside = covered_length(*_times(a, rows), a.spans)
     own = _own_time(parent, rows, inside, cpu.height)
     known = rows[(callee[rows] >= 0) & (own[rows] > 0)]
     if not len(known):
@@ -82,7 +82,7 @@ def contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
             pl.col("ns").sum(),
         )
         .sort("ns", "callee_name", descending=[True, False])
-        .head(MOST)
+        .head(LIMIT)
     )
     found = []
     for row in kinds.iter_rows(named=True):

@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def step_starts(a: Analysis) -> Intervals:
 
 def broken_regions(a: Analysis) -> NDArray[np.int64]:
     """Rows of ``trace.cpu``: compiled regions inside another one, which follow a graph break."""
-    region = matches(a.trace.cpu["name"], REGION).to_numpy()
+    region = name_matches(a.trace.cpu["name"], REGION).to_numpy()
     if not region.any():
         return np.zeros(0, dtype=np.int64)
     parent = parents(a.trace)
@@ -68,8 +68,8 @@ def graph_breaks(a: Analysis) -> Intervals:
     cpu = a.trace.cpu
     if not len(rows):
         return EMPTY
-    graph = np.flatnonzero(matches(cpu["name"], GRAPH).to_numpy())
-    region = matches(cpu["name"], REGION).to_numpy()
+    graph = np.flatnonzero(name_matches(cpu["name"], GRAPH).to_numpy())
+    region = name_matches(cpu["name"], REGION).to_numpy()
     parent = parents(a.trace)
     outer = nearest(parent, region)[parent[rows]]
     ts = cpu["ts"].to_numpy()

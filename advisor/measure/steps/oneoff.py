@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import covered, union
+from advisor.core.intervals import covered_length, union
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -68,7 +68,7 @@ def one_off(a: Analysis) -> pl.DataFrame:
     ts, dur = found["ts"].to_numpy(), found["dur"].to_numpy()
     gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
     began = gpu["ts"].to_numpy()
-    busy = covered(ts, ts + dur, union(began, began + gpu["dur"].to_numpy()))
+    busy = covered_length(ts, ts + dur, union(began, began + gpu["dur"].to_numpy()))
     found = found.filter(pl.Series(busy <= MAX_BUSY * dur))
     return _innermost(found).select(
         pl.col("host").cast(pl.Int64), pl.col("name").cast(pl.String), "ts", "dur", "usual", "count"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -28,6 +28,6 @@ def forward_only(a: Analysis) -> bool:
         if any(step.phases.keys() & {"backward", "optimizer"} for step in recorded.steps):
             return False
     cpu = a.trace.cpu
-    if not matches(cpu["name"], r"^aten::").any():
+    if not name_matches(cpu["name"], r"^aten::").any():
         return False
-    return not matches(cpu["name"], LEARNING).any()
+    return not name_matches(cpu["name"], LEARNING).any()

@@ -33,7 +33,7 @@ MIN_PROFILED = 2
 """Profiled steps from which their median says something."""
 
 
-class Recorded:
+class StepRecords:
     """The steps and samples of one rank. All times ns; missing is NaN in columns of floats."""
 
     def __init__(self, record: RankRecord) -> None:

@@ -26,7 +26,7 @@ COVERED = 0.8
 AS_GOOD = 0.98
 """Of what the best period covers. Of equally good ones the shortest is the step: whatever repeats
 also repeats twice as slowly, while layers inside a step leave out what lies between two steps."""
-MOST_LEFT_OUT = 20
+MAX_LEFT_OUT = 20
 """Ranges before the first round: a recording begins anywhere."""
 MAX_CANDIDATES = 300
 MAX_TABLE = 8_000_000
@@ -109,7 +109,7 @@ def _cycle(trace: Trace) -> pl.DataFrame | None:
     codes = kind.rank("dense").to_numpy()
     ts, end = found["ts"].to_numpy(), (found["ts"] + found["dur"]).to_numpy()
     # what comes before the first round is part of another
-    for first in dict.fromkeys(codes[:MOST_LEFT_OUT].tolist()):
+    for first in dict.fromkeys(codes[:MAX_LEFT_OUT].tolist()):
         at = np.flatnonzero(codes == first)
         rounds = [tuple(codes[low:high]) for low, high in pairwise([*at.tolist(), len(codes)])]
         usual, count = Counter(rounds).most_common(1)[0]

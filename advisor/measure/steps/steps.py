@@ -13,7 +13,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.intervals import Intervals, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
 from advisor.measure.host.backlog import device_steps, drained
-from advisor.measure.host.names import matches
+from advisor.measure.host.names import name_matches
 from advisor.measure.steps.repeats import repeats
 
 MIN_OPTIMIZER_STEPS = 3
@@ -289,7 +289,7 @@ def _last_device_end(trace: Trace, start: int, end: int) -> int | None:
 def _loader_waits(trace: Trace, ts: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Time in calls for the next batch that began in each step, ns."""
     calls = trace.cpu.filter(
-        (pl.col("kind") == "annotation") & matches(trace.cpu["name"], LOADER)
+        (pl.col("kind") == "annotation") & name_matches(trace.cpu["name"], LOADER)
     ).sort("ts")
     start, total = calls["ts"].to_numpy(), np.append(0, np.cumsum(calls["dur"].to_numpy()))
     waits: np.ndarray = total[np.searchsorted(start, end)] - total[np.searchsorted(start, ts)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import covered, union
+from advisor.core.intervals import covered_length, union
 from advisor.measure.device.breakdown import CLASSES
 from advisor.measure.steps.timeline import CLASSES as HOST
 
@@ -20,10 +20,10 @@ MIN_SPREAD = 1.3
 """Longest over shortest step from which the halves are compared."""
 NAMED_SHARE = 0.15
 """Part of the difference from which a class or a piece of work is listed."""
-MOST = 4
+LIMIT = 4
 
 
-class Part(NamedTuple):
+class StepDifference(NamedTuple):
     """One class of the step's time, or one kind of work."""
 
     name: str
@@ -46,8 +46,8 @@ class Halves(NamedTuple):
 
     short_ns: float
     long_ns: float
-    classes: tuple[Part, ...]
-    work: tuple[Part, ...]
+    classes: tuple[StepDifference, ...]
+    work: tuple[StepDifference, ...]
 
     @property
     def difference_ns(self) -> float:
@@ -80,9 +80,10 @@ def uneven(a: Analysis) -> Halves | None:
     else:
         work = _operators(a)
     for cause, begin, finish in _host(a) if a.device_id is None else _idle(a):
-        amounts[cause] = covered(start, end, union(begin, finish))
+        amounts[cause] = covered_length(start, end, union(begin, finish))
     classes = [
-        Part(name, float(each[long].mean() - each[short].mean())) for name, each in amounts.items()
+        StepDifference(name, float(each[long].mean() - each[short].mean()))
+        for name, each in amounts.items()
     ]
     return Halves(
         float(dur[short].mean()),
@@ -137,7 +138,7 @@ def _operators(a: Analysis) -> _Work:
     )
 
 
-def _by_name(a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray) -> list[Part]:
+def _by_name(a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray) -> list[StepDifference]:
     """Time by name inside the steps of each half, a piece in the step where it starts."""
     used = a.steps.used
     ts = work.ts.to_numpy()
@@ -169,11 +170,11 @@ def _by_name(a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray) -> l
         .head(20)
     )
     return [
-        Part(str(name), float(ns), float(few), float(many))
+        StepDifference(str(name), float(ns), float(few), float(many))
         for name, ns, few, many in table.iter_rows()
     ]
 
 
-def _largest(parts: list[Part], difference: float) -> tuple[Part, ...]:
+def _largest(parts: list[StepDifference], difference: float) -> tuple[StepDifference, ...]:
     kept = [part for part in parts if part.ns >= NAMED_SHARE * difference]
-    return tuple(sorted(kept, key=lambda part: -part.ns)[:MOST])
+    return tuple(sorted(kept, key=lambda part: -part.ns)[:LIMIT])

@@ -13,8 +13,8 @@ from advisor.read.assemble import Assembler
 from advisor.read.columns import Piece
 from advisor.read.decode import decode_piece
 from advisor.read.meta import describe, told_calls
-from advisor.read.reader import Claim, Reader, ReadOptions
-from advisor.read.source import Source
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import ByteSource
 from advisor.read.split import Splitter, without_mark
 
 GIVE_UP = 256 << 20
@@ -38,16 +38,16 @@ class Kineto(Reader):
     reads = "a PyTorch profiler trace (.json, .json.gz or .json.zst)"
     suffixes = (".json",)
 
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """JSON; for sure, if events are in sight."""
         text = without_mark(head)
         if text[:1] not in (b"{", b"[", b"") or b"\0" in text[:4]:
-            return Claim.NO
+            return ReaderClaim.NO
         if _XLA.search(head):  # another profiler's, of the same form
-            return Claim.PERHAPS
-        return Claim.SURE if _EVENTS.search(head) else Claim.PERHAPS
+            return ReaderClaim.PERHAPS
+        return ReaderClaim.SURE if _EVENTS.search(head) else ReaderClaim.PERHAPS
 
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Read with quick cuts; if they went wrong, once more with exact ones."""
         began = time.thread_time()
         splitter, assembler = _collect(source, options, began, exact=False)
@@ -67,7 +67,7 @@ def _worth(splitter: Splitter, assembler: Assembler) -> tuple[int, int]:
 
 
 def _collect(
-    source: Source, options: ReadOptions, began: float, *, exact: bool
+    source: ByteSource, options: ReadOptions, began: float, *, exact: bool
 ) -> tuple[Splitter, Assembler]:
     splitter = Splitter(source, exact=exact, piece_bytes=options.piece_bytes)
     assembler = Assembler()

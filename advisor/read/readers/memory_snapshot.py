@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from advisor.read.plain_pickle import looks_like_pickle
-from advisor.read.reader import Claim, Reader, ReadOptions
-from advisor.read.source import Source
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import ByteSource
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -20,12 +20,12 @@ class MemorySnapshotReader(Reader):
     reads = "a memory snapshot of PyTorch's allocator (.pickle)"
     suffixes = (".pickle", ".pkl")
 
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Any pickle: what is in it can only be told by reading it."""
         del path
-        return Claim.PERHAPS if looks_like_pickle(head) else Claim.NO
+        return ReaderClaim.PERHAPS if looks_like_pickle(head) else ReaderClaim.NO
 
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """A trace that holds a snapshot and nothing else."""
         from advisor.core.trace import blank_trace
         from advisor.read.snapshot import read_snapshot

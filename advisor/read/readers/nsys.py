@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace, TraceMeta
-from advisor.read.reader import Claim, Reader, ReadOptions
-from advisor.read.source import Source
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, opened, table_names
 
 if TYPE_CHECKING:
@@ -32,15 +32,15 @@ class Nsys(Reader):
     reads = "an Nsight Systems export or report (.sqlite, .nsys-rep or .qdrep)"
     suffixes = (".sqlite", *REPORTS)
 
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """An SQLite file with Nsight Systems' tables; a report by its name, if it is no text."""
         if head.startswith(MAGIC):
-            return Claim.SURE if table_names(head, path) & _SIGNS else Claim.NO
+            return ReaderClaim.SURE if table_names(head, path) & _SIGNS else ReaderClaim.NO
         report = _is_report(path) and not head.lstrip()[:1].isascii()
         binary = b"\0" in head[:4096]
-        return Claim.SURE if report or (_is_report(path) and binary) else Claim.NO
+        return ReaderClaim.SURE if report or (_is_report(path) and binary) else ReaderClaim.NO
 
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Tables that hold events, joined by the numbers of processes, threads and calls."""
         import polars as pl
 
@@ -95,7 +95,7 @@ def _some(rows: pl.DataFrame) -> pl.DataFrame | None:
     return rows if rows.height else None
 
 
-def _damage(source: Source, tables: list[str]) -> str | None:
+def _damage(source: ByteSource, tables: list[str]) -> str | None:
     if not tables:
         return source.damage
     named = ", ".join(sorted({table[:60] for table in tables})[:3])
@@ -106,7 +106,7 @@ def _is_report(path: str) -> bool:
     return str(path).lower().endswith(REPORTS)  # a Path where read_trace was given one
 
 
-def _exported(source: Source, options: ReadOptions) -> Trace:
+def _exported(source: ByteSource, options: ReadOptions) -> Trace:
     """A report, exported to a folder that is gone afterwards."""
     command = shutil.which("nsys")
     shown = Path(source.path).name
@@ -136,6 +136,6 @@ def _exported(source: Source, options: ReadOptions) -> Trace:
             said = (done.stderr or done.stdout).decode("utf-8", "replace").split("\n")
             why = next((line.strip() for line in said if line.strip()), f"exit {done.returncode}")
             raise AdvisorError(f"{source.path}: nsys export failed ({why[:200]})")
-        inner = Source(str(target), limit=source.limit)
+        inner = ByteSource(str(target), limit=source.limit)
         trace = Nsys().read(inner, options)
     return replace(trace, meta=replace(trace.meta, path=source.path))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace, TraceMeta
-from advisor.read.reader import Claim, Reader, ReadOptions
-from advisor.read.source import Source
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, Database, opened, table_names
 
 MARK = b'"rocprofiler-sdk-tool"'
@@ -22,11 +22,11 @@ class RpdReader(Reader):
     reads = "an RPD profile of ROCm (.rpd)"
     suffixes = (".rpd",)
 
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """An SQLite file with tables of RPD, or of rocprofv3, which call themselves alike."""
         return _claim(head, path, split=False)
 
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Tables of calls and of device work."""
         from advisor.read.rocm import trace_of
         from advisor.read.rocm_tables import Rpd
@@ -48,11 +48,11 @@ class RocpdReader(Reader):
     reads = "a database of rocprofv3 (.db)"
     suffixes = (".db",)
 
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """An SQLite file whose tables are called after a process."""
         return _claim(head, path, split=True)
 
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Tables of each process."""
         with opened(source, options) as db:
             return _rocpd(source, db)
@@ -65,11 +65,11 @@ class RocprofJson(Reader):
     reads = "its JSON"
     suffixes = ()
 
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """JSON whose first key is the tool's."""
-        return Claim.SURE if MARK in head[:4096] else Claim.NO
+        return ReaderClaim.SURE if MARK in head[:4096] else ReaderClaim.NO
 
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """All of it at once."""
         from advisor.read.rocm import trace_of
         from advisor.read.rocprof_json import Rows, decoded
@@ -96,13 +96,13 @@ class RocprofJson(Reader):
         return trace_of(meta, rows.host, rows.device, rows.inputs, rows.programs)
 
 
-def _claim(head: bytes, path: str, *, split: bool) -> Claim:
+def _claim(head: bytes, path: str, *, split: bool) -> ReaderClaim:
     if not head.startswith(MAGIC) or "rocpd_" not in table_names(head, path):
-        return Claim.NO
-    return Claim.SURE if (b"rocpd_string_" in head) == split else Claim.PERHAPS
+        return ReaderClaim.NO
+    return ReaderClaim.SURE if (b"rocpd_string_" in head) == split else ReaderClaim.PERHAPS
 
 
-def _rocpd(source: Source, db: Database) -> Trace:
+def _rocpd(source: ByteSource, db: Database) -> Trace:
     from advisor.read.rocm import trace_of
     from advisor.read.rocm_tables import Rocpd
 
@@ -112,7 +112,7 @@ def _rocpd(source: Source, db: Database) -> Trace:
     return trace_of(meta, host, device, tables.inputs, tables.programs)
 
 
-def _meta(source: Source, db: Database) -> TraceMeta:
+def _meta(source: ByteSource, db: Database) -> TraceMeta:
     damage = source.damage
     if db.damaged:
         damage = (

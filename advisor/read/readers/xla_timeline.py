@@ -11,13 +11,13 @@ import numpy as np
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace
 from advisor.read.columns import NAME_LIMIT
-from advisor.read.reader import Claim, Reader, ReadOptions
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.readers.xplane import Space, XPlane, space_to_trace
-from advisor.read.source import Source
+from advisor.read.source import ByteSource
 from advisor.read.split import without_mark
-from advisor.read.xspace import Events, Ints, Line, Plane
+from advisor.read.xspace import Events, Ints, Plane, XLine
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """The profiler writes at most a million events, some 200 MB."""
 
 _PLANE = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
@@ -49,24 +49,24 @@ class XlaTimeline(Reader):
     reads = XPlane.reads
     suffixes = (".trace.json",)
 
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """JSON whose processes are named as planes are."""
         text = without_mark(head)
         found = text[:1] in (b"{", b"[") and _PLANE.search(head)
-        return Claim.SURE if found else Claim.NO
+        return ReaderClaim.SURE if found else ReaderClaim.NO
 
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Whole: it is bounded."""
         text = bytearray()
         for block in source.blocks():
             text += block
-            if len(text) > MOST_BYTES:
+            if len(text) > MAX_BYTES:
                 raise AdvisorError(f"{source.path}: longer than any such timeline; give .xplane.pb")
         events, broken = _decoded(bytes(text), source)
         return space_to_trace(_space(events, broken), source)
 
 
-def _decoded(text: bytes, source: Source) -> tuple[list[_Event], int]:
+def _decoded(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
     try:
         raw = msgspec.json.decode(text, type=_File).traceEvents
     except (msgspec.DecodeError, RecursionError, UnicodeError):
@@ -98,13 +98,13 @@ def _space(events: list[_Event], broken: int) -> Space:
                 threads[event.pid, event.tid] = name
         elif event.ph == "X" and event.ts is not None:
             rows.setdefault(event.pid, {}).setdefault(event.tid, []).append(event)
-    planes: list[tuple[Plane, list[Line], Events]] = []
+    planes: list[tuple[Plane, list[XLine], Events]] = []
     for pid, lines in rows.items():
         own = [event for one in lines.values() for event in one]
         names = list(dict.fromkeys(event.name[:NAME_LIMIT] for event in own))
         code = {name: number for number, name in enumerate(names, start=1)}
         plane = Plane(processes.get(pid, ""), dict(enumerate(names, start=1)), {}, {}, {}, [])
-        found = [Line(n, threads.get((pid, tid), str(tid))) for n, tid in enumerate(lines)]
+        found = [XLine(n, threads.get((pid, tid), str(tid))) for n, tid in enumerate(lines)]
         line = np.repeat(np.arange(len(lines)), [len(one) for one in lines.values()])
         planes.append((plane, found, _events(own, line, code)))
     return Space(planes=planes, broken=broken)

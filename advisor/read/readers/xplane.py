@@ -15,13 +15,13 @@ from advisor.core.gpus import known
 from advisor.core.trace import GPU_KINDS, Device, Trace, TraceMeta
 from advisor.read import xla_host
 from advisor.read.build import build_trace
-from advisor.read.reader import Claim, Reader, ReadOptions
-from advisor.read.source import Source
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.source import ByteSource
 from advisor.read.spelling import copy_parts
 from advisor.read.wire import PADDING, Damaged, varint
-from advisor.read.xspace import Events, Line, Plane, XSpace
+from advisor.read.xspace import Events, Plane, XLine, XSpace
 
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 """No message of Protocol Buffers is longer."""
 
 _GPU = re.compile(r"^/device:GPU:(\d+)")
@@ -49,7 +49,7 @@ _DETAIL = re.compile(r"(\w+):(\S+)")
 class Space:
     """Planes with their lines, from whichever file."""
 
-    planes: Iterable[tuple[Plane, list[Line], Events]]
+    planes: Iterable[tuple[Plane, list[XLine], Events]]
     truncated: bool = False
     broken: int = 0
     """Events that could not be decoded."""
@@ -62,15 +62,15 @@ class XPlane(Reader):
     reads = "one of TensorFlow or JAX (.xplane.pb or .trace.json.gz)"
     suffixes = (".xplane.pb",)
 
-    def sniff(self, head: bytes, path: str) -> Claim:
+    def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """A message whose first field is a plane, and that plane named as profilers name them."""
-        return Claim.SURE if _begins_with_plane(head) else Claim.NO
+        return ReaderClaim.SURE if _begins_with_plane(head) else ReaderClaim.NO
 
-    def read(self, source: Source, options: ReadOptions) -> Trace:
+    def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Host threads, streams of the devices, and what ties them."""
         data = bytearray()
         for block in source.blocks():
-            if len(data) + len(block) > MOST_BYTES:
+            if len(data) + len(block) > MAX_BYTES:
                 source.stop("longer than 2 GB, which no XPlane file is")
                 break
             data += block
@@ -110,7 +110,7 @@ def _begins_with_plane(head: bytes) -> bool:
     return size < 200 and _PLANE_NAME.match(head[at : at + size]) is not None
 
 
-def space_to_trace(space: Space, source: Source) -> Trace:
+def space_to_trace(space: Space, source: ByteSource) -> Trace:
     """The tables of a decoded space. Raises AdvisorError: there is nothing in it to be read."""
     path = source.path
     hosts = xla_host.Host()

@@ -22,10 +22,10 @@ from advisor.read.remote.system import file_system
 from advisor.read.remote.urls import shown
 
 KINDS = ("zip", "tar")
-MOST_MEMBERS = 100_000
-MOST_AT_ONCE = 16 << 20
+MAX_MEMBERS = 100_000
+MAX_AT_ONCE = 16 << 20
 """Bytes that an archive's reader may ask for at once: those of a table of contents."""
-MOST_SKIPPED = 1 << 40
+MAX_SKIPPED = 1 << 40
 """Unpacked bytes of a packed tar that are passed over."""
 _ZIP_BLOCK, _TAR_BLOCK = 1 << 20, 1 << 16
 
@@ -106,14 +106,14 @@ class _Bounded:
         self._archive = archive
 
     def read(self, size: int = -1) -> bytes:
-        wanted = MOST_AT_ONCE + 1 if size < 0 else size
-        data = cast(bytes, self._file.read(wanted)) if size <= MOST_AT_ONCE else None
-        if data is None or len(data) > MOST_AT_ONCE:
+        wanted = MAX_AT_ONCE + 1 if size < 0 else size
+        data = cast(bytes, self._file.read(wanted)) if size <= MAX_AT_ONCE else None
+        if data is None or len(data) > MAX_AT_ONCE:
             raise AdvisorError(f"{shown(self._archive)}: its table of contents is too long")
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        if whence == 0 and offset > MOST_SKIPPED:
+        if whence == 0 and offset > MAX_SKIPPED:
             raise AdvisorError(f"{shown(self._archive)}: its members are too long")
         return cast(int, self._file.seek(offset, whence))
 
@@ -199,5 +199,5 @@ def _headers(tar: tarfile.TarFile, archive: str) -> Iterator[tarfile.TarInfo]:
 
 
 def _refuse_many(count: int, archive: str) -> None:
-    if count > MOST_MEMBERS:
-        raise AdvisorError(f"{shown(archive)}: an archive of more than {MOST_MEMBERS:,} files")
+    if count > MAX_MEMBERS:
+        raise AdvisorError(f"{shown(archive)}: an archive of more than {MAX_MEMBERS:,} files")

@@ -18,14 +18,14 @@ from advisor.read.remote import archives, waiting
 from advisor.read.remote.failures import CutOffError
 from advisor.read.remote.places import LISTING
 from advisor.read.remote.scratch import scratch
-from advisor.read.remote.source import Source
+from advisor.read.remote.source import RemoteFile
 from advisor.read.remote.system import file_system
 from advisor.read.remote.urls import file_name, is_url, is_web
 from advisor.read.remote.waiting import give_up_or_wait, within
 
 BLOCK = 4 << 20
 """Bytes that are asked for at once, and all that is in memory of a file."""
-MOST = 64 << 30
+LIMIT = 64 << 30
 """Bytes that one file may have."""
 ROOM_LEFT = 256 << 20
 """Bytes of the disk that are left free."""
@@ -35,10 +35,10 @@ _SAME = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified
 
 @contextmanager
 def opened(
-    source: Source,
+    source: RemoteFile,
     *,
     folder: str | Path | None = None,
-    most: int = MOST,
+    most: int = LIMIT,
     timeout: float | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Iterator[Path]:
@@ -69,7 +69,7 @@ class _Copy:
 
     def __init__(
         self,
-        source: Source,
+        source: RemoteFile,
         path: Path,
         most: int,
         timeout: float,

@@ -9,14 +9,14 @@ from typing import Any
 
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import archives
-from advisor.read.remote.source import Source
+from advisor.read.remote.source import RemoteFile
 from advisor.read.remote.system import file_system
 from advisor.read.remote.urls import is_web, rank_in, scheme, shown
 from advisor.read.remote.waiting import patiently
 
-MOST_LISTED = 200_000
+MAX_LISTED = 200_000
 """Files of a folder and those in it."""
-MOST_FOLDERS, DEPTH = 2_000, 8
+MAX_FOLDERS, DEPTH = 2_000, 8
 """Index pages of a web server that are looked at, and how far down."""
 FLAT = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 """Stores of objects, whose folders are beginnings of names."""
@@ -27,7 +27,7 @@ Choose = Callable[[list[str]], list[str]]
 """Which of the names of a folder, relative to it, are wanted."""
 
 
-def find(url: str, choose: Choose) -> list[Source]:
+def find(url: str, choose: Choose) -> list[RemoteFile]:
     """The files that a URL stands for. A file is itself, whatever its name; of a folder and of a
     glob those that ``choose`` wants, in the order of their names.
 
@@ -50,15 +50,15 @@ def find(url: str, choose: Choose) -> list[Source]:
     return found
 
 
-def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[Source]:
+def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[RemoteFile]:
     try:
         info = patiently(url, lambda: system.info(path))
     except AdvisorError as error:
         if url.endswith("/"):
             raise
-        return [Source(url=shown(url), at=url, rank=rank_in(url), problem=str(error))]
+        return [RemoteFile(url=shown(url), at=url, rank=rank_in(url), problem=str(error))]
     if info.get("type") != "directory":
-        return [Source(url=shown(url), at=url, rank=rank_in(url), size=_size(info))]
+        return [RemoteFile(url=shown(url), at=url, rank=rank_in(url), size=_size(info))]
     listed = patiently(url, lambda: system.find(path, detail=True), LISTING)
     found = _sources(url, _relative(listed, path), choose)
     if not found:
@@ -77,17 +77,17 @@ def _relative(listed: dict[str, Any], root: str) -> dict[str, int | None]:
     return found
 
 
-def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[Source]:
+def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[RemoteFile]:
     """What is wanted below a folder's URL."""
-    if len(sizes) > MOST_LISTED:
+    if len(sizes) > MAX_LISTED:
         raise AdvisorError(
-            f"{shown(url)}: more than {MOST_LISTED:,} files; give a folder with fewer"
+            f"{shown(url)}: more than {MAX_LISTED:,} files; give a folder with fewer"
         )
     before, bearing, after = _bearing(url)
     wanted = sorted(choose([name for name in sizes if not _hidden(name)]))
     root = bearing if bearing.endswith("/") else f"{bearing}/"
     made = ((f"{before}{root}{name}{after}", sizes[name]) for name in wanted)
-    return [Source(url=shown(at), at=at, rank=rank_in(at), size=size) for at, size in made]
+    return [RemoteFile(url=shown(at), at=at, rank=rank_in(at), size=size) for at, size in made]
 
 
 def _bearing(url: str) -> tuple[str, str, str]:
@@ -119,7 +119,7 @@ def _root(bearing: str) -> str:
     return bearing if first is None else bearing[: bearing.rindex("/", 0, first.start()) + 1]
 
 
-def _globbed(system: Any, url: str, choose: Choose) -> list[Source]:
+def _globbed(system: Any, url: str, choose: Choose) -> list[RemoteFile]:
     """Files that match, and those in folders that do."""
     before, bearing, after = _bearing(url)
     root = _root(bearing)
@@ -179,10 +179,10 @@ def _web_listing(system: Any, url: str, deep: int | None = None) -> dict[str, in
                     continue
                 if not is_folder:
                     found[name[len(url) :]] = None
-                elif name not in seen and len(seen) < MOST_FOLDERS:
+                elif name not in seen and len(seen) < MAX_FOLDERS:
                     seen.add(name)
                     below.append(name)
-            if len(found) > MOST_LISTED:
+            if len(found) > MAX_LISTED:
                 return found
         level = below
     return found
@@ -198,7 +198,7 @@ def _links(system: Any, folder: str) -> Iterator[tuple[str, bool]]:
 # -- archives -----------------------------------------------------------------------------------
 
 
-def _in_archive(url: str, choose: Choose) -> list[Source]:
+def _in_archive(url: str, choose: Choose) -> list[RemoteFile]:
     split = archives.split(url)
     if split is None:
         return []
@@ -216,9 +216,11 @@ def _in_archive(url: str, choose: Choose) -> list[Source]:
     return [_member(kind, archive, named[name]) for name in sorted(choose(wanted))]
 
 
-def _member(kind: str, archive: str, member: archives.Member) -> Source:
+def _member(kind: str, archive: str, member: archives.Member) -> RemoteFile:
     at = f"{kind}://{member.name}::{archive}"
-    return Source(url=shown(at), at=at, rank=rank_in(at), size=member.size, offset=member.offset)
+    return RemoteFile(
+        url=shown(at), at=at, rank=rank_in(at), size=member.size, offset=member.offset
+    )
 
 
 def _size(info: dict[str, Any]) -> int | None:

@@ -17,7 +17,7 @@ PREFIX = "advisor-fetched-"
 _LOCK = ".lock"
 YOUNG = 60.0
 """Seconds for which a folder may not be locked yet."""
-MOST_SWEPT = 1000
+MAX_SWEPT = 1000
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def _sweep(parent: Path) -> None:
     """Remove folders whose process is gone."""
     with os.scandir(parent) as entries:
         ours = (entry for entry in entries if entry.name.startswith(PREFIX))
-        for entry in islice(ours, MOST_SWEPT):
+        for entry in islice(ours, MAX_SWEPT):
             with suppress(OSError):
                 if time.time() - entry.stat(follow_symlinks=False).st_mtime < YOUNG:
                     continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class Source(Struct, frozen=True):
+class RemoteFile(Struct, frozen=True):
     """A file, here or elsewhere. Can be pickled."""
 
     url: str

@@ -13,7 +13,7 @@ WEB = ("http", "https")
 LONGEST_URL = 8192
 LONGEST_NAME = 120
 """Characters of a local file's name: its last ones."""
-MOST_RANGES = 4096
+MAX_RANGES = 4096
 
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]{1,30}::){0,8}[A-Za-z][A-Za-z0-9+.-]{1,30}://")
 """A scheme has two letters at least: ``C://`` is a drive."""
@@ -97,8 +97,8 @@ class Ranks:
         self.text = text
         self._ranges: list[range] = []
         parts = text.split(",")
-        if len(parts) > MOST_RANGES:
-            raise AdvisorError(f"--ranks: more than {MOST_RANGES:,} ranges")
+        if len(parts) > MAX_RANGES:
+            raise AdvisorError(f"--ranks: more than {MAX_RANGES:,} ranges")
         for part in parts:
             found = _RANGE.fullmatch(part.strip())
             first = int(found[1]) if found else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from advisor.compare.data import Comparison
-from advisor.core.text import harmless
+from advisor.core.text import sanitize
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
 
@@ -14,4 +14,4 @@ class Json(Renderer[Comparison]):
 
     def render(self, subject: Comparison, options: Options = DEFAULT) -> str:
         """Nothing is shortened or left out."""
-        return harmless(subject.to_json())
+        return sanitize(subject.to_json())

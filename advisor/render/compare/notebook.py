@@ -8,7 +8,7 @@ from advisor.compare.verdict import per
 from advisor.render.html import fill
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
-MOST_FINDINGS = 5
+MAX_FINDINGS = 5
 
 
 class Notebook(Renderer[Comparison]):
@@ -19,7 +19,7 @@ class Notebook(Renderer[Comparison]):
         steps = view.step_table(subject)
         tables = [(steps.head, steps.rows)] if steps is not None else []
         for title, items in view.findings(subject):
-            rows = [view.finding(item, per(subject))[:2] for item in items[:MOST_FINDINGS]]
+            rows = [view.finding(item, per(subject))[:2] for item in items[:MAX_FINDINGS]]
             head = [f"{title} ({len(items)})", ""]
             tables.append((head, [[*row, ""][:2] for row in rows]))
         return fill("render/comparison_notebook.html", comparison=subject, tables=tables)

@@ -18,7 +18,7 @@ class Github(Renderer[Decision]):
         level = "error" if subject.failed else level
         text = clean(f"{w.headline(subject)}. {'; '.join(subject.reasons)}.")
         lines = [f"::{level} title=advisor gate::{escape_data(text)}"]
-        for item in subject.new[: w.MOST]:
+        for item in subject.new[: w.LIMIT]:
             title = escape_property("advisor: new finding")
             at = f" ({item.place})" if item.place else ""
             lines.append(f"::warning title={title}::{escape_data(clean(item.title + at))}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.compare.gate import words as w
 from advisor.compare.gate.decide import Decision
-from advisor.core.text import NOT_MEASURED, time
+from advisor.core.text import NOT_MEASURED, format_duration
 from advisor.render.markdown import code, escape
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
@@ -20,7 +20,7 @@ class Markdown(Renderer[Decision]):
         lines = [f"### {mark} advisor gate: {w.TITLES[subject.answer].lower()}", ""]
         lines += ["| | baseline | this run | difference |", "|---|---|---|---|"]
         ends = f"{w.signed(subject.share_low)} to {w.signed(subject.share_high)}"
-        pair = f"{time(subject.before_ns)} | {time(subject.after_ns)}"
+        pair = f"{format_duration(subject.before_ns)} | {format_duration(subject.after_ns)}"
         lines.append(
             f"| step ({subject.statistic}) | {pair} | {w.signed(subject.share)} ({ends}) |"
         )
@@ -37,5 +37,7 @@ class Markdown(Renderer[Decision]):
         for what, found in (("New", subject.new), ("Gone", subject.gone)):
             if found:
                 lines += ["", f"{what} findings:", ""]
-                lines += [f"- {escape(item.title)} ({code(item.rule)})" for item in found[: w.MOST]]
+                lines += [
+                    f"- {escape(item.title)} ({code(item.rule)})" for item in found[: w.LIMIT]
+                ]
         return "\n".join(lines) + "\n"

@@ -17,7 +17,7 @@ class Terminal(Renderer[Decision]):
         """The text, ending in a line feed."""
         told = [*subject.reasons, *w.about(subject), *(w.figure(item) for item in subject.figures)]
         for what, found in (("new", subject.new), ("gone", subject.gone)):
-            for item in found[: w.MOST]:
+            for item in found[: w.LIMIT]:
                 at = f" ({clean(item.place)})" if item.place else ""
                 told.append(f"{what} finding: {clean(item.title)}{at}")
         told += [f"! {line}" for line in subject.limits]

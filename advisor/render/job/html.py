@@ -23,7 +23,7 @@ STRIP: Final = 128
 WIDE, HIGH, LABELS, GAP, TOP = 1024, 15, 132, 10, 14
 """Of the map: width of a full strip, height of a class, room for names, between strips, for the
 numbers above one."""
-MOST: Final = 200
+LIMIT: Final = 200
 """Of a kind of lines."""
 
 
@@ -75,7 +75,7 @@ class Html(Renderer[JobReport]):
             cell=(0 if heat is None else width(heat), HIGH),
             left=LABELS,
             shades=range(-SHADES, SHADES + 1),
-            most=MOST,
+            most=LIMIT,
             top=options.top,
             missing=w.missing_count(subject),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from advisor.core.text import harmless
+from advisor.core.text import sanitize
 from advisor.measure.ranks.job_report import JobReport
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
@@ -16,4 +16,4 @@ class Json(Renderer[JobReport]):
 
     def render(self, subject: JobReport, options: Options = DEFAULT) -> str:
         """Nothing is shortened or left out."""
-        return harmless(msgspec.json.format(subject.to_json(), indent=2)) + "\n"
+        return sanitize(msgspec.json.format(subject.to_json(), indent=2)) + "\n"

@@ -11,7 +11,7 @@ from advisor.measure.ranks.job_report import JobReport
 from advisor.render.markdown import escape, table
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
-MOST: Final = 40
+LIMIT: Final = 40
 """Of a kind of lines."""
 
 
@@ -35,14 +35,14 @@ class Markdown(Renderer[JobReport]):
             ("Not checked", [f"{name}: {why}" for name, why in subject.not_checked.items()]),
         ):
             if found:
-                told = [f"- {escape(t.shorten(line, 400))}" for line in found[:MOST]]
+                told = [f"- {escape(t.shorten(line, 400))}" for line in found[:LIMIT]]
                 blocks.append("\n".join([f"### {title}", "", *told, *_more(len(found))]))
         took = w.work(subject)
         return "\n\n".join(blocks + ([f"{escape(took)}."] if took else [])) + "\n"
 
 
 def _more(count: int) -> list[str]:
-    return [f"- and {t.count(count - MOST)} more"] if count > MOST else []
+    return [f"- and {t.format_count(count - LIMIT)} more"] if count > LIMIT else []
 
 
 def _steps(report: JobReport) -> list[str]:
@@ -50,7 +50,9 @@ def _steps(report: JobReport) -> list[str]:
     if not bins:
         return []
     most = max(one.ranks for one in bins)
-    rows = [[one.words, t.count(one.ranks), "█" * views.bar(one.ranks, most, 30)] for one in bins]
+    rows = [
+        [one.words, t.format_count(one.ranks), "█" * views.bar(one.ranks, most, 30)] for one in bins
+    ]
     return [f"### The ranks' steps\n\n{table(['mean step', 'ranks', ''], 'rrl', rows)}"]
 
 
@@ -62,11 +64,11 @@ def _alike(report: JobReport) -> list[str]:
         [
             escape(group.name),
             escape(w.ranks(group.ranks)),
-            t.count(group.count),
-            t.time(group.step_ns),
-            *(t.time(group.time.get(name)) for name in report.classes),
+            t.format_count(group.count),
+            t.format_duration(group.step_ns),
+            *(t.format_duration(group.time.get(name)) for name in report.classes),
         ]
-        for group in report.alike[:MOST]
+        for group in report.alike[:LIMIT]
     ]
     made = table([escape(name) for name in head], "ll" + "r" * (len(head) - 2), rows)
     return [f"### Ranks that are alike\n\nMedian, a step.\n\n{made}"]
@@ -76,7 +78,7 @@ def _odd(report: JobReport) -> list[str]:
     if not report.odd:
         return []
     lines = []
-    for odd in report.odd[:MOST]:
+    for odd in report.odd[:LIMIT]:
         told = " · ".join([w.odd_kind(odd), *w.odd_figures(odd)])
         why = f" {escape(odd.why)}." if odd.why else ""
         why += f" Fix: {escape(odd.fix)}" if odd.fix else ""
@@ -86,7 +88,7 @@ def _odd(report: JobReport) -> list[str]:
 
 def _findings(report: JobReport, top: int | None) -> list[str]:
     blocks = ["### What to change"] if report.findings else []
-    for number, found in enumerate(report.findings[: MOST if top is None else top], start=1):
+    for number, found in enumerate(report.findings[: LIMIT if top is None else top], start=1):
         parts = [
             f"**{number}. {escape(found.title)}** ({escape(found.severity)})",
             escape(" · ".join(w.finding_parts(report, found))),

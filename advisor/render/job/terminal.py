@@ -11,11 +11,11 @@ from advisor.measure.ranks.job_report import JobReport
 from advisor.render.page import Page
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
-MOST_ALIKE: Final = 6
-MOST_ODD: Final = 6
-MOST_FINDINGS: Final = 2
+MAX_ALIKE: Final = 6
+MAX_ODD: Final = 6
+MAX_FINDINGS: Final = 2
 """Told in full; of as many again a line."""
-MOST_LINES: Final = 3
+MAX_LINES: Final = 3
 LONGEST: Final = 200
 """Characters of a reason."""
 COLUMNS: Final = 4
@@ -36,7 +36,7 @@ class Terminal(Renderer[JobReport]):
         _steps(page, subject)
         _alike(page, subject)
         _odd(page, subject)
-        _findings(page, subject, MOST_FINDINGS if options.top is None else options.top)
+        _findings(page, subject, MAX_FINDINGS if options.top is None else options.top)
         _what_if(page, subject)
         _missing(page, subject)
         took = w.work(subject)
@@ -48,7 +48,9 @@ class Terminal(Renderer[JobReport]):
 
 def _more(page: Page, count: int, noun: str, most: int) -> None:
     if count > most:
-        page.line((f"… and {t.counted(count - most, noun)} more: --format json", "dim"), indent=2)
+        page.line(
+            (f"… and {t.count_noun(count - most, noun)} more: --format json", "dim"), indent=2
+        )
 
 
 def _steps(page: Page, report: JobReport) -> None:
@@ -58,11 +60,11 @@ def _steps(page: Page, report: JobReport) -> None:
     page.section("The ranks' steps", "mean step, ranks")
     most = max(one.ranks for one in bins)
     names = [one.words for one in bins]
-    wide, digits = max(map(len, names)), len(t.count(most))
+    wide, digits = max(map(len, names)), len(t.format_count(most))
     room = page.width - wide - digits - 6
     for one, name in zip(bins, names, strict=True):
         length = views.bar(one.ranks, most, room)
-        told = f"{name:>{wide}}  {t.count(one.ranks):>{digits}}  "
+        told = f"{name:>{wide}}  {t.format_count(one.ranks):>{digits}}  "
         page.line(told, ("█" * length, "green"), indent=2)
 
 
@@ -80,34 +82,34 @@ def _alike(page: Page, report: JobReport) -> None:
         rows = [
             [
                 t.shorten(t.clean(group.name), 24),
-                t.count(group.count),
-                t.time(group.step_ns),
-                *(t.time(group.time.get(name)) for name in classes),
+                t.format_count(group.count),
+                t.format_duration(group.step_ns),
+                *(t.format_duration(group.time.get(name)) for name in classes),
             ]
-            for group in report.alike[:MOST_ALIKE]
+            for group in report.alike[:MAX_ALIKE]
         ]
         wide = sum(max(map(len, column)) + 2 for column in zip(head, *rows, strict=True))
         if wide <= page.width or not classes:
             break
         classes.pop()
     page.table(head, rows)
-    for group in report.alike[:MOST_ALIKE] if len(report.alike) > 1 else []:
+    for group in report.alike[:MAX_ALIKE] if len(report.alike) > 1 else []:
         page.wrapped(f"{t.clean(group.name)}: {w.ranks(group.ranks)}", indent=2, style="dim")
-    _more(page, len(report.alike), "group", MOST_ALIKE)
+    _more(page, len(report.alike), "group", MAX_ALIKE)
 
 
 def _odd(page: Page, report: JobReport) -> None:
     if not report.odd:
         return
     page.section("Not like the others")
-    for odd in report.odd[:MOST_ODD]:
+    for odd in report.odd[:MAX_ODD]:
         page.wrapped((w.odd_name(odd), "bold"), f": {w.odd_kind(odd)}", first=" •", indent=3)
         page.wrapped(" · ".join(w.odd_figures(odd)), indent=3)
         if odd.why:
             page.wrapped(t.clean(odd.why), indent=3, style="dim")
         if odd.fix:
             page.wrapped(f"fix: {t.clean(odd.fix)}", indent=3)
-    _more(page, len(report.odd), "rank or host", MOST_ODD)
+    _more(page, len(report.odd), "rank or host", MAX_ODD)
 
 
 def _findings(page: Page, report: JobReport, most: int) -> None:
@@ -130,9 +132,9 @@ def _what_if(page: Page, report: JobReport) -> None:
     if not report.what_if:
         return
     page.section("What if", "by replay of the ranks' collectives")
-    for item in report.what_if[:MOST_LINES]:
+    for item in report.what_if[:MAX_LINES]:
         page.wrapped(f"{t.clean(item.text)}: {w.gain(item)}", first=" •", indent=3)
-    _more(page, len(report.what_if), "case", MOST_LINES)
+    _more(page, len(report.what_if), "case", MAX_LINES)
 
 
 def _missing(page: Page, report: JobReport) -> None:
@@ -141,6 +143,6 @@ def _missing(page: Page, report: JobReport) -> None:
     for title, found in (("Ranks that were not read", lines), ("Not checked", unchecked)):
         if found:
             page.section(title)
-            for line in found[:MOST_LINES]:
+            for line in found[:MAX_LINES]:
                 page.wrapped(t.shorten(line, LONGEST), first=" !", indent=3)
-            _more(page, len(found), "reason", MOST_LINES)
+            _more(page, len(found), "reason", MAX_LINES)

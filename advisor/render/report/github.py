@@ -16,7 +16,7 @@ from advisor.render.renderer import DEFAULT, Options, Renderer
 COMMANDS = {"critical": "error", "warning": "warning", "info": "notice"}
 LONGEST = 3000
 """Characters of a message; GitHub cuts what is longer than 4 KB or so."""
-MOST_HOLDERS = 5
+MAX_HOLDERS = 5
 """Rows of each table of memory."""
 
 
@@ -31,7 +31,7 @@ class Github(Renderer[Report]):
         level = "error" if subject.crashes else "notice"
         lines = [_command(level, {"title": "advisor"}, subject.verdict)]
         lines += [_annotation(finding) for finding in found]
-        lines += [_held(device) for device in memory.devices(subject, MOST_HOLDERS)]
+        lines += [_held(device) for device in memory.devices(subject, MAX_HOLDERS)]
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -44,10 +44,10 @@ def _annotation(finding: Finding) -> str:
             properties["file"] = path
             if place.line is not None and place.line > 0:
                 properties["line"] = str(place.line)
-    properties["title"] = f"{t.clean(finding.title)} ({t.gain(finding)})"
+    properties["title"] = f"{t.clean(finding.title)} ({t.format_gain(finding)})"
     lines = [finding.summary, f"Fix: {finding.fix}"]
     if "file" not in properties and finding.where:
-        lines.append(f"Where: {' · '.join(t.place_names(finding.where[0]))}")
+        lines.append(f"Where: {' · '.join(t.location_names(finding.where[0]))}")
     text = "\n".join(t.clean(line) for line in lines if line)
     return _command(COMMANDS[finding.severity], properties, text, lines=True)
 

@@ -17,7 +17,7 @@ from advisor.render.renderer import DEFAULT, Options, Renderer
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """Content security policy: styles of the page itself, and nothing else from anywhere."""
-MOST_NOTES = 100
+MAX_NOTES = 100
 _STATUS = {
     "bottlenecks": "Something is worth fixing",
     "healthy": "Healthy",
@@ -49,7 +49,7 @@ class Html(Renderer[Report]):
             places=_places,
             memory=memory.devices(subject, 25),
             assumed=[memory.assumptions(view) for view in subject.memory],
-            most_notes=MOST_NOTES,
+            most_notes=MAX_NOTES,
         )
 
 
@@ -64,24 +64,28 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
     """Figures of merit: (value, what it is)."""
     if report.scope.step_source == "snapshot":
         return []
-    peak = t.memory(report.memory_peak_bytes)
+    peak = t.format_bytes(report.memory_peak_bytes)
     if report.memory_peak_bytes is not None and report.memory_capacity_bytes is not None:
-        peak += f" of {t.memory(report.memory_capacity_bytes)}"
+        peak += f" of {t.format_bytes(report.memory_capacity_bytes)}"
     average = "step on average" if report.per == "step" else report.per
-    tiles: list[tuple[str, str]] = [(t.time(report.step_ns), average)]
+    tiles: list[tuple[str, str]] = [(t.format_duration(report.step_ns), average)]
     if report.step is not None:
-        tiles = [(t.time(report.step.ns), "step: the run's median, without the profiler")]
+        tiles = [
+            (t.format_duration(report.step.ns), "step: the run's median, without the profiler")
+        ]
         if report.step.window_ns is not None:
-            tiles.append((t.time(report.step.window_ns), "step on average while profiled"))
+            tiles.append(
+                (t.format_duration(report.step.window_ns), "step on average while profiled")
+            )
     if not report.time:
         return tiles
     tiles += [
-        (t.percent(report.busy_share), "GPU busy"),
-        (t.percent(report.mfu), "MFU: of the GPU's peak FLOP/s"),
+        (t.format_share(report.busy_share), "GPU busy"),
+        (t.format_share(report.mfu), "MFU: of the GPU's peak FLOP/s"),
         (peak, "memory peak"),
     ]
     if report.communication_ns is not None:
-        tiles.append((t.percent(report.communication_overlap), "communication hidden"))
+        tiles.append((t.format_share(report.communication_overlap), "communication hidden"))
     replay = report.replay
     error = t.NOT_MEASURED if replay is None else facts.replay_error(replay)
     return [*tiles, (error, "replay error")]
@@ -91,10 +95,10 @@ def _places(finding: Finding) -> list[tuple[list[tuple[str, str]], str]]:
     """Where it is: ((short name, whole name) …, how often and how long)."""
     found = []
     for location, names in facts.named_places(finding, name_width=120, path_width=140):
-        whole = t.place_names(location, name_width=2000, path_width=2000)
+        whole = t.location_names(location, name_width=2000, path_width=2000)
         if names:
             pairs = list(zip(names, whole, strict=True))
-            found.append((pairs, " · ".join(t.place_figures(location))))
+            found.append((pairs, " · ".join(t.location_figures(location))))
     return found
 
 
@@ -117,19 +121,19 @@ def _timeline(report: Report, options: Options) -> dict[str, Any] | None:
         for run in lane.runs:
             name, length = _kind(run.kind), run.last - run.first
             paths[name] = f"{paths.get(name, '')}M{run.first},0h{length}v20h-{length}z"
-        lanes.append((lane.label, t.percent(lane.busy), paths))
+        lanes.append((lane.label, t.format_share(lane.busy), paths))
     kinds = {run.kind for lane in shown.lanes for run in lane.runs}
     own = report.scope.framework
     return {
-        "title": f"{title}, {t.time(shown.dur_ns)}",
+        "title": f"{title}, {t.format_duration(shown.dur_ns)}",
         "cells": CELLS,
         "lanes": lanes,
-        "ticks": [t.time(shown.dur_ns * part / 4) if part else "0" for part in range(5)],
+        "ticks": [t.format_duration(shown.dur_ns * part / 4) if part else "0" for part in range(5)],
         "keys": [
             (_kind(kind), kind if kind in palette.CLASSES else f"idle: {t.cause_label(kind, own)}")
             for kind in sorted(kinds, key=_kind)
         ],
-        "more": f"{t.counted(shown.more, 'more stream')} with less work." if shown.more else "",
+        "more": f"{t.count_noun(shown.more, 'more stream')} with less work." if shown.more else "",
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from advisor.core.report import Report
-from advisor.core.text import harmless
+from advisor.core.text import sanitize
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
 
@@ -15,4 +15,4 @@ class Json(Renderer[Report]):
     def render(self, subject: Report, options: Options = DEFAULT) -> str:
         """The whole report: nothing is shortened or left out. Reads back with
         ``Report.from_json``."""
-        return harmless(subject.to_json())
+        return sanitize(subject.to_json())

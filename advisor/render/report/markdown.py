@@ -43,7 +43,7 @@ def _time(report: Report) -> str:
         rows += [_part(segment, f"– {segment.label}") for segment in bar.idle]
     else:
         rows += [_part(segment, segment.label) for segment in bar.idle]
-    figures = table(["", "time", t.of(bar.per), ""], "lrrl", rows)
+    figures = table(["", "time", t.format_of(bar.per), ""], "lrrl", rows)
     return f"### {bar.heading}\n\n{figures}"
 
 
@@ -107,7 +107,7 @@ def _finding(report: Report, finding: Finding) -> list[str]:
     parts.append(f"**Fix:** {escape(finding.fix)}")
     if finding.code:
         parts.append(block(finding.code))
-    details = [f"- {escape(t.evidence(item))}" for item in finding.evidence]
+    details = [f"- {escape(t.format_evidence(item))}" for item in finding.evidence]
     details += [f"- {escape(doubt)}" for doubt in facts.doubts(finding)]
     for other in facts.folded(report, finding):
         kind, text = facts.covered_line(finding, other)
@@ -121,7 +121,7 @@ def _finding(report: Report, finding: Finding) -> list[str]:
 
 
 def _place(location: Location, names: list[str]) -> str:
-    return " · ".join([*map(code, names), *t.place_figures(location)])
+    return " · ".join([*map(code, names), *t.location_figures(location)])
 
 
 def _apart(report: Report) -> list[str]:
@@ -136,8 +136,8 @@ def _apart(report: Report) -> list[str]:
         for note in report.notes:
             reason = facts.why_note(note)
             aside = f" *({escape(reason)})*" if reason else ""
-            worth = facts.note_gain(note)
-            gain = f" *Worth:* {escape(worth)}." if worth else ""
+            impact = facts.note_gain(note)
+            gain = f" *Worth:* {escape(impact)}." if impact else ""
             lines.append(
                 f"- {escape(note.title)}{aside}: {escape(note.summary)}{gain} "
                 f"*Fix:* {escape(note.fix)}"

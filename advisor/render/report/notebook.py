@@ -11,7 +11,7 @@ from advisor.core.report import Report
 from advisor.render.html import fill
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
-MOST_FINDINGS = 5
+MAX_FINDINGS = 5
 
 
 class Notebook(Renderer[Report]):
@@ -20,7 +20,7 @@ class Notebook(Renderer[Report]):
     def render(self, subject: Report, options: Options = DEFAULT) -> str:
         """Verdict, the step as a bar, the findings worth most and how to fix them."""
         ranked = facts.ranked(subject)
-        found = ranked[:MOST_FINDINGS]
+        found = ranked[:MAX_FINDINGS]
         more = len(ranked) - len(found)
         missing = len(facts.abstentions(subject))
         return fill(
@@ -31,12 +31,12 @@ class Notebook(Renderer[Report]):
                 [
                     finding.rank,
                     finding.title,
-                    t.gain(finding),
-                    " · ".join(t.place_names(finding.where[0])[:1]) if finding.where else "",
+                    t.format_gain(finding),
+                    " · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
                 ]
                 for finding in found
             ],
             found=found,
-            more=t.counted(more, "more finding") if more else "",
-            missing=t.counted(missing, "thing") if missing else "",
+            more=t.count_noun(more, "more finding") if more else "",
+            missing=t.count_noun(missing, "thing") if missing else "",
         )

@@ -29,8 +29,8 @@ SCHEMA = (
 )
 HOME = "https://pypi.org/project/gpu-advisor/"
 LEVELS = {"critical": "error", "warning": "warning", "info": "note"}
-MOST_PLACES = 10
-MOST_RESULTS = 5000
+MAX_PLACES = 10
+MAX_RESULTS = 5000
 """GitHub keeps the first 5,000 of a run."""
 
 
@@ -42,11 +42,11 @@ class Sarif(Renderer[Report]):
     def render(self, subject: Report, options: Options = DEFAULT) -> str:
         """A result for every finding, risk and note."""
         log = json.dumps(_log(subject), indent=2, ensure_ascii=False)
-        return t.harmless(log.encode("utf-8") + b"\n")
+        return t.sanitize(log.encode("utf-8") + b"\n")
 
 
 def _log(report: Report) -> dict[str, Any]:
-    found = [*report.findings, *report.risks, *report.notes][:MOST_RESULTS]
+    found = [*report.findings, *report.risks, *report.notes][:MAX_RESULTS]
     rules = {finding.rule: finding for finding in reversed(found)}
     order = sorted(rules)
     known = {rule.id: rule for rule in report.rules}
@@ -123,7 +123,7 @@ def _rule(finding: Finding, told: RuleText | None) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
-    text = f"{finding.summary} {t.gain(finding).capitalize()}. Fix: {finding.fix}"
+    text = f"{finding.summary} {t.format_gain(finding).capitalize()}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
     result: dict[str, Any] = {
         "ruleId": t.clean(finding.rule) or "unknown",
@@ -147,7 +147,7 @@ def _locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
     """Where it is: lines of code first; what has none lies at the trace's first line."""
     read = report.inputs[0].path if report.inputs else "-"
     trace = read if read != "-" else "trace"
-    places = sorted(finding.where, key=lambda place: not place.file)[:MOST_PLACES] or [Location()]
+    places = sorted(finding.where, key=lambda place: not place.file)[:MAX_PLACES] or [Location()]
     return [
         _location(place if place.file else msgspec.structs.replace(place, file=trace, line=1))
         for place in places
@@ -155,25 +155,25 @@ def _locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
 
 
 def _share(finding: Finding) -> float:
-    return (finding.worth.share or 0.0) if finding.worth is not None else 0.0
+    return (finding.impact.share or 0.0) if finding.impact is not None else 0.0
 
 
 def _properties(finding: Finding) -> dict[str, Any]:
-    worth = finding.worth
+    impact = finding.impact
     found = {
         "category": finding.category,
         "confidence": finding.confidence,
         "order": finding.rank,
         "foldedUnder": finding.folded_under,
     }
-    if worth is not None:
+    if impact is not None:
         found |= {
-            "currency": worth.currency,
-            "gainNs": worth.gain_ns,
-            "lowNs": worth.low_ns,
-            "highNs": worth.high_ns,
-            "freedBytes": worth.freed_bytes,
-            "method": worth.method,
+            "currency": impact.currency,
+            "gainNs": impact.gain_ns,
+            "lowNs": impact.low_ns,
+            "highNs": impact.high_ns,
+            "freedBytes": impact.freed_bytes,
+            "method": impact.method,
         }
     return {name: value for name, value in found.items() if value is not None}
 

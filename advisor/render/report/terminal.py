@@ -15,7 +15,7 @@ from advisor.render.renderer import DEFAULT, Options, Renderer
 if TYPE_CHECKING:
     from advisor.core.views import Segment, StepBar
 
-MOST_RANKS = 16
+MAX_RANKS = 16
 _STATUS = {"bottlenecks": "bold yellow", "healthy": "bold green", "limited": "bold"}
 _SEVERITY = {"critical": "bold red", "warning": "yellow", "info": ""}
 
@@ -108,7 +108,7 @@ def _entry(segment: Segment, room: int, wide: int) -> list[tuple[str, str]]:
 
 
 def _ranks(page: Page, report: Report) -> None:
-    table = views.rank_table(report, MOST_RANKS)
+    table = views.rank_table(report, MAX_RANKS)
     if table is None:
         return
     page.section("Ranks", f"{table.total} in this recording")
@@ -180,9 +180,9 @@ def _finding(page: Page, report: Report, finding: Finding) -> None:
     room = page.width - 16
     where = facts.named_places(finding, name_width=min(room, 48), path_width=min(room - 8, 60))
     for index, (location, names) in enumerate(where):
-        page.flow("where" if index == 0 else "", [*names, *t.place_figures(location)])
+        page.flow("where" if index == 0 else "", [*names, *t.location_figures(location)])
     page.field("why", finding.summary)
-    page.flow("seen", [t.evidence(item) for item in finding.evidence])
+    page.flow("seen", [t.format_evidence(item) for item in finding.evidence])
     page.field("fix", finding.fix, style="bold")
     if finding.code:
         page.code("code", finding.code)

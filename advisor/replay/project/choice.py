@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from advisor.replay.project.project import Projection, Projector
 
 HOUR_NS = 3.6e12
-MOST_NAMES = 4
+MAX_NAMES = 4
 RESTS_ON = (
     "The band is as wide as the same work, measured on two GPUs, differed most from its "
     "projection; it was not held against a whole step on two GPUs"
@@ -103,7 +103,7 @@ def cheapest(found: tuple[Choice, ...]) -> str:
     also = [c for c in able[1:] if c.beats(best)]
     text = f"cheapest: {best.projection.gpu}"
     if also:
-        names = ", ".join(c.projection.gpu for c in also[:MOST_NAMES])
-        more = " …" if len(also) > MOST_NAMES else ""
+        names = ", ".join(c.projection.gpu for c in also[:MAX_NAMES])
+        more = " …" if len(also) > MAX_NAMES else ""
         text += f"; within the bands it could be {names}{more}"
     return text

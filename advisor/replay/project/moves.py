@@ -26,7 +26,7 @@ Array = NDArray[Any]
 SHORTEST_NS = {"nvidia": 1_800.0, "amd": 3_600.0}
 """What the shortest kernels take: the median over public traces of their shortest hundredth (ten of
 NVIDIA GPUs: 1.0 to 5.7 µs; two of AMD's: 2.4 and 4.9)."""
-MOST_SHORTEST_NS = 6_000.0
+MAX_SHORTEST_NS = 6_000.0
 """The shortest hundredth of a trace is no measure of that where all its kernels are long."""
 NODE = 8
 """GPUs that one machine's links join, at most: a larger group crosses a network that stays."""
@@ -59,7 +59,7 @@ def shortest(durations: Array, vendor: str) -> float:
     if not len(durations):
         return SHORTEST_NS[vendor]
     found = float(np.percentile(durations, 1))
-    return found if found <= MOST_SHORTEST_NS else SHORTEST_NS[vendor]
+    return found if found <= MAX_SHORTEST_NS else SHORTEST_NS[vendor]
 
 
 def move(a: Analysis, source: GpuSpec, target: GpuSpec) -> Moved:

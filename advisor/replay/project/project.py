@@ -11,7 +11,7 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.replay.graph import NEVER, Array, Edge
-from advisor.replay.price import WhatIf
+from advisor.replay.price import EditGain
 from advisor.replay.project.crossings import error, host_error
 from advisor.replay.project.memory import Fit, fit
 from advisor.replay.project.moves import CODE, KINDS, Moved, move
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
     from advisor.measure import Analysis
 
-MOST_UNKNOWN = 0.5
+MAX_UNKNOWN = 0.5
 """Share of kernel time of kernels of no known family from which nothing is projected."""
 HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOVER)
 """What the host's speed decides: its own threads, and the loader's workers."""
@@ -94,10 +94,10 @@ class Projector:
         if a.steps.used.is_empty() or a.span_ns <= 0:
             raise AdvisorError(f"{path}: there is no step to project")
         self.source: GpuSpec = source
-        if self.unknown > MOST_UNKNOWN:
+        if self.unknown > MAX_UNKNOWN:
             raise AdvisorError(
                 f"{path}: {self.unknown:.0%} of the kernel time is in kernels of no known kind (at "
-                f"most {MOST_UNKNOWN:.0%} is accepted), so what bounds them is not known"
+                f"most {MAX_UNKNOWN:.0%} is accepted), so what bounds them is not known"
             )
 
     @cached_property
@@ -110,9 +110,9 @@ class Projector:
         return int(other.filter(~told)["dur"].sum()) / total if total else 0.0
 
     @cached_property
-    def whatif(self) -> WhatIf:
+    def whatif(self) -> EditGain:
         """The replay; built once for all targets."""
-        return WhatIf(self.a)
+        return EditGain(self.a)
 
     @cached_property
     def replayed(self) -> bool:

@@ -14,7 +14,7 @@ C2C_BYTES = 450e9
 """NVLink-C2C between Grace and its GPU, bytes/s in one direction: 900 GB/s in both (NVIDIA, "GH200
 Grace Hopper Superchip" datasheet)."""
 _C2C = ("GH200", "GB200", "GB300")
-_MOST_NAMES = 6
+_MAX_NAMES = 6
 
 
 class Found(NamedTuple):
@@ -38,7 +38,7 @@ def find(name: str) -> Found:
     fitting = [gpu for gpu in known() if wanted and wanted <= _words(gpu.name)]
     if not fitting:
         near = [gpu.name for gpu in known() if any(w in gpu.name.casefold() for w in wanted)]
-        shown = near[:_MOST_NAMES] or [gpu.name for gpu in known() if gpu.link][:_MOST_NAMES]
+        shown = near[:_MAX_NAMES] or [gpu.name for gpu in known() if gpu.link][:_MAX_NAMES]
         raise AdvisorError(f"no GPU {name!r} is known; there are {', '.join(shown)} …")
     exact = [gpu for gpu in fitting if _words(gpu.name) - {"nvidia", "amd"} == wanted]
     gpu = (exact or fitting)[0]

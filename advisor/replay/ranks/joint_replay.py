@@ -20,9 +20,9 @@ from advisor.replay.replay import (
     MIN_STEADY,
     Carry,
     Layout,
-    Plan,
+    ReplayedSteps,
+    ReplayPlan,
     State,
-    StepTimes,
     completions,
     replay,
     settled,
@@ -67,7 +67,7 @@ class JointReplay:
         self.node = self._shared(joint)
         """A row a meeting, a column a rank: node of its collective, -1: not there."""
         self.node = self._order()
-        self._known: Plan | None = None
+        self._known: ReplayPlan | None = None
 
     def _shared(self, joint: JointRanks) -> Array:
         """Collectives that two or more ranks launched in the window."""
@@ -189,7 +189,7 @@ class JointReplay:
         steps = len(graph.starts) - 1
         complete = completions(graph, done[of].time)
         if steps < MIN_STEADY or graph.starts[-1] == 0:
-            return StepTimes(done[of].time, complete, graph.turn).period
+            return ReplayedSteps(done[of].time, complete, graph.turn).period
         carries = [
             known if p.graph is g else Carry(p.graph)
             for p, g, known in zip(ranks, self.graphs, self.carries, strict=True)
@@ -265,7 +265,7 @@ class JointReplay:
                 from_start=from_start,
                 dur=dur,
             )
-            plan = Plan(joint)
+            plan = ReplayPlan(joint)
             self._known = plan if usual else self._known
         else:
             plan = self._known

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.spec import Value
 
 NODES = Path("/sys/devices/system/node")
 
 
-class Affinity(Lever):
+class Affinity(Knob):
     """The cores of the node that the process starts on, for it and its children."""
 
     id = "affinity"

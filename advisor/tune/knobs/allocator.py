@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.spec import Value
 
 SETTING = "expandable_segments:True"
 
 
-class Allocator(Lever):
+class AllocatorKnob(Knob):
     """``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
 
     id = "expandable-segments"

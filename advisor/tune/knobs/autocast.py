@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import at_first_forward
 from advisor.tune.spec import Value
 
 
-class Autocast(Lever):
+class Autocast(Knob):
     """``torch.autocast`` around the forward of each outermost model."""
 
     id = "autocast"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.knob import Lever, Machine
+from advisor.tune.knob import Knob, Machine
 from advisor.tune.patch import loader_arguments, wrap
 from advisor.tune.spec import Value
 
@@ -16,7 +16,7 @@ LARGEST = 1 << 20
 """Samples of a batch, and times the program's own."""
 
 
-class BatchSize(Lever):
+class BatchSize(Knob):
     """``batch_size`` of every DataLoader: so many samples (``batch=64``), or so many times the
     program's own (``batch=x2``). The learning rate and all that counts steps stay as they are."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import at_first_forward
 from advisor.tune.spec import Value
 
 
-class ChannelsLast(Lever):
+class ChannelsLast(Knob):
     """The model's weights once, before its first forward; each 4-d input before its forward."""
 
     id = "channels-last"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import wrap
 from advisor.tune.spec import Value
 
 
-class CompileDynamic(Lever):
+class CompileDynamic(Knob):
     """``dynamic=True`` in every ``torch.compile`` of the program."""
 
     id = "compile-dynamic"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import Lever, Machine
+from advisor.tune.knob import Knob, Machine
 from advisor.tune.patch import at_first_forward
 from advisor.tune.spec import Value
 
 
-class CompileModel(Lever):
+class CompileModel(Knob):
     """``model.compile()`` before the first forward of each outermost model."""
 
     id = "compile"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import hold
 from advisor.tune.spec import Value
 
 
-class CudnnBenchmark(Lever):
+class CudnnBenchmark(Knob):
     """``torch.backends.cudnn.benchmark = True``."""
 
     id = "cudnn-benchmark"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from advisor.tune.knob import Lever, Machine, Safety
+from advisor.tune.knob import Knob, Machine, Safety
 from advisor.tune.patch import wrap
 from advisor.tune.spec import Value
 
 
-class _Ddp(Lever):
+class _Ddp(Knob):
     safety: ClassVar[Safety] = "reordered"
 
     def change(self, given: dict[str, Any], value: Value) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import wrap
 from advisor.tune.spec import Value
 
@@ -13,7 +13,7 @@ LEARNT_FROM = 2
 """Optimizer steps with the same number of passes, after which that number is believed."""
 
 
-class DdpNoSync(Lever):
+class DdpNoSync(Knob):
     """As ``no_sync`` around all passes of an optimizer step but the last. How many there are is
     learnt from the first steps; where a later step has another number, which would step with
     gradients that were never reduced, the run is ended and the lever dropped."""

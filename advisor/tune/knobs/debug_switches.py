@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.spec import Value
 
 
-class DebugSwitches(Lever):
+class DebugSwitchesKnob(Knob):
     """Anomaly detection and launches that block."""
 
     id = "debug-switches-off"

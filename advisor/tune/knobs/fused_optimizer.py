@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import Lever, Machine
+from advisor.tune.knob import Knob, Machine
 from advisor.tune.patch import optimizer_arguments
 from advisor.tune.spec import Value
 
 KNOWN = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
-class FusedOptimizer(Lever):
+class FusedOptimizer(Knob):
     """``fused=True``, or ``foreach=True``, of every optimizer of torch that knows it."""
 
     id = "fused-optimizer"

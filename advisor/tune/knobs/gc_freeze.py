@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.spec import Value
 
 BEFORE, EVERY = 3, 500
 """Steps until what is there is frozen, and between collections by hand."""
 
 
-class GcFreeze(Lever):
+class GcFreeze(Knob):
     """After some steps: what is there is frozen, automatic collection ends, and one by hand is made
     now and then. Cyclic garbage stays until then, which the memory column shows."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import LOADERS, loader_arguments
 from advisor.tune.spec import Value
 
 
-class LoaderPersistent(Lever):
+class LoaderPersistent(Knob):
     """``persistent_workers`` of every DataLoader that has workers."""
 
     id = "loader-persistent"

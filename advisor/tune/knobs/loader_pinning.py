@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import loader_arguments, wrap
 from advisor.tune.spec import Value
 
 
-class LoaderPinning(Lever):
+class LoaderPinning(Knob):
     """``pin_memory`` of every DataLoader, and ``non_blocking`` copies of what is pinned: one is
     worth little without the other."""
 

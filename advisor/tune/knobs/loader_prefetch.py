@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.tune.knob import Lever, Machine
+from advisor.tune.knob import Knob, Machine
 from advisor.tune.patch import LOADERS, loader_arguments
 from advisor.tune.spec import Value
 
 
-class LoaderPrefetch(Lever):
+class LoaderPrefetch(Knob):
     """``prefetch_factor`` of every DataLoader that has workers; PyTorch's own is 2."""
 
     id = "loader-prefetch"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import hold
 from advisor.tune.spec import Value
 
 
-class MatmulPrecision(Lever):
+class MatmulPrecision(Knob):
     """``torch.set_float32_matmul_precision("high")``, whatever the program sets later."""
 
     id = "matmul-precision"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import around_forwards
 from advisor.tune.spec import Value
 
 
-class NoGradEvaluation(Lever):
+class NoGradEvaluation(Knob):
     """``torch.no_grad()`` around forwards of models in evaluation mode. A program that learns
     through such a model (frozen normalisation) raises then, or its losses change: it is told."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.tune.knob import Lever
+from advisor.tune.knob import Knob
 from advisor.tune.patch import wrap
 from advisor.tune.spec import Value
 
 
-class SetToNone(Lever):
+class SetToNone(Knob):
     """``zero_grad(set_to_none=True)`` where the program says otherwise."""
 
     id = "set-to-none"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.tune.knob import Lever, Machine
+from advisor.tune.knob import Knob, Machine
 from advisor.tune.spec import Value
 
 
-class Threads(Lever):
+class Threads(Knob):
     """``torch.set_num_threads``, and the same for OpenMP and MKL before they are loaded."""
 
     id = "threads"

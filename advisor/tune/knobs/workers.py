@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.tune.knob import Lever, Machine
+from advisor.tune.knob import Knob, Machine
 from advisor.tune.patch import LOADERS, loader_arguments
 from advisor.tune.spec import Value
 
 
-class LoaderWorkers(Lever):
+class LoaderWorkersKnob(Knob):
     """``num_workers`` of each map-style data set, and of an iterable one that has workers."""
 
     id = "workers"

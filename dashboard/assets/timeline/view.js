@@ -7,7 +7,7 @@ import { Panel } from "./panel.js";
 import * as words from "./words.js";
 
 const MARGIN = 0.5; // asked for on each side of the view, so that a short pan is there already
-const LEAST = 64; // shortest span, ns
+const MINIMUM = 64; // shortest span, ns
 const MOVE_MS = 140; // of a zoom by key or button
 
 // "parent": the timeline under which this one is shown, with one zoom for both; it has neither
@@ -642,7 +642,7 @@ export class Timeline {
   setView(x0, x1, moves) {
     const info = this.data.info;
     const whole = info.finish - info.begin;
-    const span = words.clamp(x1 - x0, LEAST, whole * 1.2 + LEAST);
+    const span = words.clamp(x1 - x0, MINIMUM, whole * 1.2 + MINIMUM);
     const middle = words.clamp((x0 + x1) / 2, info.begin, info.finish);
     const from = [this.x0, this.x1];
     const self = this;
@@ -695,7 +695,7 @@ export class Timeline {
     const span = this.x1 - this.x0;
     const info = this.data.info;
     const held = this.x0 + at * span;
-    const wide = words.clamp(span * factor, LEAST, (info.finish - info.begin) * 1.2 + LEAST);
+    const wide = words.clamp(span * factor, MINIMUM, (info.finish - info.begin) * 1.2 + MINIMUM);
     this.setView(held - at * wide, held - at * wide + wide, moves);
   }
 

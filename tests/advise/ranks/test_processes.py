@@ -18,7 +18,7 @@ import advisor
 from advisor.advise.ranks import processes
 from advisor.advise.ranks.job import Done, count_ranks, is_many, study
 from advisor.advise.ranks.processes import Processes
-from advisor.advise.ranks.sources import Source
+from advisor.advise.ranks.sources import RemoteFile
 from advisor.advise.ranks.task import Order, Wanted
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.job_report import JobReport
@@ -28,7 +28,7 @@ Same = Callable[[JobReport], bytes]
 
 
 def packed(path: Path, wanted: Wanted | None = None) -> bytes:
-    source = Source(url=str(path), at=str(path), rank=0)
+    source = RemoteFile(url=str(path), at=str(path), rank=0)
     return msgspec.msgpack.encode(Order(source=source, wanted=wanted or Wanted()))
 
 
@@ -160,7 +160,7 @@ def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Pa
 def test_more_files_elsewhere_than_are_held_at_once_are_measured_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    there = [Source(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]
+    there = [RemoteFile(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]
     monkeypatch.setattr("advisor.advise.ranks.job.locate", lambda _: there)
     assert is_many(["s3://b/"])
     there.pop()

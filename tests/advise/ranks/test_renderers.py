@@ -172,7 +172,7 @@ def test_ranks_that_are_all_alike_are_one_range(ms: tuple[float, ...], words: li
 def test_the_edges_of_a_range_differ_where_its_ranks_do(
     low: float, high: float, words: str
 ) -> None:
-    assert t.edges(low, high) == words
+    assert t.format_bin(low, high) == words
 
 
 def test_certainty_is_not_told_as_more_than_it_is() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from advisor.advise.ranks.sources import Source
+from advisor.advise.ranks.sources import RemoteFile
 from advisor.advise.ranks.task import Order, perform
 from advisor.advise.ranks.work import RETRIES, Died, results
 from advisor.measure.ranks.summary import Summary, Unread, encode
@@ -20,7 +20,7 @@ Act = Callable[[int, int], bytes]
 
 
 def orders(count: int) -> list[Order]:
-    return [Order(source=Source(url=f"rank{n}", at=f"rank{n}", rank=n)) for n in range(count)]
+    return [Order(source=RemoteFile(url=f"rank{n}", at=f"rank{n}", rank=n)) for n in range(count)]
 
 
 def answer(rank: int) -> bytes:
@@ -180,7 +180,7 @@ def test_an_answer_that_is_no_summary_is_that_ranks_failure() -> None:
 
 
 def test_an_order_of_another_version_is_refused_by_the_worker() -> None:
-    order = Order(source=Source(url="rank3", at="rank3", rank=3), version="0.0.0")
+    order = Order(source=RemoteFile(url="rank3", at="rank3", rank=3), version="0.0.0")
     told = msgspec.msgpack.decode(perform(msgspec.msgpack.encode(order)))["unread"]
     assert told["rank"] == 3
     assert "install the same" in told["why"]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from advisor.compare.dependent import LEAST, block_length, difference
+from advisor.compare.dependent import MINIMUM, block_length, difference
 from advisor.compare.statistics import Sample, welch
 
 
@@ -97,6 +97,6 @@ def test_what_is_long_in_both_runs_is_no_difference_when_steps_are_paired(count:
 
 
 def test_fewer_than_five_steps_are_not_compared() -> None:
-    assert difference(np.ones(LEAST - 1), np.arange(50.0)) is None
+    assert difference(np.ones(MINIMUM - 1), np.arange(50.0)) is None
     with pytest.raises(ValueError, match="5 and 6 steps cannot be paired"):
         difference(np.ones(5), np.ones(6), paired=True)

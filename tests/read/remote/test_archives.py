@@ -18,7 +18,7 @@ from advisor.core.errors import AdvisorError
 from advisor.read import open_run
 from advisor.read.remote import archives, fetch
 from advisor.read.remote.places import find
-from advisor.read.remote.source import Source
+from advisor.read.remote.source import RemoteFile
 
 Made = Callable[[int], bytes]
 
@@ -114,7 +114,7 @@ def test_a_name_leads_out_of_nothing(
 ) -> None:
     files = {name: trace_bytes(0), "good.json": trace_bytes(1)}
     web.state.files["/a"] = zipped(files) if kind == "zip" else tarred(files)
-    source = Source(url="shown", at=f"{kind}://{name}::{web.url}/a")
+    source = RemoteFile(url="shown", at=f"{kind}://{name}::{web.url}/a")
     inside = tmp_path / "a" / "b" / "c"
     inside.mkdir(parents=True)
     with opened(source, folder=inside) as path:
@@ -136,7 +136,7 @@ def test_links_in_a_tar_are_not_there(web: Server, trace_bytes: Made) -> None:
     assert one.offset is not None
     with (
         pytest.raises(AdvisorError, match="no such file"),
-        opened(Source(url="u", at=f"tar://rank1.json::{web.url}/a.tar")),
+        opened(RemoteFile(url="u", at=f"tar://rank1.json::{web.url}/a.tar")),
     ):
         pass
 
@@ -163,7 +163,7 @@ def test_a_member_that_lies_about_its_size_brings_no_more_than_that(web: Server)
 def test_an_archive_of_too_many_files_is_refused(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archives, "MOST_MEMBERS", 10)
+    monkeypatch.setattr(archives, "MAX_MEMBERS", 10)
     many = {f"rank{rank}.json": b"{}" for rank in range(12)}
     web.state.files |= {"/a.zip": zipped(many), "/a.tgz": tarred(many, "w:gz")}
     assert "more than 10 files" in refused(f"zip://::{web.url}/a.zip")
@@ -173,7 +173,7 @@ def test_an_archive_of_too_many_files_is_refused(
 def test_a_table_of_contents_is_not_read_at_any_length(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archives, "MOST_AT_ONCE", 100_000)
+    monkeypatch.setattr(archives, "MAX_AT_ONCE", 100_000)
     web.state.files["/a.zip"] = zipped({f"{'x' * 1000}{n}": b"" for n in range(200)})
     assert "table of contents is too long" in refused(f"zip://::{web.url}/a.zip")
     held = io.BytesIO()

@@ -21,7 +21,7 @@ from advisor.read import open_run
 from advisor.read.remote import fetch, waiting
 from advisor.read.remote.fetch import opened
 from advisor.read.remote.places import find
-from advisor.read.remote.source import Source
+from advisor.read.remote.source import RemoteFile
 
 Made = Callable[[int], bytes]
 BIG = bytes(range(256)) * 4096 * 20  # 20 MiB: five blocks
@@ -229,7 +229,7 @@ def test_a_full_disk_is_told(web: Server, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_is_left_after_an_error_in_the_reader(web: Server, tmp_path: Path) -> None:
     web.state.files["/a.json"] = b"{}"
-    source = Source(url="a", at=f"{web.url}/a.json")
+    source = RemoteFile(url="a", at=f"{web.url}/a.json")
     with pytest.raises(ZeroDivisionError), opened(source, folder=tmp_path) as path:
         assert path.parent.parent == tmp_path
         raise ZeroDivisionError
@@ -272,7 +272,7 @@ def test_what_a_killed_process_left_goes_next_time(
             time.sleep(0.05)
         (left,) = tmp_path.iterdir()
         monkeypatch.setattr("advisor.read.remote.scratch.YOUNG", 0.0)
-        source = Source(url="b", at=f"{web.url}/b.json")
+        source = RemoteFile(url="b", at=f"{web.url}/b.json")
         with opened(source, folder=tmp_path):
             assert left.exists()  # its process is there
     finally:

@@ -32,10 +32,8 @@ def longer_steps(a: Analysis) -> str:
     said = f"The longer half takes {t.format_duration(found.difference_ns)} more a step"
     if not found.classes:
         return f"{said}, spread over many causes."
-    said += (
-        ": "
-        f"{', '.join(f'{_class(part.name, own)} {t.format_duration(part.ns)}' for part in found.classes)}."
-    )
+    parts = (f"{_class(part.name, own)} {t.format_duration(part.ns)}" for part in found.classes)
+    said += f": {', '.join(parts)}."
     if not found.work:
         return said
     said += f" Most of it in {', '.join(_work(part) for part in found.work)}."

@@ -35,7 +35,7 @@ class Progress:
 
     def reading(self, path: str, size: int) -> None:
         """For ``ReadOptions.progress``: a file and the uncompressed bytes read of it so far."""
-        from advisor.core.text import shorten_path as shorten_path
+        from advisor.core.text import shorten_path
 
         name = "standard input" if path == "-" else shorten_path(path, 40)
         self.say(f"reading {name}: {size / 1e6:,.0f} MB")

@@ -51,7 +51,8 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
                   f"{t.format_bytes(view.reserved)} reserved",
                   f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""]),
         ("by", [f"{each.category} {t.format_bytes(each.bytes)} "
-                f"{t.format_share(each.bytes / max(view.allocated, 1))}" for each in view.categories]),
+                f"{t.format_share(each.bytes / max(view.allocated, 1))}"
+                for each in view.categories]),
         ("failed", [view.placement]),
         ("steps", _steps(view)),
     ]  # fmt: skip
@@ -83,8 +84,8 @@ def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> De
             Table(
                 "Segments",
                 ["pool", "number", "reserved", "in tensors", "free", "largest piece"],
-                [[p.name, t.format_count(p.segments), *map(t.format_bytes, (p.reserved, p.allocated, p.free,
-                                                               p.largest))]
+                [[p.name, t.format_count(p.segments),
+                  *map(t.format_bytes, (p.reserved, p.allocated, p.free, p.largest))]
                  for p in view.pools[:rows]],
             )
         )  # fmt: skip

@@ -155,8 +155,8 @@ class PeriodicStalls(Rule):
         return Finding(
             summary=(
                 f"{t.count_noun(stalls.height, 'step')} of {count} take "
-                f"{t.format_duration(float(stalls['dur'].mean()))} instead of "
-                f"{t.format_duration(median)}, because "  # type: ignore[arg-type]
+                f"{t.format_duration(float(stalls['dur'].mean()))} instead of "  # type: ignore[arg-type]
+                f"{t.format_duration(median)}, because "
                 f"{cause} in them: {t.format_duration(lost)} of the recorded window "
                 f"({lost / window:.1%})."
             ),

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import advisor.compare.data
+import advisor.compare.comparison
 import advisor.core.finding
 import advisor.core.report
 import advisor.core.resources
@@ -258,7 +258,7 @@ def schema_text() -> str:
 
 def comparison_text() -> str:
     """The same for a comparison."""
-    schema = advisor.compare.data.SCHEMA
+    schema = advisor.compare.comparison.SCHEMA
     parts = [
         "# A comparison as JSON",
         f"`advisor compare --format json` writes one object, a `Comparison`; its `schema` is "
@@ -267,7 +267,7 @@ def comparison_text() -> str:
         "Durations are nanoseconds, sizes bytes, shares 0 to 1; differences are after minus "
         "before. `null` is *not measured*, never 0.",
     ]
-    return "\n\n".join([*parts, *_tables("Comparison", advisor.compare.data)]) + "\n"
+    return "\n\n".join([*parts, *_tables("Comparison", advisor.compare.comparison)]) + "\n"
 
 
 def recording_text() -> str:

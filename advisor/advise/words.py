@@ -194,9 +194,9 @@ def record_with(option: str, meta: TraceMeta, more: str = "") -> str:
     return f"Record with {told}{more}." if told else ""
 
 
-def mark_steps(meta: TraceMeta) -> str:
-    """What to do for steps to be known: ``call profiler.step() once an iteration``."""
-    tool = _TOOLS.get(meta.format)
+def mark_steps(trace_format: str | None) -> str:
+    """How to have steps marked: ``call profiler.step() once an iteration``."""
+    tool = _TOOLS.get(trace_format or "")
     if tool is None:
         return "call profiler.step() once an iteration"
     return f"put {tool[1]}, or name a range with --steps"

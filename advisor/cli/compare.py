@@ -37,7 +37,7 @@ def command(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="Exit with 1 when steps are surely slower by more than this, such as 5%.",
+            help="Exit with 1 when the whole interval of the slowdown is above this, such as 5%.",
         ),
     ] = None,
     rank: o.Rank = None,
@@ -49,7 +49,7 @@ def command(
     gpus: pricing.Gpus = None,
     progress: o.Progress = True,
 ) -> None:
-    """What became faster or slower from one run to another, and what became of the findings."""
+    """Show what became faster or slower from one run to another, and which findings changed."""
     bound = parse_share(fail_if_slower)
     paid, chosen = pricing.chosen(price, prices), parse_steps(steps)
     from advisor.advise.engine import Options
@@ -66,16 +66,21 @@ def command(
     options = Options(rank=rank, window=window, steps=chosen, prices=paid, gpus=gpus)
     comparison, names = _compare(before, after, options, step_ranges(steps), progress, told)
     _remember(comparison)
+    if bound is not None and comparison.steps.difference_ns is not None:
+        from advisor.compare.comparison import Bounds
+        from advisor.compare.gate import decide
+
+        comparison.decision = decide(comparison, Bounds(slower=bound))
     _deliver(comparison, wanted, output, redact=names)
     if bound is not None:
-        slower = is_slower(comparison, bound)
-        print(outcome(comparison, bound, slower), file=sys.stderr)
-        if slower:
-            raise typer.Exit(1)
+        # a gate that lets through what it did not measure is none: outcome() raises
+        print(outcome(comparison), file=sys.stderr)
+    if comparison.decision is not None and comparison.decision.failed:
+        raise typer.Exit(1)
 
 
 def _remember(comparison: Comparison) -> None:
-    """In the folder of the later run; one that may not be written to is compared all the same."""
+    """In the folder of the later run; a folder that cannot be written to is no error."""
     import time
     from contextlib import suppress
 
@@ -116,7 +121,7 @@ def _compare(
         names = told.of(*(one.run for one in found))
         if not any(saved):
             return compare_examined(*found), names
-        from advisor.compare.saved import compare_reports
+        from advisor.compare.compare import compare_reports
 
         others = iter(found)
         reports = [report or next(others).report for report in saved]
@@ -146,32 +151,15 @@ def _deliver(
     out.show(renderer.render(comparison, options))
 
 
-def is_slower(comparison: Comparison, bound: float) -> bool:
-    """The whole interval of the difference lies above the bound.
+def outcome(comparison: Comparison) -> str:
+    """What was decided, why, and the exit code."""
+    from advisor.compare.view import interval, signed
 
-    Raises AdvisorError when step times could not be compared: a gate that lets through what it
-    did not measure is none.
-    """
-    steps = comparison.steps
-    if steps.share_low is None:
+    decision, steps = comparison.decision, comparison.steps
+    if decision is None:
         raise AdvisorError(f"--fail-if-slower: step times are not compared: {steps.reason}")
-    return steps.share_low > bound
-
-
-def outcome(comparison: Comparison, bound: float, slower: bool) -> str:
-    """What the gate decided, why, and its exit code."""
-    from advisor.compare.verdict import interval, signed
-
-    steps = comparison.steps
     measured = f"step time {signed(steps.share)}, {interval(steps)}"
-    if slower:
-        return f"slower: all of the interval is above {signed(bound)} ({measured}); exit code 1"
-    if steps.share_high is not None and steps.share_high <= bound:
-        return f"not slower: within {signed(bound)} ({measured}); exit code 0"
-    return (
-        f"not shown to be slower: the interval reaches to either side of {signed(bound)} "
-        f"({measured}); exit code 0"
-    )
+    return f"{decision.reasons[0]} ({measured}); exit code {int(decision.failed)}"
 
 
 def parse_share(text: str | None, option: str = "--fail-if-slower") -> float | None:

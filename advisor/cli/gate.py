@@ -1,4 +1,4 @@
-"""``advisor gate``: a run held against a baseline that was kept, for continuous integration."""
+"""``advisor gate``: a run compared with a baseline, for continuous integration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from advisor.cli import pricing
 from advisor.cli.compare import parse_share
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
+from advisor.core.saved import has_schema
+from advisor.core.text import count_noun
 
 if TYPE_CHECKING:
     from advisor.advise.engine import Options
-    from advisor.compare.gate import Baseline, Decision
+    from advisor.compare import Comparison
+    from advisor.core.report import Report
+
+OLD_BASELINE = "advisor.baseline/1"
 
 
 def command(
@@ -28,12 +33,12 @@ def command(
         typer.Argument(
             metavar="BASELINE RUN",
             help="A baseline that --save wrote (or a run to take it from), and a run: a trace, a "
-            "folder of one run's traces, a recorded run. With --save: the run alone.",
+            "folder of one run's traces, a recorded run. With --save: one run or several.",
         ),
     ],
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="FILE", help="Keep the run as a baseline in FILE."),
+        typer.Option("--save", metavar="FILE", help="Save the runs as a baseline in FILE."),
     ] = None,
     max_slower: Annotated[
         str,
@@ -57,10 +62,10 @@ def command(
     gpus: pricing.Gpus = None,
     progress: o.Progress = True,
 ) -> None:
-    """Hold a run against a baseline. Exit code 0: not slower, or not shown to be; 1: a regression;
-    2: the two cannot be held against each other.
+    """Compare a run with a baseline. Exit code 0: not slower, or not shown to be; 1: a regression;
+    2: the two do not compare.
 
-    In GitHub Actions it writes annotations, and appends to the summary of the job.
+    In GitHub Actions it writes annotations, and appends to the job summary.
     """
     from advisor.advise.engine import Options
     from advisor.read import ReadOptions
@@ -75,16 +80,23 @@ def command(
         read=ReadOptions(step_ranges=step_ranges(steps)),
     )
     if save is not None:
-        if len(paths) != 1:
-            raise AdvisorError("--save keeps one run: advisor gate --save baseline.json RUN")
+        from advisor.compare.gate import baseline
+
+        if not paths:
+            raise AdvisorError("give a run: advisor gate --save baseline.json RUN")
         out.check(save, paths)
-        kept = _measure(paths[0], options, progress)
+        kept = baseline([_measure(path, options, progress) for path in paths], paths)
         out.write(kept.to_json().decode(), save, paths)
-        print(f"{save}: {len(kept.durations_ns):,} steps kept", file=sys.stderr)
+        count = sum(len(steps.durations_ns) for steps in kept.step_durations)
+        print(
+            f"{save}: {count_noun(count, 'step')} of {count_noun(len(paths), 'run')}",
+            file=sys.stderr,
+        )
         return
     if len(paths) != 2:
         raise AdvisorError("give a baseline and a run: advisor gate baseline.json RUN")
-    from advisor.compare.gate import Bounds, decide
+    from advisor.compare.comparison import Bounds
+    from advisor.compare.gate import gate
     from advisor.render.formats import DECISIONS
     from advisor.render.renderer import Options as Written
 
@@ -97,51 +109,53 @@ def command(
         memory=parse_share(max_memory, "--max-memory"),
         strict=strict,
     )
-    before = _read(paths[0]) or _measure(paths[0], options, progress)
-    decision = decide(before, _measure(paths[1], options, progress), bounds)
+    before, after = (_report(path, options, progress) for path in paths)
+    comparison = gate(before, after, bounds)
     width = out.PIPED_WIDTH if output is not None else out.columns(sys.stdout)
-    text = wanted.render(decision, Written(width=width))
+    text = wanted.render(comparison, Written(width=width))
     if output is not None:
         out.write(text, output, paths)
     else:
         out.show(text)
-    _tell_workflow(decision, shown=output is None and form == "github")
-    if decision.failed:
+    _write_to_workflow(comparison, shown=output is None and form == "github")
+    if comparison.decision is not None and comparison.decision.failed:
         raise typer.Exit(1)
 
 
-def _read(path: str) -> Baseline | None:
-    """A baseline that ``--save`` wrote; ``None``: it is something else."""
-    from advisor.compare.gate import Baseline
-    from advisor.compare.gate.baseline import MAX_BYTES, SCHEMA
-    from advisor.core.saved import read_saved
+def _report(path: str, options: Options, progress: bool) -> Report:
+    """Of a baseline that ``--save`` wrote, of any saved report, or of a run."""
+    from advisor.cli.report import read_saved
 
-    return read_saved(path, Baseline, SCHEMA, MAX_BYTES)
+    if has_schema(path, OLD_BASELINE):
+        raise AdvisorError(
+            f"{path}: a baseline of an earlier version; save it again with advisor gate --save "
+            f"{path} RUN"
+        )
+    return read_saved(path) or _measure(path, options, progress)
 
 
-def _measure(path: str, options: Options, progress: bool) -> Baseline:
+def _measure(path: str, options: Options, progress: bool) -> Report:
     from advisor.cli.analyze import examine_paths
     from advisor.cli.progress import Progress
-    from advisor.compare.gate import baseline_of
 
     with Progress(progress) as shown:
         read = dataclasses.replace(options.read, progress=shown.reading)
-        return baseline_of(examine_paths([path], dataclasses.replace(options, read=read), shown))
+        return examine_paths([path], dataclasses.replace(options, read=read), shown).report
 
 
-def _tell_workflow(decision: Decision, *, shown: bool) -> None:
-    """Annotations and the job's summary, where GitHub Actions runs this. A summary that cannot be
-    written does not change what was decided."""
+def _write_to_workflow(comparison: Comparison, *, shown: bool) -> None:
+    """Annotations and the job summary, where GitHub Actions runs this. A summary that cannot be
+    written does not change the decision."""
     from advisor.render.formats import DECISIONS
 
     if os.environ.get("GITHUB_ACTIONS") == "true" and not shown:
         # stdout may hold JSON for another program; Actions reads commands from stderr as well
-        print(DECISIONS.render("github", decision), end="", file=sys.stderr)
+        print(DECISIONS.render("github", comparison), end="", file=sys.stderr)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:
         try:
             with Path(summary).open("a", encoding="utf-8") as file:
-                file.write(DECISIONS.render("markdown", decision))
+                file.write(DECISIONS.render("markdown", comparison))
         except OSError as error:
             why = error.strerror or str(error)
-            print(f"advisor: the job's summary cannot be written ({why})", file=sys.stderr)
+            print(f"advisor: the job summary cannot be written ({why})", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Two runs side by side: what became faster or slower, and whether what was advised did it."""
+"""Two runs side by side: what became faster or slower, whether fixes did it, and a gate for CI."""
 
 from __future__ import annotations
 
 from advisor.compare.compare import compare, compare_examined
-from advisor.compare.data import SCHEMA, Comparison
+from advisor.compare.comparison import SCHEMA, Comparison
 
 __all__ = ["SCHEMA", "Comparison", "compare", "compare_examined"]

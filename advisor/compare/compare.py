@@ -1,36 +1,29 @@
-"""Two runs to a Comparison."""
+"""Two runs, or their reports, to a Comparison."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import advisor
 from advisor.advise.engine import Examined, Options, examine
 from advisor.advise.pricing import REPLAY
-from advisor.compare.amounts import amounts
-from advisor.compare.data import Comparison, Realised, Side
-from advisor.compare.findings import compare_findings
-from advisor.compare.remaining import Remaining, find_remaining
+from advisor.compare.comparison import Amount, Comparison, Realised, Side
+from advisor.compare.findings import Remaining, compare_findings, find_remaining
 from advisor.compare.steps import PERIODS, compare_steps
-from advisor.compare.verdict import repeated, verdict, whole
+from advisor.compare.view import repeated, verdict, whole
 from advisor.compare.work import by_shape, compare_kernels, compare_work, matched
 from advisor.core import text as t
 from advisor.core.finding import Finding
+from advisor.core.report import Report
 from advisor.core.trace import Run
-
-if TYPE_CHECKING:
-    from advisor.core.report import Report
-    from advisor.core.run_directory import RankRecord
 
 MIN_MATCHED = 0.2
 """Share of the device time in work that both have, below which the programs are said to differ."""
-
 CLOSE = 0.1
-"""Share by which gain and prediction may differ and still agree, however narrow both bands are: a
-replay that misses the step by that much still prices findings (``pricing.MAX_STEP_ERROR``)."""
+"""Share by which gain and prediction may differ and still agree, however narrow both ranges are: a
+replay that misses the step by that much still estimates gains (``pricing.MAX_STEP_ERROR``)."""
+HOUR_NS = 3.6e12
 
 RunOrFiles = str | Path | Sequence[str | Path] | Run
 
@@ -38,99 +31,174 @@ RunOrFiles = str | Path | Sequence[str | Path] | Run
 def compare(
     before: RunOrFiles | Report, after: RunOrFiles | Report, options: Options | None = None
 ) -> Comparison:
-    """Read and analyse two runs and say what differs; of one that is given as a Report, as far as
-    that tells. Raises AdvisorError as ``analyze`` does."""
-    from advisor.core.report import Report
+    """Read and analyze two runs and report what differs; a saved Report stands for its run, and
+    step times compare as exactly. Raises AdvisorError as ``analyze`` does."""
+    sides = [
+        given if isinstance(given, Report) else examine(given, options) for given in (before, after)
+    ]
+    if isinstance(sides[0], Examined) and isinstance(sides[1], Examined):
+        return compare_examined(sides[0], sides[1])
+    reports = [side if isinstance(side, Report) else side.report for side in sides]
+    saved = [index for index, side in enumerate(sides) if isinstance(side, Report)]
+    return compare_reports(reports[0], reports[1], saved=saved)
 
-    if isinstance(before, Report) or isinstance(after, Report):
-        from advisor.compare.saved import compare_reports
 
-        reports = [
-            given if isinstance(given, Report) else examine(given, options).report
-            for given in (before, after)
-        ]
-        saved = [i for i, given in enumerate((before, after)) if isinstance(given, Report)]
-        return compare_reports(reports[0], reports[1], saved=saved)
-    return compare_examined(examine(before, options), examine(after, options))
+def compare_reports(
+    before: Report, after: Report, paths: Sequence[str] = ("", ""), saved: Sequence[int] = (0, 1)
+) -> Comparison:
+    """Compare two runs by their reports. ``paths``: what to call them, else the first trace of
+    each. ``saved``: the sides, 0 and 1, without a trace: what that leaves out is said in the
+    limits."""
+    comparison = _compared(before, after, paths)
+    changes = compare_findings(before, after, None)
+    comparison.findings = [change for change, _ in changes]
+    comparison.realised = Realised(rules=[], reason="there is no trace to replay")
+    comparison.limits = limits(before, after, comparison)
+    if saved:
+        which = "both runs" if len(saved) > 1 else f"the run {('before', 'after')[saved[0]]}"
+        comparison.limits.insert(
+            0,
+            f"Of {which} there is only a saved report: device work and predicted gains are not "
+            "compared, and findings of one side are not checked on the other.",
+        )
+    comparison.verdict = verdict(comparison)
+    return comparison
 
 
 def compare_examined(before: Examined, after: Examined) -> Comparison:
-    """Compare two runs that were analysed already; of several ranks, the reported one."""
+    """Compare two runs that were analyzed already; of several ranks, the reported one."""
     a, b = before.main, after.main
-    sides = [side(before), side(after)]
-    steps = compare_steps(a, b)
-    names = [one.device_name for one in sides]
-    same_device = None if None in names else names[0] == names[1]
+    paths = [str(each.run.path or each.main.trace.meta.path) for each in (before, after)]
+    comparison = _compared(before.report, after.report, paths)
 
     def search(finding: Finding, of_before: bool) -> Remaining | None:
         own, other = (before, after) if of_before else (after, before)
         return find_remaining(finding, own, other)
 
     changes = compare_findings(before.report, after.report, search)
-    work, work_rest = compare_work(a, b)
-    kernels, kernels_rest = compare_kernels(a, b) if same_device is not False else ([], None)
-    comparison = Comparison(
-        version=advisor.__version__,
-        verdict="",
-        before=sides[0],
-        after=sides[1],
-        same_device=same_device,
-        steps=steps,
-        amounts=amounts(before.report, after.report),
-        findings=[change for change, _ in changes],
-        matched=matched(work, work_rest),
-        realised=Realised(rules=[]),
-        work=work,
-        work_rest=work_rest,
-        kernels=kernels,
-        kernels_rest=kernels_rest,
-    )
+    comparison.findings = [change for change, _ in changes]
+    comparison.work, comparison.work_rest = compare_work(a, b)
+    comparison.matched = matched(comparison.work, comparison.work_rest)
+    if comparison.same_device is not False:
+        comparison.kernels, comparison.kernels_rest = compare_kernels(a, b)
     fixed = [old for change, old in changes if change.change == "fixed" and old is not None]
     comparison.realised = realised(fixed, before, comparison)
-    comparison.limits = limits(before, after, comparison)
+    comparison.limits = limits(before.report, after.report, comparison)
+    if not by_shape(a, b) and (comparison.before.record_shapes or comparison.after.record_shapes):
+        comparison.limits.append("Only one side has shapes: work is matched by operator alone.")
     comparison.verdict = verdict(comparison)
     return comparison
 
 
-def side(examined: Examined) -> Side:
-    """What one of the two is."""
-    report, a = examined.report, examined.main
-    meta = a.trace.meta
-    path = examined.run.path
-    return Side(
-        path=str(path) if path is not None else meta.path,
-        rank=meta.rank,
-        window=meta.window,
-        ranks=len(examined.analyses),
-        status=report.status,
-        verdict=report.verdict,
-        device_name=report.scope.device_name,
-        step_source=report.scope.step_source,
-        steps_used=report.scope.steps_used,
-        step_ns=report.scope.step_ns,
-        record_shapes=meta.record_shapes,
-        with_stack=meta.with_stack,
-        profile_memory=meta.profile_memory,
-        truncated=meta.truncated,
-        samples=_samples(a.record),
-        crash=t.describe_crashes(report.crashes),
-        framework=report.scope.framework,
+def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison:
+    """What two reports alone tell."""
+    sides = [_side(report, path) for report, path in zip((before, after), paths, strict=True)]
+    names = [side.device_name for side in sides]
+    return Comparison(
+        version=advisor.__version__,
+        verdict="",
+        before=sides[0],
+        after=sides[1],
+        same_device=None if None in names else names[0] == names[1],
+        steps=compare_steps(before, after),
+        amounts=amounts(before, after),
+        realised=Realised(rules=[]),
     )
 
 
-def _samples(record: RankRecord | None) -> int | None:
-    """Samples of most steps; ``None``: not recorded."""
-    if record is None:
-        return None
-    counts = Counter(s.samples * max(s.micro, 1) for s in record.steps if s.samples is not None)
-    return counts.most_common(1)[0][0] if counts else None
+def _side(report: Report, path: str) -> Side:
+    first = report.inputs[0] if report.inputs else None
+    scope = report.scope
+    return Side(
+        path=path or (first.path if first is not None else ""),
+        rank=scope.rank,
+        window=first.window if first is not None else 0,
+        ranks=max(1, len(report.inputs)),
+        status=report.status,
+        verdict=report.verdict,
+        device_name=scope.device_name,
+        step_source=scope.step_source,
+        steps_used=scope.steps_used,
+        step_ns=scope.step_ns,
+        record_shapes=first.record_shapes if first is not None else None,
+        with_stack=first.with_stack if first is not None else None,
+        profile_memory=first.profile_memory if first is not None else None,
+        truncated=any(item.truncated for item in report.inputs),
+        samples=None if report.recorded is None else report.recorded.samples_per_step,
+        crash=t.describe_crashes(report.crashes),
+        framework=scope.framework,
+    )
 
 
 # -- the breakdown ------------------------------------------------------------------------------
 
 
+def amounts(before: Report, after: Report) -> list[Amount]:
+    """Every figure of the two reports, side by side. What one report lists and the other does not
+    is 0 there when the whole list was measured, else not measured."""
+    found = []
+    for group, attribute in (
+        ("time", "time"),
+        ("idle", "idle"),
+        ("host", "host"),
+        ("kernels", "families"),
+    ):
+        one, other = (
+            {getattr(part, "name", getattr(part, "cause", "")): part.ns for part in items}
+            for items in (getattr(before, attribute), getattr(after, attribute))
+        )
+        # an empty list of idle causes beside device time means that there was no idle time
+        measured = [bool(one), bool(other)]
+        if attribute == "idle":
+            measured = [bool(before.time), bool(after.time)]
+        for name in dict.fromkeys((*one, *other)):
+            values = [
+                side.get(name, 0.0 if there else None)
+                for side, there in zip((one, other), measured, strict=True)
+            ]
+            found.append(_amount(name, "ns", values, group))
+    for name, unit, attribute in (
+        ("GPU busy", "share", "busy_share"),
+        ("communication", "ns", "communication_ns"),
+        ("communication hidden", "share", "communication_overlap"),
+        ("MFU", "share", "mfu"),
+        ("memory peak", "bytes", "memory_peak_bytes"),
+    ):
+        found.append(_amount(name, unit, [getattr(r, attribute) for r in (before, after)]))
+    joules = [None if r.energy is None else r.energy.joules for r in (before, after)]
+    found += [_amount("energy per step", "J", joules), *_cost(before, after)]
+    return [amount for amount in found if (amount.before, amount.after) != (None, None)]
+
+
+def _cost(before: Report, after: Report) -> list[Amount]:
+    """Money per step, where either side has it in one currency. On one model of GPU both are at
+    one price, the later one: it is the program that is compared."""
+    reports = (before, after)
+    prices = [report.cost for report in reports]
+    devices = [report.scope.device_name for report in reports]
+    if None not in devices and devices[0] == devices[1]:
+        prices = [after.cost or before.cost] * 2
+    currencies = {price.currency for price in prices if price is not None}
+    totals = [report.per == "recording" for report in reports]
+    if len(currencies) != 1 or totals[0] != totals[1]:
+        return []
+    count, name = (1, "cost") if totals[0] else (1000, "cost of 1,000 steps")
+    costs = [
+        None if price is None else count * report.step_ns * price.per_hour * price.gpus / HOUR_NS
+        for price, report in zip(prices, reports, strict=True)
+    ]
+    return [_amount(name, currencies.pop(), costs)]
+
+
+def _amount(name: str, unit: str, values: Sequence[float | None], group: str = "figures") -> Amount:
+    return Amount(group=group, name=name, unit=unit, before=values[0], after=values[1])
+
+
+# -- predicted and measured gain ----------------------------------------------------------------
+
+
 def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realised:
-    """What the findings that were fixed promised together, and what the step gained."""
+    """What all fixed findings were predicted to save together, and what the step gained."""
     steps = c.steps
     fixed = [
         finding
@@ -142,11 +210,10 @@ def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realis
     ]
     found = Realised(rules=[f.rule for f in fixed])
     if not fixed:
-        found.reason = "no finding with a price was fixed"
+        found.reason = "no finding with an estimated gain was fixed"
         return found
     edits = [edit for finding in fixed for edit in finding.edits]
-    whole = Finding(rule="", title="", summary="", fix="", edits=edits)
-    price = before.pricing.price(whole)
+    price = before.pricing.price(Finding(rule="", title="", summary="", fix="", edits=edits))
     found.predicted_ns, found.predicted_low_ns, found.predicted_high_ns = price
     found.method = before.pricing.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:
@@ -157,12 +224,12 @@ def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realis
     if c.same_device is False:
         found.reason = "the GPUs differ, and the prediction is for the one before"
     elif _other_program(c):
-        found.reason = "the device work is another, and the prediction is for the one before"
+        found.reason = "the device work differs, and the prediction is for the work before"
     elif _other_batch(c):
         found.reason = "the batch sizes differ, and the prediction is for the one before"
     elif found.method == REPLAY:
-        apart = abs(found.measured_ns - found.predicted_ns)
-        found.agrees = apart <= CLOSE * max(found.measured_ns, found.predicted_ns) or (
+        error = abs(found.measured_ns - found.predicted_ns)
+        found.agrees = error <= CLOSE * max(found.measured_ns, found.predicted_ns) or (
             found.measured_low_ns <= found.predicted_high_ns
             and found.predicted_low_ns <= found.measured_high_ns
         )
@@ -179,49 +246,26 @@ def _other_program(c: Comparison) -> bool:
     return c.matched is not None and c.matched < MIN_MATCHED
 
 
-# -- what it comes to ---------------------------------------------------------------------------
+# -- limits -------------------------------------------------------------------------------------
 
 
-def limits(before: Examined, after: Examined, c: Comparison) -> list[str]:
-    """What keeps the two from being comparable."""
-    one, other, same_device = c.before, c.after, c.same_device
+def limits(before: Report, after: Report, c: Comparison) -> list[str]:
+    """What makes the two hard to compare."""
+    one, other = c.before, c.after
     found = []
-    if one.path == other.path and one.rank == other.rank and one.window == other.window:
+    if before.scope == after.scope and before.step_durations == after.step_durations:
         found.append("Both are the same recording.")
-    if same_device is False:
+    if c.same_device is False:
         found.append(
-            f"The GPUs differ ({one.device_name} and {other.device_name}): what became faster or "
-            "slower need not be the program. Work is matched by operator, not by kernel name."
+            f"The GPUs differ ({one.device_name} and {other.device_name}): the program need not be "
+            "what became faster or slower. Work is matched by operator, not by kernel name."
         )
-    elif same_device is None and (one.device_name or other.device_name):
-        found.append("Not both traces tell the GPU's model: they may have run on different ones.")
-    for which, report, else_ in (
-        ("before", before.report, after.report),
-        ("after", after.report, before.report),
-    ):
-        if not report.time and else_.time:
+    elif c.same_device is None and (one.device_name or other.device_name):
+        found.append("The GPU model of one side is unknown: the two GPUs may differ.")
+    for which, report, counterpart in (("before", before, after), ("after", after, before)):
+        if not report.time and counterpart.time:
             found.append(f"No GPU work in the trace {which}: device time is not compared.")
-    if whole(c):
-        found.append(
-            "No steps are marked in either: figures are totals of the whole recordings, and "
-            "comparable only if both did the same amount of work."
-        )
-    elif "whole trace" in (one.step_source, other.step_source):
-        unmarked = [
-            name
-            for name, part in (("before", one), ("after", other))
-            if part.step_source == "whole trace"
-        ]
-        found.append(
-            f"No steps are marked {' and '.join(unmarked)}: what is said to be a step's is the "
-            "whole recording's there, and comparable only if both did the same amount of work."
-        )
-    elif one.step_source != other.step_source:
-        found.append(
-            f"A step is taken to be {one.step_source} before and {other.step_source} after."
-        )
-    if repeated(c):
-        found.append(PERIODS)
+    found += _step_limits(c)
     if _other_program(c):
         found.append(
             f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that "
@@ -232,7 +276,7 @@ def limits(before: Examined, after: Examined, c: Comparison) -> list[str]:
         found.append(
             f"A step has {t.count_noun(one.samples or 0, 'sample')} before and {other.samples} "
             "after: "
-            "compare time a sample, not time a step."
+            "compare time per sample, not per step."
         )
     if one.ranks != other.ranks:
         found.append(
@@ -241,9 +285,29 @@ def limits(before: Examined, after: Examined, c: Comparison) -> list[str]:
         )
     elif one.ranks > 1:
         found.append(f"One of {one.ranks} ranks is compared (rank {one.rank}); --rank chooses.")
-    if not by_shape(before.main, after.main) and (one.record_shapes or other.record_shapes):
-        found.append("Only one side has shapes: work is matched by operator alone.")
-    for which, part in (("before", one), ("after", other)):
-        if part.truncated:
+    for which, side in (("before", one), ("after", other)):
+        if side.truncated:
             found.append(f"The trace {which} is truncated.")
+    return found
+
+
+def _step_limits(c: Comparison) -> list[str]:
+    """What a step is on either side."""
+    sources = {"before": c.before.step_source, "after": c.after.step_source}
+    unmarked = [which for which, source in sources.items() if source == "whole trace"]
+    found = []
+    if whole(c):
+        found.append(
+            "No steps are marked in either: figures are totals of the whole recordings, and "
+            "comparable only if both did the same amount of work."
+        )
+    elif unmarked:
+        found.append(
+            f"No steps are marked {unmarked[0]}: figures per step are totals of the whole "
+            "recording there, and comparable only if both did the same amount of work."
+        )
+    elif sources["before"] != sources["after"]:
+        found.append(f"A step is {sources['before']} before and {sources['after']} after.")
+    if repeated(c):
+        found.append(PERIODS)
     return found

@@ -1,41 +1,68 @@
-"""What became of the findings: matched by rule and place, never mistaking unseen for fixed."""
+"""What became of the findings: matched by rule and place, never mistaking unchecked for fixed.
+
+A rule reports from a share of the step on, so a finding disappears from a report when the step
+grows around it, and appears when the step shrinks. Its Edits name events by what they are, so they
+can be searched for, and their gain estimated, in the other run: that tells whether it is gone.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from advisor.compare.data import Change, FindingChange
+from advisor.advise.worth import MIN_GAIN_SHARE
+from advisor.compare.comparison import Change, FindingChange
 from advisor.core import text as t
+from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 if TYPE_CHECKING:
-    from advisor.compare.remaining import Remaining
-    from advisor.core.finding import Finding, Location
+    from advisor.advise.engine import Examined
+    from advisor.core.finding import Edit, Finding, Location
     from advisor.core.report import Report
+    from advisor.measure import Analysis
+
+MIN_KEPT = 0.6
+"""Share of a finding's gain, or of the time in the events it would change, from which on it is
+still there. A fix takes away more than 40 %."""
+_OPERATIONS_THAT_KEEP_EVENTS = ("overlap", "asynchronous", "resize")
+"""Operations after which the events are still there, as they should be."""
+NOT_SEARCHED = "a saved report cannot be searched, so it may be gone or only too small to report"
+
+
+class Remaining(NamedTuple):
+    """A finding is in a run whose report does not list it."""
+
+    gain_ns: int | None
+    """Its gain there, ns per step; ``None``: none in step time."""
+    why: str
+    """Why the report does not list it."""
+
 
 Pair = tuple["Finding | None", "Finding | None"]
 Search = Callable[["Finding", bool], "Remaining | None"]
 
 
-def _nowhere(finding: Finding, before: bool) -> Remaining | None:
-    return None
-
-
 def compare_findings(
-    before: Report, after: Report, search: Search = _nowhere
+    before: Report, after: Report, search: Search | None
 ) -> list[tuple[FindingChange, Finding | None]]:
     """Every finding of either report that is more than a note on one side, what became of it, and
     how it was before. ``search`` looks for a finding of the run before (True) or after (False) in
-    the other one."""
+    the other one; ``None``: there are only reports, and what one of them lacks is unchecked."""
     pairs = pair_up(before, after)
-    return [(describe(pair, before, after, search), pair[0]) for pair in pairs]
+    changes = [(describe(pair, before, after, search), pair[0]) for pair in pairs]
+    for change, _ in changes if search is None else ():
+        if change.change == "fixed" and not change.reason:
+            change.change, change.reason = "unchecked", NOT_SEARCHED
+        elif change.change == "new":
+            change.change, change.reason = "unchecked before", NOT_SEARCHED
+    return changes
 
 
 def pair_up(before: Report, after: Report) -> list[Pair]:
     """Findings of one rule on both sides: those that share a place first, then the others in
-    their order. A finding that sank to a note (worth too little now) is still there."""
+    their order. A finding that became a note (its gain is too small now) is still there."""
     pairs: list[Pair] = []
     left, right = _shown(before), _shown(after)
     rules = dict.fromkeys(f.rule for f in (*left, *right))
@@ -54,18 +81,18 @@ def pair_up(before: Report, after: Report) -> list[Pair]:
         pairs += [pair for pair in matched if not (id(pair[0]) in noted and id(pair[1]) in noted)]
         pairs += [(f, None) for f in old if id(f) not in noted]
         pairs += [(None, f) for f in new if id(f) not in noted]
-    return sorted(pairs, key=_worth, reverse=True)
+    return sorted(pairs, key=_largest_gain, reverse=True)
 
 
 def _shown(report: Report) -> list[Finding]:
     return [*report.findings, *report.risks]
 
 
-def _worth(pair: Pair) -> int:
+def _largest_gain(pair: Pair) -> int:
     return max((_gain(f) or 0 for f in pair if f is not None), default=0)
 
 
-def describe(pair: Pair, before: Report, after: Report, search: Search) -> FindingChange:
+def describe(pair: Pair, before: Report, after: Report, search: Search | None) -> FindingChange:
     """What became of one."""
     old, new = pair
     change: Change
@@ -74,20 +101,20 @@ def describe(pair: Pair, before: Report, after: Report, search: Search) -> Findi
     if old is not None and new is not None:
         change, same = "remaining", same_place(old, new)
     elif old is not None:
-        reason = _unseen(after, before, old.rule)
+        reason = _why_unchecked(after, before, old.rule)
         change = "unchecked" if reason else "fixed"
         successor = _successor(old, before, after)
         if not reason and successor is not None:
-            reason = f"the rule no longer applies; its place is now told as: {successor.title}"
-        elif not reason and (remaining := search(old, True)) is not None:
+            reason = f"the rule no longer applies; at its place now: {successor.title}"
+        elif not reason and search and (remaining := search(old, True)) is not None:
             change, reason, gains[1] = "remaining", f"after: {remaining.why}", remaining.gain_ns
     else:
         assert new is not None
-        reason = _unseen(before, after, new.rule)
+        reason = _why_unchecked(before, after, new.rule)
         change = "unchecked before" if reason else "new"
         if not reason and _successor(new, after, before) is not None:
-            pass  # what was told of its place before has another cause
-        elif not reason and (remaining := search(new, False)) is not None:
+            pass  # another cause was reported at its place before
+        elif not reason and search and (remaining := search(new, False)) is not None:
             change, reason, gains[0] = "remaining", f"before: {remaining.why}", remaining.gain_ns
     shown = new or old
     assert shown is not None
@@ -98,8 +125,8 @@ def describe(pair: Pair, before: Report, after: Report, search: Search) -> Findi
         category=shown.category,
         place=place(shown),
         same_place=same,
-        before_rank=old.rank if old is not None else None,
-        after_rank=new.rank if new is not None else None,
+        before_priority=old.rank if old is not None else None,
+        after_priority=new.rank if new is not None else None,
         before_gain_ns=gains[0],
         after_gain_ns=gains[1],
         reason=reason,
@@ -107,12 +134,12 @@ def describe(pair: Pair, before: Report, after: Report, search: Search) -> Findi
 
 
 def _successor(finding: Finding, own: Report, other: Report) -> Finding | None:
-    """Who speaks of a finding's place in the other report, and does not in its own: the events are
-    there in both (a wait for the loader), and their cause, and so the fix, is another."""
+    """The finding of the other report alone at the same place: the events are there in both runs (a
+    wait for the loader), and their cause, and so the fix, is another."""
     known = {f.rule for f in (*_shown(own), *own.notes)}
     for candidate in _shown(other):
-        akin = candidate.rule not in known and candidate.category == finding.category
-        if akin and same_place(finding, candidate):
+        similar = candidate.rule not in known and candidate.category == finding.category
+        if similar and same_place(finding, candidate):
             return candidate
     return None
 
@@ -122,7 +149,7 @@ def _gain(finding: Finding) -> int | None:
     return impact.gain_ns if impact is not None and impact.currency == "step_time" else None
 
 
-def _unseen(report: Report, other: Report, rule: str) -> str:
+def _why_unchecked(report: Report, other: Report, rule: str) -> str:
     """Why a rule that found something in the other run could not look here; empty: it could."""
     for item in report.not_checked:
         if rule in item.rule.split(", "):
@@ -134,28 +161,64 @@ def _unseen(report: Report, other: Report, rule: str) -> str:
     return ""
 
 
+def find_remaining(finding: Finding, own: Examined, other: Examined) -> Remaining | None:
+    """Look for a finding of one run in the other; ``None``: it is not there, or cannot be known."""
+    impact = finding.impact
+    if impact is None or impact.gain_ns is None or impact.currency != "step_time":
+        return None
+    if not finding.edits or finding.other_rank or impact.gain_ns <= 0:
+        return None
+    if any(edit.select.correlation for edit in finding.edits):
+        return None  # ids of one trace mean nothing in another
+    if own.pricing.method == other.pricing.method:
+        gain = other.pricing.price(finding).gain
+        if gain >= MIN_KEPT * impact.gain_ns:
+            return Remaining(round(gain), _why_not_listed(gain, other.main.step_ns))
+    edits = [edit for edit in finding.edits if edit.op not in _OPERATIONS_THAT_KEEP_EVENTS]
+    here = sum(_selected_time(own.main, edit) for edit in edits)
+    there = sum(_selected_time(other.main, edit) for edit in edits)
+    if here > 0 and there >= MIN_KEPT * here:
+        return Remaining(None, "still there, but the step does not wait for it")
+    return None
+
+
+def _why_not_listed(gain: float, step_ns: float) -> str:
+    """Why a rule does not report a gain of that size."""
+    if gain < MIN_GAIN_SHARE * step_ns:
+        return "its gain is too small a share of the step to report"
+    return f"gain of {gain / step_ns:.0%} of the step, but below the threshold of the rule"
+
+
+def _selected_time(a: Analysis, edit: Edit) -> float:
+    """Time in the events that an edit selects, ns per step."""
+    select = edit.select
+    if select.on == "gpu":
+        times = a.trace.gpu["dur"].to_numpy()[selected_gpu(a, select)]
+    elif select.on == "gap":
+        times = a.gaps["dur"].to_numpy()[selected_gaps(a, select)]
+    else:
+        times = a.trace.cpu["dur"].to_numpy()[selected_host(a, select)]
+    return float(times.sum()) / a.step_count
+
+
 def place(finding: Finding) -> str:
     """Where it is worst, in a line."""
     return " · ".join(t.location_names(finding.where[0])[:2]) if finding.where else ""
 
 
 def same_place(one: Finding, other: Finding) -> bool | None:
-    """They share a place, told as closely as both tell it; ``None``: one tells none.
+    """They share a place, as precisely as both have it; ``None``: one has none.
 
     Line numbers move when code is edited and folders differ between machines, so code is known by
     file name and function; kernels by their name without arguments.
     """
     if not one.where or not other.where:
         return None
-    for tell in (_code, _op, _kernel):
-        mine, theirs = _set(map(tell, one.where)), _set(map(tell, other.where))
-        if mine and theirs:
-            return bool(mine & theirs)
+    for name in (_code, _op, _kernel):
+        names = [{name(location) for location in each.where} - {None, ""} for each in (one, other)]
+        if all(names):
+            return bool(names[0] & names[1])
     return None
-
-
-def _set(values: Iterable[str | None]) -> set[str]:
-    return {value for value in values if value}
 
 
 def _code(location: Location) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from advisor.compare.data import Comparison
+from advisor.compare.comparison import Comparison
 from advisor.core.run_directory import is_run
 from advisor.replay import ledger
 

@@ -1,75 +1,76 @@
-"""Step times of two runs: which steps count, their distributions, and how far they differ."""
+"""Step times of two reports: which steps count, their distributions, and how far they differ."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from advisor.advise.words import mark_steps
-from advisor.compare.data import Distribution, StepTimes, Verdict
-from advisor.compare.dependent import MINIMUM, difference
+from advisor.compare.comparison import Distribution, StepTimeChange, Verdict
 from advisor.compare.statistics import (
-    BOOTSTRAP_FROM,
     LEVEL,
+    MIN_DEPENDENT_STEPS,
+    MIN_FOR_MEDIAN,
     MIN_STEPS,
     Sample,
     autocorrelation,
+    difference,
+    difference_of_runs,
     welch,
 )
+from advisor.core import text as t
 from advisor.core.finding import REPEATED
-from advisor.measure.steps.record import StepRecords
+from advisor.core.report import Input, Report, StepDurations
 
-if TYPE_CHECKING:
-    from advisor.core.run_directory import RankRecord
-    from advisor.measure import Analysis
+Source = Literal["recorder", "trace"]
+Runs = list[StepDurations]
 
-MAX_DURATIONS = 2000
-PERIODS = (
-    "Steps are where the device's work repeats, for nothing marks them: they may be a part of an "
-    "iteration, such as a layer, and how many of them an iteration has is not known. Name a range "
-    "with --steps to compare iterations."
-)
+MAX_SHOWN_DURATIONS = 2000
 CORRELATED = 0.3
-"""From this correlation of neighbouring steps on, the interval of a few is said to be narrow."""
+"""From this correlation of neighbouring steps on, the interval of few steps is called narrow."""
+PERIODS = (
+    "Nothing marks the steps: a step is where the device's work repeats, which may be a part of an "
+    "iteration, such as a layer. Name a range with --steps to compare iterations."
+)
+SIDES = ("before", "after")
 
 
-def compare_steps(before: Analysis, after: Analysis) -> StepTimes:
-    """The recorder's unprofiled steps where both runs have them, else the profiled ones."""
-    samples, numbers = _sides(unprofiled_numbers, unprofiled, [before.record, after.record])
-    source = "recorder"
-    if min(map(len, samples)) < MIN_STEPS:
-        samples, numbers = _sides(profiled_numbers, profiled, [before, after])
-        source = "trace" if all(map(len, samples)) else ""
-    shapes = [distribution(sample) if len(sample) else None for sample in samples]
-    shortest = min(map(len, samples))
-    if shortest >= MINIMUM:
-        # periods are counted from wherever the recording began
-        counted = source == "recorder" or REPEATED not in (before.steps.source, after.steps.source)
-        counted |= np.array_equal(samples[0], samples[1])
-        paired = counted and numbers[0] == numbers[1]
-        found = difference(samples[0], samples[1], paired=paired)
+def compare_steps(before: Report, after: Report) -> StepTimeChange:
+    """The recorder's unprofiled steps where both reports have them, else the profiled ones."""
+    reports = (before, after)
+    source, sides = common_steps(before, after)
+    shapes = [_distribution(runs) for runs in sides]
+    shortest = min(len(run.durations_ns) for runs in sides for run in runs) if all(sides) else 0
+    if shortest < MIN_STEPS:
+        return StepTimeChange(
+            verdict="not measured",
+            source=source,
+            before=shapes[0],
+            after=shapes[1],
+            reason=_why_not(reports, sides),
+        )
+    paired = _paired(reports, source, sides)
+    samples = [[_sample(run) for run in runs] for runs in sides]
+    if any(len(runs) > 1 for runs in sides):
+        found = difference_of_runs(*samples)
     else:
-        found = welch(samples[0], samples[1]) if shortest >= MIN_STEPS else None
-    if found is None:
-        reason = _too_few(before, after, samples)
-        return StepTimes(
-            verdict="not measured", source=source, before=shapes[0], after=shapes[1], reason=reason
+        found = difference(samples[0][0], samples[1][0], paired=paired) or welch(
+            samples[0][0], samples[1][0]
         )
     verdict: Verdict = "no difference"
     if found.low > 0 or found.high < 0:
         verdict = "slower" if found.low > 0 else "faster"
     base = found.before or 1.0
-    return StepTimes(
+    return StepTimeChange(
         verdict=verdict,
         source=source,
         before=shapes[0],
         after=shapes[1],
         statistic=found.statistic,
         method=found.method,
+        paired=paired,
         level=LEVEL,
         difference_ns=found.amount,
         low_ns=found.low,
@@ -77,68 +78,47 @@ def compare_steps(before: Analysis, after: Analysis) -> StepTimes:
         share=found.amount / base,
         share_low=found.low / base,
         share_high=found.high / base,
-        notes=_notes(source, found.statistic, samples, before, after),
+        notes=_notes(source, found.statistic, sides, reports),
     )
 
 
-_Side = TypeVar("_Side")
+def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]:
+    """(source, the runs of both): of the first source that both have; ``""``: none."""
+    source: Source
+    for source in ("recorder", "trace"):
+        sides = (_runs(before, source), _runs(after, source))
+        if all(sides) and min(len(run.durations_ns) for runs in sides for run in runs) >= MIN_STEPS:
+            return source, sides
+    return ("trace" if all(sides) else ""), sides
 
 
-def _sides(
-    numbers: Callable[[_Side], list[int]], durations: Callable[[_Side], Sample], of: list[_Side]
-) -> tuple[list[Sample], list[list[int]]]:
-    """Durations of both sides, and the numbers of their steps."""
-    return [durations(one) for one in of], [numbers(one) for one in of]
+def _runs(report: Report, source: Source) -> Runs:
+    return [steps for steps in report.step_durations if steps.source == source]
 
 
-def unprofiled(record: RankRecord | None) -> Sample:
-    """Durations of the recorder's steps, ns: without warm-up, profiled steps, the step after a
-    window (which writes the trace), and steps with an evaluation or a checkpoint in them."""
-    if record is None:
-        return np.zeros(0)
-    recorded = StepRecords(record)
-    kept: Sample = recorded.dur[_plain(recorded)].astype(np.float64)
-    return kept
+def _sample(steps: StepDurations) -> Sample:
+    return np.array(steps.durations_ns, dtype=np.float64)
 
 
-def unprofiled_numbers(record: RankRecord | None) -> list[int]:
-    """Of the same steps, ascending."""
-    if record is None:
-        return []
-    recorded = StepRecords(record)
-    return [recorded.steps[i].n for i in np.flatnonzero(_plain(recorded))]
+def _paired(reports: Sequence[Report], source: str, sides: tuple[Runs, Runs]) -> bool:
+    """Each side is one run, and both have steps of the same numbers. Steps that nothing marks are
+    counted from wherever the recording began: these are paired only where they are the same."""
+    if any(len(runs) != 1 for runs in sides):
+        return False
+    before, after = sides[0][0], sides[1][0]
+    counted = source == "recorder" or REPEATED not in [r.scope.step_source for r in reports]
+    same = before.durations_ns == after.durations_ns
+    return (counted or same) and before.numbers == after.numbers
 
 
-def _plain(recorded: StepRecords) -> NDArray[np.bool_]:
-    plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
-    found: NDArray[np.bool_] = recorded.used & plain
-    return found
-
-
-def profiled(a: Analysis) -> Sample:
-    """Durations of the used steps of a window, ns; none when the trace marks no steps."""
-    if a.steps.source == "whole trace":
-        return np.zeros(0)
-    return a.steps.used["dur"].to_numpy().astype(np.float64)
-
-
-def profiled_numbers(a: Analysis) -> list[int]:
-    """Of the same steps, ascending; where they are not numbered, their places in the recording."""
-    if a.steps.source == "whole trace":
-        return []
-    found = [re.search(r"(?:#|^step )(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
-    numbers = [int(match[1]) for match in found if match is not None]
-    if len(numbers) != a.steps.used.height or sorted(set(numbers)) != numbers:
-        numbers = a.steps.used["index"].to_list()
-    return numbers
-
-
-def distribution(sample: Sample) -> Distribution:
-    """What a sample looks like."""
+def _distribution(runs: Runs) -> Distribution | None:
+    durations = [ns for run in runs for ns in run.durations_ns]
+    if not durations:
+        return None
+    sample = np.array(durations, dtype=np.float64)
     low, middle, high = np.quantile(sample, [0.1, 0.5, 0.9])
-    shown = sample
-    if len(sample) > MAX_DURATIONS:
-        shown = sample[np.linspace(0, len(sample) - 1, MAX_DURATIONS).round().astype(int)]
+    shown = min(len(sample), MAX_SHOWN_DURATIONS)
+    rows = np.linspace(0, len(sample) - 1, shown).round().astype(int)
     return Distribution(
         count=len(sample),
         mean_ns=float(sample.mean()),
@@ -148,66 +128,75 @@ def distribution(sample: Sample) -> Distribution:
         min_ns=float(sample.min()),
         max_ns=float(sample.max()),
         autocorrelation=autocorrelation(sample),
-        durations_ns=shown.tolist(),
+        durations_ns=[durations[row] for row in rows],
+        runs=len(runs),
     )
 
 
-def _too_few(before: Analysis, after: Analysis, samples: list[Sample]) -> str:
-    unmarked = [
-        name
-        for name, a in (("before", before), ("after", after))
-        if a.steps.source == "whole trace"
-    ]
+def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
+    """Why step times are not compared."""
+    unmarked, unmarked_format = [], None
+    for side, report in zip(SIDES, reports, strict=True):
+        if report.scope.step_source == "whole trace":
+            unmarked.append(side)
+            unmarked_format = report.inputs[0].format if report.inputs else None
+        elif not report.step_durations and report.scope.steps_used:
+            return f"the report {side} does not hold its steps; analyze the trace again"
     if unmarked:
         return (
             f"no steps are marked in the trace {' and '.join(unmarked)}; "
-            f"{mark_steps(after.trace.meta)}"
+            f"{mark_steps(unmarked_format)}"
         )
-    counts = " and ".join(f"{len(sample)}" for sample in samples)
+    sources = [{steps.source for steps in report.step_durations} for report in reports]
+    if all(sources) and not sources[0] & sources[1]:
+        return "profiled steps on one side, unprofiled ones on the other; record both the same way"
+    counts = " and ".join(str(min((len(r.durations_ns) for r in s), default=0)) for s in sides)
     return f"{counts} steps are too few to know their spread; record at least {MIN_STEPS}"
 
 
 def _notes(
-    source: str, statistic: str, samples: list[Sample], before: Analysis, after: Analysis
+    source: str, statistic: str, sides: tuple[Runs, Runs], reports: Sequence[Report]
 ) -> list[str]:
     found = []
     if source == "recorder":
         found.append(
-            "Steps outside the profiled windows, without the first ones and without those around "
-            "evaluations: what the run really takes."
+            "Steps that no profiler slowed, without warm-up and evaluations: the run's real speed."
         )
     else:
         found.append(
             "Profiled steps: the profiler slows the host, most where there are many small "
-            "operators. Two recorded runs are compared by their unprofiled steps."
+            "operators. Runs of advisor record are compared by their unprofiled steps."
         )
-        found += _recorded_differently(before, after)
-    shortest = min(map(len, samples))
-    if shortest < MINIMUM:
+        found += _recorded_differently(reports)
+    samples = [_sample(run) for runs in sides for run in runs]
+    if min(map(len, samples)) < MIN_DEPENDENT_STEPS:
         found.append(
-            "So few steps say nothing of how one depends on the next: the interval is for "
-            "independent ones, and the true one is wider."
+            "So few steps do not show how one depends on the next: the interval is for "
+            "independent steps, and the true one is wider."
         )
     elif statistic == "mean":
         worst = max((autocorrelation(sample) or 0.0) for sample in samples)
-        told = f" (here by up to {worst:.2f})" if worst >= CORRELATED else ""
+        much = f" (correlation up to {worst:.2f})" if worst >= CORRELATED else ""
         found.append(
-            f"Few steps: where one depends much on the next{told}, the true interval is wider. "
-            f"Record {BOOTSTRAP_FROM} or more."
+            f"Few steps: where one depends on the next{much}, the true interval is wider. "
+            f"Record {MIN_FOR_MEDIAN} or more."
         )
-    found.append(
-        "One run each: another run of the same program may differ by more than its steps do."
-    )
+    if all(len(runs) == 1 for runs in sides):
+        found.append("One run each: another run of the same program may differ by more.")
+    else:
+        counts = " and ".join(t.count_noun(len(runs), "run") for runs in sides)
+        found.append(f"{counts}: the interval holds how far runs of one program differ.")
     return found
 
 
-def _recorded_differently(before: Analysis, after: Analysis) -> list[str]:
+def _recorded_differently(reports: Sequence[Report]) -> list[str]:
     names = {"with_stack": "stacks", "record_shapes": "shapes", "profile_memory": "memory"}
+    inputs: list[Input] = [report.inputs[0] for report in reports if report.inputs]
     found = []
-    for field, what in names.items():
-        sides = [getattr(a.trace.meta, field) for a in (before, after)]
+    for field, what in names.items() if len(inputs) == len(reports) else ():
+        sides = [getattr(each, field) for each in inputs]
         if None not in sides and sides[0] != sides[1]:
-            which = "before" if sides[0] else "after"
+            which = SIDES[0] if sides[0] else SIDES[1]
             found.append(
                 f"Only the trace {which} was recorded with {what}, which slows its host: "
                 "record both the same way."

@@ -1,15 +1,23 @@
-"""A Comparison as words and table cells, for any renderer."""
+"""A Comparison in sentences and table cells, for any renderer."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from advisor.compare.verdict import interval, per, signed
 from advisor.core import text as t
+from advisor.core.finding import REPEATED
 
 if TYPE_CHECKING:
-    from advisor.compare.data import Amount, Comparison, FindingChange, Side, StepTimes, Work
+    from advisor.compare.comparison import (
+        Amount,
+        Comparison,
+        FindingChange,
+        Side,
+        StepTimeChange,
+        Work,
+    )
 
 SMALL = 0.005
 """Share of the longer step below which a row of the breakdown is left out of the tables (the JSON
@@ -63,6 +71,72 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
+def verdict(comparison: Comparison) -> str:
+    """One sentence, after one for each run that crashed."""
+    steps = comparison.steps
+    if steps.difference_ns is None or steps.share is None:
+        text = f"Step times are not compared: {steps.reason}"
+    else:
+        pair = " → ".join(centers(steps))
+        if steps.verdict == "no difference":
+            text = f"No difference in step time can be shown: {pair} ({interval(steps)})"
+        else:
+            amount = t.format_share(abs(steps.share))
+            part = "What repeats is " if repeated(comparison) else ""
+            how = steps.verdict if part else steps.verdict.capitalize()
+            text = f"{part}{how} by {amount}: {pair} ({interval(steps)})"
+    counts = Counter(item.change for item in comparison.findings)
+    parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
+    text = f"{text}; findings: {', '.join(parts)}." if parts else f"{text}."
+    return " ".join([*_crashes(comparison), text])
+
+
+def repeated(comparison: Comparison) -> bool:
+    """The steps are periods of the device's work that nothing marks, perhaps parts of a step."""
+    return REPEATED in (comparison.before.step_source, comparison.after.step_source)
+
+
+def _crashes(comparison: Comparison) -> list[str]:
+    """A run that crashed comes first: it does not compare with one that reached its end."""
+    sides = (("before", comparison.before), ("after", comparison.after))
+    return [
+        f"The run {which} crashed: {side.crash[0].lower()}{side.crash[1:]}"
+        for which, side in sides
+        if side.crash
+    ]
+
+
+def whole(comparison: Comparison) -> bool:
+    """Neither has marked steps: figures are of the whole recordings."""
+    sources = {comparison.before.step_source, comparison.after.step_source}
+    return sources == {"whole trace"}
+
+
+def per(comparison: Comparison) -> str:
+    """After a figure: `` per step``, or nothing where figures are totals."""
+    return "" if whole(comparison) else " per step"
+
+
+def _center(steps: StepTimeChange, which: str) -> float | None:
+    side = getattr(steps, which)
+    return None if side is None else side.mean_ns if steps.statistic == "mean" else side.median_ns
+
+
+def interval(steps: StepTimeChange) -> str:
+    """The interval of the difference: ``95% interval -2.1% to +0.3%``."""
+    if steps.share_low is None or steps.share_high is None:
+        return t.NOT_MEASURED
+    return f"{steps.level:.0%} interval {signed(steps.share_low)} to {signed(steps.share_high)}"
+
+
+def signed(share: float | None) -> str:
+    """A relative difference with its sign: ``+12.3%``; no sign for nothing."""
+    if share is None:
+        return t.NOT_MEASURED
+    text = f"{share:+.1%}" if abs(share) < 10 else f"{share:+,.0%}"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text.replace("-", "−")
+
+
 def sides(c: Comparison) -> list[tuple[str, list[str]]]:
     """What the two are: (label, parts)."""
     return [("before", _side(c.before)), ("after", _side(c.after))]
@@ -72,9 +146,9 @@ def _side(side: Side) -> list[str]:
     parts = [t.shorten_path(side.path, 60)]
     if side.rank is not None:
         parts.append(f"rank {side.rank}")
-    parts.append(side.device_name or "GPU not told")
+    parts.append(side.device_name or "unknown GPU")
     if side.samples is not None:
-        parts.append(f"{t.count_noun(side.samples, 'sample')} a step")
+        parts.append(f"{t.count_noun(side.samples, 'sample')} per step")
     return parts
 
 
@@ -109,8 +183,6 @@ def step_lines(c: Comparison) -> list[Line]:
         if few and field in ("p10_ns", "p90_ns"):
             continue
         before, after = getattr(one, field), getattr(other, field)
-        if before is None or after is None:
-            continue
         judged = _judged(before, after, 0.0) if shown else ""
         change = relative(before, after)
         texts = (t.format_duration(before), t.format_duration(after))
@@ -129,7 +201,7 @@ def _judged(
     return "better" if (after > before) == more else "worse"
 
 
-def step_notes(steps: StepTimes) -> list[str]:
+def step_notes(steps: StepTimeChange) -> list[str]:
     """How the difference was judged, and what the figures do not show."""
     if steps.difference_ns is None:
         return []
@@ -225,14 +297,14 @@ def findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     return found
 
 
-def finding(item: FindingChange, each: str = " a step") -> list[str]:
-    """One finding: its parts. ``each``: what a worth is of, see ``verdict.per``."""
+def finding(item: FindingChange, each: str = " per step") -> list[str]:
+    """One finding: its parts. ``each``: what a gain is of, see ``per``."""
     parts = [item.title]
     gains = [item.before_gain_ns, item.after_gain_ns]
     if item.change == "remaining" and None not in gains:
-        parts.append(f"worth {t.format_duration(gains[0])} → {t.format_duration(gains[1])}{each}")
+        parts.append(f"gain {t.format_duration(gains[0])} → {t.format_duration(gains[1])}{each}")
     elif any(gain is not None for gain in gains):
-        parts.append(f"worth {t.format_duration(next(g for g in gains if g is not None))}{each}")
+        parts.append(f"gain {t.format_duration(next(g for g in gains if g is not None))}{each}")
     if item.place:
         moved = " (elsewhere before)" if item.same_place is False else ""
         parts.append(f"{item.place}{moved}")
@@ -254,14 +326,14 @@ def realised(c: Comparison) -> list[str]:
     if r.predicted_low_ns is not None and r.predicted_high_ns is not None and not bound:
         text += f" ({t.format_range(r.predicted_low_ns, r.predicted_high_ns)})"
     if r.measured_ns is None or r.measured_low_ns is None or r.measured_high_ns is None:
-        return [f"{text}. Not compared with what was gained: {r.reason}."]
+        return [f"{text}. The measured gain is not compared: {r.reason}."]
     what = "became shorter" if r.measured_ns >= 0 else "became longer"
     text += f"; it {what} by {t.format_duration(abs(r.measured_ns))}"
     text += f" ({t.format_range(r.measured_low_ns, r.measured_high_ns)} shorter)."
     if r.agrees is None:
-        return [text, f"They are not held against each other: {r.reason}."]
+        return [text, f"Prediction and gain are not compared: {r.reason}."]
     if r.agrees:
-        return [text, "The two agree. Whatever else changed between the runs is in the second."]
+        return [text, "The two agree. Other changes between the runs are in the measured gain too."]
     return [
         text,
         "The two do not agree: something else changed too, or the prediction was wrong.",
@@ -323,3 +395,63 @@ def shape(dims: str | None) -> str:
     if not isinstance(lists, list):
         return ""
     return ", ".join("×".join(map(str, one)) for one in lists if isinstance(one, list) and one)
+
+
+# -- the decision of a gate ---------------------------------------------------------------------
+
+HEADLINES = {
+    "passed": "Not slower",
+    "not shown": "Not shown to be slower",
+    "regression": "Regression",
+}
+MAX_GATE_FINDINGS = 10
+"""New and gone findings that a gate lists of each kind."""
+GATE_FIGURES = ("memory peak", "energy per step", "cost of 1,000 steps", "cost")
+
+
+def headline(c: Comparison) -> str:
+    """``Not slower: 12.1 ms → 12.2 ms per step (+0.8%, 95% interval −0.2% to +1.8%)``."""
+    assert c.decision is not None
+    pair = " → ".join(centers(c.steps))
+    title = HEADLINES[c.decision.answer]
+    return f"{title}: {pair} per step ({signed(c.steps.share)}, {interval(c.steps)})"
+
+
+def centers(steps: StepTimeChange) -> list[str]:
+    """The step before and after."""
+    return [t.format_duration(_center(steps, side)) for side in ("before", "after")]
+
+
+def gate_notes(c: Comparison) -> list[str]:
+    """Which steps were compared, how, and what that leaves open."""
+    assert c.decision is not None
+    before, after, steps = c.steps.before, c.steps.after, c.steps
+    assert before is not None and after is not None
+    which = "unprofiled" if steps.source == "recorder" else "profiled"
+    pairs = ", paired by their numbers" if steps.paired else ""
+    return [
+        f"{before.count:,} and {after.count:,} {which} steps{pairs}; difference of the "
+        f"{steps.statistic}s; {steps.method}",
+        f"A slowdown of {c.decision.detectable:.1%} or more would show as a regression.",
+        *steps.notes,
+    ]
+
+
+def gate_figures(c: Comparison) -> list[Amount]:
+    """What a gate shows besides the step."""
+    return [a for a in c.amounts if a.group == "figures" and a.name in GATE_FIGURES]
+
+
+def figure(item: Amount) -> str:
+    """``memory peak 1.0 GB → 1.2 GB``."""
+    return (
+        f"{item.name} {t.format_value(item.before, item.unit)} → "
+        f"{t.format_value(item.after, item.unit)}"
+    )
+
+
+def gate_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
+    """Ranked findings that the baseline does not have, and those that the run does not have."""
+    new = [item for item in c.of("new", "unchecked before") if item.after_priority is not None]
+    gone = [item for item in c.of("fixed", "unchecked") if item.before_priority is not None]
+    return [("new", new[:MAX_GATE_FINDINGS]), ("gone", gone[:MAX_GATE_FINDINGS])]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from advisor.compare.data import Work
+from advisor.compare.comparison import Work
 from advisor.core.intervals import covered_length
 from advisor.core.text import shorten
 

@@ -53,17 +53,25 @@ def decoded(
     return found
 
 
+def has_schema(path: str | Path, schema: str) -> bool:
+    """A file begins like JSON of this schema, of any version."""
+    if str(path) == "-":
+        return False
+    try:
+        with open_regular(path) as opened:
+            return f'"{schema.rpartition("/")[0]}/'.encode() in opened.read(HEAD)
+    except (OSError, ValueError):
+        return False
+
+
 def read_saved(path: str | Path, kind: type[AnySaved], schema: str, most: int) -> AnySaved | None:
     """What a file holds of a kind, of any version of its schema; ``None``: it is something else,
     or cannot be read. Raises AdvisorError: it is one, and damaged or larger than ``most`` bytes."""
-    if str(path) == "-":
+    if not has_schema(path, schema):
         return None
     try:
         with open_regular(path) as opened:
-            text = opened.read(HEAD)
-            if f'"{schema.rpartition("/")[0]}/'.encode() not in text:
-                return None
-            text += opened.read(most + 1)
+            text = opened.read(most + 1)
     except (OSError, ValueError):
         return None  # the reader of traces says what is wrong with it
     if len(text) > most:

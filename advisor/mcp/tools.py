@@ -25,7 +25,7 @@ from advisor.mcp.answers import (
 
 if TYPE_CHECKING:
     from advisor.advise.engine import Examined
-    from advisor.compare.data import FindingChange
+    from advisor.compare.comparison import FindingChange
     from advisor.core.finding import Evidence, Finding
     from advisor.core.report import OperatorRate, Report
     from advisor.mcp.allowed import Allowed

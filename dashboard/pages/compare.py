@@ -8,9 +8,8 @@ import plotly.graph_objects as go
 
 from advisor.advise import views
 from advisor.compare import view as words
-from advisor.compare.data import Comparison, Distribution, FindingChange
-from advisor.compare.verdict import per
-from advisor.compare.view import Line
+from advisor.compare.comparison import Comparison, Distribution, FindingChange
+from advisor.compare.view import Line, per
 from advisor.core import text as t
 from advisor.core.finding import unit_of
 from advisor.dashboard import current, figures, theme

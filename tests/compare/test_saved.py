@@ -1,95 +1,121 @@
-"""What a saved report tells of step times is less than the steps do, and never more."""
+"""A saved report holds the steps of its run: it compares as exactly as the run does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+import pytest
 
+import advisor
 from advisor.compare import compare
-from advisor.compare.saved import compare_reports
 from advisor.compare.statistics import welch
-from advisor.core.report import Recorded, Report, Scope
+from advisor.core.errors import AdvisorError
+from advisor.core.report import Report
 from advisor.testing import TraceBuilder
 
-steps = st.lists(st.integers(1_000, 10**9), min_size=3, max_size=60).map(np.array)
+Make = Callable[..., TraceBuilder]
+Record = Callable[..., Path]
 
 
-def report(durations: np.ndarray, **changes: object) -> Report:
-    """A report of nothing but steps."""
-    scope = Scope(
-        rank=0,
-        step_source="ProfilerStep",
-        steps_found=len(durations),
-        steps_used=len(durations),
-        outliers=[],
-        span_ns=int(durations.sum()),
-        step_ns=float(durations.mean()),
-        step_min_ns=int(durations.min()),
-        step_max_ns=int(durations.max()),
-        step_median_ns=float(np.median(durations)),
-        device=None,
-        device_name=None,
-        device_known=False,
-        devices_seen=0,
-    )
-    return Report(status="limited", verdict="", inputs=[], scope=scope, **changes)  # type: ignore[arg-type]
+def saved(run: Path | str) -> Report:
+    """The report of a run, written and read back."""
+    return Report.from_json(advisor.analyze(run).to_json())
 
 
-@given(steps, steps)
-@settings(max_examples=300, deadline=None)
-def test_the_interval_is_never_closer_than_the_steps_own(
-    before: np.ndarray, after: np.ndarray
+def test_two_saved_reports_compare_as_their_runs_do(recorded: Record, training: Make) -> None:
+    random = np.random.default_rng(0)
+    for name, us, wait in (("a", 1000, 5000.0), ("b", 1030, 0.0)):
+        recorded(name, list(random.normal(us, 40, 120)), training(wait=wait), samples=32)
+    folder = Path(str(recorded("c", [1000.0] * 60, training(), samples=32))).parent
+    for before, after in (("a", "b"), ("b", "a"), ("a", "a"), ("a", "c")):
+        runs = [folder / before, folder / after]
+        own, kept = compare(*runs), compare(*map(saved, runs))
+        assert kept.steps == own.steps
+        assert kept.steps.source == "recorder" and kept.steps.verdict != "not measured"
+        assert kept.amounts == own.amounts
+        assert (kept.before.samples, kept.before.record_shapes) == (32, own.before.record_shapes)
+        assert compare(runs[0], saved(runs[1])).steps == own.steps
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("pairs/loader_autograd_workers0", "pairs/loader_autograd_workers4"),
+        ("a100_train_6steps", "v100_train_copy_heavy"),
+        ("alexnet", "a100_train_6steps"),
+    ],
+)
+def test_reports_of_real_traces_compare_as_the_traces_do(
+    shared_trace: Callable[[str], str], before: str, after: str
 ) -> None:
-    own = welch(before.astype(float), after.astype(float))
-    found = compare_reports(report(before), report(after)).steps
-    slack = 1e-6 * max(float(before.max()), float(after.max()))
-    assert found.low_ns is not None and found.high_ns is not None
-    assert found.low_ns <= own.low + slack and found.high_ns >= own.high - slack
-    assert found.difference_ns is not None and abs(found.difference_ns - own.amount) <= slack
+    paths = [shared_trace(name) for name in (before, after)]
+    assert compare(*map(saved, paths)).steps == compare(*paths).steps
 
 
-@given(steps)
-@settings(max_examples=50, deadline=None)
-def test_steps_that_do_not_differ_show_no_difference(durations: np.ndarray) -> None:
-    assume(durations.min() < durations.max())
-    assert compare_reports(report(durations), report(durations)).steps.verdict == "no difference"
+def test_the_interval_is_the_one_of_the_steps(training: Make, tmp_path: Path) -> None:
+    paths = [training(gemm=us, steps=4).write(tmp_path / f"{us}.json") for us in (900.0, 1300.0)]
+    reports = [saved(path) for path in paths]
+    samples = [np.array(r.step_durations[0].durations_ns, dtype=float) for r in reports]
+    own = welch(*samples)  # four steps: independent ones
+    found = compare(*reports).steps
+    assert (found.low_ns, found.high_ns) == (own.low, own.high)
 
 
-def test_the_recorders_medians_are_told_without_an_interval() -> None:
-    def recorded(median: float) -> Recorded:
-        return Recorded(
-            steps=100,
-            used=90,
-            median_ns=median,
-            mean_ns=median,
-            p99_ns=None,
-            profiled_steps=4,
-            profiled_median_ns=None,
-            observer_effect=None,
-            phases=[],
-            samples_per_second=None,
-            ended=None,
-            windows=[],
-        )
-
-    durations = np.array([10e6, 11e6, 12e6])
-    pair = [report(durations, recorded=recorded(ms * 1e6)) for ms in (8, 9)]
-    (told,) = [note for note in compare_reports(*pair).steps.notes if "Unprofiled" in note]
-    assert "8 ms before" in told and "9 ms after" in told and "no interval" in told
+def test_a_long_run_keeps_its_last_steps_and_their_numbers(
+    recorded: Record, training: Make
+) -> None:
+    durations = [1000.0 + n % 7 for n in range(6000)]
+    (steps, _) = saved(recorded("long", durations, training())).step_durations
+    assert steps.numbers == [(1000, 5999)]
+    assert steps.durations_ns == [int(us * 1000) for us in durations[1000:]]
 
 
-def test_python_takes_reports_and_traces_together(tmp_path: Path) -> None:
+def test_steps_that_are_set_aside_are_missing_from_the_numbers(tmp_path: Path) -> None:
     b = TraceBuilder()
-    for _ in range(4):
+    for number in range(9):
         with b.step(), b.op("aten::mm"):
-            b.launch("gemm", 900)
+            b.launch("gemm", 90_000 if number == 4 else 900 + number)
             b.sync()
-    path = b.write(tmp_path / "a.json")
-    import advisor
+    report = saved(b.write(tmp_path / "t.json"))
+    (steps,) = report.step_durations
+    (outlier,) = report.scope.outliers
+    aside = int(outlier.rpartition("#")[2])
+    assert [last + 1 for _, last in steps.numbers[:-1]] == [aside]
+    assert len(steps.durations_ns) == report.scope.steps_used == 8
 
+
+def test_a_report_without_steps_says_what_to_do(training: Make, tmp_path: Path) -> None:
+    """Those that were written before reports held their steps."""
+    path = training().write(tmp_path / "a.json")
+    old = msgspec.structs.replace(saved(path), step_durations=[])
+    found = compare(old, path)
+    assert found.steps.verdict == "not measured"
+    assert "the report before does not hold its steps; analyze the trace again" in found.verdict
+    assert found.amounts == compare(path, path).amounts
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        '{"source": "trace", "durations_ns": [-1], "numbers": [[0, 0]]}',
+        '{"source": "trace", "durations_ns": [5, 5], "numbers": [[0, 0]]}',
+        '{"source": "trace", "durations_ns": [5, 5], "numbers": [[0, 999999999999]]}',
+        '{"source": "trace", "durations_ns": [1, "x"], "numbers": [[0, 1]]}',
+        '{"source": "other", "durations_ns": [], "numbers": []}',
+    ],
+)
+def test_damaged_steps_are_no_report(training: Make, tmp_path: Path, steps: str) -> None:
+    report = advisor.analyze(training().write(tmp_path / "a.json")).to_dict()
+    report["step_durations"] = [msgspec.json.decode(steps)]
+    with pytest.raises(AdvisorError, match="not a report"):
+        Report.from_json(msgspec.json.encode(report))
+
+
+def test_python_takes_reports_and_traces_together(training: Make, tmp_path: Path) -> None:
+    path = training().write(tmp_path / "a.json")
     made = advisor.analyze(path)
     assert "Of the run before" in compare(made, path).limits[0]
     assert "Of both runs" in compare(made, made).limits[0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from advisor.compare import statistics as s
+from advisor.compare.statistics import MIN_DEPENDENT_STEPS, block_length, difference, welch
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_steps_that_are_all_alike_leave_no_doubt() -> None:
 
 
 def autoregression(random: np.random.Generator, rho: float, count: int) -> s.Sample:
-    """Steps each of which takes after the one before."""
+    """Steps with mean 100 and variance 1 / (1 - rho²), each taking after the one before."""
     noise = random.normal(size=count)
     found = np.empty(count)
     found[0] = noise[0] / math.sqrt(1 - rho * rho)
@@ -76,3 +77,87 @@ def test_the_correlation_of_neighbours_is_that_of_the_series() -> None:
     assert s.autocorrelation(autoregression(random, 0.8, 4000)) == pytest.approx(0.8, abs=0.06)
     assert s.autocorrelation(np.full(50, 3.0)) is None
     assert s.autocorrelation(np.ones(2)) is None
+
+
+# -- steps that depend on each other ------------------------------------------------------------
+
+
+def holds(rho: float, count: int, *, naive: bool = False, trials: int = 120) -> float:
+    """How often the interval holds the truth, that there is no difference."""
+    random = np.random.default_rng(7)
+    right = 0
+    for _ in range(trials):
+        pair = [autoregression(random, rho, count) for _ in range(2)]
+        found = welch(*pair) if naive else difference(*pair)
+        assert found is not None
+        right += found.low <= 0 <= found.high
+    return right / trials
+
+
+@pytest.mark.parametrize(
+    ("rho", "count", "trials"),
+    [(0.0, 5, 300), (0.3, 10, 300), (0.6, 20, 300), (0.6, 60, 300), (0.8, 200, 100)],
+)
+def test_intervals_hold_the_truth_about_as_often_as_they_say_for_dependent_steps(
+    rho: float, count: int, trials: int
+) -> None:
+    """95 % is said. Never narrower than to hold 88 %, and not so wide that they hold all."""
+    assert 0.88 <= holds(rho, count, trials=trials) <= 0.98
+
+
+@pytest.mark.parametrize(("rho", "count"), [(0.0, 10), (0.6, 20), (0.6, 60)])
+def test_so_do_those_of_pairs(rho: float, count: int) -> None:
+    random = np.random.default_rng(11)
+    right = 0
+    for _ in range(200):
+        batches = 10 * random.normal(size=count)
+        one, other = (batches + autoregression(random, rho, count) for _ in range(2))
+        found = difference(one, other, paired=True)
+        assert found is not None
+        right += found.low <= 0 <= found.high
+    assert 0.88 <= right / 200 <= 0.995
+
+
+def test_the_same_steps_give_the_same_interval() -> None:
+    random = np.random.default_rng(2)
+    before, after = random.normal(10, 1, 100), random.normal(11, 1, 80)
+    assert difference(before, after) == difference(before, after)
+
+
+def test_intervals_for_independent_steps_do_not_hold_for_dependent_ones() -> None:
+    assert holds(0.6, 60, naive=True) < 0.8
+
+
+def test_blocks_are_as_long_as_the_formula_says_for_a_known_correlation() -> None:
+    rho, count = 0.5, 20_000
+    series = autoregression(np.random.default_rng(3), rho, count)
+    by_hand = (1.5 * (2 * rho / (1 - rho**2)) ** 2 * count) ** (1 / 3)
+    assert block_length(series) == pytest.approx(by_hand, rel=0.08)
+    independent = np.random.default_rng(3).normal(size=count)
+    assert block_length(independent) <= 4
+    assert block_length(np.full(50, 3.0)) == 1
+
+
+@pytest.mark.parametrize("count", [6, 30, 100])
+def test_what_is_long_in_both_runs_is_no_difference_when_steps_are_paired(count: int) -> None:
+    random = np.random.default_rng(5)
+    batches = random.gamma(4.0, 25.0, count)  # lengths differ by half from batch to batch
+    before, after = batches + random.normal(size=count), 4 + batches + random.normal(size=count)
+    apart, paired = difference(before, after), difference(before, after, paired=True)
+    assert apart is not None and paired is not None
+    assert apart.low < 0 < apart.high
+    # the two noises differ by sqrt(2) a step; the difference of medians says it less sharply
+    assert 0 < paired.high - paired.low < 0.5 * (apart.high - apart.low)
+    assert paired.low < 4 < paired.high
+    assert difference(before, before, paired=True)[2:] == (  # type: ignore[index]
+        paired.before,
+        paired.before,
+        0.0,
+        0.0,
+    )
+
+
+def test_fewer_than_five_steps_are_not_compared() -> None:
+    assert difference(np.ones(MIN_DEPENDENT_STEPS - 1), np.arange(50.0)) is None
+    with pytest.raises(ValueError, match="5 and 6 steps cannot be paired"):
+        difference(np.ones(5), np.ones(6), paired=True)

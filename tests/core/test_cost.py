@@ -211,7 +211,7 @@ def test_the_price_is_in_every_format_and_absent_without_one(
     assert amounts["cost of 1,000 steps"]["unit"] == "USD"
     assert amounts["cost of 1,000 steps"]["before"] == pytest.approx(0.011, rel=0.02)
     _, text, _ = run(capsys, "gate", slow, slow, "--format", "json", "--price", "3.60")
-    (figure,) = [f for f in json.loads(text)["figures"] if f["unit"] == "USD"]
+    (figure,) = [f for f in json.loads(text)["amounts"] if f["unit"] == "USD"]
     assert figure["before"] == figure["after"] == pytest.approx(0.011, rel=0.02)
     for words in (("--price", "cheap"), ("--price", "1", "--prices", "x.toml")):
         code, out, err = run(capsys, "analyze", slow, *words)
@@ -223,11 +223,11 @@ def test_energy_is_compared_and_gated(tmp_path: Path, capsys: pytest.CaptureFixt
         write_run(tmp_path / name, {0: record(lambda s, w=watts: w)})
         for name, watts in (("a", 300.0), ("b", 200.0))
     ]
-    found = {a.name: a for a in compare(*runs).amounts}["energy a step"]
+    found = {a.name: a for a in compare(*runs).amounts}["energy per step"]
     assert found.unit == "J"
     assert (found.before, found.after) == (pytest.approx(30, 0.02), pytest.approx(20, 0.02))
     _, text, _ = run(capsys, "gate", *runs)
-    assert "energy a step 30" in text and "→ 20" in text
+    assert "energy per step 30" in text and "→ 20" in text
 
 
 def test_a_name_in_the_table_fits_a_gpu_whose_words_it_has(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from advisor.compare.data import Comparison
+from advisor.compare.comparison import Comparison
 from advisor.core.text import sanitize
 from advisor.render.renderer import DEFAULT, Options, Renderer
 

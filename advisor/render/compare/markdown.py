@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from advisor.compare import view
-from advisor.compare.data import Comparison
-from advisor.compare.verdict import per
+from advisor.compare.comparison import Comparison
+from advisor.compare.view import per
 from advisor.render.markdown import escape, table
 from advisor.render.renderer import DEFAULT, Options, Renderer
 

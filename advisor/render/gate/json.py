@@ -1,17 +1,17 @@
-"""A Decision as JSON."""
+"""A gate's comparison as JSON."""
 
 from __future__ import annotations
 
-from advisor.compare.gate.decide import Decision
+from advisor.compare.comparison import Comparison
 from advisor.core.text import sanitize
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
 
-class Json(Renderer[Decision]):
-    """The whole decision, indented by two."""
+class Json(Renderer[Comparison]):
+    """The whole comparison, with the decision, indented by two."""
 
     suffixes = (".json",)
 
-    def render(self, subject: Decision, options: Options = DEFAULT) -> str:
+    def render(self, subject: Comparison, options: Options = DEFAULT) -> str:
         """Nothing is shortened or left out."""
         return sanitize(subject.to_json())

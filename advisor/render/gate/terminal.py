@@ -1,28 +1,31 @@
-"""A Decision for a person at a terminal."""
+"""A gate's decision for a person at a terminal."""
 
 from __future__ import annotations
 
 from textwrap import wrap
 
-from advisor.compare.gate import words as w
-from advisor.compare.gate.decide import Decision
+from advisor.compare import view
+from advisor.compare.comparison import Comparison
 from advisor.core.text import clean
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
 
-class Terminal(Renderer[Decision]):
+class Terminal(Renderer[Comparison]):
     """The answer first, then why."""
 
-    def render(self, subject: Decision, options: Options = DEFAULT) -> str:
+    def render(self, subject: Comparison, options: Options = DEFAULT) -> str:
         """The text, ending in a line feed."""
-        told = [*subject.reasons, *w.about(subject), *(w.figure(item) for item in subject.figures)]
-        for what, found in (("new", subject.new), ("gone", subject.gone)):
-            for item in found[: w.LIMIT]:
-                at = f" ({clean(item.place)})" if item.place else ""
-                told.append(f"{what} finding: {clean(item.title)}{at}")
-        told += [f"! {line}" for line in subject.limits]
-        lines = [w.headline(subject), ""]
-        for line in told:
+        decision = subject.decision
+        assert decision is not None
+        notes = [*decision.reasons, *view.gate_notes(subject)]
+        notes += [view.figure(item) for item in view.gate_figures(subject)]
+        for what, items in view.gate_findings(subject):
+            for item in items:
+                place = f" ({clean(item.place)})" if item.place else ""
+                notes.append(f"{what} finding: {clean(item.title)}{place}")
+        notes += [f"! {clean(line)}" for line in subject.limits]
+        lines = [view.headline(subject), ""]
+        for line in notes:
             lines += wrap(
                 line,
                 options.width,
@@ -30,5 +33,5 @@ class Terminal(Renderer[Decision]):
                 subsequent_indent="    ",
                 break_on_hyphens=False,
             )
-        lines += ["", f"exit code {int(subject.failed)}"]
+        lines += ["", f"exit code {int(decision.failed)}"]
         return "\n".join(lines) + "\n"

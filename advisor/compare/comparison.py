@@ -8,12 +8,13 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core.report import bounded, render
-from advisor.core.saved import decoded
+from advisor.core.saved import decoded, encoded
 
-SCHEMA = "advisor.comparison/1"
+SCHEMA = "advisor.comparison/2"
 
 Verdict = Literal["slower", "faster", "no difference", "not measured"]
 Change = Literal["fixed", "new", "remaining", "unchecked", "unchecked before"]
+GateAnswer = Literal["passed", "not shown", "regression"]
 
 
 class Side(Struct, kw_only=True):
@@ -22,7 +23,7 @@ class Side(Struct, kw_only=True):
     path: str
     """As it was given."""
     rank: int | None
-    """The rank that is compared; ``null``: not told."""
+    """The rank that is compared; ``null``: unknown."""
     window: int
     """Which recording of the rank."""
     ranks: int
@@ -32,7 +33,7 @@ class Side(Struct, kw_only=True):
     verdict: str
     """Of its report: one sentence."""
     device_name: str | None
-    """GPU; ``null``: not told, or no device work."""
+    """GPU; ``null``: unknown, or no device work."""
     step_source: str
     """What a step was taken to be."""
     steps_used: int
@@ -40,20 +41,20 @@ class Side(Struct, kw_only=True):
     step_ns: float
     """Their mean duration, ns."""
     record_shapes: bool | None
-    """Recorded with shapes."""
+    """Recorded with shapes; ``null``: unknown."""
     with_stack: bool | None
-    """Recorded with Python stacks, which slow the host."""
+    """Recorded with Python stacks, which slow the host; ``null``: unknown."""
     profile_memory: bool | None
-    """Recorded with memory events."""
+    """Recorded with memory events; ``null``: unknown."""
     truncated: bool
     """The file ends early."""
     samples: int | None = None
     """Batch size in most of the recorder's steps, gradient accumulation included; ``null``: not
     recorded."""
     crash: str = ""
-    """Which ranks an exception ended, in a sentence; empty: none that is told."""
+    """Which ranks an exception ended, in a sentence; empty: none that is recorded."""
     framework: str | None = None
-    """What the program is written with, as in a report's ``scope``; ``null``: not told."""
+    """What the program is written with, as in a report's ``scope``; ``null``: unknown."""
 
 
 class Distribution(Struct, kw_only=True):
@@ -65,27 +66,28 @@ class Distribution(Struct, kw_only=True):
     """ns."""
     median_ns: float
     """ns."""
-    p10_ns: float | None
-    """A tenth of the steps are shorter, ns; ``null``: a saved report does not tell."""
-    p90_ns: float | None
-    """A tenth are longer, ns; ``null``: the same."""
+    p10_ns: float
+    """A tenth of the steps are shorter, ns."""
+    p90_ns: float
+    """A tenth of the steps are longer, ns."""
     min_ns: float
     """The shortest, ns."""
     max_ns: float
     """The longest, ns."""
     autocorrelation: float | None
-    """Correlation of neighbouring steps; ``null``: fewer than three, or all alike."""
-    durations_ns: list[float]
-    """The durations, in order; at most 2,000, evenly chosen. Empty: a saved report does not hold
-    them."""
+    """Correlation of neighbouring steps; ``null``: fewer than three, or all equal."""
+    durations_ns: list[int]
+    """The durations, in order; at most 2,000, evenly chosen."""
+    runs: int = 1
+    """Runs that the steps come from."""
 
 
-class StepTimes(Struct, kw_only=True):
-    """How long the steps take, before and after."""
+class StepTimeChange(Struct, kw_only=True):
+    """How long steps take before and after, and how far that differs."""
 
     verdict: Verdict
-    """``slower`` or ``faster``: the interval of the difference leaves out 0. ``no difference``: it
-    does not, so none is shown. ``not measured``: see ``reason``."""
+    """``slower`` or ``faster``: the interval of the difference excludes 0. ``no difference``: it
+    includes 0. ``not measured``: see ``reason``."""
     source: str
     """``recorder``: unprofiled steps, host time from boundary to boundary. ``trace``: the profiled
     steps of the window. Empty: neither."""
@@ -96,7 +98,9 @@ class StepTimes(Struct, kw_only=True):
     statistic: str = ""
     """What is compared: ``mean`` or ``median``."""
     method: str = ""
-    """How the interval was got."""
+    """How the interval was computed."""
+    paired: bool = False
+    """Steps of the same number are compared with each other."""
     level: float = 0.95
     """Of the interval."""
     difference_ns: float | None = None
@@ -114,7 +118,7 @@ class StepTimes(Struct, kw_only=True):
     reason: str = ""
     """Why there is no verdict."""
     notes: list[str] = field(default_factory=list)
-    """What the figures do not show, in a sentence each."""
+    """What the figures do not show, one sentence each."""
 
 
 class Amount(Struct, kw_only=True):
@@ -126,7 +130,7 @@ class Amount(Struct, kw_only=True):
     name: str
     """Class, cause, family, or what is measured."""
     unit: str
-    """``ns`` (a step), ``share`` (0 to 1), ``bytes``, ``count``, ``J``, or a currency's letters."""
+    """``ns`` (per step), ``share`` (0 to 1), ``bytes``, ``count``, ``J``, or a currency."""
     before: float | None
     """``null``: not measured."""
     after: float | None
@@ -137,8 +141,8 @@ class FindingChange(Struct, kw_only=True):
     """What became of a finding."""
 
     change: Change
-    """``fixed``: the rule looked and finds it no more. ``unchecked``: the rule could not look
-    again. ``unchecked before``: it is there now, and could not be looked for before."""
+    """``fixed``: the rule ran and no longer finds it. ``unchecked``: the rule could not check
+    again. ``unchecked before``: it is there now, and could not be checked before."""
     rule: str
     """Identifier of the rule."""
     title: str
@@ -146,68 +150,95 @@ class FindingChange(Struct, kw_only=True):
     category: str
     """Of the rule."""
     place: str
-    """Where; empty: not told."""
+    """Where; empty: unknown."""
     same_place: bool | None
-    """``remaining``: at a place it was at before; ``null``: a place is not told."""
-    before_rank: int | None = None
-    """Place in the order of worth before; ``null``: not there, or not ranked."""
-    after_rank: int | None = None
+    """``remaining``: at a place it was at before; ``null``: a place is unknown."""
+    before_priority: int | None = None
+    """Its priority before; ``null``: not there, or not ranked."""
+    after_priority: int | None = None
     """The same after."""
     before_gain_ns: int | None = None
-    """Worth a step alone before, ns; ``null``: not there, or worth no time a step."""
+    """Gain of its fix alone before, ns per step; ``null``: not there, or no gain in step time."""
     after_gain_ns: int | None = None
     """The same after."""
     reason: str = ""
-    """Why it is unchecked; ``remaining``: why one report does not have it."""
+    """Why it is unchecked; ``remaining``: why one report does not list it."""
 
 
 class Realised(Struct, kw_only=True):
-    """What the fixes were predicted to save, against what the step became shorter by."""
+    """What the fixes were predicted to save, compared with what they saved."""
 
     rules: list[str]
-    """The findings that were fixed and had a price."""
+    """The findings that were fixed and had an estimated gain."""
     predicted_ns: float | None = None
-    """All their changes replayed together on the run before, ns saved a step."""
+    """All their changes replayed together on the run before, ns saved per step."""
     predicted_low_ns: float | None = None
-    """Lower end of the band."""
+    """Lower end of its range."""
     predicted_high_ns: float | None = None
-    """Upper end of the band."""
+    """Upper end of its range."""
     method: str = ""
     """``replay``, or an upper bound."""
     measured_ns: float | None = None
-    """Before minus after, ns a step."""
+    """Before minus after, ns per step."""
     measured_low_ns: float | None = None
     """Lower end of its interval."""
     measured_high_ns: float | None = None
     """Upper end."""
     agrees: bool | None = None
-    """The interval and the band overlap, or the two differ by a tenth at most; for an upper bound:
+    """The interval and the range overlap, or the two differ by a tenth at most; for an upper bound:
     the measured gain may be within it; ``null``: not compared."""
     reason: str = ""
     """Why they are not compared."""
 
 
 class Work(Struct, kw_only=True):
-    """Device work of one operator on inputs of one shape, or of one kernel, a step. Names are
-    matched whole and given with at most 300 characters."""
+    """Device work of one operator on inputs of one shape, or of one kernel, per step. Names are
+    matched in full and shortened to 300 characters."""
 
     op: str | None
-    """Innermost operator around the launch; ``null``: not told."""
+    """Innermost operator around the launch; ``null``: unknown."""
     shape: str | None
     """Dimensions of its inputs as JSON, cut in the middle when longer than 1,000 characters;
     ``null``: not compared by shape."""
     before_ns: float
-    """Durations summed, ns a step."""
+    """Durations summed, ns per step."""
     after_ns: float
     """The same after."""
     before_count: float
-    """How many a step; 0: none."""
+    """How many per step; 0: none."""
     after_count: float
     """The same after."""
     before_kernels: list[str]
     """Names, the longest-running first; at most three."""
     after_kernels: list[str]
     """The same after: on another GPU they differ."""
+
+
+class Bounds(Struct, frozen=True, kw_only=True):
+    """By how much a run may differ from its baseline."""
+
+    slower: float = 0.05
+    """Step time, as a share of the baseline's."""
+    memory: float | None = None
+    """Memory peak, as a share of the baseline's; ``null``: not checked."""
+    strict: bool = False
+    """A step that is not shown to be within its bound fails too."""
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """Is the run slower than it may be?"""
+
+    answer: GateAnswer
+    """``passed``: the whole interval is within the bound. ``regression``: all of it is above, or
+    the memory peak is. ``not shown``: it reaches to both sides."""
+    failed: bool
+    """The exit code is 1."""
+    reasons: list[str]
+    """One sentence for each bound."""
+    bounds: Bounds
+    """What was allowed."""
+    detectable: float
+    """The smallest slowdown that these steps would show as a regression, as a share of before."""
 
 
 class Comparison(Struct, kw_only=True):
@@ -224,15 +255,15 @@ class Comparison(Struct, kw_only=True):
     after: Side
     """The run that is compared."""
     same_device: bool | None
-    """Both ran on the same model of GPU; ``null``: not told."""
-    steps: StepTimes
+    """Both ran on the same GPU model; ``null``: unknown."""
+    steps: StepTimeChange
     """Step times and their difference."""
     amounts: list[Amount] = field(default_factory=list)
     """The breakdown side by side."""
     findings: list[FindingChange] = field(default_factory=list)
     """Fixed, new and remaining findings."""
     realised: Realised
-    """Predicted against realised gain."""
+    """Predicted and measured gain."""
     work: list[Work] = field(default_factory=list)
     """Device work by operator and shape, largest difference first; at most 500."""
     work_rest: Work | None = None
@@ -244,7 +275,9 @@ class Comparison(Struct, kw_only=True):
     kernels_rest: Work | None = None
     """The others, summed; ``null``: none."""
     limits: list[str] = field(default_factory=list)
-    """What keeps the two from being comparable, in a sentence each."""
+    """What makes the two hard to compare, one sentence each."""
+    decision: Decision | None = None
+    """Whether the run may be slower by this much; ``null``: nobody asked."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""
@@ -253,7 +286,7 @@ class Comparison(Struct, kw_only=True):
 
     def to_json(self) -> bytes:
         """The JSON text, indented by two."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+        return encoded(self)
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Comparison:
@@ -274,6 +307,11 @@ class Comparison(Struct, kw_only=True):
         """What a notebook shows."""
         return render(self, "COMPARISONS", "notebook")
 
-    def of(self, change: Change) -> list[FindingChange]:
-        """The findings that fared like this, those worth most first."""
-        return [item for item in self.findings if item.change == change]
+    def of(self, *changes: Change) -> list[FindingChange]:
+        """The findings that changed like this, largest gain first."""
+        return [item for item in self.findings if item.change in changes]
+
+    def amount(self, name: str) -> Amount | None:
+        """One of the ``figures``; ``None``: measured on neither side."""
+        figures = (item for item in self.amounts if item.group == "figures")
+        return next((item for item in figures if item.name == name), None)

@@ -19,7 +19,7 @@ from advisor import cli
 from advisor.core.run_directory import MANIFEST, RANK, STEPS, Manifest, Rank, Step
 from advisor.testing import TraceBuilder
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "::error::<img src=x>\x1b[31m `|` @team\n## x"
 
 
@@ -86,11 +86,15 @@ def test_a_run_is_held_against_the_baseline_that_was_saved(
     assert advisor("gate", "--save", "base.json", old)[0] == 0
     old.unlink()  # the baseline is all that is needed
     found, out, err = advisor("gate", "base.json", new, "--max-slower", bound, "--format", "json")
-    decision = json.loads(out)
+    comparison = json.loads(out)
+    decision, steps = comparison["decision"], comparison["steps"]
     assert (found, decision["answer"], decision["failed"], err) == (code, answer, code == 1, "")
     # by hand: a step is the kernel and some 20 µs of host
-    assert decision["share"] == pytest.approx(us / 1000 - 1, abs=0.01)
-    assert decision["share_low"] <= decision["share"] <= decision["share_high"]
+    assert steps["share"] == pytest.approx(us / 1000 - 1, abs=0.01)
+    assert steps["share_low"] <= steps["share"] <= steps["share_high"]
+    # by hand: as far above the bound as the interval reaches
+    reach = steps["share"] - steps["share_low"]
+    assert decision["detectable"] == pytest.approx(float(bound[:-1]) / 100 + reach)
     assert f"exit code {code}" in advisor("gate", "base.json", new, "--max-slower", bound)[1]
 
 
@@ -135,9 +139,18 @@ def test_profiled_steps_are_not_held_against_unprofiled_ones_nor_one_gpu_against
     code, _, err = advisor("gate", "base.json", run)
     assert code == 2 and "record both the same way" in err
     base = json.loads(Path("base.json").read_text())
-    Path("base.json").write_text(json.dumps({**base, "device_name": "NVIDIA H100"}))
+    base["scope"]["device_name"] = "NVIDIA H100"
+    Path("base.json").write_text(json.dumps(base))
     code, _, err = advisor("gate", "base.json", tmp_path / "t.json")
     assert code == 2 and "keep a baseline for each GPU" in err
+
+
+def test_a_baseline_of_an_earlier_version_says_how_to_save_it_again(
+    advisor: Run, tmp_path: Path
+) -> None:
+    Path("base.json").write_text('{"schema": "advisor.baseline/1", "source": "trace"}')
+    code, _, err = advisor("gate", "base.json", trace(tmp_path / "t.json", 1000))
+    assert code == 2 and "advisor gate --save base.json RUN" in err
 
 
 @pytest.mark.parametrize(
@@ -149,6 +162,8 @@ def test_profiled_steps_are_not_held_against_unprofiled_ones_nor_one_gpu_against
         '{"schema": "advisor.baseline/1", "source": "trace", "durations_ns": [5, 5]}',
         '{"schema": "advisor.baseline/1", "source": "trace", "durations_ns": [], "numbers": []}',
         '{"schema": "advisor.baseline/1", ' + '"x": [' * 100_000,
+        '{"schema": "advisor.report/1", "source": "trace", "durations_ns": []}',
+        '{"schema": "advisor.report/1", ' + '"x": [' * 100_000,
     ],
 )
 def test_a_damaged_baseline_is_one_line_and_bad_input(
@@ -188,7 +203,7 @@ def test_a_workflow_gets_annotations_and_a_summary_that_nobody_can_write_into(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     Path("summary.md").write_text("before\n")
     code, out, err = advisor("gate", "base.json", slow, "--format", "json")
-    assert code == 1 and json.loads(out)["failed"]
+    assert code == 1 and json.loads(out)["decision"]["failed"]
     commands = err.splitlines()
     assert commands[0].startswith("::error title=advisor gate::Regression: ")
     assert any(line.startswith("::warning title=advisor%3A new finding::") for line in commands)
@@ -220,10 +235,11 @@ def test_a_real_trace_does_not_differ_from_itself(
     path = shared_file(name)
     code, out, err = advisor("gate", path, path, "--format", "json", "--max-slower", "0%")
     assert code == 0, err
-    decision = json.loads(out)
-    assert decision["steps"][0] >= 5
-    assert (decision["answer"], decision["share"]) == ("passed", 0.0)
-    assert decision["share_high"] - decision["share_low"] < 0.05
+    comparison = json.loads(out)
+    steps = comparison["steps"]
+    assert steps["before"]["count"] >= 5
+    assert (comparison["decision"]["answer"], steps["share"]) == ("passed", 0.0)
+    assert steps["share_high"] - steps["share_low"] < 0.05
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 8), (6, 9), (60, 60), (50, 45)])
@@ -235,11 +251,9 @@ def test_a_comparison_of_the_same_runs_has_the_same_interval(
         run_directory(tmp_path / name, [10 + slower + (n * n) % 7 / 10 for n in range(count + 20)])
         for name, count, slower in (("one", before, 0.0), ("two", after, 0.3))
     ]
-    decision = json.loads(advisor("gate", *runs, "--format", "json")[1])
-    steps = json.loads(advisor("compare", *runs, "--format", "json")[1])["steps"]
-    assert decision["paired"] is (before == after)
-    for name in ("share", "share_low", "share_high", "method", "statistic"):
-        assert decision[name] == steps[name], name
+    steps = json.loads(advisor("gate", *runs, "--format", "json")[1])["steps"]
+    assert steps["paired"] is (before == after)
+    assert steps == json.loads(advisor("compare", *runs, "--format", "json")[1])["steps"]
 
 
 def test_three_or_four_steps_are_compared_and_nothing_is_said_of_their_dependence(
@@ -326,7 +340,7 @@ def test_the_action_creates_a_baseline_passes_fails_and_refuses(tmp_path: Path) 
     assert (code, told) == (0, {"answer": "passed"}), err
     code, err, told = action(run=slow.name, **base)
     assert (code, told) == (1, {"answer": "regression"}) and "::error title=" in err
-    assert json.loads((tmp_path / "advisor-gate.json").read_text())["failed"]
+    assert json.loads((tmp_path / "advisor-gate.json").read_text())["decision"]["failed"]
     code, err, told = action(run="absent.json", **base)
     assert (code, told) == (2, {}) and "no such file" in err
     assert not (tmp_path / "owned").exists()

@@ -1,0 +1,133 @@
+"""A comparison with a decision on it: is a run slower than its baseline? For CI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from advisor.advise.words import mark_steps
+from advisor.compare.compare import compare_reports
+from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer
+from advisor.compare.statistics import MIN_DEPENDENT_STEPS
+from advisor.core.errors import AdvisorError
+from advisor.core.report import Report
+
+TOO_FEW = f"steps cannot tell slower from noise; record at least {MIN_DEPENDENT_STEPS}"
+
+
+def gate(before: Report, after: Report, bounds: Bounds | None = None) -> Comparison:
+    """Compare a run with its baseline and decide.
+
+    Raises AdvisorError where they do not compare: other GPUs, batch sizes or ranks, profiled steps
+    on one side only, or too few steps.
+    """
+    comparison = compare_reports(before, after, saved=())
+    refuse(comparison)
+    check_steps(before, "the baseline")
+    check_steps(after, "the run")
+    steps = comparison.steps
+    if steps.before is None or steps.after is None or steps.difference_ns is None:
+        raise AdvisorError(steps.reason)
+    if min(steps.before.count, steps.after.count) < MIN_DEPENDENT_STEPS:
+        raise AdvisorError(f"{steps.before.count} and {steps.after.count} {TOO_FEW}")
+    comparison.decision = decide(comparison, bounds or Bounds())
+    return comparison
+
+
+def baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
+    """What to keep of one or several runs of a program: the report of the first, with the step
+    durations of all. Raises AdvisorError: a run has too few steps, or is not like the first."""
+    first = reports[0]
+    steps = []
+    for number, (report, path) in enumerate(zip(reports, paths, strict=True)):
+        check_steps(report, path)
+        if number:
+            if report.step_durations == first.step_durations:
+                raise AdvisorError(f"{path}: has the same steps as {paths[0]}; give another run")
+            try:
+                refuse(compare_reports(first, report, saved=()))
+            except AdvisorError as error:
+                raise AdvisorError(f"{path}: {error}") from None
+        steps += [replace(each, run=number) for each in report.step_durations]
+    shared = set.intersection(*({each.source for each in r.step_durations} for r in reports))
+    if not shared:
+        raise AdvisorError(
+            "some runs have profiled steps only, others unprofiled ones: record all the same way"
+        )
+    return replace(first, step_durations=[each for each in steps if each.source in shared])
+
+
+def check_steps(report: Report, name: str) -> None:
+    """Raises AdvisorError: the report has too few steps for a gate."""
+    counts = [len(steps.durations_ns) for steps in report.step_durations]
+    if max(counts, default=0) >= MIN_DEPENDENT_STEPS:
+        return
+    if report.scope.step_source == "whole trace":
+        trace_format = report.inputs[0].format if report.inputs else None
+        raise AdvisorError(f"{name}: no steps are marked; {mark_steps(trace_format)}")
+    raise AdvisorError(f"{name}: {max(counts, default=0)} {TOO_FEW}")
+
+
+def refuse(c: Comparison) -> None:
+    """Raises AdvisorError where a run and its baseline do not compare."""
+    before, after, again = c.before, c.after, "save the baseline again"
+    if c.same_device is False:
+        raise AdvisorError(
+            f"the baseline ran on {before.device_name} and the run on {after.device_name}: keep a "
+            "baseline for each GPU"
+        )
+    if None not in (before.samples, after.samples) and before.samples != after.samples:
+        raise AdvisorError(
+            f"the baseline has {before.samples} samples per step and the run {after.samples}: "
+            f"{again}"
+        )
+    if before.ranks != after.ranks:
+        raise AdvisorError(
+            f"the baseline has {before.ranks} ranks and the run {after.ranks}: {again}"
+        )
+
+
+def decide(c: Comparison, bounds: Bounds) -> Decision:
+    """What a comparison whose steps are measured says of its bounds.
+
+    Raises AdvisorError: a bound is for what was not measured.
+    """
+    low, high, share = c.steps.share_low, c.steps.share_high, c.steps.share
+    if low is None or high is None or share is None:
+        raise AdvisorError(f"step times are not compared: {c.steps.reason}")
+    answer: GateAnswer = "not shown"
+    if low > bounds.slower:
+        answer = "regression"
+    elif high <= bounds.slower:
+        answer = "passed"
+    grown, memory = _memory(c.amount("memory peak"), bounds)
+    return Decision(
+        answer="regression" if grown else answer,
+        failed=answer == "regression" or grown or (bounds.strict and answer == "not shown"),
+        reasons=[_step_reason(answer, bounds), *memory],
+        bounds=bounds,
+        detectable=bounds.slower + share - low,
+    )
+
+
+def _step_reason(answer: GateAnswer, bounds: Bounds) -> str:
+    bound = f"{bounds.slower:+.1%}"
+    if answer == "regression":
+        return f"slower: the whole interval is above {bound}"
+    if answer == "passed":
+        return f"not slower: the whole interval is within {bound}"
+    strict = "; this fails with --strict" if bounds.strict else ""
+    return f"not shown to be slower: the interval reaches to both sides of {bound}{strict}"
+
+
+def _memory(peak: Amount | None, bounds: Bounds) -> tuple[bool, list[str]]:
+    """(it is a regression, why)."""
+    if bounds.memory is None:
+        return False, []
+    if peak is None or not peak.before or peak.after is None:
+        raise AdvisorError("--max-memory: the memory peak was not measured on both sides")
+    share = peak.after / peak.before - 1
+    grown = share > bounds.memory
+    where = "above" if grown else "within"
+    return grown, [f"memory peak {share:+.1%}: {where} the limit of {bounds.memory:+.1%}"]

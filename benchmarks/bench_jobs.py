@@ -3,7 +3,7 @@
     python -m benchmarks.bench_jobs                       # 200 jobs with a fault, 100 without
     python -m benchmarks.bench_jobs --write docs/fleet-accuracy.md
     python -m benchmarks.bench_jobs --ranks 512 --job out.json    # one job's report
-    python -m benchmarks.bench_jobs --calibrate                   # advisor/advise/ranks/bands.json
+    python -m benchmarks.bench_jobs --calibrate                   # the table of past predictions
 
 The figures that are written are of seeds from 1,000,000 on, on which nothing was developed.
 """
@@ -11,7 +11,6 @@ The figures that are written are of seeds from 1,000,000 on, on which nothing wa
 from __future__ import annotations
 
 import argparse
-import math
 import platform
 import statistics
 import time
@@ -21,23 +20,19 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-import advisor.replay.ranks.bands
 from advisor.advise.ranks.diagnose import diagnose
-from advisor.replay.ranks.bands import OTHERS, Band, Bands, band_name, bands
+from advisor.replay.calibration import JOB_COVERAGE, fault_kind
+from advisor.replay.predictions import SHIPPED, Prediction, shipped
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, Truth
 from benchmarks.simulation.programs import MIN_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
 from benchmarks.simulation.summaries import summarise_all
+from benchmarks.table_of_predictions import replace
 
 CALIBRATED = 2_000
 """First seed of the jobs that bands are told by; below 10,000 too."""
-EACH = 50
+EACH = 14
 """Jobs of each fault, likewise."""
-INSIDE = 0.85
-"""Of true gains, that a band is to hold: more than is promised (0.8), since jobs differ."""
-BANDS = Path(advisor.replay.ranks.bands.__file__).with_name("bands.json")
 REPORTED = 1_000_000
 """First seed of what is reported; development was on seeds below 10,000."""
 ROOT = Path(__file__).parents[1]
@@ -125,30 +120,32 @@ def table(found: list[Case], ranks: int) -> str:
     return "\n".join(lines)
 
 
-def calibrate(found: list[Case], seeds: str) -> Bands:
-    """Split conformal: of true over predicted gains of each kind the band that holds INSIDE of
-    those to come, as many below as above. Kinds of too few jobs to tell have that of all."""
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for case in found:
-        if case.score.gain_ns:
-            ratio = case.truth.gain_ns / case.score.gain_ns
-            for kind in (band_name(KIND[case.truth.kind], moves=case.truth.moves), OTHERS):
-                ratios[kind].append(ratio)
-    kinds = {}
-    for kind, values in sorted(ratios.items()):
-        values.sort()
-        out = math.floor((1 - INSIDE) / 2 * (len(values) + 1))  # that are left out on each side
-        if not out:
-            continue
-        low, high = values[out - 1], values[-out]
-        low, high = math.floor(low * 100) / 100, math.ceil(high * 100) / 100
-        kinds[kind] = Band(len(values), low, high)
-    return Bands("benchmarks/bench_jobs.py --calibrate", seeds, INSIDE, kinds)
+def predictions(found: list[Case], ranks: int) -> list[Prediction]:
+    """Lines of the table of past predictions, ns: of each fault that was found."""
+    return [
+        Prediction(
+            source="job",
+            program=f"seed {case.seed}, {ranks} ranks",
+            kind=fault_kind(KIND[case.truth.kind], moves=case.truth.moves),
+            change=f"without {case.truth.kind.replace('_', ' ')}",
+            unit="ns",
+            predicted=round(case.score.gain_ns),
+            measured=round(case.truth.gain_ns),
+        )
+        for case in found
+        if case.score.gain_ns
+    ]
 
 
 def _share(values: Iterator[bool] | list[bool]) -> str:
     every = list(values)
     return f"{sum(every)} ({sum(every) / len(every):.0%})"
+
+
+def seeds() -> str:
+    """Which jobs the bands are told by."""
+    jobs = [row.program for row in shipped() if row.source == "job"]
+    return f"{jobs[0]} to {jobs[-1]}"
 
 
 def page(text: str, arguments: argparse.Namespace) -> str:
@@ -169,8 +166,8 @@ Right is who names the kind of the fault first and exactly the ranks that have i
 files are whole. A link is slow only where groups tell: over one group of all ranks nothing among
 the ranks says where it is, and what such groups lose is in the true gain all the same.
 
-A gain's band is as wide as predictions were off on other jobs (seeds {bands().seeds};
-`--calibrate`), so that {bands().inside:.0%} of true gains should be inside.
+A gain's band is as wide as predictions were off on other jobs ({seeds()};
+`--calibrate`), so that {JOB_COVERAGE:.0%} of true gains should be inside.
 
 {arguments.jobs} jobs with a fault and {arguments.healthy} without, {arguments.ranks} ranks each,
 seeds from {arguments.seed:,} on:
@@ -198,7 +195,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=(*FAULTS, HEALTHY))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--calibrate", action="store_true", help="write replay/ranks/bands.json")
+    parser.add_argument("--calibrate", action="store_true", help="write predictions.jsonl")
     parser.add_argument("--job", type=Path, help="write the report of one job as JSON instead")
     parser.add_argument("--files", type=Path, help="write the Kineto files of one job instead")
     parser.add_argument("--verbose", action="store_true", help="a line a job that is not right")
@@ -221,9 +218,7 @@ def main() -> None:
             if not case.score.right or case.score.beside:
                 print(describe(case))
     if arguments.calibrate:
-        seeds = f"{CALIBRATED:,} to {CALIBRATED + arguments.jobs - 1:,}, {arguments.ranks} ranks"
-        told = msgspec.json.format(msgspec.json.encode(calibrate(found, seeds)), indent=2)
-        BANDS.write_bytes(told + b"\n")
+        replace(SHIPPED, "job", predictions(found, arguments.ranks))
     text = table(found, arguments.ranks)
     print(text)
     if arguments.write:

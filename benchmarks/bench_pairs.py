@@ -1,7 +1,7 @@
 """Predicted against measured on real pairs: the same program before and after one change.
 
     python benchmarks/bench_pairs.py [--traces DIR] [--only NAME] [--write docs/accuracy.md]
-        [--ledger advisor/replay/trials.jsonl]
+        [--ledger]
 
 A prediction is made from the first file alone, by the edit that stands for the change, with bands
 that know nothing of this pair. Both files
@@ -24,12 +24,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shipped_ledger import replace
+from table_of_predictions import replace
 
-from advisor.replay import ledger
-from advisor.replay.bands import without
+from advisor.replay.predictions import SHIPPED, Prediction, without
 
 SHARED = Path(os.environ.get("ADVISOR_SHARED_TRACES", "../shared/traces"))
+NUMBERS = ("predicted", "low", "high", "measured", "measured_low", "measured_high")
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
 CLOSE = 0.25
 """How far a point may be from the measured change, as a share of it."""
@@ -202,6 +202,8 @@ class Pair:
     edits: tuple[Any, ...]
     """Lines of the edit language, or ``Edit`` as keywords, where factors have a band."""
     truth: Callable[[Path, Path], Truth]
+    kind: str
+    """Of the change, as far as its errors go: see ``advisor/replay/calibration.py``."""
     rule: str = ""
     """The finding that proposes this change."""
     why: str = ""
@@ -213,7 +215,7 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """By which it is told apart: in the table, in ``past.json`` and in the ledger."""
+        """By which it is told apart: in the documentation and in the table of past predictions."""
         return f"{self.name}: {self.change}" if self.whole_step else self.name
 
 
@@ -260,6 +262,7 @@ PAIRS = (
         "`num_workers` 0 → 4",
         ("spread loader 4",),
         both(marked),
+        kind="loader",
         rule="single-process-loader",
         nothing_else=True,
     ),
@@ -270,6 +273,7 @@ PAIRS = (
         "`num_workers` 0 → 4",
         ("spread loader 4",),
         both(asked),
+        kind="loader",
         rule="single-process-loader",
         nothing_else=True,
     ),
@@ -283,6 +287,7 @@ PAIRS = (
             *one_by_one("is_nonzero", "eq", "index", "to", "add", "cat", "sub"),
         ),
         both(whole),
+        kind="waits",
         rule="implicit-sync",
         why=(
             "1,332 masks are encoded one by one, each with five reads and ten launches. Encoded "
@@ -300,6 +305,7 @@ PAIRS = (
             work("scale", HALF_THE_BYTES, family=("elementwise", "normalisation", "layout")),
         ),
         both(whole),
+        kind="device",
         rule="fp32-matmul",
         why=(
             "factors from the datasheet alone: matrix work and attention at the ratio of the "
@@ -320,6 +326,7 @@ PAIRS = (
             ),
         ),
         published(40.0, 60.0),
+        kind="device",
         rule="unfused-attention",
         why=(
             "expected, there is no second file: 95 ms of its 119 ms of kernels are attention "
@@ -335,6 +342,7 @@ PAIRS = (
             f"{small} → {large}",
             (f"resize work {large // small}",),
             both(whole),
+            kind="batch",
             whole_step=True,
         )
         for small, large in ((2, 32), (2, 64), (2, 128), (32, 128))
@@ -451,22 +459,28 @@ def table(rows: Sequence[Row]) -> str:
     return text + "\n\n" + "\n".join(notes) if notes else text
 
 
-def entry(r: Row, traces: Path) -> ledger.Entry | None:
-    """A line of the ledger; ``None``: no finding's price was put to the test by this pair."""
-    if not r.pair.nothing_else or r.found is None or r.truth.after is None:
+def entry(r: Row, traces: Path) -> Prediction | None:
+    """A line of the table of past predictions, ms; ``None``: nothing was measured. Where the change
+    is one finding's fix and no more, that finding's; where the step is the scale, the step's."""
+    if r.truth.after is None:
         return None
-    step = r.truth.before
-    return ledger.Entry(
+    own = r.pair.nothing_else and r.found is not None
+    point, low, high = r.found if own and r.found is not None else r.predicted
+    measured = (r.truth.low + r.truth.high) / 2
+    numbers = (point, low, high, measured, r.truth.low, r.truth.high)
+    if r.pair.whole_step:
+        before = r.truth.before
+        ends = (before - point, before - high, before - low)
+        numbers = (*ends, r.truth.after, r.truth.after, r.truth.after)
+    return Prediction(
         source="pair",
-        of=r.pair.title,
-        rule=r.pair.rule,
+        program=r.pair.title,
+        kind=r.pair.kind,
+        change=r.pair.change,
+        rule=r.pair.rule if own else "",
         device=device(traces / f"{r.pair.before}.json.gz"),
-        predicted=round(r.found.point / step, 4),
-        low=round(r.found.low / step, 4),
-        high=round(r.found.high / step, 4),
-        measured=round((r.truth.low + r.truth.high) / 2 / step, 4),
-        measured_low=round(r.truth.low / step, 4),
-        measured_high=round(r.truth.high / step, 4),
+        unit="ms",
+        **{name: round(ms, 1) for name, ms in zip(NUMBERS, numbers, strict=True)},
     )
 
 
@@ -483,7 +497,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=SHARED)
     parser.add_argument("--only", default="")
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--ledger", type=Path)
+    parser.add_argument("--ledger", type=Path, nargs="?", const=SHIPPED)
     args = parser.parse_args()
     rows = []
     for pair in PAIRS:

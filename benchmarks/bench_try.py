@@ -2,7 +2,7 @@
 is its cure win, and by what was promised?
 
     python benchmarks/bench_try.py [--only NAME] [--budget 120] [--write docs/accuracy.md]
-        [--ledger advisor/replay/trials.jsonl]
+        [--ledger]
 
 Runs the command line itself. Workloads of several processes are left out.
 """
@@ -19,9 +19,9 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from shipped_ledger import replace
+from table_of_predictions import replace
 
-from advisor.replay import ledger
+from advisor.replay import predictions
 from advisor.sample_workloads import Workload, catalogue
 from advisor.tune.report import FILE, Trial, TrialReport
 
@@ -121,12 +121,12 @@ def summary(found: dict[str, TrialReport | str]) -> str:
     )
 
 
-def entries(found: dict[str, TrialReport | str], folder: Path) -> list[ledger.Entry]:
+def entries(found: dict[str, TrialReport | str], folder: Path) -> list[predictions.Prediction]:
     """What the runs' own ledgers hold, as ours."""
     return [
-        msgspec.structs.replace(entry, source="workload", of=name)
+        msgspec.structs.replace(row, source="workload", program=name)
         for name in found
-        for entry in ledger.read(folder / name / ledger.FILE).entries
+        for row in predictions.read(folder / name / predictions.FILE).predictions
     ]
 
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--budget", type=int, default=120, help="seconds a workload")
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--ledger", type=Path)
+    parser.add_argument("--ledger", type=Path, nargs="?", const=predictions.SHIPPED)
     args = parser.parse_args()
     import torch
 

@@ -8,8 +8,7 @@ from advisor.advise.holes import holes
 from advisor.advise.pricing import BoundPricer, Price, Pricer
 from advisor.core import text as t
 from advisor.core.finding import Impact
-from advisor.replay.bands import Band, widest
-from advisor.replay.learnt import learnt
+from advisor.replay.calibration import Band, widened_by_rule, worst_case
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding, Severity
@@ -47,12 +46,13 @@ def price(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
         return finding
     saved = pricing.price(finding)
     if finding.validation == "synthetic":
-        saved = Price(saved.gain, *widest(saved.low, saved.high, a.step_ns))
+        saved = Price(saved.gain, *worst_case(saved.low, saved.high, a.step_ns))
     device = "" if a.device is None or a.device.name is None else a.device.name
-    band, told = learnt(finding.rule, device, saved.gain, Band(saved.low, saved.high), a.step_ns)
+    own = Band(saved.low, saved.high)
+    band, told = widened_by_rule(finding.rule, device, saved.gain, own, a.step_ns)
     if told:
         saved = Price(saved.gain, *band)
-        finding.confidence_notes.append(f"{told}, and the band allows for that")
+        finding.confidence_notes.append(f"{told}, and the range allows for that")
     finding.impact = step_worth(saved, pricing.method, a)
     finding.severity = severity(finding.impact.share)
     if pricing.unseen_loader and (finding.impact.share or 0.0) >= UNSEEN_SHARE:

@@ -17,8 +17,7 @@ import typer
 from advisor.cli import options as o
 from advisor.cli import pricing
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
-from advisor.core.errors import AdvisorError
-from advisor.core.install import install
+from advisor.core.errors import AdvisorError, install
 
 if TYPE_CHECKING:
     from advisor.dashboard.serve import Server

@@ -14,8 +14,7 @@ import typer
 
 from advisor.cli import output as out
 from advisor.cli.analyze import deliver, study
-from advisor.core.errors import AdvisorError
-from advisor.core.install import install
+from advisor.core.errors import AdvisorError, install
 from advisor.render.formats import REPORTS
 
 

@@ -11,7 +11,7 @@ import typer
 from advisor.cli import output as out
 
 if TYPE_CHECKING:
-    from advisor.replay.ledger import Entry
+    from advisor.replay.predictions import Prediction
 
 
 def command(
@@ -19,50 +19,49 @@ def command(
         list[Path] | None,
         typer.Argument(
             metavar="[RUN|FILE]…",
-            help="Runs or ledgers; default: what bands know of: your own ledger, and ours.",
+            help="Runs or ledgers; default: your own ledger and the one that is shipped.",
         ),
     ] = None,
     form: Annotated[Literal["terminal", "json"], typer.Option("--format")] = "terminal",
 ) -> None:
     """How past predictions compare with what was measured."""
-    from advisor.replay import ledger
-    from advisor.replay.learnt import shipped
+    from advisor.replay import predictions
 
-    files = [path / ledger.FILE if path.is_dir() else path for path in paths or []]
-    entries: list[Entry] = [] if files else list(shipped())
-    passed_over = 0
-    for file in files or [ledger.user_file()]:
-        found = ledger.read(file)
-        entries += found.entries
-        passed_over += found.passed_over
+    files = [path / predictions.FILE if path.is_dir() else path for path in paths or []]
+    rows: list[Prediction] = [] if files else list(predictions.shipped_trials())
+    skipped = 0
+    for file in files or [predictions.user_file()]:
+        found = predictions.read(file)
+        rows += found.predictions
+        skipped += found.skipped
     if form == "json":
         import msgspec
 
-        out.show(msgspec.json.format(msgspec.json.encode(ledger.plain(entries))).decode() + "\n")
+        out.show(msgspec.json.format(msgspec.json.encode(rows)).decode() + "\n")
         return
-    out.show(_render(entries, passed_over, out.columns(sys.stdout)))
+    out.show(_render(rows, skipped, out.columns(sys.stdout)))
 
 
-def _render(known: list[Entry], passed_over: int, width: int) -> str:
+def _render(rows: list[Prediction], skipped: int, width: int) -> str:
     from advisor.render.page import Page
-    from advisor.replay import ledger
+    from advisor.replay import predictions
 
     page = Page(width, colour=False)
-    if not known:
+    if not rows:
         page.wrapped(
-            "No trials are remembered yet: advisor try --remember train.py adds to your ledger, "
-            "and the folder of each tried run has one of its own."
+            "No trials yet: `advisor try --remember train.py` adds to your ledger, "
+            "and each tried run has one of its own."
         )
-    for device in sorted({one.device for one in known}):
+    for device in sorted({row.device for row in rows}):
         page.section(device or "no GPU")
-        records = ledger.records(one for one in known if one.device == device)
+        records = predictions.records(row for row in rows if row.device == device)
         page.table(
-            ["rule", "trials", "inside the band", "truth / prediction"],
+            ["rule", "trials", "in range", "measured / predicted"],
             [
                 [rule, str(one.trials), str(one.inside), f"{one.low:.2f} to {one.high:.2f}"]
                 for rule, one in records.items()
             ],
         )
-    if passed_over:
-        page.wrapped(f"{passed_over} lines could not be read and were passed over.")
+    if skipped:
+        page.wrapped(f"{skipped} lines could not be read and were skipped.")
     return page.getvalue()

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from advisor.core.errors import AdvisorError
-from advisor.core.install import install
+from advisor.core.errors import AdvisorError, install
 
 
 def command(

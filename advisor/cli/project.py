@@ -124,7 +124,7 @@ def _targets(
 
 def _plain(projector: Projector, found: tuple[Choice, ...], told: list[str]) -> dict[str, Any]:
     """As plain data; null: the step cannot run there, or no price."""
-    from advisor.replay.project.crossings import measurements
+    from advisor.replay.calibration import compared
 
     return {
         "schema": 1,
@@ -133,11 +133,7 @@ def _plain(projector: Projector, found: tuple[Choice, ...], told: list[str]) -> 
         "replayed": projector.replayed,
         "same_host": projector.same_host,
         "notes": told,
-        "rests_on": {
-            "crossings": len(measurements().crossings),
-            "efficiencies": len(measurements().efficiencies),
-            "hosts": len(measurements().hosts),
-        },
+        "rests_on": compared(),
         "gpus": [_row(c) for c in found],
     }
 

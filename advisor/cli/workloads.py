@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from advisor.cli import output as out
-from advisor.core.errors import AdvisorError
-from advisor.core.install import install
+from advisor.core.errors import AdvisorError, install
 
 if TYPE_CHECKING:
     from advisor.sample_workloads import Workload

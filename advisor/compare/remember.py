@@ -6,7 +6,7 @@ from pathlib import Path
 
 from advisor.compare.comparison import Comparison
 from advisor.core.run_directory import is_run
-from advisor.replay import ledger
+from advisor.replay import predictions
 
 
 def remember(comparison: Comparison, *, unix: int) -> bool:
@@ -16,15 +16,18 @@ def remember(comparison: Comparison, *, unix: int) -> bool:
     after = Path(comparison.after.path)
     if found is None or not is_run(after) or not is_run(comparison.before.path):
         return False
-    file = after / ledger.FILE
+    file = after / predictions.FILE
     same = (found.rule, found.predicted, found.measured)
-    if any((one.rule, one.predicted, one.measured) == same for one in ledger.read(file).entries):
+    if any(
+        (row.rule, row.predicted, row.measured) == same
+        for row in predictions.read(file).predictions
+    ):
         return False  # compared before
-    ledger.append(file, [found])
+    predictions.append(file, [found])
     return True
 
 
-def entry(comparison: Comparison, *, unix: int) -> ledger.Entry | None:
+def entry(comparison: Comparison, *, unix: int) -> predictions.Prediction | None:
     """``None``: no prediction of a single fix was put to the test."""
     fix = comparison.realised
     step = comparison.before.step_ns
@@ -36,7 +39,7 @@ def entry(comparison: Comparison, *, unix: int) -> ledger.Entry | None:
     def share(ns: float | None, otherwise: float) -> float:
         return (otherwise if ns is None else ns) / step
 
-    return ledger.Entry(
+    return predictions.Prediction(
         unix=unix,
         source="compare",
         rule=fix.rules[0],

@@ -14,8 +14,6 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from advisor.core.words import words
-
 LONGEST_NAME = 200
 """Characters of a name that are looked at: its last ones."""
 
@@ -23,68 +21,56 @@ LONGEST_NAME = 200
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ALWAYS = frozenset(
-    words(
-        """
+    """
         secret secrets password passwords passwd passphrase passcode pwd credential
         credentials creds apikey apikeys authorization bearer cookie cookies dsn signature
         sig
-        """
-    )
+        """.split()
 )
 """Words that make a name one of a credential wherever they stand in it."""
 _LAST = frozenset({"auth", "pat"})
 """… when they are the last."""
-_INSIDE = words(
-    """
+_INSIDE = """
     password passwd passphrase apikey accesskey privatekey secretkey sessionid authtoken
     accesstoken connectionstring
-    """
-)
+    """.split()
 """… when the name has them across its words (``db.passWord``, ``OPENAIAPIKEY``)."""
 _BEFORE_PASS = frozenset(
     {"db", "user", "smtp", "redis", "ftp", "ssh", "sudo", "http", "proxy", "mysql", "pg", "my"}
 )
 _BEFORE_KEY = frozenset(
-    words(
-        """
+    """
         api access secret private auth ssh account wandb hf openai encryption signing
         master service storage license deploy
-        """
-    )
+        """.split()
 )
 _NO_KEY = frozenset(
-    words(
-        """
+    """
         image images text label labels caption sort monitor metric dataset data column
         state dict target input inputs output outputs feature features json primary
         foreign group index cache query q k v qk kv value prompt response answer question
         audio video public hot batch loss log train eval test val attention attn num n per
         max min model optimizer param params config map registry lookup random prng rng
         dispatch missing unexpected extra ignore exclude include only self
-        """
-    )
+        """.split()
 )
 """What a key that opens nothing is of."""
 _NO_TOKEN_BEFORE = frozenset(
-    words(
-        """
+    """
         pad eos bos unk mask sep cls max min num n per image special new added next first
         last prev eot eom stop start end class text audio video time ms sub input output
         word decoder encoder prompt visual vision forced bad suppress top
-        """
-    )
+        """.split()
 )
 _NO_TOKEN_AFTER = frozenset(
-    words(
-        """
+    """
         embedding embeddings embed embedder emb id ids type types dim dims size length len
         count counts weight weights mixing mixer drop dropout limit per shift merge
         merging pruning level wise index indices idx mask masks loss accuracy acc budget
         head norm proj pos position positions logits logprobs prob probs class
         classification parallel dispatcher dispatch rate stream span permute permutation
         bucket buckets choice routing router
-        """
-    )
+        """.split()
 )
 """Neighbours of a token that is a piece of text."""
 _JOINED_TOKEN = frozenset({"subtoken", "detoken", "pretoken", "retoken", "multitoken", "ntoken"})

@@ -1,4 +1,4 @@
-"""The one error that the command line turns into a line of text and an exit code."""
+"""The error that the command line turns into one line; how advisor is installed."""
 
 from __future__ import annotations
 
@@ -13,3 +13,13 @@ class AdvisorError(Exception):
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())
+
+
+SOURCE = "."
+"""What pip is given: the folder of the source, until a package index has ``gpu-advisor``."""
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra: ``pip install ".[record]"``."""
+    where = " in the folder of advisor's source" if SOURCE == "." else ""
+    return f'pip install "{SOURCE}[{extra}]"{where}'

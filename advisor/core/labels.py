@@ -218,7 +218,7 @@ LONG_WORD = 14
 _NOISE = frozenset(
     """at auto bool char class const detail double float half impl int internal kernel lambda long
     native short signed std struct type typename uint unsigned void false true ul device
-    operator""".split()  # noqa: SIM905 - a word a line would be most of the file
+    operator""".split()
 )
 _TELLING = re.compile(r"(?i)(functor|_?op|ops|policy|kernel|gemm|copy|norm|softmax|loss)$")
 

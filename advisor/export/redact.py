@@ -27,9 +27,8 @@ from msgspec import Raw, Struct
 from advisor.core.credentials import hide_known, hide_values, is_secret_name, names_who
 from advisor.core.errors import AdvisorError
 from advisor.core.files import BLOCK, open_regular
-from advisor.core.libraries import LIBRARIES, TORCH
 from advisor.core.run_directory import EVENTS, MANIFEST, RANK
-from advisor.core.words import words
+from advisor.measure.host.stacks import LIBRARIES, TORCH
 
 _S = TypeVar("_S", bound=Struct)
 
@@ -139,27 +138,23 @@ _PRIVATE_KEY = re.compile(
 )
 
 _COMMON = frozenset(
-    words(
-        """
+    """
         user users root home work data torch aten cuda python admin ubuntu runner model
         train test main local host localhost node name none null true false tmp src lib
         bin usr opt var gpu cpu step stream default unknown cluster worker master forward
         backward optimizer kernel conda anaconda
-        """
-    )
+        """.split()
 )
 """Names that mean something else as well: they are only left out of paths."""
 
 HEAD_KEYS = frozenset(
-    words(
-        """
+    """
         schemaVersion deviceProperties distributedInfo displayTimeUnit baseTimeNanoseconds
         record_shapes with_stack with_flops with_modules profile_memory
         cuda_runtime_version cuda_driver_version cupti_version trace_id
         hip_runtime_version hip_driver_version roctracer_version rocprofiler_version
         torch_version advisor
-        """
-    )
+        """.split()
 )
 """What is kept of the keys beside a trace's events: the others hold the environment or anything
 else that somebody put there."""

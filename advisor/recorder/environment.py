@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from advisor import __version__
 from advisor.core.run_directory import Device, Manifest, Rank
-from advisor.core.words import words
 from advisor.recorder.cgroup import Cgroup
 from advisor.recorder.redact import clean_command, clean_value
 
@@ -31,19 +30,16 @@ _T = TypeVar("_T")
 GIT_SECONDS = 2.0
 """A repository that takes longer to look at is not described."""
 
-PACKAGES = words(
-    """
+PACKAGES = """
     torch torchvision torchaudio triton numpy transformers accelerate datasets tokenizers peft
     trl lightning pytorch_lightning deepspeed megatron torchtitan torchao torchdata flash_attn
     xformers bitsandbytes apex transformer_engine timm nvidia.dali webdataset kornia nvtx
     pynvml psutil
-    """
-)
+    """.split()
 """Described when the process has loaded them."""
 
 ENV = set(
-    words(
-        """
+    """
         CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
         CUDA_DEVICE_MAX_CONNECTIONS CUDA_CACHE_DISABLE CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
         CUDA_AUTO_BOOST CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE
@@ -64,8 +60,7 @@ ENV = set(
         TORCHELASTIC_RESTART_COUNT SLURM_NNODES SLURM_NTASKS SLURM_NTASKS_PER_NODE
         SLURM_CPUS_PER_TASK SLURM_CPUS_ON_NODE SLURM_GPUS_ON_NODE SLURM_PROCID
         SLURM_LOCALID
-        """
-    )
+        """.split()
 )
 """Environment variables that are kept. Nothing else is, and of these no credentials."""
 ENV_PREFIXES = ("NCCL_", "TORCH_NCCL_", "RCCL_")

@@ -21,8 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from advisor.core import run_directory as rundir
-from advisor.core.errors import AdvisorError
-from advisor.core.install import install
+from advisor.core.errors import AdvisorError, install
 from advisor.recorder import reach
 from advisor.recorder.finish import injected, say, tell
 from advisor.recorder.folder import RUN_DIR, new_run, remove_if_empty

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from advisor.core.install import install
+from advisor.core.errors import install
 
 NOTES: Final = "ADVISOR_NOTES"
 """Names the folder of notes to the processes, one file each."""

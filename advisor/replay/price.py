@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.replay.bands import widened
 from advisor.replay.build import build
+from advisor.replay.calibration import widened_by_kind
 from advisor.replay.critical import composition
 from advisor.replay.graph import NEVER, Array, Edge, Graph
 from advisor.replay.operations import apply
@@ -268,7 +268,7 @@ class EditGain:
         gains.append(self._period(given, "plain", of) - self._period(both, "plain", of))
         error = abs(self.base.period - self.measured.period)
         low, high = min(gains) - error, max(gains) + error
-        return widened(gains[1], low, high, edits, self.a.step_ns)
+        return widened_by_kind(gains[1], low, high, edits, self.a.step_ns)
 
     @cached_property
     def _real_share(self) -> Array:

@@ -15,7 +15,7 @@ from advisor.core import run_directory as rundir
 from advisor.core.errors import AdvisorError
 from advisor.recorder.folder import new_run
 from advisor.recorder.redact import HIDDEN, clean_command
-from advisor.replay import ledger
+from advisor.replay import predictions
 from advisor.tune.catalogue import find_knob
 from advisor.tune.edit import diff
 from advisor.tune.heat import Limits
@@ -113,7 +113,7 @@ def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialReq
         if script is not None:
             callees, arguments = find_knob(trial.pull.knob).arguments(trial.pull.value)
             trial.diff = diff(script, callees, arguments) if callees else ""
-    known = ledger.records(ledger.read(ledger.user_file()).entries)
+    known = predictions.records(predictions.read(predictions.user_file()).predictions)
     rules = dict.fromkeys(trial.rule for trial in report.trials if trial.rule)
     report.remembered = "; ".join(f"{rule}: {known[rule]}" for rule in rules if rule in known)
 
@@ -130,12 +130,12 @@ def keep(report: TrialReport, run: Path, *, remember: bool) -> None:
     except OSError as error:
         raise AdvisorError(f"{run}: cannot be written to ({error.strerror or error})") from None
     entries = list(filter(None, (_entry(report, trial) for trial in report.trials)))
-    ledger.append(run / ledger.FILE, entries)
+    predictions.append(run / predictions.FILE, entries)
     if remember:
-        ledger.append(ledger.user_file(), entries)
+        predictions.append(predictions.user_file(), entries)
 
 
-def _entry(report: TrialReport, trial: Trial) -> ledger.Entry | None:
+def _entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
     """Only of what was promised and measured more than once."""
     if (
         trial.predicted is None
@@ -149,7 +149,7 @@ def _entry(report: TrialReport, trial: Trial) -> ledger.Entry | None:
         or trial.outcome == "dropped"
     ):
         return None
-    return ledger.Entry(
+    return predictions.Prediction(
         unix=int(time.time()),
         source="try",
         rule=trial.rule,

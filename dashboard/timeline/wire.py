@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.core.words import words
 from advisor.dashboard.timeline.counters import sample
 from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.dashboard.timeline.level import VisibleSlices
@@ -57,11 +56,9 @@ class Answer(NamedTuple):
     counters: tuple[NDArray[Any], ...]
 
 
-_FIELDS = words(
-    """
+_FIELDS = """
     magic slices runs flagged counters px k seen x0 x1 cell0 ms version zero
-    """
-)
+    """.split()
 
 
 def encode(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.cli import demo
-from advisor.core.install import install
+from advisor.core.errors import install
 from advisor.core.report import Report
 
 pytestmark = pytest.mark.timed

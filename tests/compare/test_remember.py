@@ -11,7 +11,7 @@ from advisor import cli
 from advisor.advise.engine import Options
 from advisor.compare import compare
 from advisor.compare.remember import entry, remember
-from advisor.replay import ledger
+from advisor.replay import predictions
 from advisor.testing import TraceBuilder
 
 Record = Callable[..., Path]
@@ -40,8 +40,8 @@ def runs(recorded: Record) -> tuple[Path, Path]:
     )
 
 
-def lines(run: Path) -> list[ledger.Entry]:
-    return ledger.read(run / ledger.FILE).entries
+def lines(run: Path) -> list[predictions.Prediction]:
+    return predictions.read(run / predictions.FILE).predictions
 
 
 def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
@@ -67,7 +67,7 @@ def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
 def test_what_is_written_names_no_program_file_or_host(runs: tuple[Path, Path]) -> None:
     before, after = runs
     remember(compare(before, after, Options(config={})), unix=1)
-    text = (after / ledger.FILE).read_text()
+    text = (after / predictions.FILE).read_text()
     assert not any(word in text for word in (str(before.parent), "before", "gemm", "sgemm"))
 
 
@@ -98,7 +98,7 @@ def test_the_command_line_remembers_and_a_folder_that_cannot_be_written_to_is_no
     before, after = map(str, runs)
     assert cli.run(["compare", before, after]) == 0
     assert len(lines(runs[1])) == 1
-    (runs[1] / ledger.FILE).unlink()
-    (runs[1] / ledger.FILE).mkdir()
+    (runs[1] / predictions.FILE).unlink()
+    (runs[1] / predictions.FILE).mkdir()
     assert cli.run(["compare", before, after]) == 0
     assert "Traceback" not in capsys.readouterr().err

@@ -49,8 +49,8 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_what_is_said_of_installing_advisor_is_what_works() -> None:
-    """One way, kept in ``core/install.py``: no page and no message has another."""
-    from advisor.core.install import SOURCE, install
+    """One way, kept in ``core/errors.py``: no page and no message has another."""
+    from advisor.core.errors import SOURCE, install
 
     package = re.escape(SOURCE)
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -67,4 +67,4 @@ def test_what_is_said_of_installing_advisor_is_what_works() -> None:
     assert lines and f'pip install "{SOURCE}[record]"' in install("record")
     good = re.compile(rf'pip install (?:"{package}\[\w+\]"|{package}(?:\s|$|`))')
     wrong = [(file, line) for file, line in lines if not good.search(line)]
-    assert [entry for entry in wrong if entry[0] != "advisor/core/install.py"] == []
+    assert [entry for entry in wrong if entry[0] != "advisor/core/errors.py"] == []

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.core.words import words
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import CAUSES, GAPS_SCHEMA
 from advisor.read import read_trace
@@ -513,12 +512,10 @@ def test_blame_in_a_real_trace_is_complete_and_agrees_with_a_walk(name, shared_t
     check(Analysis(read_trace(shared_trace(name))), 150)
 
 
-ACTIONS = words(
-    """
+ACTIONS = """
     launch launch_side op python host loader sync item copy pageable malloc wait backward
     range stray graph
-    """
-)
+    """.split()
 actions = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(1, 60)), max_size=14)
 
 

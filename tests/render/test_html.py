@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from advisor.advise.engine import examine
 from advisor.core.finding import Finding
 from advisor.core.report import HotLine, Report
-from advisor.core.words import words
 from advisor.render.formats import REPORTS
 from advisor.render.html import esc
 from advisor.render.report.html import style
@@ -24,13 +23,11 @@ from advisor.testing import TraceBuilder
 Make = Callable[..., Report]
 VOID = {"meta", "br", "hr", "link", "img", "input"}
 OURS = set(
-    words(
-        """
+    """
         html head meta title style body a header main section footer h1 h2 h3 h4 p span b
         small div dl dt dd ul li table thead tbody tr th td svg rect path article pre code
         details summary
-        """
-    )
+        """.split()
 )
 
 

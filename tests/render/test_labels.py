@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advisor.core import labels
-from advisor.core.words import words
 from advisor.read import open_run
 
 WORDS = st.sampled_from(
@@ -58,14 +57,12 @@ def test_what_fits_stays_as_it_is_and_labels_are_their_own(names: list[str], wid
             assert label == name
 
 
-TRACES = words(
-    """
+TRACES = """
     a100_train_6steps alexnet b200_eager h100_bert_small_inference h100_qwen_inference
     linear_2080ti_launch_bound mi210_gpu_only mi250_train mi300_timesformer_inference
     mi300_torch_compile nccl_collectives pairs/loader_profiler_workers0 pairs/particle_batch2
     pairs/sam_3_bf16_compiled_sdpa two_ranks_rank0 v100_train_copy_heavy
-    """
-)
+    """.split()
 
 
 @pytest.mark.parametrize("trace", TRACES)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from advisor.advise.ranks.diagnose import diagnose
-from advisor.replay.ranks.bands import OTHERS, band_name, bands
+from advisor.replay.calibration import OTHERS, fault_kind, job_band, job_bands
+from advisor.replay.predictions import shipped
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import KIND, judge
 from benchmarks.simulation.summaries import summarise_all
@@ -31,10 +34,10 @@ def test_predicted_is_true(kind: str, seed: int) -> None:
 
 
 def test_bands_are_of_many_jobs_and_hold_what_is_predicted_right() -> None:
-    told = bands()
-    assert told.of("no such kind") == told.kinds[OTHERS]
-    names = {band_name(kind, moves=fault == "moving") for fault, kind in KIND.items()}
-    assert set(told.kinds) <= names | {OTHERS}
-    for band in told.kinds.values():
-        assert band.jobs >= 9
+    assert job_band("no such kind") == job_bands()[OTHERS]
+    names = {fault_kind(kind, moves=fault == "moving") for fault, kind in KIND.items()}
+    assert set(job_bands()) <= names | {OTHERS}
+    jobs = Counter(row.kind for row in shipped() if row.source == "job")
+    for kind, band in job_bands().items():
+        assert kind == OTHERS or jobs[kind] >= 9
         assert 0 < band.low < band.high < 3

@@ -17,7 +17,7 @@ from advisor.cli import run as cli
 from advisor.cli.try_ import parse_time
 from advisor.core.errors import AdvisorError
 from advisor.render import trial as terminal
-from advisor.replay import ledger
+from advisor.replay import predictions
 from advisor.tune.report import Trial, TrialReport
 from advisor.tune.spec import Pull
 from advisor.tune.whole import keep
@@ -85,10 +85,10 @@ def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path
     assert "+    for batch in DataLoader(Items(), batch_size=16, num_workers=" in best.diff
     assert report.repeats is True
     assert (tmp_path / "train.py").read_text() == SLOW
-    lines = ledger.read(tmp_path / "run" / ledger.FILE).entries
+    lines = predictions.read(tmp_path / "run" / predictions.FILE).predictions
     measured = best.is_known and best.runs > 1 and best.predicted is not None
     assert {line.rule for line in lines} == ({"single-process-loader"} if measured else set())
-    assert ledger.read(tmp_path / "mine.jsonl").entries == lines
+    assert predictions.read(tmp_path / "mine.jsonl").predictions == lines
     if lines:
         assert b"train" not in (tmp_path / "mine.jsonl").read_bytes()
     assert max(map(len, terminal.render(report).splitlines())) <= 80
@@ -127,14 +127,14 @@ def test_what_was_promised_and_measured_is_remembered(
     ]
     report = TrialReport(version="1", program=program, trials=trials)
     keep(report, tmp_path, remember=True)
-    lines = ledger.read(tmp_path / ledger.FILE).entries
+    lines = predictions.read(tmp_path / predictions.FILE).predictions
     assert [(line.rule, line.predicted, line.measured) for line in lines] == [
         ("single-process-loader", 0.5, 0.48)
     ]
-    assert ledger.read(tmp_path / "mine.jsonl").entries == lines
+    assert predictions.read(tmp_path / "mine.jsonl").predictions == lines
     assert b"train.py" not in (tmp_path / "mine.jsonl").read_bytes()
     keep(report, tmp_path, remember=False)
-    assert len(ledger.read(tmp_path / "mine.jsonl").entries) == 1
+    assert len(predictions.read(tmp_path / "mine.jsonl").predictions) == 1
 
 
 def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:

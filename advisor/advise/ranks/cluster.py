@@ -10,8 +10,7 @@ from typing import Any, Final
 import advisor
 from advisor.advise.ranks.task import perform, reason
 from advisor.advise.ranks.work import RETRIES, Died
-from advisor.core.errors import AdvisorError
-from advisor.core.install import install
+from advisor.core.errors import AdvisorError, install
 
 PATIENCE: Final = 60.0
 """Seconds to wait for a scheduler to answer, and for its first worker; and for one to come back

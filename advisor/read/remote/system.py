@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from advisor.core.errors import AdvisorError
-from advisor.core.install import install
+from advisor.core.errors import AdvisorError, install
 from advisor.read.remote.failures import not_installed
 from advisor.read.remote.urls import LONGEST_URL, WEB, is_url, scheme, shown
 

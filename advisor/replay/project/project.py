@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
+from advisor.replay.calibration import device_error, host_error
 from advisor.replay.graph import NEVER, Array, Edge
 from advisor.replay.price import EditGain
-from advisor.replay.project.crossings import error, host_error
 from advisor.replay.project.memory import Fit, fit
 from advisor.replay.project.moves import CODE, KINDS, Moved, move
 
@@ -138,7 +138,7 @@ class Projector:
         same = target.name == self.source.name
         host = 0.0 if self.same_host or same else host_error()
         off = np.array(
-            [0.0 if same else error(kind, other_vendor=other) for kind in KINDS], dtype=float
+            [0.0 if same else device_error(kind, other_vendor=other) for kind in KINDS], dtype=float
         )
         off[CODE["unchanged"]] = 0.0
         wide = off[moved.kind]

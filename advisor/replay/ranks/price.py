@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from advisor.measure.ranks.align import medians
 from advisor.measure.ranks.odd import Fleet, Seen
 from advisor.measure.ranks.summary import Advice
-from advisor.replay.ranks.bands import OTHERS, band_name
+from advisor.replay.calibration import OTHERS, fault_kind
 from advisor.replay.ranks.replay import Change, Gain, Replay
 
 Floats = NDArray[np.float64]
@@ -25,7 +25,7 @@ ALL_OVER = 0.01
 
 def price(fleet: Fleet, replay: Replay, seen: Seen) -> Gain:
     """Without what was seen: the rank like the others, the work spread evenly, the link as fast."""
-    at, kind = list(seen.who.places), band_name(seen.kind, moves=seen.moves)
+    at, kind = list(seen.who.places), fault_kind(seen.kind, moves=seen.moves)
     if seen.kind == "network":
         return _faster(fleet, replay, at, kind)
     if seen.kind == "pipeline":

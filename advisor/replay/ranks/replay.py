@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from advisor.measure.ranks.join import Joined
 from advisor.measure.ranks.profile import Profile
 from advisor.measure.ranks.summary import Summary
-from advisor.replay.ranks.bands import OTHERS, bands
+from advisor.replay.calibration import OTHERS, job_band
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -326,14 +326,14 @@ class Replay:
 
     def gain(self, change: Change, kind: str = OTHERS) -> Gain:
         """What the job's step is shorter by, ns, with its band: as far as predictions of that kind
-        (see :mod:`advisor.replay.ranks.bands`) were off, and by the replay's own error.
+        (see :func:`job_band`) were off, and by the replay's own error.
 
         Raises ValueError: nothing is replayed.
         """
         if self.reason:
             raise ValueError(self.reason)
         gain = self.base - self.step(change)
-        band, error = bands().of(kind), min(abs(self.base - self.measured), abs(gain))
+        band, error = job_band(kind), min(abs(self.base - self.measured), abs(gain))
         low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
         return Gain(gain, max(0.0, low - error), max(0.0, high + error))
 

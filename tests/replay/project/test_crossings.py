@@ -14,11 +14,12 @@ from typing import Any
 import bench_project
 import polars as pl
 import pytest
+from bench_project import Crossing, measurements
 
 from advisor.measure import Analysis
 from advisor.read import open_run
-from advisor.replay.bands import COVERAGE
-from advisor.replay.project.crossings import Crossing, error, host_error, measurements
+from advisor.replay.calibration import COVERAGE, device_error, host_error
+from advisor.replay.predictions import shipped
 from advisor.replay.project.rates import find
 
 
@@ -46,15 +47,20 @@ def test_the_worse_of_two_pairs_of_gpus_counts() -> None:
             gpus = (pair.source, pair.target)
             worst[gpus] = max(worst.get(gpus, 0.0), pair.error)
     assert len(worst) == 2
-    assert error("memory", other_vendor=False) == max(worst.values())
+    assert device_error("memory", other_vendor=False) == max(worst.values())
 
 
 def test_another_vendor_and_unknown_kinds_are_never_surer() -> None:
     worst = max(c.error for c in measurements().crossings)
     for kind in ("compute", "memory", "mixture", "unknown", "copy", "link"):
-        assert 0.1 < error(kind, other_vendor=False) < error(kind, other_vendor=True) < 1.5
+        assert (
+            0.1
+            < device_error(kind, other_vendor=False)
+            < device_error(kind, other_vendor=True)
+            < 1.5
+        )
     for kind in ("mixture", "unknown", "copy", "link"):
-        assert error(kind, other_vendor=False) == worst
+        assert device_error(kind, other_vendor=False) == worst
     assert 0.1 < host_error() < 1.0
 
 
@@ -64,6 +70,20 @@ def test_every_gpu_of_the_pairs_is_known_and_every_figure_sane() -> None:
         assert find(pair.target).gpu.name == pair.target
         assert pair.moved > 0 and pair.source_ns > 0 and pair.target_ns > 0
         assert pair.reference.startswith("https://")
+
+
+def test_the_table_holds_what_the_arithmetic_of_today_projects() -> None:
+    """A change of a GPU's rates or of the projection must be written into the table."""
+    table = {(p.program, p.device, p.target): p for p in shipped() if p.source == "gpus"}
+    rows = bench_project.predictions()
+    assert len(rows) == len(table)
+    for row in rows:
+        known = table[row.program, row.device, row.target]
+        assert (known.kind, known.predicted, known.measured) == (
+            row.kind,
+            pytest.approx(row.predicted, rel=1e-9),
+            row.measured,
+        )
 
 
 def test_the_table_of_the_documentation_is_that_of_the_measurements() -> None:

@@ -1,4 +1,4 @@
-"""The ledger: what is appended is read, by many at once, and damage costs only what is damaged."""
+"""What is appended is read, by many at once, and damage costs only what is damaged."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.replay import ledger
-from advisor.replay.ledger import Entry
+from advisor.replay import predictions
+from advisor.replay.predictions import Prediction
 
 
-def entry(measured: float, rule: str = "a-rule") -> Entry:
-    return Entry(
+def entry(measured: float, rule: str = "a-rule") -> Prediction:
+    return Prediction(
         rule=rule,
         predicted=0.4,
         low=0.3,
@@ -29,21 +29,21 @@ def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
 
     def write() -> None:
         for _ in range(20):
-            ledger.append(file, [entry(0.4), entry(0.2)])
+            predictions.append(file, [entry(0.4), entry(0.2)])
 
     writers = [threading.Thread(target=write) for _ in range(8)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert ledger.read(file) == (([entry(0.4), entry(0.2)] * 160), 0)
+    assert predictions.read(file) == (([entry(0.4), entry(0.2)] * 160), 0)
 
 
 def test_a_rule_is_told_by_what_became_of_its_promises() -> None:
-    found = ledger.records([entry(0.4), entry(0.32), entry(0.6), entry(0.1, "other")])
+    found = predictions.records([entry(0.4), entry(0.32), entry(0.6), entry(0.1, "other")])
     one = found["a-rule"]
     assert (one.trials, one.inside) == (3, 2)
-    assert str(one) == "over 3 trials the truth was 0.8 to 1.5 of the prediction"
+    assert str(one) == "in 3 measured cases the real gain was 80–150% of the estimate"
     assert list(found) == ["a-rule", "other"]
 
 
@@ -55,14 +55,20 @@ def test_a_line_that_is_none_of_ours_is_passed_over_and_counted(line: bytes) -> 
     import msgspec
 
     good = msgspec.json.encode(entry(0.4))
-    assert ledger.decode(b"\n".join([good, line, good])) == ([entry(0.4)] * 2, 1)
+    assert predictions.decode(b"\n".join([good, line, good])) == ([entry(0.4)] * 2, 1)
+
+
+def test_lines_of_earlier_versions_are_read() -> None:
+    line = b'{"source":"workload","of":"gc","rule":"r","knob":"w=2","predicted":0.4,"measured":0.2}'
+    (row,) = predictions.decode(line).predictions
+    assert (row.program, row.knob, row.ratio) == ("gc", "w=2", 0.5)
 
 
 def test_a_gain_that_never_came_counts_as_little_not_as_nothing() -> None:
-    assert entry(-0.2).ratio == ledger.MIN_RATIO
+    assert entry(-0.2).ratio == predictions.MIN_RATIO
 
 
 def test_a_ledger_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AdvisorError, match="cannot be written"):
-        ledger.append(tmp_path / "file" / "ledger.jsonl", [entry(0.4)])
+        predictions.append(tmp_path / "file" / "ledger.jsonl", [entry(0.4)])

@@ -7,28 +7,36 @@ import math
 import pytest
 
 from advisor.core.finding import Edit, Select
-from advisor.replay.bands import COVERAGE, OF_THE_STEP, error_of, kind, past, spread, widened
+from advisor.replay.calibration import (
+    COVERAGE,
+    OF_THE_STEP,
+    error_bound,
+    error_of,
+    kind,
+    widened_by_kind,
+)
+from advisor.replay.predictions import experiments
 
 WORK = Select(on="gpu")
 
 
 def test_the_place_of_the_error_is_the_conformal_one() -> None:
     """By hand: of nine errors the eighth (0.8 x 10), of four the fourth, of one the only one."""
-    assert spread([9, 1, 8, 2, 7, 3, 6, 4, 5]) == 8
-    assert spread([4, 1, 3, 2]) == 4
-    assert spread([5]) == 5
+    assert error_bound([9, 1, 8, 2, 7, 3, 6, 4, 5]) == 8
+    assert error_bound([4, 1, 3, 2]) == 4
+    assert error_bound([5]) == 5
 
 
 def test_what_is_left_out_lies_inside_the_band_of_the_others() -> None:
     """Of the predictions that are known, each against the band that the others give."""
-    known = [p for p in past() if p.kind not in OF_THE_STEP]
-    inside = [p.error <= spread([q.error for q in known if q is not p]) for p in known]
+    known = [p for p in experiments() if p.kind not in OF_THE_STEP]
+    inside = [p.error <= error_bound([q.error for q in known if q is not p]) for p in known]
     assert sum(inside) / len(inside) >= COVERAGE
 
 
 def test_every_kind_of_edit_has_errors_to_go_by() -> None:
     for name in ("loader", "waits", "host", "device", "ranks", "batch"):
-        assert 0 < error_of([name], past()) < math.log(2)
+        assert 0 < error_of([name], experiments()) < math.log(2)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,7 @@ def test_an_edit_is_of_the_kind_of_what_it_changes(edit: Edit, expected: str) ->
 @pytest.mark.parametrize("gain", [0.0, 1.0, 13.1, 60.0])
 def test_no_band_is_without_width_and_none_ends_beyond_the_step(gain: float) -> None:
     edit = Edit(op="scale", select=WORK, factor=0.5)
-    low, high = widened(gain, gain, gain, [edit], 80.0)
+    low, high = widened_by_kind(gain, gain, gain, [edit], 80.0)
     assert low < gain < high <= 80.0
     assert high - low >= 0.02 * 80.0 * 0.99
 
@@ -57,6 +65,6 @@ def test_no_band_is_without_width_and_none_ends_beyond_the_step(gain: float) -> 
 def test_a_growing_batch_is_as_uncertain_as_steps_of_two_runs_are() -> None:
     """From the pairs: 33.6 predicted, 40.3 measured is the largest of four errors; and 1 % more."""
     edit = Edit(op="resize", select=WORK, factor=32)
-    low, high = widened(0.0, 0.0, 0.0, [edit], 33.6)
+    low, high = widened_by_kind(0.0, 0.0, 0.0, [edit], 33.6)
     assert low == pytest.approx(-(40.3 - 33.6 + 0.336), rel=0.01)
     assert high == pytest.approx(7.04, rel=0.01)

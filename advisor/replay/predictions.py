@@ -1,0 +1,261 @@
+"""The table of past predictions: what was predicted of a change, and what was measured.
+
+``predictions.jsonl`` beside this file is ours, written by the benchmarks; a run keeps its own lines
+in ``ledger.jsonl``, and the user's own file is written only where they agreed. JSON lines, appended
+under a lock: lines of another schema, torn or damaged ones are skipped and counted. Holds no source
+code and no names of programs, files or hosts of the user. Imports neither torch nor polars.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from advisor.core.errors import AdvisorError
+from advisor.core.files import read_regular
+
+SCHEMA = "advisor.ledger/1"
+FILE = "ledger.jsonl"
+SHIPPED = Path(__file__).with_name("predictions.jsonl")
+VARIABLE = "ADVISOR_LEDGER"
+"""Where the user's file is, in place of ``~/.local/share/advisor/ledger.jsonl``."""
+MAX_BYTES = 8 << 20
+MIN_RATIO = 0.05
+"""A fix that brought nothing, or less, counts as this share of what was predicted."""
+_RENAMED = {"of": "program", "knob": "knob"}
+"""Fields under the names that earlier versions wrote."""
+
+
+class Prediction(Struct, kw_only=True, omit_defaults=True):
+    """A prediction and its measurement, in one unit."""
+
+    schema: str = SCHEMA
+    unix: int = 0
+    """When, s since 1970."""
+    source: Literal["try", "compare", "workload", "pair", "experiment", "job", "gpus"] = "try"
+    """What measured it. The user's: a trial, a comparison of two runs. Ours: a trial of a bundled
+    workload, a public pair of traces, an experiment of docs/accuracy.md, a simulated job, the same
+    work on two GPUs (or in traces of two)."""
+    program: str = ""
+    """Ours: which of them; empty: the user's."""
+    kind: str = ""
+    """What kind of change: see ``calibration``; empty: not known."""
+    change: str = ""
+    rule: str = ""
+    """Whose fix it was; empty: no finding's."""
+    knob: str = ""
+    """With its setting; empty: changed by hand."""
+    device: str = ""
+    """Name of the GPU (or of the trace it is known by); empty: none."""
+    target: str = ""
+    """The other GPU, where the same work was measured on two."""
+    torch: str = ""
+    unit: str = ""
+    """Empty: shares of the mean step (0 to 1)."""
+    predicted: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    measured: float = 0.0
+    measured_low: float = 0.0
+    measured_high: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return max(self.measured / self.predicted, MIN_RATIO) if self.predicted > 0 else 1.0
+
+    @property
+    def error(self) -> float:
+        """Logarithm of their ratio, without its sign."""
+        return abs(math.log(self.ratio))
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured interval meets the predicted one."""
+        return self.measured_low <= self.high and self.measured_high >= self.low
+
+
+class Table(NamedTuple):
+    """What a file holds."""
+
+    predictions: list[Prediction]
+    skipped: int
+    """Lines that could not be read."""
+
+
+class Record(NamedTuple):
+    """How predictions of one rule did."""
+
+    trials: int
+    inside: int
+    low: float
+    high: float
+    """The smallest and the largest ratio of measured to predicted."""
+
+    def __str__(self) -> str:
+        cases = "case" if self.trials == 1 else "cases"
+        low, high = f"{self.low:.0%}", f"{self.high:.0%}"
+        share = high if low == high else f"{low[:-1]}–{high}"
+        return f"in {self.trials} measured {cases} the real gain was {share} of the estimate"
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def user_file() -> Path:
+    """The user's own file, whether it exists or not."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # noqa: PTH111
+    return Path(base) / "advisor" / FILE
+
+
+def append(path: Path, predictions: Iterable[Prediction]) -> None:
+    """Add lines, all or none of them between those of others. Raises AdvisorError."""
+    lines = b"".join(msgspec.json.encode(row) + b"\n" for row in predictions)
+    if not lines:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            with _locked(descriptor):
+                os.write(descriptor, lines)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise AdvisorError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """While nobody else appends. Where there is no such lock, an append of this size is whole."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def read(path: Path) -> Table:
+    """A file that may not be there, or hold lines of others. Raises AdvisorError."""
+    if not path.is_file():
+        return Table([], 0)
+    try:
+        data = read_regular(path, MAX_BYTES)
+    except OSError as error:
+        raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
+    return decode(data)
+
+
+def decode(data: bytes) -> Table:
+    """Lines of a file."""
+    rows, skipped = [], 0
+    for line in data.splitlines():
+        if not line.strip():
+            continue
+        try:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+            fields = {_RENAMED.get(name, name): value for name, value in fields.items()}
+            row = msgspec.convert(fields, Prediction)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            skipped += 1
+            continue
+        numbers = (row.predicted, row.low, row.high, row.measured)
+        if row.schema != SCHEMA or not all(map(math.isfinite, numbers)):
+            skipped += 1
+            continue
+        rows.append(row)
+    return Table(rows, skipped)
+
+
+# -- what is known ------------------------------------------------------------------------------
+
+left_out: ContextVar[str] = ContextVar("left_out", default="")
+"""The program whose own outcome no interval may know of now."""
+
+
+@contextmanager
+def without(program: str) -> Iterator[None]:
+    """Intervals as if a pair or a workload had never been measured, so that a prediction of it is
+    not compared with an interval that it widened itself."""
+    token = left_out.set(program)
+    try:
+        yield
+    finally:
+        left_out.reset(token)
+
+
+@cache
+def shipped() -> tuple[Prediction, ...]:
+    """Ours, as the benchmarks wrote them."""
+    return tuple(decode(SHIPPED.read_bytes()).predictions)
+
+
+def shipped_trials() -> tuple[Prediction, ...]:
+    """Those of ours in which a rule's fix was tried."""
+    return tuple(row for row in shipped() if row.rule)
+
+
+def trials() -> tuple[Prediction, ...]:
+    """All trials of rules' fixes: ours, and those of the user."""
+    return tuple(row for row in (*shipped_trials(), *_users()) if _counts(row))
+
+
+def experiments() -> tuple[Prediction, ...]:
+    """Ours in which the kind of change is known: public pairs and experiments."""
+    wanted = ("pair", "experiment")
+    return tuple(row for row in shipped() if row.source in wanted and row.kind and _counts(row))
+
+
+def _counts(row: Prediction) -> bool:
+    return not left_out.get() or row.program != left_out.get()
+
+
+def _users() -> tuple[Prediction, ...]:
+    path = user_file()
+    try:
+        state = path.stat()
+    except OSError:
+        return ()
+    return _read_once(path, state.st_mtime_ns, state.st_size)
+
+
+@cache
+def _read_once(path: Path, changed: int, size: int) -> tuple[Prediction, ...]:
+    try:
+        return tuple(read(path).predictions)
+    except AdvisorError:  # too large, or not to be read: as if there were none
+        return ()
+
+
+def records(predictions: Iterable[Prediction]) -> dict[str, Record]:
+    """By rule, in the order of their names."""
+    by_rule: dict[str, list[Prediction]] = {}
+    for row in predictions:
+        if row.predicted > 0:
+            by_rule.setdefault(row.rule, []).append(row)
+    return {
+        rule: Record(
+            len(rows),
+            sum(row.inside for row in rows),
+            min(row.ratio for row in rows),
+            max(row.ratio for row in rows),
+        )
+        for rule, rows in sorted(by_rule.items())
+    }

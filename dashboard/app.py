@@ -130,8 +130,8 @@ def _broken() -> Any:
         "Main",
         el(
             "Section",
-            el("H1", "This page could not be made"),
-            el("P", "That is a fault of advisor; the terminal it runs in says more.", role="alert"),
+            el("H1", "This page failed"),
+            el("P", "This is a bug in advisor. Its terminal shows the error.", role="alert"),
             el("P", link("Back to the overview", href="/")),
             cls="card centred",
         ),
@@ -235,9 +235,9 @@ def _loading(view: PageView) -> Any:
 def _failed(view: PageView) -> Any:
     return el(
         "Section",
-        el("H1", "This cannot be shown"),
+        el("H1", "This run cannot be shown"),
         el("P", t.clean(view.entry.why), role="alert"),
-        el("P", "What advisor reads, and how to record it: docs/getting-a-trace.md."),
+        el("P", "docs/getting-a-trace.md lists the supported files and how to record them."),
         cls="card centred",
     )
 

@@ -189,7 +189,7 @@ class DashboardSession:
                 self._load(entry, whole=True)
             finally:
                 if entry.state == "loading":
-                    entry.state, entry.why = "failed", "the analysis broke off; see the terminal"
+                    entry.state, entry.why = "failed", "the analysis failed; see the terminal"
 
     def comparison(self, before: str, after: str) -> Comparison | str | None:
         """Two entries compared; a text: why not; ``None``: not (yet) made."""
@@ -238,7 +238,7 @@ class DashboardSession:
         finally:
             for entry in self.entries:
                 if entry.state == "loading":  # the thread dies of a bug: say so, not "loading"
-                    entry.state, entry.why = "failed", "the analysis broke off; see the terminal"
+                    entry.state, entry.why = "failed", "the analysis failed; see the terminal"
             self._first.set()
 
     def _load(self, entry: OpenedPath, *, whole: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""The Memory page's part of a memory snapshot: the timeline, the segments' map, who held what."""
+"""The memory snapshot's part of the Memory page: allocations over time, the map of segments, and
+the allocations live at the peak."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def warm(loaded: LoadedRun) -> None:
 
 
 def sections(view: PageView) -> list[Any]:
-    """One a device of the rank's snapshot; none: no snapshot."""
+    """Cards of each device in the rank's snapshot; empty without a snapshot."""
     a = view.analysis
     views = {each.device: each for each in view.loaded.report.memory}
     if a is not view.loaded.main:
@@ -67,9 +68,9 @@ def _device(view: PageView, a: Analysis, post: PostMortem, told: MemoryView | No
                     made,
                     f"memory-snapshot-gpu{post.device}",
                     height=320,
-                    description="Bytes in tensors by category at each event of the allocator.",
+                    description="Allocated bytes by category at each allocator event.",
                 ),
-                aside="by category, as a snapshot's stacks tell it",
+                aside="by category, inferred from allocation stacks",
             )
         )
     if post.history.segments.height:
@@ -153,11 +154,13 @@ def _map_height(post: PostMortem) -> int:
 def _map_note(post: PostMortem) -> str:
     shown, whole = _map_rows(post).height, post.history.segments.height
     more = f" The {shown} largest of {whole:,} segments are drawn." if shown < whole else ""
-    return f"Grey is free: a request needs one piece of its own pool and stream.{more}"
+    return (
+        f"Grey is free memory. A request needs one contiguous piece of its pool and stream.{more}"
+    )
 
 
 def _segments(post: PostMortem) -> Any:
-    """A bar a segment, of its blocks; hovering tells size, category, line and age."""
+    """One bar per segment with its blocks; the tooltip gives size, category, line and age."""
     h, lives = post.history, post.history.lives
     alive = np.flatnonzero(lives.ended == h.count)
     at = dict(zip(lives.address[alive].tolist(), alive.tolist(), strict=True))
@@ -212,17 +215,21 @@ def _segment_name(row: dict[str, Any]) -> str:
 
 
 def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> tuple[str, str]:
-    """Category and what is said on hovering: size, line, age."""
+    """Category of a block, and its tooltip: size, line, age."""
     if block["state"] == "inactive":
         return "free", f"free {t.format_bytes(block['size'])}"
     if block["state"] == "pending":
         return "pending", f"{t.format_bytes(block['size'])}, freed; another stream still uses it"
     h = post.history
-    kind = CATEGORIES[int(post.kinds[life])] if life is not None else "not told"
+    kind = CATEGORIES[int(post.kinds[life])] if life is not None else "unknown"
     origin = h.origins[-1 if block["stack"] is None else block["stack"]]
-    where = "no line" if origin.file is None else f"{t.shorten_path(origin.file, 50)}:{origin.line}"
+    where = (
+        "line unknown"
+        if origin.file is None
+        else f"{t.shorten_path(origin.file, 50)}:{origin.line}"
+    )
     born = -1 if life is None else int(h.lives.born[life])
-    age = "from before the history"
+    age = "allocated before the history"
     if born >= 0:
         age = f"{h.count - born:,} events old"
         times = h.events["time_us"]
@@ -256,5 +263,5 @@ def _post_mortem(told: MemoryView) -> Any:
         ]
     if told.savings:
         items = [el("Li", line) for line in memory.assumptions(told)]
-        body += [el("P", "Taken for granted:", cls="note-line"), el("Ul", *items, cls="plain")]
+        body += [el("P", "Assumptions:", cls="note-line"), el("Ul", *items, cls="plain")]
     return card(shown.title, *body, aside=shown.aside)

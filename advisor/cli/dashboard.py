@@ -21,50 +21,55 @@ from advisor.core.errors import AdvisorError, install
 
 if TYPE_CHECKING:
     from advisor.dashboard.serve import Server
+    from advisor.dashboard.session import DashboardSession
 
 TOKEN = "ADVISOR_DASHBOARD_TOKEN"
 PERFETTO = "https://ui.perfetto.dev"
 
 
+Paths = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="PATH",
+        help="Each a trace file, a folder of one run's traces, or a job's report (JSON).",
+    ),
+]
+Host = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="Listen on this address; others may connect.")
+]
+Port = Annotated[
+    int, typer.Option(metavar="N", min=0, max=65535, help="This port, or the next free one.")
+]
+Browser = Annotated[bool, typer.Option("--browser/--no-browser", help="Open the browser.")]
+NoToken = Annotated[
+    bool, typer.Option("--no-token", help="Admit every user and program that can connect.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Read the token from this file, which only you may read (or set "
+        "ADVISOR_DASHBOARD_TOKEN). Default: a new token.",
+    ),
+]
+PerfettoUrl = Annotated[
+    str, typer.Option(metavar="URL", help="Perfetto UI for 'Open in Perfetto'; off hides it.")
+]
+Live = Annotated[bool, typer.Option("--live", help="Follow the run during its recording.")]
+Memory = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A memory snapshot of the first path.")
+]
+
+
 def command(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATH",
-            help="Each a trace file, a folder of one run's traces, or a job's report (JSON).",
-        ),
-    ],
-    host: Annotated[
-        str,
-        typer.Option(metavar="ADDRESS", help="Listen there; others than this machine may come."),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="This port or the next free one.")
-    ] = 8050,
-    browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open the browser.")
-    ] = True,
-    no_token: Annotated[
-        bool,
-        typer.Option("--no-token", help="Let in every user and program that reaches the address."),
-    ] = False,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The token is in this file, which only you may read (or in "
-            "ADVISOR_DASHBOARD_TOKEN); else one is made.",
-        ),
-    ] = None,
-    perfetto_url: Annotated[
-        str,
-        typer.Option(
-            metavar="URL", help="The Perfetto that 'Open in Perfetto' opens; off: no such button."
-        ),
-    ] = PERFETTO,
-    live: Annotated[
-        bool, typer.Option("--live", help="Follow the run while it is being recorded.")
-    ] = False,
+    paths: Paths,
+    host: Host = "127.0.0.1",
+    port: Port = 8050,
+    browser: Browser = True,
+    no_token: NoToken = False,
+    token_file: TokenFile = None,
+    perfetto_url: PerfettoUrl = PERFETTO,
+    live: Live = False,
     rank: o.Rank = None,
     window: o.Window = None,
     steps: Steps = None,
@@ -72,23 +77,61 @@ def command(
     price: pricing.Price = None,
     prices: pricing.PriceTable = None,
     gpus: pricing.Gpus = None,
-    memory: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A memory snapshot that belongs to the first path."),
-    ] = None,
+    memory: Memory = None,
     max_size: o.MaxSize = None,
 ) -> None:
-    """Show traces and runs in the browser: what the step is made of, what to fix, and the timeline.
+    """Show traces and runs in the browser: the step's time, the fixes, and the timeline.
 
     With several paths the first is compared with each of the others.
     """
     from advisor.cli.analyze import parse_size
-    from advisor.read.remote import urls
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
     paid = pricing.chosen(price, prices)
     token = given_token(token_file, no_token=no_token)
     viewer = parse_perfetto(perfetto_url)
+    _check_exist(paths)
+    try:
+        from advisor.dashboard.app import create_app
+    except ModuleNotFoundError as error:
+        raise AdvisorError(f"the dashboard needs {error.name}: {install('dashboard')}") from None
+    from advisor.advise.engine import Options
+    from advisor.dashboard.access import Access
+    from advisor.dashboard.serve import bind
+    from advisor.dashboard.session import DashboardSession
+    from advisor.read import ReadOptions
+    from advisor.read.directory import refuse_several
+    from advisor.read.source import DEFAULT_LIMIT
+
+    for path in paths:
+        refuse_several(path)
+    read = ReadOptions(
+        max_bytes=limit or DEFAULT_LIMIT,
+        memory=None if memory is None else str(memory),
+        step_ranges=step_ranges(steps),
+    )
+    options = Options(
+        rank=rank,
+        window=window,
+        steps=chosen,
+        rules_folder=rules,
+        prices=paid,
+        gpus=gpus,
+        read=read,
+    )
+    session = DashboardSession(paths, options, live=live, perfetto=viewer)
+    access = Access.to(host, token)
+    if no_token:
+        access = replace(access, token=None)
+    server = bind(create_app(session, access).server, access, port)
+    _announce(server, port)
+    _serve(server, session, browser=browser)
+
+
+def _check_exist(paths: list[str]) -> None:
+    """Raise AdvisorError for a URL or a path that is not there."""
+    from advisor.read.remote import urls
+
     for path in paths:
         if urls.is_url(path):
             raise AdvisorError(
@@ -97,42 +140,14 @@ def command(
             )
         if path != "-" and not Path(path).exists():
             raise AdvisorError(f"{path}: no such file or directory")
-    try:
-        from advisor.dashboard.app import create_app
-    except ModuleNotFoundError as error:
-        raise AdvisorError(f"the dashboard needs {error.name}: {install('dashboard')}") from None
-    from advisor.advise.engine import Options
-    from advisor.read.directory import refuse_several
 
-    for path in paths:
-        refuse_several(path)
-    from advisor.dashboard.access import Access
-    from advisor.dashboard.serve import bind, open_browser
-    from advisor.dashboard.session import DashboardSession
-    from advisor.read import ReadOptions
-    from advisor.read.source import DEFAULT_LIMIT
 
-    options = Options(
-        rank=rank,
-        window=window,
-        steps=chosen,
-        rules_folder=rules,
-        prices=paid,
-        gpus=gpus,
-        read=ReadOptions(
-            max_bytes=limit or DEFAULT_LIMIT,
-            memory=None if memory is None else str(memory),
-            step_ranges=step_ranges(steps),
-        ),
-    )
-    session = DashboardSession(paths, options, live=live, perfetto=viewer)
-    access = Access.to(host, token)
-    if no_token:
-        access = replace(access, token=None)
-    server = bind(create_app(session, access).server, access, port)
+def _serve(server: Server, session: DashboardSession, *, browser: bool) -> None:
+    """Load the session and serve it until interrupted; then remove what the browser needed."""
+    from advisor.dashboard.serve import open_browser
+
     session.start()
-    _announce(server, port)
-    # what is made for the browser goes with a kill as well as with Ctrl-C
+    # a kill, too, removes what was made for the browser
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     forget = None
@@ -203,14 +218,14 @@ def parse_perfetto(text: str) -> str | None:
 
 
 def _announce(server: Server, port: int) -> None:
-    """Where it is, and what to know about that."""
+    """Print the address, and who can connect."""
     print(f"advisor dashboard: {server.address}")
     if port and server.port != port:
-        print(f"port {port} is taken, this is the next free one", file=sys.stderr)
+        print(f"port {port} is taken; this is the next free one", file=sys.stderr)
     if server.access.token is not None:
-        print("The token in the address lets anybody in who has it. Ctrl-C ends it.")
+        print("Anybody with the token in this address can connect. Ctrl-C stops the server.")
     else:
-        print("Ctrl-C ends it.")
+        print("Ctrl-C stops the server.")
         who = "every user of this machine" if server.access.here_only else "everybody"
-        print(f"No token is asked for: {who} who reaches the address can look.", file=sys.stderr)
+        print(f"No token: {who} who can reach the address can connect.", file=sys.stderr)
     sys.stdout.flush()

@@ -27,7 +27,7 @@
       }, KNOCK_MS);
       var late = setTimeout(function () {
         end();
-        fail(new Error("That site does not answer. Save the trace, and open the file there."));
+        fail(new Error("That site does not respond. Save the trace and open the file there."));
       }, PATIENCE_MS);
       function heard(event) {
         if (event.source !== tab || event.origin !== origin || event.data !== "PONG") {
@@ -52,11 +52,11 @@
     // in the click itself: later it would be a pop-up that nobody asked for
     var tab = window.open(viewer, "_blank");
     if (!tab) {
-      say("The browser did not allow a new tab. Save the trace, and open the file there.");
+      say("The browser blocked the new tab. Save the trace and open the file there.");
       return;
     }
     button.disabled = true;
-    say("Making the trace …");
+    say("Writing the trace…");
     var made = fetch(button.getAttribute("data-trace")).then(function (answer) {
       if (answer.ok) {
         return answer.arrayBuffer();
@@ -70,7 +70,7 @@
         tab.postMessage({ perfetto: { buffer: both[0], title: title, fileName: title } }, origin, [
           both[0],
         ]);
-        say("Handed over.");
+        say("Trace sent.");
       })
       .catch(function (error) {
         say(error.message);

@@ -25,7 +25,7 @@
       }, 1600);
     };
     if (!navigator.clipboard) {
-      done("Not allowed");
+      done("Blocked");
       return;
     }
     navigator.clipboard.writeText(text).then(
@@ -33,7 +33,7 @@
         done("Copied");
       },
       function () {
-        done("Not allowed");
+        done("Blocked");
       },
     );
   }

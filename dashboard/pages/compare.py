@@ -1,4 +1,4 @@
-"""Compare: two runs side by side, and whether what was advised did what it promised."""
+"""Compare: two runs side by side, with the predicted and the measured gain of each fix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORK_WIDTH = 44
 STATUS = {
     "slower": ("failed", "Slower"),
     "faster": ("healthy", "Faster"),
-    "no difference": ("", "No difference shown"),
+    "no difference": ("", "No significant difference"),
     "not measured": ("", "Not measured"),
 }
 MARKS = {"fixed": "healthy", "new": "failed", "remaining": "bottlenecks"}
@@ -52,9 +52,8 @@ def layout(other: object = None, **query: object) -> Any:
             head("Compare"),
             empty(
                 "One run is open",
-                "Two are needed to say what became faster or slower.",
-                "Start with both: advisor dashboard BEFORE AFTER, or advisor compare on the "
-                "command line.",
+                "A comparison needs two runs.",
+                "Start advisor dashboard BEFORE AFTER, or use advisor compare.",
             ),
         )
     keys = [after for _, after in pairs]
@@ -65,7 +64,7 @@ def layout(other: object = None, **query: object) -> Any:
     found = view.session.comparison(before.key, after.key)
     chooser = _chooser(view, keys, after)
     if found is None or isinstance(found, str):
-        why = t.clean(found) if found else "The comparison is being made; reload in a moment."
+        why = t.clean(found) if found else "The comparison is being computed. Reload in a moment."
         title = "These cannot be compared" if found else "Not yet"
         return page(head("Compare", None, chooser), empty(title, why))
     return page(
@@ -119,7 +118,7 @@ def _steps(c: Comparison) -> Any:
             _distribution(c.steps.before, c.steps.after),
             "step-times",
             height=230,
-            description="Share of the steps that are at most as long, before and after.",
+            description="Cumulative share of steps by duration, before and after.",
         ),
         _table("Step time", words.step_lines(c)),
         *(el("P", note, cls="note-line", style={"marginTop": "10px"}) for note in notes),
@@ -144,7 +143,7 @@ def _distribution(before: Distribution, after: Distribution) -> Any:
                 hovertemplate="%{y:.0%} take at most %{x:,.2f} ms<extra>" + name + "</extra>",
             )
         )
-    made.update_xaxes(title="ms a step")
+    made.update_xaxes(title="ms per step")
     made.update_yaxes(title="share of steps", tickformat=".0%", range=[0, 1.04], nticks=5)
     made.update_layout(showlegend=True, margin={"t": 34})
     return made
@@ -238,7 +237,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
             )
     units = {unit_of(side.step_source) for side in (c.before, c.after)}
     of = t.format_per("step" if units == {"step"} else "recording")
-    whose = "Device time" if any(line.group == "time" for line in lines) else "Host time"
+    whose = "GPU time" if any(line.group == "time" for line in lines) else "Host time"
     groups = [
         (whose, [line for line in lines if line.group in ("time", "idle", "host")]),
         ("Kernels by family", [line for line in lines if line.group == "kernels"]),
@@ -248,12 +247,12 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
         "Where the time goes",
         el("Div", *strips, cls="strips") if strips else None,
         *(
-            _table(title, part, bars=True, caption=f"{title}, {of}, all bars to one scale")
+            _table(title, part, bars=True, caption=f"{title}, {of}, all bars on one scale")
             for title, part in groups
             if part
         ),
         _table("Figure", figures_) if figures_ else None,
-        aside="both to one scale" if len(strips) == 2 else "",
+        aside="both on one scale" if len(strips) == 2 else "",
         cls="compared",
     )
 
@@ -261,7 +260,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
 def _findings(c: Comparison) -> Any:
     groups = words.findings(c)
     if not groups:
-        return empty("No findings", "Neither of the two has any.")
+        return empty("No findings", "Neither run has findings.")
     parts: list[Any] = []
     for title, items in groups:
         parts.append(
@@ -283,7 +282,7 @@ def _realised(c: Comparison) -> Any:
     sentences = [t.clean(sentence) for sentence in words.realised(c)]
     if not sentences:
         return None
-    return card("Promised and kept", *(el("P", sentence) for sentence in sentences))
+    return card("Predicted and measured gains", *(el("P", sentence) for sentence in sentences))
 
 
 def _work(c: Comparison) -> Any:
@@ -292,7 +291,7 @@ def _work(c: Comparison) -> Any:
         return None
     return card(
         "Operators that differ",
-        _table("Device work", lines, bars=True, caption=f"Device time and launches{per(c)}"),
-        aside="matched by operator and shape, so across GPUs too",
+        _table("GPU work", lines, bars=True, caption=f"GPU time and launches{per(c)}"),
+        aside="matched by operator and shape, also across GPUs",
         cls="compared",
     )

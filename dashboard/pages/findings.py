@@ -1,4 +1,4 @@
-"""Findings: what is wrong, what it is worth, where it is, how to mend it and how to check that."""
+"""Findings: the cause, its gain, its place in the code, the fix, and how to verify it."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def _head(report: Report) -> Any:
     found = len(facts.ranked(report))
     title = "Findings"
     if found:
-        lead = "In the order in which to fix them: by what each is worth on top of those before it."
+        lead = "Fix them in this order: each gain assumes that the fixes above are done."
     elif report.status == "healthy":
-        lead = "No change that would make the step shorter was found."
+        lead = "No change found that shortens the step."
     else:
         lead = ""
     return head(title, lead)
@@ -74,7 +74,7 @@ def _nothing(report: Report) -> Any:
         for good in report.good
     ]
     return empty(
-        "Nothing to fix" if report.status == "healthy" else "No fix that is worth showing",
+        "Nothing to fix" if report.status == "healthy" else "No fix with an estimated gain",
         t.clean(report.verdict),
         "",
         el("Ul", *checked, cls="plain", style={"marginTop": "10px"}) if checked else None,
@@ -100,7 +100,7 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
 
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
-    """One finding with all there is about it."""
+    """A finding with its details."""
     doubts = facts.doubts(finding)
     return el(
         "Article",
@@ -111,9 +111,9 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
             _block("Where", _where(view, finding)),
             _block("What to change", el("P", t.clean(finding.fix), cls="fix")),
             code(finding.code) if finding.code else None,
-            _block("How to check", el("P", t.clean(finding.check)) if finding.check else None),
-            _block("What was measured", _evidence(finding)),
-            _block("Doubts", _lines(doubts)),
+            _block("How to verify", el("P", t.clean(finding.check)) if finding.check else None),
+            _block("Evidence", _evidence(finding)),
+            _block("Caveats", _lines(doubts)),
             _folded(report, finding),
             _actions(view, finding),
             cls="body",
@@ -150,7 +150,7 @@ def _confidence(finding: Finding) -> Any:
 
 
 def _worth(report: Report, finding: Finding) -> Any:
-    """The gain as a figure; else in words why there is none."""
+    """The gain as a figure, or the reason why there is none."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         text = t.format_gain(finding)
@@ -215,14 +215,14 @@ def _evidence(finding: Finding) -> Any:
             cells.append(el("Td", shown, cls="num"))
             cells += [el("Td", *_limit(item), cls="limit")] if limits else []
         lines.append(el("Tr", *cells))
-    heads = [el("Th", "Fact", scope="col"), el("Th", "Value", scope="col", cls="num")]
-    heads += [el("Th", "Limit", scope="col", cls="limit")] if limits else []
+    heads = [el("Th", "Measurement", scope="col"), el("Th", "Value", scope="col", cls="num")]
+    heads += [el("Th", "Threshold", scope="col", cls="limit")] if limits else []
     made = el("Table", el("Thead", el("Tr", *heads)), el("Tbody", *lines), cls="data evidence")
-    return scrolling(made, "What was measured")
+    return scrolling(made, "Evidence")
 
 
 def _limit(item: Evidence) -> list[Any]:
-    """The limit, and who says so."""
+    """The threshold and its source."""
     if item.threshold is None:
         return []
     source = t.clean(item.source)
@@ -237,7 +237,7 @@ def _folded(report: Report, finding: Finding) -> Any:
     if not covered:
         return None
     lines = [el("Li", f"{word} {text}") for word, text in covered]
-    return el("Section", el("H3", "Goes away with it"), el("Ul", *lines, cls="folded"))
+    return el("Section", el("H3", "Also fixed by this"), el("Ul", *lines, cls="folded"))
 
 
 def timeline_href(view: PageView, finding: Finding, place: Location) -> str | None:
@@ -260,7 +260,7 @@ def _actions(view: PageView, finding: Finding) -> Any:
     buttons = []
     at = next((href for p in finding.where if (href := timeline_href(view, finding, p))), None)
     if at is not None:
-        buttons.append(link(icon("show"), "Show me on the timeline", href=at, cls="button main"))
+        buttons.append(link(icon("show"), "Show on the timeline", href=at, cls="button main"))
     for reference in finding.references:
         parts = urlsplit(reference)
         if parts.scheme in ("http", "https"):
@@ -299,9 +299,7 @@ def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
                 id=anchor(finding),
             )
         )
-    return card(
-        "Notes", el("Ul", *lines, cls="lines"), aside="not in the order of worth; each says why"
-    )
+    return card("Notes", el("Ul", *lines, cls="lines"), aside="not ranked; each says why")
 
 
 def _note_worth(finding: Finding) -> Any:
@@ -311,6 +309,6 @@ def _note_worth(finding: Finding) -> Any:
     return el(
         "Span",
         t.format_saving(impact),
-        el("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}, perhaps"),
+        el("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}, uncertain"),
         cls="worth unsure",
     )

@@ -1,4 +1,4 @@
-"""Cost and GPUs: what the steps cost here, and what they would take and cost on another GPU."""
+"""Cost and GPUs: cost of the steps here, and their projected time and cost on other GPUs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, 
 from advisor.replay.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
 from advisor.replay.project.project import Projector
 
-HEAD = ("GPU", "step", "band", "speed", "memory")
-NO_PRICE = (
-    "no price was given: advisor dashboard --price 2.50/h, or --prices FILE with a table by the "
-    "GPU's name"
-)
-NOT_THIS_GPU = "the prices that were given have none of this GPU"
-NO_ENERGY = "advisor record samples NVML, where there is an NVIDIA GPU"
+HEAD = ("GPU", "step", "range", "speedup", "memory")
+NO_PRICE = "unknown: pass --price 2.50/h, or --prices FILE with a price for each GPU"
+NOT_THIS_GPU = "unknown: the given prices do not list this GPU"
+NO_ENERGY = "advisor record samples it on NVIDIA GPUs"
 
 
 def layout(**query: object) -> Any:
@@ -31,10 +28,10 @@ def layout(**query: object) -> Any:
     try:
         prices = view.session.options.prices or read_prices()
     except AdvisorError as error:
-        return page(head("Cost and GPUs"), empty("No price can be read", t.clean(str(error))))
+        return page(head("Cost and GPUs"), empty("The prices cannot be read", t.clean(str(error))))
     unpaid = NOT_THIS_GPU if prices.table else NO_PRICE
     told = card(
-        "Here",
+        "This run",
         facts(
             [
                 ("Cost", t.clean(" · ".join(paid)) if paid else unpaid),
@@ -55,12 +52,12 @@ def layout(**query: object) -> Any:
         told,
         _table(found, prices),
         card(
-            "What the bands rest on",
+            "How the ranges are estimated",
             el(
                 "P",
                 f"Measured on {t.clean(projector.source.name)}: "
-                f"{t.format_duration(projector.a.step_ns)} a "
-                f"step. {RESTS_ON}; hosts of other machines lie in it too (docs/project.md).",
+                f"{t.format_duration(projector.a.step_ns)} per "
+                f"step. {RESTS_ON}. Other hosts add to the range (docs/project.md).",
             ),
             el("Ul", *(el("Li", t.clean(note)) for note in notes)) if notes else None,
         ),
@@ -75,18 +72,18 @@ def _projected(view: PageView, prices: Prices) -> tuple[Projector, tuple[Choice,
 def _unpriced(prices: Prices) -> str:
     if ANY in prices.table:
         return (
-            "--price is what this GPU costs. Which one is the cheapest takes a table: --prices "
-            "FILE, or [tool.advisor.prices] of pyproject.toml."
+            "--price covers this GPU only. To compare costs, pass --prices FILE or set "
+            "[tool.advisor.prices] in pyproject.toml."
         )
     return (
-        "No GPU has a price, so which one is the cheapest is not told: --prices FILE with a table "
-        "by the GPU's name, or [tool.advisor.prices] of pyproject.toml."
+        "No GPU has a price, so costs are unknown. Pass --prices FILE or set "
+        "[tool.advisor.prices] in pyproject.toml."
     )
 
 
 def _table(found: tuple[Choice, ...], prices: Prices) -> Any:
     priced = any(c.price is not None for c in found)
-    header = [*HEAD, *(["an hour", "a million steps", "band"] if priced else [])]
+    header = [*HEAD, *(["per hour", "per million steps", "range"] if priced else [])]
     rows = []
     for c in found:
         p = c.projection
@@ -115,7 +112,7 @@ def _table(found: tuple[Choice, ...], prices: Prices) -> Any:
             header,
             rows,
             numbers=range(1, len(header)),
-            caption=f"By projection, the {'cheapest' if priced else 'fastest'} first",
+            caption=f"Projected, {'cheapest' if priced else 'fastest'} first",
             stacked=True,
         ),
     )

@@ -1,4 +1,4 @@
-"""Kernels and ops: what runs on the device, how near to what it could do, and who launches it."""
+"""Kernels and ops: GPU work by kernel and operator, compared with the roofline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from advisor.measure.device.rooflines import attained, rooflines
 from advisor.measure.host.optree import op_table, op_tree
 
 MAX_ROWS = 2_000
-"""Kernels in the grid; what is smaller is told in a line."""
+"""Kernels in the grid; a line below counts the others."""
 MAX_OPS = 500
 
 
@@ -45,7 +45,7 @@ def layout(**query: object) -> Any:
     a = view.analysis
     title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
     if a.device_id is None:
-        why = "No device work in this trace: kernels, occupancy and rooflines are not measured."
+        why = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
         how = limit_worded(
             "Record with activities=[CPU, CUDA] on a machine with a GPU.", a.trace.meta
         )
@@ -74,10 +74,10 @@ def warm(loaded: LoadedRun) -> None:
 def _lead(a: Analysis) -> str:
     if a.device_id is None:
         return "Operators by host time."
-    per = "a step" if a.steps.source != "whole trace" else "in the recording"
+    per = "per step" if a.steps.source != "whole trace" else "in the recording"
     kernels = a.hot_kernels
     total = t.format_count(float(kernels["count"].sum()) / a.step_count)
-    return f"{total} kernels {per}, {t.format_count(kernels.height)} different ones."
+    return f"{total} kernels {per}, {t.format_count(kernels.height)} distinct."
 
 
 def _families(a: Analysis) -> Any:
@@ -96,15 +96,15 @@ def _families(a: Analysis) -> Any:
         .with_columns(pl.col("family").cast(pl.String))
         .iter_rows()
     ]
-    header = ["Family", "", "Time a step", "Of device work", "Count a step"]
+    header = ["Family", "", "Time per step", "Share of GPU work", "Launches per step"]
     return card("By family", table(header, lines, numbers=(2, 3, 4), caption=OF_WORK, stacked=True))
 
 
-OF_WORK = "Share of device work: kernels, copies and memsets, their durations summed"
+OF_WORK = "GPU work: the summed durations of kernels, copies and memsets"
 
 
 def _device_work(a: Analysis) -> int:
-    """What shares of this page are of, as in ``Report.families``, ns."""
+    """Denominator of the shares on this page, as in ``Report.families``, ns."""
     return max(int(a.families["dur"].sum()), 1)
 
 
@@ -112,12 +112,12 @@ KERNELS = (
     Column("name", "Kernel", flex=2, names=True),
     Column("family", "Family", width=130),
     Column("count", "Count", width=66, number=True),
-    Column("time", "Time a step", width=94, number=True, csv="Time a step, ns"),
+    Column("time", "Time per step", width=104, number=True, csv="Time per step, ns"),
     Column("share", "Share", width=66, number=True, csv="Share, 0 to 1"),
     Column("occupancy", "Occupancy", width=90, number=True, csv="Occupancy, 0 to 1"),
     Column("flops", "TFLOP/s", width=74, number=True, csv="FLOP/s"),
     Column("bytes", "GB/s", width=66, number=True, csv="Bytes/s"),
-    Column("roofline", "Of roof", width=72, number=True, csv="Of roof, 0 to 1"),
+    Column("roofline", "Of roofline", width=86, number=True, csv="Of roofline, 0 to 1"),
     Column("tensor", "Tensor", width=70),
     Column("op", "Launched by", flex=1, names=True),
 )
@@ -170,11 +170,11 @@ def _kernels(view: PageView) -> Any:
     a = view.analysis
     rows = view.loaded.view(("kernel_rows", view.rank), lambda: kernel_rows(a))
     more = a.hot_kernels.height - len(rows)
-    aside = "select one to see it on the timeline; share: of device work; – is not measured"
+    aside = "select a kernel to find it on the timeline; – means not measured"
     return card(
         "Kernels",
         grid("kernel-grid", KERNELS, rows, height=460, label="Kernels"),
-        el("P", f"{t.format_count(more)} smaller ones are not listed.", cls="note-line")
+        el("P", f"{t.format_count(more)} smaller kernels are not listed.", cls="note-line")
         if more
         else None,
         el("Div", id="kernel-detail", aria_live="polite"),
@@ -189,22 +189,22 @@ def _roofline(view: PageView) -> Any:
     )
     if a.hardware is None:
         why = (
-            f"What {t.clean(a.device.name)} can do is not known to advisor."
+            f"advisor has no peak figures for {t.clean(a.device.name)}."
             if a.device is not None and a.device.name
-            else "The trace does not tell which GPU it was recorded on."
+            else "The trace does not name its GPU."
         )
         return empty("No roofline", why)
     if known.is_empty():
         return empty(
             "No roofline",
-            "FLOPs and bytes of the kernels are not known without the shapes of the operators.",
+            "FLOPs and bytes of a kernel need the input shapes of its operator.",
             record_with("record_shapes=True", a.trace.meta),
         )
     share = float(known["dur"].sum()) / _device_work(a)
     words = (
-        f"{t.count_noun(known.height, 'kernel')}, {t.format_share(share)} of device work, by "
+        f"{t.count_noun(known.height, 'kernel')}, {t.format_share(share)} of GPU work, by "
         "arithmetic "
-        f"intensity and rate, under the roofs of {a.hardware.name}."
+        f"intensity and FLOP rate, below the roofline of {a.hardware.name}."
     )
     return card(
         "Roofline",
@@ -214,7 +214,7 @@ def _roofline(view: PageView) -> Any:
             height=420,
             description=words,
         ),
-        el("P", words + " Area is time. Roofs are the vendor's figures.", cls="note-line"),
+        el("P", words + " Area shows time. Peaks are the vendor's figures.", cls="note-line"),
     )
 
 
@@ -224,13 +224,13 @@ def _tree(view: PageView) -> Any:
     if tree.is_empty():
         return empty(
             "No modules or operators",
-            "The trace has no operators, so it is not known who launched what.",
+            "The trace has no operators, so launches cannot be attributed.",
             limit_worded("Record with activities=[CPU, CUDA].", a.trace.meta),
         )
-    what = "device time" if a.device_id is not None else "host time"
-    words = f"Modules and operators by the {what} under them, outermost on top; click to enter."
+    what = "GPU time" if a.device_id is not None else "host time"
+    words = f"Modules and operators by {what}, outermost on top. Click one to zoom in."
     return card(
-        "Who launches it" if a.device_id is not None else "Who takes the time",
+        f"{what[0].upper()}{what[1:]} by module and operator",
         figure(
             figures.icicle(tree, f"all {what}"), "modules-and-ops", height=460, description=words
         ),
@@ -241,8 +241,10 @@ def _tree(view: PageView) -> Any:
 OPS = (
     Column("name", "Operator", flex=3, names=True),
     Column("count", "Calls", width=100, number=True),
-    Column("device", "Device time a step", width=160, number=True, csv="Device time a step, ns"),
-    Column("host", "Own host time a step", width=170, number=True, csv="Own host time a step, ns"),
+    Column("device", "GPU time per step", width=160, number=True, csv="GPU time per step, ns"),
+    Column(
+        "host", "Self host time per step", width=176, number=True, csv="Self host time per step, ns"
+    ),
 )
 
 
@@ -276,9 +278,9 @@ def _ops(view: PageView) -> Any:
     # without any, a column of zeros would say that it was measured
     device = a.trace.gpu.height > 0
     columns = OPS if device else tuple(column for column in OPS if column.field != "device")
-    words = "Host time leaves out what the operator called."
+    words = "Self host time excludes the operators called."
     if device:
-        words = f"Device time is of kernels that the operator launched itself. {words}"
+        words = f"GPU time counts kernels that the operator launches itself. {words}"
     return card(
         "Operators",
         grid("op-grid", columns, rows, height=380, label="Operators"),
@@ -365,13 +367,13 @@ RATE_COLUMNS = (
     Column("name", "Operator", flex=2, names=True),
     Column("shapes", "Shapes", flex=2, names=True),
     Column("dtype", "Format", width=76),
-    Column("calls", "Calls", width=66, number=True, csv="Calls a step"),
-    Column("time", "Time a step", width=94, number=True, csv="Time a step, ns"),
+    Column("calls", "Calls", width=66, number=True, csv="Calls per step"),
+    Column("time", "Time per step", width=104, number=True, csv="Time per step, ns"),
     Column("bound", "Bound", width=86),
     Column("flops", "TFLOP/s", width=76, number=True, csv="FLOP/s"),
     Column("bytes", "GB/s", width=70, number=True, csv="Bytes/s"),
     Column("efficiency", "Of attainable", width=104, number=True, csv="Of attainable, 0 to 1"),
-    Column("saved", "Saves a step", width=98, number=True, csv="Saves a step, ns"),
+    Column("saved", "Saving per step", width=112, number=True, csv="Saving per step, ns"),
 )
 
 
@@ -404,26 +406,29 @@ def operator_rates(view: PageView) -> Any:
     a = view.analysis
     rows = view.loaded.view(("rate_rows", view.rank), lambda: rate_rows(a))
     if not rows:
-        return empty("No operators by shape", "No kernel of these steps computes anything.")
+        return empty("No operators by shape", "These steps run no compute kernel.")
     return card(
         "Operators by shape",
         grid(RATES, RATE_COLUMNS, rows, height=420, label="Operators by shape"),
         el("P", _rate_note(a), cls="note-line", style={"marginTop": "10px"}),
-        aside="against the rates that are attained on such a GPU; – is not measured",
+        aside="compared with rates measured on such a GPU; – means not measured",
     )
 
 
 def _rate_note(a: Analysis) -> str:
-    """What the rates are, and where they come from."""
+    """The attainable rates and their sources."""
     found = []
     for rate in attained(a):
         memory = rate.of == "memory"
         unit = "GB/s" if memory else "TFLOP/s"
         shown = f"{t.format_number(rate.rate / (1e9 if memory else 1e12))} {unit}"
-        where = "estimated by its kin" if rate.source is None else t.clean(rate.source)
+        where = "estimated from similar GPUs" if rate.source is None else t.clean(rate.source)
         found.append(f"{rate.of} {shown} ({where})")
-    told = f"Attainable: {', '.join(found)}. " if found else "What this GPU attains is not known. "
+    told = (
+        f"Attainable: {', '.join(found)}. "
+        if found
+        else "The attainable rates of this GPU are unknown. "
+    )
     return (
-        f"{told}Bound by launch: starting the kernel takes longer than its work, so it is not "
-        "held against a rate."
+        f"{told}Launch-bound: starting the kernel takes longer than its work, so no rate applies."
     )

@@ -1,4 +1,4 @@
-"""Live: a run while it is being recorded: steps, phases, telemetry, findings as windows land."""
+"""Live: a run during its recording: steps, phases, telemetry, and findings of each window."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def layout(rank: object = None, **query: object) -> Any:
             head("Live"),
             empty(
                 "Not following a run",
-                "This page shows steps, phases and telemetry while training is going on.",
-                "Start with advisor dashboard RUN --live, where RUN is the folder that advisor "
-                "record writes to.",
+                "This page follows steps, phases and telemetry during training.",
+                "Start advisor dashboard RUN --live, where RUN is the folder that advisor record "
+                "writes.",
             ),
         )
     interval: Any = dcc.Interval
@@ -60,7 +60,7 @@ def layout(rank: object = None, **query: object) -> Any:
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """Once a second: what was appended since."""
+    """Update the page once per second."""
     if not session.live:
         return
 
@@ -114,7 +114,7 @@ def body(view: PageView, rank: int | None) -> list[Any]:
 
 
 def _recent(record: RankRecord) -> StepRecords:
-    """The latest steps, as they would be measured on their own."""
+    """Measurements of the latest steps alone."""
     steps = record.steps[-RECENT:]
     return StepRecords(RankRecord(rank=record.rank, steps=steps))
 
@@ -124,7 +124,7 @@ def _figures(record: RankRecord) -> Any:
     rate = recent.samples_per_second
     last = record.steps[-1]
     ends = record.of_kind("end")
-    state = "going on"
+    state = "running"
     if ends:
         state = f"ended: {t.clean(ends[-1].get('reason', ''))}"
     return tiles(
@@ -145,7 +145,7 @@ def _figures(record: RankRecord) -> Any:
                 t.NOT_MEASURED if rate is None else f"{rate:,.0f}/s",
                 "samples, this rank" if rate is not None else "",
             ),
-            ("Memory in tensors", t.format_bytes(last.allocated), "at the end of the last step"),
+            ("Allocated memory", t.format_bytes(last.allocated), "at the end of the last step"),
         ]
     )
 
@@ -184,17 +184,17 @@ def _phases(record: RankRecord) -> Any:
 
 
 def _findings(view: PageView) -> Any:
-    """What the last window showed."""
+    """Findings of the last window."""
     entry = view.session.entries[0]
     if entry.loaded is None:
         why = t.clean(entry.why or entry.doing)
-        return empty("No findings yet", f"They come when a profiled window lands. {why}")
+        return empty("No findings yet", f"They appear after the first profiled window. {why}")
     report = entry.loaded.report
     found = facts.ranked(report)[:5]
     if not found:
         return card("Findings", el("P", t.clean(report.verdict)))
     if report.scope.step_source == "record":
-        basis = "from the recorded steps alone, until a profiled window lands"
+        basis = "from recorded steps only, until a window is profiled"
     else:
         basis = f"of window {next((item.window for item in report.inputs), 0)}"
     return card(
@@ -206,18 +206,18 @@ def _findings(view: PageView) -> Any:
 
 
 GPU_LINES = (
-    ("Use", "%", (("any kernel", "utilisation", 1), ("memory", "memory_utilisation", 1))),
-    ("Clock", "MHz", (("SM", "sm_clock", 1), ("highest", "sm_clock_max", 1))),
-    ("Power", "W", (("drawn", "power", 1e3), ("limit", "power_limit", 1e3))),
+    ("Utilization", "%", (("any kernel", "utilisation", 1), ("memory", "memory_utilisation", 1))),
+    ("Clock", "MHz", (("SM", "sm_clock", 1), ("maximum", "sm_clock_max", 1))),
+    ("Power", "W", (("draw", "power", 1e3), ("limit", "power_limit", 1e3))),
     (
         "Temperature",
         "°C",
-        (("GPU", "temperature", 1), ("clocks fall at", "temperature_slowdown", 1)),
+        (("GPU", "temperature", 1), ("slowdown at", "temperature_slowdown", 1)),
     ),
     (
         "Memory",
         "GiB",
-        (("used, all processes", "memory_used", 1 << 30), ("there is", "memory_total", 1 << 30)),
+        (("used, all processes", "memory_used", 1 << 30), ("total", "memory_total", 1 << 30)),
     ),
 )
 HOST_LINES = (
@@ -237,8 +237,8 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
         return [
             empty(
                 "No telemetry",
-                "Clocks, power, temperature and host load were not sampled.",
-                "Record with advisor record: it samples once a second.",
+                "Clocks, power, temperature and host load were not recorded.",
+                "Record with advisor record, which samples once per second.",
             )
         ]
     start = record.samples[0].t
@@ -252,7 +252,7 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
     if made:
         found.append(card("GPU", figure_grid(made), aside="over the run, in seconds"))
     elif record.rank.devices:
-        found.append(empty("No GPU telemetry", "The driver gave nothing that could be sampled."))
+        found.append(empty("No GPU telemetry", "The driver reported no samples."))
     spans = throttle_spans(gpus, start)
     if spans:
         found.append(_throttled(spans))
@@ -294,7 +294,7 @@ def _figure(
 
 
 def figure_grid(parts: list[Any]) -> Any:
-    """Small figures of one kind beside each other."""
+    """Small figures side by side."""
     return el("Div", *parts, cls="multiples")
 
 
@@ -320,7 +320,7 @@ def _throttled(spans: list[tuple[str, float, float, int]]) -> Any:
         for names, first, last, count in sorted(spans, key=lambda span: -span[3])[:20]
     ]
     return card(
-        "Clocks held down",
+        "Clock throttling",
         table(["Reason", "From", "To", "Samples"], rows, numbers=(1, 2, 3)),
-        aside="as the driver gives it",
+        aside="reasons as the driver reports them",
     )

@@ -1,4 +1,4 @@
-"""Memory: what the allocator held over time, what was in it at the peak, what it kept unused."""
+"""Memory: allocated and reserved bytes over time, the allocations live at the peak."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layout(**query: object) -> Any:
     known = bool(devices) or noted or a.snapshot is not None
     ours = not foreign(a.trace.meta)
     whose = "PyTorch's allocator counts" if ours else "the allocators of the program count"
-    lead = f"Device memory as {whose} it." if known else ""
+    lead = f"GPU memory as {whose} it." if known else ""
     title = head("Memory", lead, rank_choice(view, "/memory"))
     ooms = _out_of_memory(a)
     parts: list[Any] = snapshot.sections(view)
@@ -51,9 +51,9 @@ def layout(**query: object) -> Any:
         parts.append(
             empty(
                 "No device memory",
-                "The trace has no allocator events, so what was allocated when is not measured.",
-                "Record on a GPU with profile_memory=True, or with advisor record, which notes "
-                "memory at the end of each step."
+                "The trace has no allocator events, so memory over time is not measured.",
+                "Record on a GPU with profile_memory=True, or use advisor record, which samples "
+                "memory after each step."
                 if ours
                 else "",
             )
@@ -83,9 +83,9 @@ def _device(view: PageView, device: int, *, named: bool) -> list[Any]:
                 _curve(a, curve, peak),
                 f"memory-gpu{device}",
                 height=280,
-                description="Bytes in tensors and bytes held by the allocator over the recording.",
+                description="Allocated and reserved bytes over the recording.",
             ),
-            aside="steps are marked below",
+            aside="ticks mark the steps",
         )
     )
     if peak is not None:
@@ -94,7 +94,7 @@ def _device(view: PageView, device: int, *, named: bool) -> list[Any]:
 
 
 def _figures(a: Analysis, device: int, peak: Peak) -> Any:
-    """The peak, what the allocator held then, and how much of that was no tensor."""
+    """The peak, the reserved bytes then, and the unused part of them."""
     by_step = a.memory.filter(pl.col("device") == device)
     capacity = by_step["capacity"].max() if not by_step.is_empty() else None
     cached = None if peak.reserved is None else peak.reserved - peak.allocated
@@ -103,24 +103,24 @@ def _figures(a: Analysis, device: int, peak: Peak) -> Any:
     return tiles(
         [
             (
-                "Peak in tensors",
+                "Peak allocated",
                 t.format_bytes(peak.allocated),
                 f"{t.format_duration(peak.ts)} into the trace",
             ),
             (
-                "Reserved then",
+                "Reserved at the peak",
                 t.format_bytes(peak.reserved),
                 of if peak.reserved is not None else "",
             ),
             (
-                "Reserved, in no tensor",
+                "Reserved, unused",
                 t.format_bytes(cached),
                 f"{t.format_share(share)}: cache and fragmentation" if share is not None else "",
             ),
             (
-                "Allocated before",
+                "Allocated earlier",
                 t.format_bytes(peak.before),
-                "of the peak, before the recording began",
+                "part of the peak, from before the recording",
             ),
         ]
     )
@@ -131,9 +131,9 @@ def _curve(a: Analysis, curve: pl.DataFrame, peak: Peak | None) -> Any:
     gib = 1 << 30
     largest = max([1, *curve["allocated"].drop_nulls().to_list()])
     scale, unit = (gib, "GiB") if largest >= gib else (1 << 20, "MiB")
-    series = [("in tensors", x, (curve["allocated"] / scale).to_list(), ALLOCATED)]
+    series = [("allocated", x, (curve["allocated"] / scale).to_list(), ALLOCATED)]
     if not curve["reserved"].is_null().all():
-        series.append(("held by the allocator", x, (curve["reserved"] / scale).to_list(), RESERVED))
+        series.append(("reserved", x, (curve["reserved"] / scale).to_list(), RESERVED))
     made = figures.lines(series, x="ms into the trace", y=unit, height=280, step=True)
     for row in a.steps.table.iter_rows(named=True) if a.steps.source != "whole trace" else ():
         made.add_shape(
@@ -164,9 +164,8 @@ def _curve(a: Analysis, curve: pl.DataFrame, peak: Peak | None) -> Any:
 def _held(peak: Peak) -> Any:
     if peak.held.is_empty():
         return empty(
-            "What was held at the peak is not known",
-            f"All of the {t.format_bytes(peak.allocated)} was allocated before the recording "
-            "began.",
+            "The contents of the peak are unknown",
+            f"All {t.format_bytes(peak.allocated)} were allocated before the recording began.",
         )
     largest = max(peak.held["bytes"].to_list())
     rows = []
@@ -186,35 +185,36 @@ def _held(peak: Peak) -> Any:
     notes = []
     if peak.before:
         notes.append(
-            f"{t.format_bytes(peak.before)} more was allocated before the recording began: model, "
-            "optimizer state, or whatever else was there."
+            f"Another {t.format_bytes(peak.before)} was allocated before the recording, for "
+            "example "
+            "parameters and optimizer state."
         )
     if more:
-        notes.append(f"{t.format_count(more)} smaller owners are not listed.")
+        notes.append(f"{t.format_count(more)} smaller rows are not listed.")
     return card(
-        "Held at the peak",
+        "Live at the peak",
         table(
             ["Operator", "Line", "", "Bytes", "Of the peak", "Blocks"],
             rows,
             numbers=(3, 4, 5),
             names=(0, 1),
-            caption="By the outermost operator that was running when it was allocated",
+            caption="By the outermost operator at the time of allocation",
         ),
         el("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}) if notes else None,
     )
 
 
 def _recorded(a: Analysis) -> Any:
-    """What the recorder noted at the end of each step."""
+    """Memory at the end of each recorded step."""
     if a.recorded is None or not a.recorded.steps:
         return None
     steps = a.recorded
     numbers = [float(step.n) for step in steps.steps]
     series = []
     for field, name, colour in (
-        ("allocated", "in tensors", ALLOCATED),
-        ("reserved", "held by the allocator", RESERVED),
-        ("peak", "highest so far", theme.CLASSES["communication"]),
+        ("allocated", "allocated", ALLOCATED),
+        ("reserved", "reserved", RESERVED),
+        ("peak", "peak so far", theme.CLASSES["communication"]),
     ):
         values = [getattr(step, field) for step in steps.steps]
         if any(value is not None for value in values):
@@ -246,19 +246,19 @@ def _recorded(a: Analysis) -> Any:
                 description="Resident memory of the process over the recorded steps.",
             )
         )
-    name = "Over the run" if series else "The host's memory over the run"
+    name = "Over the run" if series else "Host memory over the run"
     return card(name, *made, aside="recorded at the end of each step") if made else None
 
 
 def _out_of_memory(a: Analysis) -> Any:
-    """What was noted when an allocation failed."""
+    """The last recorded out-of-memory event."""
     events = [] if a.record is None else a.record.of_kind("oom")
     if not events:
         return None
     last = events[-1]
     rows = [
-        ("in tensors", t.format_bytes(_number(last.get("allocated")))),
-        ("held by the allocator", t.format_bytes(_number(last.get("reserved")))),
+        ("allocated", t.format_bytes(_number(last.get("allocated")))),
+        ("reserved", t.format_bytes(_number(last.get("reserved")))),
     ]
     snapshot = last.get("snapshot")
     if snapshot:
@@ -266,7 +266,7 @@ def _out_of_memory(a: Analysis) -> Any:
     return card(
         "Out of memory",
         el("P", t.clean(last.get("message", "")), cls="mono"),
-        table(["Then", ""], rows, numbers=()),
+        table(["At the failure", ""], rows, numbers=()),
         aside=f"{t.format_count(len(events))}×",
         cls="alarm",
     )
@@ -277,7 +277,7 @@ def _number(value: object) -> float | None:
 
 
 def _calls(a: Analysis) -> Any:
-    """Runtime calls that allocate or free inside the steps: each is slow, and most wait."""
+    """Runtime calls that allocate or free memory during the steps: each is slow, and most wait."""
     calls = a.allocations
     if calls.is_empty():
         return None
@@ -302,7 +302,7 @@ def _calls(a: Analysis) -> Any:
         for call, count, dur, worst in sums.iter_rows()
     ]
     return card(
-        "Calls past the allocator",
-        table(["What", "Calls", "Time a step", "Longest"], rows, numbers=(1, 2, 3)),
-        aside="inside the analysed steps; the caching allocator makes none when it is warm",
+        "Allocation calls to the driver",
+        table(["What", "Calls", "Time per step", "Longest"], rows, numbers=(1, 2, 3)),
+        aside="in the analysed steps; a warm caching allocator makes none",
     )

@@ -1,4 +1,4 @@
-"""Overview: the verdict, what the step is made of, what to fix first and what that is worth."""
+"""Overview: the verdict, the step's time by class, and the fixes in order with their gains."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import banner, card, draw_bar, el, link, page, png_button, tiles
 
 STATUS = {
-    "bottlenecks": "Something is worth fixing",
+    "bottlenecks": "Bottlenecks found",
     "healthy": "Healthy",
-    "limited": "Cannot be said for sure",
+    "limited": "Uncertain",
 }
 TOP = 5
 """Findings listed; the others are a click away."""
@@ -52,7 +52,7 @@ def _head(report: Report) -> Any:
 
 
 def figures(report: Report) -> list[tuple[str, str, str]]:
-    """The figures of merit: name, value, what to know about it."""
+    """The headline figures: name, value, and a note on it."""
     scope, replay = report.scope, report.replay
     unit = report.per
     spread = ""
@@ -64,7 +64,7 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
     found = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     if report.step is not None:
         found = [
-            ("Step", t.format_duration(report.step.ns), "median of the run, without the profiler")
+            ("Step", t.format_duration(report.step.ns), "median of the run, outside the profiler")
         ]
         if report.step.window_ns is not None:
             about = "; ".join(facts.window(report))
@@ -83,12 +83,12 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
         found.append(("Replay error", t.NOT_MEASURED, "gains are upper bounds"))
     else:
         error = facts.replay_error(replay)
-        found.append(("Replay error", error, "what the gains are priced with"))
+        found.append(("Replay error", error, "gains come from this replay"))
     return found
 
 
 def _staircase(report: Report) -> Any:
-    """Measured, then with fix 1, then with fixes 1 and 2 …: as the terminal's list has it."""
+    """Step time as measured, then after fix 1, after fixes 1 and 2 and so on."""
     shown = views.stairs(report)
     if shown is None:
         return None
@@ -114,16 +114,16 @@ def _staircase(report: Report) -> Any:
             )
         )
     return card(
-        f"What the {shown.per} could come down to",
+        f"{shown.per.capitalize()} time after each fix",
         el("Ol", *stairs, cls="stairs"),
         el("P", facts.outlook(report), cls="note-line", style={"marginTop": "14px"}),
-        aside="each fix on top of those before it",
+        aside="each row adds one fix to those above",
         tools=png_button("gains"),
     )
 
 
 def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
-    """One finding in two lines, with the way to all there is about it."""
+    """A finding in two lines, linked to its details."""
     impact = finding.impact
     where = facts.named_places(finding, 1)
     places = " · ".join(where[0][1]) if where else ""
@@ -148,7 +148,7 @@ def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
 
 
 def anchor(finding: Finding) -> str:
-    """The place of a finding on the findings page."""
+    """HTML id of a finding on the findings page."""
     kept = "".join(char if char.isalnum() or char == "-" else "-" for char in finding.rule)
     return f"finding-{kept}"
 
@@ -173,7 +173,7 @@ def _rest(report: Report) -> Any:
             el("Li", el("Span", "✓", cls="mark good", aria_hidden="true"), t.clean(good.text))
             for good in report.good
         ]
-        cards.append(card("What is good", el("Ul", *lines, cls="plain")))
+        cards.append(card("Passed checks", el("Ul", *lines, cls="plain")))
     missing = facts.abstentions(report)
     if missing:
         lines = [
@@ -184,7 +184,7 @@ def _rest(report: Report) -> Any:
             )
             for what, why in missing
         ]
-        cards.append(card("Not checked, and how to record it", el("Ul", *lines, cls="plain")))
+        cards.append(card("Skipped checks", el("Ul", *lines, cls="plain")))
     if not cards:
         return None
     definitions = facts.definitions(report)

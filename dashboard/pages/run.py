@@ -1,4 +1,4 @@
-"""Run: where and how it ran, its steps from first to last, telemetry, hot Python lines."""
+"""Run: the environment, all recorded steps, telemetry and hot Python lines."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def layout(**query: object) -> Any:
             "Div",
             el("Div", _environment(manifest, record), _trace(a), cls="stack"),
             _flags(record),
-            cls="pair uneven",
+            cls="pair wide-first",
         ),
     )
 
 
 def _no_record() -> Any:
     return empty(
-        "Only a trace",
-        "This was recorded by a profiler alone: steps outside its window, phases, GPU clocks, "
-        "power and temperature, flags and loader settings are not measured.",
+        "No run record",
+        "Only a profiler trace was recorded. Steps outside its window, phases, GPU clocks, power, "
+        "temperature, flags and loader settings are unknown.",
         "Record with advisor record, or @advisor.profile, to get them.",
     )
 
@@ -74,42 +74,42 @@ def _figures(view: PageView) -> Any:
         return None
     effect = recorded.observer_effect
     rate = recorded.samples_per_second
-    ended = t.clean(recorded.ended) if recorded.ended else "killed, or still going on"
+    ended = t.clean(recorded.ended) if recorded.ended else "killed or still running"
     return tiles(
         [
             (
                 "Steps",
                 t.format_count(recorded.steps),
-                f"{t.format_count(recorded.used)} in the figures · {t.clean(ended)}",
+                f"{t.format_count(recorded.used)} analysed · {t.clean(ended)}",
             ),
-            ("Median step", t.format_duration(recorded.median_ns), "without the profiler"),
+            ("Median step", t.format_duration(recorded.median_ns), "outside the profiler"),
             (
                 "99th percentile",
                 t.format_duration(recorded.p99_ns),
                 "" if recorded.p99_ns is not None else "needs 100 steps outside the profiler",
             ),
             (
-                "Profiler's cost",
+                "Profiler overhead",
                 t.NOT_MEASURED
                 if effect is None
-                else "none seen"
+                else "none measured"
                 if effect <= 0
                 else f"{effect:+.0%}",
-                f"{t.format_duration(step.window_ns)} a step in the window"
+                f"{t.format_duration(step.window_ns)} per step in the window"
                 if (step := view.loaded.report.step) is not None and step.window_ns is not None
                 else "",
             ),
             (
                 "Throughput",
                 t.NOT_MEASURED if rate is None else f"{rate:,.0f}/s",
-                "samples, this rank" if rate is not None else "batch sizes not told",
+                "samples, this rank" if rate is not None else "batch size not recorded",
             ),
         ]
     )
 
 
 def _steps(a: Analysis) -> Any:
-    """Every step, with those that a window slowed in another colour."""
+    """Duration of every step; profiled steps have their own colour."""
     steps = a.recorded
     if steps is None or not steps.steps:
         return None
@@ -140,7 +140,7 @@ def _phases(recorded: Recorded | None) -> Any:
         "Phases of the step",
         draw_strip(parts, "Phases of the step"),
         el("Div", *two_columns(parts), cls="legend"),
-        aside="host time: forward and backward are launched in it, the device runs behind",
+        aside="host time; the GPU runs asynchronously",
     )
 
 
@@ -227,12 +227,12 @@ def _loaders(a: Analysis) -> Any:
     return card(
         "Data loaders",
         table(["", *(name.replace("_", " ") for name in names)], rows, stacked=True),
-        aside="those that fed training steps",
+        aside="loaders that fed training steps",
     )
 
 
 def _events(record: RankRecord) -> Any:
-    """Warnings, and what became of the windows."""
+    """Warnings, errors, and the state of each profiled window."""
     lines = []
     for data in record.of_kind("window"):
         state, why = t.clean(data.get("state", "")), t.clean(data.get("why", "") or "")
@@ -245,17 +245,17 @@ def _events(record: RankRecord) -> Any:
     if not lines:
         return None
     shown = [el("Li", line) for line in lines[:MAX_WARNINGS]]
-    return card("What happened", el("Ul", *shown, cls="more"))
+    return card("Events", el("Ul", *shown, cls="more"))
 
 
 def _lines(view: PageView) -> Any:
-    """Scalene's hot lines, when there was a pass with it."""
+    """Scalene's hot lines."""
     found = view.loaded.report.hot_lines
     if not found:
         return empty(
             "No Python lines",
-            "Which lines of Python take host time was not sampled.",
-            "Record with advisor record --scalene, which makes a second, separate pass.",
+            "Host time by line of Python was not sampled.",
+            "Record with advisor record --scalene, which adds a separate pass.",
         )
     rows = [
         [
@@ -275,7 +275,7 @@ def _lines(view: PageView) -> Any:
             rows,
             numbers=(2, 3, 4, 5),
             names=(0, 1),
-            caption="Share of the process's CPU time, sampled by Scalene in a pass of its own",
+            caption="Share of the process's CPU time, sampled by Scalene in a separate pass",
         ),
     )
 
@@ -288,13 +288,13 @@ def _trace(a: Analysis) -> Any:
     rows: list[tuple[str, Any]] = [
         ("file", t.shorten_path(meta.path, 100)),
         ("events", t.format_count(meta.events_read)),
-        ("size", f"{t.format_bytes(meta.bytes_read)} unpacked"),
+        ("size", f"{t.format_bytes(meta.bytes_read)} uncompressed"),
         ("length", t.format_duration(meta.end_ns)),
     ]
     if meta.truncated:
         rows.append(("truncated", t.clean(meta.damage or "the file ends early")))
     rows += [
-        (f"left out: {t.clean(reason)}", t.format_count(count))
+        (f"excluded: {t.clean(reason)}", t.format_count(count))
         for reason, count in meta.events_dropped.items()
     ]
     rows += [
@@ -319,7 +319,7 @@ def _trace(a: Analysis) -> Any:
 
 
 def _yes(value: bool | None) -> str:
-    return "not told" if value is None else "recorded" if value else "not recorded"
+    return "unknown" if value is None else "recorded" if value else "not recorded"
 
 
 def _version(number: int) -> str:

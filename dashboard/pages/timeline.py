@@ -70,7 +70,9 @@ class TraceFiles:
             if a.record_only:
                 raise AdvisorError("no window was profiled, so there is no trace")
             if a.trace.meta.path == "-":
-                raise AdvisorError("a trace from standard input is not kept: save it to a file")
+                raise AdvisorError(
+                    "a trace from standard input is not kept; save it to a file first"
+                )
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="advisor-"))  # 0700
             target = self._folder / f"{next(self._number)}.json.gz"
@@ -154,26 +156,24 @@ def _explanation(viewer: str, address: str, title: str) -> Any:
         el("H2", "Open in Perfetto"),
         el(
             "P",
-            "This loads ",
+            "This opens ",
             el("Code", viewer),
-            " in a new tab, which is a request to that site, and hands it the trace there, from "
-            "this tab to that one inside your browser. Nothing was asked of it so far. Perfetto's "
-            "interface works on the trace in the browser and uploads it only if you share it "
-            "there; that is a promise of that site, not of advisor's. A trace tells names of your "
-            "code, files and machines.",
+            " in a new tab and passes the trace to it inside your browser. Nothing was sent to "
+            "that site before. It states that it uploads a trace only when you share it; advisor "
+            "cannot check that. A trace contains names of your code, files and machines.",
         ),
         el(
             "Div",
             el(
                 "Button",
-                "Open it there",
+                "Open",
                 id="perfetto-open",
                 cls="button main",
                 data_viewer=viewer,
                 data_trace=address,
                 data_title=title,
             ),
-            el("Button", "Do not", id="perfetto-leave", cls="button"),
+            el("Button", "Cancel", id="perfetto-leave", cls="button"),
             cls="actions",
         ),
         el("P", "", id="perfetto-state", role="status", cls="note-line"),

@@ -1,4 +1,4 @@
-"""Trials: what ``advisor try`` measured of the fixes of this run."""
+"""Trials: the fixes that ``advisor try`` measured on this run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, 
 from advisor.tune.report import FILE, MAX_BYTES, Trial, TrialReport
 from advisor.tune.words import band, headline, interval, losses, runs
 
-COLUMNS = ("knob", "cures", "predicted", "measured", "inside", "losses", "memory", "outcome")
+COLUMNS = ("knob", "rule", "predicted", "measured", "in range", "losses", "memory", "outcome")
 
 
 def layout(**query: object) -> Any:
@@ -27,11 +27,10 @@ def layout(**query: object) -> Any:
         return page(
             head("Trials"),
             empty(
-                "Nothing was tried",
-                "This page shows which fixes were measured, what they bring, and whether the "
-                "losses stay the same.",
-                "advisor try RUN runs the program of a recorded run again, as it is and with each "
-                "fix that needs no change to its files.",
+                "No trials",
+                "This page shows the measured gain of each fix and whether losses changed.",
+                "Run advisor try RUN. It reruns the recorded program with and without each fix "
+                "that needs no file change.",
             ),
         )
     both = report.together
@@ -41,13 +40,13 @@ def layout(**query: object) -> Any:
         banner([losses(report)] if report.repeats is False else []),
         tiles(
             [
-                ("Step as it is", t.format_duration(report.step_ns), f"{report.steps} steps a run"),
+                ("Step before", t.format_duration(report.step_ns), f"{report.steps} steps per run"),
                 (
-                    "Step after all winners",
+                    "Step with all winning changes",
                     t.format_duration(None if both is None else both.step_ns),
                     "" if both is None else t.clean(", ".join(map(str, both.pulls))),
                 ),
-                ("Saved", saved, "of the mean step, 95 %"),
+                ("Saved", saved, "of the mean step, 95 % confidence"),
             ]
         ),
         _table(report.trials) if report.trials else None,
@@ -59,8 +58,8 @@ def layout(**query: object) -> Any:
                     ("Program", t.clean(" ".join(report.program))),
                     ("Runs", t.clean(" · ".join(runs(report)))),
                     ("Losses", losses(report) or t.NOT_MEASURED),
-                    ("Past trials", t.clean(report.remembered) or "none of these rules"),
-                    ("By hand", t.clean(", ".join(report.without)) or "–"),
+                    ("Past trials", t.clean(report.remembered) or "none for these rules"),
+                    ("Needs manual change", t.clean(", ".join(report.without)) or "–"),
                 ]
             ),
         ),
@@ -90,15 +89,15 @@ def _table(trials: list[Trial]) -> Any:
         for trial in trials
     ]
     return card(
-        "Levers",
-        table(COLUMNS, rows, caption="Share of the step that is saved", names=(0, 7), stacked=True),
+        "Changes tried",
+        table(COLUMNS, rows, caption="Gain as a share of the step", names=(0, 7), stacked=True),
     )
 
 
 def _changes(trial: Trial) -> Any:
     return card(
         t.clean(trial.title),
-        el("P", t.clean(f"Measured by the sample. {trial.schedule}")) if trial.schedule else None,
+        el("P", t.clean(f"Measured per sample. {trial.schedule}")) if trial.schedule else None,
         el("Pre", el("Code", t.clean(trial.diff or trial.lines, lines=True))),
         aside=t.clean(trial.name),
     )

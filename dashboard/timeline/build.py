@@ -123,7 +123,7 @@ def _recorded(b: IndexBuilder, a: Analysis) -> None:
     slot = np.where(a.recorded.used, 0, _slot(STEPS, "step-aside"))
     labels = pl.Series([f"step {step.n}" for step in a.recorded.steps], dtype=pl.String)
     columns = (start, start + a.recorded.dur, b.names.column(labels), slot, np.arange(len(start)))
-    b.tracks("recorded", "Steps, as recorded", "steps", "recorded", STEPS, columns)
+    b.tracks("recorded", "Recorded steps", "steps", "recorded", STEPS, columns)
 
 
 def _phases(b: IndexBuilder, a: Analysis) -> None:
@@ -165,7 +165,7 @@ def _idle(b: IndexBuilder, a: Analysis) -> None:
     labels = np.array([b.names.one(cause_label(cause, own)) for cause in CAUSES], dtype=np.uint32)
     start = gaps["ts"].to_numpy()
     columns = (start, start + gaps["dur"].to_numpy(), labels[slot], slot, np.arange(gaps.height))
-    b.tracks("gaps", "GPU idle, by blame", "idle", "gaps", IDLE, columns)
+    b.tracks("gaps", "GPU idle, by cause", "idle", "gaps", IDLE, columns)
 
 
 def _streams(b: IndexBuilder, a: Analysis) -> None:
@@ -229,7 +229,7 @@ def _sync(b: IndexBuilder, a: Analysis) -> None:
     texts = [category.label for category in SYNCS]
     labels = np.array([b.names.one(text) for text in texts], dtype=np.uint32)
     columns = (start, start + sync["dur"].to_numpy(), labels[slot], slot, np.arange(sync.height))
-    b.tracks("sync", "Syncs seen by CUDA", "sync", "sync", SYNCS, columns, folded=True)
+    b.tracks("sync", "CUDA synchronizations", "sync", "sync", SYNCS, columns, folded=True)
 
 
 def _host_slots(a: Analysis) -> NDArray[np.uint8]:
@@ -282,7 +282,7 @@ def _threads(b: IndexBuilder, a: Analysis, *, libraries: bool) -> None:
     main = a.trace.main_thread
     busy = sorted(range(len(threads)), key=lambda i: (threads[i] != main, first[i] - last[i]))
     if len(busy) > MAX_THREADS:
-        b.notes.append(f"{len(busy) - MAX_THREADS} threads with the fewest events are left out")
+        b.notes.append(f"{len(busy) - MAX_THREADS} threads with the fewest events are not shown")
     # a loop over threads and depths, of which there are tens
     for shown, i in enumerate(busy[:MAX_THREADS]):
         number = int(threads[i])
@@ -349,17 +349,17 @@ def _overhead(b: IndexBuilder, a: Analysis) -> None:
 def _tell_what_is_missing(b: IndexBuilder, a: Analysis) -> None:
     """One line for each kind of lane that the trace has nothing for."""
     if a.record_only:
-        b.notes.append("No window was profiled: only steps and samples, as the recorder saw them.")
+        b.notes.append("No window was profiled: only recorded steps and samples are shown.")
         return
     host = (a.trace.cpu["kind"] != "overhead").any()
     if a.trace.gpu.is_empty():
-        b.notes.append("No device work in this trace: no streams, copies, collectives, idle gaps.")
+        b.notes.append("The trace has no GPU work: no streams, copies, collectives or idle gaps.")
     if not host:
-        b.notes.append("No host events in this trace: no threads, and idle gaps have no blame.")
+        b.notes.append("The trace has no host events: no threads, and idle gaps have no cause.")
     if a.steps.source == "whole trace":
-        b.notes.append("No steps were found: everything counts as one window.")
+        b.notes.append("No steps are marked: the trace counts as one window.")
     if host and not (a.trace.cpu["kind"] == "python").any():
-        b.notes.append("Recorded without Python stacks: no lines of your code in the call stack.")
+        b.notes.append("Recorded without Python stacks: your lines of code are unknown.")
     if a.trace.meta.truncated:
         b.notes.append("The file is cut off: the end of the run is missing.")
 

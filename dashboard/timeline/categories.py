@@ -1,4 +1,4 @@
-"""What a slice can be: the categories that give the timeline its colours."""
+"""The categories of slices, which give the timeline its colours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Category(NamedTuple):
     """As on the other pages where they show the same."""
 
 
-STEPS = (Category("step", "step", "#7f8aa3"), Category("step-aside", "step set aside", "#b5b5bd"))
+STEPS = (
+    Category("step", "step", "#7f8aa3"),
+    Category("step-aside", "step not analysed", "#b5b5bd"),
+)
 PHASES = tuple(Category(f"phase-{name}", name, theme.phase_colour(name)) for name in theme.PHASES)
 IDLE = tuple(
     Category(f"idle-{name}", cause_label(name), theme.cause_colour(name)) for name in CAUSES
@@ -71,11 +74,11 @@ BASE[HOST] = ALL.index(HOST[0])
 TITLES = (
     (STEPS, "Steps"),
     (PHASES, "Phases"),
-    (IDLE, "Idle, by blame"),
-    (KERNELS, "Device work"),
+    (IDLE, "Idle, by cause"),
+    (KERNELS, "GPU work"),
     (COPIES, "Copies"),
     (SYNCS, "Syncs"),
-    (ACTIVITY, "What a thread does"),
+    (ACTIVITY, "Thread activity"),
     (HOST, "Host calls"),
 )
 """The sets by name, for a legend."""

@@ -80,7 +80,7 @@ def _phases(a: Analysis) -> list[CounterSeries]:
     ts = a.recorded.ts - a.recorded.ts.min()
     hold = int(a.recorded.dur.max()) + 1
     return [
-        CounterSeries(f"phase:{name}", f"{name}, each step", "ns", ts, value, hold)
+        CounterSeries(f"phase:{name}", f"{name}, per step", "ns", ts, value, hold)
         for name, value in list(a.recorded.phases.items())[:8]
     ]
 

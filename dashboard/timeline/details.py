@@ -1,4 +1,4 @@
-"""Everything that is known of one slice, and what it is tied to."""
+"""The facts about a slice and the slices linked to it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def describe_slice(a: Analysis, index: TimelineIndex, position: int) -> dict[str
     elif lane.source == "sync":
         _sync(a, row, found)
     elif lane.source == "activity":
-        found["links"] += _links(index, "cpu", "explained by", [row])
+        found["links"] += _links(index, "cpu", "caused by", [row])
         found["line"] = _line(a, row)
     found["facts"] = [fact for fact in found["facts"] if fact[1] not in (None, "", "[]")]
     return found
@@ -126,8 +126,16 @@ def _host(a: Analysis, index: TimelineIndex, row: int, found: dict[str, Any]) ->
     found["links"] += _links(index, "gpu", "launched", launched[:MAX_LINKS].tolist())
     if len(launched):
         total = int(gpu["dur"].gather(launched).sum())
-        found["facts"] += [("device work", len(launched), "count"), ("device time", total, "ns")]
-    found["links"] += _links(index, "cpu", "inside", above)
+        found["facts"] += [("GPU launches", len(launched), "count"), ("GPU time", total, "ns")]
+    found["links"] += _links(index, "cpu", "called from", above)
+    found["links"] += _links(index, "cpu", "contains", _children(a, row))
+
+
+def _children(a: Analysis, row: int) -> list[int]:
+    """The longest host events directly below one, in order of start."""
+    children = a.trace.cpu["parent"].eq(row).arg_true()
+    longest = a.trace.cpu["dur"].gather(children).arg_sort(descending=True).head(MAX_AROUND)
+    return children.gather(longest).sort().to_list()
 
 
 def _launched(a: Analysis, row: int) -> NDArray[np.int64]:
@@ -161,17 +169,17 @@ def _device(a: Analysis, index: TimelineIndex, row: int, found: dict[str, Any]) 
         ("family", measured["family"] if of["kind"] == "kernel" else None, ""),
         ("input type", _text(measured["dtype"]), ""),
         ("tensor cores", _yes(measured["tensor_core"]) if of["kind"] == "kernel" else None, ""),
-        ("computes", flops / dur * 1e9 if flops and dur else None, "FLOP/s"),
-        ("moves at least", moved / dur * 1e9 if moved and dur else None, "B/s"),
+        ("FLOP rate", flops / dur * 1e9 if flops and dur else None, "FLOP/s"),
+        ("memory traffic, at least", moved / dur * 1e9 if moved and dur else None, "B/s"),
         ("bytes", of["bytes"], "bytes"),
         ("rate", None if of["gbps"] is None else of["gbps"] * 1e9, "B/s"),
         ("direction", of["copy"], ""),
         ("from", _text(of["src"]), ""),
         ("to", _text(of["dst"]), ""),
         ("blocks", of["blocks"], "count"),
-        ("threads a block", of["threads"], "count"),
-        ("registers a thread", of["registers"], "count"),
-        ("shared memory a block", of["shared"], "bytes"),
+        ("threads per block", of["threads"], "count"),
+        ("registers per thread", of["registers"], "count"),
+        ("shared memory per block", of["shared"], "bytes"),
         ("occupancy", measured["occupancy"], "%"),
         ("waves", measured["waves"], "count"),
         ("CUDA graph", of["graph"], "id"),
@@ -199,11 +207,11 @@ def _gap(a: Analysis, index: TimelineIndex, row: int, found: dict[str, Any]) -> 
     whole = int(pieces["dur"].sum())
     found["name"] = f"GPU idle: {cause_label(of['cause'], a.trace.meta.framework)}"
     found["facts"] += [
-        ("whole gap", whole if pieces.height > 1 else None, "ns"),
+        ("complete gap", whole if pieces.height > 1 else None, "ns"),
         ("step", of["step"], "id"),
     ]
     if of["host"] is not None:
-        found["links"] += _links(index, "cpu", "blamed on", [of["host"]])
+        found["links"] += _links(index, "cpu", "caused by", [of["host"]])
         found["line"] = _line(a, of["host"])
     if of["next"] is not None:
         found["links"] += _links(index, "gpu", "ended by", [of["next"]])
@@ -236,7 +244,7 @@ def _recorded(a: Analysis, row: int, found: dict[str, Any]) -> None:
         *((f"{name} (device)", ns, "ns") for name, ns in (step.gpu or {}).items()),
         ("garbage collector", step.gc or None, "ns"),
         ("samples", step.samples, "count"),
-        ("most memory so far", step.peak, "bytes"),
+        ("peak memory so far", step.peak, "bytes"),
     ]
 
 

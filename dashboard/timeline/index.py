@@ -21,7 +21,7 @@ LaneSource = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorde
 ``recorded``: steps of the record."""
 
 MAX_LANES = 4096
-"""A hostile file can have any number of threads; what is left out is told in ``notes``."""
+"""A hostile file can have any number of threads; ``notes`` counts those left out."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class IndexBuilder:
         parts = [part for part in parts if len(part[2])]
         room = MAX_LANES - len(self.lanes)
         if len(parts) > room:
-            self.notes.append(f"{label}: {len(parts) - room} lanes are left out")
+            self.notes.append(f"{label}: {len(parts) - room} lanes are not shown")
             parts = parts[: max(room, 0)]
         if not parts:
             return

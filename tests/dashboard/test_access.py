@@ -381,7 +381,7 @@ def test_no_query_breaks_a_page_or_names_a_file(
     answer = callback(client(session), page, query)
     assert answer.status_code == 200
     assert "root:" not in answer.text
-    assert "This page could not be made" not in answer.text
+    assert "This page failed" not in answer.text
 
 
 @given(st.text(max_size=60) | st.binary(max_size=60))

@@ -65,13 +65,13 @@ def test_the_cheapest_gpu_is_that_of_the_projection_and_costs_are_the_reports(
         assert choice.projection.gpu in body
     for line in cost(loaded.report):
         assert line in body
-    assert "€" in body and "not measured: advisor record samples NVML" in body
+    assert "€" in body and "not measured: advisor record samples it" in body
 
 
 def test_what_has_no_price_is_called_that(told: Any, tmp_path: Path) -> None:
     body = told(step(tmp_path / "t.json"), NO_PRICES)
     assert "no price was given" in body
-    assert "No GPU has a price" in body and "a million steps" not in body
+    assert "No GPU has a price" in body and "per million steps" not in body
     assert "H100 SXM" in body, "times are told all the same"
 
 
@@ -84,7 +84,7 @@ def test_a_table_without_this_gpu_prices_the_others(told: Any, tmp_path: Path) -
 def test_one_price_is_that_of_this_gpu_alone(told: Any, tmp_path: Path) -> None:
     body = told(step(tmp_path / "t.json"), parse_price("2.50/h"))
     assert "at 2.5" in body or "2.50" in body
-    assert "--price is what this GPU costs" in body and "a million steps" not in body
+    assert "--price covers this GPU only" in body and "per million steps" not in body
 
 
 def test_a_step_that_cannot_be_projected_says_why(told: Any, tmp_path: Path) -> None:

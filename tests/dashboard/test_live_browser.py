@@ -51,7 +51,7 @@ def test_the_page_moves_with_the_training_and_shows_findings_once_a_window_lands
             counts: list[int] = []
             until(lambda: len(set(counts)) >= 4 or look(page, counts), 20)
             assert counts == sorted(counts)
-            assert "going on" in tiles(page)["Steps"]
+            assert "running" in tiles(page)["Steps"]
             assert {"data", "forward", "backward"} <= set(t.text("#live-body div.legend").split())
             until((run / "rank0" / trace_name(0)).exists)
             # what the recorded steps alone tell may be there before; the window says more

@@ -95,7 +95,7 @@ def test_the_trace_is_handed_over_after_two_clicks_and_nothing_is_asked_before(
             page.click("#perfetto-open")
         other = opened.value
         other.wait_for_function("document.title === 'given'", timeout=30_000)
-        page.get_by_text("Handed over.").wait_for()
+        page.get_by_text("Trace sent.").wait_for()
         given = other.evaluate(
             "({title: given.title, bytes: Array.from(new Uint8Array(given.buffer))})"
         )
@@ -139,7 +139,7 @@ def test_a_grid_is_saved_as_csv_with_numbers_and_no_formulas(
         rows = {row["Kernel"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"gemm_kernel", f"'{FORMULA}"}
     # by hand: 900 µs and 300 µs in every step
-    assert float(rows["gemm_kernel"]["Time a step, ns"]) == pytest.approx(900e3)
+    assert float(rows["gemm_kernel"]["Time per step, ns"]) == pytest.approx(900e3)
     assert float(rows["gemm_kernel"]["Share, 0 to 1"]) == pytest.approx(0.75)
     assert 0 < float(rows["gemm_kernel"]["Occupancy, 0 to 1"]) <= 1
     assert t.wrong == []

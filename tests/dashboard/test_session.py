@@ -206,4 +206,4 @@ def test_the_live_page_shows_the_last_step(tmp_path: Path) -> None:
     found = answer.json["response"]
     assert found["live-tick"]["disabled"] is False
     assert '"50"' in answer.text
-    assert "going on" in answer.text
+    assert "running" in answer.text

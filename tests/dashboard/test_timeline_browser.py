@@ -96,7 +96,7 @@ def test_every_kind_of_lane_is_painted(a100: Any) -> None:
     state = settle(page)
     assert (state["x0"], state["x1"]) == (state["begin"], state["finish"])
     labels = page.locator(".tl-label .tl-text").all_inner_texts()
-    assert labels[:3] == ["Steps", "Phases", "GPU idle, by blame"]
+    assert labels[:3] == ["Steps", "Phases", "GPU idle, by cause"]
     assert {"GPU 3 · stream 7", "Collectives", "Copies and memsets", "Main thread 3113936"} <= set(
         labels
     )
@@ -178,12 +178,12 @@ def test_search_counts_goes_to_the_next_and_back(a100: Any) -> None:
     assert first["x0"] <= first["chosen"]["ts"] <= first["x1"]
     page.locator(".tl-search").fill("no such kernel")
     page.keyboard.press("Enter")
-    page.get_by_text("nothing found").wait_for()
+    page.get_by_text("no match").wait_for()
 
 
 def test_show_me_on_the_findings_page_leads_to_the_worst_instance(a100: Any) -> None:
     page = a100.open("/findings")
-    page.get_by_text("Show me on the timeline").first.click()
+    page.get_by_text("Show on the timeline").first.click()
     page.locator(".tl-stage").wait_for()
     state = settle(page)
     report = page.evaluate("() => advisorTimeline.current.data.info.findings")
@@ -338,7 +338,7 @@ def test_lanes_fold_and_unfold_by_keyboard(a100: Any) -> None:
 def test_the_table_lists_what_is_in_view_and_is_reached_by_keyboard(a100: Any) -> None:
     page = a100.open("/timeline")
     settle(page)
-    summary = page.get_by_text("Table of what is in view")
+    summary = page.get_by_text("Table of visible slices")
     summary.focus()
     page.keyboard.press("Enter")
     rows = page.locator(".tl-table tbody tr")
@@ -390,7 +390,7 @@ def test_a_trace_without_device_work_shows_the_host_and_says_what_is_missing(
     assert "not recorded" in page.locator(".tl-status").inner_text()
     page.locator(".tl-stage").focus()
     page.keyboard.press("p")
-    assert "No device work in this trace" in page.locator(".tl-side").inner_text()
+    assert "The trace has no GPU work" in page.locator(".tl-side").inner_text()
     assert not any("stream" in text for text in page.locator(".tl-label").all_inner_texts())
     assert colours(page)[next(c.colour for c in ALL if c.key == "host-op")] > 100
     assert made.wrong == []
@@ -555,7 +555,7 @@ def test_the_table_is_that_of_the_rank_that_is_chosen(show: Any, tab: Any, two_r
     made = tab(show(two_ranks()))
     page = made.open("/timeline?rank=1")
     settle(page)
-    page.get_by_text("Table of what is in view").click()
+    page.get_by_text("Table of visible slices").click()
     page.locator(".tl-table tbody tr").first.wait_for()
     settle(page)
     texts = "() => document.querySelector('.tl-table tbody').innerText"
@@ -579,7 +579,7 @@ def test_a_hostile_name_is_text(show: Any, tab: Any, tmp_path_factory: Any) -> N
     state = settle(page)
     assert state["chosen"]["name"] == HOSTILE
     assert page.locator(".tl-side h2").first.inner_text() == HOSTILE
-    page.get_by_text("Table of what is in view").click()
+    page.get_by_text("Table of visible slices").click()
     page.locator(".tl-table tbody tr").first.wait_for()
     pointer_on(page, state["chosen"]["ts"] + 10, "steps")
     assert page.locator("#timeline img, #timeline b").count() == 0

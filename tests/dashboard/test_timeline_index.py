@@ -87,7 +87,7 @@ def test_what_a_trace_lacks_is_told():
     with b.step(), b.op("aten::mm", [[2, 2], [2, 2]]):
         pass
     index = build_index(Analysis(b.trace()))
-    assert any("No device work" in note for note in index.notes)
+    assert any("no GPU work" in note for note in index.notes)
     assert not any(g.kind in ("stream", "idle", "copies") for g in index.groups)
 
 
@@ -245,7 +245,7 @@ def test_an_operator_tells_the_device_work_of_all_that_is_below_it():
     row = a.trace.cpu["name"].cast(str).to_list().index("aten::linear")
     found = describe_slice(a, index, int(index.place["cpu"][row]))
     assert [x["name"] for x in found["links"] if x["kind"] == "launched"] == ["one", "two"]
-    assert {f[0]: f[1] for f in found["facts"]}["device time"] == 60_000
+    assert {f[0]: f[1] for f in found["facts"]}["GPU time"] == 60_000
 
 
 def test_statistics_of_everything_are_those_of_the_analysis(small):

@@ -10,18 +10,18 @@ const KEYS = [
   ["↑ ↓", "scroll the lanes"],
   ["F", "fit the selection, then everything"],
   ["/", "search; Enter next, shift+Enter previous"],
-  ["N", "next found (with shift: previous)"],
-  ["[ ]", "slice before, after in the same lane"],
+  ["N", "next match (with shift: previous)"],
+  ["[ ]", "previous, next slice in the lane"],
   ["Enter", "zoom to the selected slice"],
-  ["Z", "zoom to the chosen range"],
-  ["Esc", "let go"],
+  ["Z", "zoom to the selected range"],
+  ["Esc", "clear the selection"],
   ["P", "show or hide the panel"],
   ["wheel", "scroll the lanes"],
-  ["ctrl or ⌘+wheel", "zoom, as a pinch does"],
+  ["ctrl or ⌘+wheel", "zoom (or pinch)"],
   ["shift+wheel", "pan"],
-  ["drag", "choose a range: its statistics"],
+  ["drag", "select a range and show its statistics"],
   ["shift+drag", "pan"],
-  ["drag on the axis", "zoom to it"],
+  ["drag on the axis", "zoom to that range"],
 ];
 
 // Findings about events; others (memory that grows, clocks that fall) have nothing to outline.
@@ -113,7 +113,7 @@ export class Panel {
     ]);
     this.focus = words.el("select", {
       cls: "tl-select tl-focus",
-      "aria-label": "Outline a finding",
+      "aria-label": "Highlight a finding",
       onchange() {
         t.setFinding(self.focus.value, true);
       },
@@ -121,7 +121,7 @@ export class Panel {
     this.beside = words.el("select", {
       cls: "tl-select tl-beside",
       hidden: true,
-      "aria-label": "Show beside it",
+      "aria-label": "Compare with",
       onchange() {
         t.setBeside(self.beside.value);
       },
@@ -142,10 +142,10 @@ export class Panel {
       this.rankBox,
       words.el("div", { cls: "tl-find" }, [
         this.search,
-        button("‹", "Previous found", () => {
+        button("‹", "Previous match", () => {
           t.find(self.search.value, true);
         }),
-        button("›", "Next found", () => {
+        button("›", "Next match", () => {
           t.find(self.search.value, false);
         }),
         this.hits,
@@ -175,10 +175,10 @@ export class Panel {
     this.body = words.el("tbody");
     this.caption = words.el("caption");
     this.table = words.el("details", { cls: "tl-table" }, [
-      words.el("summary", { text: "Table of what is in view" }),
+      words.el("summary", { text: "Table of visible slices" }),
       words.el(
         "div",
-        { cls: "tl-table-box", tabindex: "0", role: "region", "aria-label": "Slices in view" },
+        { cls: "tl-table-box", tabindex: "0", role: "region", "aria-label": "Visible slices" },
         [
           words.el("table", {}, [
             this.caption,
@@ -186,7 +186,7 @@ export class Panel {
               words.el(
                 "tr",
                 {},
-                ["Name", "Lane", "What", "Start", "Duration"].map((name) => {
+                ["Name", "Lane", "Category", "Start", "Duration"].map((name) => {
                   return words.el("th", { scope: "col", text: name });
                 }),
               ),
@@ -235,7 +235,7 @@ export class Panel {
         return words.el("option", {
           value: rank,
           selected: rank === info.rank,
-          text: rank < 0 ? "not told" : String(rank),
+          text: rank < 0 ? "unknown" : String(rank),
         });
       }),
     );
@@ -243,7 +243,7 @@ export class Panel {
     this.focus.replaceChildren(
       words.el("option", {
         value: "",
-        text: info.findings.some(seen) ? "Outline a finding…" : "No findings to show",
+        text: info.findings.some(seen) ? "Highlight a finding…" : "No findings to show",
       }),
     );
     info.findings.filter(seen).forEach((finding) => {
@@ -272,11 +272,11 @@ export class Panel {
     });
     this.beside.replaceChildren.apply(
       this.beside,
-      [["", "Beside it…"]].concat(others).map((pair) => {
+      [["", "Compare with…"]].concat(others).map((pair) => {
         return words.el("option", {
           value: pair[0],
           selected: pair[0] === t.beside_,
-          text: pair[0] ? "Beside: " + pair[1] : pair[1],
+          text: pair[0] ? "With: " + pair[1] : pair[1],
         });
       }),
     );
@@ -289,7 +289,7 @@ export class Panel {
       : answer.total
         ? (answer.at === undefined ? "" : words.count(answer.at + 1) + " of ") +
           words.count(answer.total)
-        : "nothing found";
+        : "no match";
   }
 
   // Only what was asked for opens the panel by itself: details, a range, an outlined finding.
@@ -371,10 +371,10 @@ export class Panel {
           button("Zoom to it", "Zoom to it (Enter)", () => {
             t.zoomTo(slice);
           }),
-          button("‹ Before", "Slice before in this lane ([)", () => {
+          button("‹ Previous", "Previous slice in this lane ([)", () => {
             t.beside(-1);
           }),
-          button("After ›", "Slice after in this lane (])", () => {
+          button("Next ›", "Next slice in this lane (])", () => {
             t.beside(1);
           }),
           button("Find all", "Search this name", () => {
@@ -408,10 +408,10 @@ export class Panel {
     const span = stats.x1 - stats.x0;
     const children = [
       words.el("div", { cls: "tl-head" }, [
-        words.el("h2", { text: words.time(span) + " chosen" }),
+        words.el("h2", { text: words.time(span) + " selected" }),
         button(
           "×",
-          "Let go of the range",
+          "Clear the range",
           () => {
             t.setRange(null);
           },
@@ -429,7 +429,7 @@ export class Panel {
       children.push(
         words.el("p", { cls: "tl-big" }, [
           words.el("strong", { text: words.share(busy, stats.measured) }),
-          " of " + words.time(stats.measured) + " in analysed steps the GPU was busy",
+          " of " + words.time(stats.measured) + " in analysed steps with a busy GPU",
         ]),
       );
       children.push(
@@ -447,7 +447,7 @@ export class Panel {
         ),
       );
       if (stats.idle.length) {
-        children.push(words.el("h3", { text: "Idle, by blame" }));
+        children.push(words.el("h3", { text: "Idle, by cause" }));
         children.push(
           facts(
             stats.idle.map((c) => {
@@ -460,13 +460,13 @@ export class Panel {
       children.push(
         words.el("p", {
           cls: "dim",
-          text: "No device time is measured here: no device work, or outside the analysed steps.",
+          text: "No GPU time here: no GPU work, or outside the analysed steps.",
         }),
       );
     }
     [
       ["kernels", "GPU work"],
-      ["operators", "Operators, with what they call"],
+      ["operators", "Operators, with their children"],
       ["calls", "Runtime calls"],
     ].forEach((part) => {
       const of = stats[part[0]];
@@ -482,7 +482,7 @@ export class Panel {
               " slices of " +
               words.count(of.names) +
               " names" +
-              (of.rows.length < of.names ? "; the first " + of.rows.length : ""),
+              (of.rows.length < of.names ? "; top " + of.rows.length : ""),
           }),
           words.el("thead", {}, [
             words.el(
@@ -529,7 +529,7 @@ export class Panel {
           words.el("h2", { text: chosen.title }),
           button(
             "×",
-            "No outline",
+            "Clear the highlight",
             () => {
               t.setFinding("", false);
             },
@@ -540,7 +540,7 @@ export class Panel {
       children.push(
         words.el("p", {
           cls: "dim",
-          text: "What its fix would change is outlined; all else is dimmed.",
+          text: "Slices that the fix changes are outlined; all others are dimmed.",
         }),
       );
       if (chosen.places.length) {
@@ -567,7 +567,7 @@ export class Panel {
             .filter(seen)
             .slice(0, 12)
             .map((f) => {
-              return way(f.title, f.places.length ? "show" : "outline", () => {
+              return way(f.title, f.places.length ? "show" : "highlight", () => {
                 t.setFinding(f.key, true);
               });
             }),
@@ -593,8 +593,8 @@ export class Panel {
       words.el("p", {
         cls: "dim tl-hint",
         text:
-          "The wheel scrolls the lanes, with ctrl or ⌘ it zooms, with shift it pans; " +
-          "a drag chooses a range, / searches, ? lists all keys.",
+          "Wheel: scroll. Ctrl or ⌘+wheel: zoom. Shift+wheel: pan. " +
+          "Drag: select a range. / searches; ? lists all keys.",
       }),
     );
     this.show(children, chosen);
@@ -700,10 +700,10 @@ export class Panel {
       words.instant(t.x0, Math.max((t.x1 - t.x0) / 1000, 1)) +
       " · " +
       words.count(t.data.info.slices) +
-      " slices in all" +
+      " slices in total" +
       (t.data.info.device ? " · " + t.data.info.device : "") +
       (t.data.info.notes.length
-        ? " · " + t.data.info.notes.length + " not recorded, see the panel"
+        ? " · " + t.data.info.notes.length + " not recorded (see the panel)"
         : "") +
       (this.tipped ? " · ctrl or ⌘+wheel zooms" : "");
   }
@@ -738,8 +738,8 @@ export class Panel {
               answer.rows.length +
               " longest of " +
               words.count(answer.total) +
-              " slices in view, in order of time"
-            : words.count(answer.total) + " slices in view, in order of time";
+              " visible slices, by start time"
+            : words.count(answer.total) + " visible slices, by start time";
         const focused = self.body.contains(document.activeElement)
           ? /** @type {HTMLElement} */ (document.activeElement).dataset.slice
           : null;

@@ -144,7 +144,7 @@ export class Timeline {
         "aria-label":
           "Timeline. W and S zoom, A and D pan, F fits, slash searches, " +
           "question mark lists all keys. " +
-          "What is in view is in the table below.",
+          "The table below lists the visible slices.",
       },
       [
         words.el("div", { cls: "tl-top" }, [this.who, this.map, this.axis]),
@@ -235,7 +235,7 @@ export class Timeline {
           self.setBeside(asked.get("beside"));
         }
         if (!info.groups.length && !info.counters.length) {
-          self.fail("There are no events in this trace.");
+          self.fail("The trace has no events.");
         }
       },
       (error) => {
@@ -1271,7 +1271,7 @@ export class Timeline {
       (error) => {
         self.flying = null;
         self.problem = error;
-        self.panel.status.textContent = "The server does not answer: " + error.message;
+        self.panel.status.textContent = "The server does not respond: " + error.message;
         self.there();
         self.settle();
       },

@@ -38,8 +38,8 @@ def compare(
     ]
     if isinstance(sides[0], Examined) and isinstance(sides[1], Examined):
         return compare_examined(sides[0], sides[1])
-    reports = [side if isinstance(side, Report) else side.report for side in sides]
-    saved = [index for index, side in enumerate(sides) if isinstance(side, Report)]
+    reports = [each if isinstance(each, Report) else each.report for each in sides]
+    saved = [index for index, each in enumerate(sides) if isinstance(each, Report)]
     return compare_reports(reports[0], reports[1], saved=saved)
 
 
@@ -92,8 +92,8 @@ def compare_examined(before: Examined, after: Examined) -> Comparison:
 
 def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison:
     """What two reports alone tell."""
-    sides = [_side(report, path) for report, path in zip((before, after), paths, strict=True)]
-    names = [side.device_name for side in sides]
+    sides = [side(report, path) for report, path in zip((before, after), paths, strict=True)]
+    names = [each.device_name for each in sides]
     return Comparison(
         version=advisor.__version__,
         verdict="",
@@ -106,7 +106,8 @@ def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison
     )
 
 
-def _side(report: Report, path: str) -> Side:
+def side(report: Report, path: str = "") -> Side:
+    """What one of the two runs is. ``path``: what to call it, else its first trace."""
     first = report.inputs[0] if report.inputs else None
     scope = report.scope
     return Side(
@@ -285,8 +286,8 @@ def limits(before: Report, after: Report, c: Comparison) -> list[str]:
         )
     elif one.ranks > 1:
         found.append(f"One of {one.ranks} ranks is compared (rank {one.rank}); --rank chooses.")
-    for which, side in (("before", one), ("after", other)):
-        if side.truncated:
+    for which, each in (("before", one), ("after", other)):
+        if each.truncated:
             found.append(f"The trace {which} is truncated.")
     return found
 

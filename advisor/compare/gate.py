@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from advisor.advise.words import mark_steps
-from advisor.compare.compare import compare_reports
-from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer
+from advisor.compare.compare import compare_reports, side
+from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer, Side
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
@@ -22,10 +22,10 @@ def gate(before: Report, after: Report, bounds: Bounds | None = None) -> Compari
     Raises AdvisorError where they do not compare: other GPUs, batch sizes or ranks, profiled steps
     on one side only, or too few steps.
     """
-    comparison = compare_reports(before, after, saved=())
-    refuse(comparison)
+    refuse(side(before), side(after))
     check_steps(before, "the baseline")
     check_steps(after, "the run")
+    comparison = compare_reports(before, after, saved=())
     steps = comparison.steps
     if steps.before is None or steps.after is None or steps.difference_ns is None:
         raise AdvisorError(steps.reason)
@@ -46,7 +46,7 @@ def baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
             if report.step_durations == first.step_durations:
                 raise AdvisorError(f"{path}: has the same steps as {paths[0]}; give another run")
             try:
-                refuse(compare_reports(first, report, saved=()))
+                refuse(side(first), side(report))
             except AdvisorError as error:
                 raise AdvisorError(f"{path}: {error}") from None
         steps += [replace(each, run=number) for each in report.step_durations]
@@ -69,10 +69,11 @@ def check_steps(report: Report, name: str) -> None:
     raise AdvisorError(f"{name}: {max(counts, default=0)} {TOO_FEW}")
 
 
-def refuse(c: Comparison) -> None:
+def refuse(before: Side, after: Side) -> None:
     """Raises AdvisorError where a run and its baseline do not compare."""
-    before, after, again = c.before, c.after, "save the baseline again"
-    if c.same_device is False:
+    again = "save the baseline again"
+    devices = {before.device_name, after.device_name} - {None}
+    if len(devices) > 1:
         raise AdvisorError(
             f"the baseline ran on {before.device_name} and the run on {after.device_name}: keep a "
             "baseline for each GPU"

@@ -1,0 +1,144 @@
+"""A baseline of several runs: how far runs of one program differ is part of the decision."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from advisor import cli
+from advisor.compare.comparison import Bounds, Comparison
+from advisor.compare.gate import baseline, decide, gate
+from advisor.compare.statistics import Sample, difference_of_runs, t_quantile
+from advisor.core.errors import AdvisorError
+from advisor.core.report import Report, Scope, StepDurations
+from advisor.testing import TraceBuilder
+
+Record = Callable[..., Path]
+Make = Callable[..., TraceBuilder]
+NOISE = 0.06
+"""Standard deviation of a run's speed, as on a shared machine."""
+
+
+def report(durations: Sample) -> Report:
+    """A report of nothing but steps."""
+    whole = [int(ns) for ns in durations]
+    scope = Scope(
+        rank=0,
+        step_source="record",
+        steps_found=len(whole),
+        steps_used=len(whole),
+        outliers=[],
+        span_ns=sum(whole),
+        step_ns=float(np.mean(whole)),
+        step_min_ns=min(whole),
+        step_max_ns=max(whole),
+        step_median_ns=float(np.median(whole)),
+        device=None,
+        device_name=None,
+        device_known=False,
+        devices_seen=0,
+    )
+    numbers = [(0, len(whole) - 1)]
+    steps = StepDurations(source="recorder", numbers=numbers, durations_ns=whole)
+    return Report(status="limited", verdict="", inputs=[], scope=scope, step_durations=[steps])
+
+
+def a_run(random: np.random.Generator, slower: float = 0.0, steps: int = 50) -> Report:
+    """10 ms per step; a run is faster or slower as a whole, and steps depend on each other."""
+    speed = (1 + slower) * np.exp(random.normal(0, NOISE))
+    noise = random.normal(0, 0.02, steps)
+    for i in range(1, steps):
+        noise[i] += 0.6 * noise[i - 1]
+    return report(1e7 * speed * (1 + noise))
+
+
+def alarms(baseline_runs: int, bounds: Sequence[float], trials: int = 150) -> list[float]:
+    """How often identical runs are a regression, for each bound."""
+    random = np.random.default_rng(25)
+    found = np.zeros(len(bounds))
+    for _ in range(trials):
+        runs = [a_run(random) for _ in range(baseline_runs)]
+        kept = baseline(runs, ["run"] * baseline_runs)
+        comparison = gate(kept, a_run(random))
+        found += [decide(comparison, Bounds(slower=bound)).failed for bound in bounds]
+    return [float(share) for share in found / trials]
+
+
+def test_identical_runs_on_a_noisy_machine_seldom_alarm_at_three_runs() -> None:
+    bounds = (0.0, 0.02, 0.05)
+    assert max(alarms(3, bounds)) <= 0.05
+    single = alarms(1, bounds, trials=60)
+    assert min(single) > 0.15, "what one run does not tell"
+
+
+def test_a_large_slowdown_alarms_and_the_smallest_that_can_is_said() -> None:
+    random = np.random.default_rng(7)
+    kept = baseline([a_run(random) for _ in range(3)], ["a", "b", "c"])
+    found: Comparison = gate(kept, a_run(random, slower=1.0))
+    assert found.decision is not None and found.decision.answer == "regression"
+    edge = found.decision.detectable
+    assert found.steps.share is not None and 0.05 < edge < found.steps.share
+    base = 1 / (1 + found.steps.share)  # a run as fast as the baseline's, to scale
+    for scale, answer in ((1.02, "regression"), (0.98, "not shown")):
+        steps = found.steps
+        assert steps.after is not None
+        durations = np.array(steps.after.durations_ns) * base * (1 + edge * scale)
+        decision = gate(kept, report(durations)).decision
+        assert decision is not None and decision.answer == answer
+
+
+def test_the_interval_over_runs_by_hand() -> None:
+    """Steps that are all equal: only the runs differ."""
+    before = [np.full(8, ms) for ms in (10.0, 11.0, 12.0)]
+    found = difference_of_runs(before, [np.full(8, 15.0)])
+    reach = t_quantile(0.975, 2) * np.sqrt(1.0 * (1 / 3 + 1))  # variance of 10, 11, 12 is 1
+    assert (found.before, found.after, found.amount) == (11.0, 15.0, 4.0)
+    assert (found.low, found.high) == pytest.approx((4 - reach, 4 + reach))
+
+
+def test_runs_that_do_not_differ_leave_the_interval_of_their_steps() -> None:
+    random = np.random.default_rng(3)
+    steps = random.normal(100, 10, 60)
+    same = [steps, steps.copy(), steps.copy()]
+    found = difference_of_runs(same, [random.normal(100, 10, 60)])
+    assert found.high - found.low > 2
+
+
+def test_the_command_line_gathers_several_runs(
+    recorded: Record,
+    training: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, us in (("a", 1000), ("b", 1080), ("c", 1040), ("d", 1090)):
+        recorded(name, [us + (n * n) % 7 for n in range(60)], training(), samples=32)
+    assert cli.run(["gate", "--save", "base.json", "a", "b", "c"]) == 0
+    assert "of 3 runs" in capsys.readouterr().err
+    kept = Report.from_json(Path("base.json").read_bytes())
+    assert {steps.run for steps in kept.step_durations} == {0, 1, 2}
+    assert cli.run(["gate", "base.json", "d", "--max-slower", "2%", "--format", "json"]) == 0
+    comparison = json.loads(capsys.readouterr().out)
+    assert comparison["decision"]["answer"] == "not shown"
+    assert comparison["steps"]["before"]["runs"] == 3
+    # by hand: medians of 1,000, 1,080 and 1,040 µs and some; 1,090 µs is 4.8 % more than their mean
+    assert comparison["steps"]["share"] == pytest.approx(1.048 - 1, abs=0.001)
+    # the first run alone calls the same run 9 % slower for sure
+    assert cli.run(["gate", "a", "d", "--max-slower", "2%", "--format", "json"]) == 1
+
+
+def test_runs_that_do_not_compare_are_no_baseline() -> None:
+    random = np.random.default_rng(1)
+    one, other = a_run(random), a_run(random)
+    with pytest.raises(AdvisorError, match="give another run"):
+        baseline([one, one], ["a", "b"])
+    other.scope.device_name, one.scope.device_name = "NVIDIA H100", "NVIDIA A100"
+    with pytest.raises(AdvisorError, match=r"b: .*keep a baseline for each GPU"):
+        baseline([one, other], ["a", "b"])
+    with pytest.raises(AdvisorError, match="a: 4 steps cannot tell"):
+        baseline([a_run(random, steps=4)], ["a"])

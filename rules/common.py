@@ -11,8 +11,11 @@ from numpy.typing import NDArray
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Location
 from advisor.core.trace import KINETO, PYTORCH
+from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from advisor.measure import Analysis
 
 Rows = NDArray[np.int64]
@@ -142,6 +145,18 @@ def device_places(
         dur=column(work, "dur"),
         kernel=rows(work["gpu"]),
     )
+
+
+def example_steps(
+    body: Callable[[TraceBuilder], None], gpu: str | None = "A100", count: int = 4
+) -> TraceBuilder:
+    """An example of ``count`` steps that each run ``body`` and wait for the device."""
+    b = TraceBuilder(gpu)
+    for _ in range(count):
+        with b.step():
+            body(b)
+            b.sync()
+    return b
 
 
 def ops_around(a: Analysis, host: Rows) -> Rows:

@@ -152,3 +152,10 @@ PUBLIC = {
 }
 """Public traces that rules name in ``found_in`` and ``silent_in``: what each is, and from which
 project."""
+SILENT_TRACES = (
+    "traces/a100_train_6steps",
+    "traces/v100_train_copy_heavy",
+    "traces/two_ranks_rank0",
+    "traces/b200_eager",
+)
+"""Training and inference without what most rules look for: their ``silent_in``."""

@@ -26,7 +26,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.moments import RESUME, broken_regions, graph_breaks
 from advisor.rules.common import column, figure, of_step, per, places, rows
-from advisor.rules.sources import OURS
+from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 CAUSES = ("dispatch", "launch", "python", "unknown")
@@ -50,12 +50,7 @@ class GraphBreaks(Rule):
     id = "graph-breaks"
     title = "Graph breaks split the compiled model"
     category = "compile"
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/torch.compiler_faq.html#graph-breaks",
         "https://pytorch.org/tutorials/recipes/torch_compile_fullgraph_false_graph_breaks.html",

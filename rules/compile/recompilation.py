@@ -25,7 +25,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, of_step, places
-from advisor.rules.sources import OURS
+from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 COMPILING = (
@@ -61,10 +61,7 @@ class Recompilation(Rule):
     knobs = ("compile-dynamic",)
     found_in = ("workloads/recompilation",)
     silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
+        *SILENT_TRACES,
         "workloads/recompilation",
     )
     validated_on = (

@@ -13,6 +13,7 @@ from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, per, places
+from advisor.rules.sources import SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 FORWARD = r"^DataParallel\.forward$"
@@ -37,12 +38,7 @@ class DataParallel(Rule):
     id = "data-parallel"
     title = "nn.DataParallel instead of DistributedDataParallel"
     category = "distributed"
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.DataParallel.html",
         "https://pytorch.org/tutorials/intermediate/ddp_tutorial.html",

@@ -27,7 +27,7 @@ from advisor.measure.comm.comms import describe
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parents
 from advisor.rules.common import device_places, figure, rows
-from advisor.rules.sources import OURS
+from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 _FORWARD = r"^DistributedDataParallel\.forward$"
@@ -70,12 +70,7 @@ class MissingNoSync(Rule):
     id = "missing-no-sync"
     title = "Gradients are reduced in every pass of gradient accumulation"
     category = "distributed"
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
         "silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass a "
         "step); in the A100 training with every second optimizer range renamed it finds the 3 of 6 "

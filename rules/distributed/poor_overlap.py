@@ -25,7 +25,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
 from advisor.rules.common import column, device_places, figure, of_step, rows
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
-from advisor.rules.sources import OURS, TRACELENS, XPROF_LAUNCH
+from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
 
 READY_NS = 20_000
@@ -57,12 +57,7 @@ class PoorOverlap(Rule):
     category = "distributed"
     found_in = ("traces/dlrm_8ranks",)
     knobs = ("ddp-bucket-size", "ddp-bucket-view")
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
         "DLRM on 8 V100: an all-reduce of 0.8 ms that runs alone; the next kernel is launched "
         "meanwhile, and starts when it ends"

@@ -24,7 +24,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import column, device_places, figure, rows
 from advisor.rules.elsewhere import in_any_language
-from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS
+from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 
@@ -50,12 +50,7 @@ class SmallCollectives(Rule):
     title = "Many small collectives could be one"
     category = "distributed"
     knobs = ("ddp-bucket-size",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     )

@@ -1,4 +1,4 @@
-"""Attention in separate kernels: which ones they are."""
+"""Which kernels are unfused attention."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def fallback(a: Analysis) -> facts.Mask:
 
 
 def unfused(a: Analysis, max_between: int = MAX_BETWEEN) -> facts.Mask:
-    """Aligned with ``trace.gpu``: forward kernels of attention that runs as separate ones. Their
-    rates are low because of that, and not another bottleneck."""
+    """Aligned with ``trace.gpu``: forward kernels of unfused attention. Their rates are low for
+    that reason, and no other bottleneck."""
     under = fallback(a)
     return under | _blocks(a, facts.compute_rows(a) & ~under, max_between)
 
@@ -32,31 +32,32 @@ def unfused(a: Analysis, max_between: int = MAX_BETWEEN) -> facts.Mask:
 def _blocks(a: Analysis, rows: facts.Mask, max_between: int) -> facts.Mask:
     """Forward kernels of product, softmax, product on one stream, and what is in between."""
     gpu = a.trace.gpu
-    at = np.flatnonzero(rows)
-    at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
-    found = np.zeros(len(rows), dtype=bool)
-    if not len(at):
-        return found
-    family = a.kernels["family"].gather(at)
-    op = a.kernels["op_name"].gather(at)
+    index = np.flatnonzero(rows)
+    index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
+    unfused = np.zeros(len(rows), dtype=bool)
+    if not len(index):
+        return unfused
+    family = a.kernels["family"].gather(index)
+    op = a.kernels["op_name"].gather(index)
     softmax = (family == "softmax").fill_null(False).to_numpy()
     softmax &= ~name_matches(op, r"(?i)log_softmax|backward").to_numpy()
     product = name_matches(op, FORWARD).to_numpy() & (family == "gemm").fill_null(False).to_numpy()
     passing = family.is_in(list(BETWEEN)).fill_null(False).to_numpy()
-    stream = gpu["stream"].to_numpy()[at]
-    place = np.arange(len(at))
+    stream = gpu["stream"].to_numpy()[index]
+    place = np.arange(len(index))
     stop = ~passing & ~softmax
     # the last kernel before, and the first after, that is neither passing nor a softmax
     before = np.maximum.accumulate(np.where(stop, place, -1))
-    after = np.minimum.accumulate(np.where(stop, place, len(at))[::-1])[::-1]
-    s = np.flatnonzero(softmax)
-    b, e = before[s], after[s]
-    fits = (b >= 0) & (e < len(at))
-    s, b, e = s[fits], b[fits], e[fits]
-    fits = product[b] & product[e] & (stream[b] == stream[s]) & (stream[e] == stream[s])
-    fits &= (s - b <= max_between + 1) & (e - s <= max_between + 1)
-    edge = np.zeros(len(at) + 1, dtype=np.int64)
-    np.add.at(edge, b[fits], 1)
-    np.add.at(edge, e[fits] + 1, -1)
-    found[at[np.cumsum(edge)[:-1] > 0]] = True
-    return found
+    after = np.minimum.accumulate(np.where(stop, place, len(index))[::-1])[::-1]
+    middle = np.flatnonzero(softmax)
+    begin, end = before[middle], after[middle]
+    fits = (begin >= 0) & (end < len(index))
+    middle, begin, end = middle[fits], begin[fits], end[fits]
+    fits = product[begin] & product[end]
+    fits &= (stream[begin] == stream[middle]) & (stream[end] == stream[middle])
+    fits &= (middle - begin <= max_between + 1) & (end - middle <= max_between + 1)
+    edge = np.zeros(len(index) + 1, dtype=np.int64)
+    np.add.at(edge, begin[fits], 1)
+    np.add.at(edge, end[fits] + 1, -1)
+    unfused[index[np.cumsum(edge)[:-1] > 0]] = True
+    return unfused

@@ -1,4 +1,4 @@
-"""fp32 matrix work that tensor cores could do."""
+"""FP32 matrix work that tensor cores could do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import (
-    Edit,
     Evidence,
     Finding,
     FrameworkAdvice,
@@ -25,7 +24,7 @@ from advisor.core.gpus import GpuSpec
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import figure
+from advisor.rules.common import example_steps, figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import (
@@ -40,63 +39,67 @@ from advisor.rules.sources import (
 from advisor.testing import TraceBuilder
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
-"""cuBLAS, cuDNN and CUTLASS spell single-precision CUDA-core kernels so, for matrices whose op
-has no recorded types (compiled regions, CUDA graphs)."""
-
-
+"""Single-precision CUDA-core kernels of cuBLAS, cuDNN and CUTLASS, for matrices whose op has no
+recorded types (compiled regions, CUDA graphs)."""
 _TF32 = (
     'torch.set_float32_matmul_precision("high")   # matrix products\n'
     "torch.backends.cudnn.allow_tf32 = True        # convolutions (the default)\n"
 )
 _BF16 = 'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = criterion(model(x), y)'
-_REACHED = (
-    "{derating:.0%} of the ratio of the peaks is reached ({worst_derating:.0%} to "
-    "{best_derating:.0%} in the band)"
-)
-_REACHED_BLIND = (
-    "{blind_derating:.0%} of the ratio of the peaks is reached, as shapes are not known "
-    "({worst_blind_derating:.0%} to {best_blind_derating:.0%} in the band)"
-)
 _FORWARD = 'with torch.inference_mode(), torch.autocast("cuda", dtype=torch.{}):\n    y = model(x)'
 """The same where nothing is trained."""
-BF16, FP16 = "no TF32 that is faster: bf16", "no TF32 and no bf16: fp16"
+_VERIFY = (
+    "Profile again: kernel names contain tensorop, xmma … tf32, s1688 or s16816 instead of sgemm. "
+)
+_REACHED = (
+    "real shapes reach {derating:.0%} of the ratio of the peaks ({worst_derating:.0%} to "
+    "{best_derating:.0%})"
+)
+_REACHED_BLIND = (
+    "real shapes, which are not recorded, reach {blind_derating:.0%} of the ratio of the peaks "
+    "({worst_blind_derating:.0%} to {best_blind_derating:.0%})"
+)
+_TRAINS = "the model trains as well with the shorter mantissa"
+_ANSWERS = "the model's outputs are as good with the shorter mantissa"
+BF16, FP16 = "TF32 is no faster: bf16", "no TF32 and no bf16: fp16"
 CASES = {"bf16": BF16, "fp16": FP16}
-"""Format to move to -> the case; TF32 is what the rule says without one."""
+"""Format to move to -> the case; without one, TF32: the rule's own texts."""
+BLIND = "shapes are not recorded"
+FAMILIES = {"gemm": "GEMMs", "convolution": "convolutions"}
 
 
 class Target(NamedTuple):
-    """A number format that tensor cores multiply faster than CUDA cores do fp32."""
+    """A number format that tensor cores multiply faster than CUDA cores do FP32."""
 
     format: str
     fp32: float
-    """Peak in fp32, FLOP/s."""
+    """Peak in FP32, FLOP/s."""
     peak: float
     """Peak in the format, FLOP/s."""
 
 
 class Fp32Matmul(Rule):
-    """Matrix multiplications or convolutions in full fp32 run on the CUDA cores although the GPU
-    has tensor cores for them: an A100 multiplies eight times faster in TF32 than in fp32.
+    """Matrix multiplications or convolutions in full FP32 run on the CUDA cores although the GPU
+    has tensor cores for them: an A100 multiplies eight times faster in TF32 than in FP32.
 
-    A kernel counts when its inputs are fp32 (the op's recorded types, else the kernel's own name)
-    AND the kernel is not a tensor-core kernel; neither alone is enough. Name lists of tensor-core
-    kernels go stale: TensorBoard's misses ``nvjet`` (all matrix time of a B200 trace) and
-    ``wmma_tensorop`` and then advises mixed precision to runs that are in bf16 already.
+    A kernel counts when its inputs are FP32 (the op's recorded types, else the kernel's own name)
+    AND it is no tensor-core kernel; neither alone is enough. Name lists of tensor-core kernels go
+    stale: TensorBoard's misses ``nvjet`` (all matrix time of a B200 trace) and ``wmma_tensorop``,
+    and then advises mixed precision to runs that are in bf16 already.
 
-    From compute capability 8.0 the cure is TF32, one line; on Volta and Turing, which have no
-    TF32, it is mixed precision in fp16, and on GeForce cards, whose TF32 is as fast as their fp32,
-    in bf16. Where TF32 kernels of the same kind run in the window, the
-    switch is on already and the rest is there because of its shapes: that is not this rule's
-    business. PyTorch turns TF32 on for convolutions and off for matrix products by default, so the
-    two are judged apart.
+    From compute capability 8.0 the cure is TF32, one line. On Volta and Turing, which have no TF32,
+    it is mixed precision in fp16; on GeForce cards, whose TF32 is as fast as their FP32, in bf16.
+    Where TF32 kernels of the same kind run in the window, the switch is on already and shapes are
+    the reason for the rest, which is not this rule's finding. PyTorch turns TF32 on for
+    convolutions and off for matrix products by default, so the rule judges the two apart.
 
-    The new duration of a kernel is its fp32 duration times the ratio of the peaks, derated; where
-    its FLOPs and bytes are known, it cannot be shorter than memory bandwidth allows, so the small
-    batches of an inference server, which are bound by reading weights, gain nothing.
+    A kernel's new duration is its FP32 duration times the derated ratio of the peaks. Where its
+    FLOPs and bytes are known, memory bandwidth sets a lower limit. So the small batches of an
+    inference server, which are bound by reading weights, gain nothing.
     """
 
     id = "fp32-matmul"
-    title = "Matrix work in fp32 does not use the tensor cores"
+    title = "GEMMs or convolutions run in FP32 without tensor cores"
     category = "kernel"
     knobs = ("matmul-precision", "autocast")
     found_in = (
@@ -120,11 +123,11 @@ class Fp32Matmul(Rule):
     )
 
     min_share = Threshold(
-        0.05, "of kernel time: below it another rule's finding is always worth more", OURS
+        0.05, "of kernel time: below it another rule's finding always saves more", OURS
     )
     min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
     min_ratio = Threshold(
-        1.8, "of the peaks: TF32 has twice fp32's on an A10, eight times on an A100", PEAKS
+        1.8, "of the peaks: TF32 has twice FP32's on an A10, eight times on an A100", PEAKS
     )
     derating = Threshold(
         0.6,
@@ -143,7 +146,7 @@ class Fp32Matmul(Rule):
     blind_derating = Threshold(
         0.25,
         "of the ratio, where shapes are not known: the matrix products of one recommender model "
-        "take 35 ms a step on a V100 in fp32 and 14 ms on an A100 in TF32; bandwidth explains a "
+        "take 35 ms per step on a V100 in FP32 and 14 ms on an A100 in TF32; bandwidth explains a "
         "part of it",
         REAL_KERNEL,
     )
@@ -155,34 +158,30 @@ class Fp32Matmul(Rule):
         0.9, "of the peak: a kernel at this share of bandwidth is bound by it", NCU
     )
     praise_share = Threshold(
-        0.9, "of matrix time on tensor cores, from which it is worth saying", OURS
-    )
-
-    verify = (
-        "Profile again: the kernels' names say tensorop, xmma … tf32, s1688 or s16816 "
-        "instead of sgemm; compare the loss curve over some hundred steps."
-    )
-    falsified_by = (
-        "a switch that is already set (print torch.get_float32_matmul_precision() and "
-        "torch.backends.cudnn.allow_tf32), or fp32 that the mathematics needs"
+        0.9, "of matrix time on tensor cores, from which the report says so", OURS
     )
 
     fix = (
-        "Allow TF32 for fp32 matrix work (one line, 10 bits of mantissa instead of 23), or better "
-        "train in bf16 with autocast, which halves the bytes too."
+        "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23. Or train in "
+        "bf16 with autocast, which halves the bytes too."
     )
-    code = f"{_TF32}# or, faster still:\n{_BF16}"
+    code = f"{_TF32}\n# or, faster still\n{_BF16}"
+    verify = f"{_VERIFY}Compare the loss curve over some hundred steps."
+    falsified_by = (
+        "a switch that is already set (print torch.get_float32_matmul_precision() and "
+        "torch.backends.cudnn.allow_tf32), or mathematics that needs FP32"
+    )
     confidence = 0.85
-    assumptions = (_REACHED, "the model trains as well with the shorter mantissa")
+    assumptions = (_REACHED, _TRAINS)
     cases: ClassVar = {
         BF16: {
-            "fix": "Train in bf16 with autocast: on this GPU TF32 is no faster than fp32, 16 bits "
-            "are.",
+            "fix": "Train in bf16 with autocast. TF32 is no faster than FP32 on this GPU; 16-bit "
+            "formats are.",
             "code": _BF16,
         },
         FP16: {
-            "fix": "Use mixed precision: this GPU has no TF32, its tensor cores take fp16. "
-            "Autocast picks the ops; the scaler keeps small gradients alive.",
+            "fix": "Train in mixed precision with fp16: this GPU has no TF32. Autocast picks the "
+            "ops, and the scaler keeps small gradients from vanishing.",
             "code": "scaler = torch.amp.GradScaler()\n"
             'with torch.autocast("cuda", dtype=torch.float16):\n'
             "    loss = criterion(model(x), y)\n"
@@ -190,37 +189,26 @@ class Fp32Matmul(Rule):
             "scaler.step(optimizer)\n"
             "scaler.update()",
         },
-        "shapes are not recorded": {
-            "confidence": 0.7,
-            "assumptions": (
-                _REACHED_BLIND,
-                "the model trains as well with the shorter mantissa",
-            ),
-        },
+        BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
     inference: ClassVar = {
-        "fix": "Allow TF32 for fp32 matrix work (one line, 10 bits of mantissa instead of 23), or "
-        "better run the model in bf16, which halves the bytes too.",
-        "code": f"{_TF32}# or, faster still:\n{_FORWARD.format('bfloat16')}",
-        "verify": "Profile again: the kernels' names say tensorop, xmma … tf32, s1688 or s16816 "
-        "instead of sgemm; compare its outputs.",
-        "assumptions": (_REACHED, "the model's outputs are as good with the shorter mantissa"),
+        "fix": "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23. Or "
+        "run the model in bf16, which halves the bytes too.",
+        "code": f"{_TF32}\n# or, faster still\n{_FORWARD.format('bfloat16')}",
+        "verify": f"{_VERIFY}Compare the model's outputs.",
+        "assumptions": (_REACHED, _ANSWERS),
         "cases": {
             BF16: {
-                "fix": "Run the model in bf16: on this GPU TF32 is no faster than fp32, 16 bits "
-                "are.",
+                "fix": "Run the model in bf16. TF32 is no faster than FP32 on this GPU; 16-bit "
+                "formats are.",
                 "code": _FORWARD.format("bfloat16"),
             },
             FP16: {
-                "fix": "Run the model in fp16: this GPU has no TF32, its tensor cores take fp16.",
+                "fix": "Run the model in fp16: this GPU has no TF32, and its tensor cores take "
+                "fp16.",
                 "code": _FORWARD.format("float16"),
             },
-            "shapes are not recorded": {
-                "assumptions": (
-                    _REACHED_BLIND,
-                    "the model's outputs are as good with the shorter mantissa",
-                ),
-            },
+            BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
         },
     }
     elsewhere: ClassVar = {
@@ -241,10 +229,10 @@ class Fp32Matmul(Rule):
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Time of fp32 matrix kernels on CUDA cores as a share of all kernel time."""
+        """Time of FP32 matrix kernels on CUDA cores as a share of all kernel time."""
         if a.device_id is None:
             return
-        matrix = facts.compute_rows(a) & facts.of_family(a, "gemm", "convolution")
+        matrix = facts.compute_rows(a) & facts.of_family(a, *FAMILIES)
         total = facts.duration(a, facts.kernel_rows(a))
         matrix_ns = facts.duration(a, matrix)
         if not matrix_ns or matrix_ns < self.min_share * total:
@@ -252,9 +240,9 @@ class Fp32Matmul(Rule):
         on_tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
         off_tensor = (~a.kernels["tensor_core"].fill_null(True)).to_numpy()
         off_tensor &= a.kernels["eligible"].fill_null(True).to_numpy()  # no vectors, no helpers
-        fp32 = self._fp32(a)
+        fp32 = _fp32_rows(a)
         slow = np.zeros(len(matrix), dtype=bool)
-        for family in ("gemm", "convolution"):
+        for family in FAMILIES:
             kind = matrix & facts.of_family(a, family)
             if not (kind & fp32 & on_tensor).any():  # else TF32 is on and shapes decide
                 slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
@@ -263,20 +251,18 @@ class Fp32Matmul(Rule):
             used = facts.duration(a, matrix & on_tensor) / matrix_ns
             if used >= self.praise_share:
                 cores = "matrix cores" if a.trace.meta.vendor == "amd" else "tensor cores"
-                yield PassedCheck(text=f"{used:.0%} of matrix and convolution time runs on {cores}")
+                yield PassedCheck(text=f"{used:.0%} of GEMM and convolution time runs on {cores}")
             return
         if facts.busy_share(a) < self.min_busy:
             return  # faster kernels would only wait longer
         if a.trace.meta.vendor == "amd":
-            return  # its matrix cores take fp32 as it is
+            return  # its matrix cores multiply FP32
         if a.hardware is None:
             name = a.device.name if a.device is not None else None
             yield SkippedCheck(
-                what=f"whether tensor cores would be faster at fp32 matrix work ({share:.0%} of "
+                what=f"whether tensor cores would be faster at FP32 matrix work ({share:.0%} of "
                 "kernel time)",
-                why=f"nothing is known of the GPU {name!r}"
-                if name
-                else "the trace does not say which GPU it is from",
+                why=f"the GPU {name!r} is unknown" if name else "the trace does not name its GPU",
                 record="" if name else "a profiler that writes deviceProperties",
             )
             return
@@ -285,7 +271,7 @@ class Fp32Matmul(Rule):
             yield self._finding(a, slow, share, target)
 
     def _target(self, gpu: GpuSpec) -> Target | None:
-        """The format to move to; ``None``: this GPU has none that is much faster than fp32."""
+        """The format to move to; ``None``: this GPU has none that is much faster than FP32."""
         fp32 = gpu.peak("fp32")
         for name in ("tf32", "bf16", "fp16"):
             if name == "bf16" and gpu.compute < (8, 0):
@@ -295,78 +281,61 @@ class Fp32Matmul(Rule):
                 return Target(name, fp32, peak)
         return None
 
-    def _fp32(self, a: Analysis) -> facts.Mask:
-        """Rows whose inputs are fp32: by the op's types, else by the kernel's name."""
-        dtype = a.kernels["dtype"]
-        told: facts.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
-        named: facts.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
-        unknown: facts.Mask = dtype.is_null().to_numpy()
-        return told | (unknown & named)
-
     def _bandwidth_bound(self, a: Analysis) -> facts.Mask:
         """Kernels that could not be a tenth faster: their bytes take as long as they do."""
-        found = np.zeros(a.trace.gpu.height, dtype=bool)
-        if a.hardware is not None:
-            least = self._least(a, np.arange(a.trace.gpu.height))
-            found = least > 0.9 * a.trace.gpu["dur"].to_numpy()
-        return found
-
-    def _least(self, a: Analysis, at: NDArray[np.int64]) -> NDArray[np.float64]:
-        """What rows of ``trace.gpu`` need for their bytes alone, ns; 0 where that is not known."""
-        moved = a.kernels["moved"].gather(at).cast(pl.Float64).fill_null(0.0).to_numpy()
         if a.hardware is None:
-            return np.zeros(len(at))
+            return np.zeros(a.trace.gpu.height, dtype=bool)
+        bound = self._memory_time(a, np.arange(a.trace.gpu.height))
+        return np.asarray(bound > 0.9 * a.trace.gpu["dur"].to_numpy(), dtype=np.bool_)
+
+    def _memory_time(self, a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What rows of ``trace.gpu`` need for their bytes alone, ns; 0 where that is not known."""
+        moved = a.kernels["moved"].gather(index).cast(pl.Float64).fill_null(0.0).to_numpy()
+        if a.hardware is None:
+            return np.zeros(len(index))
         return moved / (a.hardware.bandwidth * self.reachable_bandwidth) * 1e9
 
     def _finding(self, a: Analysis, slow: facts.Mask, share: float, target: Target) -> Finding:
-        families = [f for f in ("gemm", "convolution") if (slow & facts.of_family(a, f)).any()]
+        families = [name for name in FAMILIES if (slow & facts.of_family(a, name)).any()]
         rows = facts.compute_rows(a) & facts.of_family(a, *families)
-        saved = [
+        saved = (
             self._saved(a, slow, target, derating, blind)
             for derating, blind in (
                 (self.derating, self.blind_derating),
                 (self.best_derating, self.best_blind_derating),
                 (self.worst_derating, self.worst_blind_derating),
             )
-        ]
-        middle, low, high = (facts.scale_factor(a, rows, ns) for ns in saved)
-        what = " and ".join(
-            {"gemm": "matrix products", "convolution": "convolutions"}[f] for f in families
         )
+        select = Select(on="gpu", kind=("kernel",), family=tuple(families))
+        work = " and ".join(FAMILIES[name] for name in families)
+        work = f"{work[0].upper()}{work[1:]}"
         known = bool(a.kernels["flops"].is_not_null().to_numpy()[slow].mean() >= 0.5)
         return Finding(
+            title=f"{work} run in FP32 without tensor cores",
             summary=(
-                f"{share:.0%} of kernel time goes into {what} in fp32 on the CUDA cores; the "
-                f"tensor cores of this GPU are {target.peak / target.fp32:.0f}x as fast in "
+                f"{work} in FP32 on the CUDA cores take {share:.0%} of kernel time. This GPU's "
+                f"tensor cores are {target.peak / target.fp32:.0f}x as fast in "
                 f"{target.format.upper()}."
             ),
             evidence=[
                 Evidence(
-                    "fp32 matrix time, share of kernel time",
+                    "FP32 matrix time, share of kernel time",
                     share,
                     "share",
                     *self.limit("min_share"),
                 ),
-                figure(a, "fp32 matrix time", facts.duration(a, slow)),
-                Evidence("peak in fp32", target.fp32, "FLOP/s"),
-                Evidence(f"peak in {target.format}", target.peak, "FLOP/s"),
+                figure(a, "FP32 matrix time", facts.duration(a, slow)),
+                Evidence("peak in FP32", target.fp32, "FLOP/s"),
+                Evidence(f"peak in {target.format.upper()}", target.peak, "FLOP/s"),
                 *_switches(a),
             ],
             where=facts.locations(a, slow),
-            edits=[
-                Edit(
-                    op="scale",
-                    select=Select(on="gpu", kind=("kernel",), family=tuple(families)),
-                    factor=middle,
-                    factor_low=low,
-                    factor_high=high,
-                )
-            ],
+            edits=[facts.scale_kernels(a, rows, saved, select)],
             confidence_notes=[]
             if known
-            else ["shapes are not recorded: matrices bound by memory bandwidth gain less"],
+            else ["shapes are not recorded: memory-bound matrices gain less"],
             **(self.case(CASES[target.format]) if target.format in CASES else {}),
-            **({} if known else self.case("shapes are not recorded")),
+            **({} if known else self.case(BLIND)),
         )
 
     def _saved(
@@ -377,85 +346,69 @@ class Fp32Matmul(Rule):
         derating: float,
         blind: float,
     ) -> float:
-        """Time the slow kernels lose when the tensor cores do them, ns, summed."""
-        at = np.flatnonzero(slow)
-        dur = a.trace.gpu["dur"].to_numpy()[at].astype(float)
+        """Time the slow kernels save on the tensor cores, ns, summed."""
+        index = np.flatnonzero(slow)
+        dur = a.trace.gpu["dur"].to_numpy()[index].astype(float)
         ratio = target.fp32 / target.peak
-        known = a.kernels["flops"].gather(at).is_not_null().to_numpy()
+        known = a.kernels["flops"].gather(index).is_not_null().to_numpy()
         after = dur * np.minimum(1.0, ratio / np.where(known, derating, blind))
-        after = np.maximum(after, self._least(a, at))
+        after = np.maximum(after, self._memory_time(a, index))
         return float(np.maximum(dur - after, 0.0).sum())
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """fp32 products on an A100 with TF32 off, and on a V100."""
+        """FP32 products on an A100 with TF32 off, and on a V100."""
         return {
             "TF32 off on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
-            "fp32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
+            "FP32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
         }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Tensor cores under names that old lists do not know; bound by bandwidth; launch-bound."""
-        gemv = TraceBuilder("A100")
-        idle = TraceBuilder("A100")
-        mixed = TraceBuilder("A100")
-        for _ in range(4):
-            with gemv.step():
-                # eight rows times 16384 x 16384: 1.07 GB of weights, 0.53 ms at 2 TB/s
-                with gemv.op("aten::mm", [[8, 16384], [16384, 16384]], "float"):
-                    gemv.launch("ampere_sgemm_32x32_sliced1x4_tn", 560)
-                gemv.sync()
-            with idle.step():
-                for _ in range(10):
-                    with idle.op("aten::mm", [[64, 64], [64, 64]], "float"):
-                        idle.launch("ampere_sgemm_32x32_sliced1x4_tn", 4)
-                    idle.host(100)
-                idle.sync()
-            with mixed.step():
-                with mixed.op("aten::mm", [[4096, 4096], [4096, 4096]], "float"):
-                    mixed.launch(
-                        "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
-                        "(cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4::Params)",
-                        1500,
-                    )
-                with mixed.op("aten::mm", [[4096, 33], [33, 647]], "float"):
-                    mixed.launch("ampere_sgemm_128x64_nn", 200)
-                mixed.sync()
+        """Tensor cores under names that old lists do not know; memory-bound; launch-bound."""
+        tf32 = "cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4"
+        tf32 = f"void cutlass::Kernel<{tf32}>({tf32}::Params)"
+        wmma = (
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_"
+            "align8>(cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16::Params)"
+        )
+        nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
+        sliced = "ampere_sgemm_32x32_sliced1x4_tn"
+
+        def gemv(b: TraceBuilder) -> None:
+            # eight rows times 16384 x 16384: 1.07 GB of weights, 0.53 ms at 2 TB/s
+            b.run("aten::mm", sliced, 560, [[8, 16384], [16384, 16384]])
+
+        def idle(b: TraceBuilder) -> None:
+            for _ in range(10):
+                b.run("aten::mm", sliced, 4, [[64, 64], [64, 64]])
+                b.host(100)
+
+        def mixed(b: TraceBuilder) -> None:
+            b.run("aten::mm", tf32, 1500, [[4096, 4096], [4096, 4096]])
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 200, [[4096, 33], [33, 647]])
+
         unknown = _training("A100", "float", "ampere_sgemm_128x128_nn", 8000)
         unknown.head["deviceProperties"][0]["name"] = "Some GPU of next year"
+        few = "share < self.min_share"
         return {
-            "a GPU of which nothing is known": (unknown, "a.hardware is None"),
-            "bf16 as nvjet": (
-                _training(
-                    "H100", "c10::BFloat16", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", 300
-                ),
-                "share < self.min_share",
-            ),
-            "bf16 as wmma_tensorop": (
-                _training(
-                    "H100",
-                    "c10::BFloat16",
-                    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_"
-                    "128x2_tn_align8>(cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16::Params)",
-                    900,
-                ),
-                "share < self.min_share",
-            ),
-            "TF32 is on": (
-                _training(
-                    "A100",
-                    "float",
-                    "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4>"
-                    "(cutlass_80_tensorop_s1688gemm_256x128_32x3_nn_align4::Params)",
-                    1500,
-                ),
-                "share < self.min_share",
-            ),
-            "TF32 is on, an odd shape is left": (mixed, "share < self.min_share"),
-            "bound by reading the weights": (gemv, "reachable_bandwidth"),
-            "the device is mostly idle": (idle, "min_busy"),
+            "an unknown GPU": (unknown, "a.hardware is None"),
+            "bf16 as nvjet": (_training("H100", "c10::BFloat16", nvjet, 300), few),
+            "bf16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), few),
+            "TF32 is on": (_training("A100", "float", tf32, 1500), few),
+            "TF32 is on, an odd shape is left": (example_steps(mixed), few),
+            "bound by reading the weights": (example_steps(gemv), "reachable_bandwidth"),
+            "the device is mostly idle": (example_steps(idle), "min_busy"),
         }
+
+
+def _fp32_rows(a: Analysis) -> facts.Mask:
+    """Rows whose inputs are FP32: by the op's types, else by the kernel's name."""
+    dtype = a.kernels["dtype"]
+    typed: facts.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
+    named: facts.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
+    unknown: facts.Mask = dtype.is_null().to_numpy()
+    return typed | (unknown & named)
 
 
 def _switches(a: Analysis) -> list[Evidence]:
@@ -466,9 +419,5 @@ def _switches(a: Analysis) -> list[Evidence]:
 
 
 def _training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:
-    b = TraceBuilder(gpu)
-    for _ in range(4):
-        with b.step():
-            b.run("aten::mm", kernel, us, [[4096, 4096], [4096, 4096]], dtype, times=3)
-            b.sync()
-    return b
+    shapes = [[4096, 4096], [4096, 4096]]
+    return example_steps(lambda b: b.run("aten::mm", kernel, us, shapes, dtype, times=3), gpu)

@@ -1,4 +1,4 @@
-"""Operators that exist fused, written out as a chain of pointwise ones."""
+"""Operators that exist fused, written by hand as a chain of pointwise ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Select, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, roofs
-from advisor.rules.common import figure
+from advisor.rules.common import example_steps, figure, per
 from advisor.rules.kernel import facts
 from advisor.rules.sources import OURS
 from advisor.testing import TraceBuilder
@@ -28,9 +28,9 @@ class Pattern(NamedTuple):
     name: str
     """What it is."""
     chain: str
-    """Regular expression over the operators, each written as a word and a blank."""
+    """Regular expression over the operators' names, each followed by a blank."""
     passes: int
-    """How often the fused kernel touches a tensor of the largest size: reads and writes."""
+    """How often the fused kernel reads or writes a tensor of the largest size."""
     fix: str
     code: str
 
@@ -44,7 +44,7 @@ PATTERNS = (
         rf"(?:sub {_CAST})?(?:mul {_CAST})?add {_CAST}(?:sqrt {_CAST}div|rsqrt {_CAST}mul|div) "
         rf"{_CAST}(?:mul {_CAST})?(?:add )?",
         2,
-        "Call F.layer_norm (nn.LayerNorm): one kernel.",
+        "Call F.layer_norm (nn.LayerNorm), which is one kernel.",
         "self.norm = nn.LayerNorm(hidden, eps=1e-5)\ny = self.norm(x)",
     ),
     Pattern(
@@ -52,8 +52,8 @@ PATTERNS = (
         rf"{_CAST}{_SQUARE} {_CAST}mean {_CAST}add {_CAST}"
         rf"(?:{_ROOT}|sqrt(?: reciprocal)?) {_CAST}{_SCALE} {_CAST}(?:mul )?",
         2,
-        "Call F.rms_norm (nn.RMSNorm, PyTorch 2.4): one kernel, which also computes in fp32 "
-        "where its input has 16 bits.",
+        "Call F.rms_norm (nn.RMSNorm, PyTorch 2.4), which is one kernel. It computes in FP32 where "
+        "its input has 16 bits.",
         "self.norm = nn.RMSNorm(hidden, eps=1e-6)   # or F.rms_norm(x, (hidden,), weight, eps)\n"
         "y = self.norm(x)\n"
         "# Hugging Face models: Liger Kernel's apply_liger_kernel_to_llama()",
@@ -62,7 +62,7 @@ PATTERNS = (
         "softmax",
         rf"(?:(?:amax|max) {_CAST}sub )?{_CAST}exp {_CAST}sum {_CAST}div ",
         2,
-        "Call F.softmax: one kernel that also subtracts the maximum. Inside attention, "
+        "Call F.softmax, one kernel that also subtracts the maximum. Inside attention, "
         "F.scaled_dot_product_attention needs no softmax at all.",
         "p = F.softmax(scores, dim=-1)",
     ),
@@ -84,82 +84,65 @@ PATTERNS = (
         rf"(?:mul )?pow {_CAST}mul {_CAST}add {_CAST}mul {_CAST}(?:mul )?tanh {_CAST}add {_CAST}"
         rf"mul {_CAST}",
         2,
-        'Call F.gelu(x, approximate="tanh"): one kernel.',
+        'Call F.gelu(x, approximate="tanh"), which is one kernel.',
         'y = F.gelu(x, approximate="tanh")',
     ),
     Pattern(
         "GELU",
         rf"(?:mul {_CAST})?(?:div|mul) {_CAST}erf {_CAST}add {_CAST}mul ",
         2,
-        "Call F.gelu(x): one kernel.",
+        "Call F.gelu(x), which is one kernel.",
         "y = F.gelu(x)",
     ),
 )
-"""Tried in this order; what one has taken is not asked again."""
+"""Tried in this order; an operator belongs to the first pattern that matches it."""
 
-_NAMES = {
-    "square": "square",
-    "pow": "pow",
-    "mul": "mul",
+_SAME_NAME = (
+    "square pow mul mean add rsqrt sqrt reciprocal div sub var exp sum amax max neg cat tanh copy "
+    "to std erf"
+)
+_NAMES = {name: name for name in _SAME_NAME.split()} | {
     "multiply": "mul",
-    "mean": "mean",
-    "add": "add",
-    "rsqrt": "rsqrt",
-    "sqrt": "sqrt",
-    "reciprocal": "reciprocal",
-    "div": "div",
-    "sub": "sub",
     "rsub": "sub",
-    "var": "var",
-    "exp": "exp",
-    "sum": "sum",
-    "amax": "amax",
-    "max": "max",
-    "neg": "neg",
-    "cat": "cat",
-    "tanh": "tanh",
-    "copy": "copy",
-    "to": "to",
     "true_divide": "div",
-    "std": "std",
-    "erf": "erf",
 }
-"""Operator -> its word in the patterns."""
+"""Operator -> its name in the patterns."""
 STEPS = "^aten::(?:" + "|".join(sorted(_NAMES)) + ")_?$"
 ALREADY = r"^triton_|multi_tensor_|foreach|jit::"
-SPREAD = 4.0
+MAX_SIZE_RATIO = 4.0
 """Elements of the largest over those of the smallest full tensor in a chain: a half that is
-negated, a cast to twice the width; more is not one operator's work."""
+negated, a cast to twice the width; a larger ratio is not one operator's work."""
 
 
 def chains_in(text: str) -> Iterator[tuple[int, int, int]]:
-    """Chains in a text of words, each with a blank after it: place in PATTERNS, start, end."""
+    """Chains in a text of operator names, each followed by a blank: index in PATTERNS, start,
+    end."""
     for number, pattern in enumerate(PATTERNS):
-        # a match starts at a word: a blank, or nothing, is before it
+        # a match starts at the begin of a name: a blank, or nothing, is before it
         for match in re.finditer(rf"(?<![a-z_|]){pattern.chain}", text):
             yield number, match.start(), match.end()
 
 
-def word_of(op: str) -> str:
-    """The word of an operator in such a text; ``_`` for one that no chain has."""
+def pattern_name(op: str) -> str:
+    """The name of an operator in such a text; ``_`` for one that no chain has."""
     return _NAMES.get(op.removeprefix("aten::").removesuffix("_"), "_")
 
 
 class HandwrittenOperator(Rule):
-    """A normalisation, softmax, rotary embedding or activation written out in tensor arithmetic is
-    a chain of kernels that each read and write the whole tensor, where one fused kernel reads it
-    once and writes the result once.
+    """A normalisation, softmax, rotary embedding or activation written by hand in tensor arithmetic
+    is a chain of kernels that each read and write the whole tensor. One fused kernel reads it once
+    and writes the result once.
 
-    It is recognised by its sequence of operators on one stream, casts in between allowed, over
+    The rule recognises the sequence of operators on one stream, casts in between allowed, over
     tensors of one size: ``pow mean add rsqrt mul`` is RMS normalisation, ``mean sub pow mean add
     sqrt div`` layer normalisation, ``exp sum div`` softmax, ``mul neg cat mul add`` a rotary
-    embedding, ``pow mul add mul tanh add mul`` a GELU. The factor is from bytes: the fused
-    kernel's time is that of one read and one write of the largest tensor at the rate measured of
-    such a GPU's memory. Compiled kernels are fused already and have other names.
+    embedding, ``pow mul add mul tanh add mul`` a GELU. The factor comes from bytes: the fused
+    kernel takes one read and one write of the largest tensor at the memory rate measured for such a
+    GPU. Compiled kernels are fused already and have other names.
     """
 
     id = "handwritten-operator"
-    title = "A fused operator is written out as a chain of pointwise ones"
+    title = "Hand-written operator runs as unfused pointwise kernels"
     category = "kernel"
     found_in = ("traces/h100_qwen_inference",)
     silent_in = (
@@ -179,10 +162,10 @@ class HandwrittenOperator(Rule):
     )
 
     min_share = Threshold(
-        0.05, "of kernel time in such chains: below it another finding is worth more", OURS
+        0.05, "of kernel time in such chains: below it another finding saves more", OURS
     )
     min_busy = Threshold(
-        0.2, "share of the step the device is busy: below it the host is what to look at", OURS
+        0.2, "share of the step the device is busy: below it the host is the bottleneck", OURS
     )
     slower = Threshold(1.5, "of the fused kernel's ideal time: what such kernels take", OURS)
     slower_best = Threshold(1.15, "of that time, at best", OURS)
@@ -191,14 +174,16 @@ class HandwrittenOperator(Rule):
     fix = "Call the fused operator. Compiling the model fuses such chains too."
     code = "model = torch.compile(model)"
     verify = "Profile again: one kernel in place of each chain."
-    falsified_by = "something between the operators of a chain needs the tensor in between"
+    falsified_by = "code between the operators of a chain that needs the tensor in between"
     assumptions = (
         "a fused kernel takes {slower:g} times as long as one read and one write of the tensor at "
         "the memory's rate ({slower_best:g} to {slower_worst:g})",
     )
     confidence = 0.75
     alternatives = "fuse"
-    cases: ClassVar = {kind.name: {"fix": kind.fix, "code": kind.code} for kind in PATTERNS}
+    cases: ClassVar = {
+        pattern.name: {"fix": pattern.fix, "code": pattern.code} for pattern in PATTERNS
+    }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Time of such chains as a share of kernel time."""
@@ -217,29 +202,33 @@ class HandwrittenOperator(Rule):
         under = facts.match_exactly(ops.to_list())
         selected = facts.compute_rows(a) & facts.launched_under(a, under)
         ideal = pl.col("bytes") / memory.rate * 1e9 + KERNEL_NS
-        factors = [
-            facts.scale_factor(
-                a,
-                selected,
-                float(
-                    table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item()
-                ),
-            )
+        saved = (
+            float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())
             for slower in (self.slower, self.slower_best, self.slower_worst)
-        ]
-        each = table.group_by("pattern").agg(
-            pl.len().alias("count"), pl.col("dur").sum(), pl.col("length").median()
         )
-        each = each.sort("dur", descending=True)
-        kinds = [PATTERNS[n] for n in each["pattern"]]
+        change = facts.scale_kernels(
+            a,
+            selected,
+            saved,
+            Select(on="gpu", kind=("kernel",), under=under),
+            # merging drops launches too: only where nearly all that is selected merges
+            op="merge" if int(rows.sum()) >= 0.8 * int(selected.sum()) else "scale",
+        )
+        by_pattern = (
+            table.group_by("pattern")
+            .agg(pl.len().alias("count"), pl.col("dur").sum(), pl.col("length").median())
+            .sort("dur", descending=True)
+        )
+        patterns = [PATTERNS[n] for n in by_pattern["pattern"]]
         share = float(table["dur"].sum()) / total
-        told = ", ".join(kind.name for kind in kinds)
-        most = int(rows.sum()) >= 0.8 * int(selected.sum())
+        names = ", ".join(pattern.name for pattern in patterns)
+        verb = "takes" if len(patterns) == 1 else "take"
+        fixes = [self.case(pattern.name)["fix"] for pattern in patterns]
         yield Finding(
-            title=self._title(kinds),
+            title=_title(patterns),
             summary=(
-                f"{share:.0%} of kernel time computes {told} as separate pointwise kernels, which "
-                "each read and write the whole tensor; a fused operator does it in one pass."
+                f"Hand-written {names} {verb} {share:.0%} of kernel time as separate pointwise "
+                "kernels. Each reads and writes the whole tensor; a fused operator needs one pass."
             ),
             evidence=[
                 Evidence(
@@ -248,88 +237,70 @@ class HandwrittenOperator(Rule):
                 figure(a, "such chains", float(table["dur"].sum())),
                 *(
                     Evidence(
-                        kind.name,
-                        f"{count / a.step_count:,.0f} a step of {length:.0f} kernels, "
-                        f"{t.format_duration(dur / a.step_count)} a step",
+                        pattern.name,
+                        f"{count / a.step_count:,.0f}{per(a)} of {length:.0f} kernels each, "
+                        f"{t.format_duration(dur / a.step_count)}{per(a)}",
                     )
-                    for kind, (_, count, dur, length) in zip(kinds, each.iter_rows(), strict=True)
+                    for pattern, (_, count, dur, length) in zip(
+                        patterns, by_pattern.iter_rows(), strict=True
+                    )
                 ),
             ],
             where=facts.locations(a, rows),
-            fix=" ".join(
-                [
-                    *(self.case(kind.name)["fix"] for kind in kinds),
-                    "Compiling the model fuses such chains too.",
-                ]
-            ),
-            code="\n".join(self.case(kind.name)["code"] for kind in kinds),
-            edits=[
-                Edit(
-                    # merging drops launches too: only where nearly all that is selected merges
-                    op="merge" if most else "scale",
-                    select=Select(on="gpu", kind=("kernel",), under=under),
-                    factor=factors[0],
-                    factor_low=factors[1],
-                    factor_high=factors[2],
-                )
-            ],
+            fix=" ".join([*fixes, "Compiling the model fuses such chains too."]),
+            code="\n".join(self.case(pattern.name)["code"] for pattern in patterns),
+            edits=[change],
         )
 
-    def _title(self, kinds: list[Pattern]) -> str:
-        first = kinds[0].name
-        rest = f" and {kinds[1].name}" if len(kinds) == 2 else " and others" if kinds[2:] else ""
-        text = f"{first}{rest}"
-        return f"{text[0].upper()}{text[1:]} written out as pointwise kernels"
-
     def _chains(self, a: Analysis) -> pl.DataFrame:
-        """A row a chain: ``pattern`` (place in PATTERNS), ``length`` (kernels), ``dur`` (ns),
+        """A row per chain: ``pattern`` (index in PATTERNS), ``length`` (kernels), ``dur`` (ns),
         ``bytes`` (of the fused kernel), ``rows`` (of ``trace.gpu``)."""
         gpu, kernels = a.trace.gpu, a.kernels
-        empty = pl.DataFrame()
-        at = np.flatnonzero(facts.compute_rows(a))
-        at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
-        names = kernels["op_name"].gather(at)
-        able = name_matches(names, STEPS).to_numpy()
-        able &= ~name_matches(gpu["name"].gather(at), ALREADY).to_numpy()
+        index = np.flatnonzero(facts.compute_rows(a))
+        index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
+        ops = kernels["op_name"].gather(index)
+        able = name_matches(ops, STEPS).to_numpy()
+        able &= ~name_matches(gpu["name"].gather(index), ALREADY).to_numpy()
         if not able.any():
-            return empty
-        op = names.cast(pl.String)
+            return pl.DataFrame()
         bare = (
-            op.str.strip_prefix("aten::")
+            ops.cast(pl.String)
+            .str.strip_prefix("aten::")
             .str.strip_suffix("_")
             .replace_strict(_NAMES, default="_", return_dtype=pl.String)
         )
-        words = [word if ok else "_" for word, ok in zip(bare, able, strict=True)]
-        stream = gpu["stream"].to_numpy()[at]
-        call = kernels["op_row"].gather(at).fill_null(-1).to_numpy()
+        names = [name if ok else "_" for name, ok in zip(bare, able, strict=True)]
+        stream = gpu["stream"].to_numpy()[index]
+        call = kernels["op_row"].gather(index).fill_null(-1).to_numpy()
         # an operator's second kernel belongs to its first; a new stream breaks a chain
         again = np.r_[False, (call[1:] == call[:-1]) & (call[1:] >= 0)]
         starts = np.flatnonzero(~again)
-        new = np.r_[False, stream[starts][1:] != stream[starts][:-1]]
+        broken = np.r_[False, stream[starts][1:] != stream[starts][:-1]]
         text, edges = [], []
         length = 0
-        for place, broken in zip(starts, new, strict=True):  # one pass over the window's operators
-            word = ("| " if broken else "") + words[place] + " "
-            edges.append(length + (2 if broken else 0))
-            text.append(word)
-            length += len(word)
+        for start, breaks in zip(starts, broken, strict=True):  # one pass over the operators
+            name = ("| " if breaks else "") + names[start] + " "
+            edges.append(length + (2 if breaks else 0))
+            text.append(name)
+            length += len(name)
         position = np.array([*edges, length])
-        ends = np.append(starts[1:], len(at))
-        return self._found("".join(text), position, starts, ends, at, a)
+        ends = np.append(starts[1:], len(index))
+        return self._measure("".join(text), position, starts, ends, index, a)
 
-    def _found(
+    def _measure(
         self,
         text: str,
         position: NDArray[np.int64],
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
-        at: NDArray[np.int64],
+        index: NDArray[np.int64],
         a: Analysis,
     ) -> pl.DataFrame:
+        """Finds the chains in the text of operator names, with the time and bytes of each."""
         dur = a.trace.gpu["dur"].to_numpy()
-        inputs = a.trace.cpu["inputs"].gather(a.kernels["op_row"].gather(at)).fill_null(-1)
-        sizes = _Sizes(a, inputs.to_numpy())
-        found = []
+        inputs = a.trace.cpu["inputs"].gather(a.kernels["op_row"].gather(index)).fill_null(-1)
+        sizes = _ChainSizes(a, inputs.to_numpy())
+        chains = []
         taken = np.zeros(len(starts), dtype=np.bool_)
         for number, begin, end in chains_in(text):
             first, last = (int(np.searchsorted(position, place)) for place in (begin, end))
@@ -338,12 +309,12 @@ class HandwrittenOperator(Rule):
             if size is None:
                 continue
             taken[first:last] = True
-            members = at[span]
+            members = index[span]
             size *= PATTERNS[number].passes
             spent = int(dur[members].sum())
-            found.append((number, len(members), spent, float(size), members.tolist()))
+            chains.append((number, len(members), spent, float(size), members.tolist()))
         return pl.DataFrame(
-            found, schema=["pattern", "length", "dur", "bytes", "rows"], orient="row"
+            chains, schema=["pattern", "length", "dur", "bytes", "rows"], orient="row"
         )
 
     @staticmethod
@@ -383,7 +354,13 @@ class HandwrittenOperator(Rule):
         }
 
 
-class _Sizes:
+def _title(patterns: list[Pattern]) -> str:
+    others = " and others" if patterns[2:] else f" and {patterns[1].name}" if patterns[1:] else ""
+    text = f"{patterns[0].name}{others}"
+    return f"{text[0].upper()}{text[1:]} is hand-written and runs unfused"
+
+
+class _ChainSizes:
     """Bytes of the tensor that a chain works on."""
 
     def __init__(self, a: Analysis, inputs: NDArray[np.int64]) -> None:
@@ -393,18 +370,19 @@ class _Sizes:
 
     def of(self, span: slice) -> int | None:
         """None: not known, or the tensors are not of one size, broadcast ones left out."""
-        found = [self._one(row) for row in self._inputs[span].tolist()]
-        told = [one for one in found if one is not None]
-        if not told:
+        largest_inputs = map(self._largest, self._inputs[span].tolist())
+        known = [size for size in largest_inputs if size is not None]
+        if not known:
             return None
-        largest = max(elements for elements, _ in told)
-        full = [one for one in told if one[0] * SPREAD >= largest]
+        largest = max(elements for elements, _ in known)
+        full = [size for size in known if size[0] * MAX_SIZE_RATIO >= largest]
         # reductions leave small tensors (mean, add, rsqrt); at least half must be of full size
-        if 2 * len(full) < len(told):
+        if 2 * len(full) < len(known):
             return None
         return min(elements * width for elements, width in full if elements == largest)
 
-    def _one(self, row: int) -> tuple[int, int] | None:
+    def _largest(self, row: int) -> tuple[int, int] | None:
+        """Elements of the largest input of a row of ``trace.inputs``, and their width."""
         if row < 0:
             return None
         if row not in self._known:
@@ -424,20 +402,18 @@ def _step(
     products: float = 500,
     gpu: str | None = "A100",
 ) -> TraceBuilder:
-    b = TraceBuilder(gpu)
     small = {"add", "rsqrt"} if "rsqrt" in ops else {"sqrt"} if "sqrt" in ops else set()
-    for _ in range(4):
-        with b.step():
-            for _ in range(3):
-                with b.op("aten::mm", [[8192, 4096], [4096, 2048]], "c10::Half"):
-                    b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", products)
-                for place, op in enumerate(ops):
-                    rows = 8192 >> (3 * place if shrink else 0)
-                    little = op in small and "mean" in ops[:place]
-                    shape = [rows, 1 if little else 4096]
-                    with b.op(f"aten::{op}", [shape, shape] if shapes else None, "c10::Half"):
-                        b.launch(
-                            "void at::native::elementwise_kernel<128, 4>", 4 if little else 120
-                        )
-            b.sync()
-    return b
+    gemm = "ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn"
+    pointwise = "void at::native::elementwise_kernel<128, 4>"
+
+    def body(b: TraceBuilder) -> None:
+        for _ in range(3):
+            b.run("aten::mm", gemm, products, [[8192, 4096], [4096, 2048]], "c10::Half")
+            for place, op in enumerate(ops):
+                rows = 8192 >> (3 * place if shrink else 0)
+                little = op in small and "mean" in ops[:place]
+                shape = [rows, 1 if little else 4096]
+                us = 4 if little else 120
+                b.run(f"aten::{op}", pointwise, us, [shape, shape] if shapes else None, "c10::Half")
+
+    return example_steps(body, gpu)

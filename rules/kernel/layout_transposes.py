@@ -18,9 +18,9 @@ from advisor.core.finding import (
 )
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import figure
+from advisor.rules.common import example_steps, figure
 from advisor.rules.kernel import facts
-from advisor.rules.sources import OURS, SMALL_GRIDS_TRACES, TRACELENS
+from advisor.rules.sources import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
 
 TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
@@ -29,13 +29,13 @@ TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_
 
 class LayoutTransposes(Rule):
     """Tensor cores convolve in channels-last order (NHWC). A model in PyTorch's default order
-    (NCHW) has each tensor transposed before a convolution and back after it, kernels that move
+    (NCHW) has each tensor transposed before a convolution and back after it, by kernels that move
     bytes and compute nothing.
 
-    The transposes are told by their kernels' names; their share is of all convolution time,
-    themselves included. In fp32 without TF32 the library convolves in NCHW and transposes
-    nothing, and a model in channels-last has none either: both are silent. The first layer of a
-    channels-last model may keep one (three input channels), which stays below the threshold.
+    The rule recognises transposes by their kernels' names. Their share is of all convolution time,
+    their own included. In FP32 without TF32 the library convolves in NCHW and transposes nothing,
+    and a channels-last model has no transposes either: the rule is silent on both. The first layer
+    of a channels-last model may keep one (three input channels), which stays below the threshold.
     """
 
     id = "layout-transposes"
@@ -43,12 +43,7 @@ class LayoutTransposes(Rule):
     category = "kernel"
     knobs = ("channels-last",)
     found_in = ("traces/mi210_gpu_only",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
         "MI210 ResNet training (MIOpen transposes, 34 % of convolution time: fires); A100 ResNet "
         "at 24 % busy (27 % of convolution time, but the device waits for the host: silent)"
@@ -62,35 +57,36 @@ class LayoutTransposes(Rule):
         0.10, "of convolution time: consider from 10 %, strongly from 20 %", TRACELENS
     )
     min_time = Threshold(
-        0.02, "of kernel time: a network with one convolution is not worth converting", OURS
+        0.02, "of kernel time: converting a network with one convolution does not pay", OURS
     )
     min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
     praise_conv = Threshold(
-        0.2, "of kernel time in convolutions without transposes, to be worth saying", OURS
+        0.2,
+        "of kernel time in convolutions without transposes, from which the report says so",
+        OURS,
     )
-
-    verify = (
-        "Profile again: the transpose kernels are gone. If some stay, an op in between "
-        "returns NCHW: print(out.is_contiguous(memory_format=torch.channels_last))."
-    )
-    falsified_by = (
-        "a model that is in channels-last already: then one op returns NCHW, and only the "
-        "transposes around that op can go"
-    )
-    assumptions = ("every op between the convolutions keeps channels-last order",)
-    confidence = 0.85
 
     fix = (
-        "Keep model and inputs in channels-last order: convolutions, batch norm, pooling "
-        "and pointwise ops then pass it on, and nothing is reordered in between."
+        "Keep model and inputs in channels-last order. Convolutions, batch norm, pooling and "
+        "pointwise ops then pass it on, and nothing is reordered in between."
     )
     code = (
         "model = model.to(memory_format=torch.channels_last)\n"
         "x = x.to(memory_format=torch.channels_last)   # inputs too, on the device"
     )
+    verify = (
+        "Profile again: the transpose kernels are gone. If some stay, an op in between returns "
+        "NCHW: print(out.is_contiguous(memory_format=torch.channels_last))."
+    )
+    falsified_by = (
+        "a model that is in channels-last order already: one op returns NCHW, and only the "
+        "transposes around it can go"
+    )
+    assumptions = ("every op between the convolutions keeps channels-last order",)
+    confidence = 0.85
     cases: ClassVar = {
         "on ROCm": {
-            "fix": f"{fix} On ROCm this needs an environment variable until it is the default.",
+            "fix": f"{fix} On ROCm this needs an environment variable.",
             "code": f"# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1\n{code}",
         }
     }
@@ -120,9 +116,8 @@ class LayoutTransposes(Rule):
         amd = a.trace.meta.vendor == "amd"
         yield Finding(
             summary=(
-                f"{share:.0%} of convolution time "
-                f"({t.format_duration(moved_ns / a.step_count)} {t.format_per(a.per)}) "
-                "goes into kernels that only reorder tensors between NCHW and NHWC."
+                f"Transposes between NCHW and NHWC take {share:.0%} of convolution time "
+                f"({t.format_duration(moved_ns / a.step_count)} {t.format_per(a.per)})."
             ),
             evidence=[
                 Evidence(
@@ -150,39 +145,38 @@ class LayoutTransposes(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Channels-last; a transpose that is small beside its convolutions; a batched matmul's."""
-        other = TraceBuilder()
-        for _ in range(4):
-            with other.step():
-                with other.op("aten::bmm", [[64, 512, 512], [64, 512, 512]], "c10::Half"):
-                    other.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", 800)
-                with other.op("aten::copy_", [[64, 512, 512]], "c10::Half"):
-                    other.launch("void at::native::elementwise_kernel<128, 4>", 300)
-                other.sync()
+        shape = [64, 512, 512]
+
+        def multiply(b: TraceBuilder) -> None:
+            kernel = "ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn"
+            b.run("aten::bmm", kernel, 800, [shape, shape], "c10::Half")
+            copy = "void at::native::elementwise_kernel<128, 4>"
+            b.run("aten::copy_", copy, 300, [shape], "c10::Half")
+
         return {
             "channels last": (_network(None, 0), "share < self.min_share"),
             "one small transpose": (
                 _network("void cudnn::ops::nchwToNhwcKernel<__half>", 10),
                 "share < self.min_share",
             ),
-            "transposes that are no convolution's": (other, "not conv_ns"),
+            "transposes without a convolution": (example_steps(multiply), "not conv_ns"),
         }
 
 
 def _network(transpose: str | None, us: float) -> TraceBuilder:
-    b = TraceBuilder()
     shapes = [[64, 256, 56, 56], [256, 256, 3, 3]]
-    for _ in range(4):
-        with b.step():
-            for _ in range(5):
-                with b.op("aten::cudnn_convolution", shapes, "c10::Half"):
-                    if transpose:
-                        b.launch(transpose, us)
-                    b.launch(
-                        "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_"
-                        "tilesize128x128x32_stage4_warpsize2x2x1_g1_tensor16x8x16_kernel",
-                        400,
-                    )
-                with b.op("aten::cudnn_batch_norm", [[64, 256, 56, 56]], "c10::Half"):
-                    b.launch("void cudnn::bn_fw_tr_1C11_kernel_NCHW<__half, float>", 100)
-            b.sync()
-    return b
+
+    def body(b: TraceBuilder) -> None:
+        for _ in range(5):
+            with b.op("aten::cudnn_convolution", shapes, "c10::Half"):
+                if transpose:
+                    b.launch(transpose, us)
+                b.launch(
+                    "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_"
+                    "tilesize128x128x32_stage4_warpsize2x2x1_g1_tensor16x8x16_kernel",
+                    400,
+                )
+            kernel = "void cudnn::bn_fw_tr_1C11_kernel_NCHW<__half, float>"
+            b.run("aten::cudnn_batch_norm", kernel, 100, shapes[:1], "c10::Half")
+
+    return example_steps(body)

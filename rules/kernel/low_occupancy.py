@@ -14,59 +14,45 @@ from advisor.core.finding import (
     Finding,
     Outcome,
     Rule,
-    Select,
     SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
 from advisor.measure.device.occupancy import active_blocks
 from advisor.measure.host.names import name_matches
+from advisor.rules.common import example_steps
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
-from advisor.rules.sources import FOURNEX, NCU, OURS, SMALL_GRIDS_TRACES, TRACELENS
+from advisor.rules.sources import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
 
-MOVING = (
-    "softmax",
-    "normalisation",
-    "elementwise",
-    "reduction",
-    "layout",
-    "copy",
-    "embedding",
-    "random",
-    "pooling",
-    "loss",
-    "optimizer",
-)
-"""Families that are bound by memory. Matrix kernels run best at one block a multiprocessor."""
+MEMORY_BOUND = (
+    "softmax", "normalisation", "elementwise", "reduction", "layout", "copy", "embedding", "random",
+    "pooling", "loss", "optimizer",
+)  # fmt: skip
+"""Families bound by memory. Matrix kernels run best at one block per multiprocessor."""
 
 
 class LowOccupancy(Rule):
-    """A kernel that is bound by memory needs many resident threads, so that some can run while
-    others wait. When registers, shared memory or block size let only few of them onto a
-    multiprocessor, memory bandwidth stays unused.
+    """A memory-bound kernel needs many resident threads, so that some can run while others wait for
+    memory. When registers, shared memory or block size let only few of them onto a multiprocessor,
+    memory bandwidth stays unused.
 
-    Judged by name of kernel, memory-bound families only: tensor-core and attention kernels are
-    best at low occupancy. Both the occupancy that resources allow (CUDA's occupancy formula) and
-    the achieved one must be low: where only the achieved one is, the grid is too small, which is
-    another rule's business. The occupancy that the profiler writes is not used as it is: it is a
-    whole number, 0 for many kernels. And bandwidth must be low
-    too: a kernel that moves its bytes at full speed is fine at any occupancy.
+    The rule judges kernels by name, in memory-bound families only: tensor-core and attention
+    kernels run best at low occupancy. Both the occupancy that resources allow (CUDA's occupancy
+    formula) and the achieved one must be low. Where only the achieved one is, the grid is too
+    small, which is another rule's finding. The occupancy that the profiler writes is not used as it
+    is, because it is a whole number and 0 for many kernels. Bandwidth must be low too: a kernel
+    that moves its bytes at full speed is fine at any occupancy.
     """
 
     id = "low-occupancy"
-    title = "A memory-bound kernel has too few threads in flight"
+    title = "Low occupancy in memory-bound kernels"
     category = "kernel"
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
         "silent where it must be: A100 and V100 training (25 and 21 % of kernel time is below 40 % "
-        "by what the profiler writes); never seen to fire"
+        "by what the profiler writes); has never fired on a real trace"
     )
     references = (
         "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#occupancy",
@@ -75,32 +61,31 @@ class LowOccupancy(Rule):
 
     min_share = Threshold(0.05, "of kernel time, for one kernel name", OURS)
     max_occupancy = Threshold(40.0, "percent", FOURNEX, NCU)
-    max_bandwidth = Threshold(0.6, "of the peak: from there on occupancy is enough", TRACELENS)
+    max_bandwidth = Threshold(0.6, "of the peak: above, occupancy is high enough", TRACELENS)
     reachable = Threshold(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
     best_reachable = Threshold(0.875, "of peak bandwidth, at best", TRACELENS)
     worst_reachable = Threshold(0.6, "of peak bandwidth, at worst", TRACELENS)
     min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
 
     fix = (
-        "If the kernel is yours: fewer registers a thread, less shared memory a block, or "
-        "blocks of 128 to 256 threads. If it is a library's or eager PyTorch's: let the "
+        "Use fewer registers per thread, less shared memory per block, or blocks of 128 to 256 "
+        "threads, where the kernel is yours. Where it is a library's or eager PyTorch's, let the "
         "compiler write it."
     )
     code = (
+        "model = torch.compile(model)   # eager PyTorch\n\n"
+        "# your own Triton kernel; in CUDA: __launch_bounds__(256, 4)\n"
         "configs = [triton.Config({}, num_warps=w) for w in (2, 4, 8)]\n"
-        "@triton.autotune(configs, key=['n'])\n"
-        "# CUDA: __launch_bounds__(256, 4)\n"
-        "# eager PyTorch: model = torch.compile(model)"
+        "@triton.autotune(configs, key=['n'])"
     )
     verify = "ncu -k <kernel> --section Occupancy --section MemoryWorkloadAnalysis …"
     falsified_by = "Nsight Compute shows another stall than memory latency"
     confidence = 0.5
-
     assumptions = ("{reachable:.0%} of memory bandwidth can be reached",)
 
     elsewhere: ClassVar = in_any_language(
-        "Let more threads be in flight: fewer registers and less shared memory a thread, or other "
-        "block sizes.",
+        "Let more threads be in flight: fewer registers and less shared memory per thread, or "
+        "other block sizes.",
         cuda="__launch_bounds__ limits registers; cudaOccupancyMaxPotentialBlockSize gives block "
         "sizes.",
         code="int grid, block;\ncudaOccupancyMaxPotentialBlockSize(&grid, &block, kernel, 0, 0);",
@@ -110,7 +95,7 @@ class LowOccupancy(Rule):
         """Memory-bound kernels by name with low occupancy and low bandwidth."""
         if not facts.is_busy(a, self.min_busy):
             return
-        rows = facts.compute_rows(a) & facts.of_family(a, *MOVING)
+        rows = facts.compute_rows(a) & facts.of_family(a, *MEMORY_BOUND)
         rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()
         total = facts.duration(a, facts.kernel_rows(a))
         if facts.duration(a, rows) < self.min_share * total:
@@ -133,20 +118,20 @@ class LowOccupancy(Rule):
         low = low.filter(pl.col("rate") < self.max_bandwidth)
         if low.is_empty():
             return
-        names = low["name"].cast(pl.String).to_list()
-        chosen = rows & name_matches(a.trace.gpu["name"], facts.match_exactly(names)).to_numpy()
+        select = facts.kernels_named(low["name"].cast(pl.String).to_list())
+        chosen = rows & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         worst = low.row(0, named=True)
-        factor = [
+        share = float(low["dur"].sum()) / total
+        expected, best, worst_factor = (
             float(sum(d * min(1.0, r / reach) for d, r in low.select("dur", "rate").iter_rows()))
             / float(low["dur"].sum())
             for reach in (self.reachable, self.best_reachable, self.worst_reachable)
-        ]
+        )
         yield Finding(
             summary=(
-                f"{low['dur'].sum() / total:.0%} of kernel time goes into memory-bound kernels "
-                f"that fill {worst['occupancy']:.0f} % of a multiprocessor's threads "
-                f"({worst['limit']} allow no more) and reach {worst['rate']:.0%} of memory "
-                "bandwidth."
+                f"Memory-bound kernels at low occupancy take {share:.0%} of kernel time. The "
+                f"largest fills {worst['occupancy']:.0f} % of a multiprocessor's threads, limited "
+                f"by {worst['limit']}, and reaches {worst['rate']:.0%} of memory bandwidth."
             ),
             evidence=[
                 Evidence(
@@ -163,55 +148,51 @@ class LowOccupancy(Rule):
                     *self.limit("max_bandwidth"),
                 ),
                 Evidence(
-                    "such kernels, share of kernel time",
-                    float(low["dur"].sum()) / total,
-                    "share",
-                    *self.limit("min_share"),
+                    "such kernels, share of kernel time", share, "share", *self.limit("min_share")
                 ),
             ],
             where=facts.locations(a, chosen),
             edits=[
                 Edit(
                     op="scale",
-                    select=Select(on="gpu", kind=("kernel",), name=facts.match_exactly(names)),
-                    factor=factor[0],
-                    factor_low=factor[1],
-                    factor_high=factor[2],
+                    select=select,
+                    factor=expected,
+                    factor_low=best,
+                    factor_high=worst_factor,
                 )
             ],
         )
 
     def _low(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:
-        """By kernel name, largest first: ``dur``, ``moved`` (null: not known), ``occupancy``,
+        """By kernel name, longest first: ``dur``, ``moved`` (null: not known), ``occupancy``,
         ``limit``; only those whose resources allow too few threads."""
         gpu, device = a.trace.gpu, a.device
-        empty = pl.DataFrame()
         if device is None or not device.max_threads_per_sm:
-            return empty
-        at = np.flatnonzero(rows)
+            return pl.DataFrame()
+        index = np.flatnonzero(rows)
         threads, registers, shared = (
-            gpu[name].gather(at).cast(pl.Int64).fill_null(0).clip(0, 1 << 31).to_numpy()
+            gpu[name].gather(index).cast(pl.Int64).fill_null(0).clip(0, 1 << 31).to_numpy()
             for name in ("threads", "registers", "shared")
         )
         amd = a.trace.meta.vendor == "amd"
         fit = active_blocks(threads, registers, shared, device, amd=amd)
         if fit is None:
-            return empty
+            return pl.DataFrame()
         zero = np.zeros_like(registers)
         free: dict[str, Any] = {
             "registers": active_blocks(threads, zero, shared, device),
             "shared memory": active_blocks(threads, registers, zero, device),
         }
-        limit = np.full(len(at), "block sizes", dtype=object)
+        limit = np.full(len(index), "block sizes", dtype=object)
         for name, blocks in free.items():
             limit = np.where(blocks > fit, name, limit)
         allowed = 100 * fit * threads / device.max_threads_per_sm
-        achieved = a.kernels["occupancy"].gather(at).fill_null(100.0).to_numpy()
+        achieved = a.kernels["occupancy"].gather(index).fill_null(100.0).to_numpy()
         table = pl.DataFrame(
             {
-                "name": gpu["name"].gather(at),
-                "dur": gpu["dur"].gather(at),
-                "moved": a.kernels["moved"].gather(at).cast(pl.Float64),
+                "name": gpu["name"].gather(index),
+                "dur": gpu["dur"].gather(index),
+                "moved": a.kernels["moved"].gather(index).cast(pl.Float64),
                 "occupancy": achieved,
                 "limit": limit.astype(str),
                 "low": (allowed < self.max_occupancy) & (achieved < self.max_occupancy),
@@ -233,45 +214,40 @@ class LowOccupancy(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """168 registers a thread leave 12 of 64 warps; 192 MB take 600 µs: 0.32 of 2.04 TB/s."""
-        return {"registers": _kernel(168, 600, 1)}
+        """168 registers per thread leave 12 of 64 warps; 192 MB take 600 µs: 0.32 of 2.04 TB/s."""
+        return {"registers": _kernel(168, 600)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Few registers; full bandwidth; a small grid; a tensor-core kernel."""
-        product = TraceBuilder()
-        for _ in range(4):
-            with product.step():
-                with product.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-                    product.launch(
-                        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn",
-                        2000,
-                        registers=168,
-                        shared=98304,
-                        occupancy=12,
-                    )
-                product.sync()
+
+        def product(b: TraceBuilder) -> None:
+            kernel = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn"
+            limits = {"registers": 168, "shared": 98304, "occupancy": 12}
+            b.run("aten::mm", kernel, 2000, [[4096, 4096]] * 2, "c10::BFloat16", **limits)
+
         return {
-            "few registers": (_kernel(32, 600, 1), "max_occupancy"),
-            "full bandwidth": (_kernel(168, 130, 1), "max_bandwidth"),
-            "a small grid": (_kernel(32, 600, 1, blocks=16), "max_occupancy"),
-            "a tensor-core kernel": (product, "facts.duration(a, rows) < self.min_share * total"),
+            "few registers": (_kernel(32, 600), "max_occupancy"),
+            "full bandwidth": (_kernel(168, 130), "max_bandwidth"),
+            "a small grid": (_kernel(32, 600, blocks=16), "max_occupancy"),
+            "a tensor-core kernel": (
+                example_steps(product),
+                "facts.duration(a, rows) < self.min_share * total",
+            ),
         }
 
 
-def _kernel(registers: int, us: float, count: int, blocks: int = 4096) -> TraceBuilder:
-    b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            for _ in range(count):
-                with b.op("aten::add", [[32, 1024, 1024], [32, 1024, 1024]], "c10::BFloat16"):
-                    b.launch(
-                        "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>",
-                        us,
-                        registers=registers,
-                        threads=384,
-                        blocks=blocks,
-                        occupancy=18,
-                    )
-            b.sync()
-    return b
+def _kernel(registers: int, us: float, blocks: int = 4096) -> TraceBuilder:
+    return example_steps(
+        lambda b: b.run(
+            "aten::add",
+            "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>",
+            us,
+            [[32, 1024, 1024]] * 2,
+            "c10::BFloat16",
+            registers=registers,
+            threads=384,
+            blocks=blocks,
+            occupancy=18,
+        )
+    )

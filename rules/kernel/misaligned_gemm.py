@@ -10,7 +10,6 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import (
-    Edit,
     Evidence,
     Finding,
     Outcome,
@@ -22,54 +21,54 @@ from advisor.core.finding import (
 )
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
-from advisor.rules.common import figure
+from advisor.rules.common import example_steps, figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
 from advisor.rules.sources import ALIGNED_RATE, ENGINE_FLOOR, MATMUL_GUIDE, SMALL_GRIDS_TRACES
 from advisor.testing import TraceBuilder
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Ops that multiply two matrices -> position of the first one among the inputs."""
+"""Ops that multiply two matrices -> position of the first matrix among the inputs."""
 LAYOUT = re.compile(r"_([nt])([nt])(?=[_>\s(]|$)")
 ALIGNED = re.compile(r"_align(\d+)|_ldg(\d+)[_>]")
 ALWAYS_ALIGNED = re.compile(r"nvjet|_tma_|sm90_xmma|sm100_xmma|warpgroup")
 """Kernels that load by TMA, which needs rows on 16-byte boundaries."""
 
 
-class Case(NamedTuple):
-    """One kernel name under one op with one set of inputs, and what alignment it has."""
+class Misaligned(NamedTuple):
+    """One kernel name under one op with one set of inputs."""
 
     op: str
     dims: str
-    guilty: str
-    """The dimensions that are to be padded, in words; empty when shapes are not recorded."""
+    padding: str
+    """The dimensions to pad, as text; empty when shapes are not recorded."""
 
 
 class MisalignedGemm(Rule):
     """A matrix product whose contiguous dimension is no multiple of 16 bytes cannot use vectorised
-    loads: the library falls back to a tensor-core kernel with narrow loads or leaves the tensor
-    cores altogether. Padding that dimension (a vocabulary of 50257 to 50304) costs almost nothing.
+    loads. The library falls back to a tensor-core kernel with narrow loads, or to the CUDA cores.
+    Padding that dimension (a vocabulary of 50257 to 50304) costs almost nothing.
 
-    Only dimensions along which memory is contiguous matter, and which those are depends on the
-    layout; an odd N, or K and M both odd, is odd in every one. For ``C[M,N] = A[M,K] B[K,N]``, C
-    and a row-major B are contiguous along N, a row-major A and a transposed B along K; M counts
-    only when A itself is transposed (the weight gradient).
-    So M, the number of tokens, is fine at any value in the forward pass: PyTorch's
+    Only dimensions along which memory is contiguous matter, and the layout decides which those are.
+    An odd N, or K and M both odd, is odd in every layout. For ``C[M,N] = A[M,K] B[K,N]``, C and a
+    row-major B are contiguous along N, a row-major A and a transposed B along K. M counts only when
+    A itself is transposed (the weight gradient).
+    So M, the number of tokens, is fine at any value in the forward pass. PyTorch's
     ``pattern_matcher``, which tests every dimension, flags 73 of 73 products of a public H100
     trace, all for M alone and all at full speed.
 
-    What a kernel was compiled for is in its name where CUTLASS made it (``align4``, ``align8``);
-    else the layout comes from the recorded strides, or from the ``nn``/``nt``/``tn`` in the name,
-    which is cuBLAS's column-major view: the first letter is B (``t``: contiguous along K), the
-    second A (``n``: contiguous along K). On public A100 traces this predicts the alignment in the
-    name of 1,942 of 1,946 products; the others are slices with an odd row length.
+    CUTLASS writes into a kernel's name what it was compiled for (``align4``, ``align8``). Otherwise
+    the layout comes from the recorded strides, or from the ``nn``/``nt``/``tn`` in the name, which
+    is cuBLAS's column-major view: the first letter is B (``t``: contiguous along K), the second A
+    (``n``: contiguous along K). On public A100 traces this predicts the alignment in the name of
+    1,942 of 1,946 products; the others are slices with an odd row length.
 
     The factor comes from the same traces: TF32 kernels with narrow loads reach 0.56 to 0.70 of the
     FLOP rate of those with wide loads, in five classes of arithmetic intensity.
     """
 
     id = "misaligned-gemm"
-    title = "Matrix dimensions are not aligned for the tensor cores"
+    title = "GEMM dimensions are not aligned for tensor cores"
     category = "kernel"
     found_in = ("traces/a100_train_6steps",)
     silent_in = (
@@ -98,27 +97,26 @@ class MisalignedGemm(Rule):
     worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
 
     fix = (
-        "Pad the named dimensions to a multiple of 64 elements (at least of 16 bytes): "
-        "vocabulary, hidden and head sizes in the model's configuration, concatenated "
-        "features with zeros. The batch or token dimension needs no padding."
+        "Pad the named dimensions to a multiple of 64 elements (at least of 16 bytes): vocabulary, "
+        "hidden and head sizes in the model's configuration, concatenated features with zeros. The "
+        "batch or token dimension needs no padding."
     )
     code = (
         "def padded(n, to=64):\n"
-        "    return (n + to - 1) // to * to\n"
-        "self.head = nn.Linear(hidden, padded(vocab))   # logits[..., :vocab]\n"
-        "# a feature dimension in the middle of the model:\n"
+        "    return (n + to - 1) // to * to\n\n"
+        "self.head = nn.Linear(hidden, padded(vocab))   # logits[..., :vocab]\n\n"
+        "# a feature dimension in the middle of the model\n"
         "x = F.pad(x, (0, padded(x.shape[-1], 8) - x.shape[-1]))"
     )
     verify = (
-        "Profile again: the kernels of these products say align8 (16 bit) or align4 "
-        "(TF32), or nvjet, and take less time."
+        "Profile again: the kernels of these products say align8 (16 bit) or align4 (TF32), or "
+        "nvjet, and take less time."
     )
     falsified_by = (
-        "the padded product, timed alone (torch.utils.benchmark), is not faster: then it "
-        "is bound by something else"
+        "a padded product that is no faster when timed alone (torch.utils.benchmark): it is bound "
+        "by something else"
     )
     confidence = 0.75
-
     assumptions = (
         "an aligned kernel takes {factor:.0%} of the time ({best_factor:.0%} to "
         "{worst_factor:.0%}), as on public A100 traces",
@@ -136,8 +134,9 @@ class MisalignedGemm(Rule):
         total = facts.duration(a, facts.kernel_rows(a))
         if facts.duration(a, rows) < self.min_share * total:
             return
-        guilty, cases, undecided = self._judge(a, rows)
-        share = facts.duration(a, guilty) / total
+        misaligned, undecided, cases = self._judge(a, rows)
+        spent = facts.duration(a, misaligned)
+        share = spent / total
         if facts.duration(a, undecided) > 0.5 * facts.duration(a, rows) and share < self.min_share:
             yield SkippedCheck(
                 what="alignment of matrix dimensions",
@@ -147,19 +146,14 @@ class MisalignedGemm(Rule):
             return
         if share < self.min_share:
             return
-        saved = facts.duration(a, guilty)
-        middle, low, high = (
-            facts.scale_factor(a, rows, saved * (1 - f))
-            for f in (self.factor, self.best_factor, self.worst_factor)
-        )
+        saved = (spent * (1 - f) for f in (self.factor, self.best_factor, self.worst_factor))
+        select = Select(on="gpu", kind=("kernel",), family=("gemm",))
         worst = cases[0]
-        where = facts.locations(a, guilty)
+        example = f", such as {worst.op} {worst.dims}: {worst.padding}" if worst.padding else ""
         yield Finding(
             summary=(
-                f"{share:.0%} of kernel time goes into matrix products whose rows are no "
-                "multiple of what tensor cores take"
-                + (f", first {worst.op} {worst.dims}: {worst.guilty}" if worst.guilty else "")
-                + "."
+                f"Misaligned matrix products take {share:.0%} of kernel time. Their rows are no "
+                f"multiple of what tensor cores load{example}."
             ),
             evidence=[
                 Evidence(
@@ -168,70 +162,64 @@ class MisalignedGemm(Rule):
                     "share",
                     *self.limit("min_share"),
                 ),
-                figure(a, "misaligned products", saved),
+                figure(a, "misaligned products", spent),
                 *(
-                    Evidence("shape", f"{case.op} {case.dims}: {case.guilty}")
+                    Evidence("shape", f"{case.op} {case.dims}: {case.padding}")
                     for case in cases[:3]
-                    if case.guilty
+                    if case.padding
                 ),
             ],
-            where=where,
-            edits=[
-                Edit(
-                    op="scale",
-                    select=Select(on="gpu", kind=("kernel",), family=("gemm",)),
-                    factor=middle,
-                    factor_low=low,
-                    factor_high=high,
-                )
-            ],
+            where=facts.locations(a, misaligned),
+            edits=[facts.scale_kernels(a, rows, saved, select)],
         )
 
-    def _judge(self, a: Analysis, rows: facts.Mask) -> tuple[facts.Mask, list[Case], facts.Mask]:
-        """Rows that are misaligned, their cases by time, and rows about which nothing is known."""
+    def _judge(
+        self, a: Analysis, rows: facts.Mask
+    ) -> tuple[facts.Mask, facts.Mask, list[Misaligned]]:
+        """Rows that are misaligned, rows of unknown alignment, and the misaligned products by
+        time."""
         gpu, kernels = a.trace.gpu, a.kernels
         # split-K reductions and the like multiply nothing
-        at = np.flatnonzero(rows & (kernels["flops"].fill_null(1.0) > 0).to_numpy())
+        index = np.flatnonzero(rows & (kernels["flops"].fill_null(1.0) > 0).to_numpy())
         table = pl.DataFrame(
             {
-                "row": at,
-                "name": gpu["name"].gather(at),
-                "inputs": a.trace.cpu["inputs"].gather(gpu["op"].gather(at)),
-                "op": kernels["op_name"].gather(at),
-                "dtype": kernels["dtype"].gather(at),
-                "tensor": kernels["tensor_core"].gather(at),
-                "dur": gpu["dur"].gather(at),
+                "row": index,
+                "name": gpu["name"].gather(index),
+                "inputs": a.trace.cpu["inputs"].gather(gpu["op"].gather(index)),
+                "op": kernels["op_name"].gather(index),
+                "dtype": kernels["dtype"].gather(index),
+                "tensor": kernels["tensor_core"].gather(index),
+                "dur": gpu["dur"].gather(index),
             }
         )
-        # TF32 is on where fp32 products run on tensor cores: then CUDA-core ones fell off them
+        # TF32 is on where FP32 products run on tensor cores: CUDA-core ones then fell off them
         single = pl.col("dtype").cast(pl.String).is_in(["fp32", "tf32"])
         tf32 = table.filter(single & pl.col("tensor")).height > 0
         groups = table.group_by("name", "inputs", "op", "dtype", "tensor").agg(
             pl.col("row"), pl.col("dur").sum()
         )
-        guilty = np.zeros(len(rows), dtype=bool)
-        undecided = np.zeros(len(rows), dtype=bool)
+        misaligned, undecided = np.zeros((2, len(rows)), dtype=bool)
         cases = []
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
         for name, inputs, op, dtype, tensor, members, dur in groups.iter_rows():
             unit = facts.UNIT.get(str(dtype)) if dtype is not None else None
             if str(dtype) == "fp32" and not tensor and not tf32:
-                continue  # full fp32: alignment decides nothing
+                continue  # full FP32: alignment decides nothing
             shape = self._shape(a, inputs, op)
-            told = aligned_by_name(str(name), unit)
             if shape is not None and unit is not None and min(shape.sizes) < unit:
                 continue  # a vector, or thinner than one load: padding would only add work
-            odd = shape.odd(str(name), unit) if shape is not None and unit else None
-            if told is None and odd is None:
+            padding = shape.misaligned(str(name), unit) if shape is not None and unit else None
+            by_name = aligned_by_name(str(name), unit)
+            if by_name is None and padding is None:
                 undecided[members] = True
-            elif not (told if told is not None else not odd):
-                guilty[members] = True
+            elif not (by_name if by_name is not None else not padding):
+                misaligned[members] = True
                 dims = shape.text if shape is not None else ""
-                cases.append((dur, Case(str(op or name), dims, " and ".join(odd or ()))))
+                cases.append((dur, Misaligned(str(op or name), dims, " and ".join(padding or ()))))
         cases.sort(key=lambda pair: -pair[0])
-        return guilty, [case for _, case in cases], undecided
+        return misaligned, undecided, [case for _, case in cases]
 
-    def _shape(self, a: Analysis, inputs: int | None, op: object) -> Product | None:
+    def _shape(self, a: Analysis, inputs: int | None, op: object) -> GemmLayout | None:
         first = PRODUCTS.get(str(op))
         if inputs is None or first is None:
             return None
@@ -240,94 +228,50 @@ class MisalignedGemm(Rule):
         left, right = given.tensor(first), given.tensor(first + 1)
         if left is None or right is None or {len(left.shape), len(right.shape)} - {2, 3}:
             return None
-        return Product(left, right)
+        return GemmLayout(left, right)
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         """An odd vocabulary: by kernel name, by strides, by layout in the name; and TF32."""
-        name = "ampere_bf16_s16816gemm_bf16_128x128_stages_32x5_tn"
-        rows = [[1024, 1], [1, 1024]]
+        tf32 = "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align1>"
+        align2 = (
+            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_tn_align2>"
+        )
+        strides = [[1024, 1], [1, 1024]]
         return {
-            "the kernel was compiled for narrow loads": _products(
-                "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_tn_"
-                "align2>",
-                [[8192, 1024], [1024, 50258]],
-                "c10::BFloat16",
-            ),
-            "odd N, by the strides": _products(
-                name, [[8192, 1024], [1024, 50257]], "c10::BFloat16", rows
-            ),
-            "odd K, by the layout in the name": _products(
-                name, [[8192, 1021], [1021, 4096]], "c10::BFloat16"
-            ),
-            "an odd N, in every layout": _products(
-                "Cijk_some_kernel_MT128x128x32", [[8192, 1024], [1024, 50257]], "c10::BFloat16"
-            ),
-            "odd K and M, in every layout": _products(
-                "Cijk_some_kernel_MT128x128x32", [[8191, 1021], [1021, 4096]], "c10::BFloat16"
-            ),
-            "TF32 with an odd N": _products(
-                "void cutlass::Kernel<cutlass_80_tensorop_s1688gemm_128x128_32x3_nn_align1>",
-                [[4096, 1024], [1024, 9375]],
-                "float",
-            ),
+            "the kernel was compiled for narrow loads": _products(align2, 8192, 1024, 50258),
+            "odd N, by the strides": _products(_TN, 8192, 1024, 50257, strides=strides),
+            "odd K, by the layout in the name": _products(_TN, 8192, 1021, 4096),
+            "an odd N, in every layout": _products(_TENSILE, 8192, 1024, 50257),
+            "odd K and M, in every layout": _products(_TENSILE, 8191, 1021, 4096),
+            "TF32 with an odd N": _products(tf32, 4096, 1024, 9375, "float"),
         }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """M alone is odd; aligned; TMA kernels; full fp32; a matrix times a vector."""
-        name = "ampere_bf16_s16816gemm_bf16_128x128_stages_32x5_tn"
-        return {
-            "an odd number of tokens": (
-                _products(
-                    name, [[8191, 1024], [1024, 4096]], "c10::BFloat16", [[1024, 1], [1, 1024]]
-                ),
-                "share < self.min_share",
+        """M alone is odd; aligned; TMA kernels; full FP32; a matrix times a vector."""
+        gradient = _TN.replace("_tn", "_nt")
+        nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
+        sgemm = "ampere_sgemm_128x128_nn"
+        examples = {
+            "an odd number of tokens": _products(
+                _TN, 8191, 1024, 4096, strides=[[1024, 1], [1, 1024]]
             ),
-            "an odd number of tokens, no strides": (
-                _products(name, [[8191, 1024], [1024, 4096]], "c10::BFloat16"),
-                "share < self.min_share",
+            "an odd number of tokens, no strides": _products(_TN, 8191, 1024, 4096),
+            "an odd number of tokens is K of the weight gradient": _products(
+                gradient, 1024, 8191, 4096, strides=[[1, 1024], [4096, 1]]
             ),
-            "an odd number of tokens is K of the weight gradient": (
-                _products(
-                    name.replace("_tn", "_nt"),
-                    [[1024, 8191], [8191, 4096]],
-                    "c10::BFloat16",
-                    [[1, 1024], [4096, 1]],
-                ),
-                "share < self.min_share",
-            ),
-            "odd K alone, layout not told": (
-                _products(
-                    "Cijk_some_kernel_MT128x128x32", [[8192, 1021], [1021, 4096]], "c10::BFloat16"
-                ),
-                "share < self.min_share",
-            ),
-            "aligned": (
-                _products(name, [[8192, 1024], [1024, 4096]], "c10::BFloat16"),
-                "share < self.min_share",
-            ),
-            "TMA": (
-                _products(
-                    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
-                    [[8191, 1024], [1024, 4096]],
-                    "c10::BFloat16",
-                ),
-                "share < self.min_share",
-            ),
-            "full fp32": (
-                _products("ampere_sgemm_128x128_nn", [[4096, 1021], [1021, 4097]], "float"),
-                "share < self.min_share",
-            ),
-            "a vector": (
-                _products(name, [[8192, 1024], [1024, 1]], "c10::BFloat16"),
-                "share < self.min_share",
-            ),
+            "odd K alone, layout not known": _products(_TENSILE, 8192, 1021, 4096),
+            "aligned": _products(_TN, 8192, 1024, 4096),
+            "TMA": _products(nvjet, 8191, 1024, 4096, gpu="H100"),
+            "full FP32": _products(sgemm, 4096, 1021, 4097, "float"),
+            "a vector": _products(_TN, 8192, 1024, 1),
         }
+        return {name: (b, "share < self.min_share") for name, b in examples.items()}
 
 
 def aligned_by_name(kernel: str, unit: int | None) -> bool | None:
-    """Whether a kernel's name says that it loads 16 bytes at once; None: it does not say."""
+    """Whether a kernel's name says that it loads 16 bytes at once; None: it does not say so."""
     if ALWAYS_ALIGNED.search(kernel):
         return True
     found = ALIGNED.search(kernel)
@@ -336,7 +280,7 @@ def aligned_by_name(kernel: str, unit: int | None) -> bool | None:
     return int(found.group(1) or found.group(2)) >= unit
 
 
-class Product:
+class GemmLayout:
     """``C[M,N] = A[M,K] B[K,N]``: the dimensions along which its matrices are contiguous."""
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
@@ -349,9 +293,9 @@ class Product:
         """M, K, N."""
         return self.m, self.k, self.n
 
-    def odd(self, kernel: str, unit: int) -> list[str] | None:
-        """The contiguous dimensions that are no multiple of ``unit``, in words; None: the layout
-        is not known, and in some layout none is."""
+    def misaligned(self, kernel: str, unit: int) -> list[str] | None:
+        """The contiguous dimensions that are no multiple of ``unit``, as text; None: the layout
+        is not known, and in some layout there is none."""
         if self.strides:
             # contiguous along the last dimension, or along the one before it (transposed)
             along_a = "K" if self.strides[0][-1] == 1 else "M"
@@ -360,41 +304,45 @@ class Product:
         else:
             layout = LAYOUT.search(kernel)
             if layout is None:
-                return self._odd_in_any(unit)
+                return self._misaligned_in_any_layout(unit)
             # cuBLAS multiplies the transposed matrices, column by column: first B, then A
             along_a = "K" if layout.group(2) == "n" else "M"
             along_b = "K" if layout.group(1) == "t" else "N"
             lengths = []
-        size = {"M": self.m, "K": self.k, "N": self.n}
-        found = [
+        size = dict(zip("MKN", self.sizes, strict=True))
+        dims = [
             f"{dim} = {size[dim]}" for dim in sorted({along_a, along_b, "N"}) if size[dim] % unit
         ]
         # a slice of something wider; a broadcast matrix (rows 0 or 1 apart) tells nothing
-        found += [f"row length {n}" for n in lengths if n % unit and n > max(self.sizes)]
-        return found
+        dims += [f"row length {n}" for n in lengths if n % unit and n > max(self.sizes)]
+        return dims
 
-    def _odd_in_any(self, unit: int) -> list[str] | None:
-        """What is odd whatever the layout: N, along which the result is contiguous; K and M
-        together, of which the first matrix is contiguous along one."""
-        odd = {name: size for name, size in zip("MKN", self.sizes, strict=True) if size % unit}
-        found = ["N"] if "N" in odd else []
-        if {"K", "M"} <= set(odd):
-            found += ["K", "M"]
-        return [f"{name} = {odd[name]}" for name in sorted(found)] or None
+    def _misaligned_in_any_layout(self, unit: int) -> list[str] | None:
+        """What is no multiple in every layout: N, along which the result is contiguous; K and M
+        together, because the first matrix is contiguous along one of them."""
+        size = {dim: n for dim, n in zip("MKN", self.sizes, strict=True) if n % unit}
+        dims = {"N"} & size.keys() | ({"K", "M"} if {"K", "M"} <= size.keys() else set())
+        return [f"{dim} = {size[dim]}" for dim in sorted(dims)] or None
+
+
+_TN = "ampere_bf16_s16816gemm_bf16_128x128_stages_32x5_tn"
+_TENSILE = "Cijk_some_kernel_MT128x128x32"
 
 
 def _products(
     kernel: str,
-    shapes: Sequence[Sequence[int]],
-    dtype: str,
+    m: int,
+    k: int,
+    n: int,
+    dtype: str = "c10::BFloat16",
+    *,
     strides: Sequence[Sequence[int]] | None = None,
+    gpu: str = "A100",
 ) -> TraceBuilder:
-    b = TraceBuilder("A100" if "nvjet" not in kernel else "H100")
-    for _ in range(4):
-        with b.step():
-            with b.op("aten::mm", shapes, dtype, strides=strides):
-                b.launch(kernel, 2000)
-            with b.op("aten::relu", [[8192, 4096]], dtype):
-                b.launch("void at::native::vectorized_elementwise_kernel<4>", 500)
-            b.sync()
-    return b
+    def body(b: TraceBuilder) -> None:
+        with b.op("aten::mm", [[m, k], [k, n]], dtype, strides=strides):
+            b.launch(kernel, 2000)
+        pointwise = "void at::native::vectorized_elementwise_kernel<4>"
+        b.run("aten::relu", pointwise, 500, [[8192, 4096]], dtype)
+
+    return example_steps(body, gpu)

@@ -10,7 +10,6 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import (
-    Edit,
     Evidence,
     Finding,
     FrameworkAdvice,
@@ -23,10 +22,17 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import figure
+from advisor.rules.common import example_steps, figure
 from advisor.rules.elsewhere import TF_COMPILE
 from advisor.rules.kernel import facts
-from advisor.rules.sources import ARITHMETIC, OURS, REAL_KERNEL, SMALL_GRIDS_TRACES, TRACELENS
+from advisor.rules.sources import (
+    ARITHMETIC,
+    OURS,
+    REAL_KERNEL,
+    SILENT_TRACES,
+    SMALL_GRIDS_TRACES,
+    TRACELENS,
+)
 from advisor.testing import TraceBuilder
 
 FUSIBLE = ("elementwise", "reduction", "copy", "random")
@@ -41,27 +47,22 @@ class UnfusedElementwise(Rule):
     and leaves the chain is moved.
 
     A chain is three or more fusible kernels that follow each other on one stream and work on
-    tensors of the same number of elements (where shapes are recorded: consecutive kernels over
-    parameters of different sizes are no chain). Compiled (Triton) and foreach kernels are fused
-    already, and the optimizer's are another rule's.
+    tensors of the same number of elements. (Where shapes are recorded: consecutive kernels over
+    parameters of different sizes are no chain.) Compiled (Triton) and foreach kernels are fused
+    already, and the optimizer's are another rule's finding.
 
-    The factor is from bytes: of each link in a chain, the write and the read of the tensor between
-    the two kernels go away; the merged kernel takes at least as long as the longest of them. Some
-    of those tensors are kept for the backward pass and still have to be written, so 70 % of the
-    links count (40 to 100 % in the band).
+    The factor comes from bytes. Between two kernels of a chain, the write and the read of the
+    tensor go away; the merged kernel takes at least as long as the longest of them. Some of those
+    tensors are kept for the backward pass and still have to be written, so 70 % of the links count
+    (40 to 100 % in the range).
     """
 
     id = "unfused-elementwise"
-    title = "Chains of pointwise kernels are not fused"
+    title = "Pointwise kernels are not fused"
     category = "kernel"
     knobs = ("compile",)
     found_in = ("traces/h100_qwen_inference",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
         "fires on h100_qwen_inference (RMSNorm and rotary embedding written as pointwise chains, 5 "
         "kernels long); silent on A100 and V100 training and MI210 ResNet (3, 7 and 11 % of kernel "
@@ -78,7 +79,7 @@ class UnfusedElementwise(Rule):
     min_chain = Threshold(3, "kernels: shorter runs are what fused operators leave", OURS)
     max_chain = Threshold(15, "kernels that one merged kernel takes in", TRACELENS)
     min_busy = Threshold(facts.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES)
-    kept = Threshold(0.7, "of the links whose tensor need not be written any more", OURS)
+    kept = Threshold(0.7, "of the links whose tensor is no longer written", OURS)
     kept_high = Threshold(1.0, "of the links, at best", OURS)
     kept_low = Threshold(0.4, "of the links, at worst", OURS)
     blind_saving = Threshold(
@@ -88,23 +89,22 @@ class UnfusedElementwise(Rule):
     )
 
     fix = (
-        "Compile the model: Inductor merges such chains into one kernel each. Where that "
-        "is not possible, compile the function around the chain, or use the fused form of "
-        "the operator (F.layer_norm, F.gelu, a fused loss)."
+        "Compile the model: Inductor merges such chains into one kernel each. Where that is not "
+        "possible, compile the function around the chain, or use the fused form of the operator "
+        "(F.layer_norm, F.gelu, a fused loss)."
     )
     code = (
-        "model = torch.compile(model)\n"
-        "# or only the function around the chain:\n"
+        "model = torch.compile(model)\n\n"
+        "# or only the function around the chain\n"
         "@torch.compile\n"
         "def block(x, y): ..."
     )
     verify = "Profile again: triton_poi_… and triton_red_… kernels in place of the chains."
     falsified_by = "graph breaks in the middle of the chains (TORCH_LOGS=graph_breaks)"
-    alternatives = "fuse"
-
     confidence = 0.7
+    alternatives = "fuse"
     assumptions = (
-        "{kept:.0%} of the tensors inside a chain need not be written any more ({kept_low:.0%} to "
+        "{kept:.0%} of the tensors inside a chain are no longer written ({kept_low:.0%} to "
         "{kept_high:.0%})",
     )
     cases: ClassVar = {
@@ -112,20 +112,18 @@ class UnfusedElementwise(Rule):
             "confidence": 0.5,
             "assumptions": (
                 *assumptions,
-                "{blind_saving:.0%} of a chain's bytes are those in between",
+                "{blind_saving:.0%} of a chain's bytes are between its kernels",
             ),
         }
     }
 
-    inference: ClassVar = {
-        "fix": "Compile the model: Inductor merges such chains into one kernel each. Where that "
-        "is not possible, compile the function around the chain, or use the fused form of "
-        "the operator (F.layer_norm, F.gelu)."
-    }
+    inference: ClassVar = {"fix": fix.replace(", a fused loss", "")}
     elsewhere: ClassVar = {
-        TENSORFLOW: FrameworkAdvice("Compile the step with XLA, which fuses them.", TF_COMPILE),
+        TENSORFLOW: FrameworkAdvice(
+            "Compile the step with XLA, which fuses the chains.", TF_COMPILE
+        ),
         JAX: FrameworkAdvice(
-            "Put them into one jax.jit with what is around them: XLA fuses what one jit holds.",
+            "Put the chains into one jax.jit with the code around them: XLA fuses within a jit.",
             "@jax.jit\ndef train_step(state, batch): ...",
         ),
     }
@@ -147,15 +145,19 @@ class UnfusedElementwise(Rule):
             return
         selected = rows & facts.of_family(a, *FUSIBLE)
         saved = float(chains["saved"].sum())
-        middle, low, high = (
-            facts.scale_factor(a, selected, saved * kept)
-            for kept in (self.kept, self.kept_high, self.kept_low)
+        change = facts.scale_kernels(
+            a,
+            selected,
+            (saved * kept for kept in (self.kept, self.kept_high, self.kept_low)),
+            Select(on="gpu", kind=("kernel",), family=FUSIBLE),
+            # merging drops launches too: only where nearly all that is selected merges
+            op="merge" if int(in_chain.sum()) >= 0.8 * int(selected.sum()) else "scale",
         )
         length = float(np.average(chains["count"].to_numpy(), weights=chains["dur"].to_numpy()))
         yield Finding(
             summary=(
-                f"{share:.0%} of kernel time goes into chains of pointwise and reduction kernels, "
-                f"about {length:.0f} kernels long: tensors are written and read again in between."
+                f"Unfused chains of about {length:.0f} pointwise and reduction kernels take "
+                f"{share:.0%} of kernel time. They write and reread each tensor in between."
             ),
             evidence=[
                 Evidence(
@@ -166,19 +168,10 @@ class UnfusedElementwise(Rule):
                 ),
                 figure(a, "kernels in chains", int(in_chain.sum()), "count"),
                 figure(a, "chains", chains.height, "count"),
-                figure(a, "time that merging all links would save", saved),
+                figure(a, "saving if all links merge", saved),
             ],
             where=facts.locations(a, in_chain),
-            edits=[
-                Edit(
-                    # merging drops launches too: only where nearly all that is selected merges
-                    op="merge" if int(in_chain.sum()) >= 0.8 * int(selected.sum()) else "scale",
-                    select=Select(on="gpu", kind=("kernel",), family=FUSIBLE),
-                    factor=middle,
-                    factor_low=low,
-                    factor_high=high,
-                )
-            ],
+            edits=[change],
             confidence_notes=[]
             if known >= 0.5
             else ["shapes are not recorded: bytes are estimated from the number of kernels"],
@@ -191,33 +184,34 @@ class UnfusedElementwise(Rule):
         """Rows in chains; a row a chain with ``count``, ``dur`` and ``saved`` (ns, if the tensor
         of every link stayed on the chip); the share of chain kernels whose shapes are known."""
         gpu = a.trace.gpu
-        at = np.flatnonzero(rows)
-        at = at[np.lexsort((gpu["ts"].to_numpy()[at], gpu["stream"].to_numpy()[at]))]
-        able = fusible[at]
-        stream = gpu["stream"].to_numpy()[at]
-        inputs = a.trace.cpu["inputs"].gather(gpu["op"].gather(at)).fill_null(-1).to_numpy()
+        index = np.flatnonzero(rows)
+        index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
+        able = fusible[index]
+        stream = gpu["stream"].to_numpy()[index]
+        inputs = a.trace.cpu["inputs"].gather(gpu["op"].gather(index)).fill_null(-1).to_numpy()
         size, width = self._sizes(a, np.unique(inputs[able]))
         size, width = size[inputs], width[inputs]
         same = (size[1:] == size[:-1]) | (size[1:] == 0) | (size[:-1] == 0)  # 0: not known
-        link = np.zeros(len(at), dtype=bool)  # this kernel goes on with the chain of the one before
+        # whether a kernel continues the chain of the one before
+        link = np.zeros(len(index), dtype=bool)
         link[1:] = able[1:] & able[:-1] & (stream[1:] == stream[:-1]) & same
         launched = (
-            a.trace.cpu["ts"].gather(gpu["launch"].gather(at)).fill_null(gpu["ts"].gather(at))
+            a.trace.cpu["ts"].gather(gpu["launch"].gather(index)).fill_null(gpu["ts"].gather(index))
         )
         step = np.searchsorted(a.steps.marks["ts"].to_numpy(), launched.to_numpy(), side="right")
         link[1:] &= step[1:] == step[:-1]
         chain = np.cumsum(~link)
-        place = np.arange(len(at)) - np.flatnonzero(~link)[chain - 1] if len(at) else chain
-        chain = chain * (len(at) + 1) + place // self.max_chain  # cut where one kernel is full
-        moved = a.kernels["moved"].gather(at).cast(pl.Float64)
+        place = np.arange(len(index)) - np.flatnonzero(~link)[chain - 1] if len(index) else chain
+        chain = chain * (len(index) + 1) + place // self.max_chain  # cut where one kernel is full
+        moved = a.kernels["moved"].gather(index).cast(pl.Float64)
         between = np.minimum(2.0 * size * width, moved.fill_null(0.0).to_numpy())
         table = (
             pl.DataFrame(
                 {
                     "chain": chain,
-                    "row": at,
+                    "row": index,
                     "able": able,
-                    "dur": gpu["dur"].to_numpy()[at],
+                    "dur": gpu["dur"].to_numpy()[index],
                     "moved": moved,
                     "between": between,
                     "known": (size > 0) & moved.is_not_null().to_numpy(),
@@ -278,50 +272,45 @@ class UnfusedElementwise(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Compiled; one pointwise kernel after each product; tensors of different sizes."""
-        compiled = TraceBuilder()
-        single = TraceBuilder()
-        different = TraceBuilder()
-        for _ in range(4):
-            with compiled.step():
-                _product(compiled)
-                for n in range(4):
-                    compiled.launch(f"triton_poi_fused_add_mul_tanh_{n}", 300)
-                compiled.sync()
-            with single.step():
-                for _ in range(4):
-                    _product(single)
-                    _pointwise(single, "aten::relu", [64, 1024, 1024])
-                single.sync()
-            with different.step():
-                _product(different)
-                for n in range(1, 9):
-                    _pointwise(different, "aten::mul", [n, 1024, 1024])
-                different.sync()
+
+        def compiled(b: TraceBuilder) -> None:
+            _product(b)
+            for n in range(4):
+                b.launch(f"triton_poi_fused_add_mul_tanh_{n}", 300)
+
+        def single(b: TraceBuilder) -> None:
+            for _ in range(4):
+                _product(b)
+                _pointwise(b, "aten::relu", [64, 1024, 1024])
+
+        def different(b: TraceBuilder) -> None:
+            _product(b)
+            for n in range(1, 9):
+                _pointwise(b, "aten::mul", [n, 1024, 1024])
+
         return {
-            "compiled": (compiled, "share < self.min_share"),
-            "one kernel after each product": (single, "min_chain"),
-            "parameters of different sizes": (different, "min_chain"),
+            "compiled": (example_steps(compiled), "share < self.min_share"),
+            "one kernel after each product": (example_steps(single), "min_chain"),
+            "parameters of different sizes": (example_steps(different), "min_chain"),
             "a short chain beside long products": (_step(3, [4, 1024, 1024], 20), "min_share"),
         }
 
 
 def _product(b: TraceBuilder) -> None:
-    with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::Half"):
-        b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_tn", 600)
+    kernel = "ampere_fp16_s16816gemm_fp16_128x128_ldg8_tn"
+    b.run("aten::mm", kernel, 600, [[4096, 4096], [4096, 4096]], "c10::Half")
 
 
 def _pointwise(b: TraceBuilder, op: str, shape: list[int] | None, us: float = 300) -> None:
-    with b.op(op, None if shape is None else [shape, shape], "c10::Half"):
-        b.launch("void at::native::vectorized_elementwise_kernel<4, BinaryFunctor<Half>>", us)
+    kernel = "void at::native::vectorized_elementwise_kernel<4, BinaryFunctor<Half>>"
+    b.run(op, kernel, us, None if shape is None else [shape, shape], "c10::Half")
 
 
 def _step(count: int, shape: list[int] | None, us: float = 300) -> TraceBuilder:
-    b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            _product(b)
-            for n in range(count):
-                _pointwise(b, "aten::mul" if n % 2 else "aten::add", shape, us)
-            _product(b)
-            b.sync()
-    return b
+    def body(b: TraceBuilder) -> None:
+        _product(b)
+        for n in range(count):
+            _pointwise(b, "aten::mul" if n % 2 else "aten::add", shape, us)
+        _product(b)
+
+    return example_steps(body)

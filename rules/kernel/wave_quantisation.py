@@ -9,23 +9,19 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.finding import (
-    Edit,
-    Evidence,
-    Finding,
-    Outcome,
-    Rule,
-    Select,
-    SkippedCheck,
-    Source,
-    Threshold,
-)
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Source, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import figure
+from advisor.rules.common import example_steps, figure
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.kernel import facts
-from advisor.rules.sources import ARITHMETIC, MATMUL_GUIDE, OURS, SMALL_GRIDS_TRACES
+from advisor.rules.sources import (
+    ARITHMETIC,
+    MATMUL_GUIDE,
+    OURS,
+    SILENT_TRACES,
+    SMALL_GRIDS_TRACES,
+)
 from advisor.testing import TraceBuilder
 
 
@@ -33,24 +29,19 @@ class WaveQuantisation(Rule):
     """A GPU runs a grid in waves of as many blocks as fit at once. A grid of 1.2 waves takes as
     long as one of 2: the last wave leaves 80 % of the GPU empty.
 
-    Waves are blocks over (multiprocessors x resident blocks a multiprocessor). The waste,
-    1 - w / ceil(w), matters below about four waves; from there on the tail is small, and blocks no
-    longer end together. Kernels that are persistent or split along K (stream-K) have no waves.
-    Resident blocks come from the profiler where it writes them, else from the occupancy formula
-    (registers, shared memory, threads). A tail costs less where the blocks that are left have a
-    multiprocessor each to themselves and run the faster: what an operator leaves of its attainable
-    rate is the most that is counted of it.
+    Waves are blocks over (multiprocessors x resident blocks per multiprocessor). The waste,
+    1 - w / ceil(w), matters below about four waves. Beyond, the tail is small, and blocks no longer
+    end together. Kernels that are persistent or split along K (stream-K) have no waves. Resident
+    blocks come from the profiler where it writes them, else from the occupancy formula (registers,
+    shared memory, threads). A tail costs less where each remaining block has a multiprocessor to
+    itself and runs faster. So the rule counts at most what the operator leaves of its attainable
+    rate.
     """
 
     id = "wave-quantisation"
-    title = "The last wave of a kernel leaves the GPU half empty"
+    title = "Wave quantisation: the last wave of blocks leaves the GPU mostly empty"
     category = "kernel"
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
         "the waves of SAM's kernels on an A100, by blocks, registers and multiprocessors; products "
         "of 1.48 waves that reach 98 % of the attainable rate there are not counted"
@@ -67,39 +58,35 @@ class WaveQuantisation(Rule):
     part = Threshold(0.7, "of the waste that another size or tile wins back", OURS)
 
     fix = (
-        "Choose the batch or a layer size so that the grid is just below a whole number of "
-        "waves, or let the compiler look for another tile (max-autotune tries smaller "
-        "tiles and stream-K)."
+        "Choose the batch or a layer size so that the grid is just below a whole number of waves. "
+        "Or let the compiler look for another tile: max-autotune tries smaller tiles and stream-K."
     )
     code = (
-        'model = torch.compile(model, mode="max-autotune")\n'
-        "# or time neighbouring batch sizes, by samples a second\n"
+        'model = torch.compile(model, mode="max-autotune")\n\n'
+        "# or time neighbouring batch sizes, by samples per second\n"
         "for n in (batch, batch * 7 // 8, batch * 9 // 8):\n"
         "    print(n, n / benchmark(lambda: model(x[:n])))"
     )
-    verify = "Samples a second at the new size; waves just below a whole number."
-    falsified_by = "a batch an eighth smaller gives no more samples a second"
+    verify = "Samples per second rise at the new size; waves are just below a whole number."
+    falsified_by = "a batch an eighth smaller gives no more samples per second"
     confidence = 0.5
-
     assumptions = ("{part:.0%} of the tail can be won back (none to all)",)
 
     elsewhere: ClassVar = in_any_language(
         "Choose sizes, or tiles, so that the number of blocks is a multiple of what the device "
-        "runs at once; or let blocks fetch work themselves (persistent kernels, stream-K)."
+        "runs at once. Or let blocks fetch work themselves (persistent kernels, stream-K)."
     )
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Kernels by name whose waves waste time."""
+        """Kernels, by name, whose last waves waste time."""
         if not facts.is_busy(a, self.min_busy):
             return
-        gpu = a.trace.gpu
-        rows = facts.compute_rows(a)
         total = facts.duration(a, facts.kernel_rows(a))
-        heavy = rows & facts.of_family(a, "gemm", "convolution", "attention")
+        heavy = facts.compute_rows(a) & facts.of_family(a, "gemm", "convolution", "attention")
         if facts.duration(a, heavy) < self.min_share * total:
             return
-        known = a.kernels["waves"].is_not_null().to_numpy()
-        if not (heavy & known).any():
+        heavy_known = heavy & a.kernels["waves"].is_not_null().to_numpy()
+        if not heavy_known.any():
             amd = a.trace.meta.vendor == "amd"
             yield SkippedCheck(
                 what="wave quantisation of matrix kernels",
@@ -109,24 +96,43 @@ class WaveQuantisation(Rule):
                 record="" if amd else "a profiler that writes grid, block and deviceProperties",
             )
             return
+        table = self._wasteful(a, heavy_known, total)
+        if table.is_empty():
+            return
+        select = facts.kernels_named(table["name"].cast(pl.String).to_list())
+        rows = facts.compute_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+        lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
+        yield Finding(
+            summary=(
+                f"{table.height} kernel(s) take {spent / total:.0%} of kernel time in few waves. "
+                f"For {lost / spent:.0%} of their time the last wave leaves multiprocessors empty."
+            ),
+            evidence=[
+                Evidence("waste in these kernels", lost / spent, "share", *self.limit("min_waste")),
+                Evidence("waves of the largest", table["waves"][0], "", *self.limit("max_waves")),
+                figure(a, "time of these kernels", spent),
+            ],
+            where=facts.locations(a, rows),
+            edits=[facts.scale_kernels(a, rows, (lost * self.part, lost, 0.0), select)],
+        )
+
+    def _wasteful(self, a: Analysis, rows: facts.Mask, total: int) -> pl.DataFrame:
+        """By kernel name, most ``lost`` first: ``dur`` and ``lost`` (ns), ``waves`` (mean)."""
+        name = a.trace.gpu["name"]
         waves = a.kernels["waves"].fill_null(0.0).to_numpy()
-        upto = np.ceil(waves)
-        waste = np.where(upto > 0, 1 - waves / np.maximum(upto, 1), 0.0)
-        rows = heavy & known & (waves >= 1) & (waves < self.max_waves)
-        rows &= ~name_matches(gpu["name"], facts.PERSISTENT).to_numpy()
-        at = np.flatnonzero(rows)
-        dur = gpu["dur"].to_numpy()[at]
-        waste = np.minimum(waste[at], _room(a, at))
-        table = (
-            pl.DataFrame(
-                {
-                    "name": gpu["name"].gather(at),
-                    "dur": dur,
-                    "lost": dur * waste,
-                    "waves": waves[at],
-                }
-            )
-            .group_by("name")
+        index = np.flatnonzero(
+            rows
+            & (waves >= 1)
+            & (waves < self.max_waves)
+            & ~name_matches(name, facts.PERSISTENT).to_numpy()
+        )
+        waves, dur = waves[index], a.trace.gpu["dur"].to_numpy()[index]
+        waste = np.minimum(1 - waves / np.maximum(np.ceil(waves), 1), _headroom(a, index))
+        table = pl.DataFrame(
+            {"name": name.gather(index), "dur": dur, "lost": dur * waste, "waves": waves}
+        )
+        return (
+            table.group_by("name")
             .agg(
                 pl.col("dur").sum(),
                 pl.col("lost").sum(),
@@ -135,36 +141,6 @@ class WaveQuantisation(Rule):
             .filter(pl.col("dur") >= self.min_share * total)
             .filter(pl.col("lost") >= self.min_waste * pl.col("dur"))
             .sort("lost", descending=True)
-        )
-        if table.is_empty():
-            return
-        names = table["name"].cast(pl.String).to_list()
-        chosen = (
-            facts.compute_rows(a) & name_matches(gpu["name"], facts.match_exactly(names)).to_numpy()
-        )
-        lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
-        top = table.row(0, named=True)
-        yield Finding(
-            summary=(
-                f"{len(names)} kernel(s) with {spent / total:.0%} of kernel time run "
-                f"in few waves; {lost / spent:.0%} of their time the last wave "
-                "leaves multiprocessors empty."
-            ),
-            evidence=[
-                Evidence("waste in these kernels", lost / spent, "share", *self.limit("min_waste")),
-                Evidence("waves of the largest", top["waves"], "", *self.limit("max_waves")),
-                figure(a, "time of these kernels", spent),
-            ],
-            where=facts.locations(a, chosen),
-            edits=[
-                Edit(
-                    op="scale",
-                    select=Select(on="gpu", kind=("kernel",), name=facts.match_exactly(names)),
-                    factor=facts.scale_factor(a, chosen, lost * self.part),
-                    factor_low=facts.scale_factor(a, chosen, lost),
-                    factor_high=1.0,
-                )
-            ],
         )
 
     @staticmethod
@@ -175,38 +151,30 @@ class WaveQuantisation(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """A whole number of waves, many waves, a persistent kernel, a device that waits."""
-        idle = TraceBuilder()
-        for _ in range(4):
-            with idle.step():
-                with idle.op("aten::mm", [[1024, 1024], [1024, 1024]], "c10::BFloat16"):
-                    idle.launch(
-                        "ampere_bf16_s16816gemm_bf16_128x64_ldg8_tn",
-                        20,
-                        blocks=238,
-                        threads=256,
-                        registers=128,
-                    )
-                idle.host(2000)
-                idle.sync()
+
+        def wait(b: TraceBuilder) -> None:
+            _run(b, 1024, 20, 238)
+            b.host(2000)
+
+        nvjet = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
         return {
             "just below two waves": (_product(430), "min_waste"),
             "just above one wave, at 90 % of the rate": (_product(238, us=560), "min_waste"),
             "ten waves and a bit": (_product(2170), "table.is_empty()"),
-            "persistent": (
-                _product(238, "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"),
-                "table.is_empty()",
-            ),
-            "the device waits": (idle, "min_busy"),
+            "persistent": (_product(238, nvjet), "table.is_empty()"),
+            "the device waits": (example_steps(wait), "min_busy"),
         }
 
 
-def _room(a: Analysis, at: NDArray[np.int64]) -> NDArray[np.float64]:
+def _headroom(a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float64]:
     """Of rows of ``trace.gpu``, the share of their time that a kernel at the attainable rate would
     not take; 1 where that rate is not known."""
     ops = pl.DataFrame(
         {
-            "op": a.kernels["op_name"].gather(at).cast(pl.String),
-            "inputs": a.trace.cpu["inputs"].gather(a.kernels["op_row"].gather(at)).cast(pl.Int64),
+            "op": a.kernels["op_name"].gather(index).cast(pl.String),
+            "inputs": a.trace.cpu["inputs"]
+            .gather(a.kernels["op_row"].gather(index))
+            .cast(pl.Int64),
         }
     )
     known = a.rooflines.filter(pl.col("op").is_not_null() & pl.col("efficiency").is_not_null())
@@ -217,15 +185,19 @@ def _room(a: Analysis, at: NDArray[np.int64]) -> NDArray[np.float64]:
     return 1 - reached.fill_null(0.0).clip(0.0, 1.0).to_numpy()
 
 
-def _product(
-    blocks: int, kernel: str = "ampere_bf16_s16816gemm_bf16_128x64_ldg8_tn", us: float = 900
-) -> TraceBuilder:
+_KERNEL = "ampere_bf16_s16816gemm_bf16_128x64_ldg8_tn"
+
+
+def _run(b: TraceBuilder, size: int, us: float, blocks: int, kernel: str = _KERNEL) -> None:
+    shapes = [[size, size], [size, size]]
+    grid = {"blocks": blocks, "threads": 256, "registers": 128}
+    b.run("aten::mm", kernel, us, shapes, "c10::BFloat16", **grid)
+
+
+def _product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> TraceBuilder:
     # 0.14 TFLOP: 56 % of the rate, or what 1.1 of 2 waves leave
-    b = TraceBuilder()
-    for _ in range(4):
-        with b.step():
-            for _ in range(5):
-                with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-                    b.launch(kernel, us, blocks=blocks, threads=256, registers=128)
-            b.sync()
-    return b
+    def body(b: TraceBuilder) -> None:
+        for _ in range(5):
+            _run(b, 4096, us, blocks, kernel)
+
+    return example_steps(body)

@@ -25,7 +25,7 @@ from advisor.measure.host.names import name_matches
 from advisor.replay.selection import under_names
 from advisor.rules.common import per
 from advisor.rules.kernel import facts
-from advisor.rules.sources import FOREACH, OURS
+from advisor.rules.sources import FOREACH, OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 STEP = r"^Optimizer\.step#"
@@ -54,12 +54,7 @@ class SingleTensorOptimizer(Rule):
     title = "The optimizer updates one parameter at a time"
     category = "optimizer"
     knobs = ("fused-optimizer",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
         "frames as PyTorch 2.13 records them; silent on Apex and foreach optimizers (A100, V100); "
         "never seen to fire"

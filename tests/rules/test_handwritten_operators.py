@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from advisor.rules.kernel.handwritten_operator import PATTERNS, chains_in, word_of
+from advisor.rules.kernel.handwritten_operator import PATTERNS, chains_in, pattern_name
 
 torch = pytest.importorskip("torch")
 
@@ -27,7 +27,7 @@ def run(function: Callable[..., Any], *tensors: Any) -> str:
             views = ("view", "slice", "unsqueeze", "expand", "t", "transpose", "split", "detach",
                      "select", "_unsafe_view", "alias", "permute")  # fmt: skip
             if name not in views:
-                words.append(word_of("copy" if name == "_to_copy" else name))
+                words.append(pattern_name("copy" if name == "_to_copy" else name))
             return result
 
     with torch.no_grad(), Log():

@@ -25,7 +25,7 @@ from advisor.core.report import Report
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import Tensor
 from advisor.read import read_trace
-from advisor.rules.kernel.misaligned_gemm import Product
+from advisor.rules.kernel.misaligned_gemm import GemmLayout
 
 Find = Callable[[str], str]
 
@@ -114,7 +114,7 @@ def test_tensor_core_use_in_bf16_is_praised(shared_trace: Find, name: str) -> No
     path = shared_trace(name)
     assert not [k["name"] for k in kernels(path) if re.search(r"sgemm|simt", k["name"])]
     (said,) = [o for o in outcomes(path, "fp32-matmul") if isinstance(o, PassedCheck)]
-    assert said.text.startswith("100% of matrix and convolution time")
+    assert said.text.startswith("100% of GEMM and convolution time")
 
 
 def test_v100_matrix_products_in_fp32_are_found_with_their_share(shared_trace: Find) -> None:
@@ -127,7 +127,7 @@ def test_v100_matrix_products_in_fp32_are_found_with_their_share(shared_trace: F
     own = [e for e in kernels(path) if e["args"]["correlation"] in called]
     assert len(kernels(path)) > len(own)
     by_hand = time_of(own, r"sgemm") / time_of(own)
-    assert figure(found, "fp32 matrix time, share of kernel time") == pytest.approx(
+    assert figure(found, "FP32 matrix time, share of kernel time") == pytest.approx(
         by_hand, rel=0.02
     )
     assert 0.2 < by_hand < 0.3
@@ -175,7 +175,7 @@ def test_layout_in_a_kernel_name_tells_the_alignment_it_was_compiled_for(
                 continue
             at = 1 if called == "aten::addmm" else 0
             a, b = (Tensor(tuple(d), "float", None) for d in json.loads(dims)[at : at + 2])
-            odd = Product(a, b).odd(kernel, 4)
+            odd = GemmLayout(a, b).misaligned(kernel, 4)
             assert odd is not None
             if (not odd) == (found.group(1) == "4"):
                 right += 1
@@ -270,7 +270,7 @@ def test_an_all_reduce_is_no_small_grid(shared_trace: Find) -> None:
     assert time_of(naive) / time_of(kernels(path)) > 0.45
     assert not fired(path, "small-grids")
     found = finding(path, "small-grids", min_share=0.1)
-    share = figure(found, "compute time with less than one block a multiprocessor")
+    share = figure(found, "small kernels, share of compute time")
     assert share == pytest.approx(time_of(small) / time_of(compute), rel=0.02)
 
 

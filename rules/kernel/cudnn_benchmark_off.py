@@ -86,7 +86,7 @@ class CudnnBenchmarkOff(Rule):
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """On; shapes that change; no convolutions; deterministic; not recorded."""
         switch = "recorded.flag('cudnn.benchmark') is not False"
-        deterministic = {"cudnn.benchmark": False, "cudnn.deterministic": True}
+        deterministic: dict[str, object] = {"cudnn.benchmark": False, "cudnn.deterministic": True}
         return {
             "on": (_run({"cudnn.benchmark": True}), switch),
             "shapes that change": (_run(kinds=5), "min_constant"),

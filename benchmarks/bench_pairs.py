@@ -367,7 +367,7 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     """What a replay of the edits together saves a step, ms, with a band that knows nothing of the
     pair and with that which is shown; and what their exposed time says."""
     import advisor
-    from advisor.advise.pricing import BoundPricer
+    from advisor.advise.impact import BoundPricer
     from advisor.measure import Analysis
     from advisor.replay.price import EditGain
 
@@ -378,9 +378,7 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     bands = [Band(gain, *(end / 1e6 for end in whatif.band(edits)))]
     with without(title):
         bands.append(Band(gain, *(end / 1e6 for end in whatif.band(edits))))
-    bound = BoundPricer(a).price(
-        advisor.Finding(rule="", title="", summary="", fix="", edits=list(edits))
-    )
+    bound = BoundPricer(a).price(edits)
     return bands[1], bands[0], bound.gain / 1e6
 
 

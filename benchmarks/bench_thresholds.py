@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Rule
 from advisor.measure import Analysis

@@ -19,7 +19,7 @@ import advisor.core.report
 import advisor.core.resources
 import advisor.core.views
 import advisor.recorder.options
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 from advisor.core.finding import Source
 from advisor.render import rule_page
 from advisor.render.markdown import block, code, escape

@@ -1,4 +1,5 @@
-"""From traces to a Report: choose the windows, run the rules, price and rank what they find."""
+"""From traces to a Report: select the windows, check them with the rules, estimate and rank what
+they find, and write it down."""
 
 from __future__ import annotations
 
@@ -10,19 +11,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from advisor.advise.apart import apart_report, why_apart
-from advisor.advise.assembly import assemble
-from advisor.advise.execution import run_ranks
-from advisor.advise.pricing import BoundPricer, Pricer, pricer
-from advisor.advise.registry import load_rules, read_config
-from advisor.advise.resources import cost
-from advisor.advise.windows import choose
-from advisor.advise.worth import price
+from msgspec import structs
+
+from advisor.advise.check import (
+    Checked,
+    combined,
+    estimated,
+    explain,
+    hot_lines,
+    rank_rules,
+    run_ranks,
+)
+from advisor.advise.impact import BoundPricer, Pricer, for_run, pricer
+from advisor.advise.measured import cost
+from advisor.advise.rank import rank
+from advisor.advise.select import choose, load_rules, read_config
+from advisor.advise.unrelated import apart_report, why_apart
+from advisor.advise.write import write_report
 from advisor.core.prices import Prices, read_prices
 from advisor.core.trace import Run
 from advisor.read import ReadOptions, open_run
 
 if TYPE_CHECKING:
+    from advisor.core.finding import Rule
     from advisor.core.report import Report
     from advisor.core.trace import Trace
     from advisor.measure import Analysis
@@ -100,15 +111,33 @@ def examine(
     traced = {number: a for number, a in analyses.items() if not a.record_only}
     with_others = len(traced) > 1 and main in traced
     results = run_ranks(analyses, rules, options.executor, later=main if with_others else None)
-    pricing = results[main].pricing
-    if pricing is None:
-        pricing = pricer(analyses[main], main, traced)
-        for finding in results[main].findings:
-            price(finding, analyses[main], pricing)
-    report = assemble(run, analyses, results, rules, pricing)
+    pricing = results[main].pricing or pricer(analyses[main], main, traced)
+    if with_others:
+        results[main] = estimated(results[main], analyses[main], pricing)
+    report = _advise(run, analyses, results, rules, pricing)
     prices = read_prices() if options.prices is None else options.prices
-    report.cost = cost(run, report, prices, options.gpus)
+    report = structs.replace(report, cost=cost(run, report, prices, options.gpus))
     return Examined(run, report, analyses, pricing)
+
+
+def _advise(
+    run: Run,
+    analyses: dict[int, Analysis],
+    results: dict[int, Checked],
+    rules: list[Rule],
+    pricing: Pricer,
+) -> Report:
+    """From what the rules found on each rank to the report of the first."""
+    main = next(iter(analyses))
+    checked = combined(results, main)
+    traced = {number: a for number, a in analyses.items() if not a.record_only}
+    if len(traced) > 1:
+        checked = checked.and_across(rank_rules(traced, rules, pricing))
+    hot, problems = hot_lines(analyses[main])
+    findings = explain(checked.findings, hot, rules)
+    ranked = rank(findings, analyses[main], pricing)
+    ranked = ranked.each(lambda found: for_run(found, analyses, rules))
+    return write_report(run, analyses, checked, ranked, pricing, rules, hot, problems)
 
 
 def _alone(trace: Trace, options: Options) -> Report:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
-from advisor.advise.longer import longer_steps
 from advisor.advise.memory import memory_limits
-from advisor.advise.recorded import window_lines
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
@@ -17,6 +16,7 @@ from advisor.core.trace import ANOTHER_TRACE, JAX
 if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace
     from advisor.measure import Analysis
+    from advisor.measure.steps.uneven import StepDifference
 
 ONCE = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""
@@ -254,3 +254,81 @@ def too_little(a: Analysis) -> bool:
 def events(a: Analysis) -> int:
     """Pieces of host and device work, whatever else stands in the file."""
     return a.trace.cpu.height + a.trace.gpu.height
+
+
+ANOTHER_COUNT = 0.25
+"""Relative difference of how often work runs from which a longer step is said to run more of it."""
+
+
+def longer_steps(a: Analysis) -> str:
+    """A sentence or two for steps that differ."""
+    found, own = a.uneven, a.trace.meta.framework
+    if found is None:
+        return "What makes one longer than another is not told by so few steps."
+    said = f"The longer half takes {t.format_duration(found.difference_ns)} more a step"
+    if not found.classes:
+        return f"{said}, spread over many causes."
+    parts = (f"{_class(part.name, own)} {t.format_duration(part.ns)}" for part in found.classes)
+    said += f": {', '.join(parts)}."
+    if not found.work:
+        return said
+    said += f" Most of it in {', '.join(_work(part) for part in found.work)}."
+    if any(_more_calls(part) for part in found.work):
+        said += (
+            " The longer steps run more of it: their work is larger, or the device runs what an "
+            "earlier step has launched."
+        )
+    return said
+
+
+def _class(name: str, framework: str | None) -> str:
+    if name.startswith("host: "):
+        return t.host_label(name.removeprefix("host: "), framework)
+    cause = name.removeprefix("idle: ")
+    if cause != name:
+        told = t.cause_label(cause, framework) if cause in t.CAUSE_LABELS else "no known cause"
+        return f"idle ({told})"
+    return t.CLASS_LABELS.get(name, name)
+
+
+def _work(part: StepDifference) -> str:
+    calls = (
+        f" ({part.short_count:.3g} to {part.long_count:.3g} a step)" if _more_calls(part) else ""
+    )
+    return f"{labels.kernel_label(part.name, 40)} {t.format_duration(part.ns)}{calls}"
+
+
+def _more_calls(part: StepDifference) -> bool:
+    few, many = part.short_count or 0.0, part.long_count or 0.0
+    return many - few >= ANOTHER_COUNT * max(many, 1e-9)
+
+
+def window_lines(events: list[dict[str, Any]]) -> list[str]:
+    """The last that was told of each window: ``window 0: done``."""
+    last: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        last[str(event.get("window"))] = event
+    return [
+        " ".join(
+            part
+            for part in (
+                f"window {number}:",
+                str(event.get("state", "open"))[:40],
+                f"({str(event['why'])[:200]})" if event.get("why") else "",
+            )
+            if part
+        )
+        for number, event in list(last.items())[:100]
+    ]
+
+
+def lost_records(a: Analysis) -> str:
+    """Why nothing is concluded from idle time, and nothing priced; empty: no reason."""
+    if a.lost.told:
+        return (
+            f"the records of {a.lost.lost:,} of {a.lost.launches:,} launched kernels are lost, "
+            "and what looks idle may be one of them"
+        )
+    if a.device_id is not None and not (a.trace.gpu["kind"] == "kernel").any():
+        return "the trace holds copies but no kernel, so when the device computes is not known"
+    return ""

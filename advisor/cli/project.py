@@ -187,7 +187,7 @@ def _show(
     unit = "ms" if a.per == "recording" else "ms a step"
     _table(found, unit, currency, file)
     if len(found) == 1:
-        from advisor.advise.words import how_to_record
+        from advisor.advise.terms import how_to_record
 
         _detail(found[0].projection, unit, how_to_record("profile_memory=True", a.trace.meta), file)
     notes = dict.fromkeys(note for c in found for note in c.projection.notes)

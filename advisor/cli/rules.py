@@ -30,7 +30,7 @@ def _rules(ctx: typer.Context) -> None:
 @app.command("list")
 def list_rules(folder: Folder = None) -> None:
     """All rules by category, with how far each was validated."""
-    from advisor.advise.registry import read_config
+    from advisor.advise.select import read_config
     from advisor.render import rule_page
 
     rules = _load(folder)
@@ -56,7 +56,7 @@ def show(
 
 def _load(folder: Path | None) -> list[Rule]:
     """Every rule with its built-in thresholds, those that are switched off included."""
-    from advisor.advise.registry import load_rules
+    from advisor.advise.select import load_rules
 
     return load_rules(folder, config={})
 

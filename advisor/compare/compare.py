@@ -7,7 +7,7 @@ from pathlib import Path
 
 import advisor
 from advisor.advise.engine import Examined, Options, examine
-from advisor.advise.pricing import REPLAY
+from advisor.advise.impact import REPLAY
 from advisor.compare.comparison import Amount, Comparison, Realised, Side
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
 from advisor.compare.steps import PERIODS, compare_steps
@@ -22,7 +22,7 @@ MIN_MATCHED = 0.2
 """Share of the device time in work that both have, below which the programs are said to differ."""
 CLOSE = 0.1
 """Share by which gain and prediction may differ and still agree, however narrow both ranges are: a
-replay that misses the step by that much still estimates gains (``pricing.MAX_STEP_ERROR``)."""
+replay that misses the step by that much still estimates gains (``trust.MAX_STEP_ERROR``)."""
 HOUR_NS = 3.6e12
 
 RunOrFiles = str | Path | Sequence[str | Path] | Run
@@ -214,7 +214,7 @@ def realised(findings: list[Finding], before: Examined, c: Comparison) -> Realis
         found.reason = "no finding with an estimated gain was fixed"
         return found
     edits = [edit for finding in fixed for edit in finding.edits]
-    price = before.pricing.price(Finding(rule="", title="", summary="", fix="", edits=edits))
+    price = before.pricing.price(edits)
     found.predicted_ns, found.predicted_low_ns, found.predicted_high_ns = price
     found.method = before.pricing.method
     if steps.difference_ns is None or steps.low_ns is None or steps.high_ns is None:

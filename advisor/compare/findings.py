@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
-from advisor.advise.worth import MIN_GAIN_SHARE
+from advisor.advise.impact import MIN_GAIN_SHARE
 from advisor.compare.comparison import Change, FindingChange
 from advisor.core import text as t
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
@@ -171,7 +171,7 @@ def find_remaining(finding: Finding, own: Examined, other: Examined) -> Remainin
     if any(edit.select.correlation for edit in finding.edits):
         return None  # ids of one trace mean nothing in another
     if own.pricing.method == other.pricing.method:
-        gain = other.pricing.price(finding).gain
+        gain = other.pricing.price(finding.edits).gain
         if gain >= MIN_KEPT * impact.gain_ns:
             return Remaining(round(gain), _why_not_listed(gain, other.main.step_ns))
     edits = [edit for edit in finding.edits if edit.op not in _OPERATIONS_THAT_KEEP_EVENTS]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from advisor.advise.words import mark_steps
+from advisor.advise.terms import mark_steps
 from advisor.compare.compare import compare_reports, side
 from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer, Side
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS

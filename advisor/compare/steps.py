@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from advisor.advise.words import mark_steps
+from advisor.advise.terms import mark_steps
 from advisor.compare.comparison import Distribution, StepTimeChange, Verdict
 from advisor.compare.statistics import (
     LEVEL,

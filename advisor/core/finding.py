@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct, field
@@ -190,9 +191,10 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many instances there are in the analysed window."""
 
 
-class Finding(Struct, kw_only=True):
+class Finding(Struct, frozen=True, kw_only=True):
     """A bottleneck that was seen: evidence, fix, and the Edit that says what the fix changes. What
-    its rule says of all findings need not be given: the engine fills it in (``Rule.complete``)."""
+    its rule says of all findings need not be given: the engine fills it in (``Rule.complete``). It
+    never changes: each stage returns a new one (``msgspec.structs.replace``)."""
 
     rule: str = ""
     """Identifier of the rule."""
@@ -206,17 +208,17 @@ class Finding(Struct, kw_only=True):
     """The fix as a snippet the user can paste."""
     check: str = ""
     """How to see that the fix worked."""
-    evidence: list[Evidence] = field(default_factory=list)
+    evidence: Sequence[Evidence] = field(default_factory=list)
     """The measured facts."""
-    where: list[Location] = field(default_factory=list)
+    where: Sequence[Location] = field(default_factory=list)
     """The places that cost most, worst first."""
-    edits: list[Edit] = field(default_factory=list)
+    edits: Sequence[Edit] = field(default_factory=list)
     """What the fix changes, for pricing and what-if."""
     confidence: float = 0.0
     """0 to 1: how sure the rule is of the cause, before the engine lowers it for short windows."""
-    confidence_notes: list[str] = field(default_factory=list)
+    confidence_notes: Sequence[str] = field(default_factory=list)
     """What lowered the confidence."""
-    assumptions: list[str] = field(default_factory=list)
+    assumptions: Sequence[str] = field(default_factory=list)
     """What the gain takes for granted."""
     falsified_by: str = ""
     """What observation would prove the finding wrong."""
@@ -243,7 +245,7 @@ class Finding(Struct, kw_only=True):
     """Seen on another rank than the one reported; its gain is that rank's."""
     validation: str = ""
     """How far the rule was tested: ``real traces``, ``recordings`` or ``synthetic``."""
-    references: list[str] = field(default_factory=list)
+    references: Sequence[str] = field(default_factory=list)
     """Where to read more."""
     device: int | None = None
     """GPU it was seen on."""
@@ -251,7 +253,7 @@ class Finding(Struct, kw_only=True):
     """Rank it was seen on."""
 
 
-class SkippedCheck(Struct, kw_only=True):
+class SkippedCheck(Struct, frozen=True, kw_only=True):
     """A rule abstains: what it could not check, why, and what to record to allow it."""
 
     what: str
@@ -264,7 +266,7 @@ class SkippedCheck(Struct, kw_only=True):
     """Rules that abstained."""
 
 
-class PassedCheck(Struct, kw_only=True):
+class PassedCheck(Struct, frozen=True, kw_only=True):
     """Something the run already does well, with the figure that shows it."""
 
     text: str

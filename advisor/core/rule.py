@@ -6,6 +6,8 @@ import copy
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
+from msgspec.structs import replace
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -180,20 +182,23 @@ class Rule:
         """What is advised programs of a framework that is not PyTorch."""
         return self.elsewhere.get(framework or ANY, self.elsewhere.get(ANY))
 
-    def complete(self, found: Finding) -> None:
-        """Fill in what the rule says of all its findings, where this one does not say otherwise."""
-        found.rule = self.id
-        found.category = self.category
-        found.validation = self.validated
-        found.references = list(self.references)
-        found.title = found.title or self.title
-        found.fix = found.fix or self.fix
-        found.code = found.code or self.code
-        found.check = found.check or self.verify
-        found.falsified_by = found.falsified_by or self.falsified_by
-        found.assumptions = found.assumptions or self.filled(self.assumptions)
-        found.confidence = found.confidence or self.confidence
-        found.alternatives = found.alternatives or self.alternatives
+    def complete(self, finding: Finding) -> Finding:
+        """With what the rule says of all its findings, where this one does not say otherwise."""
+        return replace(
+            finding,
+            rule=self.id,
+            category=self.category,
+            validation=self.validated,
+            references=list(self.references),
+            title=finding.title or self.title,
+            fix=finding.fix or self.fix,
+            code=finding.code or self.code,
+            check=finding.check or self.verify,
+            falsified_by=finding.falsified_by or self.falsified_by,
+            assumptions=finding.assumptions or self.filled(self.assumptions),
+            confidence=finding.confidence or self.confidence,
+            alternatives=finding.alternatives or self.alternatives,
+        )
 
     def case(self, name: str, **values: object) -> dict[str, Any]:
         """The fields of a finding of one of the ``cases``. ``values``: what ``{…}`` stand for."""

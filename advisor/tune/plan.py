@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from advisor.advise.engine import Examined, Options, examine
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.tune.catalogue import find_knob
 from advisor.tune.knob import Machine
@@ -125,7 +125,7 @@ def _predict(trial: Trial, finding: Finding, seen: Examined, value: Value, *, fi
         if value < 1 or not seen.main.step_ns:
             return
         edits = [replace(e, workers=value) if e.workers else e for e in finding.edits]
-        found = seen.pricing.price(replace(finding, edits=edits))
+        found = seen.pricing.price(edits)
         traced = seen.main.step_ns
         trial.predicted = found.gain / traced
         trial.predicted_low, trial.predicted_high = found.low / traced, min(1, found.high / traced)

@@ -8,7 +8,7 @@ import dash
 import polars as pl
 from dash import Input, Output, State
 
-from advisor.advise.words import limit_worded, record_with
+from advisor.advise.terms import limit_worded, record_with
 from advisor.core import text as t
 from advisor.core.report import OperatorRate
 from advisor.dashboard import current, figures, theme

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from advisor.advise.words import foreign
+from advisor.advise.terms import foreign
 from advisor.core import text as t
 from advisor.dashboard import current, figures, snapshot, theme
 from advisor.dashboard.current import PageView

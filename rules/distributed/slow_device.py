@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import polars as pl
+from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.finding import (
@@ -159,6 +160,13 @@ class SlowDevice(Rule):
         own = kernels.filter(pl.col("rank") == rank)
         names = {n: b.device.name if b.device else None for n, b in ranks.items()}
         mixed = len(set(names.values())) > 1
+        families = tuple(f for f in FAMILIES if f != "communication")
+        faster = Edit(
+            op="scale",
+            factor=1 / ratio,
+            rank=rank,
+            select=Select(on="gpu", kind=("kernel",), family=families),
+        )
         finding = Finding(
             summary=(
                 f"Rank {rank} needs {ratio:.2f} times as long as its peers for the same kernels "
@@ -193,21 +201,13 @@ class SlowDevice(Rule):
                 if mixed
                 else {"fix": self.fix.format(rank=rank)}
             ),
+            edits=[faster],
         )
-        families = tuple(f for f in FAMILIES if f != "communication")
-        finding.edits = [
-            Edit(
-                op="scale",
-                factor=1 / ratio,
-                rank=rank,
-                select=Select(on="gpu", kind=("kernel",), family=families),
-            )
-        ]
         if rank == main:
             return finding
         compute = a.breakdown.compute.total / a.step_count
         gain = compute * (1 - 1 / ratio)
-        finding.impact = Impact(
+        impact = Impact(
             currency="step_time",
             gain_ns=round(gain),
             low_ns=0,
@@ -216,8 +216,7 @@ class SlowDevice(Rule):
             method="compute time that the slow device takes longer",
         )
         late = f"the others wait all the {t.format_duration(gain)} a step for it"
-        finding.assumptions = [*self.assumptions, late]
-        return finding
+        return replace(finding, impact=impact, assumptions=[*self.assumptions, late])
 
     @staticmethod
     def fires_on() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import polars as pl
+from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.finding import (
@@ -219,11 +220,12 @@ class StragglerRank(Rule):
         left = max(0.0, 1 - waiting / exposed) if exposed else None
         comm = Select(on="gpu", family=("communication",))
         if not on_host:  # what threads of gloo do is no part of the graph
-            finding.edits = [Edit(op="punctual", select=comm, factor=left, rank=late)]
+            edit = Edit(op="punctual", select=comm, factor=left, rank=late)
+            finding = replace(finding, edits=[edit])
         if main == late or not exposed:
             # work that is dealt out evenly is not gone: the others get their part of it
             even = gain * len(others) / (len(others) + 1) if uneven else gain
-            finding.impact = Impact(
+            impact = Impact(
                 currency="step_time",
                 gain_ns=round(even),
                 low_ns=0,
@@ -232,6 +234,7 @@ class StragglerRank(Rule):
                 method="mean exposed wait of the other ranks"
                 + (", its work dealt out evenly" if uneven else ""),
             )
+            finding = replace(finding, impact=impact)
         return finding
 
     @staticmethod

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, Threshold
+from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcome, Rule, Select, Threshold
 from advisor.measure import Analysis
+from advisor.measure.steps.record import StepRecords
 from advisor.rules.recorded import a_step, record, steps_seen
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
@@ -75,7 +76,8 @@ class PaddingWaste(Rule):
         mean = float(padding.mean())
         if mean < self.min_padding:
             return
-        finding = Finding(
+        edits, impact = self._effect(a, recorded, mean)
+        yield Finding(
             summary=(
                 f"{mean:.0%} of the tokens are padding (between {padding.min():.0%} and "
                 f"{padding.max():.0%} of a batch): the model computes on them for nothing."
@@ -85,28 +87,33 @@ class PaddingWaste(Rule):
                 Evidence("batches sampled", len(padding), "count", *self.limit("min_samples")),
                 steps_seen(recorded),
             ],
+            edits=edits,
+            impact=impact,
         )
+
+    @staticmethod
+    def _effect(
+        a: Analysis, recorded: StepRecords, mean: float
+    ) -> tuple[list[Edit], Impact | None]:
+        """Less work of the kernels that the tokens pass through; without a device, less time in the
+        model."""
         if a.device_id is not None:
-            finding.edits = [
-                Edit(
-                    op="scale",
-                    select=Select(on="gpu", kind=("kernel",), family=_TOKENS),
-                    factor=1 - mean,
-                    factor_low=(1 - mean) ** 2,
-                    factor_high=1 - 0.5 * mean,
-                )
-            ]
-        else:
-            model = sum(
-                float(values.mean())
-                for name in ("forward", "backward")
-                if (values := recorded.phase(name)) is not None
+            edit = Edit(
+                op="scale",
+                select=Select(on="gpu", kind=("kernel",), family=_TOKENS),
+                factor=1 - mean,
+                factor_low=(1 - mean) ** 2,
+                factor_high=1 - 0.5 * mean,
             )
-            gain = mean * model
-            finding.impact = a_step(
-                a, gain, low=0.5 * gain, method="share of padding x forward and backward"
-            )
-        yield finding
+            return [edit], None
+        model = sum(
+            float(values.mean())
+            for name in ("forward", "backward")
+            if (values := recorded.phase(name)) is not None
+        )
+        gain = mean * model
+        method = "share of padding x forward and backward"
+        return [], a_step(a, gain, low=0.5 * gain, method=method)
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from advisor.advise.check import FAILED, run_rules
 from advisor.advise.engine import Options, analyze
-from advisor.advise.execution import FAILED, run_rules
-from advisor.advise.registry import load_rules, read_config
+from advisor.advise.select import load_rules, read_config
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Evidence, Finding, Outcome, Rule, Select, SkippedCheck
 from advisor.core.trace import Run

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import advisor
 from advisor.core.report import MAX_LINES
@@ -138,8 +139,8 @@ def test_a_printed_comparison_is_the_table(trace: Path) -> None:
 
 def test_a_notebook_shows_the_fix_with_its_code(trace: Path) -> None:
     report = advisor.analyze(trace)
-    first = report.findings[0]
-    first.code = "loader = DataLoader(num_workers=8)\n<script>x</script>"
+    code = "loader = DataLoader(num_workers=8)\n<script>x</script>"
+    first = report.findings[0] = replace(report.findings[0], code=code)
     shown = report._repr_html_()
     assert "loader = DataLoader(num_workers=8)\n&lt;script&gt;" in shown
     assert first.fix.split("<")[0][:40] in shown and shown.count("<details open") == 1

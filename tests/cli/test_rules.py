@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.longer import longer_steps
+from advisor.advise.limits import longer_steps
 from advisor.measure import Analysis
 from advisor.measure.steps.uneven import uneven
 from advisor.read import read_trace

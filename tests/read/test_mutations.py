@@ -326,8 +326,8 @@ def reading(path: Path) -> None:
 
 def analysing(path: Path) -> None:
     """From the file to every form of report."""
+    from advisor.advise.check import FAILED
     from advisor.advise.engine import Options, analyze
-    from advisor.advise.execution import FAILED
 
     report = analyze(str(path), Options(config={}))
     assert not [note.why for note in report.not_checked if note.why.startswith(FAILED)]

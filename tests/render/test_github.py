@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
@@ -37,7 +38,8 @@ def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
 
 def test_a_finding_is_an_annotation_of_its_line(report: Make) -> None:
     made = report(1)
-    made.findings[0].where = [Location(file="src/train.py", line=42)]
+    place = Location(file="src/train.py", line=42)
+    made.findings[0] = replace(made.findings[0], where=[place])
     verdict, first = commands(REPORTS.render("github", made))
     assert verdict[0] == "notice"
     assert verdict[2] == made.verdict

@@ -186,7 +186,7 @@ def test_a_table_s_figures_are_whole_and_its_places_are_shortened() -> None:
 
 def test_a_place_is_shown_once(report: Make, finding: Callable[..., Finding]) -> None:
     one = finding(1)
-    one.where = [*one.where, *one.where, Location(op="aten::other")]
+    one = replace(one, where=[*one.where, *one.where, Location(op="aten::other")])
     shown = REPORTS.render("terminal", report(1, findings=[one]))
     assert shown.count("/home/me/project/train.py") == 1
     assert "aten::other" in shown
@@ -207,10 +207,10 @@ def test_top_hides_details_says_so_and_keeps_the_index(report: Make) -> None:
 def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
-    cause = finding(1)
-    symptom = finding(2, title="The symptom", rank=None, folded_under="rule-1")
-    rival = finding(3, title="The alternative", rank=None, folded_under="rule-1")
-    cause.alternatives = rival.alternatives = "fuse"
+    cause = finding(1, alternatives="fuse")
+    folded = {"rank": None, "folded_under": "rule-1"}
+    symptom = finding(2, title="The symptom", **folded)
+    rival = finding(3, title="The alternative", alternatives="fuse", **folded)
     shown = section(
         REPORTS.render("terminal", report(1, findings=[cause, symptom, rival])), "What to change"
     )
@@ -260,7 +260,7 @@ def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:
     whole.scope.step_source = "whole trace"
     impact = whole.findings[0].impact
     assert impact is not None
-    whole.findings[0].impact = replace(impact, per="recording")
+    whole.findings[0] = replace(whole.findings[0], impact=replace(impact, per="recording"))
     shown = REPORTS.render("terminal", whole)
     assert "Where the recording's time goes" in shown
     assert "up to 40 ms of the recording, 10%" in shown
@@ -317,8 +317,8 @@ def test_what_was_only_seen_on_examples_is_ranked_and_says_so(
 def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
     report: Make, finding: Make
 ) -> None:
-    big = finding(1, "a chance", informational=True, validation="real traces", confidence=0.42)
-    big.rank = None
+    told = {"informational": True, "validation": "real traces", "confidence": 0.42}
+    big = finding(1, "a chance", rank=None, **told)
     made = report(2, notes=[big])
     assert big.impact.gain_ns >= made.findings[-1].impact.gain_ns
     why = "a possibility, not a bottleneck: confidence 42%"

@@ -106,9 +106,8 @@ def test_evidence_shows_value_unit_limit_and_where_the_limit_comes_from() -> Non
 
 def test_a_gain_says_its_currency() -> None:
     def shown(**impact: object) -> str:
-        finding = Finding(rule="r", title="t", summary="s", fix="f")
-        finding.impact = Impact(**impact)  # type: ignore[arg-type]
-        return t.format_gain(finding)
+        priced = Impact(**impact)  # type: ignore[arg-type]
+        return t.format_gain(Finding(rule="r", title="t", summary="s", fix="f", impact=priced))
 
     bound = "upper bound (exposed time)"
     assert shown(currency="step_time", gain_ns=4_000_000, share=0.1, method=bound) == (

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from advisor import analyze
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 from advisor.replay import predictions
 from advisor.replay.calibration import Band, widened_by_rule
 from advisor.replay.predictions import (

@@ -21,7 +21,7 @@ import rewriting
 
 from advisor import Analysis, Edit, Finding
 from advisor.advise.engine import Examined, examine
-from advisor.advise.pricing import REPLAY, pricer
+from advisor.advise.impact import REPLAY, pricer
 from advisor.read import read_trace
 from advisor.replay.language import BLOCKING, parse_edit, write_edit
 from advisor.replay.price import EditGain

@@ -24,8 +24,8 @@ import pytest
 import zstandard
 
 from advisor import cli
-from advisor.advise.execution import FAILED
-from advisor.advise.registry import read_config
+from advisor.advise.check import FAILED
+from advisor.advise.select import read_config
 from advisor.compare import Comparison
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import EVENTS, MANIFEST, RANK, SCALENE, STEPS, TELEMETRY

@@ -9,10 +9,9 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from advisor.advise.execution import FAILED, run_rules
-from advisor.advise.measure import measure
-from advisor.advise.recorded import recorded_view
-from advisor.advise.registry import load_rules
+from advisor.advise.check import FAILED, run_rules
+from advisor.advise.measured import measure, recorded_view
+from advisor.advise.select import load_rules
 from advisor.core import run_directory as rundir
 from advisor.core.run_directory import Device, Event, Gpu, Host, Rank, RankRecord, Sample, Step
 from advisor.core.trace import blank_trace

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from advisor.advise.execution import FAILED, rank_rules, run_rules
-from advisor.advise.registry import load_rules
-from advisor.advise.worth import MIN_GAIN_SHARE
+from advisor.advise.check import FAILED, rank_rules, run_rules
+from advisor.advise.impact import MIN_GAIN_SHARE
+from advisor.advise.select import load_rules
 from advisor.core.finding import Finding, Impact, Rule
 from advisor.testing import TraceBuilder
 from tests.rules.guards import guard_of, lifted

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 from advisor.core.finding import Edit, Finding
 from advisor.testing import TraceBuilder
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 from advisor.core.finding import Rule, Source, Threshold
 from advisor.measure import Analysis
 from advisor.read import read_trace

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.execution import rank_rules, run_rules
-from advisor.advise.registry import load_rules
+from advisor.advise.check import rank_rules, run_rules
+from advisor.advise.select import load_rules
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.rules.sources import PUBLIC

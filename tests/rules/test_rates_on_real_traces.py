@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 import pytest
 
+from advisor.advise.check import FAILED
 from advisor.advise.engine import Examined, Options, examine
-from advisor.advise.execution import FAILED
 from advisor.core.finding import Finding
 from advisor.measure import Analysis
 from advisor.read import open_run

@@ -16,9 +16,9 @@ from typing import Any
 import polars as pl
 import pytest
 
+from advisor.advise.check import run_rules
 from advisor.advise.engine import Options, analyze
-from advisor.advise.execution import run_rules
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcome, PassedCheck
 from advisor.core.report import Report

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from advisor.advise.execution import run_rules
-from advisor.advise.registry import load_rules
+from advisor.advise.check import run_rules
+from advisor.advise.select import load_rules
 from advisor.core.finding import ANY, Rule
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.testing import TraceBuilder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.advise.execution import rank_rules, run_rules
+from advisor.advise.check import rank_rules, run_rules
 from advisor.core.finding import Finding, Rule
 from advisor.rules.distributed.missing_no_sync import MissingNoSync
 from advisor.rules.distributed.slow_device import SlowDevice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.advise.registry import load_rules
+from advisor.advise.select import load_rules
 from advisor.core.errors import AdvisorError
 from advisor.tune.catalogue import all_knobs, find_knob
 from advisor.tune.knob import Machine

@@ -16,7 +16,7 @@ import advisor
 from advisor.advise.ranks.sources import RemoteFile, locate
 from advisor.advise.ranks.task import Order, Wanted, reason
 from advisor.advise.ranks.work import SECONDS, results
-from advisor.advise.registry import read_config
+from advisor.advise.select import read_config
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.job_report import JobReport
 from advisor.measure.ranks.summary import Summary, Unread

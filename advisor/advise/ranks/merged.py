@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from advisor.advise.worth import CRITICAL_SHARE, WARNING_SHARE
+from advisor.advise.impact import CRITICAL_SHARE, WARNING_SHARE
 from advisor.measure.ranks.job_report import JobFinding, numbers
 from advisor.measure.ranks.summary import Advice, Summary
 from advisor.replay.ranks.price import advised

@@ -1,19 +1,127 @@
-"""The verdict: what the whole report says, in a sentence or two."""
+"""Findings and measurements written down: the Report, with its verdict."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from advisor.advise.headline import APART
-from advisor.advise.holes import holes
-from advisor.advise.limits import events, too_little
-from advisor.advise.memory import memory_verdict
-from advisor.advise.pricing import REPLAY
+from msgspec.structs import replace
+
+import advisor
+from advisor.advise.impact import REPLAY
+from advisor.advise.limits import events, limits, lost_records, too_little
+from advisor.advise.measured import (
+    APART,
+    energy_use,
+    inputs,
+    measure,
+    ranks_view,
+    recorded_view,
+    step_durations,
+    step_time,
+)
+from advisor.advise.memory import memory_verdict, memory_views
+from advisor.advise.terms import limit_worded
+from advisor.advise.views import drawn
 from advisor.core import text as t
+from advisor.core.report import Crash, Report, RuleText
 
 if TYPE_CHECKING:
-    from advisor.core.report import Report
+    from advisor.advise.check import Checked
+    from advisor.advise.impact import Pricer
+    from advisor.advise.rank import Ranked
+    from advisor.core.finding import Finding, HotLine, Rule, SkippedCheck
+    from advisor.core.report import Ranks
+    from advisor.core.trace import Run
     from advisor.measure import Analysis
+
+
+def write_report(
+    run: Run,
+    analyses: Mapping[int, Analysis],
+    checked: Checked,
+    ranked: Ranked,
+    pricing: Pricer,
+    rules: Sequence[Rule],
+    hot: Sequence[HotLine] = (),
+    problems: Sequence[str] = (),
+) -> Report:
+    """The Report of the first rank, with what was found on the others and across them. ``hot``:
+    the hottest lines of Python; ``problems``: with files beside the traces."""
+    a = next(iter(analyses.values()))
+    report = Report(
+        version=advisor.__version__,
+        status="limited",
+        verdict="",
+        inputs=inputs(run, analyses),
+        findings=ranked.findings,
+        notes=ranked.notes,
+        risks=ranked.risks,
+        good=checked.good,
+        not_checked=_merged(checked.not_measured),
+        limits=[
+            *(limit_worded(line, a.trace.meta) for line in limits(a, run)),
+            *_why_bounds(pricing, ranked.findings),
+            *problems,
+        ],
+        ranks=_ranks(analyses, pricing),
+        replay=pricing.view([edit for finding in ranked.advice for edit in finding.edits]),
+        step=step_time(a),
+        step_durations=step_durations(a),
+        crashes=crashes(run),
+        recorded=recorded_view(a),
+        energy=energy_use(analyses),
+        hot_lines=list(hot),
+        rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
+        memory=memory_views(a),
+        **measure(a),
+    )
+    status, text = verdict(report, a)
+    report = replace(report, status=status, verdict=text)
+    return replace(report, views=drawn(report))
+
+
+def _ranks(analyses: Mapping[int, Analysis], pricing: Pricer) -> Ranks | None:
+    """Ranks side by side, and which of them were replayed together."""
+    view = ranks_view(analyses)
+    if view is None or not pricing.ranks:
+        return view
+    names = ", ".join(map(str, sorted(pricing.ranks)))
+    return replace(view, note=f"{view.note} Gains are of ranks {names} replayed together.")
+
+
+def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]:
+    """What the rules of these findings say of themselves, by id."""
+    spoke = {finding.rule for finding in findings}
+    return [
+        RuleText(
+            id=rule.id, title=rule.title, category=str(rule.category), paragraphs=rule.paragraphs()
+        )
+        for rule in rules
+        if rule.id in spoke
+    ]
+
+
+def _why_bounds(pricing: Pricer, findings: Sequence[Finding]) -> list[str]:
+    """Why gains are upper bounds, where they are."""
+    if not findings or not pricing.reason:
+        return []
+    return [f"Gains are upper bounds, not replayed: {pricing.reason}."]
+
+
+def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
+    """The same abstention of several rules becomes one."""
+    merged: dict[tuple[str, str], SkippedCheck] = {}
+    for item in items:
+        key = (item.why, item.record)
+        if key in merged:
+            one = merged[key]
+            what = one.what if item.what in one.what else f"{one.what}; {item.what}"
+            rules = one.rule if item.rule in one.rule else f"{one.rule}, {item.rule}"
+            item = replace(one, what=what, rule=rules)
+        merged[key] = item
+    return list(merged.values())
+
 
 WIDE = 0.70
 """A gain whose lower end is below this part of it is told as a range."""
@@ -55,7 +163,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
             f"The profiler lost {a.lost.lost:,} of {a.lost.launches:,} kernels: the GPU is busy at "
             f"least {busy}; idle time and gains are not known."
         )
-    if why := holes(a):
+    if why := lost_records(a):
         return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."
     if too_little(a):
         return (
@@ -156,3 +264,26 @@ def _lead(report: Report) -> str:
         f"first: {title}, worth{bound} {t.format_duration(impact.gain_ns)} "
         f"({t.format_share(impact.share)})"
     )
+
+
+def crashes(run: Run) -> list[Crash]:
+    """Ranks that an exception ended, in the order of time; not those that somebody interrupted."""
+    found = []
+    for number, record in (run.recording.ranks if run.recording is not None else {}).items():
+        ends = [event for event in record.events if event.kind == "end"]
+        if not ends or ends[-1].data.get("reason") != "exception":
+            continue
+        last = ends[-1]
+        message = last.data.get("message") or last.data.get("text")
+        steps = last.data.get("steps")
+        crash = Crash(
+            rank=number,
+            exception=str(last.data.get("exception") or "an exception")[:100],
+            message=str(message)[:300] if message else None,
+            steps=steps if isinstance(steps, int) and not isinstance(steps, bool) else None,
+        )
+        at, perf, unix = last.t, record.rank.anchor_perf_ns, record.rank.anchor_unix_ns
+        if perf is not None and unix is not None:
+            at += unix - perf
+        found.append((at, crash))
+    return [crash for _, crash in sorted(found, key=lambda item: item[0])]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 import advisor
-from advisor.advise.measure import inputs, measure
-from advisor.advise.recorded import step_durations
+from advisor.advise.measured import inputs, measure, step_durations
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report

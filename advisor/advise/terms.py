@@ -73,40 +73,55 @@ def not_recorded(outcome: SkippedCheck, meta: TraceMeta) -> SkippedCheck:
     return replace(outcome, why=f"{outcome.why}, which records PyTorch programs", record="")
 
 
-def worded(outcome: Outcome, rule: Rule, meta: TraceMeta) -> None:
-    """Put what a rule said in the program's terms, and in those of what recorded it."""
-    if isinstance(outcome, SkippedCheck):
-        outcome.record = how_to_record(outcome.record, meta)
+def worded(finding: Finding, rule: Rule, meta: TraceMeta) -> Finding:
+    """What a rule said, in the program's terms and in those of what recorded it."""
     advice = rule.advice_for(meta.framework)
     if meta.framework in FRAMEWORKS:
-        if isinstance(outcome, Finding):
-            _advise(outcome, advice)
-            _without_torch(outcome)
-        elif isinstance(outcome, PassedCheck) and advice is not None:
-            outcome.text = _said(_plain(outcome.text), advice)
-        elif isinstance(outcome, SkippedCheck) and advice is not None:
-            outcome.what = _said(outcome.what, advice)
-    elif advice is not None and foreign(meta):
-        if isinstance(outcome, PassedCheck):
-            outcome.text = _plain(outcome.text)
-            if meta.vendor == "amd":
-                outcome.text = _as_hip(outcome.text)
-        elif isinstance(outcome, Finding):
-            outcome.title, outcome.summary = _plain(outcome.title), _plain(outcome.summary)
-            _advise(outcome, advice)
-            if meta.vendor == "amd":
-                outcome.fix, outcome.code = _as_hip(outcome.fix), _as_hip(outcome.code)
+        return _without_torch(_advise(finding, advice))
+    if advice is None or not foreign(meta):
+        return finding
+    plain = {"title": _plain(finding.title), "summary": _plain(finding.summary)}
+    advised = _advise(replace(finding, **plain), advice)
+    if meta.vendor == "amd":
+        return replace(advised, fix=_as_hip(advised.fix), code=_as_hip(advised.code))
+    return advised
 
 
-def _advise(finding: Finding, advice: FrameworkAdvice | None) -> None:
-    """Put what the rule advises there in the place of what it said."""
+def good_worded(good: PassedCheck, rule: Rule, meta: TraceMeta) -> PassedCheck:
+    """The same of what the program does well."""
+    advice = rule.advice_for(meta.framework)
     if advice is None:
-        return
-    finding.fix, finding.code = advice.fix, advice.code
-    finding.check = advice.verify or finding.check
-    finding.title = advice.title or finding.title
-    finding.summary = _said(finding.summary, advice)
-    finding.references = [link for link in finding.references if not _TORCH.search(link)]
+        return good
+    if meta.framework in FRAMEWORKS:
+        return replace(good, text=_said(_plain(good.text), advice))
+    if not foreign(meta):
+        return good
+    text = _plain(good.text)
+    return replace(good, text=_as_hip(text) if meta.vendor == "amd" else text)
+
+
+def skipped_worded(skipped: SkippedCheck, rule: Rule, meta: TraceMeta) -> SkippedCheck:
+    """The same of what could not be checked."""
+    advice = rule.advice_for(meta.framework)
+    what = skipped.what
+    if advice is not None and meta.framework in FRAMEWORKS:
+        what = _said(what, advice)
+    return replace(skipped, what=what, record=how_to_record(skipped.record, meta))
+
+
+def _advise(finding: Finding, advice: FrameworkAdvice | None) -> Finding:
+    """With what the rule advises there in the place of what it said."""
+    if advice is None:
+        return finding
+    return replace(
+        finding,
+        fix=advice.fix,
+        code=advice.code,
+        check=advice.verify or finding.check,
+        title=advice.title or finding.title,
+        summary=_said(finding.summary, advice),
+        references=[link for link in finding.references if not _TORCH.search(link)],
+    )
 
 
 def _said(text: str, advice: FrameworkAdvice) -> str:
@@ -116,13 +131,16 @@ def _said(text: str, advice: FrameworkAdvice) -> str:
     return text
 
 
-def _without_torch(finding: Finding) -> None:
-    """Leave out what is said in PyTorch's terms alone."""
-    finding.check = _other_than_torch(finding.check) or "Profile again: the figures above change."
-    finding.alternatives = _other_than_torch(finding.alternatives)
-    finding.falsified_by = _other_than_torch(finding.falsified_by)
-    finding.assumptions = [text for text in finding.assumptions if not _TORCH.search(text)]
-    finding.evidence = [one for one in finding.evidence if not _TORCH.search(one.label)]
+def _without_torch(finding: Finding) -> Finding:
+    """Without what is said in PyTorch's terms alone."""
+    return replace(
+        finding,
+        check=_other_than_torch(finding.check) or "Profile again: the figures above change.",
+        alternatives=_other_than_torch(finding.alternatives),
+        falsified_by=_other_than_torch(finding.falsified_by),
+        assumptions=[text for text in finding.assumptions if not _TORCH.search(text)],
+        evidence=[each for each in finding.evidence if not _TORCH.search(each.label)],
+    )
 
 
 def _other_than_torch(text: str) -> str:

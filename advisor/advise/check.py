@@ -1,0 +1,333 @@
+"""Runs the rules: on each rank's window, here or elsewhere, and across ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import structs
+
+from advisor.advise.impact import Pricer, count_ranks, estimate, pricer, weigh_window
+from advisor.advise.limits import lost_records
+from advisor.advise.terms import (
+    advises,
+    good_worded,
+    left_out,
+    not_recorded,
+    skipped_worded,
+    unsuited,
+    worded,
+)
+from advisor.core.errors import AdvisorError
+from advisor.core.finding import (
+    Evidence,
+    Finding,
+    Location,
+    Outcome,
+    PassedCheck,
+    Rule,
+    SkippedCheck,
+)
+from advisor.core.run_directory import SCALENE
+from advisor.measure import Analysis
+
+if TYPE_CHECKING:
+    from advisor.core.finding import HotLine
+    from advisor.core.run_directory import RankRecord
+    from advisor.core.snapshot import MemorySnapshot
+    from advisor.core.trace import Trace
+
+FAILED = "the rule failed"
+MANY_ROWS = 2_000_000
+"""From so many on, ranks are examined one after another: threads share one interpreter and gain a
+fifth of this part's time, and what each works with beside the trace is large."""
+Subject = TypeVar("Subject", Analysis, dict[int, Analysis])
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the rules say of one rank's window, or across ranks."""
+
+    rank: int
+    findings: list[Finding]
+    good: list[PassedCheck]
+    not_measured: list[SkippedCheck]
+    pricing: Pricer | None = None
+    """What estimated the gains; ``None``: not estimated yet, or in another process."""
+
+    def and_across(self, across: Checked) -> Checked:
+        """With what the rules say across ranks."""
+        return replace(
+            self,
+            findings=self.findings + across.findings,
+            good=self.good + across.good,
+            not_measured=self.not_measured + across.not_measured,
+        )
+
+
+def run_ranks(
+    analyses: dict[int, Analysis],
+    rules: list[Rule],
+    executor: Executor | None,
+    later: int | None = None,
+) -> dict[int, Checked]:
+    """Run the rules of each rank. ``later``: the rank whose findings wait for their price, because
+    it takes the other ranks too."""
+    prices = [number != later for number in analyses]
+    if len(analyses) == 1:
+        return {number: run_rules(number, a, rules) for number, a in analyses.items()}
+    if executor is not None:
+        done = executor.map(
+            _remote,
+            list(analyses),
+            [a.trace for a in analyses.values()],
+            [a.selection for a in analyses.values()],
+            [a.record for a in analyses.values()],
+            [a.snapshot for a in analyses.values()],
+            [rules] * len(analyses),
+            prices,
+        )
+        return {result.rank: result for result in done}
+    rows = sum(a.trace.cpu.height + a.trace.gpu.height for a in analyses.values())
+    with ThreadPoolExecutor(1 if rows > MANY_ROWS else None) as threads:
+        done = threads.map(
+            run_rules, list(analyses), analyses.values(), [rules] * len(analyses), prices
+        )
+        return {result.rank: result for result in done}
+
+
+def _remote(
+    number: int,
+    trace: Trace,
+    select: tuple[int | None, int | None] | None,
+    record: RankRecord | None,
+    snapshot: MemorySnapshot | None,
+    rules: list[Rule],
+    prices: bool,
+) -> Checked:
+    checked = run_rules(number, Analysis(trace, select, record, snapshot), rules, prices)
+    return replace(checked, pricing=None)
+
+
+def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> Checked:
+    """Run the per-rank rules on one window and, unless told otherwise, estimate what they find."""
+    outcomes: list[Outcome] = []
+    unknown = lost_records(a)
+    for rule in rules:
+        if rule.across_ranks or not _applies(rule, a) or not advises(rule, a.trace.meta):
+            continue
+        rule = _for_what_it_is(rule, a)
+        before = a.idle_reads
+        said = _contained(rule, rule.check, a)
+        if unknown and not rule.reads_record:
+            said = _without_idle(rule, said, unknown, of_idle=a.idle_reads > before)
+        outcomes += [_completed(outcome, rule, a, number) for outcome in said]
+    meta = a.trace.meta
+    outcomes += [not_recorded(skipped, meta) for skipped in _not_run(a, rules)]
+    outcomes += left_out(rules, meta)
+    return _sorted(outcomes, number, a, pricer(a) if prices else None)
+
+
+def rank_rules(
+    ranks: dict[int, Analysis], rules: list[Rule], pricing: Pricer | None = None
+) -> Checked:
+    """Run the rules that look across ranks; gains are of the first rank's window."""
+    main, a = next(iter(ranks.items()))
+    outcomes: list[Outcome] = []
+    for rule in rules:
+        if rule.across_ranks and advises(rule, a.trace.meta):
+            rule = _for_what_it_is(rule, a)
+            said = _contained(rule, rule.check_run, ranks)
+            outcomes += [_completed(outcome, rule, a, main) for outcome in said]
+    return _sorted(outcomes, main, a, pricing or pricer(a))
+
+
+def estimated(checked: Checked, a: Analysis, pricing: Pricer) -> Checked:
+    """The same with the gains of its findings."""
+    findings = [estimate(finding, a, pricing) for finding in checked.findings]
+    return replace(checked, findings=findings, pricing=pricing)
+
+
+def combined(results: dict[int, Checked], main: int) -> Checked:
+    """What was found on the main rank; a finding of the other ranks is counted beside the same one
+    of the main rank, and added when new."""
+    findings = list(results[main].findings)
+    seen = {finding.rule: {main} for finding in findings}
+    for number, other in results.items():
+        for finding in other.findings if number != main else ():
+            if finding.rule not in seen:
+                findings.append(structs.replace(finding, other_rank=True))
+            seen.setdefault(finding.rule, set()).add(number)
+    if len(results) > 1:
+        counts = {rule: len(numbers) for rule, numbers in seen.items()}
+        findings = count_ranks(findings, counts, len(results))
+    return replace(results[main], findings=findings)
+
+
+def _without_idle(rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: bool) -> list[Outcome]:
+    """A rule's outcomes where ``lost_records`` says ``why``: one that looked at idle or exposed
+    time (``of_idle``) and had something to say abstains by name."""
+    if not of_idle or not outcomes:
+        return outcomes
+    name = rule.title or rule.id
+    return [
+        SkippedCheck(
+            what=name[:1].lower() + name[1:],
+            why=why,
+            record="a shorter window, so that the profiler's buffers hold it, with all activities",
+        )
+    ]
+
+
+def _for_what_it_is(rule: Rule, a: Analysis) -> Rule:
+    return rule.where_nothing_is_trained() if rule.inference and a.forward_only else rule
+
+
+def _applies(rule: Rule, a: Analysis) -> bool:
+    if rule.reads_snapshot and a.snapshot is not None:
+        return True
+    return a.record is not None if rule.reads_record else not a.record_only
+
+
+def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
+    """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
+    if a.snapshot_only:
+        return [
+            SkippedCheck(
+                what="time: steps, kernels, copies, syncs, and what any of them is worth",
+                why="a memory snapshot tells of memory alone",
+                record="a profiler trace, or 'advisor record', and the snapshot with --memory",
+            )
+        ]
+    if a.record_only:
+        return [
+            SkippedCheck(
+                what="everything on the device: idle time, kernels, transfers, syncs",
+                why="no window of this rank was profiled",
+                record="a window that is reached: fewer steps skipped, or 'advisor window RUN'",
+            )
+        ]
+    missing = [rule.id for rule in rules if rule.reads_record]
+    if a.record is not None or not missing:
+        return []
+    return [
+        SkippedCheck(
+            what="the run around the window: loader settings, threads, pauses, memory over time, "
+            "clocks and health of the GPU",
+            why=f"{len(missing)} checks read what our recorder writes",
+            record="advisor record",
+            rule=", ".join(missing),
+        )
+    ]
+
+
+def _contained(
+    rule: Rule, check: Callable[[Subject], Iterable[Outcome]], subject: Subject
+) -> list[Outcome]:
+    """What a rule yields. A rule may be anybody's code, and one that fails must not take the
+    others with it: it counts as not checked, and says so."""
+    try:
+        return list(check(subject))
+    except AdvisorError:
+        raise
+    except Exception as error:
+        why = f"{FAILED} ({type(error).__name__}: {error})"[:300]
+        return [SkippedCheck(what=rule.title or rule.id, why=why)]
+
+
+def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcome:
+    """An outcome with what its rule says of all of them, in the program's terms."""
+    meta = a.trace.meta
+    if isinstance(outcome, PassedCheck):
+        return structs.replace(good_worded(outcome, rule, meta), rule=rule.id)
+    if isinstance(outcome, SkippedCheck):
+        return structs.replace(skipped_worded(outcome, rule, meta), rule=rule.id)
+    finding = weigh_window(rule.complete(outcome), rule, a)
+    rank = None if number < 0 else number
+    finding = structs.replace(finding, trace_rank=rank, device=a.device_id)
+    finding = worded(finding, rule, meta)
+    return unsuited(finding, rule, meta) or finding
+
+
+def _sorted(
+    outcomes: Sequence[Outcome], number: int, a: Analysis, pricing: Pricer | None
+) -> Checked:
+    """Outcomes by kind, the gains of findings estimated where ``pricing`` is given."""
+    checked = Checked(
+        number,
+        [outcome for outcome in outcomes if isinstance(outcome, Finding)],
+        [outcome for outcome in outcomes if isinstance(outcome, PassedCheck)],
+        [outcome for outcome in outcomes if isinstance(outcome, SkippedCheck)],
+    )
+    return checked if pricing is None else estimated(checked, a, pricing)
+
+
+# -- hot lines of Python, from Scalene -------------------------------------------------------------
+
+LIMIT = 3
+"""Lines that a finding gets."""
+_DATA = re.compile(
+    r"__getitems?__|__iter__|__next__|collate|transform|augment|decode|load_|read_|preprocess"
+    r"|tokeniz|\bforward_data\b|[Dd]ata[Ss]et|[Dd]ata[Ll]oader"
+)
+"""Functions that prepare data: their lines explain waits for it."""
+
+
+def hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
+    """Lines from ``scalene.json`` of the rank's folder, and what was wrong with it."""
+    if a.record is None or not a.record.folder:
+        return [], []
+    file = Path(a.record.folder) / SCALENE
+    if not file.is_file():
+        return [], []
+    from advisor.read.scalene import read_scalene
+
+    try:
+        return read_scalene(file), []
+    except AdvisorError as error:
+        return [], [str(error)]
+
+
+def explain(
+    findings: Iterable[Finding], lines: Sequence[HotLine], rules: Iterable[Rule]
+) -> list[Finding]:
+    """Findings about loading data and about Python in the loop (``Rule.of_python``) with the
+    hottest lines of Python. Those that already name a line of the user's code keep it in front."""
+    python = {rule.id for rule in rules if rule.of_python}
+    data = [line for line in lines if _DATA.search(line.function or "")]
+    rest = [line for line in lines if line not in data]
+    return [
+        _with_lines(finding, data if finding.category == "input" else rest)
+        if finding.category == "input" or finding.rule in python
+        else finding
+        for finding in findings
+    ]
+
+
+def _with_lines(finding: Finding, lines: Sequence[HotLine]) -> Finding:
+    chosen = lines[:LIMIT]
+    known = {(place.file, place.line) for place in finding.where}
+    places = [
+        Location(file=line.file, line=line.line, function=line.function)
+        for line in chosen
+        if (line.file, line.line) not in known
+    ]
+    named = any(place.file is not None for place in finding.where)
+    measured = [
+        Evidence(
+            f"hot line {Path(line.file).name}:{line.line} (Scalene)",
+            line.share,
+            "share",
+            source="share of all CPU samples of a separate pass",
+        )
+        for line in chosen
+    ]
+    return structs.replace(
+        finding,
+        where=[*finding.where, *places] if named else [*places, *finding.where],
+        evidence=[*finding.evidence, *measured],
+    )

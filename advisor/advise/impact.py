@@ -1,0 +1,437 @@
+"""What a finding gains, within which range, how severe it is and how sure its cause: the one
+module that computes any of these.
+
+A gain is a replay of the steps with the finding's edits in it. Where a window cannot be replayed
+well (``WhatIf.unusable``), an upper bound stands in for it and says so: the exposed time of the
+events that the edits touch, that is device work that nothing else covers, or host time during which
+the device is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from advisor.advise.limits import lost_records
+from advisor.advise.measured import APART, step_time
+from advisor.core import text as t
+from advisor.core.finding import REPEATED, Edit, Finding, Impact
+from advisor.core.report import HardPart, Replay
+from advisor.replay.calibration import Band, widened_by_rule, worst_case
+from advisor.replay.exposed import Claim, claim, gain, touched
+from advisor.replay.price import EditGain
+
+if TYPE_CHECKING:
+    from advisor.core.finding import Rule, Severity
+    from advisor.core.report import StepTime
+    from advisor.measure import Analysis
+
+MIN_GAIN_SHARE = 0.01
+"""Findings worth less than this share of the step are notes: measurement noise between two
+profiled runs is of that order."""
+CRITICAL_SHARE, WARNING_SHARE = 0.20, 0.05
+"""XProf's bands for input (5 and 20 % of the step), used for every cause alike."""
+UNSEEN_SHARE = 0.05
+"""Gains from this share of the step up may meet the pace of loader workers that keep up."""
+UNPROVEN = 0.7
+"""Of the confidence of a rule that was only ever seen right on synthetic examples; its range is as
+wide as the worst prediction so far was wrong. Such findings compete with the others."""
+UNLIKE_CONFIDENCE = 0.85
+"""What is left of the confidence in a finding from a window that is not like its run."""
+
+# -- confidence ------------------------------------------------------------------------------------
+
+
+def less_sure(finding: Finding, factor: float, why: str) -> Finding:
+    """The finding with its confidence lowered, and why."""
+    return replace(
+        finding,
+        confidence=finding.confidence * factor,
+        confidence_notes=[*finding.confidence_notes, why],
+    )
+
+
+def weigh_window(finding: Finding, rule: Rule, a: Analysis) -> Finding:
+    """The confidence of its rule, lowered by what the window allows."""
+    if rule.validated == "synthetic":
+        why = "not proven on real traces, on synthetic examples only"
+        finding = less_sure(finding, UNPROVEN, why)
+    if a.trace.meta.example or rule.reads_record or a.snapshot_only:
+        return finding
+    marked = a.steps.source != "whole trace"
+    if not marked:
+        why = "no steps in the trace: start-up and shut-down may be inside"
+        finding = less_sure(finding, 0.8, why)
+    elif a.steps.source == REPEATED:
+        why = "steps are where the device's work repeats, nothing marks them"
+        finding = less_sure(finding, 0.9, why)
+    if marked and a.step_count < 3:
+        finding = less_sure(finding, 0.85, f"only {a.step_count} step(s) measured")
+    if a.trace.meta.truncated:
+        finding = less_sure(finding, 0.9, "the file is truncated")
+    return finding
+
+
+def count_ranks(findings: Iterable[Finding], seen: Mapping[str, int], ranks: int) -> list[Finding]:
+    """Says of each finding on how many of the ranks its rule found it."""
+    return [
+        replace(
+            finding,
+            confidence_notes=[
+                *finding.confidence_notes,
+                f"seen on {seen[finding.rule]} of {ranks} ranks",
+            ],
+        )
+        for finding in findings
+    ]
+
+
+# -- gain and range --------------------------------------------------------------------------------
+
+
+def estimate(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
+    """The finding with what it gains: the rule's own figure (memory, risk), else what its edits
+    save. A rule that names a change of one rank may give a figure that stands in where that rank
+    cannot be replayed with the others."""
+    own = finding.impact
+    if own is not None and own.currency == "step_time" and finding.edits:
+        if all(edit.rank in pricing.ranks for edit in finding.edits):
+            own = None
+        else:
+            finding = replace(finding, edits=[])
+    if own is not None:
+        if own.currency == "step_time":
+            finding = replace(finding, severity=severity(own.share))
+        return finding
+    if not finding.edits:
+        return _not_estimated(finding, "the rule names no change of the step's events")
+    if why := lost_records(a):
+        return replace(_not_estimated(finding, why), edits=[])
+    return _of_edits(finding, a, pricing)
+
+
+def _not_estimated(finding: Finding, why: str) -> Finding:
+    return replace(finding, impact=Impact(currency="unpriced", reason=why))
+
+
+def _of_edits(finding: Finding, a: Analysis, pricing: Pricer) -> Finding:
+    """The gain of a finding's edits, its range widened by what is known of past predictions."""
+    saved = pricing.price(finding.edits)
+    if finding.validation == "synthetic":
+        saved = Price(saved.gain, *worst_case(saved.low, saved.high, a.step_ns))
+    device = "" if a.device is None or a.device.name is None else a.device.name
+    own = Band(saved.low, saved.high)
+    band, why = widened_by_rule(finding.rule, device, saved.gain, own, a.step_ns)
+    if why:
+        saved = Price(saved.gain, *band)
+        finding = less_sure(finding, 1.0, f"{why}, and the range allows for that")
+    share = saved.gain / a.step_ns if a.step_ns else None
+    impact = Impact(
+        currency="step_time",
+        gain_ns=round(saved.gain),
+        low_ns=round(saved.low),
+        high_ns=round(saved.high),
+        share=share,
+        method=pricing.method,
+        per=a.per,
+    )
+    finding = replace(finding, impact=impact, severity=severity(share))
+    if pricing.unseen_loader and (share or 0.0) >= UNSEEN_SHARE:
+        finding = less_sure(
+            finding,
+            0.85,
+            "the loader's workers keep up with these steps; whether they do with shorter ones is "
+            "not in the trace",
+        )
+    return finding
+
+
+def severity(share: float | None) -> Severity:
+    """critical, warning or info, by the share of the step that the fix is worth."""
+    if share is None or share < WARNING_SHARE:
+        return "info"
+    return "critical" if share >= CRITICAL_SHARE else "warning"
+
+
+def may_be_nothing(finding: Finding, floor: float) -> bool:
+    """Not proven, and by its own range perhaps no gain: no ground to call a run ill."""
+    impact = finding.impact
+    return (
+        finding.validation == "synthetic"
+        and impact is not None
+        and impact.currency == "step_time"
+        and (impact.low_ns or 0) < floor
+    )
+
+
+def without_gain(
+    findings: Sequence[Finding], pricing: Pricer, a: Analysis, floor: float
+) -> list[Finding]:
+    """Those that have the device waiting for ``floor`` (ns a step) or more by exposed time, with
+    what the step hangs on instead. The others are of no account by either reckoning."""
+    path = pricing.critical_path() if findings else {}
+    if not path:
+        return []
+    kept = []
+    bound = BoundPricer(a)
+    whole = sum(path.values()) or 1.0
+    own = a.trace.meta.framework
+    hangs_on = " and ".join(
+        f"{t.path_label(name, own)} ({ns / whole:.0%})" for name, ns in list(path.items())[:2]
+    )
+    unit = "the recording" if a.steps.source == "whole trace" else "each step"
+    for finding in findings:
+        if finding.other_rank or not finding.edits:
+            continue
+        exposed = bound.price(finding.edits).gain
+        if exposed >= floor:
+            why = (
+                f"Priced at nothing: {exposed / 1e6:.1f} ms of {unit} are exposed to it, but a "
+                f"replay without it takes as long, for then it hangs on {hangs_on} as before."
+            )
+            noted = replace(finding, summary=f"{finding.summary} {why}")
+            kept.append(_not_estimated(noted, "a replay prices it at nothing"))
+    return kept
+
+
+# -- of the window, of the run ---------------------------------------------------------------------
+
+
+def for_run(
+    findings: Sequence[Finding], analyses: Mapping[int, Analysis], rules: Sequence[Rule]
+) -> list[Finding]:
+    """Gains that were found in a window become gains of the run's own step. What a rule worked out
+    from the record is that already."""
+    of_record = {rule.id for rule in rules if rule.reads_record}
+    steps = {number: step_time(a) for number, a in analyses.items()}
+    main = next(iter(analyses))
+    found = []
+    for finding in findings:
+        if finding.edits or finding.rule not in of_record:
+            own = finding.trace_rank if finding.other_rank else None
+            number = main if own is None else own
+            a = analyses[number]
+            finding = _carry_over(finding, steps[number], device=a.device_id is not None)
+            finding = _bound_loading(finding, a)
+        found.append(finding)
+    return found
+
+
+def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Finding:
+    """A gain that was found in a window, as one of the run's step: its share of the step stays.
+
+    The range widens by what a share cannot know. What the profiler adds is host time, so a gain on
+    the ``device`` may be as long without it as it was in the window; and steps that are longer than
+    the window's need not have more of the cause.
+    """
+    impact = finding.impact
+    if step is None or not step.window_ns or impact is None or impact.currency != "step_time":
+        return finding
+    if impact.gain_ns is None:
+        return finding
+    scale = step.ns / step.window_ns
+    least = impact.gain_ns if impact.low_ns is None else impact.low_ns
+    most = impact.gain_ns if impact.high_ns is None else impact.high_ns
+    low, high = least * scale, most * scale
+    if device and scale < 1 and step.cost is not None and step.cost >= APART:
+        high = max(high, min(most, step.ns))
+    if scale > 1 + APART:
+        low = min(low, least)
+    marginal = finding.marginal_gain_ns
+    finding = replace(
+        finding,
+        impact=replace(
+            impact, gain_ns=round(impact.gain_ns * scale), low_ns=round(low), high_ns=round(high)
+        ),
+        marginal_gain_ns=None if marginal is None else round(marginal * scale),
+    )
+    if not step.unlike:
+        return finding
+    why = "the profiled window is not like the rest of the run"
+    return less_sure(finding, UNLIKE_CONFIDENCE, why)
+
+
+def _bound_loading(finding: Finding, a: Analysis) -> Finding:
+    """A fix of the loader saves no more than what the run's own steps spend on getting data,
+    whatever share of a profiled window that is."""
+    impact, recorded = finding.impact, a.recorded
+    share = None if recorded is None else recorded.share("data")
+    if recorded is None or share is None or not any(e.op == "spread" for e in finding.edits):
+        return finding
+    if impact is None or impact.currency != "step_time" or impact.gain_ns is None:
+        return finding
+    step = recorded.median or 0.0
+    most = round(share * step)
+    if impact.gain_ns <= most or not step:
+        return finding
+    bounded = replace(
+        impact, gain_ns=most, low_ns=min(impact.low_ns or 0, most), high_ns=most, share=most / step
+    )
+    marginal = finding.marginal_gain_ns
+    finding = replace(
+        finding, impact=bounded, marginal_gain_ns=None if marginal is None else min(marginal, most)
+    )
+    why = f"the run's own steps spend {share:.0%} on getting data, less than those of the window"
+    return less_sure(finding, 1.0, why)
+
+
+# -- by replay, or bounded -------------------------------------------------------------------------
+
+REPLAY, BOUND = "replay", "upper bound (exposed time)"
+
+
+class Price(NamedTuple):
+    """Time saved a step, ns."""
+
+    gain: float
+    low: float
+    high: float
+
+
+class Pricer(Protocol):
+    """Estimates what edits save in one window. All figures are ns a step."""
+
+    @property
+    def method(self) -> str:
+        """How prices are got: REPLAY or BOUND."""
+
+    @property
+    def error(self) -> float:
+        """Gains below this cannot be told from the method's own error, ns a step."""
+
+    @property
+    def reason(self) -> str:
+        """Why the steps are not replayed; empty: they are."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that are replayed together; empty: this one alone."""
+
+    @property
+    def unseen_loader(self) -> bool:
+        """How fast the loader's workers could be is not known, and prices do not allow for it."""
+
+    def price(self, edits: Sequence[Edit]) -> Price:
+        """What edits save alone, with the range."""
+
+    def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
+        """What they save once others are done."""
+
+    def critical_path(self) -> dict[str, float]:
+        """What the step hangs on, ns a step, largest first; empty: not known."""
+
+    def view(self, edits: Sequence[Edit]) -> Replay | None:
+        """The replay behind the gains, without and with these edits; ``None``: there is no
+        replay."""
+
+
+def pricer(a: Analysis, rank: int = 0, ranks: Mapping[int, Analysis] | None = None) -> Pricer:
+    """The replay where it reproduces the measured steps, else the bound. ``ranks``: the same
+    window of all ranks of the run, to replay ``rank`` with those it waits for."""
+    if a.lost.told:
+        return BoundPricer(a, "records of device work are lost")
+    replay = ReplayPricer(a, rank, ranks)
+    why = replay.whatif.unusable
+    return BoundPricer(a, why) if why else replay
+
+
+class ReplayPricer:
+    """Prices by replaying the steps' dependency graph with the edits in it."""
+
+    method = REPLAY
+    reason = ""
+
+    def __init__(
+        self, a: Analysis, rank: int = 0, ranks: Mapping[int, Analysis] | None = None
+    ) -> None:
+        self.whatif = EditGain(a, rank, ranks)
+
+    @property
+    def error(self) -> float:
+        """How far the replayed step is from the measured one, ns."""
+        return abs(self.whatif.base.period - self.whatif.measured.period)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See :class:`Pricer`."""
+        return self.whatif.ranks
+
+    @property
+    def unseen_loader(self) -> bool:
+        """See :class:`Pricer`."""
+        return self.whatif.unseen_loader
+
+    def price(self, edits: Sequence[Edit]) -> Price:
+        """See :class:`Pricer`."""
+        low, high = self.whatif.band(edits)
+        return Price(self.whatif.gain(edits), max(0.0, low), high)
+
+    def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
+        """See :class:`Pricer`."""
+        return self.whatif.gain(edits, given)
+
+    def critical_path(self) -> dict[str, float]:
+        """See :class:`Pricer`."""
+        return self.whatif.critical()
+
+    def view(self, edits: Sequence[Edit]) -> Replay | None:
+        """See :class:`Pricer`."""
+        whatif, quality = self.whatif, self.whatif.quality
+        return Replay(
+            step_ns=whatif.a.step_ns * (1 + quality.total_error),
+            measured_ns=whatif.a.step_ns,
+            step_error=quality.step_error,
+            starts=quality.starts,
+            explained=quality.explained,
+            hard=[HardPart(*part) for part in quality.hard],
+            waits=quality.waits,
+            waits_explained=quality.waits_explained,
+            idle=quality.idle,
+            idle_explained=quality.idle_explained,
+            steps=quality.steps,
+            of_steps=quality.of_steps,
+            critical=whatif.critical(),
+            critical_after=whatif.critical(edits),
+            step_after_ns=whatif.step_after(edits),
+        )
+
+
+class BoundPricer:
+    """Prices by exposed time: what can be saved at most."""
+
+    method = BOUND
+    error = 0.0
+    ranks: tuple[int, ...] = ()
+    unseen_loader = False
+
+    def __init__(self, a: Analysis, reason: str = "") -> None:
+        self.a = a
+        self.reason = reason
+        """See :class:`Pricer`; also empty where bounds were asked for."""
+        self._claims: dict[Edit, Claim] = {}
+
+    def claims(self, edits: Sequence[Edit]) -> list[Claim]:
+        """The instants that each edit touches."""
+        for edit in edits:
+            if edit not in self._claims:
+                self._claims[edit] = claim(self.a, edit)
+        return [self._claims[edit] for edit in edits]
+
+    def price(self, edits: Sequence[Edit]) -> Price:
+        """See :class:`Pricer`."""
+        return Price(*(value / self.a.step_count for value in gain(self.claims(edits))))
+
+    def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
+        """See :class:`Pricer`: instants that others have claimed do not count again."""
+        taken = touched(self.claims(given))
+        return gain(self.claims(edits), taken)[0] / self.a.step_count
+
+    def critical_path(self) -> dict[str, float]:
+        """See :class:`Pricer`."""
+        return {}
+
+    def view(self, edits: Sequence[Edit]) -> Replay | None:
+        """See :class:`Pricer`."""
+        return None

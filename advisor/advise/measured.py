@@ -1,0 +1,456 @@
+"""The parts of a Report that are measurements: inputs, scope, time, host, kernels, memory."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import polars as pl
+
+from advisor.advise.limits import lost_records, window_lines
+from advisor.advise.memory import snapshot_scope
+from advisor.core.prices import Prices
+from advisor.core.report import (
+    Family,
+    HostShare,
+    IdleCause,
+    Input,
+    LongerPart,
+    OperatorTime,
+    Phase,
+    RankLine,
+    Ranks,
+    Recorded,
+    Scope,
+    StepDurations,
+    StepTime,
+    TimeShare,
+    Uneven,
+)
+from advisor.core.resources import Cost, EnergyUse, FixCost, RankEnergy
+from advisor.measure.device.energy import step_energy
+from advisor.measure.device.rooflines import attained, rooflines
+from advisor.measure.host.optree import op_table, range_table
+from advisor.measure.steps.record import MIN_AROUND, MIN_PROFILED
+
+if TYPE_CHECKING:
+    from advisor.core.report import Report
+    from advisor.core.run_directory import RankRecord
+    from advisor.core.trace import Run
+    from advisor.measure import Analysis
+    from advisor.measure.steps.uneven import StepDifference
+
+MAX_OPERATORS = 10
+MAX_DURATIONS = 5000
+"""Steps whose durations a report holds, the last ones: neighbours stay neighbours."""
+
+
+def inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
+    """One entry a rank: the window that is analysed."""
+    found = []
+    for number, a in analyses.items():
+        meta = a.trace.meta
+        found.append(
+            Input(
+                path=meta.path,
+                rank=None if number < 0 else number,
+                window=meta.window,
+                windows=sum(1 for r, _ in (*run.traces, *run.unread) if r == number),
+                events_read=meta.events_read,
+                events_dropped=meta.events_dropped,
+                bytes_read=meta.bytes_read,
+                truncated=meta.truncated,
+                damage=meta.damage,
+                format=meta.format,
+                record_shapes=meta.record_shapes,
+                with_stack=meta.with_stack,
+                profile_memory=meta.profile_memory,
+            )
+        )
+    return found
+
+
+def measure(a: Analysis) -> dict[str, Any]:
+    """The measured fields of a Report."""
+    if a.snapshot_only:
+        return {"scope": snapshot_scope(a)}
+    if a.record_only:
+        return {"scope": _recorded_scope(a), "host": _phases(a)}
+    fields: dict[str, Any] = {"scope": _scope(a), "host": _host(a), "uneven": steps_apart(a)}
+    if a.device_id is not None:
+        per_step = a.step_count
+        totals = a.breakdown.totals()
+        span = max(a.span_ns, 1)
+        communication = a.breakdown.all_communication.total
+        fields |= {
+            "time": [TimeShare(n, ns / per_step, ns / span) for n, ns in totals.items()],
+            "busy_share": a.breakdown.busy.total / span,
+            "communication_ns": communication / per_step if communication else None,
+            "communication_overlap": a.breakdown.communication_overlap,
+            "families": _families(a),
+            "rooflines": rooflines(a),
+            "attainable": attained(a),
+            "mfu": a.mfu,
+            **_idle(a, totals["idle"]),
+        }
+    else:
+        fields["operators"] = _operators(a)
+    if not (a.trace.cpu["kind"] == "op").any():
+        fields["ranges"] = _ranges(a)
+    memory = a.memory
+    if not memory.is_empty():
+        peak, capacity = memory["peak_reserved"].max(), memory["capacity"].max()
+        fields["memory_peak_bytes"] = peak
+        fields["memory_capacity_bytes"] = capacity
+    return fields
+
+
+def _scope(a: Analysis) -> Scope:
+    table, used = a.steps.table, a.steps.used
+    return Scope(
+        rank=a.trace.meta.rank,
+        step_source=a.steps.source,
+        steps_found=table.height,
+        steps_used=used.height,
+        outliers=table.filter("outlier")["name"].to_list(),
+        span_ns=a.span_ns,
+        step_ns=a.step_ns,
+        step_min_ns=_whole(used["dur"].min()),
+        step_max_ns=_whole(used["dur"].max()),
+        step_median_ns=float(used["dur"].median() or 0),  # type: ignore[arg-type]
+        device=a.device_id,
+        device_name=a.device.name if a.device else None,
+        device_known=a.hardware is not None,
+        devices_seen=a.trace.gpu["device"].n_unique(),
+        framework=a.trace.meta.framework,
+    )
+
+
+def _recorded_scope(a: Analysis) -> Scope:
+    """Of a run without a profiled window: the recorder's own steps."""
+    recorded = a.recorded
+    assert recorded is not None
+    dur = recorded.dur[recorded.used]
+    device = next(iter(recorded.record.rank.devices), None)
+    return Scope(
+        rank=a.trace.meta.rank,
+        step_source="record",
+        steps_found=len(recorded.steps),
+        steps_used=recorded.count,
+        outliers=[],
+        span_ns=int(dur.sum()),
+        step_ns=a.step_ns,
+        step_min_ns=int(dur.min()) if len(dur) else 0,
+        step_max_ns=int(dur.max()) if len(dur) else 0,
+        step_median_ns=recorded.median or 0.0,
+        device=None if device is None else device.index,
+        device_name=None if device is None else device.name,
+        device_known=False,
+        devices_seen=0,
+        framework=a.trace.meta.framework,
+    )
+
+
+def _phases(a: Analysis) -> list[HostShare]:
+    view = recorded_view(a)
+    return [] if view is None else [HostShare(p.name, p.ns, p.share) for p in view.phases]
+
+
+def _whole(value: Any) -> int:
+    return int(value) if value is not None else 0
+
+
+def _host(a: Analysis) -> list[HostShare]:
+    main = a.trace.main_thread
+    if main is None:
+        return []
+    table = a.host.filter(pl.col("thread") == main).sort("ns", descending=True)
+    return [
+        HostShare(name, ns / a.step_count, ns / max(a.span_ns, 1))
+        for name, ns in zip(table["class"].to_list(), table["ns"].to_list(), strict=True)
+        if ns
+    ]
+
+
+def _operators(a: Analysis) -> list[OperatorTime]:
+    table = op_table(a).filter(pl.col("host") > 0).sort("host", descending=True)
+    whole = max(int(table["host"].sum()), 1)
+    rows = table.select("name", "host", "count").head(MAX_OPERATORS).iter_rows()
+    return [
+        OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)
+        for name, ns, count in rows
+    ]
+
+
+def _ranges(a: Analysis) -> list[OperatorTime]:
+    rows = range_table(a).head(MAX_OPERATORS).iter_rows()
+    whole = max(a.span_ns, 1)
+    return [
+        OperatorTime(name, ns / a.step_count, ns / whole, count / a.step_count)
+        for name, ns, count in rows
+    ]
+
+
+def _families(a: Analysis) -> list[Family]:
+    """Shares are of all device work that is listed, so that they add up to 1."""
+    table = a.families.sort("dur", descending=True)
+    whole = int(table["dur"].sum())
+    rows = table.select("family", "dur", "count").iter_rows() if whole else ()
+    return [
+        Family(name, dur / a.step_count, dur / whole, count / a.step_count)
+        for name, dur, count in rows
+    ]
+
+
+def _idle(a: Analysis, idle: int) -> dict[str, Any]:
+    if lost_records(a):
+        return {"idle": [], "unknown_idle_share": None}
+    table = a.gaps.group_by("cause").agg(pl.col("dur").sum()).sort("dur", descending=True)
+    rows = list(zip(table["cause"].cast(pl.String), table["dur"], strict=True))
+    unknown = sum(ns for cause, ns in rows if cause == "unknown")
+    span = max(a.span_ns, 1)
+    return {
+        "idle": [IdleCause(cause, ns / a.step_count, ns / span) for cause, ns in rows if ns],
+        "unknown_idle_share": unknown / idle if idle else None,
+    }
+
+
+def recorded_view(a: Analysis) -> Recorded | None:
+    """What the recorder measured of every step; ``None`` for a trace alone."""
+    recorded = a.recorded
+    if recorded is None:
+        return None
+    mean = recorded.mean or 0.0
+    phases = [
+        Phase(name, float(values[recorded.used].mean()), float(values[recorded.used].mean()) / mean)
+        for name, values in recorded.phases.items()
+        if mean and values[recorded.used].any()
+    ]
+    end = next(reversed(recorded.record.of_kind("end")), None)
+    whole = int(recorded.dur.sum()) + recorded.outside
+    return Recorded(
+        steps=len(recorded.steps),
+        used=recorded.count,
+        median_ns=recorded.median,
+        mean_ns=recorded.mean,
+        p99_ns=recorded.quantile(0.99) if recorded.count >= 100 else None,
+        profiled_steps=int(recorded.profiled.sum()),
+        profiled_median_ns=recorded.profiled_median,
+        observer_effect=recorded.observer,
+        phases=phases,
+        samples_per_second=recorded.samples_per_second,
+        samples_per_step=samples_per_step(recorded.record),
+        inference=recorded.inference,
+        outside_ns=None if recorded.inference else recorded.outside,
+        outside_share=None if recorded.inference or not whole else recorded.outside / whole,
+        ended=None if end is None else str(end.get("reason", "finished"))[:100],
+        windows=window_lines(recorded.record.of_kind("window")),
+    )
+
+
+def samples_per_step(record: RankRecord) -> int | None:
+    """Samples of most steps, gradient accumulation included; ``None``: not recorded."""
+    counts = Counter(s.samples * max(s.micro, 1) for s in record.steps if s.samples is not None)
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def step_durations(a: Analysis) -> list[StepDurations]:
+    """Durations of the steps that count: as the recorder measured them, and in the trace."""
+    found = []
+    recorded = a.recorded
+    if recorded is not None:
+        plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
+        rows = np.flatnonzero(recorded.used & plain)
+        numbers = [recorded.steps[row].n for row in rows]
+        found.append(_durations("recorder", numbers, recorded.dur[rows].tolist()))
+    if a.steps.source != "whole trace":
+        found.append(_durations("trace", _numbers(a), a.steps.used["dur"].to_list()))
+    return [each for each in found if each.durations_ns]
+
+
+def _durations(
+    source: Literal["recorder", "trace"], numbers: list[int], durations: list[int]
+) -> StepDurations:
+    ranges: list[tuple[int, int]] = []
+    for number in numbers[-MAX_DURATIONS:]:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return StepDurations(source=source, numbers=ranges, durations_ns=durations[-MAX_DURATIONS:])
+
+
+def _numbers(a: Analysis) -> list[int]:
+    """Of the used steps of a trace, ascending; where they are not numbered, their places."""
+    found = [re.search(r"(?:#|^step )(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
+    numbers = [int(match[1]) for match in found if match is not None]
+    if len(numbers) != a.steps.used.height or sorted(set(numbers)) != numbers:
+        numbers = a.steps.used["index"].to_list()
+    return numbers
+
+
+HOUR_NS = 3.6e12
+MAX_GPUS = 1_000_000
+"""A damaged record does not make a price."""
+
+
+def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
+    """Energy a step by rank and together; ``None``: not sampled on any."""
+    found: list[RankEnergy] = []
+    boards: dict[str, RankEnergy] = {}
+    for number, a in analyses.items():
+        energy = None if a.recorded is None else step_energy(a.recorded)
+        if energy is None or a.recorded is None:
+            continue
+        one = RankEnergy(rank=number, **energy._asdict())
+        found.append(one)
+        boards.setdefault(a.recorded.uuid or f"rank {number}", one)  # ranks may share a GPU
+    if not found:
+        return None
+    whole = len(found) == len(analyses)
+    return EnergyUse(
+        joules=sum(one.joules for one in boards.values()) if whole else None,
+        watts=sum(one.watts for one in boards.values()) if whole else None,
+        ranks=found,
+    )
+
+
+def cost(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> Cost | None:
+    """What a step costs; ``None``: no price is known for this GPU, or no step. ``gpus``: that are
+    paid for; ``None``: one a rank."""
+    price = prices.of(report.scope.device_name)
+    if price is None or report.step_ns <= 0 or report.scope.step_source == "snapshot":
+        return None
+    count = gpus or _gpus(run, report)
+    a_ns = price.per_hour * count / HOUR_NS
+    ranked = [f for f in report.findings if f.folded_under is None and f.rank is not None]
+    saved = {id(f): max(0, f.marginal_gain_ns or 0) for f in ranked}
+    left = max(0.0, report.step_ns - sum(saved.values()))
+    took = _took(run, report)
+    return Cost(
+        currency=price.currency,
+        per_hour=price.per_hour,
+        gpus=count,
+        source=price.source,
+        step=report.step_ns * a_ns,
+        run=None if took is None else took * a_ns,
+        step_after=left * a_ns if any(saved.values()) else None,
+        bound=report.replay is None,
+        fixes=[
+            FixCost(rule=f.rule, rank=f.rank or 0, step=saved[id(f)] * a_ns)
+            for f in ranked
+            if saved[id(f)]
+        ],
+    )
+
+
+def _gpus(run: Run, report: Report) -> int:
+    world = run.recording.manifest.world_size if run.recording is not None else None
+    return min(MAX_GPUS, max(1, world or len(run.ranks), report.scope.devices_seen))
+
+
+def _took(run: Run, report: Report) -> float | None:
+    """From the first step to the end of the last, of the reported rank, ns."""
+    if run.recording is None:
+        return None
+    from advisor.measure.steps.record import StepRecords
+
+    record = run.recording.ranks.get(report.scope.rank or 0)
+    recorded = None if record is None else StepRecords(record)
+    if recorded is None or not len(recorded.ts):
+        return None
+    return float((recorded.ts + recorded.dur).max() - recorded.ts.min())
+
+
+def ranks_view(analyses: Mapping[int, Analysis]) -> Ranks | None:
+    """Ranks side by side; ``None`` for one rank."""
+    if len(analyses) < 2:
+        return None
+    from advisor.measure.ranks.ranks import align, skew
+
+    lines = {}
+    for number, a in analyses.items():
+        device = a.device_id is not None
+        totals = a.breakdown.totals() if device else {}
+        lines[number] = RankLine(
+            rank=number,
+            step_ns=own.ns if (own := step_time(a)) is not None else a.step_ns,
+            busy_share=a.breakdown.busy.total / max(a.span_ns, 1) if device else None,
+            communication_ns=totals["communication"] / a.step_count if device else None,
+            idle_ns=totals["idle"] / a.step_count if device else None,
+        )
+    traced = {number: a for number, a in analyses.items() if not a.record_only}
+    if len(traced) < 2:
+        note = "Skew between ranks is not measured: fewer than two of them were profiled."
+        return Ranks(lines=list(lines.values()), aligned=False, alignment_error_ns=None, note=note)
+    alignment = align(traced)
+    if alignment.error_ns is None:
+        note = f"Skew between ranks is not measured: {alignment.reason}."
+        return Ranks(lines=list(lines.values()), aligned=False, alignment_error_ns=None, note=note)
+    table = skew(traced, alignment).stragglers
+    for number, last, wait in table.select("rank", "last_share", "caused_wait_ns").iter_rows():
+        lines[number].last_share = last
+        lines[number].caused_wait_ns = wait
+    note = (
+        f"Ranks put on one clock by the ends of {alignment.matched} matched collectives, "
+        f"to within {alignment.error_ns / 1e3:.0f} µs. 'Comes last': share of them; 'others wait': "
+        "mean wait that it causes a peer in them a step, hidden under compute or not."
+    )
+    return Ranks(
+        lines=list(lines.values()), aligned=True, alignment_error_ns=alignment.error_ns, note=note
+    )
+
+
+MIN_STEPS = 5
+"""Unprofiled steps that a median is taken of, as around a window."""
+APART = 0.10
+"""From here on two step times differ by more than the profiler usually costs: the bound of the
+rule ``observer-effect``."""
+FEW = 0.25
+"""Of the run's steps that must be as far from its median as those around the window: the quarter
+at either end is what is not usual in a run."""
+
+
+def step_time(a: Analysis) -> StepTime | None:
+    """What a step of the run takes; ``None``: a trace alone, one without steps, or too few."""
+    recorded = a.recorded
+    if recorded is None or not recorded.median or recorded.count < MIN_STEPS:
+        return None
+    run = recorded.median
+    found = StepTime(ns=run, mean_ns=recorded.mean or run)
+    if a.record_only:
+        return found
+    if a.steps.source == "whole trace" or not a.step_ns:
+        return None
+    found.window_ns = a.step_ns
+    found.longer = a.step_ns / run - 1
+    kept = recorded.kept(a.trace.meta.window)
+    inside, around = recorded.dur[kept], recorded.around(kept)
+    found.first = bool(kept.any()) and not recorded.settled[kept].any()
+    if len(around) < MIN_AROUND:
+        return found
+    beside = float(np.median(around))
+    if not beside:
+        return found
+    found.around_ns = beside
+    if len(inside) >= MIN_PROFILED:
+        found.cost = float(np.median(inside)) / beside - 1
+    used = recorded.dur[recorded.used]
+    found.as_far = float((used >= beside if beside > run else used <= beside).mean())
+    found.unlike = abs(beside / run - 1) >= APART and found.as_far < FEW
+    return found
+
+
+def steps_apart(a: Analysis) -> Uneven | None:
+    """For the report; ``None``: steps are alike, or too few."""
+    found = None if a.record_only else a.uneven
+    if found is None:
+        return None
+    return Uneven(found.short_ns, found.long_ns, _parts(found.classes), _parts(found.work))
+
+
+def _parts(parts: tuple[StepDifference, ...]) -> list[LongerPart]:
+    return [LongerPart(p.name, p.ns, p.short_count, p.long_count) for p in parts]

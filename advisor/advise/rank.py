@@ -1,0 +1,151 @@
+"""Which findings to show in which order: by marginal gain, symptoms and alternatives folded under
+what explains them; beside them risks, whose effect is no step time, and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from advisor.advise.impact import (
+    MIN_GAIN_SHARE,
+    WARNING_SHARE,
+    Pricer,
+    may_be_nothing,
+    without_gain,
+)
+
+if TYPE_CHECKING:
+    from advisor.core.finding import Finding
+    from advisor.measure import Analysis
+
+FOLD_BELOW = 0.25
+"""A finding that keeps less than this share of its own gain after those before it is a symptom."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The findings of a report, each where it is shown."""
+
+    findings: list[Finding]
+    """Ranked, then those that are folded under them."""
+    risks: list[Finding]
+    """What costs memory, time over the run, or is a risk; the surest first."""
+    notes: list[Finding]
+
+    def each(self, change: Callable[[list[Finding]], list[Finding]]) -> Ranked:
+        """The same with the findings and notes changed."""
+        return Ranked(change(self.findings), self.risks, change(self.notes))
+
+    @property
+    def advice(self) -> list[Finding]:
+        """Those of the analysed rank that are shown with a rank of their own: what to follow."""
+        return [f for f in self.findings if f.rank is not None and not f.other_rank]
+
+
+def rank(findings: Sequence[Finding], a: Analysis, pricing: Pricer) -> Ranked:
+    """The findings in the order to follow them; what gains nothing by a replay although the device
+    waits for it becomes a note, and what gains nothing by either reckoning is left out."""
+    floor = max(MIN_GAIN_SHARE * a.step_ns, pricing.error)
+    candidates, notes, risks = [], [], []
+    for finding in findings:
+        impact = finding.impact
+        timed = impact is not None and impact.currency == "step_time"
+        gain = None if impact is None else impact.gain_ns
+        if finding.informational and timed and gain is not None and gain < floor:
+            notes += without_gain([finding], pricing, a, WARNING_SHARE * a.step_ns)
+        elif (
+            finding.informational
+            or impact is None
+            or impact.currency == "unpriced"
+            or may_be_nothing(finding, floor)
+        ):
+            notes.append(finding)
+        elif not timed:
+            risks.append(finding)
+        else:
+            candidates.append(finding)
+    ordered, dropped = _order(candidates, pricing, floor)
+    notes += without_gain(dropped, pricing, a, floor)
+    return Ranked(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
+
+
+def _order(
+    findings: list[Finding], pricer: Pricer, floor: float
+) -> tuple[list[Finding], list[Finding]]:
+    """Findings by marginal gain x confidence, the largest first; and those that are left out.
+
+    Each choice is made as if the findings chosen before were done. What then keeps almost nothing
+    is folded under the one that took most of it, and so are alternatives of a chosen finding.
+    What gains nothing alone but at least ``floor`` (ns a step) after others is shown with
+    ``pays_after``; what never pays is left out. Folded findings come last, without a rank.
+    """
+    waiting = list(range(len(findings)))
+    latest = [_alone(finding) for finding in findings]
+    chosen: list[Finding] = []
+    folded: list[Finding] = []
+    shown: set[int] = set()
+    while waiting:
+        index, gain = _best(findings, waiting, latest, chosen, pricer)
+        waiting.remove(index)
+        best, alone = findings[index], _alone(findings[index])
+        rival = next(
+            (c for c in chosen if best.alternatives and c.alternatives == best.alternatives), None
+        )
+        if rival is None and chosen and gain < FOLD_BELOW * alone:
+            rival = _taker(best, chosen, pricer)
+        if rival is not None:
+            if alone >= floor:
+                folded.append(replace(best, folded_under=rival.rule))
+                shown.add(index)
+        elif gain >= floor:
+            after = chosen[-1].rule if alone < floor and chosen else None
+            place = len(chosen) + 1
+            chosen.append(replace(best, rank=place, marginal_gain_ns=round(gain), pays_after=after))
+            shown.add(index)
+    return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
+
+
+def _alone(finding: Finding) -> float:
+    impact = finding.impact
+    return float(impact.gain_ns or 0) if impact is not None else 0.0
+
+
+def _best(
+    findings: list[Finding],
+    waiting: list[int],
+    latest: list[float],
+    chosen: list[Finding],
+    pricer: Pricer,
+) -> tuple[int, float]:
+    """Which waiting finding has the largest marginal gain x confidence, and that gain.
+
+    Gains mostly shrink as others are done, so each is looked at again only when its last gain
+    could still win; what gained nothing is looked at again every time, because a fix may begin to
+    pay once another has moved the bottleneck. ``latest`` is brought up to date.
+    """
+    largest = max(map(abs, latest), default=0.0)
+    fresh: set[int] = set()
+    while True:
+        best = max(waiting, key=lambda i: (latest[i] * findings[i].confidence, findings[i].rule))
+        hopeless = [i for i in waiting if latest[i] < 0.01 * largest and i not in fresh]
+        again = [best] if best not in fresh else hopeless if chosen else []
+        if not again:
+            return best, latest[best]
+        for index in again:
+            latest[index] = _marginal(findings[index], chosen, pricer)
+            fresh.add(index)
+
+
+def _marginal(finding: Finding, chosen: list[Finding], pricer: Pricer) -> float:
+    if not chosen or not finding.edits or finding.other_rank:
+        return _alone(finding)
+    given = [edit for c in chosen if not c.other_rank for edit in c.edits]
+    return pricer.marginal(finding.edits, given)
+
+
+def _taker(finding: Finding, chosen: list[Finding], pricer: Pricer) -> Finding:
+    """The chosen finding after which this one gains least; the first of equals."""
+    return min(chosen, key=lambda c: _marginal(finding, [c], pricer))

@@ -52,7 +52,11 @@ def create_app(session: DashboardSession, access: Access | None = None) -> dash.
     app.server.config[KEY] = session
     for order, page in enumerate(PAGES):
         _add(app, session, page, order)
+    dash.register_page(
+        "advisor.dashboard.not_found_404", path="/not-found", title="advisor", layout=_not_found
+    )
     app.layout = layout
+    app.server.after_request(_unknown_path_is_404)
     app.server.register_blueprint(routes(session))
     register_rank_choice(app)
     protect(app, access or Access.to())
@@ -62,7 +66,7 @@ def create_app(session: DashboardSession, access: Access | None = None) -> dash.
 def _add(app: dash.Dash, session: DashboardSession, page: MenuPage, order: int) -> None:
     """Register a page. Dash keeps pages in one registry a process, and callbacks that belong to
     no application go to the first: so pages hold no session, and callbacks are the app's own."""
-    name = f"advisor.dashboard.pages.{page.module}"
+    name = _module(page)
     module = import_module(name)
     dash.register_page(
         name,
@@ -80,7 +84,8 @@ def _add(app: dash.Dash, session: DashboardSession, page: MenuPage, order: int) 
 
 class MenuPage(NamedTuple):
     """One page: its module in ``advisor.dashboard.pages`` has ``layout(**query)``; if it has
-    callbacks, ``register(app, session)``; if its tables take long, ``warm(loaded)``."""
+    callbacks, ``register(app, session)``; if its tables take long, ``warm(loaded)``; if it may be
+    empty, ``has_content(view)``, without which it is always in the navigation."""
 
     module: str
     path: str
@@ -126,17 +131,26 @@ def on_error(error: Exception) -> Any:
 
 
 def _broken() -> Any:
-    return el(
-        "Main",
-        el(
-            "Section",
-            el("H1", "This page failed"),
-            el("P", "This is a bug in advisor. Its terminal shows the error.", role="alert"),
-            el("P", link("Back to the overview", href="/")),
-            cls="card centred",
-        ),
-        id="content",
-    )
+    return _message("This page failed", "This is a bug in advisor. Its terminal shows the error.")
+
+
+def _not_found(**query: object) -> Any:
+    return _message("Page not found", "The dashboard has no page at this address.")
+
+
+def _message(title: str, text: str) -> Any:
+    """A page that says one thing."""
+    back = el("P", link("Back to the overview", href="/"))
+    body = el("Section", el("H1", title), el("P", text, role="alert"), back, cls="card centred")
+    return el("Main", body, id="content")
+
+
+def _unknown_path_is_404(response: flask.Response) -> flask.Response:
+    """Dash answers every address with its document; the browser is told which are pages."""
+    path = flask.request.path.rstrip("/") or "/"
+    if response.mimetype == "text/html" and path not in {page.path for page in PAGES}:
+        response.status_code = 404 if response.status_code == 200 else response.status_code
+    return response
 
 
 def with_frame(page: MenuPage, inner: Layout) -> Layout:
@@ -210,12 +224,26 @@ def _runs(view: PageView) -> list[Any]:
 
 
 def _navigation(page: MenuPage, view: PageView) -> Any:
+    """Links to the pages that have something to show."""
     links = []
     for item in PAGES:
         here = item.module == page.module
+        if not here and not _has_content(item, view):
+            continue
         to = link(icon(item.module), el("Span", item.name), href=view.href(item.path))
         links.append(el("Li", to, cls=f"to-{item.module} here" if here else f"to-{item.module}"))
     return el("Nav", el("Ul", *links), cls="side", aria_label="Pages")
+
+
+def _has_content(page: MenuPage, view: PageView) -> bool:
+    if view.entry.state == "loading":
+        return True
+    check = getattr(import_module(_module(page)), "has_content", None)
+    return check is None or bool(check(view))
+
+
+def _module(page: MenuPage) -> str:
+    return f"advisor.dashboard.pages.{page.module}"
 
 
 def _loading(view: PageView) -> Any:

@@ -74,7 +74,8 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, whole: int) -> Any:
     intensity = (kernels["flops_per_s"] / kernels["bytes_per_s"]).to_list()
     rates = (kernels["flops_per_s"] / 1e12).to_list()
     low = 10 ** math.floor(math.log10(max(min([*intensity, 1.0]), 1e-3)))
-    high = 10 ** math.ceil(math.log10(max([*intensity, 1e3])))
+    # a decade of its own for the labels of the roofs
+    high = 10 ** (math.ceil(math.log10(max([*intensity, 1e3]))) + 1)
     _roofs(made, hardware, low, high)
     largest = max(kernels["dur"].max() or 1, 1)
     rows = zip(

@@ -133,7 +133,7 @@ def register_search(app: dash.Dash, id: str) -> None:  # noqa: A002
 def _definition(column: Column) -> dict[str, Any]:
     made: dict[str, Any] = {"field": column.field, "headerName": column.title}
     if column.flex is not None:  # shares what the others leave
-        made |= {"width": 130 * column.flex, "minWidth": 130 * column.flex}
+        made |= {"width": 130 * column.flex, "minWidth": 110 * column.flex}
     else:
         width = column.width or 130
         made |= {"width": width, "minWidth": width, "maxWidth": width, "resizable": False}

@@ -161,6 +161,11 @@ def facts(rows: Iterable[tuple[str, Any]]) -> Any:
     return el("Dl", *found, cls="facts")
 
 
+def fold(summary: str, *body: Any) -> Any:
+    """What is shown after a click on its summary."""
+    return el("Details", el("Summary", summary), *body, cls="fold")
+
+
 def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
     """Links of which one is chosen: (text, address, chosen)."""
     links = [link(text, href=href, cls="chosen" if here else "") for text, href, here in options]

@@ -43,6 +43,11 @@ STATUS = {
 MARKS = {"fixed": "healthy", "new": "failed", "remaining": "bottlenecks"}
 
 
+def has_content(view: PageView) -> bool:
+    """Whether two runs are open."""
+    return bool(view.session.pairs)
+
+
 def layout(other: object = None, **query: object) -> Any:
     """The page; ``other`` is the run that the first is compared with."""
     view = current.view(**query)

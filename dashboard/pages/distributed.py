@@ -39,6 +39,14 @@ SMALL = 0.01
 """Share of all communication (of all waiting) below which kinds of collectives are summed."""
 
 
+def has_content(view: PageView) -> bool:
+    """Whether there are several ranks or collectives."""
+    loaded = view.entry.loaded
+    if loaded is None:
+        return False
+    return loaded.report.ranks is not None or not view.analysis.collectives.is_empty()
+
+
 def layout(show: object = None, **query: object) -> Any:
     """The page; ``show`` is what the map is of."""
     view = current.view(**query)

@@ -10,10 +10,12 @@ from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, money, read_prices
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, table
+from advisor.dashboard.parts import banner, card, el, empty, facts, fold, head, page, table
 from advisor.replay.project.choice import ANY, RESTS_ON, Choice, cheapest, choose, offered
 from advisor.replay.project.project import Projector
 
+MAX_SHOWN = 12
+"""GPUs in the first table."""
 HEAD = ("GPU", "step", "range", "speedup", "memory")
 NO_PRICE = "unknown: pass --price 2.50/h, or --prices FILE with a price for each GPU"
 NOT_THIS_GPU = "unknown: the given prices do not list this GPU"
@@ -30,7 +32,7 @@ def layout(**query: object) -> Any:
     except AdvisorError as error:
         return page(head("Cost and GPUs"), empty("The prices cannot be read", t.clean(str(error))))
     unpaid = NOT_THIS_GPU if prices.table else NO_PRICE
-    told = card(
+    costs = card(
         "This run",
         facts(
             [
@@ -40,17 +42,17 @@ def layout(**query: object) -> Any:
         ),
     )
     try:
-        projector, found = view.loaded.view(("gpus", view.rank), lambda: _projected(view, prices))
+        projector, choices = view.loaded.view(("gpus", view.rank), lambda: _projected(view, prices))
     except AdvisorError as error:
         why = empty("This step cannot be projected to another GPU", t.clean(str(error)))
-        return page(head("Cost and GPUs"), told, why)
-    best = cheapest(found)
-    notes = dict.fromkeys(note for c in found for note in c.projection.notes)
+        return page(head("Cost and GPUs"), costs, why)
+    best = cheapest(choices)
+    notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
     return page(
         head("Cost and GPUs", t.clean(best[:1].upper() + best[1:])),
         banner([] if best else [_unpriced(prices)]),
-        told,
-        _table(found, prices),
+        costs,
+        _other_gpus(choices, prices),
         card(
             "How the ranges are estimated",
             el(
@@ -59,7 +61,12 @@ def layout(**query: object) -> Any:
                 f"{t.format_duration(projector.a.step_ns)} per "
                 f"step. {RESTS_ON}. Other hosts add to the range (docs/project.md).",
             ),
-            el("Ul", *(el("Li", t.clean(note)) for note in notes)) if notes else None,
+            fold(
+                f"{t.count_noun(len(notes), 'note')} on single GPUs",
+                el("Ul", *(el("Li", t.clean(note)) for note in notes)),
+            )
+            if notes
+            else None,
         ),
     )
 
@@ -81,41 +88,46 @@ def _unpriced(prices: Prices) -> str:
     )
 
 
-def _table(found: tuple[Choice, ...], prices: Prices) -> Any:
-    priced = any(c.price is not None for c in found)
-    header = [*HEAD, *(["per hour", "per million steps", "range"] if priced else [])]
-    rows = []
-    for c in found:
-        p = c.projection
-        row = [t.clean(p.gpu)]
-        if p.refused:
-            row += [t.clean(p.refused), "–", "–", p.fit.verdict]
-        else:
-            row += [
-                t.format_duration(p.step_ns),
-                t.format_range(p.low_ns, p.high_ns),
-                f"{p.speedup:.2f}×",
-                p.fit.verdict,
-            ]
-        if priced:
-            row += [
-                _money(c.price, prices),
-                _money(c.cost, prices),
-                "–"
-                if c.low_cost is None or c.high_cost is None
-                else f"{_money(c.low_cost, prices)} to {_money(c.high_cost, prices)}",
-            ]
-        rows.append(row)
+def _other_gpus(choices: tuple[Choice, ...], prices: Prices) -> Any:
+    """The first GPUs of the list; the others are folded."""
+    priced = any(choice.price is not None for choice in choices)
+    order = f"Projected, {'cheapest' if priced else 'fastest'} first"
+    first, others = choices[:MAX_SHOWN], choices[MAX_SHOWN:]
     return card(
         "The step on other GPUs",
-        table(
-            header,
-            rows,
-            numbers=range(1, len(header)),
-            caption=f"Projected, {'cheapest' if priced else 'fastest'} first",
-            stacked=True,
-        ),
+        _table(first, prices, order, priced=priced),
+        fold(f"{len(others)} more GPUs", _table(others, prices, "More GPUs", priced=priced))
+        if others
+        else None,
     )
+
+
+def _table(choices: tuple[Choice, ...], prices: Prices, caption: str, *, priced: bool) -> Any:
+    header = [*HEAD, *(["per hour", "per million steps", "range"] if priced else [])]
+    rows = [_row(choice, prices, priced=priced) for choice in choices]
+    return table(header, rows, numbers=range(1, len(header)), caption=caption, stacked=True)
+
+
+def _row(choice: Choice, prices: Prices, *, priced: bool) -> list[str]:
+    projection = choice.projection
+    row = [t.clean(projection.gpu)]
+    if projection.refused:
+        row += [t.clean(projection.refused), "–", "–"]
+    else:
+        row += [
+            t.format_duration(projection.step_ns),
+            t.format_range(projection.low_ns, projection.high_ns),
+            f"{projection.speedup:.2f}×",
+        ]
+    row.append(projection.fit.verdict)
+    if priced:
+        low, high = _money(choice.low_cost, prices), _money(choice.high_cost, prices)
+        row += [
+            _money(choice.price, prices),
+            _money(choice.cost, prices),
+            "–" if "–" in (low, high) else f"{low} to {high}",
+        ]
+    return row
 
 
 def _money(amount: float | None, prices: Prices) -> str:

@@ -39,6 +39,11 @@ MAX_SHOWN = 100
 MAP, RANKS = "job-map", "job-ranks"
 
 
+def has_content(view: PageView) -> bool:
+    """Whether a job of many ranks is open."""
+    return any(entry.job is not None for entry in view.session.entries)
+
+
 def layout(**query: object) -> Any:
     """The page; of a rank that was opened, the page of its job."""
     view = current.view(**query)

@@ -110,15 +110,15 @@ def _device_work(a: Analysis) -> int:
 
 KERNELS = (
     Column("name", "Kernel", flex=2, names=True),
-    Column("family", "Family", width=130),
-    Column("count", "Count", width=66, number=True),
-    Column("time", "Time per step", width=104, number=True, csv="Time per step, ns"),
-    Column("share", "Share", width=66, number=True, csv="Share, 0 to 1"),
-    Column("occupancy", "Occupancy", width=90, number=True, csv="Occupancy, 0 to 1"),
+    Column("family", "Family", width=118),
+    Column("count", "Count", width=62, number=True),
+    Column("time", "Time per step", width=112, number=True, csv="Time per step, ns"),
+    Column("share", "Share", width=62, number=True, csv="Share, 0 to 1"),
+    Column("occupancy", "Occupancy", width=98, number=True, csv="Occupancy, 0 to 1"),
     Column("flops", "TFLOP/s", width=74, number=True, csv="FLOP/s"),
-    Column("bytes", "GB/s", width=66, number=True, csv="Bytes/s"),
-    Column("roofline", "Of roofline", width=86, number=True, csv="Of roofline, 0 to 1"),
-    Column("tensor", "Tensor", width=70),
+    Column("bytes", "GB/s", width=62, number=True, csv="Bytes/s"),
+    Column("roofline", "Of roofline", width=96, number=True, csv="Of roofline, 0 to 1"),
+    Column("tensor", "Tensor", width=66),
     Column("op", "Launched by", flex=1, names=True),
 )
 
@@ -368,7 +368,7 @@ RATE_COLUMNS = (
     Column("shapes", "Shapes", flex=2, names=True),
     Column("dtype", "Format", width=76),
     Column("calls", "Calls", width=66, number=True, csv="Calls per step"),
-    Column("time", "Time per step", width=104, number=True, csv="Time per step, ns"),
+    Column("time", "Time per step", width=112, number=True, csv="Time per step, ns"),
     Column("bound", "Bound", width=86),
     Column("flops", "TFLOP/s", width=76, number=True, csv="FLOP/s"),
     Column("bytes", "GB/s", width=70, number=True, csv="Bytes/s"),

@@ -35,6 +35,11 @@ RECENT = 50
 """Steps that the figures of merit are of."""
 
 
+def has_content(view: PageView) -> bool:
+    """Whether a run is followed."""
+    return view.session.live
+
+
 def layout(rank: object = None, **query: object) -> Any:
     """The page."""
     view = current.view(**query)

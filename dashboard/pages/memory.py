@@ -31,13 +31,20 @@ MAX_OWNERS = 25
 ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
 
 
+def has_content(view: PageView) -> bool:
+    """Whether memory was recorded."""
+    if view.entry.loaded is None:
+        return False
+    a = view.analysis
+    return _is_recorded(a) or a.record is not None or not a.allocations.is_empty()
+
+
 def layout(**query: object) -> Any:
     """The page."""
     view = current.view(**query)
     a = view.analysis
     devices = memory_devices(a)
-    noted = a.recorded is not None and any(s.allocated is not None for s in a.recorded.steps)
-    known = bool(devices) or noted or a.snapshot is not None
+    known = _is_recorded(a)
     ours = not foreign(a.trace.meta)
     whose = "PyTorch's allocator counts" if ours else "the allocators of the program count"
     lead = f"GPU memory as {whose} it." if known else ""
@@ -59,6 +66,13 @@ def layout(**query: object) -> Any:
             )
         )
     return page(title, ooms, *parts, recorded, _calls(a))
+
+
+def _is_recorded(a: Analysis) -> bool:
+    """Whether the trace, the recorder or a snapshot has device memory, or memory events."""
+    steps = [] if a.recorded is None else a.recorded.steps
+    noted = any(step.allocated is not None for step in steps)
+    return noted or a.snapshot is not None or bool(memory_devices(a))
 
 
 def warm(loaded: LoadedRun) -> None:

@@ -9,11 +9,17 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.dashboard import current
+from advisor.dashboard.current import PageView
 from advisor.dashboard.parts import banner, card, el, empty, facts, head, page, table, tiles
 from advisor.tune.report import FILE, MAX_BYTES, Trial, TrialReport
 from advisor.tune.words import band, headline, interval, losses, runs
 
 COLUMNS = ("knob", "rule", "predicted", "measured", "in range", "losses", "memory", "outcome")
+
+
+def has_content(view: PageView) -> bool:
+    """Whether the run has trials."""
+    return (Path(view.entry.path) / FILE).is_file()
 
 
 def layout(**query: object) -> Any:

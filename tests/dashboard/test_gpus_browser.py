@@ -39,6 +39,8 @@ def told(served: Any, tab: Any) -> Callable[..., str]:
         with served(session) as shown:
             t = tab(shown)
             t.open("/gpus")
+            for folded in t.page.locator("summary").all():
+                folded.click()
             text: str = t.text("body")
             assert t.wrong == []
         return text
@@ -70,7 +72,7 @@ def test_the_cheapest_gpu_is_that_of_the_projection_and_costs_are_the_reports(
 
 def test_what_has_no_price_is_called_that(told: Any, tmp_path: Path) -> None:
     body = told(step(tmp_path / "t.json"), NO_PRICES)
-    assert "no price was given" in body
+    assert "unknown: pass --price" in body
     assert "No GPU has a price" in body and "per million steps" not in body
     assert "H100 SXM" in body, "times are told all the same"
 
@@ -78,7 +80,7 @@ def test_what_has_no_price_is_called_that(told: Any, tmp_path: Path) -> None:
 def test_a_table_without_this_gpu_prices_the_others(told: Any, tmp_path: Path) -> None:
     (tmp_path / "prices.toml").write_text("[prices]\nT4 = 0.4\n")
     body = told(step(tmp_path / "t.json"), read_prices(tmp_path / "prices.toml"))
-    assert "have none of this GPU" in body and "Cheapest: NVIDIA T4" in body
+    assert "do not list this GPU" in body and "Cheapest: NVIDIA T4" in body
 
 
 def test_one_price_is_that_of_this_gpu_alone(told: Any, tmp_path: Path) -> None:

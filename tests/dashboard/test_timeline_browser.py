@@ -347,7 +347,7 @@ def test_the_table_lists_what_is_in_view_and_is_reached_by_keyboard(a100: Any) -
 
     def counted() -> int:
         found = re.search(
-            r"([\d,]+) slices in view", page.locator(".tl-table caption").inner_text()
+            r"([\d,]+) visible slices", page.locator(".tl-table caption").inner_text()
         )
         return int(found[1].replace(",", "")) if found else -1
 

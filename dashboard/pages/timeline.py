@@ -159,8 +159,9 @@ def _explanation(viewer: str, address: str, title: str) -> Any:
             "This opens ",
             el("Code", viewer),
             " in a new tab, which is a request to that site, and passes the trace to it inside "
-            "your browser. Nothing was sent there before. It states that it uploads a trace only when you share it; advisor "
-            "cannot check that. A trace contains names of your code, files and machines.",
+            "your browser. Nothing was sent there before. It states that it uploads a trace only "
+            "when you share it; advisor cannot check that. A trace contains names of your code, "
+            "files and machines.",
         ),
         el(
             "Div",

@@ -14,7 +14,7 @@ from advisor.core.run_directory import LARGEST
 from advisor.core.saved import decoded, encoded
 from advisor.core.views import Views
 
-SCHEMA = "advisor.report/1"
+SCHEMA = "advisor.report/2"
 
 MAX_PRINTED = 10
 """Findings that ``print(report)`` shows in detail."""
@@ -691,4 +691,27 @@ class Report(Struct, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes | str) -> Report:
         """Read a report written by :meth:`to_json`. Raises AdvisorError for anything else."""
-        return decoded(text, cls, "report", SCHEMA)
+        return decoded(text, cls, "report", SCHEMA, older={"advisor.report/1": _from_version_1})
+
+
+_FINDING_KEYS_OF_VERSION_1 = {"worth": "impact", "rank_gain_ns": "marginal_gain_ns"}
+
+
+def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
+    """JSON of ``advisor.report/1`` as JSON of this version: fields have other names."""
+    report["schema"] = SCHEMA
+    for group in ("findings", "risks", "notes"):
+        report[group] = _renamed(report.get(group, []), _FINDING_KEYS_OF_VERSION_1)
+    return report
+
+
+def _renamed(items: Any, names: dict[str, str]) -> Any:
+    """A list of objects with other keys; what is none stays as it is."""
+    if not isinstance(items, list):
+        return items
+    return [
+        {names.get(key, key): value for key, value in item.items()}
+        if isinstance(item, dict)
+        else item
+        for item in items
+    ]

@@ -1,10 +1,11 @@
-"""Reports that were written as JSON, read back: told by how they begin, bounded, checked."""
+"""Reports as JSON, written and read back: recognised by their first bytes, bounded, checked."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -35,15 +36,30 @@ def encoded(value: msgspec.Struct) -> bytes:
     return _WHOLE_NUMBERS.sub(lambda found: b" ".join(found[0].split()), text)
 
 
+class _Head(msgspec.Struct):
+    schema: str = ""
+
+
 def decoded(
-    text: bytes | str, kind: type[AnySaved], name: str, schema: str, most: int | None = None
+    text: bytes | str,
+    kind: type[AnySaved],
+    name: str,
+    schema: str,
+    most: int | None = None,
+    *,
+    older: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
 ) -> AnySaved:
-    """What was written as JSON of this schema; ``name``: what a person calls it. Raises
-    AdvisorError: it is something else, of another version, or larger than ``most`` bytes."""
+    """What was written as JSON of this schema; ``name``: what a person calls it. ``older``: by
+    earlier schema, how its JSON becomes that of this one. Raises AdvisorError: it is something
+    else, of another version, or larger than ``most`` bytes."""
     if most is not None and len(text) > most:
         raise AdvisorError(f"not a {name}: larger than {most >> 20} MiB")
     try:
-        found = msgspec.json.decode(text, type=kind)
+        converter = (older or {}).get(msgspec.json.decode(text, type=_Head).schema)
+        if converter is None:
+            found = msgspec.json.decode(text, type=kind)
+        else:
+            found = msgspec.convert(converter(msgspec.json.decode(text)), type=kind)
     except RecursionError:
         raise AdvisorError(f"not a {name}: nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeError) as error:

@@ -68,7 +68,7 @@ def test_a_saved_report_is_read_back(advisor: Run, slow_trace: Path, tmp_path: P
     assert code == 0
     assert Report.from_json(out) == Report.from_json(saved.read_text())
     assert advisor("report", saved, "--html", tmp_path / "r.html")[0] == 0
-    saved.write_text('{"schema": "advisor.report/1", "status": 3}')
+    saved.write_text('{"schema": "advisor.report/2", "status": 3}')
     code, out, err = advisor("report", saved)
     assert (code, out) == (2, "")
     assert "not a report" in err

@@ -16,6 +16,7 @@ from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def test_a_report_reads_back_as_it_was(
@@ -57,6 +58,28 @@ def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
     assert stairs["measured"]["left_ns"] == found.step_ns
     assert [stair["rank"] for stair in stairs["fixes"]] == [1]
     assert stairs["fixes"][0]["saved_ns"] == found.findings[0].marginal_gain_ns
+
+
+def test_a_report_of_version_1_is_read() -> None:
+    """As ``advisor analyze --format json --price 3.60`` wrote it of 6 ms steps, of which the device
+    waits 5 for a loader without workers."""
+    text = (DATA / "reports" / "version1.json").read_bytes()
+    old = standard.loads(text)
+    assert old["schema"] == "advisor.report/1"
+    read = Report.from_json(text)
+    assert read.schema == SCHEMA and read.verdict == old["verdict"]
+    assert [f.rule for f in read.findings] == ["single-process-loader", "explicit-synchronize"]
+    loader, folded = read.findings
+    assert loader.impact is not None and loader.impact.gain_ns == 4_801_000
+    assert (loader.rank, loader.marginal_gain_ns, folded.rank) == (1, 4_801_000, None)
+    assert folded.folded_under == loader.rule and folded.edits
+    assert read.cost is not None and [fix.rule for fix in read.cost.fixes] == [loader.rule]
+    assert read.views is not None and read.views.stairs is not None
+    assert Report.from_json(read.to_json()) == read
+    assert "4.8 ms" in REPORTS.render("terminal", read)
+    damaged = {**old, "findings": [1, {"worth": "much"}], "risks": None}
+    with pytest.raises(AdvisorError, match="not a report"):
+        Report.from_json(standard.dumps(damaged))
 
 
 def test_another_schema_is_refused(report: Callable[..., Report]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ import pytest
 import zstandard
 from polars.testing import assert_frame_equal
 
+from advisor.core import pool as core_pool
 from advisor.core import trace as trace_module
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import CALLS, COPIES, SYNC_KINDS, Trace
 from advisor.read import ReadOptions, pool, read_trace, reader
+from advisor.read.columns import Piece
 from advisor.read.file import read_bytes
 from advisor.read.readers import kineto
 from advisor.read.spelling import DEVICE_KINDS, HOST_KINDS, call_class, copy_parts, sync_kind
@@ -206,13 +209,13 @@ def test_processes_are_started_when_there_is_enough_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started = []
-    original = pool.Pool.__init__
+    original = pool.decode_all
 
-    def count(self: pool.Pool, workers: int) -> None:
-        started.append(workers)
-        original(self, workers)
+    def count(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
+        started.append(processes)
+        return original(pieces, processes)
 
-    monkeypatch.setattr(pool.Pool, "__init__", count)
+    monkeypatch.setattr(pool, "decode_all", count)
     text = loop(steps=40).json()
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(text))
@@ -235,44 +238,52 @@ def test_a_worker_that_dies_costs_only_its_help(
 ) -> None:
     b = loop(steps=60)
     one = read_bytes(b.json(), options=SMALL_PIECES)
-    original = pool._Worker.submit
-    told = []
+    killed: list[int] = []
+    made: list[core_pool.ProcessPool] = []
+    start, original = core_pool.ProcessPool.__init__, pool.decode_all
 
-    def kill(self: pool._Worker, number: int, piece: bytes) -> bool:
-        done = original(self, number, piece)
-        told.append(number)
-        if len(told) == pieces_before + 1:
-            os.kill(self._process.pid, signal.SIGKILL)
-        return done
+    def remember(self: core_pool.ProcessPool, count: int, **options: Any) -> None:
+        start(self, count, **options)
+        made.append(self)
 
-    monkeypatch.setattr(pool._Worker, "submit", kill)
+    def kill(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
+        def counted() -> Iterator[bytes]:
+            for number, piece in enumerate(pieces):
+                if number == pieces_before + 1:
+                    while not (pids := made[-1].pids):
+                        time.sleep(0.001)
+                    os.kill(pids[0], signal.SIGKILL)
+                    killed.append(pids[0])
+                yield piece
+
+        return original(counted(), processes)
+
+    monkeypatch.setattr(core_pool.ProcessPool, "__init__", remember)
+    monkeypatch.setattr(pool, "decode_all", kill)
     for processes in (2, 3):
-        told.clear()
         options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=processes)
         assert_same(one, read_bytes(b.json(), options=options))
-        assert len(told) > pieces_before
+    assert len(killed) == 2
 
 
 def test_a_worker_that_answers_nonsense_costs_only_its_help(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     b = loop(steps=20)
-    monkeypatch.setattr(pool, "_MAIN", "print('hello', flush=True); import time; time.sleep(5)")
-    monkeypatch.setattr(pool, "_GOODBYE_S", 0.1)
+    monkeypatch.setattr(
+        core_pool, "_MAIN", "print('hello there', flush=True); import time; time.sleep(5)"
+    )
     options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
     assert_same(read_bytes(b.json(), options=SMALL_PIECES), read_bytes(b.json(), options=options))
 
 
-def test_a_piece_too_long_for_a_worker_is_decoded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_too_long_is_decoded_here(monkeypatch: pytest.MonkeyPatch) -> None:
     b = loop(steps=20)
-    monkeypatch.setattr(pool, "SLOT_BYTES", 4096)
     events = msgspec.json.decode(b.json())["traceEvents"]
     events[50]["args"]["long"] = "x" * 10_000
     text = msgspec.json.encode({"traceEvents": events})
     options = ReadOptions(piece_bytes=3000, parallel_from=0, processes=2)
-    monkeypatch.setattr(
-        pool, "_MAIN", "import advisor.read.pool as p; p.SLOT_BYTES = 4096; p.serve()"
-    )
+    monkeypatch.setattr(core_pool, "MAX_ANSWER", 4096)
     assert_same(read_bytes(text, options=SMALL_PIECES), read_bytes(text, options=options))
 
 

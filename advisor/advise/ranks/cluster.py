@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Executor, Future
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import advisor
-from advisor.advise.ranks.task import perform, reason
-from advisor.advise.ranks.work import RETRIES, Died
+from advisor.advise.ranks.task import reason
+from advisor.advise.ranks.work import RETRIES
 from advisor.core.errors import AdvisorError, install
+from advisor.core.pool import Work, WorkerDied
 
 PATIENCE: Final = 60.0
 """Seconds to wait for a scheduler to answer, and for its first worker; and for one to come back
@@ -47,6 +50,7 @@ class Cluster:
             self._client.close()
             raise
         self._slots, self._looked, self._gone = 0, -LOOK, 0.0
+        self._theirs: WeakKeyDictionary[Future[bytes], Future[bytes]] = WeakKeyDictionary()
 
     def __enter__(self) -> Cluster:
         return self
@@ -94,26 +98,33 @@ class Cluster:
             return 0
         return max(1, self._slots)
 
-    def submit(self, order: bytes) -> Any:
+    def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:
         """To whichever worker is free. Dask itself tries again where a worker dies."""
-        return self._client.submit(perform, order, pure=False, retries=RETRIES)
-
-    def abandon(self, answer: Any) -> None:
-        """Forget it. A thread that has begun cannot be ended from here."""
-        with suppress(Exception):
-            answer.cancel(force=True)
-
-    def bytes_of(self, answer: Any) -> bytes:
-        """What it answered, which the cluster then forgets. Raises Died."""
         from distributed import KilledWorker
 
-        try:
-            data: bytes = answer.result(timeout=self._patience)
-        except KilledWorker:
-            raise Died("the workers that read it died", counted=RETRIES) from None
-        except (TimeoutError, CancelledError):
-            raise Died("its answer was lost with the worker that had it") from None
-        finally:
-            with suppress(Exception):
-                answer.release()
-        return data
+        answer: Future[bytes] = Future()
+
+        def done(theirs: Future[bytes]) -> None:
+            try:
+                answer.set_result(theirs.result())
+            except KilledWorker:
+                answer.set_exception(WorkerDied("the workers that read it died", count=RETRIES))
+            except CancelledError:
+                answer.set_exception(WorkerDied("its answer was lost with the worker that had it"))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        theirs = self._executor.submit(fn, data)
+        self._theirs[answer] = theirs
+        theirs.add_done_callback(done)
+        return answer
+
+    @cached_property
+    def _executor(self) -> Executor:
+        made: Executor = self._client.get_executor(pure=False, retries=RETRIES)
+        return made
+
+    def abandon(self, answer: Future[bytes]) -> None:
+        """Forget it. A thread that has begun cannot be ended from here."""
+        with suppress(Exception):
+            self._theirs[answer].cancel()

@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 import advisor
 from advisor.advise.ranks.sources import RemoteFile, locate
 from advisor.advise.ranks.task import Order, Wanted, reason
-from advisor.advise.ranks.work import SECONDS, results
+from advisor.advise.ranks.work import SECONDS, processes, results
 from advisor.advise.select import read_config
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.job_report import JobReport
@@ -25,7 +25,7 @@ from advisor.read.remote.urls import is_url, shown
 
 if TYPE_CHECKING:
     from advisor.advise.ranks.cluster import Cluster
-    from advisor.advise.ranks.processes import Processes
+    from advisor.core.pool import ProcessPool
 
 MANY: Final = 16
 """Ranks up to which all traces are held at once and compared in full. A trace of 20 MB takes some
@@ -170,11 +170,9 @@ def named(places: Sequence[str]) -> str:
 
 def _workers(
     count: int | None, cluster: str | None, orders: int
-) -> AbstractContextManager[Processes | Cluster]:
+) -> AbstractContextManager[ProcessPool | Cluster]:
     if cluster is not None:
         from advisor.advise.ranks.cluster import Cluster
 
         return Cluster(cluster)
-    from advisor.advise.ranks.processes import Processes
-
-    return Processes(min(count or cores(), orders))
+    return processes(min(count or cores(), orders))

@@ -2,65 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from concurrent.futures import Future
+from typing import Final, Protocol
 
 import msgspec
 
-from advisor.advise.ranks.task import Order, reason
+from advisor.advise.ranks.task import Order, perform, reason
 from advisor.core.errors import AdvisorError
+from advisor.core.pool import ProcessPool, Work, WorkerDied
 from advisor.measure.ranks.summary import MAX_DECODED, Summary, Unread, decode
 
 RETRIES: Final = 2
 """Further tries of a file whose worker died of it, or of something else."""
 SECONDS: Final = 1800.0
 """What one file may take. A trace of 4 GB takes some 300 s on one core, without the network."""
+RECYCLE: Final = 32
+"""Files that one process measures."""
 LOOK: Final = 0.5
 """Seconds between two looks at what takes too long."""
 
 
-class Died(Exception):
-    """The worker that had the order is no more. ``counted``: how often, where the workers
-    themselves tried again."""
-
-    def __init__(self, why: str, *, counted: int = 1) -> None:
-        super().__init__(why)
-        self.counted = counted
-
-
-class Answer(Protocol):
-    """What is to come of an order: a future of ``concurrent.futures``, or of Dask."""
-
-    def result(self) -> Any:
-        """The answer's bytes. Raises Died."""
-
-    def add_done_callback(self, done: Callable[[Any], object], /) -> object:
-        """Call this when there is an answer, from any thread."""
-
-
 class Workers(Protocol):
-    """Those who perform orders: ``processes`` and ``cluster`` of this package."""
+    """Those who perform orders: a ``ProcessPool``, or the ``Cluster`` of this package."""
 
     def slots(self) -> int:
         """How many orders are performed at once now; 0: nobody is there any more."""
 
-    def submit(self, order: bytes) -> Answer:
-        """Hand out an order."""
+    def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:
+        """Hand out an order. The answer raises WorkerDied, or anything else that went wrong."""
 
-    def abandon(self, answer: Answer) -> None:
+    def abandon(self, answer: Future[bytes]) -> None:
         """It is waited for no longer; what performs it is ended if that can be."""
 
-    def bytes_of(self, answer: Answer) -> bytes:
-        """What it answered. Raises Died, or anything else that went wrong on the way."""
+
+def processes(count: int) -> ProcessPool:
+    """Workers on this machine, which share its cores and are replaced now and then."""
+    threads = max(1, (os.cpu_count() or 1) // max(1, count))
+    return ProcessPool(count, recycle=RECYCLE, environ={"POLARS_MAX_THREADS": str(threads)})
 
 
 class _Flying:
     """An order that is being performed."""
 
-    def __init__(self, place: int, answer: Answer) -> None:
+    def __init__(self, place: int, answer: Future[bytes]) -> None:
         self.place = place
         self.answer = answer
         self.since = time.monotonic()
@@ -92,7 +81,7 @@ def results(
     def start(place: int) -> None:
         nonlocal number
         number += 1
-        mine, answer = number, workers.submit(packed[place])
+        mine, answer = number, workers.submit(perform, packed[place])
         flying[mine] = _Flying(place, answer)
         answer.add_done_callback(lambda _: done.put(mine))
 
@@ -125,11 +114,11 @@ def results(
             continue  # it came after it had been given up
         order = orders[came.place]
         try:
-            data = workers.bytes_of(came.answer)
-        except Died as death:
-            deaths[came.place] += death.counted
+            data = came.answer.result()
+        except WorkerDied as death:
+            deaths[came.place] += death.count
             why[came.place] = str(death)
-            if death.counted > 1:
+            if death.count > 1:
                 blamed.add(came.place)
             if deaths[came.place] > RETRIES:
                 yield order.failed(death_told(str(death), deaths[came.place]))

@@ -108,10 +108,9 @@ def _decoded(splitter: Splitter, options: ReadOptions) -> Iterator[Piece]:
                 break  # standard input, or packed more tightly than expected
         else:
             return
-    from advisor.read.pool import Pool
+    from advisor.read.pool import decode_all
 
-    with Pool(processes) as pool:
-        yield from pool.map(pieces)
+    yield from decode_all(pieces, processes)
 
 
 def _processes(options: ReadOptions) -> int:

@@ -13,7 +13,8 @@ import msgspec
 
 from advisor.advise.ranks.sources import RemoteFile
 from advisor.advise.ranks.task import Order, perform
-from advisor.advise.ranks.work import RETRIES, Died, results
+from advisor.advise.ranks.work import RETRIES, results
+from advisor.core.pool import WorkerDied
 from advisor.measure.ranks.summary import Summary, Unread, encode
 
 Act = Callable[[int, int], bytes]
@@ -43,7 +44,7 @@ class Crew:
     def slots(self) -> int:
         return self.count
 
-    def submit(self, order: bytes) -> Future[bytes]:
+    def submit(self, fn: Any, order: bytes, /) -> Future[bytes]:
         rank = msgspec.msgpack.decode(order, type=Order).rank
         made: Future[bytes] = Future()
         with self.lock:
@@ -70,10 +71,6 @@ class Crew:
     def abandon(self, answer: Any) -> None:
         self.abandoned.append(answer)
 
-    def bytes_of(self, answer: Any) -> bytes:
-        data: bytes = answer.result()
-        return data
-
 
 def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots() -> None:
     crew = Crew(lambda rank, _: answer(rank))
@@ -89,7 +86,7 @@ def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots()
 def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_alone() -> None:
     def act(rank: int, now: int) -> bytes:
         if rank == 4 and now == 1:
-            raise Died("killed")
+            raise WorkerDied("killed")
         return answer(rank)
 
     crew = Crew(act)
@@ -102,7 +99,7 @@ def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_a
 def test_an_order_that_kills_is_given_up_with_the_reason_and_takes_none_with_it() -> None:
     def act(rank: int, now: int) -> bytes:
         if rank == 2:
-            raise Died("its process was killed by signal 9")
+            raise WorkerDied("its process was killed by signal 9")
         return answer(rank)
 
     crew = Crew(act)
@@ -119,7 +116,7 @@ def test_of_several_that_a_cluster_blames_only_the_guilty_one_is_given_up() -> N
 
     def act(rank: int, now: int) -> bytes:
         if rank == 1 or (rank == 3 and now == 1):
-            raise Died("the workers that read it died", counted=RETRIES)
+            raise WorkerDied("the workers that read it died", count=RETRIES)
         return answer(rank)
 
     crew = Crew(act)
@@ -131,7 +128,7 @@ def test_of_several_that_a_cluster_blames_only_the_guilty_one_is_given_up() -> N
 def test_one_that_a_cluster_alone_blames_kills_no_more_workers() -> None:
     def act(rank: int, now: int) -> bytes:
         if rank == 1:
-            raise Died("the workers that read it died", counted=RETRIES)
+            raise WorkerDied("the workers that read it died", count=RETRIES)
         return answer(rank)
 
     crew = Crew(act)

@@ -47,7 +47,7 @@ class Input(Struct, kw_only=True):
     path: str
     """As it was given; ``-``: standard input."""
     rank: int | None
-    """``null``: neither the file nor its name tells."""
+    """``null``: neither in the file nor in its name."""
     window: int
     """Which recording of this rank, in order of time, from 0."""
     windows: int
@@ -108,7 +108,7 @@ class Scope(Struct, kw_only=True):
     """GPUs with work in the trace."""
     framework: str | None = None
     """``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or HIP and none of these);
-    ``null``: not told."""
+    ``null``: unknown."""
 
     @property
     def per(self) -> Per:
@@ -179,43 +179,43 @@ class Crash(Struct, kw_only=True):
 
 
 class IdleCause(Struct, frozen=True):
-    """Idle device time blamed on one cause, a step."""
+    """Idle device time attributed to one cause, per step."""
 
     cause: str
     """One of ``analysis.gaps.CAUSES``."""
     ns: float
-    """A step, ns."""
+    """Per step, ns."""
     share: float
     """Of the step."""
 
 
 class TimeShare(Struct, frozen=True):
-    """Exclusive device time of one class, a step."""
+    """Exclusive device time of one class, per step."""
 
     name: str
     """``compute``, ``communication``, ``copies``, ``memset`` or ``idle``, each only while none of
     those before it runs."""
     ns: float
-    """A step, ns."""
+    """Per step, ns."""
     share: float
     """Of the step."""
 
 
 class Family(Struct, frozen=True):
-    """Device time of one kernel family, a step, not exclusive of other streams."""
+    """Device time of one kernel family per step, not exclusive of other streams."""
 
     name: str
     """One of ``analysis.families.FAMILIES``."""
     ns: float
-    """Durations summed, a step, ns."""
+    """Durations summed, per step, ns."""
     share: float
     """Of all device work: kernels, copies and memsets, their durations summed."""
     count: float
-    """Kernels a step."""
+    """Kernels per step."""
 
 
 class OperatorRate(Struct, frozen=True, kw_only=True):
-    """An operator with one set of inputs, held against what the device attains."""
+    """An operator with one set of inputs, compared with what the device attains."""
 
     name: str | None
     """As the profiler wrote it; ``null``: the kernel belongs to a CUDA graph, or is not linked."""
@@ -228,11 +228,11 @@ class OperatorRate(Struct, frozen=True, kw_only=True):
     kernel: str
     """Its longest kernel."""
     tensor_core: bool | None
-    """That kernel runs on tensor or matrix cores; ``null``: not told."""
+    """That kernel runs on tensor or matrix cores; ``null``: unknown."""
     calls: float
-    """A step."""
+    """Per step."""
     ns: float
-    """Durations of all kernels that it launched summed, a step, ns."""
+    """Durations of all kernels that it launched summed, per step, ns."""
     share: float
     """Of kernel time, communication left out."""
     flops: float | None
@@ -255,11 +255,11 @@ class OperatorRate(Struct, frozen=True, kw_only=True):
     """Time at the attainable rates over the time taken; above 1 where data stays in caches.
     ``null``: not judged."""
     saved_ns: float | None
-    """Time a step that the attainable rates would save, ns; ``null``: not judged."""
+    """Time per step that the attainable rates would save, ns; ``null``: not judged."""
 
 
 class AttainableRate(Struct, frozen=True, kw_only=True):
-    """A rate that operators are held against."""
+    """A rate that operators are compared with."""
 
     of: str
     """A number format, of matrix products; or ``memory``."""
@@ -274,12 +274,12 @@ class AttainableRate(Struct, frozen=True, kw_only=True):
 
 
 class HostShare(Struct, frozen=True):
-    """Host time of the main thread, a step."""
+    """Host time of the main thread, per step."""
 
     name: str
     """One of ``analysis.host.CLASSES``; without a trace, a phase that the recorder measured."""
     ns: float
-    """A step, ns, exclusive."""
+    """Per step, ns, exclusive."""
     share: float
     """Of the step."""
 
@@ -318,11 +318,11 @@ class OperatorTime(Struct, frozen=True):
     name: str
     """As the profiler wrote it."""
     ns: float
-    """A step, ns."""
+    """Per step, ns."""
     share: float
     """Of all operators' time."""
     count: float
-    """Calls a step."""
+    """Calls per step."""
 
 
 class HardPart(Struct, frozen=True):
@@ -368,7 +368,7 @@ class Replay(Struct, kw_only=True):
     of_steps: int
     """Steps that were measured."""
     critical: dict[str, float]
-    """What the critical path consists of, ns a step."""
+    """What the critical path consists of, ns per step."""
     critical_after: dict[str, float]
     """The same once all ranked findings are fixed: where the bottleneck moves to."""
     step_after_ns: float
@@ -381,7 +381,7 @@ class Phase(Struct, frozen=True):
     name: str
     """``data``, ``h2d``, ``forward``, ``backward``, ``optimizer``, ``other``, or the user's own."""
     ns: float
-    """Mean a step, ns."""
+    """Mean per step, ns."""
     share: float
     """Of the step."""
 
@@ -409,7 +409,7 @@ class Recorded(Struct, kw_only=True):
     phases: list[Phase]
     """Host time by phase, largest first; adds up to the mean step."""
     samples_per_second: float | None
-    """Batch sizes over the time of the steps that count, this rank; ``null``: sizes not told."""
+    """Batch sizes over the time of the steps that count, this rank; ``null``: sizes unknown."""
     samples_per_step: int | None = None
     """Batch size in most steps, gradient accumulation included; ``null``: not recorded."""
     inference: bool = False
@@ -435,17 +435,17 @@ class RankLine(Struct, kw_only=True):
     busy_share: float | None
     """Share of its step during which its GPU works; ``null``: no device work."""
     communication_ns: float | None
-    """Exposed, a step."""
+    """Exposed, per step."""
     idle_ns: float | None
-    """A step, ns."""
+    """Per step, ns."""
     last_share: float | None = None
     """Share of collectives at which this rank arrives last; ``None``: not measured."""
     caused_wait_ns: float | None = None
-    """Mean wait that it causes its peers, a step; ``None``: not measured."""
+    """Mean wait that it causes its peers, per step; ``None``: not measured."""
 
 
 class RuleText(Struct, frozen=True, kw_only=True):
-    """What a rule that found something says of itself."""
+    """The documentation of a rule that found something."""
 
     id: str
     """As in ``Finding.rule``."""
@@ -484,7 +484,7 @@ class MemoryHolder(Struct, frozen=True, kw_only=True):
     blocks: int
     """How many; of growth: steps that left something behind."""
     bytes: int
-    """Asked for, bytes; of churn and growth: a step."""
+    """Asked for, bytes; of churn and growth: per step."""
     label: str | None = None
     """The user's metadata; ``null``: none."""
 
@@ -523,7 +523,7 @@ class MemoryPool(Struct, frozen=True, kw_only=True):
 
 class MemoryView(Struct, kw_only=True):
     """A device's memory when it ran out, else at its peak, from a snapshot. Bytes are those that
-    were asked for, where nothing else is said."""
+    were asked for, unless stated otherwise."""
 
     device: int
     """Number of the GPU."""
@@ -538,7 +538,7 @@ class MemoryView(Struct, kw_only=True):
     request: int | None
     """Of the request that failed; ``null``: none did."""
     driver_free: int | None
-    """What the driver still had then; ``null``: not told."""
+    """What the driver still had then; ``null``: unknown."""
     events: int
     """Of the history; 0: none was recorded."""
     from_start: bool
@@ -550,13 +550,13 @@ class MemoryView(Struct, kw_only=True):
     pools: list[MemoryPool]
     """When the snapshot was taken."""
     placement: str
-    """Why the request could not be placed; empty: none failed, or not told."""
+    """Why the request could not be placed; empty: none failed, or unknown."""
     step_source: str
-    """What steps are told by; empty: they are not, and churn and growth are not measured."""
+    """What marks the steps; empty: nothing does, and churn and growth are not measured."""
     steps: int
     """Whole steps in the history."""
     churn_bytes: float | None
-    """Allocated a step; ``null``: not measured."""
+    """Allocated per step; ``null``: not measured."""
     churn: list[MemoryHolder]
     """Allocated and freed again within a step, most bytes first."""
     growth: list[MemoryHolder]
@@ -573,8 +573,8 @@ class Report(Struct, kw_only=True):
     version: str = ""
     """Of advisor."""
     status: Status
-    """``bottlenecks``: something is worth fixing. ``healthy``: nothing is. ``limited``: neither can
-    be said for sure."""
+    """``bottlenecks``: a fix would pay. ``healthy``: none would. ``limited``: too little is known
+    for either."""
     verdict: str
     """One sentence."""
     inputs: list[Input]
@@ -586,7 +586,7 @@ class Report(Struct, kw_only=True):
     busy_share: float | None = None
     """Share of the step during which the GPU does anything."""
     communication_ns: float | None = None
-    """All communication a step, hidden or not."""
+    """All communication per step, hidden or not."""
     communication_overlap: float | None = None
     """Share of communication that runs under compute."""
     idle: list[IdleCause] = field(default_factory=list)
@@ -596,7 +596,7 @@ class Report(Struct, kw_only=True):
     host: list[HostShare] = field(default_factory=list)
     """The main thread's time, largest first."""
     uneven: Uneven | None = None
-    """What makes one step longer than another; ``null``: they are alike, or fewer than four."""
+    """What makes one step longer than another; ``null``: they are similar, or fewer than four."""
     operators: list[OperatorTime] = field(default_factory=list)
     """Without device work in the trace: the operators that take most host time, at most ten."""
     ranges: list[OperatorTime] = field(default_factory=list)
@@ -615,17 +615,17 @@ class Report(Struct, kw_only=True):
     memory_capacity_bytes: int | None = None
     """Device memory there is."""
     findings: list[Finding] = field(default_factory=list)
-    """Ranked, worth time a step; then those folded under them."""
+    """Findings whose fixes save time per step, by priority; then those folded under them."""
     risks: list[Finding] = field(default_factory=list)
-    """Worth memory, risk or time over the run: other currencies, ranked apart."""
+    """Findings about memory, risk or time over the run: other currencies, ranked separately."""
     notes: list[Finding] = field(default_factory=list)
-    """Informational: not shown right on real traces yet, or worth too little to act on."""
+    """Informational: not proven on real traces yet, or a gain too small to act on."""
     good: list[PassedCheck] = field(default_factory=list)
     """What the run already does well."""
     not_checked: list[SkippedCheck] = field(default_factory=list)
     """What could not be checked, and what to record to allow it."""
     limits: list[str] = field(default_factory=list)
-    """What this trace cannot tell, in a sentence each."""
+    """What this trace cannot show, one sentence each."""
     ranks: Ranks | None = None
     """Ranks side by side; ``null``: one rank."""
     replay: Replay | None = None
@@ -643,7 +643,7 @@ class Report(Struct, kw_only=True):
     energy: EnergyUse | None = None
     """Of the GPUs while steps ran; ``null``: not sampled."""
     cost: Cost | None = None
-    """What a step costs; ``null``: no price was given."""
+    """Cost of a step; ``null``: no price was given."""
     hot_lines: list[HotLine] = field(default_factory=list)
     """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
     memory: list[MemoryView] = field(default_factory=list)

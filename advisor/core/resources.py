@@ -13,7 +13,7 @@ class RankEnergy(Struct, frozen=True, kw_only=True):
     rank: int
     """Its number."""
     joules: float
-    """A step, mean, J."""
+    """Mean per step, J."""
     watts: float
     """Mean over the steps, W."""
     method: Literal["counter", "power"]
@@ -27,7 +27,7 @@ class EnergyUse(Struct, frozen=True, kw_only=True):
     used them included. Hosts are not in it."""
 
     joules: float | None
-    """A step, all ranks together, each GPU once, J; ``null``: not measured on all of them."""
+    """Per step, all ranks together, each GPU once, J; ``null``: not measured on all of them."""
     watts: float | None
     """The same, W."""
     ranks: list[RankEnergy]
@@ -40,9 +40,9 @@ class FixCost(Struct, frozen=True, kw_only=True):
     rule: str
     """Of the finding."""
     rank: int
-    """Place in the order of worth."""
+    """Its priority."""
     step: float
-    """Saved a step, in the currency."""
+    """Saved per step, in the currency."""
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -55,14 +55,14 @@ class Cost(Struct, frozen=True, kw_only=True):
     gpus: int
     """That are paid for."""
     source: str
-    """Where the price was said."""
+    """Where the price comes from."""
     step: float
-    """A step, all GPUs together."""
+    """Per step, all GPUs together."""
     run: float | None
     """The recorded run, from its first step to the end of its last; ``null``: a trace alone."""
     step_after: float | None
-    """A step once all ranked findings are fixed; ``null``: none has a gain."""
+    """Per step once all ranked findings are fixed; ``null``: none has a gain."""
     bound: bool
     """Gains are upper bounds: ``step_after`` is at least this."""
     fixes: list[FixCost] = field(default_factory=list)
-    """By rank."""
+    """By priority."""

@@ -94,7 +94,7 @@ class StepBar(Struct, frozen=True):
 
 
 class Stair(Struct, frozen=True):
-    """The step once a finding and all before it are mended."""
+    """The step once a finding and all before it are fixed."""
 
     rank: int | None
     """Of the finding; ``null``: the first, as measured, or one that is not ranked."""
@@ -140,7 +140,7 @@ class Stairs(Struct, frozen=True):
     bounded: bool
     """Some gain is an upper bound: what is saved is that at most."""
     measured: Stair
-    """Nothing mended."""
+    """Nothing fixed."""
     fixes: list[Stair]
     """The most valuable first."""
 
@@ -180,7 +180,7 @@ class RankTable(Struct, frozen=True):
 
     @property
     def more(self) -> str:
-        """What is said of those that are not listed; empty: all are."""
+        """A line about the ranks that are not listed; empty: all are."""
         left = self.total - len(self.rows)
         if not left:
             return ""

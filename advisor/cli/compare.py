@@ -62,36 +62,28 @@ def command(
         out.check(output, [before, after])
     if before == after == "-":
         raise AdvisorError("only one of the two can come from standard input")
-    told = Told(redact)
+    redaction = Told(redact)
     options = Options(rank=rank, window=window, steps=chosen, prices=paid, gpus=gpus)
-    comparison, names = _compare(before, after, options, step_ranges(steps), progress, told)
-    _remember(comparison)
-    if bound is not None and comparison.steps.difference_ns is not None:
-        from advisor.compare.comparison import Bounds
-        from advisor.compare.gate import decide
-
-        comparison.decision = decide(comparison, Bounds(slower=bound))
+    comparison, names = _compare(before, after, options, step_ranges(steps), progress, redaction)
+    _append_prediction(comparison)
     _deliver(comparison, wanted, output, redact=names)
     if bound is not None:
-        # a gate that lets through what it did not measure is none: outcome() raises
-        print(outcome(comparison), file=sys.stderr)
-    if comparison.decision is not None and comparison.decision.failed:
-        raise typer.Exit(1)
+        _decide(comparison, bound)
 
 
-def _remember(comparison: Comparison) -> None:
+def _append_prediction(comparison: Comparison) -> None:
     """In the folder of the later run; a folder that cannot be written to is no error."""
     import time
     from contextlib import suppress
 
-    from advisor.compare.remember import remember
+    from advisor.compare.compare import append_prediction
 
     with suppress(AdvisorError):
-        remember(comparison, unix=int(time.time()))
+        append_prediction(comparison, unix=int(time.time()))
 
 
 def _compare(
-    before: str, after: str, options: Options, ranges: str | None, progress: bool, told: Told
+    before: str, after: str, options: Options, ranges: str | None, progress: bool, redaction: Told
 ) -> tuple[Comparison, set[str] | None]:
     """The comparison, and the users and hosts to leave out of it."""
     from advisor.advise.engine import examine
@@ -108,7 +100,7 @@ def _compare(
     if any(saved) and options.prices is not None:
         raise AdvisorError(f"{pricing.OPTIONS}: {pricing.SAVED}")
     with Progress(progress) as shown:
-        read = ReadOptions(progress=shown.reading, peek=told.peek, step_ranges=ranges)
+        read = ReadOptions(progress=shown.reading, peek=redaction.peek, step_ranges=ranges)
         options = dataclasses.replace(options, read=read)
         found = []
         for path, report in zip((before, after), saved, strict=True):
@@ -118,7 +110,7 @@ def _compare(
             shown.say("measuring")
             found.append(examine(run, options))
         shown.say("comparing")
-        names = told.of(*(one.run for one in found))
+        names = redaction.of(*(one.run for one in found))
         if not any(saved):
             return compare_examined(*found), names
         from advisor.compare.compare import compare_reports
@@ -151,15 +143,21 @@ def _deliver(
     out.show(renderer.render(comparison, options))
 
 
-def outcome(comparison: Comparison) -> str:
-    """What was decided, why, and the exit code."""
+def _decide(comparison: Comparison, bound: float) -> None:
+    """Say on stderr whether the run is slower, and exit with 1 if it is. Raises AdvisorError where
+    step times are not compared: a gate that lets through what it did not measure is none."""
+    from advisor.compare.comparison import Bounds
+    from advisor.compare.gate import decide
     from advisor.compare.view import interval, signed
 
-    decision, steps = comparison.decision, comparison.steps
-    if decision is None:
+    steps = comparison.steps
+    if steps.difference_ns is None:
         raise AdvisorError(f"--fail-if-slower: step times are not compared: {steps.reason}")
+    decision = decide(comparison, Bounds(slower=bound))
     measured = f"step time {signed(steps.share)}, {interval(steps)}"
-    return f"{decision.reasons[0]} ({measured}); exit code {int(decision.failed)}"
+    print(f"{decision.reasons[0]} ({measured}); exit code {int(decision.failed)}", file=sys.stderr)
+    if decision.failed:
+        raise typer.Exit(1)
 
 
 def parse_share(text: str | None, option: str = "--fail-if-slower") -> float | None:

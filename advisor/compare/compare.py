@@ -16,7 +16,9 @@ from advisor.compare.work import by_shape, compare_kernels, compare_work, matche
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
+from advisor.core.run_directory import is_run
 from advisor.core.trace import Run
+from advisor.replay import predictions
 
 MIN_MATCHED = 0.2
 """Share of the device time in work that both have, below which the programs are said to differ."""
@@ -312,3 +314,50 @@ def _step_limits(c: Comparison) -> list[str]:
     if repeated(c):
         found.append(PERIODS)
     return found
+
+
+# -- past predictions ---------------------------------------------------------------------------
+
+
+def append_prediction(comparison: Comparison, *, unix: int) -> bool:
+    """Append what a fix was predicted to save, and saved, to the folder of the later run. Whether
+    there was one: both runs were recorded, and one finding with an estimated gain is gone."""
+    found = prediction_of(comparison, unix=unix)
+    after = Path(comparison.after.path)
+    if found is None or not is_run(after) or not is_run(comparison.before.path):
+        return False
+    file = after / predictions.FILE
+    same = (found.rule, found.predicted, found.measured)
+    if any(
+        (row.rule, row.predicted, row.measured) == same
+        for row in predictions.read(file).predictions
+    ):
+        return False  # compared before
+    predictions.append(file, [found])
+    return True
+
+
+def prediction_of(comparison: Comparison, *, unix: int) -> predictions.Prediction | None:
+    """``None``: no prediction of a single fix was tested."""
+    fix = comparison.realised
+    step = comparison.before.step_ns
+    if len(fix.rules) != 1 or not step:
+        return None
+    if fix.predicted_ns is None or fix.measured_ns is None:
+        return None
+
+    def share(ns: float | None, otherwise: float) -> float:
+        return (otherwise if ns is None else ns) / step
+
+    return predictions.Prediction(
+        unix=unix,
+        source="compare",
+        rule=fix.rules[0],
+        device=comparison.before.device_name or "",
+        predicted=fix.predicted_ns / step,
+        low=share(fix.predicted_low_ns, fix.predicted_ns),
+        high=share(fix.predicted_high_ns, fix.predicted_ns),
+        measured=fix.measured_ns / step,
+        measured_low=share(fix.measured_low_ns, fix.measured_ns),
+        measured_high=share(fix.measured_high_ns, fix.measured_ns),
+    )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 500
 MAX_KERNELS = 3
-LONGEST, LONGEST_SHAPE = 300, 1000
+MAX_NAME, MAX_SHAPE = 300, 1000
 """Characters of a name and of a shape; templates of C++ kernels and compiled regions with all
 their parameters have thousands."""
 
@@ -24,7 +24,7 @@ _KEY = ("op", "shape")
 
 
 def compare_work(before: Analysis, after: Analysis) -> tuple[list[Work], Work | None]:
-    """Device time a step by operator and shape: (largest differences first, all others summed).
+    """Device time per step by operator and shape: (largest differences first, all others summed).
 
     The operator is the innermost around the launch, with its own inputs; work that no operator
     launched goes by its kernel. By operator alone when only one side has shapes. Kernel names do
@@ -36,7 +36,7 @@ def compare_work(before: Analysis, after: Analysis) -> tuple[list[Work], Work | 
 
 
 def compare_kernels(before: Analysis, after: Analysis) -> tuple[list[Work], Work | None]:
-    """Device time a step by kernel name alone."""
+    """Device time per step by kernel name alone."""
     sides = [
         device_work(a)
         .group_by("kernel")
@@ -71,11 +71,10 @@ def by_shape(before: Analysis, after: Analysis) -> bool:
 
 def device_work(a: Analysis) -> pl.DataFrame:
     """Device work of the used steps by operator row's name, inputs and kernel: ``op``, ``inputs``
-    (row of ``Trace.inputs``), ``kernel``, ``ns`` and ``count``, both a step. A row that reaches
-    out of the steps counts with the part inside."""
+    (row of ``Trace.inputs``), ``kernel``, ``ns`` and ``count``, both per step. Of a row
+    that reaches out of the steps only the part inside counts."""
     trace = a.trace
-    at = np.flatnonzero(a.in_window)
-    gpu = trace.gpu[at]
+    gpu = trace.gpu[np.flatnonzero(a.in_window)]
     ts = gpu["ts"].to_numpy()
     inside = covered_length(ts, ts + gpu["dur"].to_numpy(), a.spans)
     op = gpu["op"].cast(pl.Int64)
@@ -111,7 +110,7 @@ def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
         .agg(pl.col("ns", "count").sum())
         .sort("ns", "kernel", descending=[True, False])
         .with_columns(
-            # work without an operator is told apart by its kernel
+            # work without an operator is identified by its kernel
             own=pl.when(pl.col("op").is_null()).then(pl.col("kernel"))
         )
         .group_by("op", "shape", "own", maintain_order=True)
@@ -148,7 +147,7 @@ def _joined(sides: list[pl.DataFrame], key: tuple[str, ...]) -> tuple[list[Work]
 def _work(row: dict[str, Any]) -> Work:
     return Work(
         op=_short(row.get("op")),
-        shape=_short(row.get("shape"), LONGEST_SHAPE),
+        shape=_short(row.get("shape"), MAX_SHAPE),
         before_ns=row["before_ns"],
         after_ns=row["after_ns"],
         before_count=row["before_count"],
@@ -158,5 +157,5 @@ def _work(row: dict[str, Any]) -> Work:
     )
 
 
-def _short(text: str | None, most: int = LONGEST) -> str | None:
+def _short(text: str | None, most: int = MAX_NAME) -> str | None:
     return text if text is None else shorten(text, most)

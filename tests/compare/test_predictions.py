@@ -1,4 +1,4 @@
-"""A comparison of two recorded runs is a line of the ledger where one fix was put to the test."""
+"""A comparison of two recorded runs is a past prediction where one fix was tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from advisor import cli
 from advisor.advise.engine import Options
 from advisor.compare import compare
-from advisor.compare.remember import entry, remember
+from advisor.compare.compare import append_prediction, prediction_of
 from advisor.replay import predictions
 from advisor.testing import TraceBuilder
 
@@ -49,7 +49,7 @@ def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
 ) -> None:
     before, after = runs
     c = compare(before, after, Options(config={}))
-    assert remember(c, unix=7)
+    assert append_prediction(c, unix=7)
     (line,) = lines(after)
     assert lines(before) == []
     assert (line.unix, line.source, line.rule) == (7, "compare", "single-process-loader")
@@ -60,27 +60,27 @@ def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
     assert line.predicted == pytest.approx(10 / 11, abs=0.05)
     assert line.inside
     assert line.device == "NVIDIA A100-SXM4-80GB"
-    assert not remember(c, unix=8), "it was compared before"
+    assert not append_prediction(c, unix=8), "it was compared before"
     assert len(lines(after)) == 1
 
 
 def test_what_is_written_names_no_program_file_or_host(runs: tuple[Path, Path]) -> None:
     before, after = runs
-    remember(compare(before, after, Options(config={})), unix=1)
+    append_prediction(compare(before, after, Options(config={})), unix=1)
     text = (after / predictions.FILE).read_text()
     assert not any(word in text for word in (str(before.parent), "before", "gemm", "sgemm"))
 
 
-def test_nothing_is_remembered_where_nothing_was_fixed_or_traces_are_no_runs(
+def test_nothing_is_appended_where_nothing_was_fixed_or_traces_are_no_runs(
     runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     before, after = runs
-    assert entry(compare(before, before, Options(config={})), unix=1) is None
-    assert not remember(compare(after, before, Options(config={})), unix=1)
+    assert prediction_of(compare(before, before, Options(config={})), unix=1) is None
+    assert not append_prediction(compare(after, before, Options(config={})), unix=1)
     files = [training(wait=wait).write(tmp_path / f"{wait}.json") for wait in (10_000.0, 0.0)]
     c = compare(files[0], files[1], Options(config={}))
-    assert entry(c, unix=1) is not None, "there is something to say"
-    assert not remember(c, unix=1), "and no folder of a run to say it in"
+    assert prediction_of(c, unix=1) is not None, "there is something to say"
+    assert not append_prediction(c, unix=1), "and no folder of a run to say it in"
     assert not list(tmp_path.glob("*.jsonl"))
 
 
@@ -89,10 +89,10 @@ def test_two_fixes_at_once_say_nothing_of_either(runs: tuple[Path, Path]) -> Non
 
     c = compare(*runs, Options(config={}))
     two = replace(c, realised=replace(c.realised, rules=("one", "other")))
-    assert entry(two, unix=1) is None
+    assert prediction_of(two, unix=1) is None
 
 
-def test_the_command_line_remembers_and_a_folder_that_cannot_be_written_to_is_no_error(
+def test_the_command_line_appends_and_a_folder_that_cannot_be_written_to_is_no_error(
     runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, after = map(str, runs)

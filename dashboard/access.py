@@ -70,11 +70,11 @@ class Access:
     def to(cls, host: str = "127.0.0.1", token: str | None = None) -> Access:
         """For an address: with this token, or a new one. Other users of this machine reach
         127.0.0.1 as well, so one is asked for there too."""
-        own = {host, socket.gethostname(), socket.getfqdn()} if host not in LOCAL else {host}
+        names = {host, socket.gethostname(), socket.getfqdn()} if host not in LOCAL else {host}
         return cls(
             host=host,
             token=token if token is not None else secrets.token_urlsafe(24),
-            names=LOCAL | {name.lower() for name in own if name},
+            names=LOCAL | {name.lower() for name in names if name},
         )
 
     @property
@@ -88,14 +88,14 @@ class Access:
         A page elsewhere can make its own name point here, never an address, so addresses are
         answered where others may come by them.
         """
-        found = _HOST.fullmatch(header or "")
-        if found is None or int(found["port"] or 80) > 65535:
+        match = _HOST.fullmatch(header or "")
+        if match is None or int(match["port"] or 80) > 65535:
             return False
         try:
-            address = ipaddress.ip_address(found["v6"] or found["name"])
+            address = ipaddress.ip_address(match["v6"] or match["name"])
         except ValueError:
-            return found["name"] is not None and found["name"].lower() in self.names
-        if (address.version == 6) != (found["v6"] is not None):
+            return match["name"] is not None and match["name"].lower() in self.names
+        if (address.version == 6) != (match["v6"] is not None):
             return False
         return str(address) in self.names or not self.here_only
 
@@ -128,8 +128,8 @@ def usable(token: str) -> bool:
 def cookie_name(header: str | None, begin: str = COOKIE) -> str:
     """The cookie's name for a Host header that was found to be ours: with the port the browser
     knows us by."""
-    found = _HOST.fullmatch(header or "")
-    return f"{begin}_{int(found['port'] or 80) if found is not None else 80}"
+    match = _HOST.fullmatch(header or "")
+    return f"{begin}_{int(match['port'] or 80) if match is not None else 80}"
 
 
 def protect(app: dash.Dash, access: Access) -> None:
@@ -220,12 +220,12 @@ def local_address(path: str, query: bytes) -> str:
     A browser takes ``//host``, ``/\\host`` and both with tabs between for another host.
     """
     where = "/" + quote(path, safe="/~", errors="replace").lstrip("/")
-    kept = [
+    parts = [
         part
         for part in quote(query, safe="%&=+/?:@!$'()*,;~-._").split("&")
         if part and unquote_plus(part.partition("=")[0]) != "token"
     ]
-    return f"{where}?{'&'.join(kept)}" if kept else where
+    return f"{where}?{'&'.join(parts)}" if parts else where
 
 
 def _refuse(code: int, why: str) -> flask.Response:

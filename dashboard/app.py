@@ -227,11 +227,13 @@ def _navigation(page: MenuPage, view: PageView) -> Any:
     """Links to the pages that have something to show."""
     links = []
     for item in PAGES:
-        here = item.module == page.module
-        if not here and not _has_content(item, view):
+        is_current = item.module == page.module
+        if not is_current and not _has_content(item, view):
             continue
         to = link(icon(item.module), el("Span", item.name), href=view.href(item.path))
-        links.append(el("Li", to, cls=f"to-{item.module} here" if here else f"to-{item.module}"))
+        links.append(
+            el("Li", to, cls=f"to-{item.module} here" if is_current else f"to-{item.module}")
+        )
     return el("Nav", el("Ul", *links), cls="side", aria_label="Pages")
 
 

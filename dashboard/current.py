@@ -17,8 +17,8 @@ KEY = "ADVISOR_SESSION"
 
 def session() -> DashboardSession:
     """The session of the application that answers this request."""
-    found: DashboardSession = flask.current_app.config[KEY]
-    return found
+    session_: DashboardSession = flask.current_app.config[KEY]
+    return session_
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class PageView:
 
     def href(self, path: str, **query: object) -> str:
         """An address within the dashboard that keeps the run (and the rank, if it is given)."""
-        found = {key: str(value) for key, value in query.items() if value not in (None, "")}
+        arguments = {key: str(value) for key, value in query.items() if value not in (None, "")}
         if self.entry.key != "0":
-            found.setdefault("run", self.entry.key)
-        return f"{path}?{urlencode(found)}" if found else path
+            arguments.setdefault("run", self.entry.key)
+        return f"{path}?{urlencode(arguments)}" if arguments else path
 
 
 def view(run: object = None, rank: object = None, **_: object) -> PageView:
     """What the query of a request asks for; what is not there becomes the default."""
-    here = session()
-    entry = here.entry(str(run) if run is not None else None)
-    return PageView(here, entry, _rank(entry, rank))
+    current_session = session()
+    entry = current_session.entry(str(run) if run is not None else None)
+    return PageView(current_session, entry, _rank(entry, rank))
 
 
 def _rank(entry: OpenedPath, rank: object) -> int | None:
@@ -75,17 +75,17 @@ MAX_TEXT = 64 << 10
 def clean_query(given: Mapping[str, Any]) -> dict[str, str]:
     """Arguments as a server or Dash parsed them: of a repeated one the first that is text; what
     is no text or too long is left out, as if it had not been sent."""
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     for name, value in given.items():
         first = value[0] if isinstance(value, list | tuple) and value else value
         if not isinstance(first, str) or not name.isidentifier() or len(name) > MAX_NAME:
             continue
         if len(first) > MAX_TEXT:
             continue
-        if len(found) == MAX_NAMES:
+        if len(arguments) == MAX_NAMES:
             break
-        found[name] = first
-    return found
+        arguments[name] = first
+    return arguments
 
 
 def parse_query(search: object) -> dict[str, str]:

@@ -63,11 +63,11 @@ class Application(dash.Dash):
 def document(parts: dict[str, str], *, picture_first: bool) -> str:
     """The HTML. ``parts``: what Dash gives ``interpolate_index``. ``picture_first``: Dash's scripts
     lie in a template, from which ``timeline/last.js`` takes them when there is a picture."""
-    kept = {key: parts[key] for key in ("metas", "title", "css", "app_entry", "config")}
+    fields = {key: parts[key] for key in ("metas", "title", "css", "app_entry", "config")}
     scripts = f"{parts['scripts']}{parts['renderer']}"
     if picture_first:
         scripts = f'<template id="dash-scripts">{scripts}</template>'
-    return HEAD.format(modules=modules(), last=scripts, **kept)
+    return HEAD.format(modules=modules(), last=scripts, **fields)
 
 
 def modules() -> str:

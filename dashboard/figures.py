@@ -64,11 +64,10 @@ def empty_figure(height: int, **layout: Any) -> Any:
 # -- kernels ------------------------------------------------------------------------------------
 
 
-def roofline(kernels: pl.DataFrame, hardware: GpuSpec, whole: int) -> Any:
+def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
     """Kernels by arithmetic intensity and rate, under the device's roofs; area is time.
 
-    ``kernels``: rows of ``Analysis.hot_kernels`` with both rates known. ``whole``: all device work,
-    ns.
+    ``kernels``: rows of ``Analysis.hot_kernels`` with both rates known. ``work_ns``: all GPU work.
     """
     made = empty_figure(420)
     intensity = (kernels["flops_per_s"] / kernels["bytes_per_s"]).to_list()
@@ -84,7 +83,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, whole: int) -> Any:
         kernels["name"].cast(pl.String),
         kernels["family"].cast(pl.String),
         kernels["dur"],
-        kernels["dur"] / whole,
+        kernels["dur"] / work_ns,
         kernels["roofline"],
         strict=True,
     )
@@ -148,52 +147,45 @@ def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
             peaks.setdefault(peak, []).append(name)
     bandwidth = hardware.bandwidth
     top = max(peaks, default=bandwidth * high)
-    line = {"color": "#8f8f99", "width": 1.4}
     ridge = min(top / bandwidth, high)
+    _roof(made, [low, ridge], [low * bandwidth, ridge * bandwidth])
+    made.add_annotation(
+        **_LABEL,
+        x=math.log10(low),
+        y=math.log10(low * bandwidth / 1e12),
+        xanchor="left",
+        text=f"{t.format_value(bandwidth, 'B/s')}",
+        xshift=14,
+        yshift=16,
+    )
+    for peak, names in peaks.items():
+        _roof(made, [peak / bandwidth, high], [peak, peak])
+        made.add_annotation(
+            **_LABEL,
+            x=math.log10(high),
+            y=math.log10(peak / 1e12),
+            xanchor="right",
+            text=f"{', '.join(names)} {t.format_value(peak, 'FLOP/s')}",
+        )
+
+
+_LABEL: dict[str, Any] = {"yanchor": "bottom", "showarrow": False, "font": {"size": 11.5}}
+
+
+def _roof(made: Any, intensity: list[float], flops_per_s: list[float]) -> None:
     made.add_trace(
         go.Scatter(
-            x=[low, ridge],
-            y=[low * bandwidth / 1e12, ridge * bandwidth / 1e12],
+            x=intensity,
+            y=[rate / 1e12 for rate in flops_per_s],
             mode="lines",
-            line=line,
+            line={"color": "#8f8f99", "width": 1.4},
             hoverinfo="skip",
             showlegend=False,
         )
     )
-    made.add_annotation(
-        x=math.log10(low),
-        y=math.log10(low * bandwidth / 1e12),
-        xanchor="left",
-        yanchor="bottom",
-        text=f"{t.format_value(bandwidth, 'B/s')}",
-        showarrow=False,
-        xshift=14,
-        yshift=16,
-        font={"size": 11.5},
-    )
-    for peak, names in peaks.items():
-        made.add_trace(
-            go.Scatter(
-                x=[peak / bandwidth, high],
-                y=[peak / 1e12] * 2,
-                mode="lines",
-                line=line,
-                hoverinfo="skip",
-                showlegend=False,
-            )
-        )
-        made.add_annotation(
-            x=math.log10(high),
-            y=math.log10(peak / 1e12),
-            xanchor="right",
-            yanchor="bottom",
-            text=f"{', '.join(names)} {t.format_value(peak, 'FLOP/s')}",
-            showarrow=False,
-            font={"size": 11.5},
-        )
 
 
-def icicle(tree: pl.DataFrame, whole: str) -> Any:
+def icicle(tree: pl.DataFrame, root: str) -> Any:
     """The tree of modules and operators (``optree.op_tree``), outermost on top."""
     made = empty_figure(460)
     total = int(tree.filter(pl.col("parent").is_null())["ns"].sum())
@@ -209,7 +201,7 @@ def icicle(tree: pl.DataFrame, whole: str) -> Any:
         go.Icicle(
             ids=["all", *ids],
             parents=["", *parents],
-            labels=[whole, *names],
+            labels=[root, *names],
             values=[total, *values],
             branchvalues="total",
             sort=False,
@@ -217,7 +209,7 @@ def icicle(tree: pl.DataFrame, whole: str) -> Any:
             marker={"colors": ["#dedcf6", *(_shade(name) for name in tree["name"])]},
             textfont={"size": 12, "color": "#1c1c1f"},
             customdata=[
-                [whole, t.format_duration(total)],
+                [root, t.format_duration(total)],
                 *(
                     [name, t.format_duration(value)]
                     for name, value in zip(full, values, strict=True)
@@ -265,10 +257,10 @@ def lines(
 ) -> Any:
     """Series over time: (name, x, y, colour) each."""
     made = empty_figure(height)
-    for name, at, values, colour in series:
+    for name, positions, values, colour in series:
         made.add_trace(
             go.Scatter(
-                x=list(at),
+                x=list(positions),
                 y=list(values),
                 name=escape_markup(name),
                 mode="lines",
@@ -326,11 +318,15 @@ def downsample(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[
     if len(x) <= MAX_POINTS:
         return list(x), list(y)
     size = -(-2 * len(x) // MAX_POINTS)
-    kept: list[int] = []
+    indices: list[int] = []
     for start in range(0, len(x), size):
-        at = [i for i in range(start, min(start + size, len(x))) if y[i] is not None]
-        kept += sorted({min(at, key=y.__getitem__), max(at, key=y.__getitem__)}) if at else [start]
-    return [x[i] for i in kept], [y[i] for i in kept]
+        present = [i for i in range(start, min(start + size, len(x))) if y[i] is not None]
+        indices += (
+            sorted({min(present, key=y.__getitem__), max(present, key=y.__getitem__)})
+            if present
+            else [start]
+        )
+    return [x[i] for i in indices], [y[i] for i in indices]
 
 
 def rank_class_heatmap(

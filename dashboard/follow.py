@@ -65,10 +65,10 @@ class _Tail:
 
     def _take(self, data: bytes) -> None:
         self._at += len(data)
-        *whole, self._torn = (self._torn + data).split(b"\n")
+        *lines, self._torn = (self._torn + data).split(b"\n")
         if len(self._torn) > MAX_LINE_BYTES:  # its end, when it comes, is a damaged line
             self._torn = self._torn[:1]
-        for line in whole:
+        for line in lines:
             if len(line) > MAX_LINE_BYTES:
                 continue
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import dash
@@ -27,6 +27,9 @@ LENGTHS: Final = (14, 30, 44, 66)
 """Characters of the labels of a name; assets/parts.css shows the longest that fits the column."""
 
 
+Formatter = Callable[[float | None], str]
+
+
 class Column(NamedTuple):
     """A column. One of numbers is sorted by ``field`` and shows ``field_text``; one of names is
     searched and sorted by ``field``, the whole name, and shows one of ``field_short``."""
@@ -35,11 +38,45 @@ class Column(NamedTuple):
     title: str
     width: int | None = None
     flex: int | None = None
-    number: bool = False
+    number: Formatter | bool = False
+    """Numbers, and how they are written; ``True``: the rows have the texts."""
     names: bool = False
     csv: str | None = None
     """Head of the column in the CSV, where numbers have no unit of their own: ``Time a step, ns``;
     default: ``title``."""
+
+
+def duration_column(field: str, title: str, width: int) -> Column:
+    """A column of durations, ns."""
+    return Column(field, title, width, number=t.format_duration, csv=f"{title}, ns")
+
+
+def share_column(field: str, title: str, width: int) -> Column:
+    """A column of shares."""
+    return Column(field, title, width, number=t.format_share, csv=f"{title}, 0 to 1")
+
+
+def grid_rows(
+    columns: Sequence[Column], values: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Rows of a grid: each number with its text, a dash where it was not measured, and names with
+    their labels."""
+    rows: list[dict[str, Any]] = []
+    for number, record in enumerate(values):
+        row: dict[str, Any] = {"id": str(number)}
+        for column in columns:
+            value = record[column.field]
+            row[column.field] = value
+            if callable(column.number):
+                text = column.number(value)
+                row[f"{column.field}_text"] = "–" if text == t.NOT_MEASURED else text
+            else:
+                row[column.field] = "–" if value is None else t.clean(value)
+        rows.append(row)
+    for column in columns:
+        if column.names:
+            add_labels(rows, column.field)
+    return rows
 
 
 def add_labels(rows: list[dict[str, Any]], field: str) -> None:

@@ -57,6 +57,11 @@ def png_button(name: str) -> Any:
     )
 
 
+def remark(text: str) -> Any:
+    """A remark below a figure or a table; ``None`` without one."""
+    return el("P", text, cls="note-line") if text else None
+
+
 def empty(title: str, why: str, how: str = "", *more: Any) -> Any:
     """In place of what was not recorded: what is missing, why, and how to get it."""
     return el(
@@ -71,10 +76,10 @@ def empty(title: str, why: str, how: str = "", *more: Any) -> Any:
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
     """Figures of merit: (name, value, what to know about it)."""
-    found = []
+    items = []
     for name, value, below in figures:
         none = value == t.NOT_MEASURED
-        found.append(
+        items.append(
             el(
                 "Div",
                 el("Dt", name),
@@ -87,7 +92,7 @@ def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
                 cls="tile",
             )
         )
-    return el("Dl", *found, cls="tiles")
+    return el("Dl", *items, cls="tiles")
 
 
 def table(
@@ -155,10 +160,10 @@ def scrolling(made: Any, label: str) -> Any:
 
 def facts(rows: Iterable[tuple[str, Any]]) -> Any:
     """Names and values."""
-    found: list[Any] = []
+    items: list[Any] = []
     for name, value in rows:
-        found += [el("Dt", name), el("Dd", value)]
-    return el("Dl", *found, cls="facts")
+        items += [el("Dt", name), el("Dd", value)]
+    return el("Dl", *items, cls="facts")
 
 
 def fold(summary: str, *body: Any) -> Any:
@@ -168,7 +173,9 @@ def fold(summary: str, *body: Any) -> Any:
 
 def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
     """Links of which one is chosen: (text, address, chosen)."""
-    links = [link(text, href=href, cls="chosen" if here else "") for text, href, here in options]
+    links = [
+        link(text, href=href, cls="chosen" if chosen else "") for text, href, chosen in options
+    ]
     return el("Div", el("Span", label, cls="label"), *links, cls="choices")
 
 
@@ -275,17 +282,17 @@ def el(kind: str, /, *children: Any, cls: str = "", **props: Any) -> Any:
     }
     if cls:
         named["className"] = cls
-    inside = [child for child in children if child is not None]
-    return make(inside[0] if len(inside) == 1 else inside or None, **named)
+    content = [child for child in children if child is not None]
+    return make(content[0] if len(content) == 1 else content or None, **named)
 
 
 def link(*children: Any, href: str, cls: str = "", **props: Any) -> Any:
     """A link within the dashboard: goes there without loading everything again."""
-    inside = [child for child in children if child is not None]
+    content = [child for child in children if child is not None]
     make: Any = dcc.Link
     if cls:
         props["className"] = cls
-    return make(inside[0] if len(inside) == 1 else inside, href=href, **props)
+    return make(content[0] if len(content) == 1 else content, href=href, **props)
 
 
 def external_link(*children: Any, href: str, cls: str = "") -> Any:
@@ -321,7 +328,7 @@ def two_columns(parts: Sequence[Segment]) -> list[Any]:
 
 def draw_strip(parts: Sequence[Segment], label: str, *, thin: bool = False) -> Any:
     """Only the bar. Read out as one picture with its figures."""
-    words = ", ".join(f"{part.label} {part.percent}" for part in parts)
+    description = ", ".join(f"{part.label} {part.percent}" for part in parts)
     return el(
         "Div",
         *(
@@ -338,7 +345,7 @@ def draw_strip(parts: Sequence[Segment], label: str, *, thin: bool = False) -> A
         ),
         cls="bar thin" if thin else "bar",
         role="img",
-        aria_label=f"{label}: {words}",
+        aria_label=f"{label}: {description}",
     )
 
 
@@ -365,14 +372,14 @@ def rank_choice(view: PageView, path: str) -> Any:
     numbers = list(view.loaded.analyses)
     if len(numbers) < 2:
         return None
-    here = view.rank if view.rank is not None else numbers[0]
+    current = view.rank if view.rank is not None else numbers[0]
     if len(numbers) <= MAX_LINKS:
-        return choices("Rank", [(str(n), view.href(path, rank=n), n == here) for n in numbers])
+        return choices("Rank", [(str(n), view.href(path, rank=n), n == current) for n in numbers])
     make: Any = dmc.Select
     chosen = make(
         id=SELECT,
         data=[{"value": str(n), "label": f"rank {n}"} for n in numbers],
-        value=str(here),
+        value=str(current),
         searchable=True,
         allowDeselect=False,
         nothingFoundMessage="No such rank",

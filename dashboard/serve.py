@@ -62,14 +62,14 @@ class Server:
 def bind(application: Callable[..., Any], access: Access, port: int) -> Server:
     """Bind to the port, or to the next one that is free. Raises AdvisorError: there is none, or
     the address is not this machine's."""
-    found = listen(access.host, port)
+    listener = listen(access.host, port)
     import waitress
 
     # a page asks for more than there are threads: that it waits its turn concerns nobody
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     server = waitress.create_server(
         application,
-        sockets=[found],
+        sockets=[listener],
         threads=THREADS,
         ident=None,  # not what serves it, nor its version
         max_request_body_size=8 << 20,
@@ -79,7 +79,7 @@ def bind(application: Callable[..., Any], access: Access, port: int) -> Server:
         asyncore_use_poll=True,  # select() ends at 1,024 descriptors
         clear_untrusted_proxy_headers=True,
     )
-    return Server(server, access, found.getsockname()[1])
+    return Server(server, access, listener.getsockname()[1])
 
 
 def _connections() -> int:

@@ -74,8 +74,8 @@ class LoadedRun:
         with self._lock:
             if key not in self._views:
                 self._views[key] = make()
-            found: T = self._views[key]
-            return found
+            table: T = self._views[key]
+            return table
 
 
 @dataclass
@@ -167,7 +167,7 @@ class DashboardSession:
         """A rank of a job, by the row of its report; ``None``: there is none."""
         asked = jobs.split(key)
         with self._opening:
-            job = next((one for one in self.entries if asked and one.key == asked[0]), None)
+            job = next((e for e in self.entries if asked and e.key == asked[0]), None)
             if asked is None or job is None or job.job is None or asked[1] >= len(job.job.rows):
                 return None
             for entry in self.entries:
@@ -175,7 +175,7 @@ class DashboardSession:
                     return entry
             row = job.job.rows[asked[1]]
             made = OpenedPath(jobs.key_of(*asked), row.path, label=f"rank {row.rank}")
-            opened = [one for one in self.entries if jobs.split(one.key) and one.state != "loading"]
+            opened = [e for e in self.entries if jobs.split(e.key) and e.state != "loading"]
             if len(opened) >= MAX_OPENED:
                 self.entries.remove(opened[0])
             self.entries.append(made)
@@ -186,7 +186,7 @@ class DashboardSession:
     def _read_rank(self, entry: OpenedPath) -> None:
         with self._reading:  # one after another: each takes as much memory as it is large
             try:
-                self._load(entry, whole=True)
+                self._load(entry, as_run=True)
             finally:
                 if entry.state == "loading":
                     entry.state, entry.why = "failed", "the analysis failed; see the terminal"
@@ -202,8 +202,8 @@ class DashboardSession:
         first, *others = self.entries
         if first.job is not None:
             return []
-        kept = (one for one in others if one.job is None and jobs.split(one.key) is None)
-        return [(first.key, one.key) for one in kept]
+        runs = (entry for entry in others if entry.job is None and jobs.split(entry.key) is None)
+        return [(first.key, entry.key) for entry in runs]
 
     def status(self) -> dict[str, Any]:
         """How far each entry is, as the progress page asks for it."""
@@ -241,16 +241,16 @@ class DashboardSession:
                     entry.state, entry.why = "failed", "the analysis failed; see the terminal"
             self._first.set()
 
-    def _load(self, entry: OpenedPath, *, whole: bool = False) -> None:
-        """``whole``: as one run, whatever it is."""
+    def _load(self, entry: OpenedPath, *, as_run: bool = False) -> None:
+        """``as_run``: as one run, whatever it is."""
 
         def reading(path: str, size: int) -> None:
             entry.doing = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
 
         entry.doing = "reading"
-        seen = newest_windows(entry.path) if self.live else None
+        windows = newest_windows(entry.path) if self.live else None
         try:
-            if not whole and not self.live and self._is_job(entry):
+            if not as_run and not self.live and self._is_job(entry):
                 return
             memory = self.options.read.memory if entry is self.entries[0] else None
             read = replace(self.options.read, progress=reading, memory=memory, urls=False)
@@ -272,7 +272,7 @@ class DashboardSession:
             entry.version += 1
             entry.why = ""
             entry.state = "ready"
-        self._seen = seen
+        self._seen = windows
 
     def _is_job(self, entry: OpenedPath) -> bool:
         """Whether it is a job of many ranks; then it is ready."""
@@ -310,18 +310,20 @@ class DashboardSession:
             self._load(entry)
 
     def _compare(self, before: str, after: str) -> None:
-        one, other = self.entry(before), self.entry(after)
-        if one.loaded is None or other.loaded is None:
-            missing = one if one.loaded is None else other
+        first, second = self.entry(before), self.entry(after)
+        if first.loaded is None or second.loaded is None:
+            missing = first if first.loaded is None else second
             self._comparisons[before, after] = missing.why
             return
         from advisor.compare import compare_examined
 
         try:
-            found: Comparison | str = compare_examined(one.loaded.examined, other.loaded.examined)
+            comparison: Comparison | str = compare_examined(
+                first.loaded.examined, second.loaded.examined
+            )
         except AdvisorError as error:
-            found = str(error)
-        self._comparisons[before, after] = found
+            comparison = str(error)
+        self._comparisons[before, after] = comparison
 
 
 def newest_windows(path: str) -> object:

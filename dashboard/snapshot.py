@@ -13,7 +13,7 @@ from advisor.core import text as t
 from advisor.core.report import MemoryView
 from advisor.dashboard import figures
 from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import card, el, figure, table
+from advisor.dashboard.parts import card, el, figure, remark, table
 from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
@@ -43,7 +43,7 @@ def warm(loaded: LoadedRun) -> None:
 def sections(view: PageView) -> list[Any]:
     """Cards of each device in the rank's snapshot; empty without a snapshot."""
     a = view.analysis
-    views = {each.device: each for each in view.loaded.report.memory}
+    views = {device_view.device: device_view for device_view in view.loaded.report.memory}
     if a is not view.loaded.main:
         from advisor.advise.memory import memory_views
 
@@ -56,7 +56,9 @@ def sections(view: PageView) -> list[Any]:
     return parts
 
 
-def _device(view: PageView, a: Analysis, post: PostMortem, told: MemoryView | None) -> list[Any]:
+def _device(
+    view: PageView, a: Analysis, post: PostMortem, device_view: MemoryView | None
+) -> list[Any]:
     name = f"GPU {post.device}" if len(a.post_mortems) > 1 else "Memory"
     parts = []
     if post.history.count:
@@ -83,12 +85,12 @@ def _device(view: PageView, a: Analysis, post: PostMortem, told: MemoryView | No
                     height=_map_height(post),
                     description="Blocks in each segment of the allocator, at their addresses.",
                 ),
-                el("P", _map_note(post), cls="note-line"),
+                remark(_map_note(post)),
                 aside="when the snapshot was taken",
             )
         )
-    if told is not None:
-        parts.append(_post_mortem(told))
+    if device_view is not None:
+        parts.append(_post_mortem(device_view))
     return parts
 
 
@@ -125,10 +127,10 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
             hovertemplate="reserved %{y:.3g} GiB<extra></extra>",
         )
     )
-    at = int(np.searchsorted(table_["event"].to_numpy(), post.moment))
+    row = int(np.searchsorted(table_["event"].to_numpy(), post.moment))
     label = "out of memory" if post.history.failed is not None else "peak"
     made.add_annotation(
-        x=x[at], y=post.allocated / (1 << 30), text=f"{label} {t.format_bytes(post.allocated)}",
+        x=x[row], y=post.allocated / (1 << 30), text=f"{label} {t.format_bytes(post.allocated)}",
         showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=0, ay=-24, font={"size": 12},
     )  # fmt: skip
     made.update_xaxes(title="ms into the history" if timed else "event")
@@ -152,8 +154,8 @@ def _map_height(post: PostMortem) -> int:
 
 
 def _map_note(post: PostMortem) -> str:
-    shown, whole = _map_rows(post).height, post.history.segments.height
-    more = f" The {shown} largest of {whole:,} segments are drawn." if shown < whole else ""
+    shown, total = _map_rows(post).height, post.history.segments.height
+    more = f" The {shown} largest of {total:,} segments are drawn." if shown < total else ""
     return (
         f"Grey is free memory. A request needs one contiguous piece of its pool and stream.{more}"
     )
@@ -163,7 +165,7 @@ def _segments(post: PostMortem) -> Any:
     """One bar per segment with its blocks; the tooltip gives size, category, line and age."""
     h, lives = post.history, post.history.lives
     alive = np.flatnonzero(lives.ended == h.count)
-    at = dict(zip(lives.address[alive].tolist(), alive.tolist(), strict=True))
+    live = dict(zip(lives.address[alive].tolist(), alive.tolist(), strict=True))
     rows = _map_rows(post)
     place = {row: n for n, row in enumerate(rows["row"].to_list())}
     blocks = (
@@ -176,7 +178,7 @@ def _segments(post: PostMortem) -> Any:
     names = [_segment_name(row) for row in rows.iter_rows(named=True)]
     for block in blocks.iter_rows(named=True):
         segment = block["segment"]
-        kind, said = _block_words(post, block, at.get(block["address"]))
+        kind, said = _block_words(post, block, live.get(block["address"]))
         drawn.setdefault(kind, []).append(
             (
                 (block["address"] - start[segment]) / (1 << 20),
@@ -245,23 +247,23 @@ def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> t
     return kind, f"{said}{label}"
 
 
-def _post_mortem(told: MemoryView) -> Any:
-    shown = memory.device(told, 25, named=True)
+def _post_mortem(device_view: MemoryView) -> Any:
+    shown = memory.device(device_view, 25, named=True)
     body: list[Any] = [
         table(["", ""], [[label, " · ".join(parts)] for label, parts in shown.lines], numbers=())
     ]
-    for each in shown.tables:
+    for section in shown.tables:
         body += [
-            el("H4", each.title),
+            el("H4", section.title),
             table(
-                list(each.head),
-                [list(row) for row in each.rows],
-                numbers=tuple(range(1, len(each.head))),
+                list(section.head),
+                [list(row) for row in section.rows],
+                numbers=tuple(range(1, len(section.head))),
                 names=(0,),
-                caption=each.title,
+                caption=section.title,
             ),
         ]
-    if told.savings:
-        items = [el("Li", line) for line in memory.assumptions(told)]
-        body += [el("P", "Assumptions:", cls="note-line"), el("Ul", *items, cls="plain")]
+    if device_view.savings:
+        items = [el("Li", line) for line in memory.assumptions(device_view)]
+        body += [remark("Assumptions:"), el("Ul", *items, cls="plain")]
     return card(shown.title, *body, aside=shown.aside)

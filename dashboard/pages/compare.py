@@ -25,6 +25,7 @@ from advisor.dashboard.parts import (
     figure,
     head,
     page,
+    remark,
     swatch,
     table,
 )
@@ -66,20 +67,24 @@ def layout(other: object = None, **query: object) -> Any:
     wanted = str(other) if str(other) in keys else view.entry.key
     after = view.session.entry(wanted if wanted in keys else keys[0])
     before = view.session.entry(pairs[0][0])
-    found = view.session.comparison(before.key, after.key)
+    comparison = view.session.comparison(before.key, after.key)
     chooser = _chooser(view, keys, after)
-    if found is None or isinstance(found, str):
-        why = t.clean(found) if found else "The comparison is being computed. Reload in a moment."
-        title = "These cannot be compared" if found else "Not yet"
+    if comparison is None or isinstance(comparison, str):
+        why = (
+            t.clean(comparison)
+            if comparison
+            else "The comparison is being computed. Reload in a moment."
+        )
+        title = "These cannot be compared" if comparison else "Not yet"
         return page(head("Compare", None, chooser), empty(title, why))
     return page(
-        _head(found, chooser),
-        banner(found.limits),
-        _steps(found),
-        _breakdown(found, before, after),
-        _findings(found),
-        _realised(found),
-        _work(found),
+        _head(comparison, chooser),
+        banner(comparison.limits),
+        _steps(comparison),
+        _breakdown(comparison, before, after),
+        _findings(comparison),
+        _realised(comparison),
+        _work(comparison),
     )
 
 
@@ -126,7 +131,7 @@ def _steps(c: Comparison) -> Any:
             description="Cumulative share of steps by duration, before and after.",
         ),
         _table("Step time", words.step_lines(c)),
-        *(el("P", note, cls="note-line", style={"marginTop": "10px"}) for note in notes),
+        *(remark(note) for note in notes),
     )
 
 
@@ -134,15 +139,15 @@ def _distribution(before: Distribution, after: Distribution) -> Any:
     """Both as cumulative shares: no bins to choose, every step is in it."""
     made = figures.empty_figure(230)
     for name, side, colour in (("before", before, BEFORE), ("after", after, AFTER)):
-        at = sorted(side.durations_ns)
-        shares = [(i + 1) / len(at) for i in range(len(at))]
-        x, y = figures.downsample([ns / 1e6 for ns in at], shares)
+        durations = sorted(side.durations_ns)
+        shares = [(i + 1) / len(durations) for i in range(len(durations))]
+        x, y = figures.downsample([ns / 1e6 for ns in durations], shares)
         made.add_trace(
             go.Scatter(
                 x=x,
                 y=y,
                 name=name,
-                mode="lines+markers" if len(at) < 40 else "lines",
+                mode="lines+markers" if len(durations) < 40 else "lines",
                 line={"shape": "hv", "width": 1.8, "color": colour},
                 marker={"size": 5, "color": colour},
                 hovertemplate="%{y:.0%} take at most %{x:,.2f} ms<extra>" + name + "</extra>",
@@ -181,7 +186,7 @@ def _change(line: Line) -> Any:
 def _table(title: str, lines: list[Line], *, bars: bool = False, caption: str = "") -> Any:
     """Lines side by side; with ``bars`` before and after also as two bars, all to one scale. In a
     narrow window a line is a block of its own."""
-    most = max((value for li in lines for value in (li.before, li.after) if value), default=0.0)
+    largest = max((value for li in lines for value in (li.before, li.after) if value), default=0.0)
     rows = []
     for line in lines:
         colour = _colour(line)
@@ -191,15 +196,15 @@ def _table(title: str, lines: list[Line], *, bars: bool = False, caption: str = 
         first = el(
             "Span", swatch(colour) if colour else None, label, cls="nowrap" if colour else ""
         )
-        pair = [_pair(line, most)] if bars else []
+        pair = [_pair(line, largest)] if bars else []
         rows.append([first, *pair, *line.texts, _change(line)])
     head = [title, *([""] if bars else []), "before", "after", "difference"]
     return table(head, rows, numbers=range(len(head) - 3, len(head)), caption=caption, stacked=True)
 
 
-def _pair(line: Line, most: float) -> Any:
+def _pair(line: Line, largest: float) -> Any:
     bars = [
-        el("I", cls=look, style={"width": f"{(value or 0.0) / (most or 1.0):.4%}"})
+        el("I", cls=look, style={"width": f"{(value or 0.0) / (largest or 1.0):.4%}"})
         for look, value in (("was", line.before), ("is", line.after))
     ]
     return el("Span", *bars, cls="two-bars", aria_hidden="true")
@@ -221,16 +226,16 @@ def _colour(line: Line) -> str | None:
 
 def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
     lines = words.breakdown_lines(c)
-    whole = max(c.before.step_ns, c.after.step_ns)
+    longer_ns = max(c.before.step_ns, c.after.step_ns)
     strips = []
     for name, entry in (("before", before), ("after", after)):
         if entry.loaded is None:
             continue
         report = entry.loaded.report
         bar = views.step_bar(report)
-        if bar is not None and whole:
+        if bar is not None and longer_ns:
             made = draw_strip(bar.segments, f"The step {name}", thin=True)
-            share = report.scope.step_ns / whole
+            share = report.scope.step_ns / longer_ns
             strips.append(
                 el(
                     "Div",
@@ -241,7 +246,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
                 )
             )
     units = {unit_of(side.step_source) for side in (c.before, c.after)}
-    of = t.format_per("step" if units == {"step"} else "recording")
+    unit = t.format_per("step" if units == {"step"} else "recording")
     whose = "GPU time" if any(line.group == "time" for line in lines) else "Host time"
     groups = [
         (whose, [line for line in lines if line.group in ("time", "idle", "host")]),
@@ -252,7 +257,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
         "Where the time goes",
         el("Div", *strips, cls="strips") if strips else None,
         *(
-            _table(title, part, bars=True, caption=f"{title}, {of}, all bars on one scale")
+            _table(title, part, bars=True, caption=f"{title}, {unit}, all bars on one scale")
             for title, part in groups
             if part
         ),
@@ -278,8 +283,8 @@ def _findings(c: Comparison) -> Any:
     return card("Findings", el("Div", *parts, cls="stack"))
 
 
-def _finding(item: FindingChange, each: str) -> Any:
-    title, *rest = (t.clean(part) for part in words.finding(item, each))
+def _finding(item: FindingChange, unit: str) -> Any:
+    title, *rest = (t.clean(part) for part in words.finding(item, unit))
     return el("Li", el("B", title), el("Span", " · ".join(rest), cls="dim") if rest else None)
 
 

@@ -24,6 +24,7 @@ from advisor.dashboard.parts import (
     icon,
     link,
     page,
+    remark,
     scrolling,
 )
 
@@ -57,9 +58,9 @@ def layout(category: object = None, **query: object) -> Any:
 
 
 def _head(report: Report) -> Any:
-    found = len(facts.ranked(report))
+    count = len(facts.ranked(report))
     title = "Findings"
-    if found:
+    if count:
         lead = "Fix them in this order: each gain assumes that the fixes above are done."
     elif report.status == "healthy":
         lead = "No change found that shortens the step."
@@ -186,16 +187,16 @@ def _where(view: PageView, finding: Finding) -> Any:
         return None
     lines = []
     for place, texts in places:
-        whole = t.location_names(place, name_width=2000, path_width=2000)
-        names = [el("Code", abbreviation(*pair)) for pair in zip(texts, whole, strict=True)]
+        full_names = t.location_names(place, name_width=2000, path_width=2000)
+        names = [el("Code", abbreviation(*pair)) for pair in zip(texts, full_names, strict=True)]
         figures = " · ".join(t.location_figures(place))
-        at = timeline_href(view, finding, place)
+        href = timeline_href(view, finding, place)
         lines.append(
             el(
                 "Li",
                 *names,
                 el("Span", figures, cls="dim") if figures else None,
-                link("show", href=at) if at else None,
+                link("show", href=href) if href else None,
             )
         )
     return el("Ul", *lines, cls="where-list")
@@ -258,9 +259,9 @@ def timeline_href(view: PageView, finding: Finding, place: Location) -> str | No
 
 def _actions(view: PageView, finding: Finding) -> Any:
     buttons = []
-    at = next((href for p in finding.where if (href := timeline_href(view, finding, p))), None)
-    if at is not None:
-        buttons.append(link(icon("show"), "Show on the timeline", href=at, cls="button main"))
+    target = next((href for p in finding.where if (href := timeline_href(view, finding, p))), None)
+    if target is not None:
+        buttons.append(link(icon("show"), "Show on the timeline", href=target, cls="button main"))
     for reference in finding.references:
         parts = urlsplit(reference)
         if parts.scheme in ("http", "https"):
@@ -282,7 +283,9 @@ def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
     lines = []
     for finding in notes:
         reason = facts.why_note(finding)
-        at = next((href for p in finding.where if (href := timeline_href(view, finding, p))), None)
+        target = next(
+            (href for p in finding.where if (href := timeline_href(view, finding, p))), None
+        )
         lines.append(
             el(
                 "Li",
@@ -291,9 +294,9 @@ def _notes(view: PageView, report: Report, notes: list[Finding]) -> Any:
                     "Span",
                     el("Span", t.clean(finding.title), cls="title"),
                     el("Span", f" ({reason})", cls="dim") if reason else None,
-                    el("P", t.clean(finding.summary), cls="note-line"),
-                    el("P", t.clean(finding.fix), cls="note-line"),
-                    link("show", href=at) if at else None,
+                    remark(t.clean(finding.summary)),
+                    remark(t.clean(finding.fix)),
+                    link("show", href=target) if target else None,
                 ),
                 _note_worth(finding),
                 id=anchor(finding),

@@ -10,10 +10,17 @@ from dash import Input, Output, State
 
 from advisor.advise.terms import limit_worded, record_with
 from advisor.core import text as t
-from advisor.core.report import OperatorRate
 from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import PageView, parse_query
-from advisor.dashboard.grid import Column, add_labels, grid, register_search
+from advisor.dashboard.grid import (
+    Column,
+    Formatter,
+    duration_column,
+    grid,
+    grid_rows,
+    register_search,
+    share_column,
+)
 from advisor.dashboard.parts import (
     card,
     el,
@@ -25,6 +32,7 @@ from advisor.dashboard.parts import (
     link,
     page,
     rank_choice,
+    remark,
     share_bar,
     swatch,
     table,
@@ -83,13 +91,13 @@ def _lead(a: Analysis) -> str:
 def _families(a: Analysis) -> Any:
     rows = a.families.filter(pl.col("dur") > 0)
     largest = max(rows["dur"].max() or 1, 1)
-    whole = _device_work(a)
+    work_ns = _device_work(a)
     lines = [
         [
             el("Span", swatch(theme.family_colour(name)), name, cls="nowrap"),
             el("Div", share_bar(dur / largest, theme.family_colour(name)), cls="bar-cell"),
             t.format_duration(dur / a.step_count),
-            t.format_share(dur / whole),
+            t.format_share(dur / work_ns),
             t.format_count(count / a.step_count),
         ]
         for name, count, dur in rows.select("family", "count", "dur")
@@ -108,62 +116,56 @@ def _device_work(a: Analysis) -> int:
     return max(int(a.families["dur"].sum()), 1)
 
 
+def _per(scale: float) -> Formatter:
+    """How a rate is written: a number of so many FLOP/s or bytes/s."""
+
+    def write(value: float | None) -> str:
+        if value is None:
+            return t.NOT_MEASURED
+        return "<0.01" if 0 < value / scale < 0.01 else t.format_number(value / scale)
+
+    return write
+
+
+TFLOPS, GBPS = _per(1e12), _per(1e9)
 KERNELS = (
     Column("name", "Kernel", flex=2, names=True),
     Column("family", "Family", width=118),
-    Column("count", "Count", width=62, number=True),
-    Column("time", "Time per step", width=112, number=True, csv="Time per step, ns"),
-    Column("share", "Share", width=62, number=True, csv="Share, 0 to 1"),
-    Column("occupancy", "Occupancy", width=98, number=True, csv="Occupancy, 0 to 1"),
-    Column("flops", "TFLOP/s", width=74, number=True, csv="FLOP/s"),
-    Column("bytes", "GB/s", width=62, number=True, csv="Bytes/s"),
-    Column("roofline", "Of roofline", width=96, number=True, csv="Of roofline, 0 to 1"),
+    Column("count", "Count", width=62, number=t.format_count),
+    duration_column("time", "Time per step", 112),
+    share_column("share", "Share", 62),
+    share_column("occupancy", "Occupancy", 98),
+    Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
+    Column("bytes", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
+    share_column("roofline", "Of roofline", 96),
     Column("tensor", "Tensor", width=66),
     Column("op", "Launched by", flex=1, names=True),
 )
 
 
 def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
-    """Rows of the grid: numbers to sort by, and the texts that are shown."""
-    rows = []
-    whole = _device_work(a)
-    table_ = a.hot_kernels.head(MAX_ROWS).with_columns(
+    """Rows of the kernels' grid."""
+    work_ns = _device_work(a)
+    kernels = a.hot_kernels.head(MAX_ROWS).with_columns(
         pl.col("name", "family", "op_name").cast(pl.String)
     )
-    for number, row in enumerate(table_.iter_rows(named=True)):
-        occupancy = None if row["occupancy"] is None else row["occupancy"] / 100
-        rows.append(
-            {
-                "id": str(number),
-                "name": t.clean(row["name"]),
-                "family": row["family"],
-                **_cell("count", row["count"], t.format_count(row["count"])),
-                **_cell(
-                    "time", row["dur"] / a.step_count, t.format_duration(row["dur"] / a.step_count)
-                ),
-                **_cell("share", row["dur"] / whole, t.format_share(row["dur"] / whole)),
-                **_cell("occupancy", occupancy, t.format_share(occupancy)),
-                **_cell("flops", row["flops_per_s"], _number(row["flops_per_s"], 1e12)),
-                **_cell("bytes", row["bytes_per_s"], _number(row["bytes_per_s"], 1e9)),
-                **_cell("roofline", row["roofline"], t.format_share(row["roofline"])),
-                "tensor": {True: "yes", False: "no", None: "–"}[row["tensor_core"]],
-                "op": t.clean(row["op_name"]) if row["op_name"] is not None else "–",
-            }
-        )
-    add_labels(rows, "name")
-    add_labels(rows, "op")
-    return rows
-
-
-def _number(value: float | None, scale: float) -> str:
-    if value is None:
-        return t.NOT_MEASURED
-    return "<0.01" if 0 < value / scale < 0.01 else t.format_number(value / scale)
-
-
-def _cell(name: str, value: float | None, shown: str) -> dict[str, Any]:
-    """A number to sort by, and how it is written; a dash for what was not measured."""
-    return {name: value, f"{name}_text": "–" if shown == t.NOT_MEASURED else shown}
+    values = (
+        {
+            "name": row["name"],
+            "family": row["family"],
+            "count": row["count"],
+            "time": row["dur"] / a.step_count,
+            "share": row["dur"] / work_ns,
+            "occupancy": None if row["occupancy"] is None else row["occupancy"] / 100,
+            "flops": row["flops_per_s"],
+            "bytes": row["bytes_per_s"],
+            "roofline": row["roofline"],
+            "tensor": {True: "yes", False: "no", None: None}[row["tensor_core"]],
+            "op": row["op_name"],
+        }
+        for row in kernels.iter_rows(named=True)
+    )
+    return grid_rows(KERNELS, values)
 
 
 def _kernels(view: PageView) -> Any:
@@ -174,9 +176,7 @@ def _kernels(view: PageView) -> Any:
     return card(
         "Kernels",
         grid("kernel-grid", KERNELS, rows, height=460, label="Kernels"),
-        el("P", f"{t.format_count(more)} smaller kernels are not listed.", cls="note-line")
-        if more
-        else None,
+        remark(f"{t.format_count(more)} smaller kernels are not listed.") if more else None,
         el("Div", id="kernel-detail", aria_live="polite"),
         aside=aside,
     )
@@ -201,7 +201,7 @@ def _roofline(view: PageView) -> Any:
             record_with("record_shapes=True", a.trace.meta),
         )
     share = float(known["dur"].sum()) / _device_work(a)
-    words = (
+    description = (
         f"{t.count_noun(known.height, 'kernel')}, {t.format_share(share)} of GPU work, by "
         "arithmetic "
         f"intensity and FLOP rate, below the roofline of {a.hardware.name}."
@@ -212,9 +212,9 @@ def _roofline(view: PageView) -> Any:
             figures.roofline(known, a.hardware, _device_work(a)),
             "roofline",
             height=420,
-            description=words,
+            description=description,
         ),
-        el("P", words + " Area shows time. Peaks are the vendor's figures.", cls="note-line"),
+        remark(description + " Area shows time. Peaks are the vendor's figures."),
     )
 
 
@@ -228,46 +228,39 @@ def _tree(view: PageView) -> Any:
             limit_worded("Record with activities=[CPU, CUDA].", a.trace.meta),
         )
     what = "GPU time" if a.device_id is not None else "host time"
-    words = f"Modules and operators by {what}, outermost on top. Click one to zoom in."
+    description = f"Modules and operators by {what}, outermost on top. Click one to zoom in."
     return card(
         f"{what[0].upper()}{what[1:]} by module and operator",
         figure(
-            figures.icicle(tree, f"all {what}"), "modules-and-ops", height=460, description=words
+            figures.icicle(tree, f"all {what}"),
+            "modules-and-ops",
+            height=460,
+            description=description,
         ),
-        el("P", words, cls="note-line"),
+        remark(description),
     )
 
 
 OPS = (
     Column("name", "Operator", flex=3, names=True),
-    Column("count", "Calls", width=100, number=True),
-    Column("device", "GPU time per step", width=160, number=True, csv="GPU time per step, ns"),
-    Column(
-        "host", "Self host time per step", width=176, number=True, csv="Self host time per step, ns"
-    ),
+    Column("count", "Calls", width=100, number=t.format_count),
+    duration_column("device", "GPU time per step", 160),
+    duration_column("host", "Self host time per step", 176),
 )
 
 
 def op_rows(a: Analysis) -> list[dict[str, Any]]:
     """Rows of the operators' grid."""
-    rows = [
+    values = (
         {
-            "id": str(number),
-            "name": t.clean(row["name"]),
-            **_cell("count", row["count"], t.format_count(row["count"])),
-            **_cell(
-                "device",
-                row["device"] / a.step_count,
-                t.format_duration(row["device"] / a.step_count),
-            ),
-            **_cell(
-                "host", row["host"] / a.step_count, t.format_duration(row["host"] / a.step_count)
-            ),
+            "name": row["name"],
+            "count": row["count"],
+            "device": row["device"] / a.step_count,
+            "host": row["host"] / a.step_count,
         }
-        for number, row in enumerate(op_table(a).head(MAX_OPS).iter_rows(named=True))
-    ]
-    add_labels(rows, "name")
-    return rows
+        for row in op_table(a).head(MAX_OPS).iter_rows(named=True)
+    )
+    return grid_rows(OPS, values)
 
 
 def _ops(view: PageView) -> Any:
@@ -278,13 +271,13 @@ def _ops(view: PageView) -> Any:
     # without any, a column of zeros would say that it was measured
     device = a.trace.gpu.height > 0
     columns = OPS if device else tuple(column for column in OPS if column.field != "device")
-    words = "Self host time excludes the operators called."
+    text = "Self host time excludes the operators called."
     if device:
-        words = f"GPU time counts kernels that the operator launches itself. {words}"
+        text = f"GPU time counts kernels that the operator launches itself. {text}"
     return card(
         "Operators",
         grid("op-grid", columns, rows, height=380, label="Operators"),
-        el("P", words, cls="note-line", style={"marginTop": "10px"}),
+        remark(text),
     )
 
 
@@ -367,38 +360,34 @@ RATE_COLUMNS = (
     Column("name", "Operator", flex=2, names=True),
     Column("shapes", "Shapes", flex=2, names=True),
     Column("dtype", "Format", width=76),
-    Column("calls", "Calls", width=66, number=True, csv="Calls per step"),
-    Column("time", "Time per step", width=112, number=True, csv="Time per step, ns"),
+    Column("calls", "Calls", width=66, number=t.format_count, csv="Calls per step"),
+    duration_column("time", "Time per step", 112),
     Column("bound", "Bound", width=86),
-    Column("flops", "TFLOP/s", width=76, number=True, csv="FLOP/s"),
-    Column("bytes", "GB/s", width=70, number=True, csv="Bytes/s"),
-    Column("efficiency", "Of attainable", width=104, number=True, csv="Of attainable, 0 to 1"),
-    Column("saved", "Saving per step", width=112, number=True, csv="Saving per step, ns"),
+    Column("flops", "TFLOP/s", width=76, number=TFLOPS, csv="FLOP/s"),
+    Column("bytes", "GB/s", width=70, number=GBPS, csv="Bytes/s"),
+    share_column("efficiency", "Of attainable", 104),
+    duration_column("saved", "Saving per step", 116),
 )
 
 
 def rate_rows(a: Analysis) -> list[dict[str, Any]]:
-    """Rows of the grid: numbers to sort by, and the texts that are shown."""
-    rows = [_rate_row(number, rate) for number, rate in enumerate(rooflines(a, MAX_RATES))]
-    add_labels(rows, "name")
-    add_labels(rows, "shapes")
-    return rows
-
-
-def _rate_row(number: int, rate: OperatorRate) -> dict[str, Any]:
-    return {
-        "id": str(number),
-        "name": t.clean(rate.name or rate.kernel),
-        "shapes": t.clean(rate.shapes) if rate.shapes else "–",
-        "dtype": rate.dtype or "–",
-        "bound": "–" if rate.bound == "unknown" else rate.bound,
-        **_cell("calls", rate.calls, t.format_count(rate.calls)),
-        **_cell("time", rate.ns, t.format_duration(rate.ns)),
-        **_cell("flops", rate.flops_per_s, _number(rate.flops_per_s, 1e12)),
-        **_cell("bytes", rate.bytes_per_s, _number(rate.bytes_per_s, 1e9)),
-        **_cell("efficiency", rate.efficiency, t.format_share(rate.efficiency)),
-        **_cell("saved", rate.saved_ns, t.format_duration(rate.saved_ns)),
-    }
+    """Rows of the grid of operators by shape."""
+    values = (
+        {
+            "name": rate.name or rate.kernel,
+            "shapes": rate.shapes or None,
+            "dtype": rate.dtype,
+            "bound": None if rate.bound == "unknown" else rate.bound,
+            "calls": rate.calls,
+            "time": rate.ns,
+            "flops": rate.flops_per_s,
+            "bytes": rate.bytes_per_s,
+            "efficiency": rate.efficiency,
+            "saved": rate.saved_ns,
+        }
+        for rate in rooflines(a, MAX_RATES)
+    )
+    return grid_rows(RATE_COLUMNS, values)
 
 
 def operator_rates(view: PageView) -> Any:
@@ -410,25 +399,25 @@ def operator_rates(view: PageView) -> Any:
     return card(
         "Operators by shape",
         grid(RATES, RATE_COLUMNS, rows, height=420, label="Operators by shape"),
-        el("P", _rate_note(a), cls="note-line", style={"marginTop": "10px"}),
+        remark(_rate_note(a)),
         aside="compared with rates measured on such a GPU; – means not measured",
     )
 
 
 def _rate_note(a: Analysis) -> str:
     """The attainable rates and their sources."""
-    found = []
+    sources = []
     for rate in attained(a):
         memory = rate.of == "memory"
         unit = "GB/s" if memory else "TFLOP/s"
         shown = f"{t.format_number(rate.rate / (1e9 if memory else 1e12))} {unit}"
         where = "estimated from similar GPUs" if rate.source is None else t.clean(rate.source)
-        found.append(f"{rate.of} {shown} ({where})")
-    told = (
-        f"Attainable: {', '.join(found)}. "
-        if found
+        sources.append(f"{rate.of} {shown} ({where})")
+    rates = (
+        f"Attainable: {', '.join(sources)}. "
+        if sources
         else "The attainable rates of this GPU are unknown. "
     )
     return (
-        f"{told}Launch-bound: starting the kernel takes longer than its work, so no rate applies."
+        f"{rates}Launch-bound: starting the kernel takes longer than its work, so no rate applies."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import dash
@@ -9,7 +10,8 @@ from dash import Input, Output, State, dcc
 
 from advisor.advise import facts, views
 from advisor.core import text as t
-from advisor.core.run_directory import THROTTLE, Gpu, Host, RankRecord
+from advisor.core.run_directory import THROTTLE, Gpu, Host, RankRecord, Step
+from advisor.core.views import Segment
 from advisor.dashboard import current, figures, theme
 from advisor.dashboard.current import PageView, parse_query
 from advisor.dashboard.pages.overview import finding_line
@@ -105,13 +107,14 @@ def body(view: PageView, rank: int | None) -> list[Any]:
         return [empty("Waiting for the first step", "Nothing was recorded in this folder yet.")]
     follower = view.session.follower
     ranks = follower.ranks() if follower is not None else []
-    here = rank if rank in ranks else ranks[0]
+    chosen = rank if rank in ranks else ranks[0]
     parts: list[Any] = []
     if len(ranks) > 1:
-        links = [(str(n), view.href("/live", rank=n), n == here) for n in ranks[:64]]
+        links = [(str(n), view.href("/live", rank=n), n == chosen) for n in ranks[:64]]
         parts.append(choices("Rank", links))
     parts.append(_figures(record))
-    parts.append(_steps(record))
+    recent = record.steps[-SHOWN_STEPS:]
+    parts.append(steps_card(recent, f"the last {len(recent)}"))
     parts.append(_phases(record))
     parts.append(_findings(view))
     parts += telemetry_cards(record, last=SHOWN_SAMPLES)
@@ -155,20 +158,28 @@ def _figures(record: RankRecord) -> Any:
     )
 
 
-def _steps(record: RankRecord) -> Any:
-    steps = record.steps[-SHOWN_STEPS:]
+def steps_card(steps: Sequence[Step], aside: str = "") -> Any:
+    """Durations of recorded steps; profiled steps have their own colour."""
     numbers = [float(step.n) for step in steps]
-    plain = [None if step.window is not None else step.dur / 1e6 for step in steps]
-    inside = [step.dur / 1e6 if step.window is not None else None for step in steps]
-    series = [("step", numbers, plain, theme.ACCENT)]
-    if any(value is not None for value in inside):
-        series.append(("while profiled", numbers, inside, theme.CAUSES["dispatch"]))
-    made = figures.lines(series, x="step", y="ms", height=220)
-    return card(
-        "Steps",
-        figure(made, "live-steps", height=220, description="Durations of the latest steps, ms."),
-        aside=f"the last {len(steps)}",
-    )
+    series = []
+    for name, colour, profiled in (
+        ("step", theme.ACCENT, False),
+        ("while profiled", theme.CAUSES["dispatch"], True),
+    ):
+        values = [s.dur / 1e6 if (s.window is not None) is profiled else None for s in steps]
+        if not profiled or any(value is not None for value in values):
+            series.append((name, *figures.downsample(numbers, values), colour))
+    drawn = figures.lines(series, x="step", y="ms", height=220)
+    description = f"Duration of each of {len(steps)} recorded steps, in ms."
+    return card("Steps", figure(drawn, "steps", height=220, description=description), aside=aside)
+
+
+def phases_card(title: str, parts: Sequence[Segment], aside: str) -> Any:
+    """A bar of the step's phases with its legend; ``None`` without any."""
+    if not parts:
+        return None
+    legend = el("Div", *two_columns(parts), cls="legend")
+    return card(title, draw_strip(parts, title), legend, aside=aside)
 
 
 def _phases(record: RankRecord) -> Any:
@@ -178,14 +189,8 @@ def _phases(record: RankRecord) -> Any:
         ns, share = recent.phase(name), recent.share(name)
         if ns is not None and share:
             parts.append(views.phase(name, float(ns.mean()), share))
-    if not parts:
-        return None
-    return card(
-        "Phases",
-        draw_strip(parts, "Phases of the latest steps"),
-        el("Div", *two_columns(parts), cls="legend"),
-        aside=f"host time, mean of the last {min(RECENT, len(record.steps))} steps",
-    )
+    aside = f"host time, mean of the last {min(RECENT, len(record.steps))} steps"
+    return phases_card("Phases", parts, aside)
 
 
 def _findings(view: PageView) -> Any:
@@ -195,8 +200,8 @@ def _findings(view: PageView) -> Any:
         why = t.clean(entry.why or entry.doing)
         return empty("No findings yet", f"They appear after the first profiled window. {why}")
     report = entry.loaded.report
-    found = facts.ranked(report)[:5]
-    if not found:
+    ranked = facts.ranked(report)[:5]
+    if not ranked:
         return card("Findings", el("P", t.clean(report.verdict)))
     if report.scope.step_source == "record":
         basis = "from recorded steps only, until a window is profiled"
@@ -204,7 +209,7 @@ def _findings(view: PageView) -> Any:
         basis = f"of window {next((item.window for item in report.inputs), 0)}"
     return card(
         "Findings",
-        el("Ol", *(finding_line(view, report, finding) for finding in found), cls="lines"),
+        el("Ol", *(finding_line(view, report, finding) for finding in ranked), cls="lines"),
         tools=link("All", href=view.href("/findings")),
         aside=f"{basis}; {t.clean(entry.why)}" if entry.why else basis,
     )
@@ -251,22 +256,26 @@ def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]
     gpus = [(s.t, gpu) for s in samples for gpu in s.gpus if uuid is None or gpu.uuid == uuid]
     hosts = [(s.t, s.host) for s in samples if s.host is not None]
     made = [
-        one for name, unit, lines in GPU_LINES if (one := _figure(name, unit, lines, gpus, start))
+        drawn
+        for name, unit, lines in GPU_LINES
+        if (drawn := _figure(name, unit, lines, gpus, start))
     ]
-    found: list[Any] = []
+    cards: list[Any] = []
     if made:
-        found.append(card("GPU", figure_grid(made), aside="over the run, in seconds"))
+        cards.append(card("GPU", figure_grid(made), aside="over the run, in seconds"))
     elif record.rank.devices:
-        found.append(empty("No GPU telemetry", "The driver reported no samples."))
+        cards.append(empty("No GPU telemetry", "The driver reported no samples."))
     spans = throttle_spans(gpus, start)
     if spans:
-        found.append(_throttled(spans))
+        cards.append(_throttled(spans))
     made = [
-        one for name, unit, lines in HOST_LINES if (one := _figure(name, unit, lines, hosts, start))
+        drawn
+        for name, unit, lines in HOST_LINES
+        if (drawn := _figure(name, unit, lines, hosts, start))
     ]
     if made:
-        found.append(card("Host", figure_grid(made), aside="over the run, in seconds"))
-    return found
+        cards.append(card("Host", figure_grid(made), aside="over the run, in seconds"))
+    return cards
 
 
 def _figure(
@@ -281,9 +290,9 @@ def _figure(
     for (label, field, scale), colour in zip(lines, colours, strict=True):
         values = [getattr(sample, field) for _, sample in samples]
         if any(value is not None for value in values):
-            at = [(when - start) / 1e9 for when, _ in samples]
+            seconds = [(when - start) / 1e9 for when, _ in samples]
             shown = [None if value is None else value / scale for value in values]
-            series.append((label, *figures.downsample(at, shown), colour))
+            series.append((label, *figures.downsample(seconds, shown), colour))
     if not series:
         return None
     return el(
@@ -310,11 +319,11 @@ def throttle_spans(gpus: list[tuple[int, Gpu]], start: int) -> list[tuple[str, f
     for when, gpu in gpus:
         bits = gpu.throttle or 0
         names = ", ".join(name for name, bit in THROTTLE.items() if bits & bit and name != "idle")
-        at = (when - start) / 1e9
+        second = (when - start) / 1e9
         if names and names == before:
-            spans[-1] = (names, spans[-1][1], at, spans[-1][3] + 1)
+            spans[-1] = (names, spans[-1][1], second, spans[-1][3] + 1)
         elif names:
-            spans.append((names, at, at, 1))
+            spans.append((names, second, second, 1))
         before = names
     return spans
 

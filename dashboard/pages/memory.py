@@ -19,6 +19,7 @@ from advisor.dashboard.parts import (
     head,
     page,
     rank_choice,
+    remark,
     share_bar,
     table,
     tiles,
@@ -112,7 +113,7 @@ def _figures(a: Analysis, device: int, peak: Peak) -> Any:
     by_step = a.memory.filter(pl.col("device") == device)
     capacity = by_step["capacity"].max() if not by_step.is_empty() else None
     cached = None if peak.reserved is None else peak.reserved - peak.allocated
-    of = f"of {t.format_bytes(capacity)}" if isinstance(capacity, int) else ""
+    total = f"of {t.format_bytes(capacity)}" if isinstance(capacity, int) else ""
     share = None if not cached or not peak.reserved else cached / peak.reserved
     return tiles(
         [
@@ -124,7 +125,7 @@ def _figures(a: Analysis, device: int, peak: Peak) -> Any:
             (
                 "Reserved at the peak",
                 t.format_bytes(peak.reserved),
-                of if peak.reserved is not None else "",
+                total if peak.reserved is not None else "",
             ),
             (
                 "Reserved, unused",
@@ -214,7 +215,7 @@ def _held(peak: Peak) -> Any:
             names=(0, 1),
             caption="By the outermost operator at the time of allocation",
         ),
-        el("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}) if notes else None,
+        remark(" ".join(notes)),
     )
 
 
@@ -300,7 +301,7 @@ def _calls(a: Analysis) -> Any:
         .agg(pl.len().alias("count"), pl.col("dur").sum(), pl.col("dur").max().alias("worst"))
         .sort("dur", descending=True)
     )
-    words = {
+    labels = {
         "malloc": "allocate device memory",
         "free": "free device memory",
         "host_alloc": "pin host memory",
@@ -308,7 +309,7 @@ def _calls(a: Analysis) -> Any:
     }
     rows = [
         [
-            words.get(call, call),
+            labels.get(call, call),
             t.format_count(count),
             t.format_duration(dur / a.step_count),
             t.format_duration(worst),

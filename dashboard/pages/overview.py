@@ -10,7 +10,17 @@ from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.dashboard import current
 from advisor.dashboard.current import PageView
-from advisor.dashboard.parts import banner, card, draw_bar, el, link, page, png_button, tiles
+from advisor.dashboard.parts import (
+    banner,
+    card,
+    draw_bar,
+    el,
+    link,
+    page,
+    png_button,
+    remark,
+    tiles,
+)
 
 STATUS = {
     "bottlenecks": "Bottlenecks found",
@@ -61,30 +71,30 @@ def figures(report: Report) -> list[tuple[str, str, str]]:
         spread = f"{t.format_range(scope.step_min_ns, scope.step_max_ns)} over {over}"
     elif unit == "step":
         spread = "one step measured"
-    found = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
+    tiles_ = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     if report.step is not None:
-        found = [
+        tiles_ = [
             ("Step", t.format_duration(report.step.ns), "median of the run, outside the profiler")
         ]
         if report.step.window_ns is not None:
             about = "; ".join(facts.window(report))
-            found.append(("Profiled step", t.format_duration(report.step.window_ns), about))
+            tiles_.append(("Profiled step", t.format_duration(report.step.window_ns), about))
     busy = "" if report.busy_share is None else t.format_of(unit)
-    found.append(("GPU busy", t.format_share(report.busy_share), busy))
-    found.append(("MFU", t.format_share(report.mfu), "of the device's peak" if report.mfu else ""))
+    tiles_.append(("GPU busy", t.format_share(report.busy_share), busy))
+    tiles_.append(("MFU", t.format_share(report.mfu), "of the device's peak" if report.mfu else ""))
     capacity = report.memory_capacity_bytes
     peak = report.memory_peak_bytes
-    of = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
-    found.append(("Memory peak", t.format_bytes(peak), of if peak is not None else ""))
+    note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
+    tiles_.append(("Memory peak", t.format_bytes(peak), note if peak is not None else ""))
     if report.communication_ns is not None:
         hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"
-        found.append(("Communication", t.format_duration(report.communication_ns), hidden))
+        tiles_.append(("Communication", t.format_duration(report.communication_ns), hidden))
     if replay is None:
-        found.append(("Replay error", t.NOT_MEASURED, "gains are upper bounds"))
+        tiles_.append(("Replay error", t.NOT_MEASURED, "gains are upper bounds"))
     else:
         error = facts.replay_error(replay)
-        found.append(("Replay error", error, "gains come from this replay"))
-    return found
+        tiles_.append(("Replay error", error, "gains come from this replay"))
+    return tiles_
 
 
 def _staircase(report: Report) -> Any:
@@ -116,7 +126,7 @@ def _staircase(report: Report) -> Any:
     return card(
         f"{shown.per.capitalize()} time after each fix",
         el("Ol", *stairs, cls="stairs"),
-        el("P", facts.outlook(report), cls="note-line", style={"marginTop": "14px"}),
+        remark(facts.outlook(report)),
         aside="each row adds one fix to those above",
         tools=png_button("gains"),
     )
@@ -149,20 +159,20 @@ def finding_line(view: PageView, report: Report, finding: Finding) -> Any:
 
 def anchor(finding: Finding) -> str:
     """HTML id of a finding on the findings page."""
-    kept = "".join(char if char.isalnum() or char == "-" else "-" for char in finding.rule)
-    return f"finding-{kept}"
+    name = "".join(char if char.isalnum() or char == "-" else "-" for char in finding.rule)
+    return f"finding-{name}"
 
 
 def _top(view: PageView, report: Report) -> Any:
-    found = facts.ranked(report)
-    listed = [*found[:TOP], *report.risks]
+    ranked = facts.ranked(report)
+    listed = [*ranked[:TOP], *report.risks]
     if not listed:
         return None
-    more = len(found) - TOP
+    more = len(ranked) - TOP
     return card(
-        "What to fix first" if found else "Memory and risks",
+        "What to fix first" if ranked else "Memory and risks",
         el("Ol", *(finding_line(view, report, finding) for finding in listed), cls="lines"),
-        tools=link(f"All {len(found)}" if more > 0 else "Details", href=view.href("/findings")),
+        tools=link(f"All {len(ranked)}" if more > 0 else "Details", href=view.href("/findings")),
     )
 
 
@@ -191,7 +201,5 @@ def _rest(report: Report) -> Any:
     return el(
         "Div",
         el("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],
-        el("P", " ".join(definitions), cls="note-line", style={"marginTop": "18px"})
-        if definitions
-        else None,
+        remark(" ".join(definitions)),
     )

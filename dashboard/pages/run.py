@@ -6,24 +6,20 @@ from typing import Any
 
 from advisor.advise import views
 from advisor.core import text as t
-from advisor.core.report import Recorded
 from advisor.core.run_directory import Manifest, RankRecord
-from advisor.dashboard import current, figures, theme
+from advisor.dashboard import current
 from advisor.dashboard.current import PageView
-from advisor.dashboard.pages.live import telemetry_cards
+from advisor.dashboard.pages.live import phases_card, steps_card, telemetry_cards
 from advisor.dashboard.parts import (
     card,
-    draw_strip,
     el,
     empty,
     facts,
-    figure,
     head,
     page,
     rank_choice,
     table,
     tiles,
-    two_columns,
 )
 from advisor.measure import Analysis
 
@@ -44,8 +40,8 @@ def layout(**query: object) -> Any:
     return page(
         title,
         _figures(view),
-        _steps(a),
-        _phases(view.loaded.report.recorded) if view.rank is None else None,
+        steps_card(a.recorded.steps) if a.recorded is not None and a.recorded.steps else None,
+        _phases(view),
         *telemetry_cards(record),
         _events(record),
         _lines(view) if view.rank is None else None,
@@ -108,40 +104,12 @@ def _figures(view: PageView) -> Any:
     )
 
 
-def _steps(a: Analysis) -> Any:
-    """Duration of every step; profiled steps have their own colour."""
-    steps = a.recorded
-    if steps is None or not steps.steps:
-        return None
-    numbers = [float(step.n) for step in steps.steps]
-    plain = [None if step.window is not None else step.dur / 1e6 for step in steps.steps]
-    inside = [step.dur / 1e6 if step.window is not None else None for step in steps.steps]
-    series = [("step", *figures.downsample(numbers, plain), theme.ACCENT)]
-    if any(value is not None for value in inside):
-        series.append(
-            ("while profiled", *figures.downsample(numbers, inside), theme.CAUSES["dispatch"])
-        )
-    return card(
-        "Steps",
-        figure(
-            figures.lines(series, x="step", y="ms", height=220),
-            "steps",
-            height=220,
-            description=f"Duration of each of {len(steps.steps)} recorded steps, in ms.",
-        ),
-    )
-
-
-def _phases(recorded: Recorded | None) -> Any:
-    if recorded is None or not recorded.phases:
+def _phases(view: PageView) -> Any:
+    recorded = view.loaded.report.recorded
+    if recorded is None or view.rank is not None:
         return None
     parts = [views.phase(phase.name, phase.ns, phase.share) for phase in recorded.phases]
-    return card(
-        "Phases of the step",
-        draw_strip(parts, "Phases of the step"),
-        el("Div", *two_columns(parts), cls="legend"),
-        aside="host time; the GPU runs asynchronously",
-    )
+    return phases_card("Phases of the step", parts, "host time; the GPU runs asynchronously")
 
 
 def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
@@ -161,12 +129,12 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
             parts.append(f"driver {t.clean(device.driver)}")
         rows.append(("GPU", " · ".join(parts)))
     if rank.cpus is not None:
-        of = (
+        total = (
             f" of {t.format_count(rank.cpus_total)}"
             if rank.cpus_total not in (None, rank.cpus)
             else ""
         )
-        rows.append(("CPUs", f"{t.format_count(rank.cpus)}{of}"))
+        rows.append(("CPUs", f"{t.format_count(rank.cpus)}{total}"))
     if rank.memory_bytes is not None:
         rows.append(("host memory", t.format_bytes(rank.memory_bytes)))
     if rank.shm_bytes is not None:
@@ -250,8 +218,8 @@ def _events(record: RankRecord) -> Any:
 
 def _lines(view: PageView) -> Any:
     """Scalene's hot lines."""
-    found = view.loaded.report.hot_lines
-    if not found:
+    hot_lines = view.loaded.report.hot_lines
+    if not hot_lines:
         return empty(
             "No Python lines",
             "Host time by line of Python was not sampled.",
@@ -266,7 +234,7 @@ def _lines(view: PageView) -> Any:
             t.format_share(hot.native),
             t.format_share(hot.system),
         ]
-        for hot in found[:MAX_LINES]
+        for hot in hot_lines[:MAX_LINES]
     ]
     return card(
         "Hot Python lines",

@@ -118,9 +118,9 @@ def trace_routes(session: DashboardSession) -> flask.Blueprint:
 def file_name(view: PageView) -> str:
     """What the file is called where it is saved: ``train.advisor.json.gz``."""
     stem = view.entry.name.split(".json")[0]
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in stem)
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in stem)
     rank = "" if view.rank is None else f".rank{view.rank}"
-    return f"{kept.strip('.')[:80] or 'trace'}{rank}.advisor.json.gz"
+    return f"{safe.strip('.')[:80] or 'trace'}{rank}.advisor.json.gz"
 
 
 def trace_buttons(view: PageView) -> Any:

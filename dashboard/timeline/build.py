@@ -131,20 +131,20 @@ def _phases(b: IndexBuilder, a: Analysis) -> None:
     cpu = a.trace.cpu
     if cpu.is_empty() or a.trace.main_thread is None:
         return
-    mine = (cpu["thread"] == a.trace.main_thread).to_numpy()
-    marks = mine & name_matches(cpu["name"], r"^advisor::").to_numpy()
+    on_main = (cpu["thread"] == a.trace.main_thread).to_numpy()
+    marks = on_main & name_matches(cpu["name"], r"^advisor::").to_numpy()
     marks &= ~name_matches(cpu["name"], r"^advisor::step\b").to_numpy()
     if not marks.any():
         ranges = (cpu["kind"] == "annotation") | name_matches(
             cpu["name"], r"^Optimizer\.|^enumerate\(|^DistributedDataParallel\."
         )
-        marks = mine & ranges.to_numpy()
+        marks = on_main & ranges.to_numpy()
         marks &= ~name_matches(cpu["name"], a.trace.meta.step_names).to_numpy()
         # the outermost only: what lies in another range is in the thread's own lanes
         rows = np.flatnonzero(marks)
         end = (cpu["ts"].gather(rows) + cpu["dur"].gather(rows)).to_numpy()
-        reach = np.maximum.accumulate(np.append(np.int64(-1) << 62, end))[:-1]
-        marks[rows[end <= reach]] = False
+        latest_end = np.maximum.accumulate(np.append(np.int64(-1) << 62, end))[:-1]
+        marks[rows[end <= latest_end]] = False
     rows = np.flatnonzero(marks)
     table = cpu[rows]
     slot = np.full(len(rows), _slot(PHASES, "phase-other"), dtype=np.uint8)
@@ -161,8 +161,10 @@ def _idle(b: IndexBuilder, a: Analysis) -> None:
     if gaps.is_empty():
         return
     slot = gaps["cause"].to_physical().to_numpy()
-    own = a.trace.meta.framework
-    labels = np.array([b.names.one(cause_label(cause, own)) for cause in CAUSES], dtype=np.uint32)
+    framework = a.trace.meta.framework
+    labels = np.array(
+        [b.names.one(cause_label(cause, framework)) for cause in CAUSES], dtype=np.uint32
+    )
     start = gaps["ts"].to_numpy()
     columns = (start, start + gaps["dur"].to_numpy(), labels[slot], slot, np.arange(gaps.height))
     b.tracks("gaps", "GPU idle, by cause", "idle", "gaps", IDLE, columns)
@@ -264,18 +266,18 @@ def _threads(b: IndexBuilder, a: Analysis, *, libraries: bool) -> None:
         hidden = library_frames(a)
         wanted = wanted & ~hidden
         deep = depth_without(a, hidden)
-    kept = np.flatnonzero(wanted)
-    if not len(kept):
+    included = np.flatnonzero(wanted)
+    if not len(included):
         return
     name, slot = b.names.column(cpu["name"]), _host_slots(a)
     start = cpu["ts"].to_numpy()
     end = start + cpu["dur"].to_numpy()
-    thread = cpu["thread"].to_numpy()[kept]
-    depth = deep[kept]
+    thread = cpu["thread"].to_numpy()[included]
+    depth = deep[included]
     _, lane = np.unique(thread.astype(np.int64) << 16 | depth, return_inverse=True)
     if len(lane) and lane.max() < 1 << 16:
         lane = lane.astype(np.uint16)  # 16 bits are sorted by radix, several times as fast
-    order = kept[np.argsort(lane, kind="stable")]
+    order = included[np.argsort(lane, kind="stable")]
     threads, first = np.unique(cpu["thread"].to_numpy()[order], return_index=True)
     last = np.append(first[1:], len(order))
     doing = _activity(b, a)
@@ -291,7 +293,8 @@ def _threads(b: IndexBuilder, a: Analysis, *, libraries: bool) -> None:
         cuts = np.flatnonzero(np.diff(level)) + 1
         parts: list[Any] = [doing[number]] if number in doing else []
         parts += [
-            ("cpu", HOST, start[at], end[at], name[at], slot[at], at) for at in np.split(rows, cuts)
+            ("cpu", HOST, start[part], end[part], name[part], slot[part], part)
+            for part in np.split(rows, cuts)
         ]
         label = _thread_label(a, number)
         folded = shown >= FOLD_BEYOND or (len(rows) < 1000 and number != main)
@@ -313,27 +316,29 @@ def _activity(b: IndexBuilder, a: Analysis) -> dict[int, Any]:
     code, owner = line.code, line.thread
     fresh = np.ones(len(code), dtype=bool)
     fresh[1:] = (code[1:] != code[:-1]) | (owner[1:] != owner[:-1])
-    at = np.flatnonzero(fresh)
-    owner, code, start, row = owner[at], code[at], line.start[at], line.row[at]
-    end = line.end[np.append(at[1:] - 1, len(line.code) - 1)] if len(at) else start
+    pieces = np.flatnonzero(fresh)
+    owner, code, start, row = owner[pieces], code[pieces], line.start[pieces], line.row[pieces]
+    end = line.end[np.append(pieces[1:] - 1, len(line.code) - 1)] if len(pieces) else start
     recorded = code != CODE["unrecorded"]
     owner, code, start, end, row = (c[recorded] for c in (owner, code, start, end, row))
-    own = a.trace.meta.framework
-    labels = np.array([b.names.one(host_label(name, own)) for name in CLASSES], dtype=np.uint32)
-    found = {}
+    framework = a.trace.meta.framework
+    labels = np.array(
+        [b.names.one(host_label(name, framework)) for name in CLASSES], dtype=np.uint32
+    )
+    lanes = {}
     for number in np.unique(owner).tolist():
         lo, hi = np.searchsorted(owner, [number, number + 1])
-        at = np.arange(lo, hi)
-        found[number] = (
+        pieces = np.arange(lo, hi)
+        lanes[number] = (
             "activity",
             ACTIVITY,
-            start[at],
-            end[at],
-            labels[code[at]],
-            code[at],
-            row[at],
+            start[pieces],
+            end[pieces],
+            labels[code[pieces]],
+            code[pieces],
+            row[pieces],
         )
-    return found
+    return lanes
 
 
 def _overhead(b: IndexBuilder, a: Analysis) -> None:
@@ -374,16 +379,16 @@ def library_frames(a: Analysis) -> NDArray[np.bool_]:
     """Aligned with ``trace.cpu``: frames of Python of PyTorch, the standard library and installed
     packages, and built-in functions."""
     cpu = a.trace.cpu
-    found = (cpu["kind"] == "python").to_numpy().copy()
-    rows = np.flatnonzero(found)
+    mask = (cpu["kind"] == "python").to_numpy().copy()
+    rows = np.flatnonzero(mask)
     if len(rows):
         hidden = map_names(
             cpu["name"].gather(rows),
             lambda name: frame_rank(name) != OWN and not name.startswith(MODULE),
             pl.Boolean,
         )
-        found[rows] = hidden.to_numpy()
-    return found
+        mask[rows] = hidden.to_numpy()
+    return mask
 
 
 def depth_without(a: Analysis, hidden: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -394,7 +399,7 @@ def depth_without(a: Analysis, hidden: NDArray[np.bool_]) -> NDArray[np.int64]:
     order = np.argsort(depth, kind="stable")
     # a loop over levels, of which there are tens: a row's parent is on one before its own
     for rows in np.split(order, np.flatnonzero(np.diff(depth[order])) + 1):
-        inside = rows[parent[rows] >= 0]
-        above[inside] = above[parent[inside]] + hidden[parent[inside]]
-    found: NDArray[np.int64] = np.maximum(depth - above, 0)
-    return found
+        nested = rows[parent[rows] >= 0]
+        above[nested] = above[parent[nested]] + hidden[parent[nested]]
+    remaining: NDArray[np.int64] = np.maximum(depth - above, 0)
+    return remaining

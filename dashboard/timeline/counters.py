@@ -55,8 +55,8 @@ _HOST: tuple[tuple[str, str, str, Callable[[Host], Any]], ...] = (
 
 def counter_series(a: Analysis) -> tuple[CounterSeries, ...]:
     """All series of a rank's window, at most MAX_COUNTERS."""
-    found = [*_phases(a), *_samples(a), *_memory(a), *_hardware(a)]
-    return tuple(c for c in found if len(c.ts))[:MAX_COUNTERS]
+    series = [*_phases(a), *_samples(a), *_memory(a), *_hardware(a)]
+    return tuple(c for c in series if len(c.ts))[:MAX_COUNTERS]
 
 
 def clock_offset(a: Analysis) -> int | None:
@@ -95,20 +95,20 @@ def _samples(a: Analysis) -> list[CounterSeries]:
     near = [(s.t + offset, s) for s in a.record.samples if low <= s.t + offset <= high]
     near.sort(key=lambda pair: pair[0])
     ts = np.array([t for t, _ in near], dtype=np.int64)
-    found: list[CounterSeries] = []
+    all_series: list[CounterSeries] = []
     devices = max((len(s.gpus) for _, s in near), default=0)
     for place in range(min(devices, 16)):
         number = _ordinal(a.record, place)
         gpus = [s.gpus[place] if place < len(s.gpus) else None for _, s in near]
         for key, label, unit, take in _GPU:
             values = [None if g is None else take(g) for g in gpus]
-            found.append(
+            all_series.append(
                 _sampled(f"nvml:{place}:{key}", f"GPU {number} · {label}", unit, ts, values)
             )
     for key, label, unit, of in _HOST:
         values = [None if s.host is None else of(s.host) for _, s in near]
-        found.append(_sampled(f"host:{key}", f"Host · {label}", unit, ts, values))
-    return [series for series in found if len(series.ts)]
+        all_series.append(_sampled(f"host:{key}", f"Host · {label}", unit, ts, values))
+    return [series for series in all_series if len(series.ts)]
 
 
 def _ordinal(record: RankRecord, place: int) -> int:
@@ -120,57 +120,57 @@ def _ordinal(record: RankRecord, place: int) -> int:
 def _sampled(key: str, label: str, unit: str, ts: Ints, values: list[Any]) -> CounterSeries:
     value = np.array([finite(v) for v in values], dtype=np.float64)
     there = ~np.isnan(value)
-    own = ts[there]
-    period = float(np.median(np.diff(own))) if len(own) > 1 else 1e9
-    return CounterSeries(key, label, unit, own, value[there], int(HOLD_PERIODS * period) + 1)
+    times = ts[there]
+    period = float(np.median(np.diff(times))) if len(times) > 1 else 1e9
+    return CounterSeries(key, label, unit, times, value[there], int(HOLD_PERIODS * period) + 1)
 
 
 def _memory(a: Analysis) -> list[CounterSeries]:
     memory = a.trace.memory
-    found: list[CounterSeries] = []
+    all_series: list[CounterSeries] = []
     if memory.is_empty():
-        return found
+        return all_series
     for device in sorted(memory["device"].unique().drop_nulls().to_list())[:17]:
-        own = memory.filter(pl.col("device") == device).sort("ts", maintain_order=True)
+        samples = memory.filter(pl.col("device") == device).sort("ts", maintain_order=True)
         where = "Host" if device < 0 else f"GPU {device}"
         for column, label in (
             ("allocated", "allocated"),
             ("reserved", "reserved by the allocator"),
         ):
-            told = own.filter(pl.col(column).is_not_null())
-            found.append(
+            known = samples.filter(pl.col(column).is_not_null())
+            all_series.append(
                 CounterSeries(
                     f"memory:{device}:{column}",
                     f"{where} · {label}",
                     "bytes",
-                    told["ts"].to_numpy(),
-                    told[column].to_numpy().astype(np.float64),
+                    known["ts"].to_numpy(),
+                    known[column].to_numpy().astype(np.float64),
                     None,
                 )
             )
-    return found
+    return all_series
 
 
 def _hardware(a: Analysis) -> list[CounterSeries]:
     table = a.trace.counters
-    found: list[CounterSeries] = []
+    all_series: list[CounterSeries] = []
     if table.is_empty():
-        return found
+        return all_series
     names = table["name"].unique().cast(pl.String).sort().to_list()
     for name in names[:MAX_COUNTERS]:
-        own = table.filter((pl.col("name") == name) & pl.col("value").is_not_null()).sort("ts")
-        hold = int(own["dur"].max() or 1) if own.height else 1  # type: ignore[arg-type]
-        found.append(
+        samples = table.filter((pl.col("name") == name) & pl.col("value").is_not_null()).sort("ts")
+        hold = int(samples["dur"].max() or 1) if samples.height else 1  # type: ignore[arg-type]
+        all_series.append(
             CounterSeries(
                 f"counter:{name}",
                 str(name)[:80],
                 "",
-                own["ts"].to_numpy(),
-                own["value"].to_numpy(),
+                samples["ts"].to_numpy(),
+                samples["value"].to_numpy(),
                 max(hold, 1),
             )
         )
-    return found
+    return all_series
 
 
 def sample(counter: CounterSeries, x0: int, x1: int, px: int) -> NDArray[np.float32]:
@@ -185,16 +185,16 @@ def sample(counter: CounterSeries, x0: int, x1: int, px: int) -> NDArray[np.floa
     full = np.flatnonzero(place[1:] > place[:-1])
     # the value that holds at the pixel's beginning
     before = place[:-1] - 1
-    at = np.maximum(before, 0)
-    held = before >= 0
+    previous = np.maximum(before, 0)
+    holds = before >= 0
     if counter.hold is not None:
-        held &= cut[:-1] - counter.ts[at] <= counter.hold
-    low[held] = counter.value[at[held]]
-    high[held] = low[held]
+        holds &= cut[:-1] - counter.ts[previous] <= counter.hold
+    low[holds] = counter.value[previous[holds]]
+    high[holds] = low[holds]
     if len(full):
         # reduceat wants rising starts; pixels without a sample are left out, so they rise
-        inside = counter.value[place[full[0]] : place[full[-1] + 1]]
+        values = counter.value[place[full[0]] : place[full[-1] + 1]]
         starts = place[full] - place[full[0]]
-        low[full] = np.fmin(low[full], np.minimum.reduceat(inside, starts))
-        high[full] = np.fmax(high[full], np.maximum.reduceat(inside, starts))
+        low[full] = np.fmin(low[full], np.minimum.reduceat(values, starts))
+        high[full] = np.fmax(high[full], np.maximum.reduceat(values, starts))
     return np.stack([low, high]).astype(np.float32)

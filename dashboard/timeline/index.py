@@ -94,14 +94,14 @@ class TimelineIndex:
     @property
     def nbytes(self) -> int:
         """Memory of the columns and cells, bytes, without the names."""
-        own = self.start.nbytes + self.end.nbytes + self.name.nbytes + self.slot.nbytes
-        own += self.row.nbytes + self.longest.nbytes
-        own += sum(column.nbytes for column in self.place.values())
+        columns = self.start.nbytes + self.end.nbytes + self.name.nbytes + self.slot.nbytes
+        columns += self.row.nbytes + self.longest.nbytes
+        columns += sum(column.nbytes for column in self.place.values())
         cells = sum(
             level.first.nbytes + sum(column.nbytes for column in level.runs)
             for level in self.pyramid.values()
         )
-        return own + cells + sum(c.ts.nbytes + c.value.nbytes for c in self.counters)
+        return columns + cells + sum(c.ts.nbytes + c.value.nbytes for c in self.counters)
 
     def lane_of(self, position: int) -> int:
         """Number of the lane that a slice is in."""
@@ -110,9 +110,9 @@ class TimelineIndex:
 
     def within(self, lane: int, x0: int, x1: int) -> tuple[int, int]:
         """Positions of the lane's slices that end after ``x0`` and start before ``x1``."""
-        of = self.lanes[lane]
-        lo = of.lo + int(np.searchsorted(self.end[of.lo : of.hi], x0, side="right"))
-        hi = of.lo + int(np.searchsorted(self.start[of.lo : of.hi], x1, side="left"))
+        bounds = self.lanes[lane]
+        lo = bounds.lo + int(np.searchsorted(self.end[bounds.lo : bounds.hi], x0, side="right"))
+        hi = bounds.lo + int(np.searchsorted(self.start[bounds.lo : bounds.hi], x1, side="left"))
         return lo, max(lo, hi)
 
 
@@ -147,7 +147,7 @@ class IndexBuilder:
         if not parts:
             return
         first = len(self.lanes)
-        for depth, (source, of, start, end, name, slot, row) in enumerate(parts):
+        for depth, (source, categories, start, end, name, slot, row) in enumerate(parts):
             end = np.maximum(end, start)
             # a hostile or repaired file: what would overlap is shown up to the next slice
             end[:-1] = np.minimum(end[:-1], start[1:])
@@ -162,7 +162,7 @@ class IndexBuilder:
             )
             lo, self.size = self.size, self.size + len(start)
             number = len(self.groups)
-            self.lanes.append(TimelineLane(number, depth, source, BASE[of], lo, self.size))
+            self.lanes.append(TimelineLane(number, depth, source, BASE[categories], lo, self.size))
         self.groups.append(LaneGroup(key, label, kind, first, len(parts), folded))
 
     def tracks(
@@ -171,7 +171,7 @@ class IndexBuilder:
         label: str,
         kind: str,
         source: LaneSource,
-        of: CategorySet,
+        categories: CategorySet,
         columns: tuple[Any, ...],
         folded: bool = False,
     ) -> None:
@@ -183,8 +183,8 @@ class IndexBuilder:
         start, end, name, slot, row = (c[order] for c in (start, end, name, slot, row))
         track = assign_tracks(start, end)
         parts = [
-            (source, of, start[at], end[at], name[at], slot[at], row[at])
-            for at in (np.flatnonzero(track == n) for n in range(int(track.max()) + 1))
+            (source, categories, start[rows], end[rows], name[rows], slot[rows], row[rows])
+            for rows in (np.flatnonzero(track == n) for n in range(int(track.max()) + 1))
         ]
         self.group(key, label, kind, parts, folded)
 
@@ -222,8 +222,8 @@ def _longest(duration: Ints) -> Ints:
     """Longest of each BLOCK durations."""
     if not len(duration):
         return duration
-    found: Ints = np.maximum.reduceat(duration, np.arange(0, len(duration), BLOCK))
-    return found
+    longest: Ints = np.maximum.reduceat(duration, np.arange(0, len(duration), BLOCK))
+    return longest
 
 
 class NameTable:
@@ -245,12 +245,12 @@ class NameTable:
             names = names.cast(pl.Categorical)
         unique = names.unique().drop_nulls()
         codes = unique.to_physical().to_numpy().astype(np.int64)
-        most = int(codes.max()) + 1 if len(codes) else 0
-        table = np.full(most + 1, self.one("") if names.null_count() else 0, dtype=np.uint32)
+        missing = int(codes.max()) + 1 if len(codes) else 0
+        table = np.full(missing + 1, self.one("") if names.null_count() else 0, dtype=np.uint32)
         # one look at each distinct name
         table[codes] = [self.one(text) for text in unique.cast(pl.String).to_list()]
-        found: NDArray[np.uint32] = table[names.to_physical().fill_null(most).to_numpy()]
-        return found
+        numbers: NDArray[np.uint32] = table[names.to_physical().fill_null(missing).to_numpy()]
+        return numbers
 
     def by_time(
         self, name: NDArray[np.uint32], duration: Ints
@@ -279,9 +279,9 @@ def assign_tracks(start: Ints, end: Ints, most: int = MAX_TRACKS) -> NDArray[np.
     track = np.zeros(len(start), dtype=np.int64)
     if len(start) < 2:
         return track
-    reach = np.maximum.accumulate(end)
+    latest_end = np.maximum.accumulate(end)
     clash = np.zeros(len(start), dtype=bool)
-    clash[1:] = start[1:] < reach[:-1]
+    clash[1:] = start[1:] < latest_end[:-1]
     rows = np.flatnonzero(clash)
     if not len(rows):
         return track

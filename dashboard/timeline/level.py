@@ -68,12 +68,12 @@ def level_of_detail(
     k = level_for(x0, x1, px)
     spans = [(number, *index.within(number, x0, x1)) for number in lanes]
     spans = [span for span in spans if span[2] > span[1]]
-    found = _wide(index, spans, 2 << k)
-    while sum(map(len, found)) > most and k < 60:
+    wide = _wide(index, spans, 2 << k)
+    while sum(map(len, wide)) > most and k < 60:
         k += 1
-        found = _wide(index, spans, 2 << k)
-    position = np.concatenate([*found, np.zeros(0, dtype=np.int64)])
-    owner = np.repeat(np.array([s[0] for s in spans], dtype=np.uint16), [len(f) for f in found])
+        wide = _wide(index, spans, 2 << k)
+    position = np.concatenate([*wide, np.zeros(0, dtype=np.int64)])
+    owner = np.repeat(np.array([s[0] for s in spans], dtype=np.uint16), [len(f) for f in wide])
     # whole cells, which may reach beyond the view
     low, high = max(x0 - index.begin, 0) >> k, max(x1 - 1 - index.begin, 0) >> k
     if k in index.pyramid:
@@ -88,17 +88,17 @@ def _wide(
     index: TimelineIndex, spans: list[tuple[int, int, int]], least: int
 ) -> list[NDArray[np.int64]]:
     """Slices of at least so many ns in each span, found through the longest of each block."""
-    found = []
+    wide = []
     for _, lo, hi in spans:
         block = index.longest[lo // BLOCK : (hi - 1) // BLOCK + 1]
-        at = np.flatnonzero(block >= least) + lo // BLOCK
-        if not len(at):
-            found.append(at)
+        blocks = np.flatnonzero(block >= least) + lo // BLOCK
+        if not len(blocks):
+            wide.append(blocks)
             continue
-        rows = (at[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+        rows = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
         rows = rows[(rows >= lo) & (rows < hi)]
-        found.append(rows[index.end[rows] - index.start[rows] >= least])
-    return found
+        wide.append(rows[index.end[rows] - index.start[rows] >= least])
+    return wide
 
 
 def _stored(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int) -> CellRuns:
@@ -113,36 +113,40 @@ def _stored(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: 
             parts.append(np.arange(a + lo, a + hi))
     if not parts:
         return EMPTY_RUNS
-    at, of = np.concatenate(parts), level.runs
-    cell, width = of.cell[at].astype(np.int64), of.width[at].astype(np.int64)
-    return _cut(CellRuns(of.lane[at], cell, width, of.slot[at], of.cover[at]), low, high)
+    rows, runs = np.concatenate(parts), level.runs
+    cell, width = runs.cell[rows].astype(np.int64), runs.width[rows].astype(np.int64)
+    return _cut(
+        CellRuns(runs.lane[rows], cell, width, runs.slot[rows], runs.cover[rows]), low, high
+    )
 
 
 def _cut(runs: CellRuns, low: int, high: int) -> CellRuns:
     """Only what lies in cells ``low`` to ``high``."""
     end = np.minimum(runs.cell + runs.width, high + 1)
     cell = np.maximum(runs.cell, low)
-    kept = end > cell
-    width = (end - cell)[kept]
-    return CellRuns(runs.lane[kept], cell[kept], width, runs.slot[kept], runs.cover[kept])
+    visible = end > cell
+    width = (end - cell)[visible]
+    return CellRuns(
+        runs.lane[visible], cell[visible], width, runs.slot[visible], runs.cover[visible]
+    )
 
 
 def _computed(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int) -> CellRuns:
     parts = _narrow(index, lanes, k, low, high)
     if not parts:
         return EMPTY_RUNS
-    at = np.concatenate([rows for _, rows in parts])
+    positions = np.concatenate([rows for _, rows in parts])
     number = np.array([lane for lane, _ in parts], dtype=np.int64)
     # lanes are numbered as they come, so that keys stay small
     lane = np.repeat(np.arange(len(parts)), [len(rows) for _, rows in parts])
     base = index.begin + (low << k)
     cells = cell_count((high - low + 1) << k, k) + 2
     # shifted by two cells: what begins before the first cell reaches at most two back
-    start = index.start[at] - base + (2 << k)
-    end = index.end[at] - base + (2 << k)
-    narrow = Slices(lane, start, end, index.slot[at])
-    inside = cell_times(narrow, k, cells + 2)
-    runs = cell_runs(inside, k, cells + 2)
+    start = index.start[positions] - base + (2 << k)
+    end = index.end[positions] - base + (2 << k)
+    narrow = Slices(lane, start, end, index.slot[positions])
+    times = cell_times(narrow, k, cells + 2)
+    runs = cell_runs(times, k, cells + 2)
     runs = runs._replace(lane=number[runs.lane].astype(np.uint16), cell=runs.cell + low - 2)
     return _cut(runs, low, high)
 
@@ -194,9 +198,9 @@ def _flagged(
     key, value = key[fresh], np.bitwise_or.reduceat(value, fresh)
     head = np.flatnonzero(np.append(True, (key[1:] != key[:-1] + 1) | (value[1:] != value[:-1])))
     width = np.diff(np.append(head, len(key)))
-    at = key[head]
-    cell = low + (at & ((1 << 32) - 1))
-    return FlaggedRuns((at >> 32).astype(np.uint16), cell, width, value[head])
+    first = key[head]
+    cell = low + (first & ((1 << 32) - 1))
+    return FlaggedRuns((first >> 32).astype(np.uint16), cell, width, value[head])
 
 
 COVER_STEP = 8
@@ -255,11 +259,11 @@ def cell_times(slices: Slices, k: int, cells: int) -> CellTimes:
     for step in range(3):
         cell = first + step
         touched = np.flatnonzero(cell <= last) if step else slice(None)
-        at = cell[touched]
-        inside = np.minimum(end[touched], (at + 1) << k)
-        inside -= np.maximum(slices.start[touched], at << k)
-        keys.append((slices.lane[touched] * cells + at) * SLOTS + slices.slot[touched])
-        weights.append(inside)
+        cells_hit = cell[touched]
+        overlap = np.minimum(end[touched], (cells_hit + 1) << k)
+        overlap -= np.maximum(slices.start[touched], cells_hit << k)
+        keys.append((slices.lane[touched] * cells + cells_hit) * SLOTS + slices.slot[touched])
+        weights.append(overlap)
     return sum_by_key(np.concatenate(keys), np.concatenate(weights))
 
 
@@ -273,31 +277,31 @@ def sum_by_key(key: Ints, weight: NDArray[np.generic]) -> CellTimes:
     return CellTimes(key[fresh], np.add.reduceat(weight[order], fresh).astype(np.float64))
 
 
-def cell_runs(found: CellTimes, k: int, cells: int) -> CellRuns:
+def cell_runs(times: CellTimes, k: int, cells: int) -> CellRuns:
     """The dominant category of each cell, equal neighbours joined."""
-    place = found.key // SLOTS
+    place = times.key // SLOTS
     if not len(place):
         return EMPTY_RUNS
     fresh = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
     count = np.diff(np.append(fresh, len(place)))
-    most = np.maximum.reduceat(found.time, fresh)
-    total = np.add.reduceat(found.time, fresh)
-    slot = (found.key % SLOTS).astype(np.int64)
-    slot[found.time < np.repeat(most, count)] = SLOTS
+    largest = np.maximum.reduceat(times.time, fresh)
+    total = np.add.reduceat(times.time, fresh)
+    slot = (times.key % SLOTS).astype(np.int64)
+    slot[times.time < np.repeat(largest, count)] = SLOTS
     top = np.minimum.reduceat(slot, fresh).astype(np.uint8)
-    at = place[fresh]
-    lane, cell = at // cells, at % cells
+    places = place[fresh]
+    lane, cell = places // cells, places % cells
     share = np.minimum(total / float(1 << k), 1.0)
     cover = np.clip(np.ceil(share * 255 / COVER_STEP) * COVER_STEP, 1, 255).astype(np.uint8)
-    new = np.ones(len(at), dtype=bool)
+    new = np.ones(len(places), dtype=bool)
     new[1:] = (
-        (at[1:] != at[:-1] + 1)
+        (places[1:] != places[:-1] + 1)
         | (lane[1:] != lane[:-1])
         | (top[1:] != top[:-1])
         | (cover[1:] != cover[:-1])
     )
     head = np.flatnonzero(new)
-    width = np.diff(np.append(head, len(at)))
+    width = np.diff(np.append(head, len(places)))
     return CellRuns(lane[head].astype(np.uint16), cell[head], width, top[head], cover[head])
 
 
@@ -338,25 +342,27 @@ def build_pyramid(
     count = np.array([hi - lo for lo, hi in bounds], dtype=np.int64)
     lanes = np.arange(len(bounds), dtype=np.int64)
     levels: dict[int, DetailLevel] = {}
-    found: CellTimes | None = None
+    times: CellTimes | None = None
     dur = np.maximum(end - start, 1)
     for k in stored_levels(len(start), length):
         cells = cell_count(length, k)
         fresh = dur < 2 << k
-        if found is not None:
+        if times is not None:
             fresh &= dur >= 1 << k
-        at = np.flatnonzero(fresh)
-        lane = np.repeat(lanes, count)[at]
-        added = cell_times(Slices(lane, start[at] - begin, end[at] - begin, slot[at]), k, cells)
-        if found is not None:
+        rows = np.flatnonzero(fresh)
+        lane = np.repeat(lanes, count)[rows]
+        added = cell_times(
+            Slices(lane, start[rows] - begin, end[rows] - begin, slot[rows]), k, cells
+        )
+        if times is not None:
             was = cell_count(length, k - 1)
-            place = found.key // SLOTS
-            wider = (place // was * cells + (place % was >> 1)) * SLOTS + found.key % SLOTS
+            place = times.key // SLOTS
+            wider = (place // was * cells + (place % was >> 1)) * SLOTS + times.key % SLOTS
             added = sum_by_key(
-                np.concatenate([wider, added.key]), np.concatenate([found.time, added.time])
+                np.concatenate([wider, added.key]), np.concatenate([times.time, added.time])
             )
-        found = added
-        runs = cell_runs(found, k, cells)
+        times = added
+        runs = cell_runs(times, k, cells)
         levels[k] = DetailLevel(
             np.searchsorted(runs.lane, np.arange(len(bounds) + 1)), _small(runs)
         )

@@ -31,15 +31,15 @@ def range_statistics(a: Analysis, index: TimelineIndex, x0: int, x1: int) -> dic
     ``idle``: that idle time by cause. ``kernels`` and ``operators``: by name ``count``, ``total``
     (ns inside the range, operators with what they call) and ``mean`` (of whole durations, ns).
     """
-    here = Intervals(np.array([x0]), np.array([x1]))
-    inside = intersect(a.spans, here)
+    selection = Intervals(np.array([x0]), np.array([x1]))
+    analysed = intersect(a.spans, selection)
     device = None
-    if a.device_id is not None and inside.total:
-        device = {name: intersect(getattr(a.breakdown, name), here).total for name in _CLASSES}
+    if a.device_id is not None and analysed.total:
+        device = {name: intersect(getattr(a.breakdown, name), selection).total for name in _CLASSES}
     return {
         "x0": x0,
         "x1": x1,
-        "measured": inside.total if device is not None else 0,
+        "measured": analysed.total if device is not None else 0,
         "device": device,
         "idle": _idle(a, x0, x1) if device is not None else [],
         "kernels": _by_name(index, _of_kind(index, "stream"), None, x0, x1),
@@ -55,13 +55,13 @@ def _idle(a: Analysis, x0: int, x1: int) -> list[dict[str, Any]]:
     gaps = a.gaps
     ts = gaps["ts"].to_numpy()
     end = ts + gaps["dur"].to_numpy()
-    inside = np.maximum(np.minimum(end, x1) - np.maximum(ts, x0), 0)
+    overlap = np.maximum(np.minimum(end, x1) - np.maximum(ts, x0), 0)
     cause = gaps["cause"].to_physical().to_numpy()
-    total = np.bincount(cause, weights=inside, minlength=len(CAUSES))
+    total = np.bincount(cause, weights=overlap, minlength=len(CAUSES))
     order = np.argsort(-total, kind="stable").tolist()
-    own = a.trace.meta.framework
+    framework = a.trace.meta.framework
     return [
-        {"cause": CAUSES[i], "label": cause_label(CAUSES[i], own), "ns": int(total[i])}
+        {"cause": CAUSES[i], "label": cause_label(CAUSES[i], framework), "ns": int(total[i])}
         for i in order
         if total[i]
     ]
@@ -78,12 +78,12 @@ def _of_kind(index: TimelineIndex, kind: str) -> list[int]:
 def _by_name(
     index: TimelineIndex, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
 ) -> dict[str, Any]:
-    name, inside, whole = _inside(index, lanes, keys, x0, x1)
+    name, overlap, durations = _inside(index, lanes, keys, x0, x1)
     if not len(name):
         return {"rows": [], "names": 0, "count": 0, "total": 0}
     count = np.bincount(name, minlength=len(index.names))
-    total = np.bincount(name, weights=inside, minlength=len(index.names))
-    full = np.bincount(name, weights=whole, minlength=len(index.names))
+    total = np.bincount(name, weights=overlap, minlength=len(index.names))
+    full = np.bincount(name, weights=durations, minlength=len(index.names))
     there = np.flatnonzero(count)
     order = there[np.argsort(-total[there], kind="stable")]
     rows = [
@@ -95,14 +95,14 @@ def _by_name(
         }
         for i in order[:MAX_NAMES].tolist()
     ]
-    return {"rows": rows, "names": len(there), "count": len(name), "total": int(inside.sum())}
+    return {"rows": rows, "names": len(there), "count": len(name), "total": int(overlap.sum())}
 
 
 def _inside(
     index: TimelineIndex, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
     """Name, duration inside the range and whole duration of the slices in it."""
-    names, inside, whole = [], [], []
+    names, overlaps, durations = [], [], []
     for number in lanes:
         lo, hi = index.within(number, x0, x1)
         if hi <= lo:
@@ -112,14 +112,14 @@ def _inside(
         if keys is not None:
             base = index.lanes[number].base
             slots = [i - base for i, category in enumerate(ALL) if category.key in keys]
-            kept = np.isin(index.slot[lo:hi], slots)
-            start, end, name = start[kept], end[kept], name[kept]
+            wanted = np.isin(index.slot[lo:hi], slots)
+            start, end, name = start[wanted], end[wanted], name[wanted]
         names.append(name)
-        inside.append(np.minimum(end, x1) - np.maximum(start, x0))
-        whole.append(end - start)
+        overlaps.append(np.minimum(end, x1) - np.maximum(start, x0))
+        durations.append(end - start)
     if not names:
         return np.zeros(0, np.uint32), np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return np.concatenate(names), np.concatenate(inside), np.concatenate(whole)
+    return np.concatenate(names), np.concatenate(overlaps), np.concatenate(durations)
 
 
 def longest_slices(
@@ -131,23 +131,23 @@ def longest_slices(
     best: list[NDArray[np.int64]] = []
     for lo, hi in spans:
         dur = index.end[lo:hi] - index.start[lo:hi]
-        at = np.arange(lo, hi)
-        if len(at) > most:
-            at = lo + np.argpartition(-dur, most)[:most]
-        best.append(at)
-    found = np.concatenate([*best, np.zeros(0, dtype=np.int64)])
-    dur = index.end[found] - index.start[found]
-    found = found[np.argsort(-dur, kind="stable")[:most]]
-    found = found[np.argsort(index.start[found], kind="stable")]
+        positions = np.arange(lo, hi)
+        if len(positions) > most:
+            positions = lo + np.argpartition(-dur, most)[:most]
+        best.append(positions)
+    longest = np.concatenate([*best, np.zeros(0, dtype=np.int64)])
+    dur = index.end[longest] - index.start[longest]
+    longest = longest[np.argsort(-dur, kind="stable")[:most]]
+    longest = longest[np.argsort(index.start[longest], kind="stable")]
     rows = []
-    for position in found.tolist():
-        of = index.lanes[index.lane_of(position)]
+    for position in longest.tolist():
+        lane = index.lanes[index.lane_of(position)]
         rows.append(
             {
                 **locate(index, position),
-                "group": index.groups[of.group].label,
+                "group": index.groups[lane.group].label,
                 "category": category_label(
-                    ALL[of.base + int(index.slot[position])], index.framework
+                    ALL[lane.base + int(index.slot[position])], index.framework
                 ),
             }
         )

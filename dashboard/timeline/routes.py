@@ -145,11 +145,11 @@ def _runs(session: DashboardSession) -> list[dict[str, Any]]:
 def _beside(line: RankTimeline, args: Any) -> Reply:
     """How far the times of another rank or run (``other_run``, ``other_rank``) are apart."""
     session = flask.current_app.config["ADVISOR_SESSION"]
-    one, other = (
+    here, there = (
         _loaded(session, args, f"{prefix}run", f"{prefix}rank") for prefix in ("", "other_")
     )
-    found = time_offset(one, other)
-    return flask.jsonify({"ns": found.ns, "how": found.how})
+    offset = time_offset(here, there)
+    return flask.jsonify({"ns": offset.ns, "how": offset.how})
 
 
 def _info(line: RankTimeline, args: Any) -> Reply:
@@ -157,7 +157,7 @@ def _info(line: RankTimeline, args: Any) -> Reply:
     index, a = line.index, line.analysis
     session = flask.current_app.config.get("ADVISOR_SESSION")
     device = a.device
-    own = a.trace.meta.framework
+    framework = a.trace.meta.framework
     steps = a.steps
     return flask.jsonify(
         {
@@ -178,7 +178,7 @@ def _info(line: RankTimeline, args: Any) -> Reply:
                 "median": steps.used["dur"].median(),
             },
             "span": [int(a.spans.start[0]), int(a.spans.end[-1])] if len(a.spans) else None,
-            "categories": [[c.key, category_label(c, own), c.colour] for c in ALL],
+            "categories": [[c.key, category_label(c, framework), c.colour] for c in ALL],
             "sets": [[title, BASE[part], len(part)] for part, title in TITLES],
             "groups": [
                 {
@@ -240,12 +240,12 @@ def _view(line: RankTimeline, args: Any) -> Reply:
 
 def _slice(line: RankTimeline, args: Any) -> Reply:
     """All that is known of a slice."""
-    at = read_number(args, "id", 0, 2**32 - 1)
-    if at >= len(line.index):
+    position = read_number(args, "id", 0, 2**32 - 1)
+    if position >= len(line.index):
         raise BadParameter("there is no such slice")
-    found = describe_slice(line.analysis, line.index, at)
-    _label(found["links"], LINK)
-    return flask.jsonify(found)
+    details = describe_slice(line.analysis, line.index, position)
+    _label(details["links"], LINK)
+    return flask.jsonify(details)
 
 
 def _at(line: RankTimeline, args: Any) -> Reply:
@@ -261,13 +261,13 @@ def _at(line: RankTimeline, args: Any) -> Reply:
 def _search(line: RankTimeline, args: Any) -> Reply:
     """The next or previous slice whose name has the text."""
     query = read_text(args, "q")
-    at = read_number(args, "id", -1, 2**32 - 1, default=-1)
+    position = read_number(args, "id", -1, 2**32 - 1, default=-1)
     since = read_number(args, "t", -MAX_NS, MAX_NS, default=line.index.begin)
     back = read_number(args, "back", 0, 1, default=0)
-    found = step_through(
-        line.index, line.hits(query), None if at < 0 else at, since, back=bool(back)
+    match = step_through(
+        line.index, line.hits(query), None if position < 0 else position, since, back=bool(back)
     )
-    return flask.jsonify(found)
+    return flask.jsonify(match)
 
 
 def _find(line: RankTimeline, args: Any) -> Reply:
@@ -280,19 +280,19 @@ def _find(line: RankTimeline, args: Any) -> Reply:
 def _range(line: RankTimeline, args: Any) -> Reply:
     """Statistics of a range."""
     x0, x1 = read_span(args, line.index)
-    found = range_statistics(line.analysis, line.index, x0, x1)
+    statistics = range_statistics(line.analysis, line.index, x0, x1)
     for part in ("kernels", "operators", "calls"):
-        _label(found[part]["rows"], ROW)
-    return flask.jsonify(found)
+        _label(statistics[part]["rows"], ROW)
+    return flask.jsonify(statistics)
 
 
 def _table(line: RankTimeline, args: Any) -> Reply:
     """The longest slices in view as rows of text."""
     x0, x1 = read_span(args, line.index)
     lanes = read_numbers(args, "lanes", len(line.index.lanes))
-    found = longest_slices(line.index, lanes, x0, x1, TABLE_ROWS)
-    _label(found["rows"], WIDE_ROW)
-    return flask.jsonify(found)
+    slices = longest_slices(line.index, lanes, x0, x1, TABLE_ROWS)
+    _label(slices["rows"], WIDE_ROW)
+    return flask.jsonify(slices)
 
 
 def _label(rows: list[dict[str, Any]], width: int) -> None:
@@ -362,7 +362,7 @@ def read_span(args: Mapping[str, str], index: TimelineIndex) -> tuple[int, int]:
 def read_numbers(args: Mapping[str, str], key: str, most: int) -> list[int]:
     """``0-3,7``: numbers below ``most``, in order, each once; absent or empty: none."""
     text = args.get(key, "")
-    found: set[int] = set()
+    values: set[int] = set()
     parts = text.split(",") if text else []
     if len(parts) > MAX_RANGES:
         raise BadParameter(f"{key} has too many parts")
@@ -375,10 +375,10 @@ def read_numbers(args: Mapping[str, str], key: str, most: int) -> list[int]:
             raise BadParameter(f"{key}: there is no {part}")
         if last - first > MAX_ASKED:
             raise BadParameter(f"{key} asks for too many")
-        found.update(range(first, last + 1))
-    if len(found) > MAX_ASKED:
+        values.update(range(first, last + 1))
+    if len(values) > MAX_ASKED:
         raise BadParameter(f"{key} asks for too many")
-    return sorted(found)
+    return sorted(values)
 
 
 def read_text(args: Mapping[str, str], key: str) -> str:

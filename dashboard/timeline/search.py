@@ -50,30 +50,30 @@ def search(index: TimelineIndex, query: str) -> SearchHits:
         if index.groups[lane.group].kind in _TWICE:
             a, b = np.searchsorted(position, [lane.lo, lane.hi])
             once[a:b] = False
-    own = position[once]
-    order = own[np.argsort(index.start[own], kind="stable")]
+    distinct = position[once]
+    order = distinct[np.argsort(index.start[distinct], kind="stable")]
     return SearchHits(position, order, np.flatnonzero(wanted))
 
 
 def step_through(
-    index: TimelineIndex, hits: SearchHits, at: int | None, since: int, back: bool
+    index: TimelineIndex, hits: SearchHits, current: int | None, since: int, back: bool
 ) -> dict[str, Any]:
-    """The found slice after (or before) slice ``at``, or after the instant ``since``; it goes
+    """The found slice after (or before) slice ``current``, or after the instant ``since``; it goes
     round at the end."""
     total = len(hits.order)
     names = [index.names[i][:200] for i in hits.names[:MAX_NAMES].tolist()]
     answer: dict[str, Any] = {"total": total, "names": names, "distinct": len(hits.names)}
     if not total:
         return answer
-    here = np.flatnonzero(hits.order == (-1 if at is None else at))
-    if len(here):
-        place = (int(here[0]) + (-1 if back else 1)) % total
+    matches = np.flatnonzero(hits.order == (-1 if current is None else current))
+    if len(matches):
+        place = (int(matches[0]) + (-1 if back else 1)) % total
     else:
         start = index.start[hits.order]
         place = int(np.searchsorted(start, since, side="left"))
         place = (place - 1 if back else place) % total
-    found = int(hits.order[place])
-    return answer | {"at": place, **locate(index, found)}
+    position = int(hits.order[place])
+    return answer | {"at": place, **locate(index, position)}
 
 
 def locate(index: TimelineIndex, position: int) -> dict[str, Any]:
@@ -102,12 +102,12 @@ def slice_starting(index: TimelineIndex, t: int, dur: int | None) -> dict[str, A
         a, b = (lane.lo + int(np.searchsorted(start, t, side=side)) for side in _SIDES)
         if b <= a:
             continue
-        at = a + int(np.argmax(index.end[a:b]))
+        position = a + int(np.argmax(index.end[a:b]))
         kind = index.groups[lane.group].kind
-        other = dur is not None and int(index.end[at]) - t != dur
+        other = dur is not None and int(index.end[position]) - t != dur
         order = (other, _FIRST.index(kind) if kind in _FIRST else len(_FIRST), -lane.depth)
         if best is None or order < best[0]:
-            best = order, at
+            best = order, position
     return None if best is None else locate(index, best[1])
 
 
@@ -118,24 +118,24 @@ LABEL = 60
 
 def keyed_findings(report: Report) -> Iterator[tuple[str, Finding]]:
     """Every finding with its key: the rule's id, and ``~2`` after it for a second one."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for finding in (*report.findings, *report.risks, *report.notes):
-        count = seen[finding.rule] = seen.get(finding.rule, 0) + 1
+        count = counts[finding.rule] = counts.get(finding.rule, 0) + 1
         yield (finding.rule if count == 1 else f"{finding.rule}~{count}"), finding
 
 
 def find_finding(report: Report, key: str) -> Finding | None:
     """The finding of a key; ``None``: there is none."""
-    return next((finding for own, finding in keyed_findings(report) if own == key), None)
+    return next((finding for its_key, finding in keyed_findings(report) if its_key == key), None)
 
 
 def finding_summary(key: str, finding: Finding) -> dict[str, Any]:
     """What the timeline needs to know of a finding."""
-    seen = [p for p in finding.where if p.ts_ns is not None][:MAX_PLACES]
-    short = labels_by_name((p.kernel or p.op for p in seen), LABEL)
+    timed = [p for p in finding.where if p.ts_ns is not None][:MAX_PLACES]
+    short = labels_by_name((p.kernel or p.op for p in timed), LABEL)
     places = [
         {"ts": p.ts_ns, "dur": p.dur_ns or 0, "label": short.get(p.kernel or p.op or "", "")}
-        for p in seen
+        for p in timed
     ]
     return {
         "key": key,
@@ -163,10 +163,10 @@ def affected_slices(a: Analysis, index: TimelineIndex, finding: Finding) -> NDAr
                 gaps |= selected_gaps(a, edit.select)
         except AdvisorError:
             continue  # a rule's pattern that is none: nothing to outline
-    found = np.zeros(len(index), dtype=bool)
+    affected = np.zeros(len(index), dtype=bool)
     masks = {"gpu": gpu, "cpu": cpu, "gaps": gaps}
     for lane in index.lanes:
         mask = masks.get(lane.source)
         if mask is not None and mask.any():
-            found[lane.lo : lane.hi] = mask[index.row[lane.lo : lane.hi]]
-    return found
+            affected[lane.lo : lane.hi] = mask[index.row[lane.lo : lane.hi]]
+    return affected

@@ -1,4 +1,4 @@
-"""The binary answer to a view: what ``assets/timeline/data.js`` reads, and a reader for tests.
+"""The binary answer to a view: what ``assets/timeline/data.js`` reads.
 
 Little endian throughout. A header of 72 bytes, then columns one after another, each beginning at a
 multiple of 8 bytes (zeros between)::
@@ -28,7 +28,6 @@ multiple of 8 bytes (zeros between)::
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,21 +45,6 @@ _RUNS = ("<u2", "<u4", "<u2", "u1", "u1")
 _FLAGGED = ("<u2", "<u4", "<u2", "u1")
 
 
-class Answer(NamedTuple):
-    """A decoded answer: header fields by name, then the columns in order."""
-
-    head: dict[str, Any]
-    slices: tuple[NDArray[Any], ...]
-    runs: tuple[NDArray[Any], ...]
-    flagged: tuple[NDArray[Any], ...]
-    counters: tuple[NDArray[Any], ...]
-
-
-_FIELDS = """
-    magic slices runs flagged counters px k seen x0 x1 cell0 ms version zero
-    """.split()
-
-
 def encode(
     index: TimelineIndex,
     view: VisibleSlices,
@@ -73,27 +57,29 @@ def encode(
 ) -> bytes:
     """The answer to a view; ``counters``: which of the index's are wanted."""
     x0, x1 = span
-    at = view.position
+    positions = view.position
     base = np.array([lane.base for lane in index.lanes] or [0], dtype=np.int64)
-    own = flags[at] if flags is not None else np.zeros(len(at), dtype=np.uint8)
+    slice_flags = (
+        flags[positions] if flags is not None else np.zeros(len(positions), dtype=np.uint8)
+    )
     low = int(view.runs.cell[0]) if len(view.runs.cell) else 0
     for cells in (view.runs.cell, view.flagged.cell):
         low = min(low, int(cells.min())) if len(cells) else low
     slices = (
-        index.start[at] - x0,
-        index.end[at] - index.start[at],
-        index.name[at],
-        at,
+        index.start[positions] - x0,
+        index.end[positions] - index.start[positions],
+        index.name[positions],
+        positions,
         view.lane,
-        base[view.lane] + index.slot[at],
-        own,
+        base[view.lane] + index.slot[positions],
+        slice_flags,
     )
     runs = view.runs
     sampled = [sample(index.counters[i], x0, x1, px) for i in counters]
     both = np.stack(sampled) if sampled else np.zeros((0, 2, px))
     head = HEADER.pack(
         MAGIC,
-        len(at),
+        len(positions),
         len(runs.cell),
         len(view.flagged.cell),
         len(counters),
@@ -138,29 +124,3 @@ def encode(
         data = np.ascontiguousarray(column).astype(kind).tobytes()
         parts += [data, b"\0" * (-len(data) % 8)]
     return b"".join(parts)
-
-
-def decode(data: bytes) -> Answer:
-    """The answer in columns. Raises ValueError for anything that is not one."""
-    if len(data) < HEADER.size or data[:4] != MAGIC:
-        raise ValueError("not an answer")
-    head = dict(zip(_FIELDS, HEADER.unpack_from(data), strict=True))
-    place = HEADER.size
-
-    def column(kind: str, count: int) -> NDArray[Any]:
-        nonlocal place
-        size = np.dtype(kind).itemsize * count
-        if place + size > len(data):
-            raise ValueError("the answer is cut off")
-        found = np.frombuffer(data, dtype=kind, count=count, offset=place)
-        place += size + -size % 8
-        return found
-
-    slices = tuple(column(kind, head["slices"]) for kind in _SLICES)
-    runs = tuple(column(kind, head["runs"]) for kind in _RUNS)
-    flagged = tuple(column(kind, head["flagged"]) for kind in _FLAGGED)
-    size = head["counters"] * head["px"]
-    counters = tuple(column("<f4", size) for _ in range(2))
-    if place != len(data):
-        raise ValueError("the answer is too long")
-    return Answer(head, slices, runs, flagged, counters)

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 pytest.importorskip("dash", reason="the dashboard's packages are not installed")
 
@@ -24,6 +26,7 @@ from advisor.dashboard.access import Access
 from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.serve import bind
 from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.timeline import wire
 
 REQUIRED = "ADVISOR_REQUIRE_BROWSER"
 ARGUMENTS = [
@@ -429,3 +432,50 @@ def recorded_run(recording_process: Any) -> Callable[[], Path]:
         return Path(run)
 
     return make
+
+
+class ViewReply(NamedTuple):
+    """A decoded answer: header fields by name, then the columns in order."""
+
+    head: dict[str, Any]
+    slices: tuple[NDArray[Any], ...]
+    runs: tuple[NDArray[Any], ...]
+    flagged: tuple[NDArray[Any], ...]
+    counters: tuple[NDArray[Any], ...]
+
+
+REPLY_FIELDS = """
+    magic slices runs flagged counters px k seen x0 x1 cell0 ms version zero
+    """.split()
+
+
+def decode_reply(data: bytes) -> ViewReply:
+    """The binary answer to a view, in columns. Raises ValueError for anything else."""
+    if len(data) < wire.HEADER.size or data[:4] != wire.MAGIC:
+        raise ValueError("not an answer")
+    head = dict(zip(REPLY_FIELDS, wire.HEADER.unpack_from(data), strict=True))
+    place = wire.HEADER.size
+
+    def column(kind: str, count: int) -> NDArray[Any]:
+        nonlocal place
+        size = np.dtype(kind).itemsize * count
+        if place + size > len(data):
+            raise ValueError("the answer is cut off")
+        values = np.frombuffer(data, dtype=kind, count=count, offset=place)
+        place += size + -size % 8
+        return values
+
+    slices = tuple(column(kind, head["slices"]) for kind in wire._SLICES)
+    runs = tuple(column(kind, head["runs"]) for kind in wire._RUNS)
+    flagged = tuple(column(kind, head["flagged"]) for kind in wire._FLAGGED)
+    size = head["counters"] * head["px"]
+    counters = tuple(column("<f4", size) for _ in range(2))
+    if place != len(data):
+        raise ValueError("the answer is too long")
+    return ViewReply(head, slices, runs, flagged, counters)
+
+
+@pytest.fixture(scope="session")
+def decode() -> Callable[[bytes], ViewReply]:
+    """Reads the binary answer to a view, as the browser does."""
+    return decode_reply

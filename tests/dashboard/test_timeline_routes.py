@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from advisor.dashboard.timeline.routes import _ANSWERS as ANSWERS
-from advisor.dashboard.timeline.wire import decode
 from advisor.testing import TraceBuilder
 
 dash = pytest.importorskip("dash", reason="the dashboard extra is not installed")
@@ -48,7 +47,7 @@ def get(client, what: str, **query):
     return client.get(f"/_advisor/timeline/{what}?{urlencode(query)}")
 
 
-def test_the_answers_fit_together(client):
+def test_the_answers_fit_together(client, decode):
     info = get(client, "info").json
     lanes = sum(group["count"] for group in info["groups"])
     names = get(client, "names").json["names"]
@@ -71,7 +70,7 @@ def test_each_rank_has_its_own_timeline(client):
         assert info["rank"] == rank
 
 
-def test_a_finding_in_focus_outlines_its_events(client):
+def test_a_finding_in_focus_outlines_its_events(client, decode):
     info = get(client, "info").json
     keys = [finding["key"] for finding in info["findings"]]
     assert keys and len(set(keys)) == len(keys)
@@ -85,7 +84,7 @@ def test_a_finding_in_focus_outlines_its_events(client):
     assert decode(get(client, "view", focus="no-such-rule", **whole).data).slices[6].max() == 0
 
 
-def test_a_search_flags_what_it_finds(client):
+def test_a_search_flags_what_it_finds(client, decode):
     info = get(client, "info").json
     lanes = sum(group["count"] for group in info["groups"])
     query = {"x0": info["begin"], "x1": info["finish"], "px": 800, "lanes": f"0-{lanes - 1}"}
@@ -150,7 +149,7 @@ NONSENSE = st.one_of(
         max_size=8,
     ),
 )  # fmt: skip
-def test_whatever_is_asked_is_answered_or_refused(client, what, query):
+def test_whatever_is_asked_is_answered_or_refused(client, decode, what, query):
     parts = "&".join(
         f"{key}={quote(value, safe='', errors='replace')}" for key, value in query.items()
     )

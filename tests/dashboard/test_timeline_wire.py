@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from advisor.dashboard.timeline.build import build_index
 from advisor.dashboard.timeline.level import level_of_detail
-from advisor.dashboard.timeline.wire import decode, encode
+from advisor.dashboard.timeline.wire import encode
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 
@@ -37,7 +37,7 @@ def answer(index, x0: int, x1: int, px: int, flags=None):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_is_written_is_what_is_read(index, data):
+def test_what_is_written_is_what_is_read(index, decode, data):
     x0 = data.draw(st.integers(index.begin - 1000, index.finish - 1))
     x1 = x0 + data.draw(st.integers(16, index.finish - index.begin))
     px = data.draw(st.integers(16, 2000))
@@ -66,7 +66,7 @@ def test_what_is_written_is_what_is_read(index, data):
     assert len(found.counters[0]) == len(index.counters) * px
 
 
-def test_the_header_is_where_it_is_documented(index):
+def test_the_header_is_where_it_is_documented(index, decode):
     _, raw = answer(index, index.begin, index.finish, 500)
     assert raw[:4] == b"ATL1"
     assert len(raw) % 8 == 0
@@ -81,7 +81,7 @@ def test_the_header_is_where_it_is_documented(index):
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-8], lambda b: b + b"\0" * 8, lambda b: b"X" + b[1:], lambda b: b""]
 )
-def test_what_is_no_answer_is_refused(index, damage):
+def test_what_is_no_answer_is_refused(index, damage, decode):
     _, raw = answer(index, index.begin, index.finish, 100)
     with pytest.raises(ValueError, match="answer"):
         decode(damage(raw))

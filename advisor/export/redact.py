@@ -64,8 +64,10 @@ _SPECIALISED = re.compile(r"(?:\d{1,3}[cde]{0,2}+)++")
 
 _VERSION = r"@(?!(?:GLIBC|GLIBCXX|CXXABI|GCC|plt|got|PLT|GOT)(?![A-Za-z0-9]))"
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]++" + _VERSION + r"[\w-]++(?:\.[\w-]++)+")
-_LOGIN = re.compile(r"(?<![\w.+@-])[A-Za-z_][\w.+-]*+" + _VERSION + r"[A-Za-z][\w-]*+(?![\w.(])")
+_LOGIN = re.compile(r"(?<![\w.+@-])[A-Za-z_][\w.+-]*+" + _VERSION + r"[A-Za-z][\w-]*+(?!\w|\.\w)")
 """``alice@gpu17``, as ssh and prompts have it; not symbols with a version."""
+_CLONED = re.compile(r"(?<![\w.+@-])[A-Za-z_][\w.+-]*+@[\w.-]++:(?!/)[^\s'\"<>|(),;]++")
+"""``git@host:organisation/project.git``."""
 _ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)")
 _ADDRESS_6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{4,45}(?:%\w{1,16})?(?![\w:])")
 _MAC = re.compile(
@@ -196,6 +198,8 @@ class Redactor:
         text = hide_known(text, GONE)
         text = hide_values(text, GONE, _tells)
         text = _ENTROPY.sub(_unless_random, text)
+        if "@" in text:
+            text = _CLONED.sub(GONE, text)
         if "/" in text or "\\" in text or "~" in text:
             text = _URL.sub(_url, text)
             text = _REMOTE.sub(lambda found: f"{GONE}:{_path(found[1])}", text)

@@ -21,8 +21,7 @@ from advisor.read.memory_events import joined, with_memory
 from advisor.read.merged import ranks_in
 from advisor.read.reader import ReadOptions
 from advisor.read.registry import is_trace_name, trace_names
-from advisor.read.remote.source import RemoteFile
-from advisor.read.remote.urls import Ranks, is_url, local_path, rank_in, shown
+from advisor.read.remote.urls import Ranks, RemoteFile, is_url, local_path, rank_in, shown
 from advisor.read.runs import SeveralRuns, runs_in
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")

@@ -11,7 +11,7 @@ from advisor.read.file import read_trace
 from advisor.read.hosts import without_copies
 from advisor.read.reader import ReadOptions
 from advisor.read.registry import is_trace_name
-from advisor.read.remote.source import RemoteFile
+from advisor.read.remote.urls import RemoteFile
 
 
 def traces_at(url: str) -> list[RemoteFile]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from advisor.core.errors import AdvisorError
 from advisor.read.directory import trace_files
 from advisor.read.remote.fetch import opened
-from advisor.read.remote.source import RemoteFile
-from advisor.read.remote.urls import Ranks, is_url, local_path, rank_in
+from advisor.read.remote.urls import Ranks, RemoteFile, is_url, local_path, rank_in
 
 __all__ = ["RemoteFile", "is_url", "locate", "opened"]
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from advisor.core.errors import AdvisorError
-from advisor.read.remote.system import file_system
+from advisor.read.remote.access import file_system
 from advisor.read.remote.urls import shown
 
 KINDS = ("zip", "tar")

@@ -9,17 +9,13 @@ from typing import Any
 
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import archives
-from advisor.read.remote.source import RemoteFile
-from advisor.read.remote.system import file_system
-from advisor.read.remote.urls import is_web, rank_in, scheme, shown
-from advisor.read.remote.waiting import patiently
+from advisor.read.remote.access import file_system, patiently
+from advisor.read.remote.urls import RemoteFile, is_web, rank_in, shown
 
 MAX_LISTED = 200_000
 """Files of a folder and those in it."""
 MAX_FOLDERS, DEPTH = 2_000, 8
 """Index pages of a web server that are looked at, and how far down."""
-FLAT = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
-"""Stores of objects, whose folders are beginnings of names."""
 LISTING = 300.0
 """Seconds that a listing may take."""
 
@@ -127,23 +123,11 @@ def _globbed(system: Any, url: str, choose: Choose) -> list[RemoteFile]:
     if is_web(url):
         deep = None if "**" in pattern else pattern.count("/") + 1
         sizes = _matching(_web_listing(system, root, deep), pattern)
-    elif (prefix := _flat(bearing, root)) is not None:
-        path = str(system._strip_protocol(root))
-        listed = patiently(url, lambda: system.find(path, detail=True, prefix=prefix), LISTING)
-        sizes = _matching(_relative(listed, path), pattern)
     else:
         whole = str(system._strip_protocol(bearing))
         listed = patiently(url, lambda: _by_folder(system, whole), LISTING)
         sizes = _relative(listed, str(system._strip_protocol(root)))
     return _sources(f"{before}{root}{after}", sizes, choose)
-
-
-def _flat(bearing: str, root: str) -> str | None:
-    """What the names below a folder begin with, where a store of objects lists all of them at once;
-    ``None``: folder by folder is better, which a glob over a whole bucket is."""
-    prefix = re.split(r"[*?[]", bearing[len(root) :], maxsplit=1)[0]
-    in_bucket = root.partition("://")[2].rstrip("/").count("/") > 0
-    return prefix if scheme(bearing) in FLAT and (in_bucket or prefix) else None
 
 
 def _by_folder(system: Any, pattern: str) -> dict[str, Any]:

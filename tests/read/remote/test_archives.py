@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from tests.remote.faulty import Fault, Server
+from tests.read.remote.faulty import Fault, Server
 
 from advisor.advise.ranks.sources import locate, opened
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
 from advisor.read.remote import archives, fetch
 from advisor.read.remote.places import find
-from advisor.read.remote.source import RemoteFile
+from advisor.read.remote.urls import RemoteFile
 
 Made = Callable[[int], bytes]
 

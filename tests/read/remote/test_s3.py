@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.remote.faulty import Fault
+from tests.read.remote.faulty import Fault
 
 import advisor
 from advisor.advise.ranks.sources import locate, opened
 from advisor.cli import run as advisor_cli
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
-from advisor.read.remote import waiting
+from advisor.read.remote import access
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_rank_that_cannot_be_read_is_told_and_the_rest_stands(
     fault: Fault,
     said: str,
 ) -> None:
-    monkeypatch.setattr(waiting, "ATTEMPTS", 2)
+    monkeypatch.setattr(access, "ATTEMPTS", 2)
     for rank in range(3):
         s3.put(f"hurt/rank{rank}.json", trace_bytes(rank))
     s3.state.faults["hurt/rank1.json"] = fault

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from advisor.advise.ranks.sources import locate
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
-from advisor.read.remote.failures import trouble
+from advisor.read.remote.access import trouble
 from advisor.read.remote.urls import Ranks, file_name, is_url, rank_in, shown
 
 

@@ -1,0 +1,237 @@
+"""A URL's file system, by fsspec; an end to waiting, another attempt after what may pass, and one
+line for whatever a storage's library raises.
+
+Kept beside what fsspec does, because each was seen to be needed (``tests/read/remote``): fsspec has
+no end to a call that hangs, does not try again what its libraries give up, and calls missing what
+it could not ask for. Libraries are known by the names of their errors and by the status that a
+server answered: none is imported for this. What they say themselves holds URLs with their
+signatures, and is not repeated.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from advisor.core.errors import AdvisorError, install
+from advisor.read.remote.urls import LONGEST_URL, WEB, is_url, scheme, shown
+
+CONNECT, ANSWER = 10.0, 60.0
+"""Seconds: until a connection stands; between two pieces of an answer."""
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """An fsspec file system and the path in it. Who logs in is found as that storage's own tools
+    do: from the environment, their configuration, or the machine's role.
+
+    Raises AdvisorError: a URL that nobody reads, a package that is not installed.
+    """
+    if len(url) > LONGEST_URL:
+        raise AdvisorError(f"a URL of more than {LONGEST_URL:,} characters")
+    try:
+        from fsspec import get_filesystem_class
+        from fsspec.core import url_to_fs
+    except ModuleNotFoundError:
+        raise AdvisorError(f"{scheme(url)}:// needs fsspec: {install('remote')}") from None
+    parts = url.split("::")
+    names = [scheme(one) if is_url(one) or "/" not in one else "file" for one in parts]
+    for name in names:
+        try:
+            get_filesystem_class(name)
+        except ImportError as error:
+            raise _not_installed(name, error) from None
+        except ValueError:
+            raise AdvisorError(f"{shown(url)[:200]}: no scheme {name!r} is known") from None
+    # fsspec takes them by scheme where there are several, by name where there is one
+    ours = {name: _web() for name in names if name in WEB}
+    options = ours if len(names) > 1 else ours.get(names[0], {})
+    try:
+        system, path = url_to_fs(url, **options)
+    except AdvisorError:
+        raise
+    except Exception as error:  # whatever the library raises for a URL that it cannot make out
+        raise AdvisorError(f"{shown(url)[:200]}: not understood ({type(error).__name__})") from None
+    return system, str(path)
+
+
+def _web() -> dict[str, Any]:
+    """Bytes as they are stored: what a server says is packed stays so, or ranges and sizes would
+    be of something else. Proxies and ``.netrc`` as other programs know them."""
+    from aiohttp import ClientTimeout
+
+    return {
+        "client_kwargs": {
+            "auto_decompress": False,
+            "headers": {"Accept-Encoding": "identity"},
+            "timeout": ClientTimeout(total=None, sock_connect=CONNECT, sock_read=ANSWER),
+            "trust_env": True,
+        }
+    }
+
+
+_PASSING = frozenset(
+    """TimeoutError ConnectionError FSTimeoutError
+    ClientConnectionError ClientPayloadError
+    EndpointConnectionError HTTPClientError IncompleteReadError ResponseStreamingError
+    IncompleteRead ProtocolError ChunkedEncodingError
+    ServiceRequestError ServiceResponseError""".split()
+)
+"""Of Python and fsspec, aiohttp, botocore, http.client with urllib3 and requests, azure."""
+_SLOW = frozenset({"TimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "FSTimeoutError"})
+_NOBODY = frozenset(
+    """NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound
+    TokenRetrievalError DefaultCredentialsError RefreshError ClientAuthenticationError""".split()
+)
+MAX_CAUSES = 10
+"""Errors that led to an error, looked at."""
+
+
+class CutOffError(Exception):
+    """Fewer bytes came than were promised."""
+
+
+class Trouble(NamedTuple):
+    """What is wrong with a file elsewhere."""
+
+    said: str
+    passing: bool
+    """Another attempt may succeed."""
+
+
+def trouble(error: BaseException, place: str) -> Trouble:
+    """What an error means. ``place``: the URL, of which only the scheme counts."""
+    chain = list(_chain(error))
+    names = {cls.__name__ for one in chain for cls in type(one).__mro__}
+    status = next((found for one in chain if (found := _status(one)) is not None), None)
+    # the status first: fsspec says that what it could not ask for is not there
+    if status in (401, 403):
+        return Trouble(f"access denied ({status}); {_check(place)}", passing=False)
+    if status == 412:
+        return Trouble("changed while it was read; try again", passing=False)
+    if status is not None and (status >= 500 or status in (408, 425, 429)):
+        return Trouble(f"the server answers {status}; try again later", passing=True)
+    if names & _NOBODY:
+        return Trouble(f"no credentials; {_check(place)}", passing=False)
+    if any(isinstance(one, PermissionError) for one in chain):
+        return Trouble(f"access denied; {_check(place)}", passing=False)
+    if any("bucket does not exist" in str(one) or "NoSuchBucket" in str(one) for one in chain):
+        return Trouble("no such bucket; check its name", passing=False)
+    if status in (404, 410) or "NoSuchKey" in names:
+        return Trouble("no such file; check the URL", passing=False)
+    if names & _SLOW:
+        return Trouble("no answer in time; try again later", passing=True)
+    if isinstance(error, CutOffError):
+        return Trouble(f"cut off ({error}); try again later", passing=True)
+    if names & _PASSING:
+        return Trouble("the connection fails or breaks off; try again later", passing=True)
+    if any(isinstance(one, FileNotFoundError) for one in chain):
+        return Trouble("no such file; check the URL", passing=False)
+    if isinstance(error, IsADirectoryError):
+        return Trouble("a folder, not a file; give a trace in it", passing=False)
+    if status is not None:
+        return Trouble(f"the server answers {status}; check the URL", passing=False)
+    broken = isinstance(error, OSError) and error.errno in (errno.EIO, None)
+    return Trouble(f"cannot be read ({type(error).__name__})", passing=broken)
+
+
+def _not_installed(name: str, error: ImportError) -> AdvisorError:
+    """What to install for a scheme: fsspec names the package, the cause the module."""
+    module = getattr(error.__cause__, "name", None) or ""
+    if module and module in str(error):
+        return AdvisorError(f"{name}:// needs {module}: pip install {module}")
+    return AdvisorError(f"{name}:// cannot be read: {error}")
+
+
+def _check(place: str) -> str:
+    tools = {"s3": "aws sts get-caller-identity", "gs": "gcloud auth list", "az": "az account show"}
+    name = scheme(place.rpartition("::")[2])
+    aliases = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "adl": "az"}
+    tool = tools.get(aliases.get(name, name))
+    return f"{tool} says who you are" if tool else "check who you are logged in as"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    now: BaseException | None = error
+    for _ in range(MAX_CAUSES):
+        if now is None:
+            return
+        yield now
+        now = now.__cause__ or now.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """What a server answered, as aiohttp, botocore, requests, gcsfs and azure say it."""
+    answer = getattr(error, "response", None)
+    if isinstance(answer, dict):  # botocore
+        meta = answer.get("ResponseMetadata")
+        found = meta.get("HTTPStatusCode") if isinstance(meta, dict) else None
+    else:
+        found = getattr(answer, "status_code", None)
+    for name in ("status", "status_code", "code"):
+        found = getattr(error, name, None) if found is None else found
+    text = str(found) if isinstance(found, int | str) else ""
+    return int(text) if len(text) == 3 and text.isdecimal() and text.isascii() else None
+
+
+_T = TypeVar("_T")
+
+TIMEOUT = 60.0
+"""Seconds that one answer, of at most a block, may take."""
+ATTEMPTS = 4
+"""In a row that bring nothing, before it is given up."""
+FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0
+"""Seconds before the second attempt; each later one doubles it."""
+
+
+def within(seconds: float, call: Callable[[], _T]) -> _T:
+    """What a call returns or raises. TimeoutError: not in time; it is left to itself, in a thread
+    that nobody waits for. Ctrl-C is heard meanwhile, whatever the call waits for."""
+    done = threading.Event()
+    result: list[_T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except BaseException as error:
+            failure.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, daemon=True, name="advisor-remote").start()
+    if not done.wait(seconds):
+        raise TimeoutError
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def patiently(place: str, call: Callable[[], _T], timeout: float | None = None) -> _T:
+    """What a call returns, after another attempt or more where a failure may pass. Raises
+    AdvisorError with one line."""
+    failures = 0
+    while True:
+        try:
+            return within(TIMEOUT if timeout is None else timeout, call)
+        except AdvisorError:
+            raise
+        except Exception as error:  # a file system's library may raise anything
+            failures += 1
+            give_up_or_wait(error, place, failures)
+
+
+def give_up_or_wait(error: Exception, place: str, failures: int) -> None:
+    """Wait before the next attempt. Raises AdvisorError: it cannot help, or there were enough."""
+    what = trouble(error, place)
+    if not what.passing:
+        raise AdvisorError(f"{shown(place)}: {what.said}") from None
+    if failures >= ATTEMPTS:
+        often = f" ({failures} attempts)" if failures > 1 else ""
+        raise AdvisorError(f"{shown(place)}: {what.said}{often}") from None
+    wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
+    time.sleep(wait * random.uniform(0.5, 1.0))  # not all of many processes at once

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.read.remote.faulty import Server, State
 
 from advisor.read.remote import access
 from advisor.testing import TraceBuilder
+from tests.read.remote.faulty import Server, State
 
 NOON = 1_700_000_000_000_000.0  # µs of Unix time
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from tests.read.remote.faulty import Fault, Server
 
 from advisor.advise.ranks.sources import locate, opened
 from advisor.core.errors import AdvisorError
@@ -19,6 +18,7 @@ from advisor.read import open_run
 from advisor.read.remote import archives, fetch
 from advisor.read.remote.places import find
 from advisor.read.remote.urls import RemoteFile
+from tests.read.remote.faulty import Fault, Server
 
 Made = Callable[[int], bytes]
 

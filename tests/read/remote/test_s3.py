@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.read.remote.faulty import Fault
 
 import advisor
 from advisor.advise.ranks.sources import locate, opened
@@ -20,6 +19,7 @@ from advisor.cli import run as advisor_cli
 from advisor.core.errors import AdvisorError
 from advisor.read import ReadOptions, open_run
 from advisor.read.remote import access
+from tests.read.remote.faulty import Fault
 
 
 @pytest.fixture

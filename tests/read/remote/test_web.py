@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.read.remote.faulty import Fault, Server
 
 import advisor
 from advisor.core.errors import AdvisorError
@@ -22,6 +21,7 @@ from advisor.read.remote import access, fetch
 from advisor.read.remote.fetch import opened
 from advisor.read.remote.places import find
 from advisor.read.remote.urls import RemoteFile
+from tests.read.remote.faulty import Fault, Server
 
 Made = Callable[[int], bytes]
 BIG = bytes(range(256)) * 4096 * 20  # 20 MiB: five blocks

@@ -35,12 +35,12 @@ class _Noted(ast.NodeTransformer):
 
 
 def _only_praises(node: ast.If) -> bool:
-    """Only ``yield Good(…)`` or ``yield SkippedCheck(…)`` depends on it: no guard."""
+    """Only ``yield PassedCheck(…)`` or ``yield SkippedCheck(…)`` depends on it: no guard."""
     inside = [part for line in node.body for part in ast.walk(line)]
     told = [part.value for part in inside if isinstance(part, ast.Yield)]
     leaves = any(isinstance(part, ast.Return | ast.Continue | ast.Break) for part in inside)
     return bool(told and not leaves and not node.orelse) and all(
-        isinstance(item, ast.Call) and ast.unparse(item.func) in {"Good", "SkippedCheck"}
+        isinstance(item, ast.Call) and ast.unparse(item.func) in {"PassedCheck", "SkippedCheck"}
         for item in told
     )
 

@@ -25,7 +25,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.moments import RESUME, broken_regions, graph_breaks
-from advisor.rules.common import column, figure, of_step, per, places, rows
+from advisor.rules.common import column, example_steps, figure, of_step, per, places, rows
 from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
@@ -33,18 +33,18 @@ CAUSES = ("dispatch", "launch", "python", "unknown")
 
 
 class GraphBreaks(Rule):
-    """torch.compile could not compile a function as a whole (a ``print``, ``.item()``, a call it
-    does not know), so each step leaves one compiled graph, runs Python, checks guards and enters
-    the next, while the device idles.
+    """torch.compile could not compile a function as a whole because of a ``print``, ``.item()`` or
+    a call it does not know. So each step leaves one compiled graph, runs Python, checks guards and
+    enters the next graph, while the device idles.
 
-    What follows a break is compiled as a function of its own, which the first part calls, so its
+    The code after a break is compiled as a function of its own, which the first part calls. So its
     ``Torch-Compiled Region`` lies inside that of the first (seen with torch 2.13). Regions one
-    after the other, as when every block of a model is compiled by itself, are no breaks. With
-    Python stacks the frame ``torch_dynamo_resume_in_…`` names the very line of the break.
+    after the other are no breaks: every block of a model is compiled by itself there. With Python
+    stacks the frame ``torch_dynamo_resume_in_…`` names the very line of the break.
 
-    Counted is the device's idle time on the way from the end of one graph to the start of the next.
-    What a break costs besides, kernels that could have been fused across it and a CUDA graph that
-    ends there, is not in the figure.
+    The figure is the device's idle time between the end of one graph and the start of the next.
+    Kernels that could have been fused across the break, and a CUDA graph that ends there, cost
+    extra and are not in it.
     """
 
     id = "graph-breaks"
@@ -59,20 +59,20 @@ class GraphBreaks(Rule):
     min_share = Threshold(0.02, "of the step, idle at the breaks", OURS)
 
     fix = (
-        "Take out what breaks the graph: prints and logging, .item() and .cpu(), "
-        "conditions on tensor values (torch.where, torch.cond), calls of libraries that "
-        "torch.compile cannot follow (torch.compiler.disable them at the edge of the "
-        "model). The log names each reason."
+        "Remove what breaks the graph: prints and logging, .item() and .cpu(), conditions on "
+        "tensor values (use torch.where or torch.cond). Call libraries that torch.compile cannot "
+        "follow at the edge of the model, under torch.compiler.disable. The log names each reason."
     )
     code = (
         "# names each break and its reason\n"
-        "# TORCH_LOGS=graph_breaks python train.py\n"
-        "model = torch.compile(model, fullgraph=True)   # an error at the first break\n"
-        "torch._dynamo.config.capture_scalar_outputs = True   # .item() stays in the graph"
+        "# TORCH_LOGS=graph_breaks python train.py\n\n"
+        "model = torch.compile(model, fullgraph=True)   # an error at the first break\n\n"
+        "# .item() stays in the graph\n"
+        "torch._dynamo.config.capture_scalar_outputs = True"
     )
-    verify = "Profile again: one Torch-Compiled Region for each call, none inside another."
+    verify = "Profile again: one Torch-Compiled Region per call, none inside another."
     falsified_by = "torch._dynamo.explain(model)(input) that counts no break"
-    assumptions = ("what runs at the break can be moved out of the compiled function",)
+    assumptions = ("the code at the break can move out of the compiled function",)
     confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -85,9 +85,7 @@ class GraphBreaks(Rule):
         ts = a.trace.cpu["ts"].to_numpy()[broken]
         broken = broken[covered_length(ts, ts + 1, a.spans) > 0]
         if not len(broken):
-            yield PassedCheck(
-                text=f"no graph breaks: {count_noun(regions, 'compiled region')}, none split"
-            )
+            yield PassedCheck(text=f"no graph breaks in {count_noun(regions, 'compiled region')}")
             return
         gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES))
         start = column(gaps, "ts")
@@ -107,16 +105,18 @@ class GraphBreaks(Rule):
         count = len(broken) / a.step_count
         yield Finding(
             summary=(
-                f"{of_step(a, idle.total)} the device idles at "
-                f"{count_noun(max(1, round(count)), 'graph break')}{per(a)}, while Python runs "
-                "between two compiled graphs."
+                f"{count_noun(max(1, round(count)), 'graph break')}{per(a)} leave the device idle "
+                f"for {of_step(a, idle.total)}, while Python runs between two compiled graphs."
             ),
             evidence=[
                 Evidence("graph breaks", count, "count", per=a.per),
-                figure(a, "idle at them", idle.total),
+                figure(a, "idle at graph breaks", idle.total),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("idle time a break", idle.total / len(broken), "ns"),
-                Evidence("where the graph breaks", _told(lines)),
+                Evidence("idle time per break", idle.total / len(broken), "ns"),
+                Evidence(
+                    "where the graph breaks",
+                    ", ".join(f"{place.file}:{place.line}" for place in lines[:3]) or None,
+                ),
             ],
             where=lines
             or places(
@@ -138,23 +138,25 @@ class GraphBreaks(Rule):
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """One whole graph; blocks compiled by themselves; breaks behind a full queue."""
-        whole, blocks = TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with whole.step(), whole.op("Torch-Compiled Region: 0/0"):
-                _graph(whole, 30)
-            with blocks.step():
-                for _ in range(3):
-                    with blocks.op("Torch-Compiled Region: 0/0"):
-                        _graph(blocks, 10)
+
+        def whole(b: TraceBuilder) -> None:
+            with b.op("Torch-Compiled Region: 0/0"):
+                _graph(b, 30)
+
+        def blocks(b: TraceBuilder) -> None:
+            for _ in range(3):
+                with b.op("Torch-Compiled Region: 0/0"):
+                    _graph(b, 10)
+
         return {
-            "one graph": (whole, "not len(broken)"),
-            "blocks compiled by themselves": (blocks, "not len(broken)"),
+            "one graph": (example_steps(whole), "not len(broken)"),
+            "blocks compiled by themselves": (example_steps(blocks), "not len(broken)"),
             "behind a full queue": (_trace(stacks=False, us=300), "share < self.min_share"),
         }
 
 
 def _lines(a: Analysis) -> list[Location]:
-    """The lines at which the graph breaks, the longest stretch after it first."""
+    """The lines at which the graph breaks, those before the longest stretch first."""
     cpu = a.trace.cpu
     named = np.flatnonzero(
         (name_matches(cpu["name"], RESUME) & (cpu["kind"] == "python")).to_numpy()
@@ -170,7 +172,7 @@ def _lines(a: Analysis) -> list[Location]:
             "dur": cpu["dur"].gather(named),
         }
     ).sort("dur", descending=True)
-    found = []
+    lines = []
     for name, row, count in (
         frames.group_by("name", maintain_order=True)
         .agg(pl.col("row").first(), pl.len().alias("count"))
@@ -180,7 +182,7 @@ def _lines(a: Analysis) -> list[Location]:
         frame = parse_frame(name)
         if frame is None:
             continue
-        found.append(
+        lines.append(
             Location(
                 file=frame.file,
                 line=frame.line,
@@ -190,11 +192,7 @@ def _lines(a: Analysis) -> list[Location]:
                 count=count,
             )
         )
-    return found
-
-
-def _told(lines: list[Location]) -> str | None:
-    return ", ".join(f"{place.file}:{place.line}" for place in lines[:3]) or None
+    return lines
 
 
 def _graph(b: TraceBuilder, kernels: int, us: float = 8) -> None:

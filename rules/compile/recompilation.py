@@ -1,4 +1,4 @@
-"""torch.compile compiles again and again while training goes on."""
+"""torch.compile recompiles a function again and again."""
 
 from __future__ import annotations
 
@@ -32,31 +32,29 @@ COMPILING = (
     r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"
     r"|^(?:tf\.function-graph_building|backend_compile(?:_and_load)?|lower_sharding_computation)$"
 )
-"""What Dynamo calls the compilation of a function, and AOTAutograd that of its backward pass;
-what TensorFlow calls tracing a function, and JAX lowering and compiling one."""
+"""The names of compiling a function in Dynamo, and of its backward pass in AOTAutograd; of tracing
+a function in TensorFlow; of lowering and compiling one in JAX."""
 
-_AGAIN = (("torch.compile compiles a function again", "functions are traced and compiled again"),)
+_AGAIN = (("torch.compile recompiles", "Functions are traced and compiled again"),)
 Rows = NDArray[np.int64]
 
 
 class Recompilation(Rule):
-    """A compiled function is compiled again because something it was compiled for has changed: a
+    """torch.compile compiles a function again because something that it was compiled for changed: a
     shape, a Python number, a flag. That takes hundreds of milliseconds to minutes where a step
-    takes some, and after eight times PyTorch gives up and runs the function as it was written.
+    takes milliseconds. After eight times PyTorch gives up and runs the function eagerly.
 
-    Counted is the time in which the thread that drives the step, or the backward pass, compiles
+    The figure is the time in which the thread that drives the step, or the backward pass, compiles
     (``_compile.compile_inner``, ``entire_backward_compile``; TensorFlow's
     ``tf.function-graph_building``; JAX's ``lower_sharding_computation`` and
-    ``backend_compile_and_load``). Every function is compiled once, so
-    it must happen in at least two steps; when it happens in one, the rule only says that this may
-    be the first time.
+    ``backend_compile_and_load``). Every function is compiled once, so it must happen in at least
+    two steps. Where it happens in one, the rule only says that this may be the first time.
 
-    On a GPU the device works on while the host compiles, as long as it has something in its
-    queue; it is milliseconds of that at most.
+    A GPU keeps working while the host compiles, as long as its queue lasts: milliseconds at most.
     """
 
     id = "recompilation"
-    title = "The model is compiled again in the loop"
+    title = "torch.compile recompiles in the loop"
     category = "compile"
     knobs = ("compile-dynamic",)
     found_in = ("workloads/recompilation",)
@@ -73,30 +71,30 @@ class Recompilation(Rule):
         "https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html",
     )
 
-    min_steps = Threshold(2, "steps with compilation in them: the first time is needed", OURS)
+    min_steps = Threshold(2, "steps with compilation: the first time is needed", OURS)
     min_share = Threshold(0.02, "of the recorded steps; as for graph breaks", OURS)
 
     fix = (
-        "Let what changes be dynamic (dynamic=True, or torch._dynamo.mark_dynamic for the "
-        "dimension), or do not let it change: pad to a few lengths, drop_last=True, "
+        "Mark what changes as dynamic: dynamic=True, or torch._dynamo.mark_dynamic for one "
+        "dimension. Or keep it from changing: pad to a few lengths, set drop_last=True, pass "
         "tensors instead of Python numbers that count up. The log names what changed."
     )
     code = (
         "# TORCH_LOGS=recompiles python train.py     names what changed each time\n"
-        "model = torch.compile(model, dynamic=True)\n"
-        "# or only for the dimension that varies:\n"
+        "model = torch.compile(model, dynamic=True)\n\n"
+        "# or only for the dimension that varies\n"
         "torch._dynamo.mark_dynamic(batch, 1)"
     )
-    verify = "TORCH_LOGS=recompiles prints nothing after the first steps."
+    verify = "Run with TORCH_LOGS=recompiles: it prints nothing after the first steps."
     falsified_by = "TORCH_LOGS=recompiles that prints nothing while these steps run"
-    assumptions = ("the compiled code for any shape is as fast as that for one",)
+    assumptions = ("code compiled for any shape is as fast as code for one shape",)
     confidence = 0.9
 
     elsewhere: ClassVar = {
         TENSORFLOW: FrameworkAdvice(
-            "Let the arguments of a tf.function keep their kinds: tensors in place of Python "
-            "numbers (each new number is a new graph), None in the signature for a dimension "
-            "that varies, and functions that are made once, outside of the loop.",
+            "Keep the kinds of a tf.function's arguments: tensors in place of Python numbers (each "
+            "new number is a new graph), None in the signature for a dimension that varies. "
+            "Create functions once, outside of the loop.",
             "@tf.function(reduce_retracing=True)\n"
             "def train_step(x, rate): ...\n\n"
             "train_step(x, tf.constant(rate))   # not train_step(x, rate)",
@@ -105,10 +103,10 @@ class Recompilation(Rule):
             says=_AGAIN,
         ),
         JAX: FrameworkAdvice(
-            "Let what a compiled function is called with keep its shapes and types: pad batches "
-            "to a few lengths, leave out the last short one, pass what changes as an array and "
-            "not as a static argument, and make compiled functions once, outside of the loop: a "
-            "lambda that is new in each step is compiled in each.",
+            "Keep the shapes and types of a compiled function's arguments: pad batches to a few "
+            "lengths, leave out the last short one, pass what changes as an array and not as a "
+            "static argument. Create compiled functions once, outside of the loop: a lambda that "
+            "is new in each step is compiled in each.",
             'jax.config.update("jax_log_compiles", True)          # names each\n'
             'jax.config.update("jax_explain_cache_misses", True)  # and says why',
             verify="Profile again: compilation is in the first steps only.",
@@ -118,19 +116,19 @@ class Recompilation(Rule):
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Sum compilation inside the steps."""
+        """Sum the compilation time inside the steps."""
         cpu = a.trace.cpu
-        found = np.flatnonzero(
+        compilations = np.flatnonzero(
             (
                 name_matches(cpu["name"], COMPILING) & cpu["kind"].is_in(["op", "annotation"])
             ).to_numpy()
         )
-        if not len(found):
+        if not len(compilations):
             return
         steps = a.steps.used
         begin, end = steps["ts"].to_numpy(), steps["end"].to_numpy()
-        ts = cpu["ts"].to_numpy()[found]
-        compiling = intersect(union(ts, ts + cpu["dur"].to_numpy()[found]), a.spans)
+        ts = cpu["ts"].to_numpy()[compilations]
+        compiling = intersect(union(ts, ts + cpu["dur"].to_numpy()[compilations]), a.spans)
         by_step = covered_length(begin, end, compiling)
         share = compiling.total / max(a.span_ns, 1)
         if share < self.min_share:
@@ -138,26 +136,26 @@ class Recompilation(Rule):
         hit = int((by_step > 0).sum())
         if hit < self.min_steps:
             yield SkippedCheck(
-                what=f"whether {t.format_duration(compiling.total)} of compilation recur",
+                what=f"whether {t.format_duration(compiling.total)} of compilation recurs",
                 why="it is in one step only, and every function is compiled once",
                 record="more steps, after a longer warm-up",
             )
             return
-        here = found[covered_length(ts, ts + 1, a.spans) > 0]
-        cost = cpu["dur"].to_numpy()[here].astype(np.int64)
+        in_window = compilations[covered_length(ts, ts + 1, a.spans) > 0]
+        cost = cpu["dur"].to_numpy()[in_window].astype(np.int64)
         yield Finding(
             summary=(
-                f"{of_step(a, compiling.total)} torch.compile compiles a function again, in "
-                f"{t.count_noun(hit, 'step')} of {steps.height}."
+                f"torch.compile recompiles in {t.count_noun(hit, 'step')} of {steps.height}, for "
+                f"{of_step(a, compiling.total)}."
             ),
             evidence=[
                 figure(a, "compilation", compiling.total),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("steps with compilation", hit, "count", *self.limit("min_steps")),
-                Evidence("compilations", len(here), "count"),
-                Evidence("the longest", int(cost.max()) if len(cost) else None, "ns"),
+                Evidence("compilations", len(in_window), "count"),
+                Evidence("longest compilation", int(cost.max()) if len(cost) else None, "ns"),
             ],
-            where=places(a, here, cost),
+            where=places(a, in_window, cost),
             edits=[Edit(op="remove", select=Select(on="host", name=COMPILING))],
         )
 
@@ -179,9 +177,12 @@ class Recompilation(Rule):
         """Compiled once, in the first step; nothing compiled; very little of it."""
         return {
             "once": (_trace(every=8, us=900), "min_steps"),
-            "never": (_trace(every=0), "not len(found)"),
+            "never": (_trace(every=0), "not len(compilations)"),
             "hardly any": (_trace(every=1, us=20), "min_share"),
-            "only looked up": (_trace(every=1, name="TorchDynamo Cache Lookup"), "not len(found)"),
+            "only looked up": (
+                _trace(every=1, name="TorchDynamo Cache Lookup"),
+                "not len(compilations)",
+            ),
         }
 
 

@@ -30,7 +30,7 @@ JIT_STEP = (
     "(--xla_gpu_enable_command_buffer)."
 )
 OVERLAP_FLAGS = (
-    "Let XLA run collectives beside compute: its latency-hiding scheduler starts them early and "
+    "Let XLA overlap collectives with compute: its latency-hiding scheduler starts them early and "
     "waits late."
 )
 FLAGS = 'os.environ["XLA_FLAGS"] = "--xla_gpu_enable_latency_hiding_scheduler=true"'

@@ -24,19 +24,19 @@ collects the results; DistributedDataParallel has none of them."""
 
 class DataParallel(Rule):
     """``nn.DataParallel`` copies the whole model to every device in each step, from one process
-    whose threads share one interpreter; DistributedDataParallel, with a process a device, does
-    neither and overlaps the reduction of gradients with backward.
+    whose threads share one interpreter. DistributedDataParallel runs one process per device, does
+    neither, and overlaps the reduction of gradients with the backward pass.
 
     PyTorch marks it with the range ``DataParallel.forward``. On one device it passes the call
-    through and costs nothing, so work on two or more devices must be in the trace. The figure
-    counts device work and host time of the functions that broadcast, scatter and gather, as far as
-    the analysed device has nothing else to do; the shared interpreter slows every launch besides,
-    which is not in it. PyTorch's own documentation recommends DistributedDataParallel instead, and
+    through and costs nothing, so the trace must have work on two or more devices. The figure counts
+    device work and host time of the functions that broadcast, scatter and gather, as far as the
+    analysed device has nothing else to do. The shared interpreter also slows every launch, which is
+    not in it. PyTorch's own documentation recommends DistributedDataParallel instead, and
     TensorBoard's profiler plugin reports any use.
     """
 
     id = "data-parallel"
-    title = "nn.DataParallel instead of DistributedDataParallel"
+    title = "nn.DataParallel is used instead of DistributedDataParallel"
     category = "distributed"
     silent_in = SILENT_TRACES
     references = (
@@ -45,18 +45,19 @@ class DataParallel(Rule):
     )
 
     fix = (
-        "Start one process a device with torchrun and wrap the model in "
-        "DistributedDataParallel; give each process its share of the data with a "
+        "Start one process per device with torchrun, and wrap the model in "
+        "DistributedDataParallel. Give each process its share of the data with a "
         "DistributedSampler, and divide the batch size by the number of processes."
     )
     code = (
         "# torchrun --nproc-per-node=gpu train.py\n"
         'dist.init_process_group("nccl")\n'
-        'rank = int(os.environ["LOCAL_RANK"]); torch.cuda.set_device(rank)\n'
+        'rank = int(os.environ["LOCAL_RANK"])\n'
+        "torch.cuda.set_device(rank)\n"
         "model = DistributedDataParallel(model.to(rank), device_ids=[rank])\n"
         "loader = DataLoader(dataset, sampler=DistributedSampler(dataset), ...)"
     )
-    verify = "Profile again, one trace a rank: no DataParallel.forward, gradients overlap."
+    verify = "Profile again, one trace per rank: no DataParallel.forward, gradients overlap."
     falsified_by = "DistributedDataParallel on the same devices that is no faster"
     assumptions = ("the model fits on each device, as it does now",)
     confidence = 0.9
@@ -64,26 +65,25 @@ class DataParallel(Rule):
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for the range, and for work on several devices."""
         cpu, gpu = a.trace.cpu, a.trace.gpu
-        found = np.flatnonzero(name_matches(cpu["name"], FORWARD).to_numpy())
+        forward = np.flatnonzero(name_matches(cpu["name"], FORWARD).to_numpy())
         devices = gpu["device"].drop_nulls().n_unique()
-        if a.device_id is None or not len(found) or devices < 2:
+        if a.device_id is None or not len(forward) or devices < 2:
             return
         extra = np.flatnonzero(name_matches(cpu["name"], EXTRA).to_numpy())
-        ts = cpu["ts"].to_numpy()[extra]
-        host = intersect(union(ts, ts + cpu["dur"].to_numpy()[extra]), a.spans).total
+        ts, dur = cpu["ts"].to_numpy(), cpu["dur"].to_numpy()
+        host = intersect(union(ts[extra], ts[extra] + dur[extra]), a.spans).total
         busy = {
             int(device): ns
             for device, ns in gpu.group_by("device").agg(pl.col("dur").sum()).sort("device").rows()
         }
         yield Finding(
             summary=(
-                f"One process drives {devices} devices with nn.DataParallel: it copies the model "
-                "and the batch to them in each forward pass "
-                f"({t.format_duration(host / a.step_count)} of "
-                f"host time{per(a)}), and its threads share one interpreter."
+                f"nn.DataParallel drives {devices} devices from one process. It copies model and "
+                f"batch to them in each forward pass: {t.format_duration(host / a.step_count)} of "
+                f"host time{per(a)}."
             ),
             evidence=[
-                figure(a, "DataParallel.forward calls", len(found), "count"),
+                figure(a, "DataParallel.forward calls", len(forward), "count"),
                 Evidence("devices with work", devices, "count"),
                 figure(a, "host time in broadcast, scatter and gather", host),
                 Evidence(
@@ -92,7 +92,7 @@ class DataParallel(Rule):
                     f"{t.format_duration(min(busy.values()))}",
                 ),
             ],
-            where=places(a, found.astype(np.int64), cpu["dur"].to_numpy()[found].astype(np.int64)),
+            where=places(a, forward.astype(np.int64), dur[forward].astype(np.int64)),
             edits=[
                 Edit(op="remove", select=Select(on="gpu", under=EXTRA)),
                 Edit(op="remove", select=Select(on="host", kind=("op",), name=EXTRA)),
@@ -115,7 +115,7 @@ class DataParallel(Rule):
                 ddp.sync()
         return {
             "one device": (_trace(devices=1), "devices < 2"),
-            "DistributedDataParallel": (ddp, "not len(found)"),
+            "DistributedDataParallel": (ddp, "not len(forward)"),
         }
 
 

@@ -1,4 +1,4 @@
-"""Communication that nothing hides: the device waits for the network."""
+"""Exposed communication: the device waits for the network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from advisor.core.finding import (
 )
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.common import figure, of_step
+from advisor.rules.common import example_steps, figure, of_step
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, TRACELENS
 from advisor.testing import TraceBuilder
@@ -31,14 +31,14 @@ from advisor.testing import TraceBuilder
 class ExposedCommunication(Rule):
     """Collectives run while no compute kernel does, so the step waits for the network.
 
-    Exposed time is the union of communication kernels minus the union of compute kernels, so
-    time under compute costs nothing here, however long the collectives are. A collective also
-    waits for the slowest rank inside its kernel: from one rank's trace that wait cannot be told
-    from transfer, which is why the finding asks for the traces of all ranks when it is large.
+    Exposed time is the union of communication kernels minus the union of compute kernels. So time
+    under compute costs nothing here, however long the collectives are. A collective also waits for
+    the slowest rank inside its kernel. One rank's trace cannot tell that wait from transfer: where
+    the figure is large, record the traces of all ranks.
     """
 
     id = "exposed-communication"
-    title = "Communication is not hidden under compute"
+    title = "Exposed communication: the GPU waits for collectives"
     category = "distributed"
     knobs = ("ddp-bucket-size", "ddp-static-graph")
     found_in = (
@@ -57,7 +57,7 @@ class ExposedCommunication(Rule):
     )
     validated_on = (
         "A100 training, 6 steps (NCCL 19 % exposed); two ranks of 128 (27 % exposed); ResNet on an "
-        "A100 (13 of 16 ms of all-reduce a step, counted from the intervals)"
+        "A100 (13 of 16 ms of all-reduce per step, counted from the intervals)"
     )
     references = (
         "https://pytorch.org/docs/stable/notes/ddp.html",
@@ -65,116 +65,99 @@ class ExposedCommunication(Rule):
     )
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
-    healthy_overlap = Threshold(0.8, "share hidden from which overlap is worth praising", OURS)
+    healthy_overlap = Threshold(0.8, "share hidden, from which the check passes", OURS)
 
-    one_kind = Threshold(0.5, "of the exposed time is one kind of collective: its own advice", OURS)
+    one_kind = Threshold(
+        0.5, "of the exposed time in one kind of collective, from which it has its own advice", OURS
+    )
 
     fix = (
-        "Give collectives compute to hide under: let DDP overlap its buckets with "
-        "backward (no work after backward that needs all gradients early, buckets "
-        "of 25 to 100 MB), prefetch FSDP all-gathers, start all-to-alls before "
-        "independent compute and wait as late as possible; then send fewer bytes."
+        "Overlap collectives with compute: let DDP reduce its buckets (25 to 100 MB) during the "
+        "backward pass, prefetch FSDP all-gathers, start all-to-alls before independent compute "
+        "and wait as late as possible. Then send fewer bytes."
     )
     code = (
-        "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True,\n"
-        "            static_graph=True)\n"
+        "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)\n\n"
         "# FSDP2: fully_shard(block) for each block, then\n"
-        "#   block.set_modules_to_forward_prefetch([next_block])\n"
-        "# own collectives: work = dist.all_to_all_single(..., async_op=True)\n"
-        "#   ... independent compute ...; work.wait()"
+        "block.set_modules_to_forward_prefetch([next_block])\n\n"
+        "# your own collectives\n"
+        "work = dist.all_to_all_single(received, sent, async_op=True)\n"
+        "...  # independent compute\n"
+        "work.wait()"
     )
-    verify = "Profile again: exposed communication a step falls, hidden share rises."
+    verify = "Profile again: exposed communication falls, and the hidden share rises."
     falsified_by = (
-        "traces of all ranks in which the other ranks arrive late at these collectives: "
-        "then the wait is a straggler's, not the network's"
+        "traces of all ranks in which other ranks arrive late at these collectives: the step then "
+        "waits for a straggler, not for the network"
     )
-    assumptions = ("there is independent compute left to hide the communication under",)
+    assumptions = ("independent compute is left to hide the communication under",)
     confidence = 0.85
     cases: ClassVar = {
         "all_reduce": {
-            "fix": (
-                "Give the all-reduces compute to hide under: let DDP overlap its buckets with "
-                "backward (no work after backward that needs all gradients early, buckets of 25 "
-                "to 100 MB); accumulate gradients over micro-batches under no_sync(); then send "
-                "fewer bytes (a bf16 compression hook)."
-            ),
-            "code": (
-                "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True,\n"
-                "            static_graph=True)\n"
-                "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
-                "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
-            ),
+            "fix": "Overlap the all-reduces with the backward pass: DDP does so by itself, with "
+            "buckets of 25 to 100 MB, as long as no work after backward needs all gradients early. "
+            "Accumulate gradients over micro-batches under no_sync(). Then send fewer bytes (a "
+            "bf16 compression hook).",
+            "code": "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)\n\n"
+            "# fewer bytes\n"
+            "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
+            "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
         },
         "all_to_all": {
-            "fix": (
-                "Start each all-to-all before compute that does not need it (the dense layers, "
-                "the next part of the batch, the next batch's inputs) and wait late; "
-                "balance what ranks send, for the fullest one decides: shard tables or experts "
-                "by load, bound an expert's capacity; then send fewer bytes: bf16 or fp8 on the "
-                "wire, pooling before sending, hot rows kept on each rank."
-            ),
-            "code": (
-                "work = dist.all_to_all_single(received, sent, async_op=True)\n"
-                "dense = bottom_mlp(dense_features)      # needs none of it\n"
-                "work.wait()\n"
-                "# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile\n"
-                "# on the wire: qcomms_config=QCommsConfig(forward_precision=CommType.BF16)"
-            ),
+            "fix": "Start each all-to-all before compute that does not need it (the dense layers, "
+            "the next part of the batch, the next batch's inputs), and wait late. Balance what "
+            "ranks send, because the fullest one decides: shard tables or experts by load, bound "
+            "an expert's capacity. Then send fewer bytes: bf16 or fp8 on the wire, pooling before "
+            "sending, hot rows kept on each rank.",
+            "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
+            "dense = bottom_mlp(dense_features)      # needs none of it\n"
+            "work.wait()\n"
+            "# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile\n"
+            "# on the wire: qcomms_config=QCommsConfig(forward_precision=CommType.BF16)",
         },
         "all_gather": {
-            "fix": (
-                "Gather parameters one block ahead, while the block before computes: prefetch in "
-                "FSDP, in forward and in backward; keep parameters of small models gathered "
-                "between forward and backward; shard within a node and replicate across nodes "
-                "(hybrid sharding); gather in bf16."
-            ),
-            "code": (
-                "for block, following in zip(blocks, blocks[1:]):\n"
-                "    block.set_modules_to_forward_prefetch([following])\n"
-                "fully_shard(block, reshard_after_forward=False,   # if memory allows\n"
-                "            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-            ),
+            "fix": "Gather parameters one block ahead, while the block before computes: prefetch "
+            "in FSDP, in forward and backward. Keep parameters of small models gathered between "
+            "forward and backward. Shard within a node and replicate across nodes (hybrid "
+            "sharding); gather in bf16.",
+            "code": "for block, following in zip(blocks, blocks[1:]):\n"
+            "    block.set_modules_to_forward_prefetch([following])\n\n"
+            "fully_shard(block, reshard_after_forward=False,   # if memory allows\n"
+            "            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
         },
         "reduce_scatter": {
-            "fix": (
-                "Let gradients be reduced while the block before is still in backward: one "
-                "fully_shard a block, no work that needs all gradients early; reduce in bf16; "
-                "accumulate over micro-batches without reducing each time."
-            ),
-            "code": (
-                "model.set_requires_gradient_sync(last_micro_batch)\n"
-                "fully_shard(block, mp_policy=MixedPrecisionPolicy(\n"
-                "    param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))"
-            ),
+            "fix": "Reduce gradients while the block before is still in backward: one fully_shard "
+            "per block, no work that needs all gradients early. Reduce in bf16. Accumulate over "
+            "micro-batches without reducing each time.",
+            "code": "model.set_requires_gradient_sync(last_micro_batch)\n\n"
+            "fully_shard(block, mp_policy=MixedPrecisionPolicy(\n"
+            "    param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))",
         },
         "send_recv": {
-            "fix": (
-                "Keep the pipeline full: more micro-batches than stages, an interleaved or "
-                "zero-bubble schedule, stages of equal length; post receives before the compute "
-                "that does not need them."
-            ),
-            "code": (
-                "from torch.distributed.pipelining import ScheduleInterleaved1F1B\n"
-                "schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4 * len(stages))"
-            ),
+            "fix": "Keep the pipeline full: more micro-batches than stages, an interleaved or "
+            "zero-bubble schedule, stages of equal length. Post receives before the compute that "
+            "does not need them.",
+            "code": "from torch.distributed.pipelining import ScheduleInterleaved1F1B\n"
+            "schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4 * len(stages))",
         },
     }
-    """What to do, by the kind of collective that most of the exposed time is of."""
+    """What to do, by the kind of collective with most of the exposed time."""
 
     inference: ClassVar = {
-        "fix": "Give collectives compute to hide under: prefetch FSDP all-gathers, start "
-        "all-to-alls before independent compute and wait as late as possible; then send fewer "
-        "bytes.",
+        "fix": "Overlap collectives with compute: prefetch FSDP all-gathers, start all-to-alls "
+        "before independent compute and wait as late as possible. Then send fewer bytes.",
         "code": "# FSDP2: fully_shard(block) for each block, then\n"
-        "#   block.set_modules_to_forward_prefetch([next_block])\n"
-        "# own collectives: work = dist.all_to_all_single(..., async_op=True)\n"
-        "#   ... independent compute ...; work.wait()",
+        "block.set_modules_to_forward_prefetch([next_block])\n\n"
+        "# your own collectives\n"
+        "work = dist.all_to_all_single(received, sent, async_op=True)\n"
+        "...  # independent compute\n"
+        "work.wait()",
         "cases": {
             "all_reduce": {
-                "fix": "Shorten the way: one-shot or two-shot all-reduce in shared memory for "
-                "small messages (custom_all_reduce of serving engines, symmetric memory), merged "
-                "with the addition and norm that follow; and run two halves of the batch in turns, "
-                "so that one computes while the other communicates.",
+                "fix": "Use one-shot or two-shot all-reduce in shared memory for small messages "
+                "(custom_all_reduce of serving engines, symmetric memory), merged with the "
+                "addition and norm that follow. Run two halves of the batch in turns, so that one "
+                "computes while the other communicates.",
                 "code": "import torch.distributed._symmetric_memory as symm_mem\n"
                 "x = symm_mem.empty(shape, dtype=torch.bfloat16, device='cuda')\n"
                 "symm_mem.rendezvous(x, group)\n"
@@ -194,7 +177,7 @@ class ExposedCommunication(Rule):
             },
             "send_recv": {
                 "fix": "Keep the pipeline full: more requests in flight than stages, stages of "
-                "equal length; post receives before the compute that does not need them.",
+                "equal length. Post receives before the compute that does not need them.",
                 "code": "work = dist.irecv(hidden, src=previous)   # before this part's compute",
             },
         },
@@ -202,7 +185,7 @@ class ExposedCommunication(Rule):
     elsewhere: ClassVar = {
         **in_any_language(
             "Start collectives before independent work, on a stream of their own, and wait for "
-            "them as late as possible; send fewer bytes."
+            "them as late as possible. Then send fewer bytes."
         ),
         TENSORFLOW: FrameworkAdvice(OVERLAP_FLAGS, FLAGS),
         JAX: FrameworkAdvice(OVERLAP_FLAGS, FLAGS),
@@ -233,8 +216,8 @@ class ExposedCommunication(Rule):
         ]
         yield Finding(
             summary=(
-                f"{of_step(a, exposed)} the device only "
-                f"communicates: {overlap:.0%} of communication runs under compute."
+                f"The GPU only communicates for {of_step(a, exposed)}. Compute hides "
+                f"{overlap:.0%} of communication."
             ),
             evidence=[
                 figure(a, "exposed communication", exposed),
@@ -251,7 +234,7 @@ class ExposedCommunication(Rule):
         )
 
     def _advice(self, by_kind: pl.DataFrame) -> dict[str, Any]:
-        """Of the kind of collective that is most of it; else that for all of them."""
+        """For the kind of collective with most of the exposed time; else for all of them."""
         total = int(by_kind["exposed"].sum() or 0)
         for kind, ns, _count in by_kind.head(1).iter_rows():
             kind = {"send": "send_recv", "recv": "send_recv"}.get(kind, kind)
@@ -261,10 +244,10 @@ class ExposedCommunication(Rule):
 
     def _worst(self, a: Analysis, table: pl.DataFrame) -> list[Location]:
         """The collectives with most exposed time, by annotation or op."""
-        found = []
+        locations = []
         for row in table.sort("exposed", descending=True).head(3).iter_rows(named=True):
             file, line, function = a.location(row["op"])
-            found.append(
+            locations.append(
                 Location(
                     file=file,
                     line=line,
@@ -275,35 +258,35 @@ class ExposedCommunication(Rule):
                     dur_ns=row["dur"],
                 )
             )
-        return found
+        return locations
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         """All-reduce after backward, nothing to hide it."""
-        b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-                    b.launch("ampere_bf16_s16816gemm_bf16_128x128", 3000)
-                b.collective("allreduce", 100 << 20, 1000, wait=True)
-                b.sync()
-        return {"all-reduce after backward": b}
+
+        def body(b: TraceBuilder) -> None:
+            _compute(b)
+            b.collective("allreduce", 100 << 20, 1000, wait=True)
+
+        return {"all-reduce after backward": example_steps(body)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """The same all-reduce while a long kernel runs; and none at all."""
-        hidden = TraceBuilder()
-        alone = TraceBuilder()
-        for _ in range(4):
-            with hidden.step():
-                hidden.collective("allreduce", 100 << 20, 1000)
-                with hidden.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
-                    hidden.launch("ampere_bf16_s16816gemm_bf16_128x128", 3000)
-                hidden.sync()
-            with alone.step():
-                alone.run("aten::mm", "ampere_bf16_s16816gemm_bf16_128x128", 3000)
-                alone.sync()
+
+        def hidden(b: TraceBuilder) -> None:
+            b.collective("allreduce", 100 << 20, 1000)
+            _compute(b)
+
         return {
-            "hidden under compute": (hidden, "min_share"),
-            "no communication": (alone, "not a.breakdown.all_communication.total"),
+            "hidden under compute": (example_steps(hidden), "min_share"),
+            "no communication": (
+                example_steps(_compute),
+                "not a.breakdown.all_communication.total",
+            ),
         }
+
+
+def _compute(b: TraceBuilder) -> None:
+    kernel = "ampere_bf16_s16816gemm_bf16_128x128"
+    b.run("aten::mm", kernel, 3000, [[4096, 4096], [4096, 4096]], "c10::BFloat16")

@@ -1,4 +1,4 @@
-"""Gradients are reduced in every backward pass although several make one optimizer step."""
+"""DDP reduces gradients in every backward pass although several make one optimizer step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FORWARD = r"^DistributedDataParallel\.forward$"
 _OPTIMIZER = r"^Optimizer\.step#"
 _HOOK = r"^autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 MAX_CORRELATIONS = 500
-"""An Edit names single collectives only up to this many."""
+"""An Edit names at most so many collectives one by one."""
 
 Rows = NDArray[np.int64]
 
@@ -53,22 +53,22 @@ class Passes(NamedTuple):
 class MissingNoSync(Rule):
     """With gradient accumulation several backward passes make one optimizer step, and only the sum
     of their gradients is needed. DistributedDataParallel reduces gradients over all ranks in every
-    backward pass unless told not to, so that k passes send the gradients k times.
+    backward pass unless you use ``no_sync()``, so k passes send the gradients k times.
 
     A *pass* begins with each ``DistributedDataParallel.forward`` range; passes up to the same
     ``Optimizer.step`` range belong together. Reductions of gradients are the all-reduces launched
-    from the hooks that run as gradients are accumulated (``AccumulateGrad``), so those of tensor
+    from the hooks that run as gradients are accumulated (``AccumulateGrad``). So those of tensor
     parallelism, SyncBatchNorm, metrics and gradient norms are not among them. The rule fires when
     in each complete optimizer step every pass reduces messages of the same sizes. All but the last
     set of them are needless: (k - 1) / k of the bytes.
 
-    Silent when two optimizers step one after the other, for then two models of the same kind could
-    be trained side by side. Fully sharded data parallelism is not judged: there ``no_sync`` keeps
-    whole gradients in memory, and leaving it out is often right.
+    The rule is silent when two optimizers step one after the other, because two models of the same
+    architecture could be trained side by side. It does not judge fully sharded data parallelism:
+    there ``no_sync`` keeps whole gradients in memory, and leaving it out is often right.
     """
 
     id = "missing-no-sync"
-    title = "Gradients are reduced in every pass of gradient accumulation"
+    title = "Gradient accumulation without no_sync: DDP reduces gradients in every pass"
     category = "distributed"
     silent_in = SILENT_TRACES
     validated_on = (
@@ -87,12 +87,22 @@ class MissingNoSync(Rule):
 
     fix = (
         "Run all passes but the last of an optimizer step, forward included, inside "
-        "model.no_sync(): gradients then add up locally and are reduced once. (Hugging "
-        "Face Accelerate: accelerator.accumulate(model).)"
+        "model.no_sync(): gradients then add up locally and are reduced once. With Hugging Face "
+        "Accelerate, use accelerator.accumulate(model)."
+    )
+    code = (
+        "from contextlib import nullcontext\n"
+        "for i, batch in enumerate(loader):\n"
+        "    last = (i + 1) % {passes} == 0\n"
+        "    with nullcontext() if last else model.no_sync():\n"
+        "        (loss_fn(model(batch)) / {passes}).backward()\n"
+        "    if last:\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()"
     )
     verify = (
         "Profile again: all-reduces appear only in the last backward pass before each "
-        "Optimizer.step; the loss curve stays the same."
+        "Optimizer.step, and the loss curve stays the same."
     )
     falsified_by = (
         "code that reads reduced gradients after each pass, or two models of one "
@@ -101,16 +111,6 @@ class MissingNoSync(Rule):
     assumptions = ("the gradients of the passes are only summed, not used one by one",)
     confidence = 0.85
 
-    code = (
-        "from contextlib import nullcontext\n"
-        "for i, batch in enumerate(loader):\n"
-        "    last = (i + 1) % {passes} == 0\n"
-        "    with nullcontext() if last else model.no_sync():\n"
-        "        (loss_fn(model(batch)) / {passes}).backward()\n"
-        "    if last:\n"
-        "        optimizer.step(); optimizer.zero_grad()"
-    )
-
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare what the passes of one optimizer step reduce."""
         if a.device_id is None:
@@ -118,8 +118,8 @@ class MissingNoSync(Rule):
         passes = find_passes(a)
         if passes is None:
             return
-        table, whole = passes.table, np.flatnonzero(passes.counts >= 2)
-        steps = [_sizes(table, int(unit), int(passes.counts[unit])) for unit in whole]
+        table, units = passes.table, np.flatnonzero(passes.counts >= 2)
+        steps = [_sizes(table, int(unit), int(passes.counts[unit])) for unit in units]
         if len(steps) < self.min_steps or not any(sum(map(len, step)) for step in steps):
             return
         if any(None in sizes for step in steps for sizes in step):
@@ -130,17 +130,16 @@ class MissingNoSync(Rule):
                     record="record_shapes=True",
                 )
             return
-        k = int(passes.counts[whole[0]])
+        k = int(passes.counts[units[0]])
         if all(not sizes for step in steps for sizes in step[:-1]):
             yield PassedCheck(
-                text=f"gradients of {k} passes are reduced once, before the optimizer"
+                text=f"gradients of {k} passes are reduced once, before the optimizer step"
             )
             return
         if any(not step[0] or any(sizes != step[0] for sizes in step) for step in steps):
             return
         needless = table.filter(~pl.col("last"))
-        inside = pl.Series(a.in_window).gather(needless["gpu"])
-        needless = needless.filter(inside)
+        needless = needless.filter(pl.Series(a.in_window).gather(needless["gpu"]))
         if needless.is_empty():
             return
         once = sum(size * count for size, count in steps[0][0].items() if size is not None)
@@ -148,17 +147,16 @@ class MissingNoSync(Rule):
         time = int(needless["dur"].sum()) / a.step_count
         yield Finding(
             summary=(
-                f"{k} backward passes make one optimizer step, and each reduces gradients over "
-                f"all ranks: {t.format_bytes(sent)} are sent where {t.format_bytes(once)} would "
-                "do. The "
-                f"needless reductions take {t.format_duration(time)} {t.format_per(a.per)}."
+                f"Each of {k} backward passes per optimizer step reduces gradients over all ranks: "
+                f"{t.format_bytes(sent)} instead of {t.format_bytes(once)}. The needless "
+                f"reductions take {t.format_duration(time)} {t.format_per(a.per)}."
             ),
             evidence=[
-                Evidence("passes an optimizer step", k, "count", 2, "one needs no no_sync"),
+                Evidence("passes per optimizer step", k, "count", 2, "one needs no no_sync"),
                 Evidence(
                     "optimizer steps that show it", len(steps), "count", *self.limit("min_steps")
                 ),
-                Evidence("gradients reduced an optimizer step", sent, "bytes"),
+                Evidence("gradients reduced per optimizer step", sent, "bytes"),
                 Evidence("gradients of one pass", once, "bytes"),
                 figure(a, "needless reductions", needless.height, "count"),
                 Evidence("their time", time, "ns", per=a.per),
@@ -225,19 +223,19 @@ def find_passes(a: Analysis) -> Passes | None:
     every = every.filter(
         pl.Series(climb_stack(parents(a.trace), hooks, launch) >= 0, dtype=pl.Boolean)
     )
-    at = np.searchsorted(forward, every["launch_ts"].to_numpy(), side="right") - 1
-    of = at - first[at]
-    mine = unit[at]
-    left = counts[mine] - 1 - of
-    last = np.where(mine == len(start), of >= usual - 1, left == 0)
+    pass_index = np.searchsorted(forward, every["launch_ts"].to_numpy(), side="right") - 1
+    of = pass_index - first[pass_index]
+    own_unit = unit[pass_index]
+    left = counts[own_unit] - 1 - of
+    last = np.where(own_unit == len(start), of >= usual - 1, left == 0)
     table = every.select("gpu", "ts", "dur", "bytes", "op", "launch_ts").with_columns(
-        unit=pl.Series(mine), of=pl.Series(of), last=pl.Series(last)
+        unit=pl.Series(own_unit), of=pl.Series(of), last=pl.Series(last)
     )
-    return Passes(table.filter(pl.Series(at >= 0)).sort("launch_ts"), complete)
+    return Passes(table.filter(pl.Series(pass_index >= 0)).sort("launch_ts"), complete)
 
 
 def _outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
-    """Starts and ends of ranges, without those inside another one."""
+    """Starts and ends of ranges, without those inside another range."""
     cpu = a.trace.cpu
     named = cpu["kind"].is_in(["annotation", "op"]) & name_matches(cpu["name"], pattern)
     ranges = cpu.filter(named).select("ts", "dur").sort("ts", "dur", descending=[False, True])
@@ -249,8 +247,8 @@ def _outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
 
 def _sizes(table: pl.DataFrame, unit: int, count: int) -> list[Counter[int | None]]:
     """Message sizes of each pass of one optimizer step, with how often they occur."""
-    mine = table.filter(pl.col("unit") == unit)
-    return [Counter(mine["bytes"].filter(mine["of"] == n).to_list()) for n in range(count)]
+    own = table.filter(pl.col("unit") == unit)
+    return [Counter(own["bytes"].filter(own["of"] == n).to_list()) for n in range(count)]
 
 
 def _bytes(step: list[Counter[int | None]]) -> int:
@@ -258,7 +256,7 @@ def _bytes(step: list[Counter[int | None]]) -> int:
 
 
 def _edit(a: Analysis, table: pl.DataFrame, needless: pl.DataFrame) -> Edit:
-    """Take these collectives away; where they are too many to name, their share of the time."""
+    """Remove these collectives; where they are too many to name, their share of the time."""
     ids = a.trace.gpu["correlation"].gather(needless["gpu"]).drop_nulls().unique().sort()
     if len(ids) <= MAX_CORRELATIONS:
         select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
@@ -280,7 +278,7 @@ def _training(
     """Passes that reduce buckets of so many MiB; ``tensor``: MiB that each layer reduces too."""
     b = TraceBuilder()
 
-    def one(buckets: list[int]) -> None:
+    def run_pass(buckets: list[int]) -> None:
         with b.range("DistributedDataParallel.forward"), b.op("aten::mm"):
             b.launch("ampere_sgemm_128x64_nn", 800)
             if tensor:
@@ -304,12 +302,12 @@ def _training(
         if profiled == "step":
             with b.step():
                 for buckets in passes:
-                    one(buckets)
+                    run_pass(buckets)
                 finish()
         else:
             for n, buckets in enumerate(passes):
                 with b.step():
-                    one(buckets)
+                    run_pass(buckets)
                     if n == len(passes) - 1:
                         finish()
     return b

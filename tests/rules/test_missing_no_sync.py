@@ -46,9 +46,9 @@ def test_two_passes_of_a_real_training_send_the_gradients_twice(
     (finding,) = MissingNoSync().check(a)
     assert isinstance(finding, Finding)
     facts = {e.label: e.value for e in finding.evidence}
-    assert facts["passes an optimizer step"] == 2
+    assert facts["passes per optimizer step"] == 2
     assert facts["gradients of one pass"] == GRADIENTS
-    assert facts["gradients reduced an optimizer step"] == 2 * GRADIENTS
+    assert facts["gradients reduced per optimizer step"] == 2 * GRADIENTS
     # six passes in the window, the first, third and fifth are needless: three messages each
     assert len(finding.edits[0].select.correlation) == 9
 

@@ -1,8 +1,9 @@
-"""Collectives that the program leaves nothing to run beside."""
+"""Collectives issued so that no compute can overlap them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -23,37 +24,37 @@ from advisor.core.finding import (
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
-from advisor.rules.common import column, device_places, figure, of_step, rows
+from advisor.rules.common import column, device_places, example_steps, figure, of_step, rows
 from advisor.rules.elsewhere import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
 
 READY_NS = 20_000
-"""A kernel was ready when its launch had returned this long before; launches take 5 to 10 µs to
+"""A kernel was ready when its launch had returned this long before. Launches take 5 to 10 µs to
 reach an idle device."""
 
 
 class PoorOverlap(Rule):
     """Collectives cannot overlap with compute because of how they are issued: on the stream that
-    computes, or with the compute stream waiting for them before any other work was launched.
+    computes, or with the compute stream waiting for them before any other work is launched.
 
-    This is the cause of exposed communication where it applies, so the two claim the same time.
-    Looked at are collectives with exposed time. *On the compute stream*: nothing launched later can
-    start before they end (tensor parallelism with custom all-reduce kernels, `multimem_*`).
-    *Waited for at once*: the first compute kernel launched after the collective was ready in time
-    and still started only when the collective had ended, as after a synchronous collective or a
-    ``work.wait()`` in the next line. (Calls of ``cudaStreamWaitEvent`` do not show it: every
-    collective is followed by some, and which stream they hold is not recorded.) When the kernel was
-    launched too late, the host is to blame and not the wait. The last bucket of
-    DistributedDataParallel is always waited for; so most of the exposed time must be of these two
+    Where it applies, this is the cause of exposed communication, so the two findings claim the same
+    time. The rule looks at collectives with exposed time. *On the compute stream*: nothing launched
+    later can start before they end (tensor parallelism with custom all-reduce kernels,
+    `multimem_*`). *Waited for at once*: the first compute kernel launched after the collective was
+    ready in time and still started only when the collective had ended, as after a synchronous
+    collective or a ``work.wait()`` in the next line. (Calls of ``cudaStreamWaitEvent`` do not show
+    it: every collective is followed by some, and which stream they hold is not recorded.) When the
+    kernel was launched too late, the host is the bottleneck and not the wait. The last bucket of
+    DistributedDataParallel is always waited for, so most of the exposed time must be of these two
     kinds.
 
     Where compute depends on the result at once, as in tensor parallelism, only splitting the work
-    in pieces lets one piece communicate while the next computes.
+    lets one piece communicate while the next computes.
     """
 
     id = "poor-overlap"
-    title = "Collectives are issued so that nothing can overlap them"
+    title = "Collectives block the compute stream, so nothing overlaps them"
     category = "distributed"
     found_in = ("traces/dlrm_8ranks",)
     knobs = ("ddp-bucket-size", "ddp-bucket-view")
@@ -72,20 +73,20 @@ class PoorOverlap(Rule):
     min_explained = Threshold(0.5, "share of exposed time that the two kinds must make up", OURS)
 
     fix = (
-        "Start each collective as soon as its input is ready, with async_op=True, launch "
-        "the compute that does not need the result, and wait just before the result is "
-        "used. Where compute needs it at once, split the batch or the sequence in two and "
-        "let one half compute while the other communicates."
+        "Start each collective with async_op=True as soon as its input is ready. Launch the "
+        "compute that does not need the result, and wait just before using it. Where compute needs "
+        "the result at once, split the batch or the sequence in two: one half computes while the "
+        "other communicates."
     )
     code = (
         "work = dist.all_to_all_single(out, inp, async_op=True)\n"
-        "y = independent_part(x)      # launched before the wait: runs beside it\n"
+        "y = independent_part(x)      # launched before the wait: overlaps\n"
         "work.wait()                  # only the stream waits, not the host\n"
         "z = needs(out, y)"
     )
     verify = "Profile again: the share of communication under compute rises."
     falsified_by = "every kernel that follows reads the collective's result"
-    assumptions = ("there is compute that does not depend on the result",)
+    assumptions = ("some compute does not depend on the result",)
     confidence = 0.7
 
     elsewhere: ClassVar = {
@@ -119,13 +120,12 @@ class PoorOverlap(Rule):
         chosen = same | at_once
         yield Finding(
             summary=(
-                f"{of_step(a, exposed)} is exposed "
-                f"communication; {t.format_duration((on_stream + waited) / a.step_count)} of it in "
-                "collectives that "
+                f"Communication is exposed for {of_step(a, exposed)}. Of it, "
+                f"{t.format_duration((on_stream + waited) / a.step_count)} is in collectives that "
                 + (
-                    "run on the stream that computes."
+                    "run on the compute stream."
                     if on_stream >= waited
-                    else "the compute stream waits for before anything else is launched."
+                    else "the compute stream waits for before any other launch."
                 )
             ),
             evidence=[
@@ -136,70 +136,63 @@ class PoorOverlap(Rule):
                 figure(a, "such collectives", int(chosen.sum()), "count"),
             ],
             where=device_places(a, table, cost, np.where(chosen, rows(table["op"]), -1)),
-            edits=self._edits(a, table, same, at_once),
+            edits=[_edit(table, chosen)],
         )
-
-    @staticmethod
-    def _edits(
-        a: Analysis, table: pl.DataFrame, same: NDArray[np.bool_], at_once: NDArray[np.bool_]
-    ) -> list[Edit]:
-        """Communication on the streams that these collectives run on."""
-        streams = np.unique(table["stream"].to_numpy()[same | at_once])
-        return [
-            Edit(
-                op="overlap",
-                ahead=True,
-                select=Select(on="gpu", family=("communication",), stream=tuple(streams.tolist())),
-            )
-        ]
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         """All-reduce on the compute stream; one that is waited for at once."""
-        stream, waited = TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with stream.step():
-                for _ in range(5):
-                    _compute(stream)
-                    stream.run("symm_mem::multimem_all_reduce_", "multimem_all_reduce_kernel", 500)
-                stream.sync()
-            with waited.step():
-                for _ in range(5):
-                    _compute(waited)
-                    waited.collective("allreduce", 50 << 20, 500, wait=True)
-                waited.sync()
-        return {"on the compute stream": stream, "waited for at once": waited}
+
+        def on_stream(b: TraceBuilder) -> None:
+            for _ in range(5):
+                _compute(b)
+                b.run("symm_mem::multimem_all_reduce_", "multimem_all_reduce_kernel", 500)
+
+        def waited(b: TraceBuilder) -> None:
+            for _ in range(5):
+                _compute(b)
+                b.collective("allreduce", 50 << 20, 500, wait=True)
+
+        return {
+            "on the compute stream": example_steps(on_stream),
+            "waited for at once": example_steps(waited),
+        }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Waited for late and hidden; waited for late and too long; little communication."""
-        hidden, long, little = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            for b, us in ((hidden, 500), (long, 4000)):
-                with b.step():
-                    _compute(b)
-                    b.collective("allreduce", 50 << 20, us)
-                    _compute(b)
-                    b.wait_stream(7, 20)
-                    _compute(b)
-                    b.sync()
-            with little.step():
-                for _ in range(10):
-                    _compute(little)
-                little.collective("allreduce", 1 << 20, 50, wait=True)
-                little.sync()
+
+        def waited_late(b: TraceBuilder, us: float) -> None:
+            _compute(b)
+            b.collective("allreduce", 50 << 20, us)
+            _compute(b)
+            b.wait_stream(7, 20)
+            _compute(b)
+
+        def little(b: TraceBuilder) -> None:
+            for _ in range(10):
+                _compute(b)
+            b.collective("allreduce", 1 << 20, 50, wait=True)
+
         return {
-            "hidden": (hidden, "overlap >= self.max_overlap"),
+            "hidden": (example_steps(partial(waited_late, us=500)), "overlap >= self.max_overlap"),
             "launched early but long": (
-                long,
+                example_steps(partial(waited_late, us=4000)),
                 "on_stream + waited < self.min_explained * int(cost.sum())",
             ),
-            "little": (little, "share < self.min_share"),
+            "little": (example_steps(little), "share < self.min_share"),
         }
 
 
 def _compute(b: TraceBuilder) -> None:
     b.run("aten::mm", "ampere_sgemm_128x64_nn", 700)
+
+
+def _edit(table: pl.DataFrame, chosen: NDArray[np.bool_]) -> Edit:
+    """Overlap the communication on the streams of these collectives."""
+    streams = np.unique(table["stream"].to_numpy()[chosen])
+    select = Select(on="gpu", family=("communication",), stream=tuple(streams.tolist()))
+    return Edit(op="overlap", ahead=True, select=select)
 
 
 def _waited_at_once(a: Analysis, kernels: NDArray[np.int64], stream: int) -> NDArray[np.bool_]:
@@ -216,11 +209,11 @@ def _waited_at_once(a: Analysis, kernels: NDArray[np.int64], stream: int) -> NDA
     called = cpu["ts"].to_numpy()
     returned = called + cpu["dur"].to_numpy()
     following = following[np.argsort(called[launch[following]], kind="stable")]
-    moment = np.where(launch[kernels] >= 0, called[launch[kernels]], np.iinfo(np.int64).max)
-    place = np.searchsorted(called[launch[following]], moment, side="right")
+    issued = np.where(launch[kernels] >= 0, called[launch[kernels]], np.iinfo(np.int64).max)
+    place = np.searchsorted(called[launch[following]], issued, side="right")
     after = following[np.minimum(place, len(following) - 1)]
     start = gpu["ts"].to_numpy()
     end = start[kernels] + gpu["dur"].to_numpy()[kernels]
-    held = (place < len(following)) & (start[after] >= end)
-    held &= returned[launch[after]] + READY_NS <= end
-    return np.asarray(held, dtype=np.bool_)
+    waited = (place < len(following)) & (start[after] >= end)
+    waited &= returned[launch[after]] + READY_NS <= end
+    return np.asarray(waited, dtype=np.bool_)

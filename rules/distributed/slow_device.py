@@ -1,4 +1,4 @@
-"""One rank's device runs the same kernels slower than its peers'."""
+"""One rank's GPU runs the same kernels slower than the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import polars as pl
-from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.finding import (
@@ -33,27 +32,26 @@ from advisor.testing import TraceBuilder
 
 
 class SlowDevice(Rule):
-    """One rank's device needs longer than its peers for the same kernels, so it is late at every
-    collective and the whole job runs at its speed. Usual causes are clocks held down by heat or
-    power, another process on the device, or a failing part.
+    """One rank's GPU needs longer than the others for the same kernels. It is late at every
+    collective, and the whole job runs at its speed. Usual causes are clocks held down by heat or
+    power, another process on the GPU, or a failing part.
 
-    Compared are compute kernels of the same name and launch size that two or more ranks ran at
-    least 20 times, equally often: the median duration against the median of the peers' medians. A
-    device is slow when half of its compared time runs at 1.1 times the peers' or more, and three
-    quarters of it above 1.05: one slow kernel shows other inputs (sparse lookups, routed tokens,
-    padding), not a slow device. At least five kernels have to be compared, and half of the compute
-    time.
+    The rule compares compute kernels of the same name and launch size that two or more ranks ran at
+    least 20 times, equally often: the median duration with the median of the other ranks' medians.
+    A GPU is slow when half of its compared time runs at 1.1 times the others' or more, and three
+    quarters of it above 1.05. One slow kernel shows other inputs (sparse lookups, routed tokens,
+    padding), not a slow GPU. At least five kernels must be compared, and half of the compute time.
 
-    With two ranks a slow device and a fast one look the same; the slower one is named. Kernels that
-    run beside collectives are slower for it, so ranks that overlap differently differ a little.
+    With two ranks a slow GPU and a fast one look the same; the rule names the slower one. Kernels
+    that overlap collectives are slower, so ranks that overlap differently differ a little.
     """
 
     id = "slow-device"
-    title = "One device is slower than the others"
+    title = "One GPU is slower than the others"
     category = "distributed"
     validated_on = (
         "silent on two_ranks, where few kernels repeat 20 times (with fewer the ratio is 1.01); "
-        "never seen to fire on a real slow device"
+        "has never fired on a real slow GPU"
     )
     sources = (
         Source(
@@ -66,14 +64,16 @@ class SlowDevice(Rule):
         "https://docs.nvidia.com/deploy/nvidia-smi/index.html",
     )
 
-    min_ratio = Threshold(1.10, "of the peers' median duration", GREYHOUND)
-    min_slow = Threshold(1.05, "ratio that a kernel needs to count as slower at all", CHOSEN)
+    min_ratio = Threshold(1.10, "of the other ranks' median duration", GREYHOUND)
+    min_slow = Threshold(1.05, "ratio from which a kernel counts as slower", CHOSEN)
     min_slow_share = Threshold(0.75, "of the compared time in such kernels", CHOSEN)
-    min_kernels = Threshold(
-        5, "kernels compared; fewer do not tell a device from its inputs", CHOSEN
-    )
+    min_kernels = Threshold(5, "kernels compared; with fewer, inputs may be the reason", CHOSEN)
     min_compared = Threshold(0.5, "of the rank's compute kernel time", CHOSEN)
 
+    fix = (
+        "Check rank {rank}'s GPU: clocks and why they are held down, temperature, power limit, "
+        "other processes, ECC and link errors. Replace the GPU if nothing helps."
+    )
     code = (
         "nvidia-smi --format=csv --query-gpu=index,clocks.sm,clocks.max.sm\n"
         "nvidia-smi --format=csv --query-gpu=index,temperature.gpu,power.draw\n"
@@ -81,27 +81,20 @@ class SlowDevice(Rule):
         "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
     )
     verify = (
-        "Run the job with that host and another exchanged: the slowness stays with the "
-        "device, and goes with a healthy one."
+        "Run the job with that host and another swapped: the slowness stays with the GPU, and goes "
+        "with a healthy one."
     )
     falsified_by = "inputs that differ between ranks in a way the launch size does not show"
     assumptions = ("the ranks wait for each other at collectives in each step",)
-
-    fix = (
-        "Look at rank {rank}'s GPU: clocks and why they are held down, temperature, "
-        "power limit, other processes, ECC and link errors. Exchange it if nothing helps."
-    )
+    confidence = 0.7
     cases: ClassVar = {
         "the ranks have different GPUs": {
-            "fix": "The ranks have different GPUs: give this one less work, or replace it."
+            "fix": "Give this rank less work, or replace its GPU: the ranks have different GPUs."
         }
     }
-
-    confidence = 0.7
-
     elsewhere: ClassVar = in_any_language(
-        "Look at the clocks, temperature and neighbours of the slower device; give it less work "
-        "or leave it out."
+        "Check the clocks, temperature and other processes of the slower GPU. Give it less work or "
+        "leave it out."
     )
 
     def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
@@ -113,7 +106,7 @@ class SlowDevice(Rule):
         speed = self._judged(ranks, kernels)
         if speed.is_empty():
             yield SkippedCheck(
-                what="whether one device is slower than the others",
+                what="whether one GPU is slower than the others",
                 why="too few kernels ran equally often on several ranks",
                 record="more steps of the same work on every rank",
             )
@@ -155,28 +148,27 @@ class SlowDevice(Rule):
     def _finding(
         self, ranks: dict[int, Analysis], kernels: pl.DataFrame, worst: dict[str, Any]
     ) -> Finding:
-        rank, ratio, main = int(worst["rank"]), float(worst["ratio"]), next(iter(ranks))
+        rank, ratio = int(worst["rank"]), float(worst["ratio"])
         a = ranks[rank]
-        own = kernels.filter(pl.col("rank") == rank)
         names = {n: b.device.name if b.device else None for n, b in ranks.items()}
         mixed = len(set(names.values())) > 1
+        on_main = rank == next(iter(ranks))
+        gain = a.breakdown.compute.total / a.step_count * (1 - 1 / ratio)
+        waits = f"the others wait all the {t.format_duration(gain)} {t.format_per(a.per)} for it"
         families = tuple(f for f in FAMILIES if f != "communication")
-        faster = Edit(
-            op="scale",
-            factor=1 / ratio,
-            rank=rank,
-            select=Select(on="gpu", kind=("kernel",), family=families),
-        )
-        finding = Finding(
+        return Finding(
             summary=(
-                f"Rank {rank} needs {ratio:.2f} times as long as its peers for the same kernels "
-                f"({worst['slow']:.0%} of the compared time is in slower ones): the others wait "
-                "for it at every collective."
+                f"Rank {rank}'s GPU takes {ratio:.2f} times as long as the others for the same "
+                f"kernels ({worst['slow']:.0%} of the compared time is in slower ones). The other "
+                "ranks wait for it at every collective."
             ),
             evidence=[
                 Evidence("slow rank", rank),
                 Evidence(
-                    "duration over the peers' (median by time)", ratio, "", *self.limit("min_ratio")
+                    "duration over the others' (median by time)",
+                    ratio,
+                    "",
+                    *self.limit("min_ratio"),
                 ),
                 Evidence(
                     "share of compared time in slower kernels",
@@ -192,8 +184,27 @@ class SlowDevice(Rule):
             ],
             where=[
                 Location(kernel=row["name"], dur_ns=round(row["median"]), count=row["count"])
-                for row in own.head(3).iter_rows(named=True)
+                for row in kernels.filter(pl.col("rank") == rank).head(3).iter_rows(named=True)
             ],
+            edits=[
+                Edit(
+                    op="scale",
+                    factor=1 / ratio,
+                    rank=rank,
+                    select=Select(on="gpu", kind=("kernel",), family=families),
+                )
+            ],
+            impact=None
+            if on_main
+            else Impact(
+                currency="step_time",
+                gain_ns=round(gain),
+                low_ns=0,
+                high_ns=round(gain),
+                share=gain / a.step_ns if a.step_ns else None,
+                method="compute time that the slow device takes longer",
+            ),
+            assumptions=[] if on_main else [*self.assumptions, waits],
             confidence=0.7 if len(ranks) > 2 else 0.6,
             confidence_notes=[] if len(ranks) > 2 else ["only two ranks to compare"],
             **(
@@ -201,22 +212,7 @@ class SlowDevice(Rule):
                 if mixed
                 else {"fix": self.fix.format(rank=rank)}
             ),
-            edits=[faster],
         )
-        if rank == main:
-            return finding
-        compute = a.breakdown.compute.total / a.step_count
-        gain = compute * (1 - 1 / ratio)
-        impact = Impact(
-            currency="step_time",
-            gain_ns=round(gain),
-            low_ns=0,
-            high_ns=round(gain),
-            share=gain / a.step_ns if a.step_ns else None,
-            method="compute time that the slow device takes longer",
-        )
-        late = f"the others wait all the {t.format_duration(gain)} a step for it"
-        return replace(finding, impact=impact, assumptions=[*self.assumptions, late])
 
     @staticmethod
     def fires_on() -> dict[str, Any]:
@@ -228,7 +224,7 @@ class SlowDevice(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, Any]:
-        """Equal devices; one kernel with other inputs; pipeline stages; too few kernels."""
+        """Equal GPUs; one kernel with other inputs; pipeline stages; too few kernels."""
         return {
             "equal": (_ranks([1.0, 1.03, 0.98, 1.01]), "worst['ratio'] < self.min_ratio"),
             "one kernel with more work": (
@@ -248,7 +244,7 @@ def _ranks(
 ) -> list[TraceBuilder]:
     """Ranks that run the same kernels, each so much slower; one kernel of the last rank is skewed
     by the inputs."""
-    found = []
+    builders = []
     for rank, slow in enumerate(speed):
         b = TraceBuilder(rank=rank, world_size=len(speed))
         for _ in range(5):
@@ -261,5 +257,5 @@ def _ranks(
                         b.launch(name, (100 + 20 * kind) * slow * more, blocks=256 * (kind + 1))
                 b.collective("allreduce", 25 << 20, 400, wait=True, group_size=len(speed))
                 b.sync()
-        found.append(b)
-    return found
+        builders.append(b)
+    return builders

@@ -1,4 +1,4 @@
-"""Many small collectives, one after the other, that could be one."""
+"""Many small collectives in a row that could be one."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from advisor.core.finding import (
 )
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.common import column, device_places, figure, rows
+from advisor.rules.common import column, device_places, example_steps, figure, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 
 class _Runs(NamedTuple):
-    chosen: NDArray[np.bool_]
+    member: NDArray[np.bool_]
     """Rows of ``Analysis.collectives`` that belong to a run."""
-    run: NDArray[np.int64]
-    """Which run each chosen row belongs to."""
+    number: NDArray[np.int64]
+    """The run of each of those rows."""
 
 
 class SmallCollectives(Rule):
-    """Many small collectives follow each other, each so short that its latency is most of it;
-    together in one bucket they would pay that latency once.
+    """Many small collectives follow each other, each so short that latency is most of it. In one
+    bucket they would pay that latency once.
 
-    Looked at are *runs*: three or more collectives of one kind and process group, each below
+    The rule looks for *runs*: three or more collectives of one kind and process group, each below
     1 MiB, launched by one thread with hardly any compute launched in between. Small collectives
     between the layers of a model (tensor parallelism) are no run: each result is needed before the
-    next can start, so they cannot be merged. The merged duration is estimated as one latency (the
-    shortest of them) and what each takes beyond it.
+    next can start, so they cannot be merged. The estimate of the merged duration is one latency
+    (the shortest collective) and what each takes beyond it.
     """
 
     id = "small-collectives"
-    title = "Many small collectives could be one"
+    title = "Many small collectives that could be one bucket"
     category = "distributed"
     knobs = ("ddp-bucket-size",)
     silent_in = SILENT_TRACES
@@ -55,24 +55,25 @@ class SmallCollectives(Rule):
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     )
 
-    min_count = Threshold(20.0, "collectives a step, in runs", OURS)
+    min_count = Threshold(20.0, "collectives per step, in runs", OURS)
     max_bytes = Threshold(1048576, "bytes: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS)
     max_between = Threshold(2, "compute launches between two of a run (a division, a cast)", OURS)
     min_share = Threshold(0.01, "of the step, exposed in runs", ENGINE_FLOOR)
 
     fix = (
-        "Send them together: let DistributedDataParallel bucket gradients (bucket_cap_mb) "
-        "instead of reducing each parameter, flatten tensors of one dtype into one buffer, "
-        "or group calls with dist._coalescing_manager. Reduce metrics every N steps."
+        "Send them together: let DistributedDataParallel bucket gradients (bucket_cap_mb) instead "
+        "of reducing each parameter. Or flatten tensors of one dtype into one buffer, or group "
+        "calls with dist._coalescing_manager. Reduce metrics every N steps."
     )
     code = (
         "flat = torch._utils._flatten_dense_tensors(grads)\n"
         "dist.all_reduce(flat)\n"
         "news = torch._utils._unflatten_dense_tensors(flat, grads)\n"
-        "torch._foreach_copy_(grads, news)\n"
-        "# or: model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
+        "torch._foreach_copy_(grads, news)\n\n"
+        "# or\n"
+        "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
     )
-    verify = "Profile again: fewer collectives a step, each of some MiB."
+    verify = "Profile again: fewer collectives per step, each of some MiB."
     falsified_by = "code between them that uses each result"
     assumptions = ("no collective of a run needs the result of the one before",)
     confidence = 0.7
@@ -107,26 +108,25 @@ class SmallCollectives(Rule):
             return
         table = a.collectives
         runs = self._runs(a, table)
-        count = int(runs.chosen.sum()) / a.step_count
-        cost = np.where(runs.chosen, column(table, "exposed"), 0)
+        count = int(runs.member.sum()) / a.step_count
+        cost = np.where(runs.member, column(table, "exposed"), 0)
         share = float(cost.sum()) / a.span_ns
         if count < self.min_count or share < self.min_share:
             return
-        dur = column(table, "dur")[runs.chosen]
-        latency = int(dur.min())
-        merged = int((dur - latency).sum()) + latency * len(np.unique(runs.run))
-        longest = int(dur.max())
+        dur = column(table, "dur")[runs.member]
+        latency, longest = int(dur.min()), int(dur.max())
+        run_count = len(np.unique(runs.number))
+        merged = int((dur - latency).sum()) + latency * run_count
         # the edit selects by what events are: short communication, of which these may be a part
         short = a.in_window & a.kernels["communication"].to_numpy()
         short &= (a.trace.gpu["dur"] <= longest).to_numpy()
         total = int(a.trace.gpu["dur"].to_numpy()[short].sum())
         keep = 1 - (int(dur.sum()) - merged) / max(1, total)
-        median = float(np.median(column(table, "bytes")[runs.chosen]))
+        median = float(np.median(column(table, "bytes")[runs.member]))
         yield Finding(
             summary=(
                 f"{count:.0f} collectives of {t.format_bytes(median)} (median) "
-                f"{t.format_per(a.per)} follow "
-                f"each other in {len(np.unique(runs.run)) / a.step_count:.0f} runs; "
+                f"{t.format_per(a.per)} run in {run_count / a.step_count:.0f} sequences. "
                 f"{t.format_duration(latency)} of each is latency."
             ),
             evidence=[
@@ -136,9 +136,9 @@ class SmallCollectives(Rule):
                 Evidence("median message", median, "bytes", *self.limit("max_bytes")),
                 figure(a, "exposed", float(cost.sum())),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("shortest of them", latency, "ns"),
-                figure(a, "their time", int(dur.sum())),
-                Evidence("the same merged (estimate)", merged / a.step_count, "ns"),
+                Evidence("shortest collective", latency, "ns"),
+                figure(a, "time of these collectives", int(dur.sum())),
+                Evidence("time if merged (estimate)", merged / a.step_count, "ns"),
             ],
             where=device_places(a, table, cost),
             edits=[
@@ -181,38 +181,36 @@ class SmallCollectives(Rule):
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
         """Each gradient reduced alone after backward."""
-        b = TraceBuilder()
-        for _ in range(4):
-            with b.step():
-                b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=10)
-                for _ in range(60):
-                    b.collective("allreduce", 40_000, 30)
-                b.wait_stream(7, 20)
-                b.sync()
-        return {"each gradient alone": b}
+
+        def body(b: TraceBuilder) -> None:
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=10)
+            for _ in range(60):
+                b.collective("allreduce", 40_000, 30)
+            b.wait_stream(7, 20)
+
+        return {"each gradient alone": example_steps(body)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """Between layers (tensor parallelism); large buckets; hidden under compute."""
-        layers, buckets, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
-        for _ in range(4):
-            with layers.step():
-                for _ in range(40):
-                    layers.run("aten::mm", "ampere_sgemm_128x64_nn", 60, times=3)
-                    layers.collective("allreduce", 40_000, 30, wait=True)
-                layers.sync()
-            with buckets.step():
-                buckets.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
-                for _ in range(4):
-                    buckets.collective("allreduce", 25 << 20, 400)
-                buckets.sync()
-            with hidden.step():
-                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=9)
-                for _ in range(60):
-                    hidden.collective("allreduce", 40_000, 30)
-                hidden.sync()
+
+        def layers(b: TraceBuilder) -> None:
+            for _ in range(40):
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 60, times=3)
+                b.collective("allreduce", 40_000, 30, wait=True)
+
+        def buckets(b: TraceBuilder) -> None:
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
+            for _ in range(4):
+                b.collective("allreduce", 25 << 20, 400)
+
+        def hidden(b: TraceBuilder) -> None:
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=9)
+            for _ in range(60):
+                b.collective("allreduce", 40_000, 30)
+
         return {
-            "between layers": (layers, "max_between"),
-            "large buckets": (buckets, "count < self.min_count"),
-            "hidden": (hidden, "share < self.min_share"),
+            "between layers": (example_steps(layers), "max_between"),
+            "large buckets": (example_steps(buckets), "count < self.min_count"),
+            "hidden": (example_steps(hidden), "share < self.min_share"),
         }

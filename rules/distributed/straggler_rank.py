@@ -1,4 +1,4 @@
-"""One rank comes late to the collectives, and all others wait for it."""
+"""One rank arrives late at the collectives, and all others wait for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import polars as pl
-from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.finding import (
@@ -33,25 +32,25 @@ from advisor.testing import TraceBuilder
 
 
 class StragglerRank(Rule):
-    """One rank arrives last at most collectives, so the other ranks wait for it inside theirs: the
+    """One rank arrives last at most collectives, so the other ranks wait for it inside theirs. The
     whole job is as slow as that rank.
 
-    A rank *arrives* when the kernel of the collective starts on its device; where processes train
-    on CPUs, when a thread of gloo begins with it and has ended the one before. Clocks of different
-    hosts differ, so the traces are first put on one clock by the ends of collectives that all ranks
-    leave together; where they share none, or their ends do not agree, nothing is said. A rank is
-    last only when it is by more than twice the error of that alignment. What it costs is the mean
-    wait of the others that no compute of theirs hides. Somebody is always last: of two ranks that
-    take turns by chance, one may be at three collectives of four. So nothing is said unless a rank
-    is last more often than ranks that are alike would be in one window of a hundred.
+    A rank *arrives* when the kernel of the collective starts on its device. Where processes train
+    on CPUs, it arrives when a thread of gloo begins with the collective and has ended the one
+    before. Clocks of different hosts differ, so the ranks are first put on one clock by the ends of
+    collectives that all ranks leave together. Where they share none, or their ends do not agree,
+    the rule abstains. A rank is last only by more than twice the error of that alignment. The cost
+    is the mean wait of the other ranks that no compute of theirs hides. Somebody is always last: of
+    two equal ranks, one may be last at three collectives of four. So the rule fires only when a
+    rank is last more often than equal ranks would be in one window of a hundred.
 
-    It counts who is late, not why: a slower device, a slower input pipeline, more data or longer
-    sequences, garbage collection. When only some of a job's ranks are here, a rank that is not may
-    be later than all of them; the finding then says so.
+    The rule says who is late, not why: a slower GPU, a slower input pipeline, more data or longer
+    sequences, garbage collection. When only some of a job's ranks are recorded, another rank may be
+    later than all of them, and the finding says so.
     """
 
     id = "straggler-rank"
-    title = "One rank keeps the others waiting"
+    title = "Straggler: one rank keeps the others waiting"
     category = "distributed"
     found_in = (
         "traces/dlrm_8ranks",
@@ -79,33 +78,33 @@ class StragglerRank(Rule):
     min_collectives = Threshold(4, "matched ones", CHOSEN)
     max_chance = Threshold(
         0.01,
-        "that one of ranks that are alike is last as often, by the binomial tail",
+        "probability that one of equal ranks is last as often, by the binomial tail",
         SIGNIFICANCE,
     )
 
-    verify = "Profile all ranks again: nobody is last at most collectives."
-    assumptions = ("without the late rank the others would go on at once",)
+    verify = "Profile all ranks again: no rank is last at most collectives."
+    assumptions = ("without the late rank the others would continue at once",)
 
     fix = (
-        "Rank {rank} computes no longer than the others, so look at what its "
-        "host does before the collectives: its input pipeline, garbage collection, "
-        "logging or checkpoints of one rank only, other jobs on its host."
+        "Check what rank {rank}'s host does before the collectives: its input pipeline, garbage "
+        "collection, logging or checkpoints of one rank only, other jobs. The rank computes no "
+        "longer than the others."
     )
     code = (
-        "# is it the device? the same work on every rank, one after the other\n"
+        "# is it the GPU? the same work on every rank, one after the other\n"
         "a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)\n"
         "start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
         "start.record(); [a @ a for _ in range(100)]; end.record()\n"
         "torch.cuda.synchronize(); print(rank, start.elapsed_time(end), 'ms')"
     )
     falsified_by = (
-        "a run in which the hosts of rank {rank} and another are swapped, and the other one is late"
+        "a run with the hosts of rank {rank} and another swapped, in which the other one is late"
     )
     cases: ClassVar = {
         "the late rank computes more": {
-            "fix": "Rank {rank} computes {more} a step more than the others: give it "
-            "less (balance sequence lengths, experts, pipeline stages), or compare the "
-            "same {what} with the others' (clocks, temperature, other jobs)."
+            "fix": "Give rank {rank} less work (balance sequence lengths, experts, pipeline "
+            "stages): it computes {more} per step longer than the others. Or compare the same "
+            "{what} with the others' (clocks, temperature, other jobs)."
         },
         "the ranks train on CPUs": {
             "code": "# is it the machine? the same work on every rank, one after the other\n"
@@ -118,8 +117,7 @@ class StragglerRank(Rule):
     confidence = 0.8
 
     elsewhere: ClassVar = in_any_language(
-        "Find out what the rank that comes last does longer than the others, and give all ranks "
-        "equal work."
+        "Find out what the last rank does longer than the others, and give all ranks equal work."
     )
 
     def check_run(self, ranks: dict[int, Analysis]) -> Iterator[Outcome]:
@@ -133,8 +131,8 @@ class StragglerRank(Rule):
                     record="the same steps on every rank, in one run",
                 )
             return
-        found = skew(ranks, alignment)
-        table = found.stragglers.filter(pl.col("collectives") >= self.min_collectives)
+        arrivals = skew(ranks, alignment)
+        table = arrivals.stragglers.filter(pl.col("collectives") >= self.min_collectives)
         if table.is_empty():
             return
         worst = table.sort("caused_exposed_ns", descending=True).row(0, named=True)
@@ -149,7 +147,8 @@ class StragglerRank(Rule):
                 f"{t.format_duration(alignment.error_ns)}"
             )
             return
-        if _chance(worst["last_share"], worst["collectives"], table.height) > self.max_chance:
+        chance = _chance(worst["last_share"], worst["collectives"], table.height)
+        if chance > self.max_chance:
             yield SkippedCheck(
                 what="whether one rank keeps the others waiting",
                 why=f"rank {worst['rank']} is last at {worst['last']} of {worst['collectives']} "
@@ -157,85 +156,85 @@ class StragglerRank(Rule):
                 record="more steps",
             )
             return
-        yield self._finding(ranks, alignment, found, worst, share)
+        yield self._finding(ranks, alignment, arrivals, worst, share)
 
     def _finding(
         self,
         ranks: dict[int, Analysis],
         alignment: Alignment,
-        found: Skew,
+        arrivals: Skew,
         worst: dict[str, Any],
         share: float,
     ) -> Finding:
         late, main = int(worst["rank"]), next(iter(ranks))
-        a = ranks[main]
+        per = ranks[main].per
         others = [n for n in alignment.shift_ns if n != late]
         compute = {n: working(ranks[n]).total / ranks[n].step_count for n in ranks}
         on_host = ranks[late].device_id is None
         peers = sum(compute[n] for n in others) / len(others)
         more = compute[late] - peers
-        complete = found.collectives["complete"]
-        whole = bool(complete.fill_null(False).all())
+        complete = bool(arrivals.collectives["complete"].fill_null(False).all())
         gain = worst["caused_exposed_ns"]
-        uneven = more > 0.5 * gain
-        finding = Finding(
-            title=f"Rank {late} keeps the others waiting",
+        computes_more = more > 0.5 * gain
+        exposed = 0 if on_host else ranks[main].breakdown.communication.total
+        impact = None
+        if main == late or not exposed:
+            # work that is rebalanced is not gone: the others get their part of it
+            expected = gain * len(others) / (len(others) + 1) if computes_more else gain
+            impact = Impact(
+                currency="step_time",
+                gain_ns=round(expected),
+                low_ns=0,
+                high_ns=round(gain),
+                share=share * expected / gain,
+                method="mean exposed wait of the other ranks"
+                + (", its work dealt out evenly" if computes_more else ""),
+            )
+        longer = {
+            "rank": late,
+            "more": t.format_duration(more),
+            "what": "operators there" if on_host else "kernels on its GPU",
+        }
+        return Finding(
+            title=f"Straggler: rank {late} keeps the others waiting",
             summary=(
                 f"Rank {late} arrives last at {worst['last']} of {worst['collectives']} "
-                f"collectives; the others wait {t.format_duration(gain)} {of_each(a)} "
-                f"({share:.0%}) for it "
-                "with nothing to compute."
+                f"collectives. The others wait {t.format_duration(gain)} "
+                f"{of_each(ranks[main])} ({share:.0%}) for it with nothing to compute."
             ),
             evidence=[
                 Evidence("late rank", late),
                 Evidence("last at", worst["last_share"], "share", *self.limit("min_last")),
-                Evidence("exposed wait of the others", gain, "ns", per=a.per),
-                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                Evidence("exposed wait of the others", gain, "ns", per=per),
+                Evidence("share", share, "share", *self.limit("min_share"), per=per),
                 Evidence("error of the clocks' alignment", alignment.error_ns, "ns"),
-                Evidence("its compute", compute[late], "ns", per=a.per),
-                Evidence("compute of the others", peers, "ns", per=a.per),
+                Evidence("its compute", compute[late], "ns", per=per),
+                Evidence("compute of the others", peers, "ns", per=per),
                 *self._idle(ranks[late]),
             ],
-            where=self._where(found, late),
-            confidence=0.8 if whole else 0.5,
+            where=self._where(arrivals, late),
+            edits=[] if on_host else [self._edit(arrivals, main, late, exposed)],
+            impact=impact,
+            confidence=0.8 if complete else 0.5,
             confidence_notes=[]
-            if whole
-            else ["not all ranks of the job are here: another one may be later still"],
+            if complete
+            else ["not all ranks of the job are recorded: another one may be later still"],
             falsified_by=self.falsified_by.format(rank=late),
             **(self.case("the ranks train on CPUs") if on_host else {}),
             **(
-                self.case(
-                    "the late rank computes more",
-                    rank=late,
-                    more=t.format_duration(more),
-                    what="operators there" if on_host else "kernels on its device",
-                )
-                if uneven
+                self.case("the late rank computes more", **longer)
+                if computes_more
                 else {"fix": self.fix.format(rank=late)}
             ),
         )
-        waiting = total(found.arrivals.filter(pl.col("rank") == main)["exposed_wait_ns"])
-        exposed = 0 if on_host else ranks[main].breakdown.communication.total
-        # the factor is for a replay without the other ranks
+
+    @staticmethod
+    def _edit(arrivals: Skew, main: int, late: int, exposed: int) -> Edit:
+        """Let the rank arrive in time; the factor is for a replay without the other ranks."""
+        waiting = total(arrivals.arrivals.filter(pl.col("rank") == main)["exposed_wait_ns"])
         left = max(0.0, 1 - waiting / exposed) if exposed else None
-        comm = Select(on="gpu", family=("communication",))
-        if not on_host:  # what threads of gloo do is no part of the graph
-            edit = Edit(op="punctual", select=comm, factor=left, rank=late)
-            finding = replace(finding, edits=[edit])
-        if main == late or not exposed:
-            # work that is dealt out evenly is not gone: the others get their part of it
-            even = gain * len(others) / (len(others) + 1) if uneven else gain
-            impact = Impact(
-                currency="step_time",
-                gain_ns=round(even),
-                low_ns=0,
-                high_ns=round(gain),
-                share=share * even / gain,
-                method="mean exposed wait of the other ranks"
-                + (", its work dealt out evenly" if uneven else ""),
-            )
-            finding = replace(finding, impact=impact)
-        return finding
+        communication = Select(on="gpu", family=("communication",))
+        return Edit(op="punctual", select=communication, factor=left, rank=late)
 
     @staticmethod
     def _idle(a: Analysis) -> list[Evidence]:
@@ -244,9 +243,9 @@ class StragglerRank(Rule):
         return [figure(a, "its idle time", a.breakdown.idle.total)]
 
     @staticmethod
-    def _where(found: Skew, late: int) -> list[Location]:
+    def _where(arrivals: Skew, late: int) -> list[Location]:
         """The collectives with the longest waits for this rank."""
-        table = found.collectives.filter(pl.col("last") == late)
+        table = arrivals.collectives.filter(pl.col("last") == late)
         return [
             Location(
                 op=row["annotation"] or row["collective"],
@@ -280,7 +279,7 @@ class StragglerRank(Rule):
 
 
 def _chance(share: float, count: int, ranks: int) -> float:
-    """Bound of the probability that any of ranks that are alike is last at such a share of so many
+    """Bound of the probability that any of so many equal ranks is last at such a share of so many
     collectives: the tail of the binomial distribution, for each of them."""
     even, least = 1 / ranks, round(share * count)
     tail = sum(
@@ -298,7 +297,7 @@ def _ranks(
     compute: list[float], turn: float = 0.0, late: tuple[int, ...] = ()
 ) -> list[TraceBuilder]:
     """Ranks that compute so long in each step and then leave an all-reduce together. ``late``: the
-    rank that computes longer in each step."""
+    rank that computes longer, by step."""
     builders = [TraceBuilder(rank=n, world_size=len(compute)) for n in range(len(compute))]
     for step in range(len(late) or 6):
         work = [us + (turn if step % len(compute) == n else 0) for n, us in enumerate(compute)]

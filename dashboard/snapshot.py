@@ -17,7 +17,7 @@ from advisor.dashboard.parts import card, el, figure, remark, table
 from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.post_mortem import CATEGORIES, PostMortem
-from advisor.render import memory
+from advisor.render.documents import memory
 
 COLOURS = dict(
     zip(

@@ -41,7 +41,7 @@ def command(
             "snapshots (.pickle), or - for stdin.",
         ),
     ] = None,
-    form: Annotated[str | None, o.form(REPORTS.package)] = None,
+    form: Annotated[str | None, o.form(REPORTS)] = None,
     output: o.Output = None,
     csv: Annotated[
         Path | None,
@@ -64,8 +64,10 @@ def command(
     steps: Steps = None,
     top: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Show the N findings worth most (JSON has all)."),
+        typer.Option(metavar="N", min=0, help="Show N findings in full (JSON has all)."),
     ] = None,
+    details: o.Details = False,
+    brief: o.Brief = False,
     rules: o.Rules = None,
     fail_on: Annotated[
         FailOn | None,
@@ -149,7 +151,9 @@ def command(
             ),
             progress=progress,
         )
-        job.deliver_job(found, form, output, paths, top=top, redact=redact)
+        job.deliver_job(
+            found, form, output, paths, top=top, details=details, brief=brief, redact=redact
+        )
         job.exit_if_hit(found, fail_on)
         return
     wanted = out.chosen(REPORTS, form, output)
@@ -188,10 +192,15 @@ def command(
     if csv is not None:
         write_tables(csv, examined, redact=told)
     if operators:
-        from advisor.render.operators import Operators
+        from advisor.render.documents.operators import build
+        from advisor.render.renderer import Options as Shown
 
-        wanted = Operators()
-    deliver(report, wanted, output, top=top, analysis=examined.main, redact=told)
+        out.show_document(build(report, Shown(top=top)))
+    else:
+        deliver(
+            report, wanted, output, top=top, details=details, brief=brief,
+            analysis=examined.main, redact=told,
+        )  # fmt: skip
     if fail_on is not None and is_hit(report, fail_on):
         raise typer.Exit(1)
 
@@ -272,6 +281,8 @@ def deliver(
     output: Path | None = None,
     *,
     top: int | None = None,
+    details: bool = False,
+    brief: bool = False,
     analysis: Analysis | None = None,
     redact: Iterable[str] | None = None,
 ) -> None:
@@ -279,26 +290,16 @@ def deliver(
     ``redact``: without what is private, of which these users and hosts are known; ``None``: as it
     is."""
     inputs = [item.path for item in report.inputs]
-    from advisor.render.renderer import Options
-
     clean: Callable[[str], str] = str
     if redact is not None:
         from advisor.export.redact import Shared
 
         shared = Shared(report, redact)
         report, clean = shared.value, shared.redactor.text
-    options = Options(
-        width=out.columns(sys.stdout) if output is None else out.PIPED_WIDTH,
-        colour=output is None and out.colourful(sys.stdout),
-        top=top,
-        analysis=analysis,
-        clean=clean,
-    )
-    text = renderer.render(report, options)
-    if output is not None:
-        out.write(text, output, inputs)
-    else:
-        out.show(text)
+    out.deliver(
+        renderer, report, output, inputs, top=top, details=details, brief=brief,
+        analysis=analysis, clean=clean,
+    )  # fmt: skip
 
 
 def is_hit(report: Report, level: FailOn) -> bool:

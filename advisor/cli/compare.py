@@ -16,6 +16,7 @@ from advisor.cli import pricing
 from advisor.cli.analyze import Told
 from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
+from advisor.render.formats import COMPARISONS
 
 if TYPE_CHECKING:
     from advisor.advise.engine import Options
@@ -31,7 +32,7 @@ def command(
         ),
     ],
     after: Annotated[str, typer.Argument(metavar="AFTER", help="The same after the change.")],
-    form: Annotated[str | None, o.form("advisor.render.compare")] = None,
+    form: Annotated[str | None, o.form(COMPARISONS)] = None,
     output: o.Output = None,
     fail_if_slower: Annotated[
         str | None,
@@ -53,11 +54,8 @@ def command(
     bound = parse_share(fail_if_slower)
     paid, chosen = pricing.chosen(price, prices), parse_steps(steps)
     from advisor.advise.engine import Options
-    from advisor.render.formats import COMPARISONS, REPORTS
 
-    if form is None and output is not None:  # a page of HTML is refused, not written as text
-        form = COMPARISONS.of_file(output) or REPORTS.of_file(output)
-    wanted = COMPARISONS.renderer(form or "terminal")
+    wanted = out.chosen(COMPARISONS, form, output)
     if output is not None:
         out.check(output, [before, after])
     if before == after == "-":
@@ -128,19 +126,12 @@ def _deliver(
     *,
     redact: set[str] | None,
 ) -> None:
-    from advisor.render.renderer import Options
-
     inputs = [comparison.before.path, comparison.after.path]
     if redact is not None:
         from advisor.export.redact import redact as redacted
 
         comparison = redacted(comparison, redact)
-    if output is not None:
-        options = Options(width=out.PIPED_WIDTH)
-        out.write(renderer.render(comparison, options), output, inputs)
-        return
-    options = Options(width=out.columns(sys.stdout), colour=out.colourful(sys.stdout))
-    out.show(renderer.render(comparison, options))
+    out.deliver(renderer, comparison, output, inputs, details=True)
 
 
 def _decide(comparison: Comparison, bound: float) -> None:

@@ -27,9 +27,7 @@ def command(
         str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: cuda where there is.")
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps to record.")] = 8,
-    form: Annotated[
-        str, typer.Option("--format", metavar=out.metavar(REPORTS.package))
-    ] = "terminal",
+    form: Annotated[str, typer.Option("--format", metavar=out.metavar(REPORTS))] = "terminal",
 ) -> None:
     """Record a small CNN's training loop, slow on purpose, and say why it is slow."""
     if find_spec("torch") is None:

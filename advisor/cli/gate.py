@@ -18,6 +18,7 @@ from advisor.cli.stepping import Steps, parse_steps, step_ranges
 from advisor.core.errors import AdvisorError
 from advisor.core.saved import has_schema
 from advisor.core.text import count_noun
+from advisor.render.formats import DECISIONS
 
 if TYPE_CHECKING:
     from advisor.advise.engine import Options
@@ -52,7 +53,7 @@ def command(
         bool,
         typer.Option("--strict", help="Fail too when the steps are not shown to be within bounds."),
     ] = False,
-    form: Annotated[str | None, o.form("advisor.render.gate")] = None,
+    form: Annotated[str | None, o.form(DECISIONS)] = None,
     output: o.Output = None,
     rank: o.Rank = None,
     window: o.Window = None,
@@ -97,8 +98,6 @@ def command(
         raise AdvisorError("give a baseline and a run: advisor gate baseline.json RUN")
     from advisor.compare.comparison import Bounds
     from advisor.compare.gate import gate
-    from advisor.render.formats import DECISIONS
-    from advisor.render.renderer import Options as Written
 
     wanted = out.chosen(DECISIONS, form, output)
     if output is not None:
@@ -111,12 +110,7 @@ def command(
     )
     before, after = (_report(path, options, progress) for path in paths)
     comparison = gate(before, after, bounds)
-    width = out.PIPED_WIDTH if output is not None else out.columns(sys.stdout)
-    text = wanted.render(comparison, Written(width=width))
-    if output is not None:
-        out.write(text, output, paths)
-    else:
-        out.show(text)
+    out.deliver(wanted, comparison, output, paths, details=True)
     _write_to_workflow(comparison, shown=output is None and form == "github")
     if comparison.decision is not None and comparison.decision.failed:
         raise typer.Exit(1)
@@ -146,8 +140,6 @@ def _measure(path: str, options: Options, progress: bool) -> Report:
 def _write_to_workflow(comparison: Comparison, *, shown: bool) -> None:
     """Annotations and the job summary, where GitHub Actions runs this. A summary that cannot be
     written does not change the decision."""
-    from advisor.render.formats import DECISIONS
-
     if os.environ.get("GITHUB_ACTIONS") == "true" and not shown:
         # stdout may hold JSON for another program; Actions reads commands from stderr as well
         print(DECISIONS.render("github", comparison), end="", file=sys.stderr)

@@ -99,23 +99,20 @@ def deliver_job(
     paths: Sequence[str],
     *,
     top: int | None,
+    details: bool,
+    brief: bool,
     redact: bool,
 ) -> None:
     """Show it, or write it to a file."""
     from advisor.render.formats import JOBS
-    from advisor.render.renderer import Options
 
     renderer = out.chosen(JOBS, form, output)
     if redact:
         from advisor.export.redact import redact as redacted
 
         report = redacted(report, {row.host for row in report.rows if row.host})
-    if output is not None:
-        options = Options(width=out.PIPED_WIDTH, top=top)
-        out.write(renderer.render(report, options), output, [p for p in paths if not is_url(p)])
-        return
-    options = Options(width=out.columns(sys.stdout), colour=out.colourful(sys.stdout), top=top)
-    out.show(renderer.render(report, options))
+    local = [path for path in paths if not is_url(path)]
+    out.deliver(renderer, report, output, local, top=top, details=details, brief=brief)
 
 
 def exit_if_hit(report: JobReport, level: Literal["critical", "warning"] | None) -> None:

@@ -114,15 +114,13 @@ def _names(source: SampleSource) -> dict[str | None, str | None]:
 
 
 def _text(source: SampleSource, sample: Sample) -> str:
-    from advisor.render.monitor import render
+    from advisor.render.documents.monitor import build
+    from advisor.render.formats.terminal import Terminal
+    from advisor.render.renderer import Options
 
-    return render(
-        sample,
-        names=_names(source),
-        without_gpu=source.without_gpu,
-        width=out.columns(sys.stdout),
-        colour=out.colourful(sys.stdout),
-    )
+    document = build(sample, names=_names(source), without_gpu=source.without_gpu)
+    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
+    return Terminal().draw(document, Options(width=width, colour=colour, details=True))
 
 
 def _json(source: SampleSource, sample: Sample) -> str:
@@ -141,7 +139,7 @@ def _json(source: SampleSource, sample: Sample) -> str:
 
 
 def _write(file: Path, source: SampleSource, sample: Sample) -> None:
-    from advisor.render.monitor import prometheus
+    from advisor.render.documents.monitor import prometheus
 
     try:
         out.write(prometheus(sample, _names(source)), file)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from advisor.cli import output as out
+
+if TYPE_CHECKING:
+    from advisor.render.formats import Formats
 
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
@@ -38,11 +41,23 @@ Progress = Annotated[
 ]
 
 
-def form(package: str) -> typer.models.OptionInfo:
-    """``--format``, of the renderers in a package."""
+Details = Annotated[
+    bool,
+    typer.Option(
+        "--details/--no-details",
+        help="Show evidence, caveats, verification, skipped checks and limits too.",
+    ),
+]
+Brief = Annotated[
+    bool, typer.Option("--brief", help="Show the verdict and the three largest findings.")
+]
+
+
+def form(formats: Formats) -> typer.models.OptionInfo:
+    """``--format``, of one kind of subject."""
     found: typer.models.OptionInfo = typer.Option(
         "--format",
-        metavar=out.metavar(package),
+        metavar=out.metavar(formats),
         help="Default: by the suffix of --output, else terminal.",
     )
     return found

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from advisor.core.errors import AdvisorError
-from advisor.render.formats import names_in
 
 if TYPE_CHECKING:
+    from advisor.render.document import Document
     from advisor.render.formats import Formats
     from advisor.render.renderer import Renderer
 
@@ -38,9 +38,34 @@ def chosen(formats: Formats, given: str | None, output: Path | None) -> Renderer
     return formats.renderer(given or "terminal")
 
 
-def metavar(package: str) -> str:
+def metavar(formats: Formats) -> str:
     """What ``--help`` says after ``--format``: ours, without a look at what is installed."""
-    return f"[{'|'.join(names_in(package))}]"
+    return f"[{'|'.join(formats.bundled)}]"
+
+
+def deliver(
+    renderer: Renderer[Any],
+    subject: Any,
+    output: Path | None = None,
+    inputs: Iterable[str | Path] = (),
+    **options: Any,
+) -> None:
+    """Render a subject and show it, or write it to a file that is none of ``inputs``. ``options``
+    as in :class:`~advisor.render.document.Options`."""
+    from advisor.render.document import Options
+
+    if output is not None:
+        write(renderer.render(subject, Options(width=PIPED_WIDTH, **options)), output, inputs)
+        return
+    width, colour = columns(sys.stdout), colourful(sys.stdout)
+    show(renderer.render(subject, Options(width=width, colour=colour, **options)))
+
+
+def show_document(document: Document, **options: Any) -> None:
+    """A document that only terminals have, in full."""
+    from advisor.render.formats.terminal import Terminal
+
+    deliver(Terminal(), document, details=True, **options)
 
 
 def colourful(stream: TextIO) -> bool:

@@ -34,8 +34,10 @@ def command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file."),
     ] = None,
-    form: Annotated[str | None, o.form(REPORTS.package)] = None,
+    form: Annotated[str | None, o.form(REPORTS)] = None,
     output: o.Output = None,
+    details: o.Details = False,
+    brief: o.Brief = False,
     redact: o.Redact = False,
     rank: o.Rank = None,
     window: o.Window = None,
@@ -85,7 +87,9 @@ def command(
     if html is not None:
         deliver(found, REPORTS.renderer("html"), html, analysis=analysis, redact=names)
     if html is None or output is not None or form is not None:
-        deliver(found, wanted, output, analysis=analysis, redact=names)
+        deliver(
+            found, wanted, output, details=details, brief=brief, analysis=analysis, redact=names
+        )
 
 
 def read_saved(path: str) -> Report | None:

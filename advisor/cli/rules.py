@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,12 +30,11 @@ def _rules(ctx: typer.Context) -> None:
 def list_rules(folder: Folder = None) -> None:
     """All rules by category, with how far each was validated."""
     from advisor.advise.select import read_config
-    from advisor.render import rule_page
+    from advisor.render.documents.rule import build_list
 
     rules = _load(folder)
     off = {name for name, options in read_config().items() if options.get("enabled") is False}
-    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
-    out.show(rule_page.render_list(rules, disabled=off, width=width, colour=colour))
+    out.show_document(build_list(rules, disabled=off))
 
 
 @app.command("show")
@@ -45,13 +43,12 @@ def show(
     folder: Folder = None,
 ) -> None:
     """What a rule looks for, why that costs time, its thresholds and how to change them."""
-    from advisor.render import rule_page
+    from advisor.render.documents.rule import build
 
     rules = {rule.id: rule for rule in _load(folder)}
     if rule_id not in rules:
         raise AdvisorError(f"no rule {rule_id!r}{_suggestion(rule_id, list(rules))}")
-    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
-    out.show(rule_page.render(rules[rule_id], width=width, colour=colour))
+    out.show_document(build(rules[rule_id]))
 
 
 def _load(folder: Path | None) -> list[Rule]:

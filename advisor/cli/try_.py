@@ -7,13 +7,14 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
+from advisor.render.formats import TRIALS
 
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """As those of ``advisor record``: what follows the program is the program's."""
@@ -50,7 +51,7 @@ def command(
     folder: Annotated[
         str, typer.Option("--out", metavar="DIR", help="Run directory (a new one).")
     ] = "",
-    form: Annotated[Literal["terminal", "json"] | None, typer.Option("--format")] = None,
+    form: Annotated[str | None, o.form(TRIALS)] = None,
     output: o.Output = None,
     progress: o.Progress = True,
 ) -> None:
@@ -62,7 +63,6 @@ def command(
     from advisor.cli.progress import Progress
     from advisor.core.run_directory import is_run
     from advisor.recorder import launch
-    from advisor.render import trial as terminal
     from advisor.tune.catalogue import find_knob
     from advisor.tune.heat import Limits
     from advisor.tune.whole import TrialRequest, command_of, try_program
@@ -72,7 +72,7 @@ def command(
         find_knob(name.partition("=")[0])
     if output is not None:
         out.check(output, [])
-    chosen = form or ("json" if output is not None and output.suffix == ".json" else "terminal")
+    renderer = out.chosen(TRIALS, form, output)
     recorded = Path(program[0]) if len(program) == 1 and is_run(Path(program[0])) else None
     words = command_of(recorded) if recorded is not None else launch.command_line(program)
     limits = Limits(budget=seconds, warmup=warmup, timeout=max(60.0, seconds / 2))
@@ -89,17 +89,7 @@ def command(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Progress(progress) as shown:
         report, run = try_program(words, recorded, wanted, shown.say)
-    if chosen == "json":
-        text = report.to_json().decode()
-    elif output is not None:
-        text = terminal.render(report, width=out.PIPED_WIDTH)
-    else:
-        width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
-        text = terminal.render(report, width=width, colour=colour)
-    if output is not None:
-        out.write(text, output)
-    else:
-        out.show(text)
+    out.deliver(renderer, report, output, details=True)
     print(f"advisor: {run}: advisor dashboard {run} shows it", file=sys.stderr)
     if report.interrupted:
         raise typer.Exit(130)

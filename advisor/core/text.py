@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -308,6 +309,21 @@ def describe_crashes(found: Sequence[Crash]) -> str:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         others = f" Then rank{'s' if len(found) > 2 else ''} {', '.join(then)}{more} ended too."
     return f"Rank {first.rank} ended{steps} with {clean(first.exception)}{message}.{others}"
+
+
+_MAX_SENTENCE: Final = 200
+"""Characters: two lines of an overview."""
+
+
+def first_sentence(text: str) -> str:
+    """A text in one sentence: its first, or as many of its words as have room."""
+    text = clean(text).strip()
+    first = re.split(r"(?<=[a-z)`%\d][.:;])\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".:;")
+    if len(first) <= _MAX_SENTENCE:
+        return first
+    cut = first[:_MAX_SENTENCE].rsplit(" ", 1)[0]
+    clause = max(cut.rfind(mark) for mark in (", ", "; ", ": "))
+    return f"{(cut[:clause] if clause > _MAX_SENTENCE // 2 else cut).rstrip(',;:')} …"
 
 
 _PER: Final[Mapping[str, str]] = {

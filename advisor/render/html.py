@@ -1,62 +1,65 @@
-"""HTML from templates: whatever is put into one is escaped, cleaned, and not endless.
-
-Templates are the ``.html`` files beside the code that fills them, named by their path inside the
-package: ``render/report.html``.
-"""
+"""HTML that is built of tags: whatever is put into one is escaped, cleaned, and not endless."""
 
 from __future__ import annotations
 
-from functools import cache
 from html import escape
-from importlib.resources import files
-from typing import Any, Final
-
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
+from typing import Final
 
 from advisor.core import palette
 from advisor.core import text as t
 from advisor.core.views import Segment
+from advisor.render.document import Inline, Span, spans
 
-LONGEST: Final = 2000
+MAX_TEXT: Final = 2000
 """Characters of any one text on a page; what is longer is cut in its middle."""
+
+
+class Html(str):
+    """Markup that came out of :func:`tag`."""
+
+    __slots__ = ()
 
 
 def esc(text: object, *, lines: bool = False) -> str:
     """Text that HTML and SVG show as it is, in elements and in quoted attributes."""
-    return escape(t.shorten(t.clean(text, lines=lines), LONGEST), quote=True)
+    return escape(t.shorten(t.clean(text, lines=lines), MAX_TEXT), quote=True)
 
 
-def fill(template: str, **values: Any) -> str:
-    """A template with its values; what its macros leave before the first line is left out."""
-    return _environment().get_template(template).render(values).lstrip()
-
-
-@cache
-def _environment() -> Environment:
-    made = Environment(
-        loader=FunctionLoader(_source),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_shown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Html:
+    """An element. Children that are no :class:`Html` are escaped, ``None`` and empty ones left
+    out; so are attributes. Underscores in their names become hyphens."""
+    given = {"class": cls, **attributes}
+    shown = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{esc(value)}"'
+        for key, value in given.items()
+        if value not in (None, "")
     )
-    made.filters["lines"] = lambda text: Markup(esc(text, lines=True))
-    made.filters["parts"] = lambda parts: " · ".join(part for part in parts if part)
-    made.globals["look"] = look
-    made.globals["t"] = t
-    return made
+    return Html(f"<{name}{shown}>{join(*children)}</{name}>")
 
 
-def _source(name: str) -> str:
-    return files("advisor").joinpath(*name.split("/")).read_text(encoding="utf-8")
+def join(*children: object) -> Html:
+    """Markup beside each other, texts escaped."""
+    parts = (child if isinstance(child, Html) else esc(child) for child in children if child)
+    return Html("".join(parts))
 
 
-def _shown(value: object) -> object:
-    """What a template shows of a value; what is markup already came out of a template."""
-    return value if isinstance(value, Markup) else Markup(esc(value))
+def inline(text: Inline) -> Html:
+    """A line of text with its meanings."""
+    return join(*(part if isinstance(part, str) else _span(part) for part in spans(text)))
+
+
+def _span(span: Span) -> Html:
+    title = span.title if span.title != span.text else ""
+    if span.style == "code":
+        return tag("code", span.text, title=title)
+    if span.style == "strong":
+        return tag("b", span.text, title=title)
+    return tag("span", span.text, cls=span.style, title=title)
+
+
+def scrolling(label: str, *children: object) -> Html:
+    """A box that scrolls sideways, with the keyboard too."""
+    return tag("div", *children, cls="scroll", tabindex=0, role="region", aria_label=label)
 
 
 def look(segment: Segment) -> str:
@@ -72,5 +75,5 @@ def colour(key: str, kind: str = "work") -> str:
         "host": ("host-", palette.HOST | palette.PHASES),
     }[kind]
     if key in known:
-        return f"{prefix}{key}"
-    return "idle" if key == "idle" else "rest"
+        return f"c-{prefix}{key}"
+    return "c-idle" if key == "idle" else "c-rest"

@@ -17,7 +17,7 @@ from advisor.core.text import clean
 
 LABEL = 8
 """Width of the column of field names."""
-MINIMUM = 12
+MIN_FIRST = 12
 """Width that is left to the first column of a table, however wide the others are."""
 
 
@@ -112,15 +112,36 @@ class Page:
             self.line((f"{lead}│ ", "dim"), (piece, "cyan"))
             lead = " " * len(lead)
 
-    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], *, indent: int = 2) -> None:
-        """Columns as wide as their content, the first left-aligned, numbers right-aligned. Where
-        that is too wide, the first is shortened."""
-        cells = [[clean(cell) for cell in row] for row in (head, *rows)]
-        cells = _fitting(cells, self.width - indent)
-        widths = [max(cell_len(row[i]) for row in cells) for i in range(len(head))]
-        for number, row in enumerate(cells):
-            padded = [_padded(row[i], widths[i], right=i > 0) for i in range(len(head))]
-            self.line(("  ".join(padded), "dim" if number == 0 else ""), indent=indent)
+    def table(
+        self,
+        head: Sequence[str],
+        rows: Sequence[Sequence[str | tuple[str, str]]],
+        *,
+        indent: int = 2,
+        align: str = "",
+        below: Sequence[str] = (),
+    ) -> None:
+        """Columns as wide as their content; ``align``: a letter a column, else the first to the
+        left and figures to the right. Where that is too wide, they stand closer, and the first is
+        shortened. ``below``: a line below each row."""
+        align = align or "l" + "r" * (len(head) - 1)
+        styles = [[cell[1] if isinstance(cell, tuple) else "" for cell in row] for row in rows]
+        texts = [[clean(c[0] if isinstance(c, tuple) else c) for c in row] for row in (head, *rows)]
+        room, gap = self.width - indent, 2
+        if room - _others(texts, gap) < min(MIN_FIRST, max(cell_len(row[0]) for row in texts)):
+            gap = 1
+        texts = _fitting(texts, room, gap)
+        widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+        for number, row in enumerate(texts):
+            parts: list[str | tuple[str, str]] = []
+            for at, cell in enumerate(row):
+                blanks = " " * (widths[at] - cell_len(cell))
+                padded = blanks + cell if align[at] == "r" else cell + blanks
+                style = "dim" if not number else styles[number - 1][at]
+                parts += [" " * gap if at else "", (padded, style)]
+            self.line(*parts, indent=indent)
+            if number and below:
+                self.line((clean(below[number - 1]), "dim"), indent=indent + 2)
 
 
 def _styled(parts: Sequence[str | tuple[str, str]]) -> Text:
@@ -131,11 +152,6 @@ def _styled(parts: Sequence[str | tuple[str, str]]) -> Text:
         else:
             text.append(part[0], style=part[1] or None)
     return text
-
-
-def _padded(text: str, width: int, *, right: bool) -> str:
-    blanks = " " * max(0, width - cell_len(text))
-    return blanks + text if right else text + blanks
 
 
 def _flowed(parts: list[str], room: int, separator: str) -> list[str]:
@@ -161,24 +177,29 @@ def _comment_above(line: str, room: int) -> list[str]:
 def _folded(line: str, room: int) -> list[str]:
     """A line of code of at most ``room`` columns; what is too much goes on below, indented: behind
     the last blank or bracket, and within a word only if the word is as long."""
-    found: list[str] = []
+    pieces: list[str] = []
     lead = line[: len(line) - len(line.lstrip())] + "    "
     while cell_len(line) > room:
         first = chop_cells(line, room)[0]
         least = len(lead) + 4
         at = max((first.rfind(sign, least) + 1 for sign in (" ", "(", "[")), default=0)
         first = first[:at] if at else first
-        found.append(first.rstrip())
+        pieces.append(first.rstrip())
         line = lead[: room // 2] + line[len(first) :].lstrip()
-    return [*found, line]
+    return [*pieces, line]
 
 
-def _fitting(cells: list[list[str]], room: int) -> list[list[str]]:
+def _others(cells: list[list[str]], gap: int) -> int:
+    """Columns that all but the first take, with the gaps before them."""
+    widths = (max(map(cell_len, column)) for column in zip(*cells, strict=True))
+    return sum(gap + width for width in [*widths][1:])
+
+
+def _fitting(cells: list[list[str]], room: int, gap: int) -> list[list[str]]:
     """Rows of a table with its first column short enough for the figures to be whole. Of a place,
     whose end tells most, the end is kept; of other words the beginning."""
-    others = sum(2 + max(map(cell_len, column)) for column in zip(*cells, strict=True)) - 2
     first = max(cell_len(row[0]) for row in cells)
-    left = max(MINIMUM, room - (others - first))
+    left = max(MIN_FIRST, room - _others(cells, gap))
     if first <= left:
         return cells
 

@@ -1,45 +1,23 @@
-"""Renderer: what every format is written by; and what it is told of where the text goes."""
+"""Renderer: what every format is written by."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
+from advisor.render.document import DEFAULT as DEFAULT  # noqa: PLC0414 - handed out with Renderer
+from advisor.render.document import Document
+from advisor.render.document import Options as Options  # noqa: PLC0414
 
 Subject = TypeVar("Subject")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a renderer may need besides the report. Each takes what means something to it."""
-
-    width: int = 80
-    """Columns, of text in lines."""
-    colour: bool = False
-    """The text goes to a terminal that has colours."""
-    top: int | None = None
-    """Findings that are told in full; ``None``: all."""
-    analysis: Analysis | None = None
-    """The measurements behind the report, for a timeline; ``None``: there is only the report."""
-    clean: Callable[[str], str] = str
-    """Applied to names that come from the ``analysis``: leaves out what is private."""
-
-
-DEFAULT = Options()
-
-
 class Renderer(ABC, Generic[Subject]):
-    """One format of a ``Subject``: a Report, or a Comparison.
+    """One format of a ``Subject``: a Report, a Comparison …
 
-    Renderers are found like rules and readers: those in ``advisor/render/report/`` and
-    ``advisor/render/compare/``, and those that installed packages name under the entry points
-    of :class:`~advisor.render.formats.Formats`. A renderer is made without arguments, reads what it
-    is given, and computes nothing: figures are formatted by ``core.text``, and what is drawn is
-    data of :mod:`advisor.advise.views`.
+    Renderers are found like rules and readers: those in ``advisor/render/formats/``, and those that
+    installed packages name under the entry points of :class:`~advisor.render.formats.Formats`. A
+    renderer is made without arguments, reads what it is given, and computes nothing.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
@@ -47,5 +25,20 @@ class Renderer(ABC, Generic[Subject]):
 
     @abstractmethod
     def render(self, subject: Subject, options: Options = DEFAULT) -> str:
-        """The text, ending in a line feed. Names in it come from traces: whatever the text is read
-        by must take them for names."""
+        """The text, ending in a line feed. Names in it come from traces: whatever reads the text
+        must take them for names."""
+
+
+class Drawing(Renderer[Any]):
+    """A format that draws the Document of a subject, whatever the subject."""
+
+    def render(self, subject: Any, options: Options = DEFAULT) -> str:
+        """The subject's Document, drawn."""
+        from advisor.render.documents import document_of
+
+        document = subject if isinstance(subject, Document) else document_of(subject, options)
+        return self.draw(document, options)
+
+    @abstractmethod
+    def draw(self, document: Document, options: Options = DEFAULT) -> str:
+        """The text of a document."""

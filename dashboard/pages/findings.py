@@ -102,7 +102,7 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
     """A finding with its details."""
-    doubts = facts.doubts(finding)
+    caveats = facts.caveats(finding)
     return el(
         "Article",
         _title(report, finding),
@@ -114,7 +114,7 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
             code(finding.code) if finding.code else None,
             _block("How to verify", el("P", t.clean(finding.check)) if finding.check else None),
             _block("Evidence", _evidence(finding)),
-            _block("Caveats", _lines(doubts)),
+            _block("Caveats", _lines(caveats)),
             _folded(report, finding),
             _actions(view, finding),
             cls="body",

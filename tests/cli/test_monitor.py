@@ -14,7 +14,8 @@ import pytest
 
 from advisor.cli import monitor
 from advisor.core.run_directory import Gpu, Host, Sample
-from advisor.render.monitor import prometheus, reasons, render
+from advisor.render.documents.monitor import build, prometheus, reasons
+from advisor.render.formats.terminal import Terminal
 
 Run = Callable[..., Any]
 
@@ -120,12 +121,12 @@ def test_an_idle_gpu_is_held_down_by_nothing() -> None:
 def test_hostile_names_reach_neither_terminal_nor_prometheus() -> None:
     sample = Sample(t=1, gpus=[Gpu(uuid='a"\n} 1\x1b[2J', power=1000)], host=Host())
     names = {sample.gpus[0].uuid: '\x1b]0;x\x07"\n'}
-    page = render(sample, names=names, without_gpu="\x1b[2J", width=80, colour=False)
+    page = Terminal().draw(build(sample, names=names, without_gpu="\x1b[2J"))
     assert "\x1b" not in page
     for line in prometheus(sample, names).splitlines():
         assert line.startswith(("#", "advisor_")) and "\x1b" not in line
 
 
 def test_a_sample_without_anything_is_an_empty_page() -> None:
-    assert render(Sample(t=1), names={}, without_gpu=None, width=80, colour=False) == ""
+    assert Terminal().draw(build(Sample(t=1), names={}, without_gpu=None)) == ""
     assert prometheus(Sample(t=1), {}) == "\n"

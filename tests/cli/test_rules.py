@@ -11,7 +11,7 @@ from advisor.advise.select import load_rules
 Run = Callable[..., tuple[int, str, str]]
 
 RULE = '''
-from advisor.core.finding import Good, Rule
+from advisor.core.finding import PassedCheck, Rule
 
 
 class Mine(Rule):
@@ -29,7 +29,7 @@ class Mine(Rule):
     second = 0.5  # share of the step; from a paper
 
     def check(self, a):
-        yield Good(text="my rule ran")
+        yield PassedCheck(text="my rule ran")
 
     @staticmethod
     def fires_on():
@@ -91,7 +91,7 @@ def test_a_rule_is_shown_with_its_thresholds_and_where_they_come_from(
 def test_a_rule_of_the_users_own_is_run(advisor: Run, tmp_path: Path, slow_trace: Path) -> None:
     (tmp_path / "rules").mkdir()
     (tmp_path / "rules" / "mine.py").write_text(RULE)
-    code, shown, _ = advisor("analyze", slow_trace, "--rules", tmp_path / "rules")
+    code, shown, _ = advisor("analyze", slow_trace, "--details", "--rules", tmp_path / "rules")
     assert code == 0
     assert "my rule ran" in shown
 

@@ -15,8 +15,8 @@ from advisor.advise.engine import examine
 from advisor.core.finding import Finding
 from advisor.core.report import HotLine, Report
 from advisor.render.formats import REPORTS
+from advisor.render.formats.html import style
 from advisor.render.html import esc
-from advisor.render.report.html import style
 from advisor.render.strip import CELLS, strip
 from advisor.testing import TraceBuilder
 
@@ -137,7 +137,7 @@ def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., ob
         "38%",  # MFU
         "30 GiB of 40 GiB",
         "Finding number 2 of the step",
-        "20 ms a step",
+        "20 ms (10–20 ms), 5%",
         "5% (XProf)",
         "step(quick=True)",
         "Profile again: the wait is gone.",

@@ -14,12 +14,13 @@ from advisor.core import text as t
 from advisor.core.finding import Location
 from advisor.core.report import Ranks, Report
 from advisor.render import markdown
+from advisor.render.document import Document, Field, Fields, Span
 from advisor.render.formats import REPORTS
-from advisor.render.report.markdown import _place
+from advisor.render.formats.markdown import Markdown
 
 Make = Callable[..., Report]
 PARSER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-OURS = {"<details><summary>Evidence</summary>", "</details>", "<!-- -->"}
+OURS = {"<details><summary>Details</summary>", "</details>", "<!-- -->"}
 
 
 def rendered_text(source: str) -> str:
@@ -90,15 +91,15 @@ def test_it_says_what_the_terminal_says(report: Make, ranks: Callable[..., Ranks
         "GPU busy 82%",
         "| compute | 300 ms | 75% |",
         "#### 1. Finding number 1 of the step",
-        "up to 40 ms a step, 10%",
-        "confidence 80%",
+        "up to 40 ms (20–40 ms), 10%",
+        "confidence in the cause 80%",
         "`/home/me/project/train.py:42 in train_step`",
         "```python\nstep(quick=True)\n```",
-        "share of the step 10% (limit 5%, XProf)",
+        "share of the step 10%, limit 5% (XProf)",
         "### Ranks",
-        "### What is good",
-        "### Not checked",
-        "### Limits of this trace",
+        "<details><summary>Passed checks</summary>",
+        "<details><summary>Skipped checks</summary>",
+        "<details><summary>Limits of this trace</summary>",
     ):
         assert part in source, part
 
@@ -106,10 +107,13 @@ def test_it_says_what_the_terminal_says(report: Make, ranks: Callable[..., Ranks
 @pytest.mark.parametrize("top", [0, 1, 2])
 def test_top_limits_the_findings_and_says_so(report: Make, top: int) -> None:
     source = REPORTS.render("markdown", report(3), top=top)
-    assert source.count("**Fix:**") == top
+    assert source.count("\n- fix: ") == top
     assert f"{3 - top} more: `--top 3`" in source
 
 
 def test_a_place_shows_names_as_code_and_figures_as_text() -> None:
     place = Location(op="aten::item", count=12, dur_ns=3_000_000)
-    assert _place(place, t.location_names(place)) == "`aten::item` · 12× · worst 3 ms"
+    names = [Span(name, "code") for name in t.location_names(place)]
+    fields = Fields([Field("where", [*names, *t.location_figures(place)])])
+    shown = Markdown().draw(Document("", [fields], name="report"))
+    assert "where: `aten::item` · 12× · worst 3 ms\n" in shown

@@ -18,10 +18,11 @@ from advisor.cli import run
 from advisor.core.errors import AdvisorError
 from advisor.core.report import IdleCause, Ranks, Report
 from advisor.dashboard import parts
+from advisor.render import formats
 from advisor.render.formats import COMPARISONS, REPORTS
 
 TOY = '''
-from advisor import text as t
+from advisor.core import text as t
 from advisor.advise import views
 from advisor.render.renderer import DEFAULT, Renderer
 
@@ -96,14 +97,14 @@ def test_a_format_that_there_is_not_is_one_line_that_lists_those_there_are(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["report", str(saved), "--format", "pdf"]) == 2
-    folder = Path(views.__file__).parent / "renderers"
+    folder = Path(formats.__file__).parent
     files = sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__")
     assert set(files) >= {"html", "json", "terminal"}
     assert capsys.readouterr().err == (
         f"advisor: a report cannot be written as pdf; there are {', '.join(files)}\n"
     )
-    with pytest.raises(AdvisorError, match=r"^a comparison cannot be written as html; there are"):
-        COMPARISONS.renderer("html")
+    with pytest.raises(AdvisorError, match=r"^a comparison cannot be written as sarif; there are"):
+        COMPARISONS.renderer("sarif")
 
 
 class Words(HTMLParser):
@@ -174,7 +175,9 @@ def test_every_view_has_the_same_stairs_and_the_same_ranks(
     stairs, table = views.stairs(made), views.rank_table(made)
     assert stairs is not None
     assert table is not None
-    texts = {form: REPORTS.render(form, made, width=120) for form in ("terminal", "html")}
+    texts = {
+        form: REPORTS.render(form, made, width=120, details=True) for form in ("terminal", "html")
+    }
     for form, text in texts.items():
         for stair in stairs.fixes:
             assert stair.left in text, form

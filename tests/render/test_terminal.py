@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -32,13 +33,60 @@ def section(text: str, title: str) -> str:
 
 
 @pytest.mark.parametrize("findings", [0, 1, 12])
-@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
 @pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("more", [{}, {"details": True}, {"brief": True}])
 def test_every_line_fits(
-    report: Make, ranks: Callable[..., Ranks], findings: int, width: int, colour: bool
+    report: Make, ranks: Callable[..., Ranks], findings: int, width: int, colour: bool, more: Any
 ) -> None:
-    shown = REPORTS.render("terminal", report(findings, ranks=ranks(3)), width=width, colour=colour)
+    made = report(findings, ranks=ranks(3))
+    shown = REPORTS.render("terminal", made, width=width, colour=colour, **more)
     assert widest(shown) <= width
+
+
+@pytest.mark.parametrize("findings", [0, 1, 2, 3, 6])
+def test_a_report_fits_a_screen_and_counts_what_it_leaves_out(
+    report: Make, replay: Callable[..., Replay], findings: int
+) -> None:
+    made = report(findings, replay=replay())
+    shown = REPORTS.render("terminal", made)
+    assert len(shown.splitlines()) <= 45
+    words = " ".join(shown.split())
+    assert "1 passed check, 1 skipped check, 1 limit" in words
+    assert words.endswith("--details shows them.")
+    for number in range(1, findings + 1):
+        assert f" {number}  Finding number {number} of the step" in shown
+    full = REPORTS.render("terminal", made, details=True)
+    assert "Not shown" not in full
+    assert full.count("    verify  ") == findings
+
+
+def test_brief_is_the_verdict_and_three_rows(report: Make) -> None:
+    made = report(5)
+    lines = REPORTS.render("terminal", made, brief=True).splitlines()
+    assert lines[0] == made.verdict
+    assert [line[:23] for line in lines[1:4]] == [f" {n}  Finding number {n} of" for n in (1, 2, 3)]
+    assert lines[1].endswith("up to 40 ms (20–40 ms), 10%")
+    assert lines[4:] == ["    2 more: without --brief."]
+
+
+def test_a_fix_has_one_price_in_every_format(report: Make) -> None:
+    price = "up to 20 ms (10–20 ms), 5%"
+    for form in ("terminal", "markdown", "html", "notebook"):
+        assert price in REPORTS.render(form, report(2)), form
+
+
+def test_a_gain_that_may_be_none_says_what_it_depends_on(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    impact = Impact(
+        currency="step_time", gain_ns=5_400_000, low_ns=0, high_ns=5_400_000, share=0.0135,
+        method="replay",
+    )  # fmt: skip
+    one = finding(1, impact=impact, assumptions=["two CPU cores are free"])
+    shown = REPORTS.render("terminal", report(findings=[one]))
+    assert "about 5.4 ms (0–5.4 ms), 1%" in shown
+    assert "no gain unless: two CPU cores are free" in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -76,14 +124,14 @@ def test_labels_are_dim_and_what_matters_is_not(report: Make) -> None:
 
 
 def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: Make) -> None:
-    shown = REPORTS.render("terminal", report(2))
+    shown = REPORTS.render("terminal", report(2), details=True)
     order = [
         "GPU busy 82%",
         "NVIDIA A100",
         "Where the step's time goes",
         "What to change",
-        "What is good",
-        "Not checked",
+        "Passed checks",
+        "Skipped checks",
         "Limits of this trace",
     ]
     places = [shown.index(part) for part in order]
@@ -92,14 +140,13 @@ def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: M
 
 
 def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> None:
-    shown = section(REPORTS.render("terminal", report(1)), "What to change")
+    shown = section(REPORTS.render("terminal", report(1), details=True), "What to change")
     for part in (
-        "up to 40 ms a step, 10%",
-        "20 to 40 ms",
-        "confidence 80%",
+        "up to 40 ms (20–40 ms), 10%",
+        "confidence in the cause 80%",
         "/home/me/project/train.py:42 in train_step",
         "aten::item",
-        "share of the step 10% (limit 5%, XProf)",
+        "share of the step 10%, limit 5% (XProf)",
         "bandwidth not measured",
         "Do the other thing",
         "│ step(quick=True)",
@@ -111,8 +158,8 @@ def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> 
 
 def test_the_index_takes_each_gain_from_what_the_ones_above_left(report: Make) -> None:
     # By hand: 400 - 40 = 360; 20 alone, 10 after the first: 350; 13.33 / 2 = 6.67: 343.3.
-    shown = section(REPORTS.render("terminal", report(3)), "What to change")
-    lefts = re.findall(r"^ [123]  .* ([\d.]+) ms$", shown, re.MULTILINE)
+    shown = section(REPORTS.render("terminal", report(3), details=True), "Step time after")
+    lefts = re.findall(r"^  [123][.] .* ([\d.]+) ms$", shown, re.MULTILINE)
     assert lefts == ["360", "350", "343"]
 
 
@@ -121,23 +168,26 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
 ) -> None:
     impact = Impact(currency="step_time", gain_ns=40_000_000, share=0.1, method="replay")
     full = report(findings=[finding(1, impact=impact)], replay=replay())
-    shown = REPORTS.render("terminal", full)
+    shown = REPORTS.render("terminal", full, details=True)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
     assert "critical: host 75% · compute 25%" in shown
-    after = "the step goes from 400 ms to 343 ms by replay and hangs on: compute 100%"
+    # 400 / 343.3 is 1.165
+    after = "With this fix: 400 ms → 343 ms (1.17× faster), then limited by compute (100%)."
     assert after in " ".join(shown.split())
     assert "within 1.2% of the measured steps" in " ".join(shown.split())
     assert "98% of 9,450 device starts" in " ".join(shown.split())
     assert "up to" not in shown
-    assert "'Up to'" in REPORTS.render("terminal", report(1))
+    assert "'Up to'" in REPORTS.render("terminal", report(1), details=True)
 
 
 def test_a_finding_that_pays_only_after_another_says_so(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     late = finding(2, pays_after="rule-1", marginal_gain_ns=9_000_000)
-    shown = " ".join(REPORTS.render("terminal", report(findings=[finding(1), late])).split())
-    assert "pays only after 'Finding number 1 of the step': 9 ms then" in shown
+    shown = " ".join(
+        REPORTS.render("terminal", report(findings=[finding(1), late]), details=True).split()
+    )
+    assert "gains only after 'Finding number 1 of the step': then 9 ms" in shown
 
 
 def test_a_finding_of_another_rank_says_whose(
@@ -187,20 +237,21 @@ def test_a_table_s_figures_are_whole_and_its_places_are_shortened() -> None:
 def test_a_place_is_shown_once(report: Make, finding: Callable[..., Finding]) -> None:
     one = finding(1)
     one = replace(one, where=[*one.where, *one.where, Location(op="aten::other")])
-    shown = REPORTS.render("terminal", report(1, findings=[one]))
+    shown = REPORTS.render("terminal", report(1, findings=[one]), details=True)
     assert shown.count("/home/me/project/train.py") == 1
     assert "aten::other" in shown
 
 
 def test_one_finding_needs_no_index(report: Make) -> None:
-    assert "step then" not in REPORTS.render("terminal", report(1))
-    assert "step then" in REPORTS.render("terminal", report(2))
+    one, two = (REPORTS.render("terminal", report(n), details=True) for n in (1, 2))
+    assert "step then" not in one
+    assert "step then" in two
 
 
 def test_top_hides_details_says_so_and_keeps_the_index(report: Make) -> None:
     shown = section(REPORTS.render("terminal", report(12), top=3), "What to change")
     assert shown.count("    fix ") == 3
-    assert "9 more in detail: --top 12" in shown
+    assert "9 more in detail (--top 12)" in shown
     assert all(f"\n{number:>2}  Finding number {number} " in shown for number in range(1, 13))
 
 
@@ -212,7 +263,8 @@ def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
     symptom = finding(2, title="The symptom", **folded)
     rival = finding(3, title="The alternative", alternatives="fuse", **folded)
     shown = section(
-        REPORTS.render("terminal", report(1, findings=[cause, symptom, rival])), "What to change"
+        REPORTS.render("terminal", report(1, findings=[cause, symptom, rival]), details=True),
+        "What to change",
     )
     assert re.search(r"^    also +The symptom: up to 20 ms", shown, re.MULTILINE)
     assert re.search(r"^    or +The alternative", shown, re.MULTILINE)
@@ -221,9 +273,9 @@ def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
 
 def test_a_healthy_run_shows_no_empty_sections(report: Make) -> None:
     healthy = report(0, verdict="Healthy: nothing stands out.", not_checked=[], limits=[])
-    shown = REPORTS.render("terminal", healthy)
+    shown = REPORTS.render("terminal", healthy, details=True)
     assert shown.startswith("Healthy")
-    for title in ("What to change", "Not checked", "Limits", "Notes", "Ranks", "'Up to'"):
+    for title in ("What to change", "Skipped checks", "Limits", "Notes", "Ranks", "'Up to'"):
         assert title not in shown
 
 
@@ -238,7 +290,7 @@ def test_without_device_work_the_bar_is_the_hosts(report: Make) -> None:
 
 
 def test_without_host_events_nothing_is_said_of_the_host(report: Make) -> None:
-    shown = REPORTS.render("terminal", report(0, host=[], idle=[]))
+    shown = REPORTS.render("terminal", report(0, host=[], idle=[]), details=True)
     assert "on the GPU" in shown
     assert "  host " not in shown
 
@@ -263,7 +315,7 @@ def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:
     whole.findings[0] = replace(whole.findings[0], impact=replace(impact, per="recording"))
     shown = REPORTS.render("terminal", whole)
     assert "Where the recording's time goes" in shown
-    assert "up to 40 ms of the recording, 10%" in shown
+    assert "up to 40 ms of the recording (20–40 ms), 10%" in shown
 
 
 def test_ranks_stand_side_by_side_and_a_missing_value_is_a_dash(
@@ -281,14 +333,14 @@ def test_of_many_ranks_those_that_hold_up_the_others_are_shown(
 ) -> None:
     shown = section(REPORTS.render("terminal", report(1, ranks=ranks(64))), "Ranks")
     numbers = [int(n) for n in re.findall(r"^ +(\d+) +\d+ ms", shown, re.MULTILINE)]
-    assert numbers == list(range(48, 64))
-    assert "48 more ranks" in shown
+    assert numbers == list(range(56, 64))
+    assert "56 more ranks" in shown
 
 
 def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., Finding]) -> None:
     impact = Impact(currency="risk", reason="97% of the memory is taken")
     risk = finding(1, title="Near capacity", impact=impact, rank=None)
-    shown = REPORTS.render("terminal", report(1, risks=[risk]))
+    shown = REPORTS.render("terminal", report(1, risks=[risk]), details=True)
     assert "risk: 97% of the memory is taken" in section(shown, "Memory and risks")
     assert "Near capacity" not in section(shown, "What to change")
 
@@ -299,18 +351,20 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
         finding(1, title="A chance", informational=True, validation="real traces", confidence=0.42),
         finding(2, title="A cost", impact=Impact(currency="unpriced", reason="of the recording")),
     ]
-    shown = section(REPORTS.render("terminal", report(0, notes=notes)), "Notes")
-    assert "A chance (a possibility, not a bottleneck: confidence 42%)" in " ".join(shown.split())
-    assert "A cost (of the recording)" in shown
+    shown = section(REPORTS.render("terminal", report(0, notes=notes), details=True), "Notes")
     words = " ".join(shown.split())
-    assert "A guess (not proven on real traces, and may be worth nothing)" in words
+    assert "A chance note a possibility, not a bottleneck: confidence 42%" in words
+    assert "A cost note of the recording" in words
+    assert "A guess note not proven on real traces, and may gain nothing" in words
     assert shown.count("    fix ") == 3
 
 
 def test_what_was_only_seen_on_examples_is_ranked_and_says_so(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
-    shown = REPORTS.render("terminal", report(findings=[finding(1, validation="synthetic")]))
+    shown = REPORTS.render(
+        "terminal", report(findings=[finding(1, validation="synthetic")]), details=True
+    )
     assert "not proven on real traces" in " ".join(section(shown, "What to change").split())
 
 
@@ -323,7 +377,7 @@ def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
     assert big.impact.gain_ns >= made.findings[-1].impact.gain_ns
     why = "a possibility, not a bottleneck: confidence 42%"
     for page in (
-        REPORTS.render("terminal", made, width=120),
+        REPORTS.render("terminal", made, width=120, details=True),
         REPORTS.render("html", made),
         REPORTS.render("markdown", made),
     ):
@@ -334,5 +388,5 @@ def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
 
 def test_shares_of_device_work_add_up_and_say_what_they_are_of(report: Make) -> None:
     made = report(0, families=[Family("gemm", 30e6, 0.75, 3), Family("copy", 10e6, 0.25, 1)])
-    shown = REPORTS.render("terminal", made, width=120)
+    shown = REPORTS.render("terminal", made, width=120, details=True)
     assert "gemm 75% of device work · copy 25%" in shown

@@ -15,8 +15,8 @@ from advisor.core.views import Segment
 from advisor.dashboard import theme
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.steps.timeline import CLASSES
+from advisor.render.figures import cells
 from advisor.render.formats import REPORTS
-from advisor.render.report.terminal import cells
 
 
 def idle_of(made: Report) -> list[Segment]:

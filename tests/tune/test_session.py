@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.render.trial import render
+from advisor.render.formats import TRIALS
 from advisor.tune.heat import Limits
 from advisor.tune.knob import Machine
 from advisor.tune.plan import asked_for
@@ -70,7 +70,7 @@ def test_of_another_batch_size_the_time_of_a_sample_is_compared_and_not_the_step
     assert trial.losses == "not compared: another training"
     assert report.together is None, "it is another training, not a winner to add others to"
     assert headline(report).startswith("batch=64: a sample takes ")
-    assert "another training" in render(report)
+    assert "another training" in TRIALS.render("terminal", report)
 
 
 def test_another_batch_size_that_breaks_the_losses_is_dropped_all_the_same() -> None:

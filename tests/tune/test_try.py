@@ -16,7 +16,7 @@ import pytest
 from advisor.cli import run as cli
 from advisor.cli.try_ import parse_time
 from advisor.core.errors import AdvisorError
-from advisor.render import trial as terminal
+from advisor.render.formats import TRIALS
 from advisor.replay import predictions
 from advisor.tune.report import Trial, TrialReport
 from advisor.tune.spec import Pull
@@ -91,7 +91,10 @@ def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path
     assert predictions.read(tmp_path / "mine.jsonl").predictions == lines
     if lines:
         assert b"train" not in (tmp_path / "mine.jsonl").read_bytes()
-    assert max(map(len, terminal.render(report).splitlines())) <= 80
+    for width in (60, 80, 120):
+        lines = TRIALS.render("terminal", report, width=width).splitlines()
+        assert max(map(len, lines)) <= width
+    assert "<html" in TRIALS.render("html", report)
 
 
 def told(**changes: object) -> Trial:

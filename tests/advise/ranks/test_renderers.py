@@ -66,7 +66,7 @@ def test_json_holds_all_of_it(make_job: Make) -> None:
 def test_markdown_tells_the_groups_in_a_table(make_job: Make) -> None:
     shown = JOBS.render("markdown", make_job(64))
     assert "| most | 0-6, 8-63 | 63 | 100 ms | 60 ms | 30 ms | 2 ms | 8 ms |" in shown
-    assert "**1. Rank 7 is slower than the others** (warning)" in shown
+    assert "#### 1. Rank 7 is slower than the others" in shown
 
 
 @pytest.mark.parametrize("form", ["html", "markdown", "terminal"])
@@ -89,7 +89,7 @@ def test_html_loads_nothing_and_runs_nothing(make_job: Make, nasty: str) -> None
 def test_the_map_has_a_cell_a_rank_and_class_and_the_odd_one_stands_out(make_job: Make) -> None:
     text = JOBS.render("html", make_job(1024))
     page = Page(text)
-    assert len(page.shades) == 1024 * 4
+    assert len([look for look in page.shades if look.startswith("h")]) == 1024 * 4
     assert len(text) < 2_000_000
     # rank 7 computes 12 ms longer and waits 12 ms less; the scale ends at 5 % of 100 ms
     strongest = [look for look in page.shades if look in ("h4", "h-4")]

@@ -1,4 +1,4 @@
-"""Which formats there are, and which of them a file is for."""
+"""Which formats there are, and which of them a file is for; one file a format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,21 +17,17 @@ if TYPE_CHECKING:
 
 
 class Formats:
-    """The renderers of one kind of subject.
+    """The formats of one kind of subject.
 
-    ``package``: whose files are formats of ours. ``group``: entry points under which other packages
-    name theirs, ``<format> = <module>:<class>``. ``subject``: what they write, with an article.
+    ``subject``: what they write, with an article. ``group``: entry points under which other
+    packages name theirs, ``<format> = <module>:<class>``. ``without``: ours that do not fit it.
     """
 
-    def __init__(self, package: str, group: str, subject: str) -> None:
-        self.package = package
-        self.group = group
+    def __init__(self, subject: str, group: str, without: tuple[str, ...] = ()) -> None:
         self.subject = subject
-
-    @cached_property
-    def bundled(self) -> tuple[str, ...]:
-        """Names of ours, without an import of any."""
-        return names_in(self.package)
+        self.group = group
+        found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+        self.bundled = tuple(sorted(name for name in found if name not in without))
 
     @property
     def installed(self) -> dict[str, EntryPoint]:
@@ -51,14 +46,14 @@ class Formats:
         """The renderer of a format; only its file is imported. Raises AdvisorError: none has the
         name, or the one that has it cannot be loaded."""
         if name in self.bundled:
-            return _of(importlib.import_module(f"{self.package}.{name}"))()
+            return _class_in(importlib.import_module(f"{__name__}.{name}"))()
         point = self.installed.get(name)
         if point is None:
             known = ", ".join(self)
             raise AdvisorError(f"{self.subject} cannot be written as {name}; there are {known}")
         try:
             loaded = point.load()
-            made = (_of(loaded) if inspect.ismodule(loaded) else loaded)()
+            made = (_class_in(loaded) if inspect.ismodule(loaded) else loaded)()
             if not isinstance(made, Renderer):
                 raise TypeError(f"{type(made).__name__} is no Renderer")
         except Exception as error:  # somebody else's code may raise anything
@@ -69,8 +64,8 @@ class Formats:
         return made
 
     def render(self, name: str, subject: Any, **options: Any) -> str:
-        """A report or a comparison in a format; ``options`` as in
-        :class:`~advisor.render.renderer.Options`. Raises AdvisorError as ``renderer`` does."""
+        """A subject in a format; ``options`` as in :class:`~advisor.render.document.Options`.
+        Raises AdvisorError as ``renderer`` does."""
         return self.renderer(name).render(subject, Options(**options))
 
     def of_file(self, output: Path) -> str | None:
@@ -80,14 +75,7 @@ class Formats:
         return next((name for name in names if suffix in self.renderer(name).suffixes), None)
 
 
-def names_in(package: str) -> tuple[str, ...]:
-    """Names of the formats in a package of ours. It is not imported: what renders a comparison
-    brings all of the analysis, and ``--help`` needs no more than names."""
-    folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
-    return tuple(sorted(one.name for one in pkgutil.iter_modules([str(folder)])))
-
-
-def _of(module: Any) -> type[Renderer[Any]]:
+def _class_in(module: Any) -> type[Renderer[Any]]:
     """The renderer that stands in a file."""
     for value in vars(module).values():
         if (
@@ -100,11 +88,16 @@ def _of(module: Any) -> type[Renderer[Any]]:
     raise TypeError(f"{module.__name__} has no Renderer")
 
 
-REPORTS: Final = Formats("advisor.render.report", "advisor.renderers", "a report")
+REPORTS: Final = Formats("a report", "advisor.renderers")
 COMPARISONS: Final = Formats(
-    "advisor.render.compare", "advisor.comparison_renderers", "a comparison"
+    "a comparison", "advisor.comparison_renderers", without=("github", "sarif")
 )
 DECISIONS: Final = Formats(
-    "advisor.render.gate", "advisor.decision_renderers", "what a gate answers"
+    "a gate decision", "advisor.decision_renderers", without=("notebook", "sarif")
 )
-JOBS: Final = Formats("advisor.render.job", "advisor.job_renderers", "the report of a job")
+TRIALS: Final = Formats(
+    "a report of trials", "advisor.trial_renderers", without=("github", "sarif", "notebook")
+)
+JOBS: Final = Formats(
+    "the report of a job", "advisor.job_renderers", without=("github", "sarif", "notebook")
+)

@@ -6,32 +6,30 @@ from collections.abc import Callable, Mapping
 
 from advisor.core import text as t
 from advisor.core.run_directory import THROTTLE, Gpu, Sample
-from advisor.render.page import Page
+from advisor.render.document import Block, Document, Field, Fields, Paragraph, Section, Table
 
 NONE = "–"
-"""What the driver does not tell."""
+"""What the driver does not report."""
 
 
-def render(
-    sample: Sample,
-    *,
-    names: Mapping[str | None, str | None],
-    without_gpu: str | None,
-    width: int,
-    colour: bool,
-) -> str:
-    """One sample as text. ``names``: of the GPUs, by UUID; ``without_gpu``: why there are none."""
-    page = Page(width, colour=colour)
+def build(
+    sample: Sample, *, names: Mapping[str | None, str | None], without_gpu: str | None
+) -> Document:
+    """The document of one sample. ``names``: of the GPUs, by UUID; ``without_gpu``: why there are
+    none."""
+    blocks: list[Block] = []
     if sample.gpus:
-        page.section("GPUs", f"{len(sample.gpus)}")
         head = ["GPU", "used", "memory", "clock", "power", "°C", "processes"]
-        page.table(head, [_row(number, gpu) for number, gpu in enumerate(sample.gpus)])
-        for number, gpu in enumerate(sample.gpus):
-            page.flow(f"GPU {number}", _details(gpu, names.get(gpu.uuid)), indent=2)
+        rows = [_row(number, gpu) for number, gpu in enumerate(sample.gpus)]
+        fields = [
+            Field(f"GPU {number}", _details(gpu, names.get(gpu.uuid)))
+            for number, gpu in enumerate(sample.gpus)
+        ]
+        table = Table(head, rows)
+        blocks.append(Section("GPUs", [table, Fields(fields)], f"{len(sample.gpus)}"))
     if without_gpu is not None:
-        page.wrapped(f"No GPU is shown: {t.clean(without_gpu)}.", style="yellow")
-    _host(page, sample)
-    return page.getvalue()
+        blocks.append(Paragraph(f"No GPU is shown: {without_gpu}.", "warn", indent=0))
+    return Document("", [*blocks, *_host(sample)], name="sample")
 
 
 def _row(number: int, gpu: Gpu) -> list[str]:
@@ -49,9 +47,9 @@ def _row(number: int, gpu: Gpu) -> list[str]:
 
 
 def _details(gpu: Gpu, name: str | None) -> list[str]:
-    parts = [t.clean(name or "model not told")]
+    parts = [t.clean(name or "model not recorded")]
     if held := reasons(gpu):
-        parts.append(f"held down by: {', '.join(held)}")
+        parts.append(f"limited by: {', '.join(held)}")
     if gpu.gpm:
         known = {"sm_util": "SMs active", "tensor": "tensor cores", "dram": "DRAM"}
         parts += [f"{label} {gpu.gpm[key]:.0f}%" for key, label in known.items() if key in gpu.gpm]
@@ -75,11 +73,10 @@ def reasons(gpu: Gpu) -> list[str]:
     return [name for name, bit in THROTTLE.items() if value & bit and name != "idle"]
 
 
-def _host(page: Page, sample: Sample) -> None:
+def _host(sample: Sample) -> list[Block]:
     host = sample.host
     if host is None:
-        return
-    page.section("Host")
+        return []
     free = NONE if host.memory_available is None else t.format_bytes(host.memory_available)
     parts = [f"CPU {_percent(host.cpu)}", f"memory available {free}"]
     if host.swap_used is not None:
@@ -89,7 +86,7 @@ def _host(page: Page, sample: Sample) -> None:
             f"stopped by the CPU quota {host.throttled_periods:,} times, "
             f"{t.format_duration((host.throttled or 0) * 1e3)} in all"
         )
-    page.flow("host", parts, indent=2)
+    return [Section("Host", [Fields([Field("host", parts)])])]
 
 
 def _percent(value: float | None) -> str:

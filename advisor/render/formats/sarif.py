@@ -20,8 +20,8 @@ from advisor.advise import facts
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report, RuleText
-from advisor.render import memory
-from advisor.render.places import code_place, relative
+from advisor.render.documents import memory
+from advisor.render.formats.github import code_place, relative
 from advisor.render.renderer import DEFAULT, Options, Renderer
 
 SCHEMA = (
@@ -123,7 +123,7 @@ def _rule(finding: Finding, told: RuleText | None) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str, Any]:
-    text = f"{finding.summary} {t.format_gain(finding).capitalize()}. Fix: {finding.fix}"
+    text = f"{finding.summary} {facts.price(finding, alone=True).capitalize()}. Fix: {finding.fix}"
     folded = finding.folded_under is not None
     result: dict[str, Any] = {
         "ruleId": t.clean(finding.rule) or "unknown",

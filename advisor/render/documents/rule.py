@@ -13,10 +13,19 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from advisor.core import text as t
 from advisor.core.finding import ANY, Rule, Source, Threshold
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
-from advisor.render.page import Page
+from advisor.render.document import (
+    Block,
+    Code,
+    Document,
+    Field,
+    Fields,
+    Inline,
+    Paragraph,
+    Section,
+    Span,
+)
 
 CATEGORIES = {
     "input": "Input pipeline",
@@ -55,7 +64,7 @@ class Option(NamedTuple):
     sources: tuple[Source, ...]
 
 
-class Told(NamedTuple):
+class ForeignAdvice(NamedTuple):
     """What a rule advises a kind of program that is not written with PyTorch."""
 
     program: str
@@ -84,7 +93,7 @@ class RulePage(NamedTuple):
     """Case -> attribute -> what it is then."""
     inference: dict[str, Any]
     """Attribute -> what it is where nothing is trained."""
-    elsewhere: list[Told]
+    elsewhere: list[ForeignAdvice]
     thresholds: list[Option]
     sources: tuple[Source, ...]
     """Of the numbers in the paragraphs that are no thresholds."""
@@ -117,7 +126,7 @@ def describe(rule: Rule) -> RulePage:
         inference=_inference(rule, cls.inference),
         elsewhere=list(_elsewhere(cls)),
         thresholds=[
-            Option(name, value, *_told(cls, name, comments))
+            Option(name, value, *_meaning(cls, name, comments))
             for name, value in cls.options().items()
         ],
         sources=cls.sources,
@@ -146,7 +155,7 @@ def _inference(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _elsewhere(cls: type[Rule]) -> Iterator[Told]:
+def _elsewhere(cls: type[Rule]) -> Iterator[ForeignAdvice]:
     common = cls.elsewhere.get(ANY)
     for framework, advice in cls.elsewhere.items():
         words = " ".join(filter(None, (advice.fix, advice.verify)))
@@ -154,10 +163,12 @@ def _elsewhere(cls: type[Rule]) -> Iterator[Told]:
             if (advice.fix, advice.code) == (common.fix, common.code):
                 continue
             words = advice.fix.removeprefix(common.fix).strip()  # what is called there, alone
-        yield Told(*FRAMEWORKS[framework], words, advice.code)
+        yield ForeignAdvice(*FRAMEWORKS[framework], words, advice.code)
 
 
-def _told(cls: type[Rule], name: str, comments: dict[str, str]) -> tuple[str, tuple[Source, ...]]:
+def _meaning(
+    cls: type[Rule], name: str, comments: dict[str, str]
+) -> tuple[str, tuple[Source, ...]]:
     own = getattr(cls, name)
     if isinstance(own, Threshold):
         return own.meaning, own.sources
@@ -232,110 +243,107 @@ def toml(value: Any) -> str:
     return str(value) if isinstance(value, int | float) else f'"{value}"'
 
 
-def render(rule: Rule, *, width: int = 80, colour: bool = False) -> str:
-    """A rule's page for the terminal."""
+def build(rule: Rule) -> Document:
+    """The document of a rule."""
     about = describe(rule)
-    page = Page(width, colour=colour)
-    page.wrapped((t.clean(about.title), "bold"))
     category = CATEGORIES.get(about.category, about.category)
-    page.wrapped(f"{about.id} · {category}", style="dim")
-    page.section("Why it matters")
+    paragraphs: list[Block] = []
     for number, paragraph in enumerate(about.paragraphs):
-        if number:
-            page.blank()
-        _paragraph(page, paragraph)
-    if about.fix:
-        page.section("What to do")
-        _advice(page, about._asdict())
-    _cases(page, about.cases)
-    if about.inference:
-        page.section("Where nothing is trained")
-        _advice(page, about.inference)
-        _cases(page, about.inference.get("cases", {}))
-    for told in about.elsewhere:
-        page.section("Without PyTorch", told.program)
-        page.wrapped(t.clean(told.words), indent=2)
-        if told.code:
-            page.code("", told.code, indent=2)
-    if about.thresholds:
-        page.section("Thresholds")
-        for item in about.thresholds:
-            page.wrapped((f"{item.name} = {toml(item.value)}", "bold"), indent=2)
-            for line in (item.meaning, *map(cite, item.sources)):
-                if line:
-                    page.wrapped(t.clean(line), indent=6, style="dim")
-    page.section("How it was tested")
-    page.field("on", VALIDATION.get(about.validated, about.validated), indent=2)
-    page.field("seen", about.validated_on, indent=2)
-    page.field("right", "; ".join(about.found_in), indent=2)
-    page.field("quiet", "; ".join(about.silent_in), indent=2)
-    page.field("fires", "; ".join(about.fires_on), indent=2)
-    page.field("silent", "; ".join(about.silent_on), indent=2)
-    page.section("Change it", "in pyproject.toml")
-    page.code("", override(about), indent=0)
-    if about.references:
-        page.section("References")
-        for reference in about.references:
-            page.wrapped(t.clean(reference), indent=2)
-    return page.getvalue()
+        paragraphs += [Paragraph("")] * bool(number) + _paragraph(paragraph)
+    tested = [
+        Field("on", [VALIDATION.get(about.validated, about.validated)]),
+        Field("seen", [about.validated_on]),
+        Field("right", ["; ".join(about.found_in)]),
+        Field("quiet", ["; ".join(about.silent_in)]),
+        Field("fires", ["; ".join(about.fires_on)]),
+        Field("silent", ["; ".join(about.silent_on)]),
+    ]
+    sections = [
+        Section("Why it matters", paragraphs),
+        Section("What to do", _advice(about._asdict()) if about.fix else []),
+        *_cases(about.cases),
+        Section(
+            "Where nothing is trained",
+            [*_advice(about.inference), *_cases(about.inference.get("cases", {}))],
+        ),
+        *(_elsewhere_section(advice) for advice in about.elsewhere),
+        Section("Thresholds", [line for item in about.thresholds for line in _threshold(item)]),
+        Section("How it was tested", [Fields(tested)]),
+        Section("Change it", [Code(override(about), "toml", "", 0)], "in pyproject.toml"),
+        Section("References", [Paragraph(reference) for reference in about.references]),
+    ]
+    lead = Paragraph(f"{about.id} · {category}", "soft", indent=0)
+    return Document(about.title, [lead, *(s for s in sections if s.blocks)], name="rule")
 
 
-def _advice(page: Page, texts: Mapping[str, Any]) -> None:
+def _elsewhere_section(advice: ForeignAdvice) -> Section:
+    code = [Code(advice.code, advice.language, "", 2)] if advice.code else []
+    return Section("Without PyTorch", [Paragraph(advice.words), *code], advice.program)
+
+
+def _threshold(item: Option) -> Iterator[Block]:
+    yield Paragraph(f"{item.name} = {toml(item.value)}", "strong")
+    for line in (item.meaning, *map(cite, item.sources)):
+        if line:
+            yield Paragraph(line, "soft", indent=6)
+
+
+def _advice(texts: Mapping[str, Any]) -> list[Block]:
     """Fix, code, and how far to trust them."""
+    blocks: list[Block] = []
     if texts.get("fix"):
-        page.wrapped(t.clean(texts["fix"]), indent=2)
+        blocks.append(Paragraph(texts["fix"]))
     if texts.get("code"):
-        page.code("", texts["code"], indent=2)
-    page.field("check", texts.get("verify", ""), indent=2)
-    page.field("unless", texts.get("falsified_by", ""), indent=2)
-    page.field("assumes", "; ".join(texts.get("assumptions", ())), indent=2)
+        blocks.append(Code(texts["code"], label="", indent=2))
+    fields = [
+        Field("verify", [texts.get("verify", "")]),
+        Field("unless", [texts.get("falsified_by", "")]),
+        Field("assumes", ["; ".join(texts.get("assumptions", ()))]),
+    ]
+    shown = [field for field in fields if field.parts[0]]
+    return [*blocks, Fields(shown)] if shown else blocks
 
 
-def _cases(page: Page, cases: Mapping[str, Mapping[str, Any]]) -> None:
+def _cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:
     for name, case in cases.items():
-        page.section("Case", name)
-        for key in ("title", "fix"):
-            if key in case:
-                page.wrapped(t.clean(case[key]), indent=2)
+        blocks: list[Block] = [Paragraph(case[key]) for key in ("title", "fix") if key in case]
         if "code" in case:
-            page.code("", case["code"], indent=2)
+            blocks.append(Code(case["code"], label="", indent=2))
+        yield Section("Case", blocks, name)
 
 
-def _paragraph(page: Page, paragraph: str) -> None:
+def _paragraph(paragraph: str) -> list[Block]:
     """Prose is wrapped anew; lists and indented lines keep their line breaks."""
     lines = paragraph.split("\n")
     if any(line.startswith((" ", "- ", "* ")) for line in lines):
-        for line in lines:
-            page.wrapped(t.clean(line.strip()), indent=2 + len(line) - len(line.lstrip()))
-    else:
-        page.wrapped(t.clean(" ".join(lines)), indent=2)
+        return [
+            Paragraph(line.strip(), indent=2 + len(line) - len(line.lstrip())) for line in lines
+        ]
+    return [Paragraph(" ".join(lines))]
 
 
-def render_list(
-    rules: list[Rule], *, disabled: set[str], width: int = 80, colour: bool = False
-) -> str:
-    """All rules by category."""
-    page = Page(width, colour=colour)
+def build_list(rules: list[Rule], *, disabled: set[str]) -> Document:
+    """The document of all rules by category."""
     known = list(CATEGORIES)
     by_category: dict[str, list[Rule]] = {}
     for rule in rules:
         by_category.setdefault(str(rule.category), []).append(rule)
     order = sorted(by_category, key=lambda c: known.index(c) if c in known else len(known))
     longest = max((len(rule.id) for rule in rules), default=0)
+    sections = []
     for category in order:
-        page.section(CATEGORIES.get(category, category))
+        lines: list[Block] = []
         for rule in sorted(by_category[category], key=lambda rule: rule.id):
             remark = (
                 "switched off"
                 if rule.id in disabled
                 else ("not proven on real traces" if rule.validated == "synthetic" else "")
             )
-            title = f"{t.clean(rule.title)}{f' ({remark})' if remark else ''}"
-            page.wrapped(title, first=f"  {rule.id:<{longest}}  ", indent=longest + 4)
-    page.blank()
-    page.wrapped(
-        f"{len(rules)} rules; 'advisor rules show ID' says what one looks for and how to "
-        "change its thresholds. Note only: not yet seen right on a real recording, so its "
-        "findings are not ranked."
+            title: Inline = (rule.title, Span(f" ({remark})" if remark else "", "soft"))
+            lines.append(Paragraph(title, mark=f" {rule.id}", indent=longest + 4))
+        sections.append(Section(CATEGORIES.get(category, category), lines))
+    note = (
+        f"{len(rules)} rules; 'advisor rules show ID' says what one looks for and how to change "
+        "its thresholds. Not proven on real traces: its findings have less confidence."
     )
-    return page.getvalue().lstrip("\n")
+    return Document("", sections, name="rules", notes=[note])

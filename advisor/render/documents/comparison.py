@@ -1,0 +1,129 @@
+"""The document of a comparison, and of a gate's decision: two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from advisor.compare import view
+from advisor.compare.comparison import Comparison, Decision
+from advisor.core.text import format_value
+from advisor.render.document import (
+    DEFAULT,
+    Block,
+    Document,
+    Field,
+    Fields,
+    Inline,
+    Items,
+    Options,
+    Paragraph,
+    Section,
+    Span,
+    Table,
+)
+
+_STYLE: Final = {"slower": ("bold red", "Slower"), "faster": ("bold green", "Faster")}
+
+
+def build(comparison: Comparison, options: Options = DEFAULT) -> Document:
+    """The document; one with a decision is a gate's."""
+    c = comparison
+    if c.decision is not None:
+        return _gate(c, c.decision)
+    style, badge = _STYLE.get(c.steps.verdict, ("bold", ""))
+    notes = [Paragraph(note, "soft") for note in view.step_notes(c.steps)]
+    return Document(
+        c.verdict,
+        [
+            Fields([Field(label, parts) for label, parts in view.sides(c)], indent=0),
+            *_limits(c),
+            *_table("Step times", view.step_table(c), notes, short=True),
+            *_table("Breakdown", view.breakdown(c), []),
+            *_findings(c),
+            *_predicted(c),
+            *_table("Device work", view.work(c), []),
+        ],
+        name="comparison",
+        status={"slower": "critical", "faster": "healthy"}.get(c.steps.verdict, "limited"),
+        style=style,
+        badge=badge,
+    )
+
+
+def _limits(c: Comparison) -> Iterator[Block]:
+    if c.limits:
+        yield Items([Span(limit, "warn") for limit in c.limits], "!")
+
+
+def _table(
+    title: str, given: view.Table | None, notes: list[Paragraph], *, short: bool = False
+) -> Iterator[Block]:
+    if given is not None and given.rows:
+        yield Section(title, [Table(given.head, given.rows), *notes], short=short)
+
+
+def _findings(c: Comparison) -> Iterator[Block]:
+    lists = []
+    for title, items in view.findings(c):
+        shown: list[Inline] = [
+            (first, Span("".join(f" · {part}" for part in rest), "soft"))
+            for first, *rest in (view.finding(item, view.per(c)) for item in items)
+        ]
+        lists.append(Items(shown, "∙", f"{title} ({len(items)})"))
+    if lists:
+        yield Section("Findings", lists, short=True)
+
+
+def _predicted(c: Comparison) -> Iterator[Block]:
+    lines = view.realised(c)
+    if lines:
+        yield Section("Predicted and measured gain", [Paragraph(line) for line in lines])
+
+
+# -- the decision of a gate ---------------------------------------------------------------------
+
+
+def _gate(c: Comparison, decision: Decision) -> Document:
+    """The answer first, then why."""
+    passed = decision.answer == "passed"
+    mark = "❌" if decision.failed else "✅" if passed else "⚠️"
+    answer = view.HEADLINES[decision.answer]
+    return Document(
+        view.headline(c),
+        [
+            Items([*decision.reasons, *view.gate_notes(c)], "-"),
+            *_limits(c),
+            _gate_table(c),
+            *_gate_findings(c),
+        ],
+        name="decision",
+        status="critical" if decision.failed else "healthy" if passed else "limited",
+        style="bold red" if decision.failed else "bold green" if passed else "bold yellow",
+        badge=f"{mark} {answer}",
+        heading=f"{mark} advisor gate: {answer.lower()}",
+        notes=[f"exit code {int(decision.failed)}"],
+    )
+
+
+def _gate_table(c: Comparison) -> Table:
+    steps = c.steps
+    change = f"{view.signed(steps.share)} ({view.interval(steps)})"
+    rows = [[f"step ({steps.statistic})", *view.centers(steps), change]]
+    for item in view.gate_figures(c):
+        share = None
+        if item.before and item.after is not None:
+            share = item.after / item.before - 1
+        sides = format_value(item.before, item.unit), format_value(item.after, item.unit)
+        rows.append([item.name, *sides, view.signed(share)])
+    return Table(["", "baseline", "this run", "difference"], rows)
+
+
+def _gate_findings(c: Comparison) -> Iterator[Block]:
+    for what, items in view.gate_findings(c):
+        shown: list[Inline] = [
+            (item.title, f" ({item.place})" if item.place else "", " ", Span(item.rule, "code"))
+            for item in items
+        ]
+        if shown:
+            yield Items(shown, "∙", f"{what.capitalize()} findings:")

@@ -1,0 +1,180 @@
+"""What a memory snapshot shows, a section a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from advisor.core import text as t
+from advisor.render.document import Block, Field, Fields, Items, Section, Table, plain
+
+if TYPE_CHECKING:
+    from advisor.core.report import MemoryHolder, MemoryView, Report
+
+MAX_ROWS: Final = 25
+"""Of a table."""
+MAX_SHORT: Final = 8
+"""Of a table where room is short."""
+MAX_SAVINGS: Final = 6
+MAX_DEVICES: Final = 8
+
+
+class Device(NamedTuple):
+    """What is shown of a device."""
+
+    title: str
+    aside: str
+    lines: list[tuple[str, list[str]]]
+    """A label and the parts that follow it."""
+    tables: list[Table]
+    """Those that come first matter most."""
+
+
+def sections(report: Report) -> list[Block]:
+    """What held each device's memory, and how the allocator laid it out."""
+    found: list[Block] = []
+    for device, view in zip(devices(report), report.memory, strict=False):
+        fields = Fields([Field(label, parts) for label, parts in device.lines])
+        first = [each for each in device.tables if each.title not in _FOLDED]
+        rest: list[Block] = [each for each in device.tables if each.title in _FOLDED]
+        if view.savings:
+            rest.append(Items(assumptions(view), title="What these savings assume"))
+        found.append(Section(device.title, [fields, *first], device.aside))
+        if rest:
+            counted = "allocations per step, segments and what savings assume"
+            title = f"{device.title}: details"
+            found.append(Section(title, rest, folded=True, counted=counted))
+    return found
+
+
+def devices(report: Report, rows: int = MAX_ROWS) -> list[Device]:
+    """One a device of the snapshot."""
+    shown = report.memory[:MAX_DEVICES]
+    return [device(view, rows, named=len(report.memory) > 1) for view in shown]
+
+
+_CHURN, _POOLS = "Allocated and freed within a step", "Segments"
+_FOLDED = (_CHURN, _POOLS)
+_HEAD = ["line", "per step", "steps"]
+
+
+def device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> Device:
+    """What is shown of one; ``named``: with its number."""
+    when = {
+        "out of memory": "when it ran out",
+        "peak": "at its peak",
+        "snapshot": "in the snapshot, without a history",
+    }[view.at if view.at in ("out of memory", "peak") else "snapshot"]
+    title = f"What held GPU {view.device}'s memory" if named else "What held the memory"
+    peak = f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""
+    whole = max(view.allocated, 1)
+    by = [
+        f"{each.category} {t.format_bytes(each.bytes)} {t.format_share(each.bytes / whole)}"
+        for each in view.categories
+    ]
+    held = [
+        f"{t.format_bytes(view.allocated)} in tensors",
+        f"{t.format_bytes(view.reserved)} reserved",
+        peak,
+    ]
+    lines = [("held", held), ("by", by), ("failed", [view.placement]), ("steps", _steps(view))]
+    kept = [(label, [part for part in parts if part]) for label, parts in lines]
+    tables = [
+        _table("By line", ["line · category", "bytes", "share", "blocks"], _held(view), rows),
+        _table(
+            "Left behind by each step", ["line", "per step", "steps"], _lines(view.growth), rows
+        ),
+        _table("What a change frees (savings overlap)", ["change", "frees"], _savings(view), rows),
+        _table(_CHURN, ["line", "per step", "times"], _lines(view.churn), rows),
+        _table(
+            _POOLS,
+            ["pool", "number", "reserved", "in tensors", "free", "largest piece"],
+            _segments(view),
+            rows,
+        ),
+    ]
+    return Device(
+        title,
+        when,
+        [(label, parts) for label, parts in kept if parts],
+        [table for table in tables if table.rows],
+    )
+
+
+def _table(title: str, head: list[str], rows: list[list[str]], most: int) -> Table:
+    rows = rows[:most]
+    return Table(head, rows, title, short=rows[:MAX_SHORT])
+
+
+def _held(view: MemoryView) -> list[list[str]]:
+    return [
+        [
+            f"{_place(each)} · {each.category}{f' · {t.clean(each.label)}' if each.label else ''}",
+            t.format_bytes(each.bytes),
+            t.format_share(each.bytes / max(view.allocated, 1)),
+            t.format_count(each.blocks),
+        ]
+        for each in view.held
+    ]
+
+
+def _lines(holders: list[MemoryHolder]) -> list[list[str]]:
+    return [
+        [_place(each), t.format_bytes(each.bytes), t.format_count(each.blocks)] for each in holders
+    ]
+
+
+def _segments(view: MemoryView) -> list[list[str]]:
+    return [
+        [
+            pool.name,
+            t.format_count(pool.segments),
+            *map(t.format_bytes, (pool.reserved, pool.allocated, pool.free, pool.largest)),
+        ]
+        for pool in view.pools
+    ]
+
+
+def _savings(view: MemoryView) -> list[list[str]]:
+    return [
+        [
+            each.change
+            if each.file is None
+            else f"{each.change} at {t.shorten_path(t.clean(each.file), 40)}:{each.line}",
+            t.format_bytes(each.bytes),
+        ]
+        for each in view.savings[:MAX_SAVINGS]
+    ]
+
+
+def _steps(view: MemoryView) -> list[str]:
+    if not view.events:
+        return []
+    if not view.step_source:
+        return ["Steps were not recorded, so growth and allocations per step are unknown"]
+    churn = f"{t.format_bytes(view.churn_bytes)} allocated per step" if view.churn_bytes else ""
+    whole = t.count_noun(view.steps, "complete step")
+    return [f"{whole} in the history, from {view.step_source}", churn]
+
+
+def _place(each: MemoryHolder) -> str:
+    if each.file is None:
+        return "no line" if each.category else "no line (autograd's thread)"
+    return f"{t.shorten_path(t.clean(each.file), 40)}:{each.line}"
+
+
+def sentences(device: Device) -> list[str]:
+    """A device as lines of text: its figures, then its tables, a row each."""
+    found = [f"{label}: {' · '.join(parts)}" for label, parts in device.lines]
+    for table in device.tables:
+        found.append(f"{table.title}:")
+        for row in table.rows:
+            cells = zip(table.head[1:], map(plain, row[1:]), strict=True)
+            found.append(
+                f"- {plain(row[0])}: {', '.join(f'{head} {cell}' for head, cell in cells)}"
+            )
+    return found
+
+
+def assumptions(view: MemoryView) -> list[str]:
+    """What the savings take for granted."""
+    return [f"{each.change}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]

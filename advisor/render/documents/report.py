@@ -1,0 +1,266 @@
+"""The document of a report: where the time goes, what to change, and what else is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from advisor.advise import facts, views
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding
+from advisor.core.report import Report
+from advisor.render.document import (
+    DEFAULT,
+    Block,
+    Card,
+    Code,
+    Document,
+    Fact,
+    Facts,
+    Field,
+    Fields,
+    Inline,
+    Items,
+    Options,
+    Paragraph,
+    Section,
+    Span,
+    Table,
+    Tiles,
+)
+from advisor.render.documents import memory
+from advisor.render.figures import Bar, Staircase, Timeline
+
+MAX_RANKS: Final = 8
+"""Ranks that a terminal lists, those that the others wait for longest."""
+MAX_NOTES: Final = 100
+_STATUS: Final = {
+    "bottlenecks": ("bold yellow", "Bottlenecks"),
+    "healthy": ("bold green", "Healthy"),
+    "limited": ("bold", "Limited data"),
+}
+_ON_HOST: Final = ("GPU", "ops", "ranges", "path")
+"""Figures beside the bar that are shown where room is short."""
+
+
+def build(report: Report, options: Options = DEFAULT) -> Document:
+    """The document; ``options`` bring the measurements for a timeline."""
+    style, badge = _STATUS[report.status]
+    return Document(
+        report.verdict,
+        [
+            Fields([Field(label, parts) for label, parts in facts.scope(report)], indent=0),
+            *_tiles(report),
+            *_time(report),
+            *_timeline(report, options),
+            *_ranks(report),
+            *memory.sections(report),
+            *_findings(report),
+            *_rest(report),
+        ],
+        name="report",
+        status=report.status,
+        style=style,
+        badge=badge,
+        footer=f"advisor {report.version} · {report.schema}",
+    )
+
+
+# -- where the time goes ------------------------------------------------------------------------
+
+
+def _tiles(report: Report) -> Iterator[Block]:
+    """Figures of merit, for a page."""
+    if report.scope.step_source == "snapshot":
+        return
+    peak = t.format_bytes(report.memory_peak_bytes)
+    if report.memory_peak_bytes is not None and report.memory_capacity_bytes is not None:
+        peak += f" of {t.format_bytes(report.memory_capacity_bytes)}"
+    average = "mean step" if report.per == "step" else report.per
+    tiles: list[tuple[str, str]] = [(t.format_duration(report.step_ns), average)]
+    if report.step is not None:
+        tiles = [
+            (t.format_duration(report.step.ns), "step: the run's median, without the profiler")
+        ]
+        if report.step.window_ns is not None:
+            tiles.append((t.format_duration(report.step.window_ns), "mean step while profiled"))
+    if report.time:
+        tiles += [
+            (t.format_share(report.busy_share), "GPU busy"),
+            (t.format_share(report.mfu), "MFU: of the GPU's peak FLOP/s"),
+            (peak, "memory peak"),
+        ]
+        if report.communication_ns is not None:
+            tiles.append((t.format_share(report.communication_overlap), "communication hidden"))
+        replay = report.replay
+        error = t.NOT_MEASURED if replay is None else facts.replay_error(replay)
+        tiles.append((error, "replay error"))
+    yield Tiles(tiles)
+
+
+def _time(report: Report) -> Iterator[Block]:
+    bar = views.step_bar(report)
+    if bar is None:
+        return
+    rows = [
+        Field(label, parts, detail=label not in _ON_HOST) for label, parts in facts.figures(report)
+    ]
+    yield Section(bar.title, [Bar(bar), Fields(rows)], bar.aside, short=True)
+
+
+def _timeline(report: Report, options: Options) -> Iterator[Block]:
+    """One step, a lane a stream; nothing where only the report is here."""
+    if options.analysis is None:
+        return
+    from advisor.render.strip import strip
+
+    shown = strip(options.analysis)
+    if shown is None:
+        return
+    title = "The recording"
+    if report.per == "step":
+        title = f"A typical step: {options.clean(shown.step)}"
+    figure = Timeline(shown, report.scope.framework, t.format_of(report.per))
+    yield Section(f"{title}, {t.format_duration(shown.dur_ns)}", [figure])
+
+
+def _ranks(report: Report) -> Iterator[Block]:
+    table, short = views.rank_table(report), views.rank_table(report, MAX_RANKS)
+    if table is None or short is None:
+        return
+    shown = Table(
+        table.head,
+        [row.cells for row in table.rows],
+        align="r" * len(table.head),
+        short=[row.cells for row in short.rows],
+        more=short.more,
+    )
+    notes = [Paragraph(note, "soft") for note in (table.more, table.note) if note]
+    yield Section("Ranks", [shown, *notes], f"{table.total} in this recording")
+
+
+# -- what to do ---------------------------------------------------------------------------------
+
+
+def _findings(report: Report) -> Iterator[Block]:
+    ranked = facts.ranked(report)
+    if ranked:
+        outlook = facts.outlook(report)
+        lead = [Paragraph(outlook, "soft")] if outlook else []
+        found = [_card(report, finding) for finding in ranked]
+        each = "gain per step" if report.per == "step" else "gain"
+        yield Section("What to change", [*lead, *found], each)
+    stairs = views.stairs(report)
+    if stairs is not None and len(stairs.fixes) > 1:
+        title = "Step time after each fix"
+        yield Section(title, [Staircase(stairs)], detail=True, counted=title.lower())
+    if report.risks:
+        cards = [_card(report, finding, fix=not ranked) for finding in report.risks]
+        yield Section("Memory and risks", cards)
+
+
+def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
+    """A finding: what, gain, where, why, how; evidence, caveats and verification on demand."""
+    fields = [
+        Field("note", [*facts.conditions(finding, report)], "warn"),
+        *_where(finding),
+        Field("why", [finding.summary], prose=True),
+        Field("fix", [finding.fix], "strong", prose=True),
+    ]
+    code: list[Block] = [Code(finding.code)] if finding.code else []
+    confidence = [f"confidence in the cause {t.format_share(finding.confidence)}", finding.severity]
+    if finding.validation == "synthetic":
+        confidence.append("not proven on real traces")
+    covered = [facts.covered_line(finding, other) for other in facts.folded(report, finding)]
+    return Card(
+        finding.title,
+        [Fields(fields, indent=4), *code],
+        number="" if finding.rank is None else str(finding.rank),
+        gain=facts.price(finding),
+        place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
+        tag=finding.severity,
+        details=[
+            Facts([_fact(item) for item in finding.evidence]),
+            Fields(
+                [
+                    Field("cause", [part for part in confidence if part]),
+                    *(Field(label, [text]) for label, text in covered),
+                    Field("verify", [finding.check]),
+                    Field("caveats", ["; ".join(facts.caveats(finding))], "soft"),
+                    *(
+                        Field("" if number else "read", [reference], "soft")
+                        for number, reference in enumerate(finding.references)
+                    ),
+                ],
+                indent=4,
+            ),
+        ],
+        fix=fix,
+    )
+
+
+def _where(finding: Finding) -> Iterator[Field]:
+    """The places, worst first, a line each."""
+    shown = facts.named_places(finding)
+    for number, (location, names) in enumerate(shown):
+        whole = t.location_names(location, name_width=2000, path_width=2000)
+        parts: list[Inline] = [
+            Span(name, "code", full) for name, full in zip(names, whole, strict=True)
+        ]
+        parts += t.location_figures(location)
+        if parts:
+            yield Field("" if number else "where", parts, detail=number > 0)
+
+
+def _fact(item: Evidence) -> Fact:
+    limit = ""
+    if item.threshold is not None:
+        source = f" ({t.clean(item.source)})" if item.source else ""
+        limit = f"{t.format_value(item.threshold, item.unit)}{source}"
+    return t.evidence_label(item), t.format_value(item.value, item.unit), limit
+
+
+# -- what else there is -------------------------------------------------------------------------
+
+
+def _rest(report: Report) -> Iterator[Block]:
+    if report.notes:
+        notes = [_note(report, note) for note in report.notes[:MAX_NOTES]]
+        counted = t.count_noun(len(report.notes), "possibility")
+        yield Section("Notes", notes, folded=True, counted=counted)
+    if report.hot_lines:
+        rows: list[Sequence[Inline]] = [
+            [Span(place, "code"), share, Span(text, "code")]
+            for share, place, text in facts.hot_lines(report)
+        ]
+        table = Table(["line", "CPU time", ""], rows, align="lrl")
+        counted = t.count_noun(len(rows), "hot Python line")
+        aside = "from a separate run under Scalene"
+        yield Section("Hot Python lines", [table], aside, folded=True, counted=counted)
+    good = [item.text for item in report.good]
+    skipped: list[Inline] = [
+        (f"{what}: ", Span(why, "soft")) for what, why in facts.abstentions(report)
+    ]
+    for title, items, mark, noun in (
+        ("Passed checks", good, "✓", "passed check"),
+        ("Skipped checks", skipped, "?", "skipped check"),
+        ("Limits of this trace", report.limits, "!", "limit"),
+    ):
+        if items:
+            counted = t.count_noun(len(items), noun)
+            yield Section(title, [Items(items, mark)], folded=True, counted=counted)
+    closing = facts.definitions(report)
+    if closing:
+        paragraphs = [Paragraph(line, "soft") for line in closing]
+        yield Section("How gains are estimated", paragraphs, folded=True, counted="evidence")
+
+
+def _note(report: Report, finding: Finding) -> Card:
+    """A possibility: why it is not ranked, and what it could gain."""
+    fields = [
+        Field("note", [facts.why_note(finding)]),
+        Field("why", [finding.summary]),
+        Field("gain", [facts.note_gain(finding)]),
+        Field("fix", [finding.fix]),
+    ]
+    return Card(finding.title, [Fields([f for f in fields if f.parts[0]], indent=4)], fix=False)

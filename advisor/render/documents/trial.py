@@ -1,0 +1,113 @@
+"""The document of a report of trials: what was tried, what it gained, what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from advisor.core import text as t
+from advisor.render.document import (
+    DEFAULT,
+    Block,
+    Card,
+    Code,
+    Document,
+    Field,
+    Fields,
+    Options,
+    Paragraph,
+    Section,
+    Style,
+    Table,
+)
+from advisor.tune.report import Trial, TrialReport
+from advisor.tune.words import band, headline, interval, losses, runs
+
+NOTHING: Final = (
+    "No finding of the recording names a lever. Try one of your choice with --only LEVER: "
+    "docs/try.md lists them, and advisor analyze RUN shows what was found."
+)
+_STYLES: Final[dict[str, Style]] = {"gain": "good", "slower": "bad", "dropped": "warn"}
+
+
+def build(report: TrialReport, options: Options = DEFAULT) -> Document:
+    """The document."""
+    fields = [
+        Field("program", [" ".join(report.program)]),
+        Field("runs", runs(report)),
+        Field("losses", [losses(report)]),
+    ]
+    cards = [_card(trial) for trial in report.trials if trial.outcome != "not run" or trial.why]
+    shown = Section("Trials", [_table(report)], "share of the step that is saved", short=True)
+    nothing = Paragraph(NOTHING, indent=0)
+    return Document(
+        headline(report),
+        [
+            Fields(fields, indent=0),
+            shown if report.trials else nothing,
+            *([Section("What each does", cards)] if cards else []),
+            *_together(report),
+            *_rest(report),
+        ],
+        name="trials",
+    )
+
+
+def _table(report: TrialReport) -> Table:
+    rows = []
+    for trial in report.trials:
+        measured = "–" if trial.gain is None else interval(trial.gain_low, trial.gain_high)
+        predicted = "–"
+        if trial.predicted is not None:
+            predicted = interval(trial.predicted_low, trial.predicted_high)
+        name = t.shorten(t.clean(trial.name), 26)
+        rows.append([name, predicted, measured, band(trial), str(trial.runs), trial.outcome])
+    return Table(["knob", "predicted", "measured", "band", "runs", "outcome"], rows)
+
+
+def _card(trial: Trial) -> Card:
+    memory = [
+        f"{size / 1e6:,.0f} MB {where}"
+        for size, where in ((trial.device_bytes, "device"), (trial.host_bytes, "host"))
+        if size is not None
+    ]
+    checked = f"{trial.losses} ({trial.safety})" if trial.losses and not trial.why else ""
+    fields = [
+        Field("cures", [trial.rule]),
+        Field("changes", [f"by the sample; {trial.schedule}" if trial.schedule else ""]),
+        Field(trial.outcome, [trial.why], _STYLES.get(trial.outcome, "")),
+        Field("losses", [checked]),
+        Field("memory", memory),
+    ]
+    code = [Code(trial.diff or trial.lines, "diff" if trial.diff else "python", "write")]
+    kept: list[Block] = [*code] if trial.outcome == "gain" and code[0].text else []
+    return Card(f"{trial.name}: {trial.title}", [Fields(fields), *kept], fix=False, full=True)
+
+
+def _together(report: TrialReport) -> Iterator[Block]:
+    both = report.together
+    if both is None or len(both.pulls) + len(both.left_out) < 2:
+        return
+    saved = interval(both.gain_low, both.gain_high)
+    fields = [
+        Field("used", [str(pull) for pull in both.pulls]),
+        Field("left out", [f"{pull} adds nothing" for pull in both.left_out]),
+        Field(
+            "step",
+            [
+                f"{t.format_duration(report.step_ns)} → {t.format_duration(both.step_ns)}, "
+                f"{saved} saved"
+            ],
+        ),
+    ]
+    yield Section("Together", [Fields(fields)])
+
+
+def _rest(report: TrialReport) -> Iterator[Block]:
+    if report.remembered:
+        yield Section("Past trials", [Paragraph(report.remembered)])
+    if report.without:
+        names = ", ".join(report.without)
+        yield Section(
+            "By hand", [Paragraph(f"No lever cures {names}: see advisor analyze.")]
+        )  # fmt: skip

@@ -1,0 +1,375 @@
+"""Figures: the step's bar, the stairs of fixes, a step's timeline, ranks as histogram and map.
+
+A figure draws itself as a table, for a page and, where that helps, for a terminal. A new one is a
+class here and its place in a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from advisor.core import palette
+from advisor.core import text as t
+from advisor.core.views import Segment, Stairs, StepBar
+from advisor.render.document import Figure, Table
+from advisor.render.html import Html, colour, join, look, scrolling, tag
+
+if TYPE_CHECKING:
+    from advisor.render.strip import Strip
+
+WIDTH: Final = 1000
+"""Units across a bar on a page."""
+Parts = list[tuple[str, str]]
+
+
+def block_bar(share: float, room: int) -> str:
+    """A bar of at most ``room`` columns; what is there is seen."""
+    return "█" * (max(1, round(min(share, 1.0) * room)) if share > 0 else 0)
+
+
+def cells(shares: Sequence[float], width: int) -> list[int]:
+    """Whole cells for each share, largest remainders first, so that they add up to what the
+    shares add up to (never more than ``width``)."""
+    total = sum(shares)
+    if total <= 0:
+        return [0] * len(shares)
+    exact = [share / max(total, 1.0) * width for share in shares]
+    found = [int(size) for size in exact]
+    missing = min(width, round(sum(exact))) - sum(found)
+    by_remainder = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
+    for index in by_remainder[: max(0, missing)]:
+        found[index] += 1
+    return found
+
+
+# -- where the time goes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar(Figure):
+    """The step's time, each instant once."""
+
+    bar: StepBar
+
+    def table(self) -> Table:
+        """A row a part; the parts of idle time below all of it."""
+        bar = self.bar
+        rows = [_row(segment, segment.label) for segment in bar.work]
+        if bar.idle_total is not None and bar.idle != [bar.idle_total]:
+            rows.append(_row(bar.idle_total, bar.idle_total.label))
+            rows += [_row(segment, f"– {segment.label}") for segment in bar.idle]
+        else:
+            rows += [_row(segment, segment.label) for segment in bar.idle]
+        return Table(["", "time", t.format_of(bar.per), ""], rows, align="lrrl")
+
+    def html(self, *, small: bool = False) -> Html:
+        """A bar and its legend."""
+        bar, x = self.bar, 0.0
+        parts = []
+        for segment in bar.segments:
+            width = max(0.0, min(segment.share, 1.0)) * WIDTH
+            title = tag("title", f"{segment.label} {segment.time}, {segment.percent}")
+            place = {"x": f"{x:.1f}", "y": 0, "width": f"{width:.1f}", "height": 40}
+            parts.append(tag("rect", title, cls=look(segment), **place))
+            x += width
+        drawn = tag(
+            "svg", *parts, cls="bar", viewBox=f"0 0 {WIDTH} 40", preserveAspectRatio="none",
+            role="img", aria_label=f"The {bar.per}'s time: {bar.words}",
+        )  # fmt: skip
+        if small:
+            keys = [
+                tag("li", key(look(segment)), f"{segment.name} {segment.time}, {segment.percent}")
+                for segment in bar.segments
+            ]
+            return join(drawn, tag("ul", *keys, cls="keys"))
+        rows = [
+            tag(
+                "tr",
+                tag("th", key(look(segment)), segment.name, scope="row"),
+                tag("td", segment.time),
+                tag("td", segment.percent),
+            )
+            for segment in bar.segments
+        ]
+        head = heads(["", "time", t.format_of(bar.per)])
+        return join(drawn, tag("table", head, tag("tbody", *rows), cls="legend"))
+
+    def lines(self, width: int) -> list[Parts]:
+        """The bar; below it work on the left, causes of idle time on the right, or below each
+        other on a narrow page."""
+        bar = self.bar
+        lengths = cells([segment.share for segment in bar.segments], width)
+        both = zip(bar.segments, lengths, strict=True)
+        drawn = [(s.look.glyph * length, s.look.style) for s, length in both if length]
+        wide = max(len(segment.time) for segment in bar.segments)
+        room = width - wide - 12
+        left_room = min(max((len(s.label) for s in bar.work), default=0), room)
+        right_room = min(max((len(s.label) for s in bar.idle), default=0), room)
+        second = left_room + wide + 16 if bar.work and bar.idle else 0
+        if second + right_room + wide + 12 > width:
+            second = 0
+            left_room = right_room = max(left_room, right_room)
+        left = [_entry(segment, left_room, wide) for segment in bar.work]
+        right = [_entry(segment, right_room, wide) for segment in bar.idle]
+        if right:
+            right.insert(0, [(f"  {bar.idle_title}", "dim")])
+        if not second:
+            return [drawn, *left, *right]
+        rows = []
+        for number in range(max(len(left), len(right))):
+            parts = list(left[number]) if number < len(left) else []
+            if number < len(right):
+                blanks = " " * (second - sum(len(text) for text, _ in parts))
+                parts += [(blanks, ""), *right[number]]
+            rows.append(parts)
+        return [drawn, *rows]
+
+
+def _row(segment: Segment, label: str) -> list[str]:
+    length = "█" * min(20, round(segment.share * 20))
+    return [label, segment.time, segment.percent, length]
+
+
+def _entry(segment: Segment, room: int, wide: int) -> Parts:
+    label = t.shorten(segment.label, room)
+    return [
+        (f"  {segment.look.glyph} ", segment.look.style),
+        (f"{label:<{room}}  ", ""),
+        (f"{segment.time:>{wide}}  {segment.percent:>4}", ""),
+    ]
+
+
+def key(cls: str) -> Html:
+    """A square of a colour, for a legend."""
+    return tag("span", cls=f"key {cls}")
+
+
+def heads(names: Sequence[str]) -> Html:
+    """The head of a table."""
+    return tag("thead", tag("tr", *(tag("th", name, scope="col") for name in names)))
+
+
+# -- what it comes down to -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Staircase(Figure):
+    """The step, fix by fix."""
+
+    stairs: Stairs
+
+    def table(self) -> Table:
+        """A row a fix: what it saves after those above it, and the step that is left."""
+        stairs = self.stairs
+        rows = [
+            [f"{s.number}. {s.label}".lstrip(". "), f"{s.saved} {s.percent}".strip(), s.left]
+            for s in stairs.fixes
+        ]
+        return Table(["fix", f"saves {stairs.bound}".strip(), f"{stairs.per} then"], rows)
+
+    def html(self, *, small: bool = False) -> Html:
+        """A track a fix: what is left of the step, and what this fix takes off it."""
+        stairs = self.stairs
+        head = heads(["after fix", "", stairs.per, f"saves {stairs.bound}".strip()])
+        rows = []
+        for stair in stairs.all:
+            left = min(stair.left_share * 100, 100)
+            whole = min((stair.left_share + stair.saved_share) * 100, 100)
+            track = tag(
+                "svg", _rect("c-left", 0, left), _rect("c-saved", left, whole - left),
+                viewBox="0 0 100 10", preserveAspectRatio="none", aria_hidden="true",
+                focusable="false",
+            )  # fmt: skip
+            name: object = stair.label
+            if stair.number:
+                name = tag("a", f"{stair.number}. {stair.label}", href=f"#f{stair.number}")
+            saved = f"{stair.saved} {stair.percent}" if stair.saved else ""
+            cells_ = tag("td", track, cls="track"), tag("td", stair.left), tag("td", saved)
+            rows.append(tag("tr", tag("th", name, scope="row"), *cells_))
+        return tag("table", head, tag("tbody", *rows), cls="stairs")
+
+
+def _rect(cls: str, x: float, width: float) -> Html:
+    return tag("rect", cls=cls, x=f"{x:.2f}", y=0, width=f"{max(width, 0.0):.2f}", height=10)
+
+
+# -- a step as strips ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timeline(Figure):
+    """A lane a stream of one step, and when the device was idle for which cause."""
+
+    strip: Strip
+    framework: str | None
+    of: str
+    """``of the step``."""
+
+    def table(self) -> None:
+        """Only a page shows it."""
+
+    def html(self, *, small: bool = False) -> Html:
+        """The lanes over a common axis."""
+        from advisor.render.strip import CELLS
+
+        shown = self.strip
+        lanes = []
+        for lane in shown.lanes:
+            paths: dict[str, str] = {}
+            for run in lane.runs:
+                name, length = _kind(run.kind), run.last - run.first
+                paths[name] = f"{paths.get(name, '')}M{run.first},0h{length}v20h-{length}z"
+            busy = t.format_share(lane.busy)
+            drawn = tag(
+                "svg",
+                *(Html(f'<path class="{name}" d="{path}"></path>') for name, path in paths.items()),
+                viewBox=f"0 0 {CELLS} 20", preserveAspectRatio="none", role="img",
+                aria_label=f"{lane.label}: {busy} {self.of}",
+            )  # fmt: skip
+            name = tag("span", f"{lane.label} ", tag("small", busy), cls="name")
+            lanes.append(tag("div", name, drawn, cls="lane"))
+        ticks = [t.format_duration(shown.dur_ns * part / 4) if part else "0" for part in range(5)]
+        axis = tag("div", *(tag("span", tick) for tick in ticks), cls="axis")
+        kinds = {run.kind for lane in shown.lanes for run in lane.runs}
+        keys = [tag("li", key(_kind(kind)), self._label(kind)) for kind in sorted(kinds, key=_kind)]
+        more = f"{t.count_noun(shown.more, 'more stream')} with less work." if shown.more else ""
+        return join(
+            tag("div", *lanes, axis, cls="strips"),
+            tag("ul", *keys, cls="keys"),
+            tag("p", more) if more else "",
+        )
+
+    def _label(self, kind: str) -> str:
+        if kind in palette.CLASSES:
+            return kind
+        return f"idle: {t.cause_label(kind, self.framework)}"
+
+
+def _kind(kind: str) -> str:
+    return colour(kind, "work" if kind in palette.CLASSES else "idle")
+
+
+# -- many ranks ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Histogram(Figure):
+    """How many there are of each size."""
+
+    head: tuple[str, str]
+    """What the bins are of, and what is counted."""
+    bins: Sequence[tuple[str, int]]
+
+    def _most(self) -> int:
+        return max((count for _, count in self.bins), default=1) or 1
+
+    def table(self) -> Table:
+        """A row a bin."""
+        rows = [
+            [name, t.format_count(count), block_bar(count / self._most(), 30)]
+            for name, count in self.bins
+        ]
+        return Table([*self.head, ""], rows, align="rrl")
+
+    def lines(self, width: int) -> list[Parts]:
+        """A bar a bin."""
+        wide = max(len(name) for name, _ in self.bins)
+        digits = len(t.format_count(self._most()))
+        room = width - wide - digits - 6
+        return [
+            [
+                (f"  {name:>{wide}}  {t.format_count(count):>{digits}}  ", ""),
+                (block_bar(count / self._most(), room), "green"),
+            ]
+            for name, count in self.bins
+        ]
+
+    def html(self, *, small: bool = False) -> Html:
+        """A track a bin."""
+        rows = []
+        for name, count in self.bins:
+            length = max(count / self._most() * 100, 0.5) if count else 0
+            track = tag(
+                "svg", _rect("c-saved", 0, length), viewBox="0 0 100 10",
+                preserveAspectRatio="none", aria_hidden="true",
+            )  # fmt: skip
+            cells_ = tag("td", t.format_count(count)), tag("td", track, cls="track")
+            rows.append(tag("tr", tag("th", name, scope="row"), *cells_))
+        return tag("table", heads([*self.head, ""]), tag("tbody", *rows), cls="stairs")
+
+
+SHADES: Final = 4
+"""Colours on either side of the median's."""
+STRIP: Final = 128
+"""Columns beside each other; of more, strips below each other."""
+MAP_WIDTH, HIGH, LABELS, GAP, TOP = 1024, 15, 132, 10, 14
+"""Of the map: width of a full strip, height of a row, room for names, between strips, for the
+numbers above one."""
+
+
+@dataclass(frozen=True)
+class HeatMap(Figure):
+    """Columns × rows of cells, each coloured by how far it is from the median."""
+
+    label: str
+    names: Sequence[str]
+    """Of the rows of cells, from the top."""
+    columns: Sequence[str]
+    """Numbers above the cells."""
+    tint: Callable[[int, int], float | None]
+    """(column, row) -> -1 to 1; ``None``: not measured."""
+    words: Callable[[int, int], str]
+    """(column, row) -> what a cell says."""
+    scale: str
+    """The difference at which the colour ends."""
+    numbers: Table
+    """What the cells stand for."""
+    note: str = ""
+
+    def table(self) -> None:
+        """Only a page shows it: the groups of ranks stand in its place."""
+
+    def html(self, *, small: bool = False) -> Html:
+        """The map, its scale, and its numbers on demand."""
+        wide = min(48.0, MAP_WIDTH / min(STRIP, len(self.columns)))
+        every = max(1, round(64 / wide))  # a number of four digits is some 30 wide
+        each = TOP + HIGH * len(self.names) + GAP
+        drawn: list[Html] = []
+        for number, first in enumerate(range(0, len(self.columns), STRIP)):
+            top = number * each
+            count = min(STRIP, len(self.columns) - first)
+            for at in range(0, count, every):
+                x = f"{LABELS + at * wide:.6g}"
+                drawn.append(tag("text", self.columns[first + at], x=x, y=top + 10))
+            for row, name in enumerate(self.names):
+                y = top + TOP + HIGH * row
+                label = t.shorten(name, 20)
+                drawn.append(tag("text", label, x=LABELS - 6, y=y + HIGH - 4, text_anchor="end"))
+                drawn += [self._cell(first + at, row, at * wide, y, wide) for at in range(count)]
+        strips = -(-len(self.columns) // STRIP)
+        height = (strips - 1) * each + TOP + HIGH * len(self.names)
+        picture = tag(
+            "svg", *drawn, cls="map", viewBox=f"0 0 {LABELS + MAP_WIDTH} {height}", role="img",
+            aria_label=f"{self.label}; the table below has the numbers",
+        )  # fmt: skip
+        shades = [tag("i", cls=f"h{shade}") for shade in range(-SHADES, SHADES + 1)]
+        rows = [
+            tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:]))
+            for row in self.numbers.rows
+        ]
+        numbers = tag("table", heads(self.numbers.head), tag("tbody", *rows), cls="ranks")
+        return join(
+            picture,
+            tag("p", f"{self.scale} less ", *shades, f" {self.scale} more", cls="scale"),
+            tag("p", self.note, cls="soft") if self.note else "",
+            tag("details", tag("summary", "The numbers"), scrolling(self.label, numbers)),
+        )
+
+    def _cell(self, column: int, row: int, x: float, y: int, wide: float) -> Html:
+        tint = self.tint(column, row)
+        cls = "hx" if tint is None else f"h{round(tint * SHADES)}"
+        title = tag("title", self.words(column, row))
+        place = {"x": f"{LABELS + x:.6g}", "y": y, "width": f"{wide - 0.5:.6g}"}
+        return tag("rect", title, cls=cls, height=HIGH - 1, **place)

@@ -1,0 +1,128 @@
+"""Reports and gate decisions as workflow commands, which GitHub Actions shows beside the code.
+
+See "Workflow commands for GitHub Actions": a command a line, data with %, CR and LF escaped,
+properties with colon and comma too.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Final
+
+from advisor.advise import facts
+from advisor.core import text as t
+from advisor.core.finding import Finding, Location
+from advisor.core.report import Report
+from advisor.render.documents import memory
+from advisor.render.renderer import DEFAULT, Options, Renderer
+
+if TYPE_CHECKING:
+    from advisor.compare.comparison import Comparison
+
+COMMANDS: Final = {"critical": "error", "warning": "warning", "info": "notice"}
+MAX_MESSAGE: Final = 3000
+"""Characters of a message; GitHub cuts what is longer than 4 KB or so."""
+MAX_HOLDERS: Final = 5
+"""Rows of each table of memory."""
+
+
+class Github(Renderer[Any]):
+    """Workflow commands, one a line."""
+
+    def render(self, subject: Any, options: Options = DEFAULT) -> str:
+        """An annotation for the verdict or the decision, and one for each finding."""
+        lines = _report(subject) if isinstance(subject, Report) else _decision(subject)
+        return "".join(f"{line}\n" for line in lines)
+
+
+def _report(report: Report) -> list[str]:
+    """One for each finding and risk that is no symptom of another, in the order of their gain; and
+    one for each device's memory, where a snapshot was read."""
+    shown = [f for f in (*report.findings, *report.risks) if f.folded_under is None]
+    level = "error" if report.crashes else "notice"
+    lines = [_command(level, {"title": "advisor"}, report.verdict)]
+    lines += [_annotation(finding) for finding in shown]
+    return lines + [_held(device) for device in memory.devices(report, MAX_HOLDERS)]
+
+
+def _decision(comparison: Comparison) -> list[str]:
+    """One for a gate's decision, and a warning for each new finding."""
+    from advisor.compare import view
+
+    decision = comparison.decision
+    assert decision is not None
+    level = "warning" if decision.answer == "not shown" else "notice"
+    level = "error" if decision.failed else level
+    text = t.clean(f"{view.headline(comparison)}. {'; '.join(decision.reasons)}.")
+    lines = [f"::{level} title=advisor gate::{escape_data(text)}"]
+    for item in dict(view.gate_findings(comparison))["new"]:
+        title = escape_property("advisor: new finding")
+        place = f" ({item.place})" if item.place else ""
+        lines.append(f"::warning title={title}::{escape_data(t.clean(item.title + place))}")
+    return lines
+
+
+def _annotation(finding: Finding) -> str:
+    properties = {}
+    place = code_place(finding)
+    if place is not None and place.file is not None:
+        path, inside = relative(place.file)
+        if inside:  # an annotation of a file that is not in the repository is shown nowhere
+            properties["file"] = path
+            if place.line is not None and place.line > 0:
+                properties["line"] = str(place.line)
+    properties["title"] = f"{t.clean(finding.title)} ({facts.price(finding, alone=True)})"
+    lines = [finding.summary, f"Fix: {finding.fix}"]
+    if "file" not in properties and finding.where:
+        lines.append(f"Where: {' · '.join(t.location_names(finding.where[0]))}")
+    text = "\n".join(t.clean(line) for line in lines if line)
+    return _command(COMMANDS[finding.severity], properties, text, lines=True)
+
+
+def _held(device: memory.Device) -> str:
+    """What held a device's memory: its figures, then its tables, a row a line."""
+    title = {"title": f"{device.title} {device.aside}"}
+    return _command("notice", title, "\n".join(memory.sentences(device)), lines=True)
+
+
+def _command(name: str, properties: dict[str, str], text: str, *, lines: bool = False) -> str:
+    given = ",".join(f"{key}={escape_property(value)}" for key, value in properties.items())
+    return f"::{name} {given}::{escape_data(t.shorten(t.clean(text, lines=lines), MAX_MESSAGE))}"
+
+
+def escape_data(text: str) -> str:
+    """The message of a command."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def escape_property(text: str) -> str:
+    """The value of a property."""
+    safe = escape_data(t.shorten(t.clean(text), 1000))
+    return safe.replace(":", "%3A").replace(",", "%2C")
+
+
+# -- places in code as other tools name them: files relative to the repository, lines from 1 ------
+
+_DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
+
+
+def code_place(finding: Finding) -> Location | None:
+    """The worst place that is a line of code; ``None``: stacks were not recorded."""
+    return next((place for place in finding.where if place.file), None)
+
+
+def relative(file: str) -> tuple[str, bool]:
+    """(path with forward slashes, whether it is relative to the repository).
+
+    A path below the working folder becomes relative to it, as CI expects; one that was recorded
+    relative (profilers cut a common beginning off) stays so.
+    """
+    file = t.clean(file)
+    with suppress(ValueError, OSError):
+        file = str(PurePath(file).relative_to(Path.cwd()))
+    shown = file.replace("\\", "/")
+    absolute = shown.startswith("/") or _DRIVE.match(file) is not None
+    inside = not absolute and ".." not in shown.split("/")
+    return shown, inside

@@ -1,0 +1,182 @@
+"""A document as one HTML file to mail or attach, that loads nothing and runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+from advisor.core import palette
+from advisor.core import text as t
+from advisor.render import document as d
+from advisor.render.figures import heads
+from advisor.render.html import Html as Markup
+from advisor.render.html import esc, inline, join, scrolling, tag
+from advisor.render.renderer import DEFAULT, Drawing, Options
+
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""Content security policy: styles of the page itself, and nothing else from anywhere."""
+MAX_ITEMS: Final = 200
+"""Of one list, or of the cards of one section."""
+
+
+class Html(Drawing):
+    """A whole page, below 1 MB."""
+
+    suffixes = (".html", ".htm")
+
+    def draw(self, document: d.Document, options: Options = DEFAULT) -> str:
+        """The page; details open on demand."""
+        title = document.headline or f"advisor {document.name}"
+        lead = [b for b in document.blocks[:1] if isinstance(b, d.Fields)]
+        head = tag(
+            "head",
+            Markup('<meta charset="utf-8">'),
+            Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+            Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+            Markup('<meta name="referrer" content="no-referrer">'),
+            tag("title", title),
+            Markup(f"<style>\n{style()}</style>"),
+        )
+        badge = tag("span", document.badge, cls=f"badge {document.status}".strip())
+        header = tag(
+            "header",
+            badge if document.badge else "",
+            tag("h1", title),
+            *(block(part) for part in lead),
+        )
+        main = tag("main", *(block(part) for part in document.blocks[len(lead) :]), id="main")
+        notes = [tag("p", note, cls="soft") for note in document.notes]
+        body = tag(
+            "body",
+            tag("a", "Skip to the content", cls="skip", href="#main"),
+            header,
+            main,
+            tag("footer", *notes, tag("span", document.footer)),
+        )
+        page = Markup(f'<html lang="en">\n{head}\n{body}\n</html>')
+        return f"<!DOCTYPE html>\n{page}\n"
+
+
+@cache
+def style() -> str:
+    """The page's style sheet."""
+    sheet = files("advisor.render").joinpath("page.css").read_text(encoding="utf-8")
+    return f"{sheet}{palette.css()}"
+
+
+def block(part: d.Block, level: int = 2) -> Markup:
+    """A part of the page, its headings of ``level`` and below."""
+    match part:
+        case d.Section():
+            title = " · ".join(filter(None, (part.title, part.aside)))
+            inner = [block(each, level + 1) for each in _some(part.blocks)]
+            if part.folded:
+                summary = tag("summary", tag(f"h{level}", title))
+                return join("\n", tag("section", tag("details", summary, *inner)))
+            return join("\n", tag("section", tag(f"h{level}", title), *inner))
+        case d.Card():
+            return card(part, level)
+        case d.Paragraph():
+            return tag("p", inline(part.text), cls=part.style)
+        case d.Fields():
+            return _fields(part)
+        case d.Items():
+            items = [tag("li", inline(item)) for item in part.items[:MAX_ITEMS]]
+            more = len(part.items) - MAX_ITEMS
+            title_ = tag(f"h{min(level, 6)}", part.title) if part.title else ""
+            rest = tag("p", f"{t.format_count(more)} more are in the JSON.", cls="soft")
+            return join(title_, tag("ul", *items), rest if more > 0 else "")
+        case d.Facts():
+            cells = [
+                [tag("td", value), tag("td", limit, cls="soft")] for _, value, limit in part.rows
+            ]
+            rows = [
+                tag("tr", tag("th", row[0], scope="row"), *both)
+                for row, both in zip(part.rows, cells, strict=True)
+            ]
+            shown = tag(
+                "table", heads(["evidence", "value", "limit"]), tag("tbody", *rows), cls="evidence"
+            )
+            return scrolling("Evidence", shown)
+        case d.Table():
+            return _table(part, level)
+        case d.Code():
+            code = Markup(esc(part.text.strip("\n"), lines=True))
+            return tag("pre", tag("code", code), tabindex=0)
+        case d.Tiles():
+            tiles = [
+                tag("div", tag("b", value, cls="none" * (value == t.NOT_MEASURED)),
+                    tag("span", label), cls="tile")
+                for value, label in part.rows
+            ]  # fmt: skip
+            return tag("div", *tiles, cls="tiles")
+        case d.Figure():
+            return part.html()
+    return Markup()
+
+
+def _facts(part: d.Facts) -> Markup:
+    rows = [
+        tag("tr", tag("th", name, scope="row"), tag("td", value), tag("td", limit, cls="soft"))
+        for name, value, limit in part.rows
+    ]
+    head = heads(["evidence", "value", "limit"])
+    return scrolling("Evidence", tag("table", head, tag("tbody", *rows), cls="evidence"))
+
+
+def _some(blocks: Sequence[d.Block]) -> Sequence[d.Block]:
+    return blocks[:MAX_ITEMS]
+
+
+def card(part: d.Card, level: int) -> Markup:
+    """A fix, its details on demand."""
+    number = tag("span", part.number, cls="rank") if part.number else ""
+    severity = part.tag if part.tag in ("critical", "warning", "info") else "info"
+    label = tag("span", part.tag, cls=f"tag {severity}") if part.tag else ""
+    details: object = ""
+    if part.details:
+        summary = tag("summary", "Evidence, caveats and how to verify")
+        details = tag("details", summary, *(block(each, level + 1) for each in part.details))
+    return tag(
+        "article",
+        tag(f"h{level}", number, part.title, label),
+        tag("p", part.gain, cls="worth") if part.gain else "",
+        *(block(each, level + 1) for each in part.blocks),
+        details,
+        id=f"f{part.number}" if part.number else None,
+    )
+
+
+def _fields(fields: d.Fields) -> Markup:
+    rows = []
+    for row in fields.rows:
+        parts = [_linked(part) for part in row.parts if part]
+        if not parts:
+            continue
+        text = Markup(" · ".join(parts))
+        rows.append(join(tag("dt", row.label), tag("dd", text, cls=row.style)))
+    return tag("dl", *rows, cls="scope") if rows else Markup()
+
+
+def _linked(text: d.Inline) -> Markup:
+    """A line of text; a web address alone is a link. A rule may be anybody's: nothing else is."""
+    if isinstance(text, str) and text.startswith(("https://", "http://")):
+        return tag("a", text, href=text, rel="noreferrer noopener")
+    return inline(text)
+
+
+def _table(table: d.Table, level: int) -> Markup:
+    sides = table.sides
+    rows = []
+    for row in table.rows:
+        first = tag("th", inline(row[0]), scope="row")
+        rest = [
+            tag("td", inline(cell), cls="line" * (side == "l"))
+            for cell, side in zip(row[1:], sides[1:], strict=True)
+        ]
+        rows.append(tag("tr", first, *rest))
+    shown = tag("table", heads(table.head), tag("tbody", *rows))
+    title = tag(f"h{min(level, 6)}", table.title) if table.title else ""
+    return join(title, scrolling(table.title or "Table", shown))

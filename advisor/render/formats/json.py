@@ -1,0 +1,18 @@
+"""The JSON renderer: the data as it is, with nothing in it that a terminal could obey."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from advisor.core.text import sanitize
+from advisor.render.renderer import DEFAULT, Options, Renderer
+
+
+class Json(Renderer[Any]):
+    """The documented JSON of a subject (docs/report-schema.md), indented by two."""
+
+    suffixes = (".json",)
+
+    def render(self, subject: Any, options: Options = DEFAULT) -> str:
+        """All of it: nothing is shortened or left out. Reads back with ``from_json``."""
+        return sanitize(subject.to_json().rstrip(b"\n") + b"\n")

@@ -1,0 +1,128 @@
+"""A document as Markdown that GitHub reads, for a pull request or a wiki: details are folded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from advisor.render import document as d
+from advisor.render.markdown import block, code, escape, table
+from advisor.render.renderer import DEFAULT, Drawing, Options
+
+
+class Markdown(Drawing):
+    """GitHub-flavoured Markdown."""
+
+    suffixes = (".md", ".markdown")
+
+    def draw(self, document: d.Document, options: Options = DEFAULT) -> str:
+        """All of it, with ``top`` fixes in full."""
+        total = sum(card.fix for card in d.cards(document.blocks))
+        drawn = _Page(options.top, total)
+        heading = [f"### {escape(document.heading)}"] if document.heading else []
+        headline = f"**{escape(document.headline)}**"
+        parts = [*heading, headline, *drawn.blocks(document.blocks, 3 + len(heading))]
+        parts += [f"*{escape(note)}*" for note in document.notes]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+
+class _Page:
+    """One drawing, with so many fixes in full."""
+
+    def __init__(self, top: int | None, total: int) -> None:
+        self.left = total if top is None else top
+        self.total = total
+
+    def blocks(self, blocks: Sequence[d.Block], level: int = 3) -> list[str]:
+        """The parts that blank lines keep apart."""
+        parts: list[str] = []
+        omitted = 0
+        for part in blocks:
+            if isinstance(part, d.Card) and part.fix:
+                self.left -= 1
+                if self.left < 0:
+                    omitted += 1
+                    continue
+            parts += self.block(part, level)
+        if omitted:
+            parts.append(f"{omitted} more: `--top {self.total}`.")
+        return parts
+
+    def block(self, part: d.Block, level: int) -> list[str]:
+        """One of them."""
+        match part:
+            case d.Section() if not part.in_lines:
+                return []
+            case d.Section():
+                inner = self.blocks(part.blocks, level + 1)
+                title = " · ".join(filter(None, (part.title, part.aside)))
+                if part.folded:
+                    return _folded(title, inner)
+                return [f"{'#' * level} {escape(title)}", *inner]
+            case d.Card():
+                return self.card(part, level)
+            case d.Paragraph():
+                text = inline(part.text)
+                return [f"*{text}*" if part.style == "soft" and text else text]
+            case d.Fields():
+                return ["\n".join(_rows(part))]
+            case d.Items():
+                lead = [f"**{escape(part.title)}**"] if part.title else []
+                return [*lead, "\n".join(f"- {inline(item)}" for item in part.items)]
+            case d.Facts():
+                rows = [f"- {escape(d.fact_line(row))}" for row in part.rows]
+                return ["\n".join(rows)]
+            case d.Table():
+                return _table(part)
+            case d.Code():
+                return [block(part.text, part.language)]
+            case d.Figure():
+                numbers = part.table()
+                return [] if numbers is None else _table(numbers)
+        return []
+
+    def card(self, card: d.Card, level: int) -> list[str]:
+        """A fix: what, gain, where, why, how; the rest folded."""
+        number = f"{card.number}. " if card.number else ""
+        parts = [f"{'#' * level} {number}{escape(card.title)}"]
+        if card.gain:
+            parts.append(f"**{escape(card.gain)}**")
+        parts += self.blocks(card.blocks, level + 1)
+        if card.details:
+            parts += _folded("Details", self.blocks(card.details, level + 1))
+        return parts
+
+
+def _folded(title: str, parts: list[str]) -> list[str]:
+    inner = "\n\n".join(part for part in parts if part)
+    return [f"<details><summary>{escape(title)}</summary>\n\n{inner}\n\n</details>"]
+
+
+def inline(text: d.Inline) -> str:
+    """A line of text with its meanings."""
+    found = []
+    for part in d.spans(text):
+        if isinstance(part, str):
+            found.append(escape(part))
+        elif part.style == "code":
+            found.append(code(part.text))
+        elif part.style == "strong" and part.text.strip():
+            found.append(f"**{escape(part.text)}**")
+        else:
+            found.append(escape(part.text))
+    return "".join(found)
+
+
+def _rows(fields: d.Fields) -> list[str]:
+    """A line a field; one without a label goes on with the one above it."""
+    lines = []
+    for row in fields.rows:
+        text = " · ".join(inline(part) for part in row.parts if part)
+        if text:
+            lines.append(f"- {f'{row.label}: ' if row.label else ''}{text}")
+    return lines
+
+
+def _table(given: d.Table) -> list[str]:
+    rows = [[inline(cell) for cell in row] for row in given.rows]
+    title = [f"**{escape(given.title)}**"] if given.title else []
+    return [*title, table([escape(name) for name in given.head], given.sides, rows)]

@@ -1,0 +1,245 @@
+"""A document for a terminal: the verdict first, at most a screen unless more is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.cells import cell_len
+
+from advisor.core import text as t
+from advisor.render import document as d
+from advisor.render.page import Page
+from advisor.render.renderer import DEFAULT, Drawing, Options
+
+SCREEN: Final = 45
+"""Lines of a report that nobody asked details of, where fewer fixes in full make it fit."""
+MAX_FULL: Final = 3
+"""Fixes that are shown in full then, and rows of a brief report."""
+MAX_CODE: Final = 6
+"""Lines of code of a fix then."""
+MAX_ITEMS: Final = 12
+"""Of a list then."""
+STYLES: Final = {
+    "": "", "strong": "bold", "soft": "dim", "code": "", "good": "green", "bad": "bold red",
+    "warn": "yellow", "critical": "bold red", "warning": "yellow", "info": "",
+}  # fmt: skip
+
+
+class Terminal(Drawing):
+    """Text of at most ``width`` columns."""
+
+    def draw(self, document: d.Document, options: Options = DEFAULT) -> str:
+        """The document; of the fixes after the first ones a line each."""
+        found = d.cards(document.blocks)
+        fixes = sum(card.fix for card in found)
+        if options.brief:
+            return _brief(document, [card for card in found if card.fix], options)
+        if options.top is not None:
+            return _Screen(document, options, options.top).text
+        if options.details:
+            return _Screen(document, options, len(found)).text
+        for full in range(min(MAX_FULL, fixes), 0, -1):
+            screen = _Screen(document, options, full)
+            if screen.text.count("\n") <= SCREEN:
+                return screen.text
+        return _Screen(document, options, min(1, fixes)).text
+
+
+def _brief(document: d.Document, found: Sequence[d.Card], options: Options) -> str:
+    page = Page(options.width, colour=options.colour)
+    page.wrapped(t.clean(document.headline), style=document.style)
+    shown = found[:MAX_FULL]
+    for card in shown:
+        _row(page, card, max((len(t.clean(each.gain)) for each in shown), default=0))
+    if len(found) > len(shown):
+        page.wrapped(f"{len(found) - len(shown)} more: without --brief.", indent=4, style="dim")
+    return page.getvalue()
+
+
+def _row(page: Page, card: d.Card, room: int) -> None:
+    """One line a fix: what it is and what it brings."""
+    gain = t.clean(card.gain)
+    wide = max(page.width - room - 6, 12)
+    name = t.shorten(t.clean(card.title), wide)
+    blanks = " " * max(2, page.width - 4 - len(name) - len(gain))
+    page.line((f"{card.number:>2}  ", STYLES.get(card.tag, "")), name, (f"{blanks}{gain}", "green"))
+
+
+class _Screen:
+    """One drawing, with so many fixes in full."""
+
+    def __init__(self, document: d.Document, options: Options, full: int) -> None:
+        self.page = Page(options.width, colour=options.colour)
+        self.details = options.details
+        self.full = self.first = full
+        self.left_out: list[str] = []
+        self.rows = 0
+        page = self.page
+        if document.headline:
+            page.wrapped(t.clean(document.headline), style=document.style)
+            page.blank()
+        self.blocks(document.blocks)
+        for note in document.notes:
+            page.blank()
+            page.wrapped(t.clean(note), style="dim")
+        self._rest(options)
+        self.text = page.getvalue()
+
+    def _rest(self, options: Options) -> None:
+        """One line that counts what is left out."""
+        if self.rows and options.top is not None:
+            total = self.rows + self.first
+            self.left_out.insert(0, f"{self.rows} more in detail (--top {total})")
+        if self.left_out and not self.details:
+            self.page.blank()
+            text = ", ".join(self.left_out)
+            self.page.wrapped(f"Not shown: {text}. --details shows them.", style="dim")
+        elif self.left_out:
+            self.page.blank()
+            self.page.wrapped(f"{', '.join(self.left_out)}.", style="dim")
+
+    def blocks(self, blocks: Sequence[d.Block]) -> None:
+        """Draw them below each other."""
+        rest = [block for block in blocks if isinstance(block, d.Card)]
+        gains = [len(t.clean(card.gain)) for card in rest]
+        before: d.Block | None = None
+        for place, block in enumerate(blocks):
+            match block:
+                case d.Card() if not (block.fix or block.full or self.details):
+                    _row(self.page, block, max(gains))
+                case d.Card() if block.fix and self.full <= 0:
+                    if not self.rows:
+                        self.page.blank()
+                    self.rows += 1
+                    _row(self.page, block, max(gains))
+                case d.Card():
+                    self.full -= block.fix
+                    if place or block.number:
+                        self.page.blank()
+                    self.card(block)
+                case d.Section():
+                    self.section(block)
+                case _:
+                    if isinstance(block, d.Fields) and isinstance(before, d.Figure):
+                        self.page.blank()
+                    self.block(block)
+            before = block
+
+    def section(self, section: d.Section) -> None:
+        """A heading and what is below it, or that it is left out."""
+        if (section.folded or section.detail) and not self.details:
+            if section.counted:
+                self.left_out.append(t.clean(section.counted))
+            return
+        if not section.in_lines:
+            return
+        self.page.section(section.title, section.aside)
+        self.blocks(section.blocks)
+
+    def card(self, card: d.Card) -> None:
+        """A fix in full."""
+        page = self.page
+        number = f"{card.number:>2}" if card.number else " ∙"
+        page.wrapped(t.clean(card.title), first=f"{number}  ", indent=4, style="bold")
+        if card.gain:
+            page.flow("gain", [card.gain], style="green")
+        asked, self.details = self.details, self.details or card.full
+        for block in (*card.blocks, *(card.details if self.details else ())):
+            if isinstance(block, d.Fields):
+                self.fields(block, indent=4)
+            else:
+                self.block(block)
+        self.details = asked
+
+    def fields(self, fields: d.Fields, indent: int) -> None:
+        """Labels with text beside them."""
+        for row in fields.rows:
+            if row.detail and not self.details:
+                continue
+            parts = [d.plain(part) for part in row.parts]
+            if row.prose and not self.details:
+                parts = [t.first_sentence(part) for part in parts]
+            self.page.flow(row.label, parts, indent=indent, style=STYLES[row.style])
+
+    def block(self, block: d.Block) -> None:
+        """One that is no card and no section."""
+        page = self.page
+        match block:
+            case d.Paragraph(text=""):
+                page.blank()
+            case d.Paragraph():
+                first = f" {block.mark} ".ljust(block.indent) if block.mark else ""
+                page.wrapped(
+                    *parts(block.text), first=first, indent=block.indent, style=STYLES[block.style]
+                )
+            case d.Fields():
+                self.fields(block, block.indent)
+            case d.Items():
+                self.items(block)
+            case d.Facts():
+                page.flow("evidence", [d.fact_line(row) for row in block.rows])
+            case d.Table():
+                self.table(block)
+            case d.Code():
+                text = block.text if self.details else _shortened(block.text)
+                page.code(block.label, text, indent=block.indent)
+            case d.Figure():
+                lines = block.lines(page.width)
+                for line in lines or ():
+                    page.line(*line)
+                table = block.table() if lines is None else None
+                if table is not None:
+                    self.table(table)
+
+    def items(self, block: d.Items) -> None:
+        """A list, a mark before each."""
+        if block.title:
+            self.page.blank()
+            self.page.wrapped(t.clean(block.title), indent=2, style="bold")
+        shown = block.items if self.details else block.items[:MAX_ITEMS]
+        for item in shown:
+            self.page.wrapped(*parts(item), first=f" {block.mark}  ", indent=4)
+        if len(shown) < len(block.items):
+            self.page.wrapped(f"and {len(block.items) - len(shown)} more", indent=4, style="dim")
+
+    def table(self, table: d.Table) -> None:
+        """Columns; where room is short the rows that matter most."""
+        rows = table.rows if table.short is None else table.short
+        if table.title:
+            self.page.blank()
+            self.page.wrapped(t.clean(table.title), indent=2, style="dim")
+        kept = list(range(len(table.head)))
+        for column in table.optional:
+            wide = (max(cell_len(d.plain(row[n])) for row in (table.head, *rows)) for n in kept)
+            if sum(wide) + 2 * len(kept) <= self.page.width:
+                break
+            kept.remove(column)
+        self.page.table(
+            [table.head[n] for n in kept],
+            [[_cell(row[n]) for n in kept] for row in rows],
+            align="".join(table.sides[n] for n in kept),
+            below=table.below,
+        )
+        if table.more and len(rows) < len(table.rows):
+            self.page.wrapped(t.clean(table.more), indent=2, style="dim")
+
+
+def parts(text: d.Inline) -> list[str | tuple[str, str]]:
+    """A line as :class:`~advisor.render.page.Page` takes it."""
+    return [
+        t.clean(part) if isinstance(part, str) else (t.clean(part.text), STYLES[part.style])
+        for part in d.spans(text)
+    ]
+
+
+def _cell(text: d.Inline) -> str | tuple[str, str]:
+    return (text.text, STYLES[text.style]) if isinstance(text, d.Span) else d.plain(text)
+
+
+def _shortened(code: str) -> str:
+    """The first lines of a snippet that is long."""
+    lines = code.strip("\n").split("\n")
+    if len(lines) <= MAX_CODE + 1:
+        return code
+    return "\n".join([*lines[:MAX_CODE], f"… {len(lines) - MAX_CODE} more lines"])

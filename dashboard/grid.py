@@ -103,7 +103,13 @@ def grid(
         id=id,
         rowData=rows,
         columnDefs=[_definition(column) for column in columns],
-        defaultColDef={"sortable": True, "resizable": True, "minWidth": 70},
+        defaultColDef={
+            "sortable": True,
+            "resizable": True,
+            "minWidth": 58,
+            "wrapHeaderText": True,
+            "autoHeaderHeight": True,
+        },
         getRowId="params.data.id",
         dashGridOptions={
             "rowSelection": {
@@ -170,7 +176,7 @@ def register_search(app: dash.Dash, id: str) -> None:  # noqa: A002
 def _definition(column: Column) -> dict[str, Any]:
     made: dict[str, Any] = {"field": column.field, "headerName": column.title}
     if column.flex is not None:  # shares what the others leave
-        made |= {"width": 130 * column.flex, "minWidth": 110 * column.flex}
+        made |= {"width": 130 * column.flex, "minWidth": 125 * column.flex}
     else:
         width = column.width or 130
         made |= {"width": width, "minWidth": width, "maxWidth": width, "resizable": False}

@@ -254,16 +254,10 @@ def _post_mortem(device_view: MemoryView) -> Any:
     ]
     for section in shown.tables:
         body += [
-            el("H4", section.title),
-            table(
-                list(section.head),
-                [list(row) for row in section.rows],
-                numbers=tuple(range(1, len(section.head))),
-                names=(0,),
-                caption=section.title,
-            ),
+            el("H3", section.title),
+            table(section.head, section.rows, numbers=range(1, len(section.head)), stacked=True),
         ]
     if device_view.savings:
         items = [el("Li", line) for line in memory.assumptions(device_view)]
-        body += [remark("Assumptions:"), el("Ul", *items, cls="plain")]
+        body += [remark("Assumptions:"), el("Ul", *items, cls="more")]
     return card(shown.title, *body, aside=shown.aside)

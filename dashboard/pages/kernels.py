@@ -130,14 +130,14 @@ def _per(scale: float) -> Formatter:
 TFLOPS, GBPS = _per(1e12), _per(1e9)
 KERNELS = (
     Column("name", "Kernel", flex=2, names=True),
-    Column("family", "Family", width=118),
+    Column("family", "Family", width=126),
     Column("count", "Count", width=62, number=t.format_count),
-    duration_column("time", "Time per step", 112),
+    duration_column("time", "Time per step", 84),
     share_column("share", "Share", 62),
-    share_column("occupancy", "Occupancy", 98),
+    share_column("occupancy", "Occupancy", 96),
     Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
     Column("bytes", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
-    share_column("roofline", "Of roofline", 96),
+    share_column("roofline", "Of roofline", 78),
     Column("tensor", "Tensor", width=66),
     Column("op", "Launched by", flex=1, names=True),
 )
@@ -359,14 +359,14 @@ MAX_RATES = 500
 RATE_COLUMNS = (
     Column("name", "Operator", flex=2, names=True),
     Column("shapes", "Shapes", flex=2, names=True),
-    Column("dtype", "Format", width=76),
-    Column("calls", "Calls", width=66, number=t.format_count, csv="Calls per step"),
-    duration_column("time", "Time per step", 112),
-    Column("bound", "Bound", width=86),
-    Column("flops", "TFLOP/s", width=76, number=TFLOPS, csv="FLOP/s"),
-    Column("bytes", "GB/s", width=70, number=GBPS, csv="Bytes/s"),
-    share_column("efficiency", "Of attainable", 104),
-    duration_column("saved", "Saving per step", 116),
+    Column("dtype", "Format", width=66),
+    Column("calls", "Calls", width=58, number=t.format_count, csv="Calls per step"),
+    duration_column("time", "Time per step", 84),
+    Column("bound", "Bound", width=82),
+    Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
+    Column("bytes", "GB/s", width=62, number=GBPS, csv="Bytes/s"),
+    share_column("efficiency", "Of attainable", 92),
+    duration_column("saved", "Saving per step", 84),
 )
 
 

@@ -9,7 +9,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Evidence, Location
+from advisor.core.finding import Evidence, Location, Select
+from advisor.core.intervals import Intervals
 from advisor.core.trace import KINETO, PYTORCH
 from advisor.testing import TraceBuilder
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 Rows = NDArray[np.int64]
+
+MAX_CORRELATIONS = 500
+"""An Edit names single calls or copies only up to this many, to keep the report small."""
 
 
 def total(values: pl.Series) -> int:
@@ -50,8 +54,8 @@ def of_pytorch(a: Analysis) -> bool:
 
 
 def per(a: Analysis) -> str:
-    """`` a step``, or nothing when the trace has no steps."""
-    return " a step" if a.per == "step" else ""
+    """`` per step``, or nothing when the trace has no steps."""
+    return " per step" if a.per == "step" else ""
 
 
 def rows(column: pl.Series) -> Rows:
@@ -157,6 +161,19 @@ def example_steps(
             body(b)
             b.sync()
     return b
+
+
+def busy_during(a: Analysis, work: pl.DataFrame) -> Intervals:
+    """When any of these rows of device work runs; column ``gpu``: rows of ``trace.gpu``."""
+    mask = np.zeros(a.trace.gpu.height, dtype=bool)
+    mask[rows(work["gpu"])] = True
+    return a.device_busy(mask)
+
+
+def select_copies(a: Analysis, gpu: pl.Series) -> Select:
+    """Select single copies, given as rows of ``trace.gpu``, up to ``MAX_CORRELATIONS``."""
+    ids = a.trace.gpu["correlation"].gather(gpu).drop_nulls().unique().sort()
+    return Select(on="gpu", kind=("memcpy",), correlation=tuple(ids[:MAX_CORRELATIONS]))
 
 
 def ops_around(a: Analysis, host: Rows) -> Rows:

@@ -20,9 +20,9 @@ def in_any_language(
 # -- TensorFlow and JAX ---------------------------------------------------------------------------
 
 NO_READS = (
-    "Do not bring values of the device to Python in the loop: every float(x), .numpy() and print "
-    "waits for all work before it. Keep metrics on the device and read them every hundredth step, "
-    "or the value of the step before, which has arrived."
+    "Do not read GPU values in the Python loop: every float(x), .numpy() and print waits for all "
+    "work before it. Keep metrics on the GPU and read them every hundredth step, or read the "
+    "value of the previous step, which has arrived."
 )
 JIT_STEP = (
     "Compile the whole step, not parts of it, so that XLA fuses it and launches it in one call; "
@@ -56,8 +56,8 @@ JAX_AHEAD = (
 )
 BATCHES_AHEAD = {
     TENSORFLOW: FrameworkAdvice(
-        "Let tf.data bring batches to the device ahead of the step.",
+        "Let tf.data copy batches to the GPU ahead of the step.",
         'dataset.apply(tf.data.experimental.prefetch_to_device("/GPU:0"))',
     ),
-    JAX: FrameworkAdvice("Bring batches to the device ahead of the step.", JAX_AHEAD),
+    JAX: FrameworkAdvice("Copy batches to the GPU ahead of the step.", JAX_AHEAD),
 }

@@ -1,4 +1,4 @@
-"""What rules about a recorded run share: the record, whose device is the bottleneck, worths."""
+"""What rules about a recorded run share: the record, its loader, and the impact of a fix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def device_bound(a: Analysis) -> bool:
 
 
 def local_ranks(a: Analysis) -> int:
-    """Training processes that share this machine's CPUs, as the launcher told them; 1 without."""
+    """Training processes on this machine, from the launcher's environment; 1 without."""
     text = record(a).record.rank.env.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
@@ -46,7 +46,7 @@ def local_ranks(a: Analysis) -> int:
 def a_step(
     a: Analysis, gain: float, *, low: float = 0.0, high: float | None = None, method: str = METHOD
 ) -> Impact:
-    """A worth in time a step, by recorded host times; ns."""
+    """An impact in time per step, from recorded host times; ns."""
     mean = record(a).mean or 0.0
     return Impact(
         currency="step_time",
@@ -61,7 +61,7 @@ def a_step(
 def over_the_run(
     gain: float, *, low: float = 0.0, high: float | None = None, method: str
 ) -> Impact:
-    """A worth in time over the recorded run, ns."""
+    """An impact in time over the recorded run, ns."""
     return Impact(
         currency="run_time",
         gain_ns=round(gain),
@@ -72,9 +72,9 @@ def over_the_run(
 
 
 def taken_by_training(a: Analysis, loading: float) -> float | None:
-    """Of the main thread's loading, what a step that computes on the CPU would go on to take on
-    cores that it needs (see ``Recorded.taken``), if all of it computes that can; ``loading``: its
-    share of the step. ``None``: a device trains, or CPU use was not sampled."""
+    """Part of the main thread's loading that a step computing on the CPU would take from cores that
+    it needs itself (see ``StepRecords.taken``), if everything computes that can. ``loading``: its
+    share of the step. ``None``: a GPU trains, or CPU use was not recorded."""
     if a.recorded is None or not a.trains_on_host:
         return None
     computed = a.recorded.computed(loading, on_host=True)
@@ -107,7 +107,7 @@ def record_example(
     return b
 
 
-def loader(a: Analysis) -> dict[str, Any] | None:
+def find_loader(a: Analysis) -> dict[str, Any] | None:
     """The loader that feeds the steps: the one iterated most often in training."""
     recorded = record(a)
     if not recorded.loaders:
@@ -116,20 +116,20 @@ def loader(a: Analysis) -> dict[str, Any] | None:
     return max(recorded.loaders, key=lambda event: iterations.count(event.get("id")))
 
 
-def began(event: Event) -> int:
-    """When an iterator of a loader was asked for, ns. The event is written once it is known what it
-    is for, which may be steps later; records of older versions have nothing but that."""
-    at = event.data.get("began_ns")
-    known = isinstance(at, int) and not isinstance(at, bool) and abs(at) < LARGEST
-    return at if known and isinstance(at, int) else event.t
+def started_at(event: Event) -> int:
+    """When an iterator of a loader was asked for, ns. The event is written once its purpose is
+    known, which may be steps later; records of older versions have only the event's time."""
+    began = event.data.get("began_ns")
+    known = isinstance(began, int) and not isinstance(began, bool) and abs(began) < LARGEST
+    return began if known and isinstance(began, int) else event.t
 
 
 def workers_of(event: dict[str, Any]) -> int | None:
-    """Worker processes of a loader; ``None``: not told."""
+    """Worker processes of a loader; ``None``: not recorded."""
     value = event.get("workers")
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def steps_seen(recorded: StepRecords) -> Evidence:
-    """How many steps the figures are of."""
+    """How many steps the figures cover."""
     return Evidence("steps measured", recorded.count, "count")

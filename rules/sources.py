@@ -159,3 +159,9 @@ SILENT_TRACES = (
     "traces/b200_eager",
 )
 """Training and inference without what most rules look for: their ``silent_in``."""
+CURED_RECORDINGS = (
+    "recorded/anomaly.cured",
+    "recorded/gc_pauses.cured",
+    "recorded/leak.cured",
+)
+"""Recordings of fixed programs, likewise."""

@@ -11,7 +11,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcome, Rule, Select, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
-from advisor.rules.memory.recorded import capacity
+from advisor.rules.memory.device_memory import gpu_capacity
 from advisor.rules.recorded import measure_it, record, record_example, under_load
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
@@ -162,7 +162,7 @@ class GpuShared(Rule):
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the memory of other processes with the device's."""
         samples = [gpu for gpu in record(a).gpus if gpu.processes is not None]
-        total = capacity(a)
+        total = gpu_capacity(a)
         if not samples or not total:
             return
         used = np.array([gpu.processes_bytes or 0 for gpu in samples], dtype=np.float64)

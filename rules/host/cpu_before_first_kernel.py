@@ -1,4 +1,4 @@
-"""Each step begins with host work before anything is launched, and the device waits for it."""
+"""Each step begins with host work before the first launch, and the GPU waits for it."""
 
 from __future__ import annotations
 
@@ -23,42 +23,37 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure import Analysis
 from advisor.measure.steps.moments import step_starts
 from advisor.rules.common import column, figure, of_step, places, rows
-from advisor.rules.sources import REAL_HOST, TENSORBOARD, XPROF
+from advisor.rules.sources import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF
 from advisor.testing import TraceBuilder
 
 CAUSES = ("dispatch", "python", "unknown")
 
 
 class CpuBeforeFirstKernel(Rule):
-    """Each step begins with host work (preparing, collating, augmenting or tokenising a batch,
-    logging) before the first device work is launched, and the device idles until then.
+    """Each step begins with host work (preparing, collating, augmenting or tokenizing a batch,
+    logging) before the first GPU work is launched, and the GPU idles until then.
 
-    Counted is idle device time between the start of a step and the first device work launched in
-    it, while the launching thread is in operators, in Python or in nothing that was recorded. A
-    wait for the DataLoader, for a copy or for the device is not in it. When the host is ahead, the
-    device still works on the step before, and the same host work costs nothing.
+    Counted is GPU idle time between the start of a step and the first GPU work launched in it,
+    while the launching thread is in operators, in Python or in nothing that was recorded. A wait
+    for the DataLoader, for a copy or for the GPU is not counted. When the host is ahead, the GPU
+    still works on the previous step, and the same host work costs nothing.
 
-    It has to happen in most steps and last a while: a few hundred microseconds are how long any
-    step takes to reach its first launch.
+    It has to happen in most steps and last a while: any step takes a few hundred microseconds to
+    reach its first launch.
     """
 
     id = "cpu-before-first-kernel"
-    title = "Host work before the first launch of each step"
+    title = "Host work delays the first launch of each step"
     category = "host"
     of_python = True
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     references = ("https://pytorch.org/docs/stable/data.html#working-with-collate-fn",)
 
     min_share = Threshold(
-        0.05, "of the step, as for the loader, which it resembles", TENSORBOARD, XPROF
+        0.05, "of the step, as for the similar wait for a loader", TENSORBOARD, XPROF
     )
     min_ms = Threshold(
-        0.5, "ms a step: any step needs some 0.1 to 0.3 ms to reach its first launch", REAL_HOST
+        0.5, "ms per step: any step needs some 0.1 to 0.3 ms to reach its first launch", REAL_HOST
     )
 
     code = (
@@ -68,19 +63,19 @@ class CpuBeforeFirstKernel(Rule):
         "    dataset, batch_size=..., collate_fn=collate, num_workers=4,\n"
         "    persistent_workers=True, pin_memory=True)"
     )
-    verify = "Profile again: the first launch comes right after the step begins."
+    verify = "Profile again: the first launch follows right after the start of the step."
     falsified_by = "the same step time when the loop reuses one prepared batch"
-    assumptions = ("the work does not depend on the result of the step before",)
+    assumptions = ("the work does not depend on the result of the previous step",)
 
     fix = (
-        "Prepare the batch before the step begins: in the Dataset or collate_fn of a "
-        "DataLoader with workers, or on the device itself (augmentation, normalisation, "
-        "masks, positions). Log and update metrics after the launches of the next step."
+        "Prepare the batch before the step begins: in the Dataset or collate_fn of a DataLoader "
+        "with workers, or on the GPU (augmentation, normalization, masks, positions). Log and "
+        "update metrics after the launches of the next step."
     )
     confidence = 0.75
     cases: ClassVar = {
         "without stacks": {
-            "fix": f"{fix} Record with_stack=True to see which lines they are.",
+            "fix": f"{fix} Record with_stack=True to see which lines do it.",
             "confidence": 0.65,
         }
     }
@@ -101,8 +96,8 @@ class CpuBeforeFirstKernel(Rule):
         if a.step_count < 2:
             yield SkippedCheck(
                 what=f"whether {t.format_duration(idle.total)} of host work before the first "
-                "launch recur",
-                why="there is one step only",
+                "launch recurs",
+                why="the trace has a single step",
                 record="schedule(wait=1, warmup=2, active=5) and profiler.step() in the loop",
             )
             return
@@ -112,16 +107,15 @@ class CpuBeforeFirstKernel(Rule):
             for cause in CAUSES
         }
         stacks = bool((a.trace.cpu["kind"] == "python").any())
-        known = f"{t.format_duration(by_cause['dispatch'])} in operators"
+        python = t.format_duration(by_cause["python"] + by_cause["unknown"])
         yield Finding(
             summary=(
-                f"{of_step(a, idle.total)} the device "
-                f"idles before the step's first launch: {known}, "
-                f"{t.format_duration(by_cause['python'] + by_cause['unknown'])} in Python"
-                + ("." if stacks else " or whatever else runs outside operators.")
+                f"The GPU idles for {of_step(a, idle.total)} before the first launch, "
+                f"{t.format_duration(by_cause['dispatch'])} of it in operators and {python} in "
+                + ("Python." if stacks else "Python or other code outside operators.")
             ),
             evidence=[
-                figure(a, "idle before the first launch", idle.total),
+                figure(a, "GPU idle before the first launch", idle.total),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence(
                     "median of the steps",
@@ -131,13 +125,13 @@ class CpuBeforeFirstKernel(Rule):
                 ),
                 Evidence("of it in operators", by_cause["dispatch"], "ns"),
                 Evidence("of it in Python", by_cause["python"] if stacks else None, "ns"),
-                Evidence("of it not explained", by_cause["unknown"], "ns"),
+                Evidence("of it unexplained", by_cause["unknown"], "ns"),
             ],
             where=places(a, rows(gaps["host"]), cost, ts=ts, dur=dur, instance=column(gaps, "gap")),
             edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="step_start"))],
             confidence_notes=[]
             if stacks
-            else ["without stacks it is not known what runs outside operators"],
+            else ["without stacks, what runs outside operators is unknown"],
             **({} if stacks else self.case("without stacks")),
         )
 

@@ -1,4 +1,4 @@
-"""The same kernels are launched one by one in every step, and the device waits for it."""
+"""Every step launches the same kernels one by one, and the GPU waits for it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure
 from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
-from advisor.rules.host.late import blockers, edit, how_late, same_kernels, where
+from advisor.rules.host.launch_gaps import (
+    find_capture_blockers,
+    locate_gaps,
+    measure_launch_gaps,
+    remove_launch_cost,
+    repeats_kernels,
+)
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
 
 
 class CudaGraphsUnused(Rule):
-    """Every step launches the same kernels in the same order, one call a kernel, and the device
-    waits for the launches; a CUDA graph would launch them all with one call.
+    """Every step launches the same kernels in the same order, one call per kernel, and the GPU
+    waits for the launches. A CUDA graph would launch them all with one call.
 
-    It needs what launch-bound needs (idle device time that launching explains, device not busy),
-    no graph launch in the window, and two or more steps whose kernels have the same names in the
-    same order on each stream. Calls that wait for the device inside a step, which a capture does
-    not allow, are counted and named; data-dependent shapes show as differing kernels or as waits.
-    Both findings name alternatives for the same time: only one of them is ranked.
+    It needs what launch-bound needs (GPU idle time that launching explains, a GPU that is not
+    busy), no graph launch in the window, and two or more steps whose kernels have the same names in
+    the same order on each stream. Calls that wait for the GPU inside a step, which a capture does
+    not allow, are counted and named. Data-dependent shapes show as differing kernels or as waits.
+    Both rules are alternatives for the same time: only one of them is ranked.
     """
 
     id = "cuda-graphs-unused"
-    title = "The same launches in every step, without CUDA graphs"
+    title = "Every step repeats the same launches without CUDA graphs"
     category = "host"
     knobs = ("compile",)
     found_in = (
@@ -61,8 +67,10 @@ class CudaGraphsUnused(Rule):
     )
 
     min_share = Threshold(0.10, "of the step, idle for launches", XPROF_LAUNCH)
-    max_busy = Threshold(0.80, "of the step, the device is busy", GPU_IDLE)
-    min_launches = Threshold(30, "launches a step: fewer are no stream of launches", OURS)
+    max_busy = Threshold(0.80, "of the step, the GPU is busy", GPU_IDLE)
+    min_launches = Threshold(
+        30, "launches per step: with fewer, launching is not the problem", OURS
+    )
 
     code = (
         'model = torch.compile(model, mode="reduce-overhead")\n'
@@ -72,35 +80,36 @@ class CudaGraphsUnused(Rule):
         "with torch.cuda.graph(graph):\n"
         "    loss = loss_fn(model(static_input), static_target)\n"
         "    loss.backward()\n"
-        "    optimizer.step()          # capturable=True\n"
+        "    optimizer.step()          # an optimizer made with capturable=True\n"
         "for x, y in loader:\n"
         "    static_input.copy_(x, non_blocking=True)\n"
         "    static_target.copy_(y, non_blocking=True)\n"
         "    graph.replay()"
     )
-    verify = "Profile again: one cudaGraphLaunch a step, and the device busy most of it."
-    falsified_by = "an error while capturing, which names the operation that cannot be"
+    verify = "Profile again: one cudaGraphLaunch per step, and a GPU that is busy most of it."
+    falsified_by = "an error during capture, which names the operation that it does not allow"
     assumptions = (
         "inputs have the same shape in every step",
-        "no host code in between",
+        "no host code runs in between",
     )
     confidence = 0.7
     alternatives = "launches"
 
     fix = (
-        "Capture the step, or forward and backward, and replay it with the inputs copied into "
-        "fixed buffers."
+        "Capture the step, or forward and backward, as a CUDA graph. Replay it after copying the "
+        "inputs into fixed buffers."
     )
     cases: ClassVar = {
         "something waits for the device": {
-            "fix": "Take out {waits} for the device a step ({names}): a capture allows none; then "
-            "capture the step, or forward and backward, and replay it with the inputs copied into "
-            "fixed buffers."
+            "fix": "Remove {waits} for the GPU per step ({names}), which a capture does not allow. "
+            "Then capture the step, or forward and backward, and replay it after copying the "
+            "inputs into fixed buffers."
         }
     }
 
     inference: ClassVar = {
-        "fix": "Capture the forward and replay it with the inputs copied into fixed buffers.",
+        "fix": "Capture the forward pass as a CUDA graph. Replay it after copying the inputs into "
+        "fixed buffers.",
         "code": 'model = torch.compile(model, mode="reduce-overhead")\n'
         "# or by hand, after some warm-up calls on a side stream:\n"
         "graph = torch.cuda.CUDAGraph()\n"
@@ -111,17 +120,18 @@ class CudaGraphsUnused(Rule):
         "    graph.replay()            # the result is in static_output",
         "cases": {
             "something waits for the device": {
-                "fix": "Take out {waits} for the device a step ({names}): a capture allows none; "
-                "then capture the forward and replay it with the inputs copied into fixed buffers."
+                "fix": "Remove {waits} for the GPU per step ({names}), which a capture does not "
+                "allow. Then capture the forward pass, and replay it after copying the inputs into "
+                "fixed buffers."
             }
         },
     }
     elsewhere: ClassVar = {
         **in_any_language(
-            "Capture the sequence of launches, which is the same each time, as a graph, and launch "
-            "that.",
-            cuda="cudaStreamBeginCapture, cudaGraphInstantiate, then cudaGraphLaunch in each "
-            "iteration.",
+            "Capture the sequence of launches as a graph, and launch that: it is the same each "
+            "time.",
+            cuda="Use cudaStreamBeginCapture and cudaGraphInstantiate once, then cudaGraphLaunch "
+            "in each iteration.",
             code="cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);\n"
             "iteration(stream);\n"
             "cudaStreamEndCapture(stream, &graph);\n"
@@ -134,23 +144,23 @@ class CudaGraphsUnused(Rule):
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Look for repeating launches that cost idle time."""
-        late = how_late(a) if a.device_id is not None else None
-        if late is None or late.graph_launches or late.busy_share > self.max_busy:
+        gaps = measure_launch_gaps(a) if a.device_id is not None else None
+        if gaps is None or gaps.graph_launches or gaps.busy_share > self.max_busy:
             return
-        share = late.idle / a.span_ns
-        if share < self.min_share or late.launches < self.min_launches or not late.at_launches:
+        share = gaps.idle / a.span_ns
+        if share < self.min_share or gaps.launches < self.min_launches or not gaps.at_launches:
             return
-        static = same_kernels(a)
+        static = repeats_kernels(a)
         if static is None:
             yield SkippedCheck(
                 what="whether the same kernels repeat in every step, as CUDA graphs need",
-                why="fewer than two steps are marked in the trace",
+                why="the trace marks fewer than two steps",
                 record="schedule(wait=1, warmup=2, active=3) and profiler.step() in the loop",
             )
             return
         if not static:
             return
-        waits = blockers(a)
+        waits = find_capture_blockers(a)
         compiled = bool(
             a.trace.cpu["name"]
             .unique()
@@ -159,30 +169,30 @@ class CudaGraphsUnused(Rule):
             .any()
         )
         fix = self.fix
-        if waits.each_step:
-            told = t.count_noun(waits.each_step, "wait")
-            fix = self.case("something waits for the device", waits=told, names=waits.names)["fix"]
+        if waits.per_step:
+            count = t.count_noun(waits.per_step, "wait")
+            fix = self.case("something waits for the device", waits=count, names=waits.names)["fix"]
         if compiled:
-            fix += " The model is compiled already: only the mode has to change."
+            fix += " The model is compiled already: change only the mode."
         yield Finding(
             fix=fix,
             summary=(
-                f"All {a.step_count} steps launch the same {late.launches:,.0f} pieces of work in "
-                f"the same order, call by call, and the device idles "
-                f"{t.format_duration(late.idle / a.step_count)} a step ({share:.0%}) meanwhile."
+                f"All {a.step_count} steps launch the same {gaps.launches:,.0f} kernels and copies "
+                "in the same order. The GPU idles for "
+                f"{t.format_duration(gaps.idle / a.step_count)} per step ({share:.0%}) meanwhile."
             ),
             evidence=[
-                figure(a, "idle for launches", late.idle),
+                figure(a, "idle for launches", gaps.idle),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence(
-                    "launch calls", late.calls, "count", *self.limit("min_launches"), per=a.per
+                    "launch calls", gaps.calls, "count", *self.limit("min_launches"), per=a.per
                 ),
                 Evidence("steps with the same kernels", a.step_count, "count"),
                 Evidence("graph launches", 0, "count"),
-                Evidence("waits for the device inside a step", waits.each_step, "count"),
+                Evidence("waits for the GPU inside a step", waits.per_step, "count"),
             ],
-            where=where(a),
-            edits=[edit()],
+            where=locate_gaps(a),
+            edits=[remove_launch_cost()],
         )
 
     @staticmethod
@@ -196,7 +206,7 @@ class CudaGraphsUnused(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Kernels that change from step to step; a graph; a device that is busy anyway."""
+        """Kernels that change from step to step; a graph; a GPU that is busy anyway."""
         changing, graph, busy = TraceBuilder(), TraceBuilder(), TraceBuilder()
         for number in range(4):
             with changing.step():
@@ -208,8 +218,8 @@ class CudaGraphsUnused(Rule):
                 _launches(busy, 60, us=60)
         return {
             "changing kernels": (changing, "not static"),
-            "a graph": (graph, "late.graph_launches"),
-            "busy device": (busy, "late.busy_share > self.max_busy"),
+            "a graph": (graph, "gaps.graph_launches"),
+            "busy GPU": (busy, "gaps.busy_share > self.max_busy"),
         }
 
 

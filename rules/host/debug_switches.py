@@ -1,4 +1,4 @@
-"""Switches for debugging are on."""
+"""Debug settings are on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLAGS: dict[str, tuple[tuple[Any, ...], str, str]] = {
     ),
     "sync_debug_mode": (
         (1, 2),
-        "every synchronising call is checked",
+        "every synchronizing call is checked",
         'torch.cuda.set_sync_debug_mode("default")',
     ),
 }
@@ -40,21 +40,20 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     "TORCHDYNAMO_DISABLE": (("1",), "torch.compile does nothing"),
     "TORCH_COMPILE_DISABLE": (("1",), "torch.compile does nothing"),
 }
-"""Variable: the values that switch it on (none: any but 0 and empty), and what it costs."""
+"""Variable: the values that turn it on (none: any but 0 and empty), and what it costs."""
 
 
 class DebugSwitches(Rule):
-    """A setting that is meant for finding errors is on during training and slows it:
-    ``CUDA_LAUNCH_BLOCKING=1`` takes away all overlap of host and device, anomaly detection doubles
-    the host's work in the backward pass, ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds a collective to
-    every collective, and so on.
+    """A debug setting is on during training and slows it. ``CUDA_LAUNCH_BLOCKING=1`` removes all
+    overlap of host and GPU, anomaly detection doubles the host's work in the backward pass,
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds a collective to every collective, and so on.
 
-    Read from the process's flags when its first step began, and from its environment. A switch
-    that is only on for part of the program is not seen, or seen where it no longer is.
+    Read from the process's flags when its first step began, and from its environment. A setting
+    that is on for part of the program only may be missed, or reported where it is off again.
     """
 
     id = "debug-switches"
-    title = "Switches for debugging are on"
+    title = "Debug settings are on"
     category = "host"
     knobs = ("debug-switches-off",)
     reads_record = True
@@ -73,21 +72,21 @@ class DebugSwitches(Rule):
         "https://pytorch.org/docs/stable/cuda_environment_variables.html",
     )
 
-    fix = "Switch off what is not needed for this run."
+    fix = "Turn off the debug settings that this run does not need."
     verify = "Record again: the median step is shorter."
-    falsified_by = "the same median step without it"
+    falsified_by = "the same median step without the setting"
     confidence = 0.9
 
-    code = "torch.autograd.set_detect_anomaly(False)   # or what else the finding names"
+    code = "torch.autograd.set_detect_anomaly(False)"
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare flags and variables with the list."""
         recorded = record(a)
-        found: list[tuple[str, str, str]] = []
+        settings_on: list[tuple[str, str, str]] = []
         for name, (values, why, cure) in _FLAGS.items():
             value = recorded.flag(name)
             if type(value) in {bool, int} and value in values:
-                found.append((f"{name} = {value}", why, cure))
+                settings_on.append((f"{name} = {value}", why, cure))
         for name, (settings, why) in _VARIABLES.items():
             setting = recorded.record.rank.env.get(name, "").strip()
             on = (
@@ -96,16 +95,16 @@ class DebugSwitches(Rule):
                 else (setting not in {"", "0"})
             )
             if on:
-                found.append((f"{name}={setting}", why, f"unset {name}"))
-        if not found:
+                settings_on.append((f"{name}={setting}", why, f"unset {name}"))
+        if not settings_on:
             return
-        names = ", ".join(name for name, _, _ in found)
+        names = ", ".join(name for name, _, _ in settings_on)
         yield Finding(
-            title=f"Left on from debugging: {names}",
-            summary="; ".join(f"{name}: {why}" for name, why, _ in found) + ".",
-            evidence=[Evidence("setting", name) for name, _, _ in found],
-            code="\n".join(cure for _, _, cure in found),
-            impact=measure_it("what it costs shows when it is off: record both"),
+            title=f"Debug settings are on: {names}",
+            summary="; ".join(f"{name}: {why}" for name, why, _ in settings_on) + ".",
+            evidence=[Evidence("setting", name) for name, _, _ in settings_on],
+            code="\n".join(cure for _, _, cure in settings_on),
+            impact=measure_it("record a run without it to see what it costs"),
         )
 
     @staticmethod
@@ -121,7 +120,7 @@ class DebugSwitches(Rule):
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
         """All off; the quieter settings of the same variables."""
         return {
-            "all off": (_run({"anomaly_mode": False, "sync_debug_mode": 0}), "not found"),
+            "all off": (_run({"anomaly_mode": False, "sync_debug_mode": 0}), "not settings_on"),
             "harmless values": (
                 _run(
                     {},
@@ -131,7 +130,7 @@ class DebugSwitches(Rule):
                     PYTHONTRACEMALLOC="0",
                     PYTORCH_JIT="1",
                 ),
-                "not found",
+                "not settings_on",
             ),
         }
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector stops the training loop."""
+"""Python's garbage collector pauses the training loop."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Skipp
 from advisor.measure import Analysis
 from advisor.measure.steps.record import Floats
 from advisor.rules.recorded import a_step, device_bound, record, steps_seen
-from advisor.rules.sources import CHOSEN, ENGINE_FLOOR, GPUPROF
+from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.testing import TraceBuilder
 
 MIN_SPREAD = 0.2
-"""Of the mean pause: what pauses differ by, at least, for a line through the steps to mean much."""
-MIN_REACH = 0.1
-"""Of the gain: a cured recording gained 84 ms a step where pauses were 80."""
+"""Of the mean pause: pauses must differ by this much for a line through the steps to mean much."""
+MIN_MARGIN = 0.1
+"""Of the gain: a cured recording gained 84 ms per step where pauses were 80."""
 
 
 class GcPauses(Rule):
-    """Python's cyclic garbage collector runs inside the training loop and stops it: a full
-    collection looks at every container object of the process, which takes longer the more of them
-    the program keeps (datasets held as Python lists and dictionaries above all). In a job of
-    several ranks each pause holds up all ranks, and they pause at different times.
+    """Python's cyclic garbage collector runs inside the training loop and pauses it. A full
+    collection looks at every container object of the process, so it takes longer the more of them
+    the program keeps (above all datasets held as Python lists and dictionaries). In a job of
+    several ranks each pause delays all ranks, and they pause at different times.
 
     Pauses are measured by ``gc.callbacks``. Reported where they take more than 1 % of the steps'
-    time, or where one step lost more than 50 ms to them. The gain is the pauses by how much steps
-    grow with them (a line through the steps, and twice its error): a pause during which the device
-    works through its queue costs nothing.
+    time, or where one step lost more than 50 ms to them. The gain is the pauses times how much
+    steps grow with them (a line through the steps, and twice its error): a pause costs nothing
+    while the GPU works through its queue.
     """
 
     id = "gc-pauses"
@@ -39,15 +39,10 @@ class GcPauses(Rule):
     of_python = True
     reads_record = True
     found_in = ("recorded/gc_pauses.slow",)
-    silent_in = (
-        "recorded/gc_pauses.cured",
-        "recorded/anomaly.cured",
-        "recorded/leak.cured",
-        "recorded/threads.cured",
-    )
+    silent_in = (*CURED_RECORDINGS, "recorded/threads.cured")
     validated_on = (
-        "CPU recordings, torch 2.13: the workload gc_pauses (78 ms a step predicted, 108 to 24 ms "
-        "measured) and a loop that collects over 600,000 objects; silent on both cures"
+        "CPU recordings, torch 2.13: the workload gc_pauses (78 ms per step predicted, 108 to 24 "
+        "ms measured) and a loop that collects over 600,000 objects; silent on both cures"
     )
     references = (
         "https://docs.python.org/3/library/gc.html#gc.freeze",
@@ -59,31 +54,30 @@ class GcPauses(Rule):
     min_steps = Threshold(20, "steps without a profiler", GPUPROF)
 
     fix = (
-        "Freeze what exists once the first steps are done, so that collections do not look "
-        "at it again; or switch the collector off and collect the young generations every "
-        "N steps, at the same step on all ranks. Keep large datasets in arrays, not in "
-        "Python objects."
+        "Freeze the objects that exist after the first steps, so that collections skip them. Or "
+        "disable the collector and collect young generations every N steps, at the same step on "
+        "all ranks. Keep large datasets in arrays, not in Python objects."
     )
     code = (
         "import gc\n"
-        "if step == 10:          # what is there now stays\n"
-        "    gc.collect(); gc.freeze()\n"
-        "# or: gc.disable() before the loop, and in it\n"
-        "if step % 500 == 0:\n"
-        "    gc.collect(1)"
+        "for step, batch in enumerate(loader):\n"
+        "    train_step(batch)\n"
+        "    if step == 10:          # what exists now stays\n"
+        "        gc.collect()\n"
+        "        gc.freeze()"
     )
-    verify = "Record again: the pauses are gone. Watch resident memory: cycles then stay."
+    verify = "Record again: the pauses are gone. Watch resident memory: reference cycles stay."
     falsified_by = "the same step times with gc.disable()"
     confidence = 0.85
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Add up the pauses and what the steps with them lost."""
+        """Add up the pauses and the time that steps lost to them."""
         recorded = record(a)
         if recorded.count < self.min_steps or not recorded.median:
             if recorded.count:
                 yield SkippedCheck(
                     what="pauses of the garbage collector",
-                    why=f"{t.count_noun(recorded.count, 'step')} without a profiler say too little",
+                    why=f"{t.count_noun(recorded.count, 'step')} without a profiler are too few",
                     record=f"a run of {2 * self.min_steps} steps or more",
                 )
             return
@@ -99,21 +93,21 @@ class GcPauses(Rule):
             return  # the device had work meanwhile: the steps are no longer
         yield Finding(
             summary=(
-                f"The collector stops the loop for {t.format_duration(float(pause.mean()))} a "
-                "step on "
-                f"average ({share:.1%}), up to {t.format_duration(longest)} in one step; steps "
-                "with a pause "
-                "are that much longer."
+                f"Garbage collection pauses the loop for {t.format_duration(float(pause.mean()))} "
+                f"per step on average ({share:.1%}), up to {t.format_duration(longest)} in one "
+                "step. Steps with a pause are that much longer."
             ),
             evidence=[
                 Evidence("pauses", float(pause.mean()), "ns", per="step"),
                 Evidence("share of the steps' time", share, "share", *self.limit("min_share")),
-                Evidence("longest in a step", longest, "ns", *self.limit("min_pause_ms", 1e6)),
+                Evidence(
+                    "longest pause in a step", longest, "ns", *self.limit("min_pause_ms", 1e6)
+                ),
                 Evidence("steps with a pause of 1 ms or more", int((pause >= 1e6).sum()), "count"),
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),
             ],
-            impact=_worth(a, pause.astype(float), dur.astype(float), lost),
+            impact=_estimate(a, pause.astype(float), dur.astype(float), lost),
         )
 
     @staticmethod
@@ -138,27 +132,27 @@ class GcPauses(Rule):
         }
 
 
-def _worth(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
-    """Pauses, by as much as a step grows with them: the slope of a line through the steps and twice
-    its error (White's, since steps with pauses scatter more). Where all steps have alike pauses
-    no line tells, and what was lost is an upper bound."""
+def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
+    """The pauses times how much a step grows with them: the slope of a line through the steps, and
+    twice its error (White's, since steps with pauses scatter more). Where all pauses are similar no
+    line can be drawn, and the time lost is an upper bound."""
     mean, count = float(pause.mean()), len(pause)
-    apart = pause - mean
-    square = float(np.square(apart).sum())
+    deviation = pause - mean
+    square = float(np.square(deviation).sum())
     if count < 3 or square <= count * (MIN_SPREAD * mean) ** 2:
         method = "upper bound (pauses, where the step was longer)"
         return a_step(a, lost, low=0.0, high=mean, method=method)
-    slope = float((apart * (dur - dur.mean())).sum()) / square
-    off = dur - dur.mean() - slope * apart
-    error = float(np.sqrt(np.square(apart * off).sum() * count / (count - 2))) / square
-    reach = max(2 * error, MIN_REACH * slope)
+    slope = float((deviation * (dur - dur.mean())).sum()) / square
+    residual = dur - dur.mean() - slope * deviation
+    error = float(np.sqrt(np.square(deviation * residual).sum() * count / (count - 2))) / square
+    margin = max(2 * error, MIN_MARGIN * slope)
     slope = min(1.0, max(0.0, slope))
     return a_step(
         a,
         mean * slope,
-        low=mean * max(0.0, slope - reach),
-        high=mean * (slope + reach),
-        method="pauses, by how much steps grow with them",
+        low=mean * max(0.0, slope - margin),
+        high=mean * (slope + margin),
+        method="pauses times how much steps grow with them",
     )
 
 

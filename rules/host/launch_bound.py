@@ -1,4 +1,4 @@
-"""The device waits for launches: too many small kernels for one host thread."""
+"""The GPU waits for launches: too many small kernels for one host thread."""
 
 from __future__ import annotations
 
@@ -21,41 +21,40 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, per
 from advisor.rules.elsewhere import JAX_JIT, JIT_STEP, TF_COMPILE, in_any_language
-from advisor.rules.host.late import (
-    Blockers,
-    Late,
-    blockers,
-    edit,
-    how_late,
-    same_kernels,
-    where,
+from advisor.rules.host.launch_gaps import (
+    CaptureBlockers,
+    LaunchGaps,
+    find_capture_blockers,
+    locate_gaps,
+    measure_launch_gaps,
+    remove_launch_cost,
+    repeats_kernels,
 )
 from advisor.rules.sources import GPU_IDLE, OURS, XPROF_LAUNCH
 from advisor.testing import TraceBuilder
 
 
 class LaunchBound(Rule):
-    """The device finishes its kernels faster than the host launches them, so it idles between
-    them: the step is as slow as Python, the dispatcher and the launch calls.
+    """The GPU finishes its kernels faster than the host launches them, so it idles between them.
+    The step is as slow as Python, the dispatcher and the launch calls.
 
-    Counted is idle time of the device while the thread that launches the next kernel is inside
-    operators, Python frames or the launch call itself, in pieces of at most 200 µs: a long piece
-    is one slow thing, not many launches, and has rules of its own. So is a loop of many short calls
-    before one launch, where most of that time is in gaps with more than 1 ms of it. Waits for
-    data, copies, syncs, allocation, compilation and the profiler are not in it. Python without
-    stacks is not either, for nothing shows that it is Python; the gain is rather larger than said
-    then.
+    Counted is GPU idle time while the thread that launches the next kernel is inside operators,
+    Python frames or the launch call itself, in pieces of at most 200 µs. A longer piece is one slow
+    call, not many launches, and has its own rules. So has a loop of many short calls before one
+    launch, where most of that time is in gaps with more than 1 ms of it. Waits for data, copies,
+    syncs, allocation, compilation and the profiler are not counted. Python without stacks is not
+    either, because nothing shows that it is Python; the gain is then rather larger than estimated.
 
-    Small kernels alone prove nothing: a busy device may have thousands of them in its queue (a
-    public V100 trace: 45 % of the kernels below 10 µs at 96 % busy). So the rule is silent while
-    the device is busy, and when there are too few launches to speak of.
+    Small kernels alone prove nothing: a busy GPU may have thousands of them in its queue (a public
+    V100 trace: 45 % of the kernels below 10 µs at 96 % busy). So the rule is silent while the GPU
+    is busy, and where launches are few.
 
     Profiling lengthens host time, with Python stacks most of all: the same step idles less without
     the profiler.
     """
 
     id = "launch-bound"
-    title = "The device waits for kernel launches"
+    title = "The GPU waits for kernel launches"
     category = "host"
     knobs = ("compile",)
     of_python = True
@@ -86,7 +85,7 @@ class LaunchBound(Rule):
         "A100 and V100 training (84 and 96 % busy, half of the kernels below 10 µs)"
     )
     sources = (
-        Source("pieces of at most 200 µs, gaps with 1 ms of them", "rules/host/late.py"),
+        Source("pieces of at most 200 µs, gaps with 1 ms of them", "rules/host/launch_gaps.py"),
         Source(
             "a public V100 trace: 45 % of the kernels below 10 µs at 96 % busy",
             "tests/rules/test_numbers.py",
@@ -99,47 +98,48 @@ class LaunchBound(Rule):
 
     min_share = Threshold(0.10, "of the step, idle for this reason", XPROF_LAUNCH)
     max_busy = Threshold(
-        0.80, "of the step: a device that is busier than this has no host problem", GPU_IDLE
+        0.80, "of the step, the GPU is busy: above it the host is not the problem", GPU_IDLE
     )
-    min_launches = Threshold(30, "launches a step: fewer are no stream of launches", OURS)
+    min_launches = Threshold(
+        30, "launches per step: with fewer, launching is not the problem", OURS
+    )
 
     code = (
         "# fuses small kernels, then replays CUDA graphs\n"
-        'model = torch.compile(model, mode="reduce-overhead")\n'
-        "# or, without compiling, capture what has fixed shapes and never waits\n"
-        "model = torch.cuda.make_graphed_callables(model, (example_input,))"
+        'model = torch.compile(model, mode="reduce-overhead")'
     )
     verify = (
-        "Profile again: cudaGraphLaunch replaces most launches, device busy rises. A run "
-        "with twice the batch that takes hardly longer confirms it at once."
+        "Profile again: cudaGraphLaunch replaces most launches, and the GPU is busier. For a quick "
+        "check, double the batch: the step hardly gets longer."
     )
-    falsified_by = "a batch twice as large takes twice as long without the profiler"
+    falsified_by = "a step that takes twice as long with twice the batch, without the profiler"
     assumptions = ("shapes repeat from step to step, or can be padded to a few sizes",)
     alternatives = "launches"
 
     fix = (
-        "If shapes repeat: replay them as CUDA graphs, best by "
-        'torch.compile(mode="reduce-overhead"), which fuses small kernels as well.'
+        "If shapes repeat, replay the kernels as CUDA graphs. "
+        'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well; '
+        "torch.cuda.make_graphed_callables captures modules without compiling."
     )
     cases: ClassVar = {
         "the same kernels in every step": {
-            "fix": "The kernels are the same in every step: replay them as CUDA graphs, best by "
-            'torch.compile(mode="reduce-overhead"), which fuses small kernels as well.'
+            "fix": "Replay the kernels as CUDA graphs: they are the same in every step. "
+            'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.'
         },
         "graphs are used already": {
-            "fix": "Bring the launches that are still outside under CUDA graphs too, or fuse them "
-            "with torch.compile."
+            "fix": "Capture the launches that are still outside CUDA graphs too, or fuse them with "
+            "torch.compile."
         },
         "the kernels differ from step to step": {
-            "fix": "The kernels differ from step to step, so pad inputs to a few fixed shapes "
-            'first; then torch.compile(mode="reduce-overhead") or CUDA graphs take the launches '
-            "off the host."
+            "fix": "Pad inputs to a few fixed shapes, because the kernels differ from step to "
+            'step. Then use torch.compile(mode="reduce-overhead") or CUDA graphs.'
         },
         "something waits": {
-            "fix": "A capture may not wait for the device: take out {waits} a step first: {names}."
+            "fix": "First remove {waits} for the GPU per step, which a capture does not allow: "
+            "{names}."
         },
         "in every case": {
-            "fix": "Else give each launch more work: a larger batch, fused optimizer and "
+            "fix": "Otherwise give each launch more work: a larger batch, a fused optimizer and "
             "attention, fewer small operators."
         },
     }
@@ -149,17 +149,17 @@ class LaunchBound(Rule):
     inference: ClassVar = {
         "cases": {
             "in every case": {
-                "fix": "Else give each launch more work: a larger batch, fused attention, fewer "
-                "small operators."
+                "fix": "Otherwise give each launch more work: a larger batch, fused attention, "
+                "fewer small operators."
             }
         }
     }
     elsewhere: ClassVar = {
         **in_any_language(
-            "Launch less: do more in one kernel (fuse kernels that follow each other, work on "
-            "larger batches), or capture the sequence of launches as a graph and launch that.",
-            cuda="cudaStreamBeginCapture, cudaGraphInstantiate, then cudaGraphLaunch in each "
-            "iteration.",
+            "Launch less: fuse kernels that follow each other, or work on larger batches. Or "
+            "capture the sequence of launches as a graph and launch that.",
+            cuda="Use cudaStreamBeginCapture and cudaGraphInstantiate once, then cudaGraphLaunch "
+            "in each iteration.",
             code="cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);\n"
             "iteration(stream);                            // launches only, no waiting\n"
             "cudaStreamEndCapture(stream, &graph);\n"
@@ -174,82 +174,82 @@ class LaunchBound(Rule):
         """Sum the idle time that launching explains."""
         if a.device_id is None:
             return
-        late = how_late(a)
-        if late is None:
+        gaps = measure_launch_gaps(a)
+        if gaps is None:
             yield SkippedCheck(
-                what="whether the device waits for launches",
-                why="the trace holds no launch calls",
+                what="whether the GPU waits for launches",
+                why="the trace has no launch calls",
                 record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
             )
             return
         yield from self._queued(a)
-        share = late.idle / a.span_ns
-        if late.busy_share > self.max_busy:
-            if share < self.min_share and late.launches >= self.min_launches:
+        share = gaps.idle / a.span_ns
+        if gaps.busy_share > self.max_busy:
+            if share < self.min_share and gaps.launches >= self.min_launches:
                 yield PassedCheck(
-                    text=f"launches keep up: the device idles {share:.1%} {t.format_of(a.per)} "
+                    text=f"launches keep up: the GPU idles {share:.1%} {t.format_of(a.per)} "
                     "for them"
                 )
             return
-        if share < self.min_share or late.launches < self.min_launches:
+        if share < self.min_share or gaps.launches < self.min_launches:
             return
-        if not late.at_launches:
-            return  # one slow thing before a launch, in many calls
-        static, waits = same_kernels(a), blockers(a)
+        if not gaps.at_launches:
+            return  # something slow before a launch, in many calls
+        static, waits = repeats_kernels(a), find_capture_blockers(a)
         stacks = bool(a.trace.meta.with_stack)
         yield Finding(
             summary=(
-                f"{of_step(a, late.idle)} the device idles "
-                f"while the host prepares the next launch: {late.calls:,.0f} launches{per(a)}, "
-                f"{t.format_duration(late.per_launch)} of idle time each, for kernels of "
-                f"{t.format_duration(late.kernel_ns)} (median)."
+                f"The GPU idles for {of_step(a, gaps.idle)} while the host prepares launches. Each "
+                f"of {gaps.calls:,.0f} launches{per(a)} costs {t.format_duration(gaps.per_launch)} "
+                "of idle time; the median kernel takes "
+                f"{t.format_duration(gaps.kernel_ns)}."
             ),
             evidence=[
-                figure(a, "idle for launches", late.idle),
+                figure(a, "idle for launches", gaps.idle),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("device busy", late.busy_share, "share", *self.limit("max_busy")),
-                Evidence("launches", late.calls, "count", *self.limit("min_launches"), per=a.per),
-                Evidence("median kernel", late.kernel_ns, "ns"),
-                Evidence("kernels below 10 µs", late.short, "share", None, "TraceLens"),
-                Evidence("the same kernels in every step", _told(static)),
-                Evidence("graph launches", late.graph_launches, "count"),
+                Evidence("GPU busy", gaps.busy_share, "share", *self.limit("max_busy")),
+                Evidence("launches", gaps.calls, "count", *self.limit("min_launches"), per=a.per),
+                Evidence("median kernel", gaps.kernel_ns, "ns"),
+                Evidence("kernels below 10 µs", gaps.short, "share", None, "TraceLens"),
+                Evidence("the same kernels in every step", _yes_or_no(static)),
+                Evidence("graph launches", gaps.graph_launches, "count"),
             ],
-            where=where(a),
-            fix=self._fix(static, waits, late),
-            edits=[edit()],
+            where=locate_gaps(a),
+            fix=self._fix(static, waits, gaps),
+            edits=[remove_launch_cost()],
             confidence=0.75 if stacks else 0.85,
-            confidence_notes=["Python stacks were recorded: they lengthen host time most of all"]
+            confidence_notes=["recorded Python stacks lengthen host time most of all"]
             if stacks
             else ["profiling itself lengthens host time"],
         )
 
     def _queued(self, a: Analysis) -> Iterator[Outcome]:
         """Idle time although work is queued: its cause is not in the trace."""
-        gaps = a.gaps
-        kind = a.trace.cpu["kind"].gather(gaps["host"])
-        queued = (gaps["cause"] == "unknown") & (kind == "runtime").fill_null(False)
-        idle = int(gaps["dur"].filter(queued).sum())
+        idle_gaps = a.gaps
+        kind = a.trace.cpu["kind"].gather(idle_gaps["host"])
+        queued = (idle_gaps["cause"] == "unknown") & (kind == "runtime").fill_null(False)
+        idle = int(idle_gaps["dur"].filter(queued).sum())
         if idle >= self.min_share * a.span_ns:
             yield SkippedCheck(
-                what=f"why the device idles {of_step(a, idle)} while work is queued for it",
-                why="what ran or held it then is not in the trace: events were filtered out, or "
-                "another process uses the device",
-                record="all activities, unfiltered, on a device of one's own",
+                what=f"why the GPU idles for {of_step(a, idle)} while work is queued for it",
+                why="the cause is not in the trace: events were filtered out, or another process "
+                "uses the GPU",
+                record="all activities, unfiltered, on a GPU that nobody else uses",
             )
 
-    def _fix(self, static: bool | None, waits: Blockers, late: Late) -> str:
-        first = self.fix
-        if late.graph_launches:
-            first = self.case("graphs are used already")["fix"]
+    def _fix(self, static: bool | None, waits: CaptureBlockers, gaps: LaunchGaps) -> str:
+        fix = self.fix
+        if gaps.graph_launches:
+            fix = self.case("graphs are used already")["fix"]
         elif static is False:
-            first = self.case("the kernels differ from step to step")["fix"]
+            fix = self.case("the kernels differ from step to step")["fix"]
         elif static:
-            first = self.case("the same kernels in every step")["fix"]
+            fix = self.case("the same kernels in every step")["fix"]
         remove = ""
-        if waits.each_step and not late.graph_launches:
-            told = t.count_noun(waits.each_step, "wait")
-            remove = self.case("something waits", waits=told, names=waits.names)["fix"]
-        return " ".join(filter(None, [first, remove, self.case("in every case")["fix"]]))
+        if waits.per_step and not gaps.graph_launches:
+            count = t.count_noun(waits.per_step, "wait")
+            remove = self.case("something waits", waits=count, names=waits.names)["fix"]
+        return " ".join(filter(None, [fix, remove, self.case("in every case")["fix"]]))
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -300,13 +300,13 @@ class LaunchBound(Rule):
                 graph.graph_launch([("elementwise_kernel", 10.0)] * 100)
                 graph.sync()
         return {
-            "full queue of small kernels": (queue, "late.busy_share > self.max_busy"),
+            "full queue of small kernels": (queue, "gaps.busy_share > self.max_busy"),
             "few kernels": (few, "min_launches"),
             "waiting for data": (loader, "min_share"),
             "one slow function": (slow, "min_share"),
             "many short calls before the first launch": (calls, "min_share"),
-            "many short calls before a later one": (later, "late.at_launches"),
-            "already a graph": (graph, "late.busy_share > self.max_busy"),
+            "many short calls before a later one": (later, "gaps.at_launches"),
+            "already a graph": (graph, "gaps.busy_share > self.max_busy"),
         }
 
 
@@ -314,5 +314,5 @@ def _small_kernels(b: TraceBuilder, count: int) -> None:
     b.run("aten::add", "elementwise_kernel", 4, times=count, host_us=20)
 
 
-def _told(static: bool | None) -> str | None:
+def _yes_or_no(static: bool | None) -> str | None:
     return None if static is None else "yes" if static else "no"

@@ -1,4 +1,4 @@
-"""Some steps take much longer because a checkpoint or a log is written in them."""
+"""Some steps take much longer because the loop writes a checkpoint or a log in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from advisor.core.intervals import covered_length, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import places
-from advisor.rules.sources import GPUPROF, OURS, STEP_SERIES
+from advisor.rules.sources import GPUPROF, OURS, SILENT_TRACES, STEP_SERIES
 from advisor.testing import TraceBuilder
 
 _CAUSES = {
@@ -31,36 +31,30 @@ _CAUSES = {
 
 
 class PeriodicStalls(Rule):
-    """Now and then a step takes much longer than the others because the training loop itself writes
-    a checkpoint or logs metrics: all devices of the job wait meanwhile.
+    """Some steps take much longer than the others because the training loop itself writes a
+    checkpoint or logs metrics. All GPUs of the job wait meanwhile.
 
     A stall is a step longer than 1.5 times the median and by more than five median absolute
-    deviations. It is explained when, on the thread that drives the step, frames or ranges that save
-    (``torch.save``, distributed checkpoint, ``save_checkpoint`` …) or log (TensorBoard, W&B,
-    MLflow) take at least half of what it has beyond the median, more than they take in other steps.
-    At least two such steps among twenty or more are needed: one may be chance, and few steps do not
-    show what is usual. Saves on a thread of their own hold nothing up and do not count.
+    deviations. It is explained when frames or ranges that save (``torch.save``, distributed
+    checkpoint, ``save_checkpoint`` …) or log (TensorBoard, W&B, MLflow) take at least half of its
+    time beyond the median, more than in other steps, on the thread that drives the step. At least
+    two such steps among twenty or more are needed: one may be coincidence, and few steps do not
+    show what is usual. Saves on another thread block nothing and do not count.
 
-    The worth is time over the recorded window, not a step: how often it happens outside is not
-    known. Evaluation is work one wants, and is not reported.
+    The impact is time over the recorded window, not per step: how often it happens outside is
+    unknown. Evaluation is wanted work, and is not reported.
     """
 
     id = "periodic-stalls"
     title = "Some steps stall while the loop saves or logs"
     category = "host"
     found_in = ("workloads/periodic_checkpoint",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-        "workloads/periodic_checkpoint",
-    )
+    silent_in = (*SILENT_TRACES, "workloads/periodic_checkpoint")
     validated_on = "a CPU recording that saves its state; silent with an asynchronous save"
     references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
 
     min_steps = Threshold(20, "steps: fewer do not show what is usual", GPUPROF)
-    min_stalls = Threshold(2, "stalls: one may be chance", OURS)
+    min_stalls = Threshold(2, "stalls: one may be coincidence", OURS)
     min_explained = Threshold(0.5, "of the stalls' excess", OURS)
     min_share = Threshold(0.02, "of the window", OURS)
     factor = Threshold(
@@ -69,24 +63,24 @@ class PeriodicStalls(Rule):
     mads = Threshold(5.0, "median absolute deviations", STEP_SERIES)
 
     verify = "Profile as many steps again: no step takes much longer than the median."
-    falsified_by = "the same steps are as long without saving or logging"
+    falsified_by = "steps that take as long without saving or logging"
     assumptions = ("writing from another thread does not slow the loop",)
     confidence = 0.8
 
     fix = (
-        "Log every N steps, hand values over without waiting for the device "
-        "(non_blocking copy, read a step later), and write from another thread."
+        "Log every N steps, pass values on without waiting for the GPU (a non_blocking copy, read "
+        "one step later), and write from another thread."
     )
     code = "if step % 50 == 0:\n    writer.add_scalar('loss', loss.item(), step)"
     cases: ClassVar = {
         "saving": {
-            "fix": "Copy the state to pinned host memory and write it from another thread or "
-            "process (asynchronous checkpoint), write less often, and from one rank only where "
-            "ranks hold the same.",
+            "fix": "Save asynchronously: copy the state to pinned host memory and write it from "
+            "another thread or process. Save less often, and from one rank only where ranks have "
+            "the same state.",
             "code": "import torch.distributed.checkpoint as dcp\n"
             "state = {'model': model.state_dict()}\n"
             "future = dcp.async_save(state, checkpoint_id=path)\n"
-            "# before the next one: future.result()",
+            "# before the next save: future.result()",
         }
     }
 
@@ -95,7 +89,7 @@ class PeriodicStalls(Rule):
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Find long steps, and what was saved or logged in them."""
+        """Find long steps, and the saving or logging in them."""
         steps = a.steps.table.filter(pl.col("used") | pl.col("outlier"))
         main = a.trace.main_thread
         if a.steps.source == "whole trace" or steps.height < self.min_steps or main is None:
@@ -103,18 +97,20 @@ class PeriodicStalls(Rule):
         dur = steps["dur"].to_numpy()
         median = float(np.median(dur))
         mad = float(np.median(np.abs(dur - median)))
-        long = dur > max(self.factor * median, median + self.mads * mad)
+        is_long = dur > max(self.factor * median, median + self.mads * mad)
         for cause, pattern in _CAUSES.items():
             rows = self._rows(a, pattern, main)
             if not len(rows):
                 continue
             ts = a.trace.cpu["ts"].to_numpy()[rows]
             end = ts + a.trace.cpu["dur"].to_numpy()[rows]
-            held = covered_length(steps["ts"].to_numpy(), steps["end"].to_numpy(), union(ts, end))
-            usual = float(np.median(held[~long]))
+            in_cause = covered_length(
+                steps["ts"].to_numpy(), steps["end"].to_numpy(), union(ts, end)
+            )
+            usual = float(np.median(in_cause[~is_long]))
             excess = dur - median
-            more = np.minimum(held - usual, excess)
-            stalls = long & (more >= self.min_explained * excess)
+            more = np.minimum(in_cause - usual, excess)
+            stalls = is_long & (more >= self.min_explained * excess)
             lost = float(more[stalls].sum())
             if int(stalls.sum()) >= self.min_stalls and lost >= self.min_share * dur.sum():
                 yield self._finding(
@@ -131,8 +127,8 @@ class PeriodicStalls(Rule):
     @staticmethod
     def _rows(a: Analysis, pattern: str, thread: int) -> NDArray[np.int64]:
         cpu = a.trace.cpu
-        mine = cpu["kind"].is_in(["python", "annotation"]) & (cpu["thread"] == thread)
-        return np.flatnonzero((mine & name_matches(cpu["name"], pattern)).to_numpy())
+        on_thread = cpu["kind"].is_in(["python", "annotation"]) & (cpu["thread"] == thread)
+        return np.flatnonzero((on_thread & name_matches(cpu["name"], pattern)).to_numpy())
 
     def _finding(
         self,
@@ -148,17 +144,15 @@ class PeriodicStalls(Rule):
         cpu = a.trace.cpu
         ts = cpu["ts"].to_numpy()[rows]
         begin, end = stalls["ts"].to_numpy(), stalls["end"].to_numpy()
-        at = np.searchsorted(begin, ts, side="right") - 1
-        inside = (at >= 0) & (ts < end[np.maximum(at, 0)])
-        here = rows[inside]
+        step = np.searchsorted(begin, ts, side="right") - 1
+        here = rows[(step >= 0) & (ts < end[np.maximum(step, 0)])]
         saving = cause.startswith("a checkpoint")
         return Finding(
             summary=(
                 f"{t.count_noun(stalls.height, 'step')} of {count} take "
-                f"{t.format_duration(float(stalls['dur'].mean()))} instead of "  # type: ignore[arg-type]
-                f"{t.format_duration(median)}, because "
-                f"{cause} in them: {t.format_duration(lost)} of the recorded window "
-                f"({lost / window:.1%})."
+                f"{t.format_duration(float(stalls['dur'].mean()))} "  # type: ignore[arg-type]
+                f"instead of {t.format_duration(median)}, because {cause} in them. That is "
+                f"{t.format_duration(lost)} of the recorded window ({lost / window:.1%})."
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
@@ -173,7 +167,7 @@ class PeriodicStalls(Rule):
                 gain_ns=round(lost),
                 low_ns=0,
                 high_ns=round(lost),
-                method="what the stalled steps take beyond the median step",
+                method="time of the stalled steps beyond the median step",
             ),
             **(self.case("saving") if saving else {}),
         )
@@ -197,7 +191,7 @@ class PeriodicStalls(Rule):
             "on another thread": (_training(frame=save, thread=77), "not len(rows)"),
             "few steps": (_training(frame=save, steps=12, every=5), "min_steps"),
             "one save": (_training(frame=save, steps=24, every=20), "min_stalls"),
-            "in every step alike": (_training(frame=save, every=1), "not len(rows)"),
+            "in every step": (_training(frame=save, every=1), "not len(rows)"),
         }
 
 

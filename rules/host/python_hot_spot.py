@@ -1,4 +1,4 @@
-"""One function of the user's code keeps the device waiting."""
+"""A Python function of the user's code leaves the GPU idle."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ MAX_NAMES = 20
 
 
 class PythonHotSpot(Rule):
-    """A Python function runs while the device has nothing to do and waits for the thread that is
-    in it: making it faster, or moving it off that thread, shortens the step directly.
+    """A Python function runs while the GPU has nothing to do and waits for its thread. Making the
+    function faster, or moving it off that thread, shortens the step directly.
 
-    It needs Python stacks. Time belongs to the innermost frame of the user's own code, with what it
-    calls in libraries; operators, CUDA calls and the DataLoader are not in it. Only idle device
-    time counts: a slow function that runs while the device works through its queue costs nothing.
-    A function that takes little time before each of many launches is the price of Python itself,
-    which is launch-bound's subject; so it has to hold the device for a while in each gap.
+    It needs Python stacks. Time belongs to the innermost frame of the user's own code, with the
+    library code that it calls; operators, CUDA calls and the DataLoader are not counted. Only GPU
+    idle time counts: a slow function costs nothing while the GPU works through its queue. A
+    function that takes little time before each of many launches is launch-bound's subject, so it
+    has to block the GPU for a while in each gap.
 
     The line is the one where the function begins, as the profiler records it. Recording stacks
     lengthens Python time, that of many small functions most.
     """
 
     id = "python-hot-spot"
-    title = "A Python function keeps the device waiting"
+    title = "A Python function leaves the GPU idle"
     category = "host"
     of_python = True
     found_in = (
@@ -65,32 +65,30 @@ class PythonHotSpot(Rule):
 
     min_share = Threshold(0.05, "of the step, for one function", TENSORBOARD, XPROF)
     min_gap_us = Threshold(
-        100.0, "µs of it in a gap, mean: Python around one launch takes 10 to 80 µs", REAL_HOST
+        100.0, "µs per gap on average: Python around one launch takes 10 to 80 µs", REAL_HOST
     )
     min_unknown = Threshold(
-        0.05, "of the step, idle with nothing to explain it: worth recording stacks", XPROF
+        0.05, "of the step, unexplained GPU idle time: enough to ask for stacks", XPROF
     )
 
     fix = (
-        "Take it off the way to the next launch: compute it once and keep it, vectorise "
-        "loops over tensors or lists, prepare it in a DataLoader worker or another thread "
-        "one step ahead, log and checkpoint every N steps only."
+        "Take the function off the way to the next launch. Compute its result once and keep it, "
+        "vectorize loops over tensors or lists, or prepare it one step ahead in a DataLoader "
+        "worker or another process. Log and checkpoint every N steps only."
     )
     code = (
-        "pool = concurrent.futures.ThreadPoolExecutor(1)\n"
-        "ready = pool.submit(prepare, first_batch)\n"
-        "for batch in batches:\n"
-        "    inputs = ready.result()\n"
-        "    ready = pool.submit(prepare, batch)   # runs during this step\n"
+        "class Prepared(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        return map(prepare, batches)      # runs in a worker process\n"
+        "for inputs in DataLoader(Prepared(), batch_size=None, num_workers=1):\n"
         "    train_step(inputs)"
     )
     verify = "Profile again with stacks: the function's idle time is gone or smaller."
-    falsified_by = "the same step time when the function returns a result made beforehand"
+    falsified_by = "the same step time when the function returns a precomputed result"
     assumptions = (
-        "its result is not needed before the step's other work can go on",
-        "it is made unnecessary, or done where it takes nothing from the loop: another "
-        "process with a core that is free; in a thread, Python runs by turns with the "
-        "loop's own",
+        "the step's other work can go on without its result",
+        "the work becomes unnecessary, or runs where it takes nothing from the loop: in another "
+        "process with a free core. A thread does not help, because of Python's GIL",
     )
     confidence = 0.75
 
@@ -103,10 +101,10 @@ class PythonHotSpot(Rule):
             return
         python = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null())
         python = python.with_columns(name=a.trace.cpu["name"].gather(python["line"]))
-        held = python.group_by("name").agg(pl.col("gap").n_unique().alias("gaps"))
+        gap_counts = python.group_by("name").agg(pl.col("gap").n_unique().alias("gaps"))
         spots = (
             python_hot_spots(a)
-            .join(held.with_columns(pl.col("name").cast(pl.String)), on="name")
+            .join(gap_counts.with_columns(pl.col("name").cast(pl.String)), on="name")
             .filter(
                 pl.col("critical_ns") >= self.min_share * a.span_ns,
                 pl.col("critical_ns") >= self.min_gap_us * 1000 * pl.col("gaps"),
@@ -121,11 +119,11 @@ class PythonHotSpot(Rule):
         gaps = python.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
         yield Finding(
             summary=(
-                f"{of_step(a, first['critical_ns'])} the device idles while {name} runs, "
-                f"{count_noun(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)}."
+                f"The GPU idles for {of_step(a, first['critical_ns'])} while {name} runs "
+                f"({count_noun(max(1, round(first['count'] / a.step_count)), 'call')}{per(a)})."
             ),
             evidence=[
-                figure(a, "device idle in them", total),
+                figure(a, "GPU idle in these functions", total),
                 Evidence("share", total / a.span_ns, "share", *self.limit("min_share"), per=a.per),
                 *(
                     Evidence(
@@ -136,7 +134,7 @@ class PythonHotSpot(Rule):
                     for spot in spots.iter_rows(named=True)
                 ),
                 Evidence(
-                    "idle time a gap in the first",
+                    "idle time per gap in the first",
                     first["critical_ns"] / max(1, first["gaps"]),
                     "ns",
                     *self.limit("min_gap_us", 1000),
@@ -151,20 +149,20 @@ class PythonHotSpot(Rule):
                 instance=column(gaps, "gap"),
             ),
             edits=[self._edit(a, gaps, spot) for spot in spots["name"]],
-            confidence_notes=["Python stacks lengthen Python time while they are recorded"],
+            confidence_notes=["recording Python stacks lengthens Python time"],
         )
 
     def _unknown(self, a: Analysis) -> Iterator[Outcome]:
-        """Without stacks: say how much time they might explain."""
+        """Without stacks: how much time they might explain."""
         gaps = a.gaps
         kind = a.trace.cpu["kind"].gather(gaps["host"])
-        dark = (gaps["cause"] == "unknown") & (kind != "runtime").fill_null(True)
-        idle = int(gaps["dur"].filter(dark).sum())
+        unexplained = (gaps["cause"] == "unknown") & (kind != "runtime").fill_null(True)
+        idle = int(gaps["dur"].filter(unexplained).sum())
         if idle >= self.min_unknown * a.span_ns:
             yield SkippedCheck(
                 what=(
-                    f"which Python code keeps the device waiting: {of_step(a, idle)} it idles "
-                    "while no operator runs"
+                    f"which Python code leaves the GPU idle for {of_step(a, idle)} while no "
+                    "operator runs"
                 ),
                 why="no Python stacks were recorded",
                 record="with_stack=True",
@@ -172,22 +170,24 @@ class PythonHotSpot(Rule):
 
     @staticmethod
     def _edit(a: Analysis, gaps: pl.DataFrame, frame: str) -> Edit:
-        """The gap pieces blamed on this function: by what runs in it, and it being around."""
+        """The gap pieces that this function causes: by what runs in it, under its frame."""
         names = a.trace.cpu["name"].gather(gaps["host"])
-        mine = gaps["name"] == frame
+        in_function = gaps["name"] == frame
         top = (
-            pl.DataFrame({"name": names.filter(mine), "dur": gaps["dur"].filter(mine)})
+            pl.DataFrame(
+                {"name": names.filter(in_function), "dur": gaps["dur"].filter(in_function)}
+            )
             .group_by("name")
             .agg(pl.col("dur").sum())
             .sort("dur", descending=True)["name"]
             .head(MAX_NAMES)
             .cast(pl.String)
         )
-        own = "|".join(re.escape(name) for name in np.sort(top.to_numpy()))
+        pattern = "|".join(re.escape(name) for name in np.sort(top.to_numpy()))
         return Edit(
             op="remove",
             select=Select(
-                on="gap", cause=("python",), name=f"^(?:{own})$", under=f"^{re.escape(frame)}$"
+                on="gap", cause=("python",), name=f"^(?:{pattern})$", under=f"^{re.escape(frame)}$"
             ),
         )
 
@@ -202,7 +202,7 @@ class PythonHotSpot(Rule):
                 with b.python("model.py(5): forward"), b.op("aten::mm"):
                     b.launch("ampere_sgemm_128x64_nn", 4000)
                 b.sync()
-        return {"tokenising on the training thread": b}
+        return {"tokenizing on the training thread": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:

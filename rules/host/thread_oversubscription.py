@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
-from advisor.rules.recorded import loader, local_ranks, measure_it, record, workers_of
-from advisor.rules.sources import CHOSEN, SAGEMAKER_CPU
+from advisor.rules.recorded import find_loader, local_ranks, measure_it, record, workers_of
+from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, SAGEMAKER_CPU
 from advisor.testing import TraceBuilder
 
 
 class ThreadOversubscription(Rule):
-    """Every training process computes with as many threads as PyTorch was told to use (by default
-    one a core of the whole machine), DataLoader workers come on top, and together they are more
-    than 1.5 times the cores the processes may use: threads wait for each other at every parallel
+    """Every training process computes with as many threads as PyTorch is set to use (by default one
+    per core of the whole machine), and DataLoader workers come on top. Together they are more than
+    1.5 times the cores that the processes may use, so threads wait for each other at every parallel
     operation.
 
     Threads that sleep cost nothing, so the cores must be busy as well: at least 90 % of them by
     this process and its workers, or of the machine. In a container, PyTorch counts the machine's
-    cores and not the quota's; torchrun sets one thread a process unless told otherwise.
+    cores and not the quota's. torchrun sets one thread per process unless told otherwise.
     """
 
     id = "thread-oversubscription"
@@ -29,16 +29,11 @@ class ThreadOversubscription(Rule):
     knobs = ("threads",)
     reads_record = True
     found_in = ("recorded/threads.slow",)
-    silent_in = (
-        "recorded/threads.cured",
-        "recorded/anomaly.cured",
-        "recorded/gc_pauses.cured",
-        "recorded/leak.cured",
-    )
+    silent_in = ("recorded/threads.cured", *CURED_RECORDINGS)
     validated_on = "CPU recordings on two busy cores: fires with 16 threads, silent with one"
     references = ("https://pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",)
 
-    max_ratio = Threshold(1.5, "threads a core", CHOSEN)
+    max_ratio = Threshold(1.5, "threads per core", CHOSEN)
     min_busy = Threshold(0.90, "of the cores", SAGEMAKER_CPU)
 
     verify = "Record again with both settings and compare the median step."
@@ -46,23 +41,20 @@ class ThreadOversubscription(Rule):
     confidence = 0.6
 
     fix = "Give each process about {threads}."
-    code = (
-        "export OMP_NUM_THREADS={best}\n# or, before the first operation:\n"
-        "torch.set_num_threads({best})"
-    )
+    code = "export OMP_NUM_THREADS={best}   # in Python: torch.set_num_threads({best})"
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Count threads and workers against cores."""
+        """Compare threads and workers with cores."""
         recorded = record(a)
         threads, cpus = recorded.flag("num_threads"), recorded.record.rank.cpus
         if not isinstance(threads, int) or threads < 2 or not cpus:
             return
-        used = loader(a)
-        workers = (workers_of(used) or 0) if used is not None else 0
+        feed = find_loader(a)
+        workers = (workers_of(feed) or 0) if feed is not None else 0
         ranks = local_ranks(a)
         ratio = ranks * (threads + workers) / cpus
         if ratio <= self.max_ratio or ranks * threads <= cpus:
-            return  # more workers than cores are the subject of loader-workers
+            return  # loader-workers looks at more workers than cores
         own, machine = recorded.host("process_cpu"), recorded.host("cpu")
         throttled = recorded.host("throttled")
         busy = max(
@@ -75,19 +67,18 @@ class ThreadOversubscription(Rule):
         best = max(1, cpus // ranks - min(workers, cpus // ranks - 1))
         yield Finding(
             summary=(
-                f"{count_noun(ranks, 'process')} with "
-                f"{threads} threads and {workers} workers each share {count_noun(cpus, 'core')}, "
-                f"and {busy:.0%} of them are busy."
+                f"{count_noun(ranks, 'process')} with {threads} threads and {workers} workers each "
+                f"share {count_noun(cpus, 'core')}, and {busy:.0%} of them are busy."
             ),
             evidence=[
-                Evidence("threads and workers a core", ratio, "", *self.limit("max_ratio")),
-                Evidence("threads of a process", threads, "count"),
+                Evidence("threads and workers per core", ratio, "", *self.limit("max_ratio")),
+                Evidence("threads per process", threads, "count"),
                 Evidence("cores", cpus, "count"),
                 Evidence("cores of the machine", recorded.record.rank.cpus_total, "count"),
                 Evidence("busy cores", busy, "share", *self.limit("min_busy")),
                 Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
             ],
-            impact=measure_it("what fewer threads save is not in the record: try it"),
+            impact=measure_it("the record does not show what fewer threads save; try it"),
             fix=self.fix.format(threads=count_noun(best, "thread")),
             code=self.code.format(best=best),
         )
@@ -102,12 +93,12 @@ class ThreadOversubscription(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """One thread a rank; idle cores; workers only; threads not known."""
+        """One thread per rank; idle cores; workers only; threads not recorded."""
         return {
-            "one thread a rank": (_run(1, 8, ranks=8, machine=97), "threads < 2"),
+            "one thread per rank": (_run(1, 8, ranks=8, machine=97), "threads < 2"),
             "idle cores": (_run(32, 32, ranks=8, machine=20), "min_busy"),
             "as many threads as cores": (_run(8, 8, own=790), "ratio <= self.max_ratio"),
-            "not known": (_run(None, 8, own=790), "not isinstance(threads, int)"),
+            "not recorded": (_run(None, 8, own=790), "not isinstance(threads, int)"),
         }
 
 

@@ -1,4 +1,4 @@
-"""The cores are all busy preparing data, and the loop still waits for it."""
+"""All cores prepare data, and the loop still waits for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from advisor.measure import Analysis
 from advisor.rules.recorded import (
     a_step,
     device_bound,
-    loader,
+    find_loader,
     local_ranks,
     record,
     steps_seen,
@@ -22,14 +22,14 @@ from advisor.testing import TraceBuilder
 
 
 class CpuBoundTransforms(Rule):
-    """The loop waits for data while all cores it may use are busy with the DataLoader's workers:
-    more workers cannot help, the work on each sample has to shrink or to move to the device.
+    """The loop waits for data while DataLoader workers keep all its cores busy. More workers cannot
+    help: the work per sample has to shrink or to move to the GPU.
 
     CPU use is that of the training process and its workers, not of the machine, so that other jobs
-    do not count. Reading is ruled out as the cause where the disks deliver less than 500 MB/s
-    (gpuprof); storage behind a network does not show there.
+    do not count. Disk reads are ruled out as the cause where the disks deliver less than 500 MB/s
+    (gpuprof). Network storage does not show there.
 
-    A loader without workers keeps one core busy at most, and workers are its cure.
+    A loader without workers keeps one core busy at most; give it workers instead.
     """
 
     id = "cpu-bound-transforms"
@@ -48,40 +48,39 @@ class CpuBoundTransforms(Rule):
 
     min_wait = Threshold(0.15, "of the step", GPUPROF)
     min_cpu = Threshold(0.80, "of the cores that the process may use", GPUPROF)
-    max_disk = Threshold(500e6, "bytes/s: beyond that, reading is the likelier cause", GPUPROF)
+    max_disk = Threshold(500e6, "bytes/s: above it, reading is the likelier cause", GPUPROF)
 
     fix = (
-        "Do less on the CPU for each sample: cache what is decoded, store images at the "
-        "size they are used in, augment whole batches on the device "
-        "(torchvision.transforms.v2, Kornia, DALI), decode on the device; or use a machine "
-        "with more cores a GPU."
+        "Do less CPU work per sample. Cache decoded samples, store images at the size you use, and "
+        "augment full batches on the GPU (torchvision.transforms.v2, Kornia, DALI). Or decode on "
+        "the GPU, or use a machine with more cores per GPU."
     )
     code = (
-        "# in the dataset: decode only; on the device, for the whole batch:\n"
+        "# decode in the dataset; augment the full batch on the GPU:\n"
         "augment = v2.Compose([\n"
         "    v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(),\n"
         "    v2.ToDtype(torch.float32, scale=True)])\n"
         "images = augment(images.to('cuda', non_blocking=True))"
     )
-    verify = "Record again: the phase 'data' shrinks and the cores are less busy."
-    falsified_by = "a loader that is no faster with a transform that does nothing"
-    assumptions = ("the device has time for what is moved to it",)
+    verify = "Record again: the phase 'data' shrinks, and the cores are less busy."
+    falsified_by = "a loader that is no faster with an empty transform"
+    assumptions = ("the GPU has time for the work that moves to it",)
     confidence = 0.75
     alternatives = "loader"
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare the wait for data with the use of the cores."""
+        """Compare the wait for data with the CPU use."""
         recorded = record(a)
-        used = loader(a)
+        feed = find_loader(a)
         share = recorded.share("data")
-        if used is None or not workers_of(used) or share is None or share < self.min_wait:
+        if feed is None or not workers_of(feed) or share is None or share < self.min_wait:
             return
         usage = recorded.host("process_cpu")
         cpus = recorded.record.rank.cpus
         if len(usage) < 3 or cpus is None:
             yield SkippedCheck(
-                what="whether the cores are what limits the DataLoader",
-                why="there are too few samples of CPU use",
+                what="whether the cores limit the DataLoader",
+                why="too few samples of CPU use were recorded",
                 record="a longer run, with psutil installed",
             )
             return
@@ -93,16 +92,15 @@ class CpuBoundTransforms(Rule):
         wait = share * (recorded.mean or 0.0)
         yield Finding(
             summary=(
-                f"{t.format_duration(wait)} of each step ({share:.0%}) waits for data while the "
-                "main "
-                f"process and its workers keep {busy:.0%} of {t.count_noun(int(cores), 'core')} "
-                "busy."
+                f"Waiting for data takes {t.format_duration(wait)} of each step ({share:.0%}), "
+                f"while the main process and its workers keep {busy:.0%} of "
+                f"{t.count_noun(int(cores), 'core')} busy."
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
                 Evidence("share", share, "share", *self.limit("min_wait"), per="step"),
-                Evidence("use of the cores", busy, "share", *self.limit("min_cpu")),
-                Evidence("cores for each main process", cores, "count"),
+                Evidence("CPU use", busy, "share", *self.limit("min_cpu")),
+                Evidence("cores per main process", cores, "count"),
                 Evidence("disk reads", disk, "bytes/s", *self.limit("max_disk")),
                 steps_seen(recorded),
             ],
@@ -121,16 +119,17 @@ class CpuBoundTransforms(Rule):
             "idle cores": (_run(200), "min_cpu"),
             "the disk delivers 2 GB/s": (_run(760, disk=2e9), "max_disk"),
             "no wait": (_run(760, data=0.1), "min_wait"),
-            "no workers": (_run(760, workers=0), "not workers_of(used)"),
+            "no workers": (_run(760, workers=0), "not workers_of(feed)"),
         }
 
 
 def _disk(hosts: list[tuple[int, Host]]) -> float | None:
-    """Bytes a second read from disks between the first and the last sample that tells."""
-    told = [(at, host.disk_read) for at, host in hosts if host.disk_read is not None]
-    if len(told) < 2 or told[-1][0] <= told[0][0]:
+    """Bytes per second read from disks between the first and the last sample with a count."""
+    samples = [(ns, host.disk_read) for ns, host in hosts if host.disk_read is not None]
+    if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
         return None
-    return max(0.0, (told[-1][1] - told[0][1]) * 1e9 / (told[-1][0] - told[0][0]))
+    (begin, first), (end, last) = samples[0], samples[-1]
+    return max(0.0, (last - first) * 1e9 / (end - begin))
 
 
 def _run(cpu: float, *, disk: float = 1e6, data: float = 6, workers: int = 8) -> TraceBuilder:

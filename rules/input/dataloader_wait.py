@@ -1,4 +1,4 @@
-"""The loader's workers are too slow: the device waits for the next batch."""
+"""The step waits for the DataLoader: for its workers, or for the loading in the main process."""
 
 from __future__ import annotations
 
@@ -24,35 +24,84 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.common import figure, of_step, places
 from advisor.rules.elsewhere import JAX_AHEAD, TF_PREFETCH
-from advisor.rules.input.waits import OTHERS, culprits, find_waits, in_one_step, recurs
-from advisor.rules.sources import ENGINE_FLOOR, HAND_OVER, OURS, TENSORBOARD, XPROF
+from advisor.rules.input.loader_waits import (
+    SINGLE_PROCESS,
+    WORKERS,
+    Waits,
+    find_loading_calls,
+    find_waits,
+    in_one_step,
+    recurs,
+)
+from advisor.rules.recorded import taken_by_training
+from advisor.rules.sources import (
+    CHOSEN,
+    ENGINE_FLOOR,
+    HAND_OVER,
+    OURS,
+    SILENT_TRACES,
+    TENSORBOARD,
+    XPROF,
+)
 from advisor.testing import TraceBuilder
 
-_TF_DATA = (
-    ("the loader's workers: they deliver", "tf.data: the input pipeline delivers"),
-    ("the DataLoader's wait", "the wait for tf.data"),
-    ("the DataLoader keeps up", "tf.data keeps up"),
-)
-"""What is called otherwise where tf.data is waited for."""
+
+class LoaderWaitRule(Rule):
+    """A rule about waits for one kind of loader, which its ranges in the trace name."""
+
+    min_share = Threshold(0.05, "of the step", TENSORBOARD, XPROF)
+    min_batch_ms = Threshold(
+        3.0, "ms: taking over a ready batch from a worker takes as long", HAND_OVER
+    )
+
+    falsified_by = "the same step time when the loop reuses one batch on the GPU"
+    confidence = 0.9
+
+    _ranges: ClassVar[str]
+
+    def _finding(self, a: Analysis, waits: Waits, share: float, batch: float) -> Finding:
+        raise NotImplementedError
+
+    def _praise(self, a: Analysis, share: float) -> Iterator[Outcome]:
+        yield from ()
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the exposed part of the wait with the step."""
+        waits = find_waits(a, self._ranges)
+        if waits is None:
+            return
+        share = waits.exposed / a.span_ns
+        batch = waits.total / len(waits.host)
+        if share < self.min_share or batch < self.min_batch_ms * 1e6:
+            yield from self._praise(a, share)
+            return
+        if not recurs(waits, self.min_share * a.step_ns):
+            yield in_one_step(waits, _loader_name(a))
+            return
+        yield self._finding(a, waits, share, batch)
 
 
-class DataLoaderWait(Rule):
-    """The device is idle while the training loop waits for the loader's workers, so the step is as
-    slow as the input pipeline.
+def _loader_name(a: Analysis) -> str:
+    return "tf.data" if a.trace.meta.framework in (TENSORFLOW, JAX) else "the DataLoader"
+
+
+class DataLoaderWait(LoaderWaitRule):
+    """The GPU idles while the training loop waits for the loader's workers, so the step is as slow
+    as the input pipeline.
 
     PyTorch marks each fetch of a batch, ``enumerate(DataLoader)#….__next__``. What counts is the
-    part of that wait during which the device is idle and its next work comes after the wait: a
-    wait while the device still works through its queue costs nothing. Without device work in the
-    trace (training on the CPU) all of the wait counts. A loader without worker processes
+    part of that wait during which the GPU idles and its next work comes after the wait. A wait
+    while the GPU still works through its queue costs nothing. Without GPU work in the trace
+    (training on the CPU) the full wait counts. A loader without worker processes
     (``num_workers=0``) is the subject of the rule single-process-loader.
 
-    A batch that is ready is not free: taking it over (queue, shared memory, wake-up) took 1.5 ms
-    for 8 KiB and 4 ms for 2 MiB, with 2 workers and with 6 alike (torch 2.13, two busy cores).
-    Waits that short say nothing about the workers, and more of them would not help.
+    A ready batch is not free: taking it over (queue, shared memory, wake-up) took 1.5 ms for 8 KiB
+    and 4 ms for 2 MiB, with 2 workers and with 6 (torch 2.13, two busy cores). Waits that short say
+    nothing about the workers, and more workers would not help.
 
     Traps: the first batch of an epoch, for which workers are started, says nothing about the
-    others: when one step of three or more holds nearly all the wait, the rule abstains. A loader of
-    one's own leaves no mark in the trace; its time shows as Python before the first kernel.
+    others. When one step of three or more has nearly all the wait, the rule abstains. A custom
+    loader leaves no mark in the trace; its time shows as Python before the first kernel.
     """
 
     id = "dataloader-wait"
@@ -60,16 +109,10 @@ class DataLoaderWait(Rule):
     category = "input"
     knobs = ("workers", "loader-prefetch")
     found_in = ("workloads/cpu_transforms",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-        "workloads/cpu_transforms",
-    )
+    silent_in = (*SILENT_TRACES, "workloads/cpu_transforms")
     validated_on = (
-        "CPU recordings, torch 2.13: fires with 2 workers that need 80 ms a batch (6 workers: step "
-        "102 to 54 ms), silent where only the hand-over shows; silent on A100 and V100 traces "
+        "CPU recordings, torch 2.13: fires with 2 workers that need 80 ms per batch (6 workers: "
+        "step 102 to 54 ms), silent where only the hand-over shows; silent on A100 and V100 traces "
         "whose loader keeps up (0.1 % and 0.0 % of the step)"
     )
     references = (
@@ -77,22 +120,18 @@ class DataLoaderWait(Rule):
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
     )
 
-    min_share = Threshold(0.05, "of the step", TENSORBOARD, XPROF)
-    min_batch_ms = Threshold(
-        3.0, "ms: shorter waits are the hand-over of a batch that is ready", HAND_OVER
-    )
     healthy_share = Threshold(
-        0.01, "of the step, exposed: below, the loader is said to keep up", ENGINE_FLOOR
+        0.01, "of the step, exposed: below it the loader keeps up", ENGINE_FLOOR
     )
     more = Threshold(
         2, "times the workers, for the estimate: one doubling, where cores are free", OURS
     )
 
     fix = (
-        "Make a batch cheaper or make more of them at once: raise num_workers up to the "
-        "cores this process may use, keep workers alive between epochs, prefetch more. If "
-        "the cores are busy already, move decoding and augmentation to the device or cache "
-        "their result; if the storage is, read larger shards from a local disk."
+        "Raise num_workers up to the cores that this process may use. Keep workers alive between "
+        "epochs, and prefetch more. If the cores are busy already, move decoding and augmentation "
+        "to the GPU or cache their result. If the storage is busy, read larger shards from a local "
+        "disk."
     )
     code = (
         "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
@@ -101,83 +140,70 @@ class DataLoaderWait(Rule):
         "    prefetch_factor=4, persistent_workers=True, pin_memory=True)"
     )
     verify = (
-        "Profile again: the exposed wait falls. Iterating over the loader alone, without "
-        "the model, shows the fastest step this loader allows."
+        "Profile again: the exposed wait falls. Iterate over the loader alone, without the model, "
+        "to see the fastest step that this loader allows."
     )
-    falsified_by = "the same step time when the loop reuses one batch already on the device"
-    assumptions = ("there are cores, and storage bandwidth, for more workers",)
-    confidence = 0.9
+    assumptions = ("cores and storage bandwidth are free for more workers",)
 
     elsewhere: ClassVar = {
         TENSORFLOW: FrameworkAdvice(
-            "Let tf.data work ahead of the step: prefetch last, map and interleave in parallel "
-            "with AUTOTUNE, batch before cheap maps so that they are vectorised, cache what stays "
-            "the same, read from several files at once, and take Python functions "
+            "Let tf.data work ahead of the step. Prefetch last, map and interleave in parallel "
+            "with AUTOTUNE, and batch before cheap maps so that they are vectorized. Cache what "
+            "stays the same, read several files at once, and take Python functions "
             "(tf.py_function) out of the pipeline.",
             "files.interleave(tf.data.TFRecordDataset,\n"
             "                 num_parallel_calls=tf.data.AUTOTUNE)\n" + TF_PREFETCH,
             title="The step waits for tf.data",
-            says=_TF_DATA,
         ),
         JAX: FrameworkAdvice(
             "Let the input pipeline work ahead of the step: prefetch last and map in parallel "
-            "(tf.data), or worker processes (Grain); and bring the next batch to the device while "
+            "(tf.data), or use worker processes (Grain). Copy the next batch to the GPU while "
             "this step runs.",
             TF_PREFETCH + "\n" + JAX_AHEAD,
             title="The step waits for its input",
-            says=_TF_DATA,
         ),
     }
+
+    _ranges = WORKERS
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare the exposed part of the wait with the step."""
         if a.trace.cpu.is_empty():
             yield SkippedCheck(
-                what="waiting for the input pipeline",
-                why="the trace holds no host events",
+                what="waits for the input pipeline",
+                why="the trace has no host events",
                 record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
             )
             return
-        waits = find_waits(a, OTHERS)
-        if waits is None:
-            return
-        share = waits.exposed / a.span_ns
-        batch = waits.total / len(waits.host)
-        if share < self.min_share or batch < self.min_batch_ms * 1e6:
-            if share < self.healthy_share and a.device_id is not None:
-                yield PassedCheck(
-                    text=f"the DataLoader keeps up: the device waits {share:.1%} "
-                    f"{t.format_of(a.per)}"
-                )
-            return
-        if not recurs(waits, self.min_share * a.step_ns):
-            yield in_one_step(waits)
-            return
-        per_step = waits.exposed / a.step_count
-        inside = culprits(a, waits)
-        waiting = float(np.mean(waits.by_step > 0))
-        hidden = (
-            ""
-            if a.device_id is None
-            else f" (of {t.format_duration(waits.total / a.step_count)} waited)"
-        )
-        yield Finding(
+        yield from super().check(a)
+
+    def _praise(self, a: Analysis, share: float) -> Iterator[Outcome]:
+        if share < self.healthy_share and a.device_id is not None:
+            yield PassedCheck(
+                text=f"{_loader_name(a)} keeps up: the GPU waits {share:.1%} {t.format_of(a.per)}"
+            )
+
+    def _finding(self, a: Analysis, waits: Waits, share: float, batch: float) -> Finding:
+        calls = find_loading_calls(a, waits)
+        source = _loader_name(a)
+        source = source if source == "tf.data" else "the loader's workers"
+        overlap = "" if a.device_id is None else " while the GPU idles"
+        return Finding(
             summary=(
-                f"{of_step(a, waits.exposed)}{hidden} nothing runs but the "
-                "wait for the loader's workers: they deliver batches more slowly than the step "
-                "uses them." + inside.summary
+                f"The step waits {of_step(a, waits.exposed)} for {source}{overlap}. Batches arrive "
+                f"more slowly than the step uses them.{calls.summary}"
             ),
             evidence=[
-                Evidence("exposed wait", per_step, "ns", per=a.per),
+                figure(a, "exposed wait", waits.exposed),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 figure(a, "wait", waits.total),
                 Evidence("mean wait for a batch", batch, "ns", *self.limit("min_batch_ms", 1e6)),
-                Evidence("steps that wait", waiting, "share"),
+                Evidence("steps that wait", float(np.mean(waits.by_step > 0)), "share"),
                 Evidence("longest wait of a step", int(waits.by_step.max()), "ns"),
-                *inside.evidence,
+                *calls.evidence,
             ],
-            where=[*inside.where, *places(a, waits.host, waits.each)],
-            edits=[Edit(op="spread", select=Select(on="host", name=OTHERS), workers=self.more)],
+            where=[*calls.where, *places(a, waits.host, waits.each)],
+            edits=[Edit(op="spread", select=Select(on="host", name=WORKERS), workers=self.more)],
         )
 
     @staticmethod
@@ -216,3 +242,173 @@ class DataLoaderWait(Rule):
             "no workers": (single, "waits is None"),
             "first batch": (first, "not recurs("),
         }
+
+
+class SingleProcessLoader(LoaderWaitRule):
+    """The DataLoader has no workers (``num_workers=0``), so the training process prepares each
+    batch itself while the GPU idles. Workers would prepare it during the previous step.
+
+    PyTorch names the iterator in its range, ``_SingleProcessDataLoaderIter.__next__``. As for
+    dataloader-wait, only the part of the loading that leaves the GPU idle counts. A short load does
+    not need a worker: taking a ready batch over from one (queue, shared memory, wake-up) took 1.5
+    ms for 8 KiB and 4 ms for 2 MiB, measured with torch 2.13 and two busy cores. If the data is in
+    memory already, slice whole tensors instead.
+    """
+
+    id = "single-process-loader"
+    title = "The DataLoader has no workers, and the step waits for it"
+    category = "input"
+    knobs = ("workers",)
+    found_in = (
+        "traces/pairs/loader_autograd_workers0",
+        "traces/pairs/loader_profiler_workers0",
+        "workloads/loader_bound",
+    )
+    silent_in = (*SILENT_TRACES, "workloads/loader_bound")
+    validated_on = (
+        "public traces of one training with num_workers 0 and 4 (median step 155 to 121 ms); CPU "
+        "recordings, torch 2.13: 80 ms of loading per step, gain estimated at 65 % of the step; "
+        "with 4 workers the unprofiled step went from 169 to 58 ms (65 %); a small CNN that trains "
+        "on both of two cores: no estimated gain, and 26 to 55 % slower with two workers"
+    )
+    references = (
+        "https://pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading",
+        "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
+    )
+
+    most_workers = Threshold(
+        8, "workers, where the cores are not recorded: shared machines give a GPU that many", OURS
+    )
+    max_taken = Threshold(
+        0.5, "of the loading would run on cores that the step needs for its own compute", CHOSEN
+    )
+
+    fix = (
+        "Set num_workers={workers} to load in worker processes; {needed} should keep up with the "
+        "step. If the whole dataset fits in memory, index tensors one batch at a time, or keep "
+        "them on the GPU."
+    )
+    code = (
+        "loader = DataLoader(dataset, batch_size=..., num_workers={workers},\n"
+        "                    persistent_workers=True, pin_memory=True)\n"
+        "for batch, target in loader:\n"
+        "    batch = batch.to(device, non_blocking=True)"
+    )
+    verify = (
+        "Profile again: the ranges read _MultiProcessingDataLoaderIter, and their exposed part is "
+        "near zero."
+    )
+    assumptions = ("this many cores are free for workers", "the dataset can be pickled")
+    cases: ClassVar = {
+        "a batch that takes more workers than there are cores": {
+            "fix": "Make a batch cheaper first: it takes {batch}, and {needed} workers would have "
+            "to keep up. Do work once that repeats for every sample: decode and resize ahead, "
+            "cache, store in a few large files. Work on whole batches, or move transforms to the "
+            "GPU. Then {workers} workers share what is left."
+        },
+        "the training computes on the same cores": {
+            "fix": "Make loading cheaper instead of moving it. The training itself computes on all "
+            "cores, and workers would take them away. Work on whole batches, and keep what repeats "
+            "for every sample (decoded, resized). Or leave cores to {workers} workers with "
+            "torch.set_num_threads, and measure that: advisor try --only workers.",
+        },
+        "training on the CPU": {
+            "code": "loader = DataLoader(dataset, batch_size=..., num_workers={workers},\n"
+            "                    persistent_workers=True)"
+        },
+    }
+
+    _ranges = SINGLE_PROCESS
+
+    def _finding(self, a: Analysis, waits: Waits, share: float, batch: float) -> Finding:
+        per_step = waits.exposed / a.step_count
+        calls = find_loading_calls(a, waits)
+        rest = a.step_ns - per_step
+        needed = max(1, int(np.ceil(waits.total / a.step_count / max(rest, 1.0))))
+        cores = None if a.record is None else a.record.rank.cpus
+        workers = min(needed + 1, self.most_workers if cores is None else max(1, cores))
+        fix, code = self.fix, self.code
+        if needed > workers:
+            fix = self.case("a batch that takes more workers than there are cores")["fix"]
+        taken = taken_by_training(a, share)
+        if taken is not None and taken > self.max_taken:
+            fix = self.case("the training computes on the same cores")["fix"]
+        if a.device_id is None:
+            code = self.case("training on the CPU")["code"]
+        idle = "nothing else runs" if a.device_id is None else "the GPU idles"
+        return Finding(
+            summary=(
+                f"The main process loads data itself (num_workers=0), and {idle} for "
+                f"{of_step(a, waits.exposed)}.{calls.summary}"
+            ),
+            evidence=[
+                figure(a, "exposed loading", waits.exposed),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                Evidence("mean time of one batch", batch, "ns", *self.limit("min_batch_ms", 1e6)),
+                Evidence("workers that would keep up", needed, "count"),
+                *self._core_evidence(taken),
+                *calls.evidence,
+            ],
+            where=[*calls.where, *places(a, waits.host, waits.each)],
+            edits=[
+                Edit(op="spread", select=Select(on="host", name=SINGLE_PROCESS), workers=workers)
+            ],
+            assumptions=[_assume_cores(a, workers, cores), self.assumptions[1]],
+            fix=fix.format(needed=needed, workers=workers, batch=t.format_duration(batch)),
+            code=code.format(workers=workers),
+        )
+
+    def _core_evidence(self, taken: float | None) -> list[Evidence]:
+        if taken is None:
+            return []
+        label = "part of the loading that needs busy cores"
+        return [Evidence(label, taken, "share", *self.limit("max_taken"))]
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Loading in the training process, with a device and without."""
+        device, host_only = TraceBuilder(), TraceBuilder(gpu=None)
+        for _ in range(4):
+            with device.step():
+                device.loader_wait(5000, workers=0)
+                device.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
+                device.sync()
+            with host_only.step():
+                host_only.loader_wait(5000, workers=0)
+                with host_only.op("aten::mm", host_us=4000):
+                    pass
+        return {"with a device": device, "training on the CPU": host_only}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Loading hidden behind the device; workers; a dataset in memory, where they would cost."""
+        hidden, workers, memory = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with hidden.step():
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 7000)
+                hidden.loader_wait(5000, workers=0)
+            with workers.step():
+                workers.loader_wait(5000, workers=4)
+                workers.run("aten::mm", "ampere_sgemm_128x64_nn", 4000)
+                workers.sync()
+            with memory.step():
+                memory.loader_wait(300, workers=0)
+                memory.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
+                memory.sync()
+        return {
+            "hidden behind device work": (hidden, "share < self.min_share"),
+            "workers": (workers, "waits is None"),
+            "in memory": (memory, "min_batch_ms"),
+        }
+
+
+def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:
+    """``2 cores are free for workers (the process may use 8, and 5.5 of them are idle)``."""
+    text = f"{t.count_noun(workers, 'core')} {'is' if workers == 1 else 'are'} free for workers"
+    if a.trains_on_host:
+        text += " besides those that the step computes on"
+    if cores is None:
+        return text
+    free = None if a.recorded is None else a.recorded.free_cores
+    idle = "" if free is None else f", and {free:.1f} of them are idle"
+    return f"{text} (the process may use {cores}{idle})"

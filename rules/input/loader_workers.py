@@ -1,4 +1,4 @@
-"""The number of DataLoader workers does not fit the cores."""
+"""The number of DataLoader workers does not match the cores."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from advisor.core.finding import (
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.rules.input.waits import OTHERS, SINGLE
+from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
 from advisor.rules.recorded import (
     a_step,
     device_bound,
-    loader,
+    find_loader,
     local_ranks,
     measure_it,
     record,
@@ -33,6 +33,7 @@ from advisor.rules.recorded import (
 )
 from advisor.rules.sources import (
     CHOSEN,
+    CURED_RECORDINGS,
     HAND_OVER,
     SAGEMAKER,
     SAGEMAKER_CPU,
@@ -43,37 +44,31 @@ from advisor.testing import TraceBuilder
 
 
 class LoaderWorkers(Rule):
-    """The training loop waits for batches while cores are free that more DataLoader workers could
-    use; or there are so many workers that they, and the training process, take the cores from each
-    other.
+    """The training loop waits for batches while cores are free for more DataLoader workers. Or
+    there are so many workers that they and the training process take the cores from each other.
 
     Cores are those that the process may use: its CPU affinity, and the container's quota where that
-    is lower (``os.cpu_count()`` knows neither), divided among the training processes of the
-    machine (``LOCAL_WORLD_SIZE``). Too few: workers leave more than 30 % of these cores unused and
-    the loop spends at least 5 % of the step in the phase ``data``. Too many: more than twice the
-    cores, whatever the wait, when the CPUs are busy.
+    is lower (``os.cpu_count()`` knows neither), divided among the training processes of the machine
+    (``LOCAL_WORLD_SIZE``). Too few: workers leave more than 30 % of these cores unused, and the
+    loop spends at least 5 % of the step in the phase ``data``. Too many: more than twice the cores,
+    whatever the wait, when the CPUs are busy.
 
     With a profiled window the gain is replayed. Without one it follows from the loader being the
-    bottleneck: W workers deliver a batch every step, so W' deliver one every W/W' steps, and the
-    step cannot fall below what it is without the wait. A loader without workers (0) counts as one
-    that does nothing beside training: a worker takes the whole wait over.
+    bottleneck: W workers deliver one batch per step, so W' deliver one every W/W' steps, and the
+    step cannot get shorter than it is without the wait. A loader without workers (0) counts as one
+    that does nothing beside training: a worker takes over the full wait.
 
-    Traps: fetching may be bound by storage or by memory bandwidth instead of cores, and then more
-    workers do not help. The device may have work queued during the wait: then less is gained.
+    Traps: storage or memory bandwidth may limit the fetching instead of cores, and then more
+    workers do not help. The GPU may have work queued during the wait; then the gain is smaller.
     """
 
     id = "loader-workers"
-    title = "The number of DataLoader workers does not fit the cores"
+    title = "The number of DataLoader workers does not match the cores"
     category = "input"
     knobs = ("workers",)
     reads_record = True
     found_in = ("recorded/workers.slow",)
-    silent_in = (
-        "recorded/workers.cured",
-        "recorded/anomaly.cured",
-        "recorded/gc_pauses.cured",
-        "recorded/leak.cured",
-    )
+    silent_in = ("recorded/workers.cured", *CURED_RECORDINGS)
     validated_on = (
         "CPU recordings on two cores, torch 2.13, a dataset that sleeps: fires with no workers and "
         "with one, silent with two"
@@ -81,26 +76,26 @@ class LoaderWorkers(Rule):
     references = ("https://pytorch.org/docs/stable/data.html#multi-process-data-loading",)
 
     min_wait = Threshold(0.05, "of the step in the phase data", TENSORBOARD, XPROF)
-    few = Threshold(0.70, "workers a core below which cores are unused", SAGEMAKER)
-    many = Threshold(2.0, "workers a core above which they crowd each other", SAGEMAKER)
+    few = Threshold(0.70, "workers per core: below it, cores are unused", SAGEMAKER)
+    many = Threshold(2.0, "workers per core: above it, workers compete for cores", SAGEMAKER)
     busy_cpus = Threshold(
-        0.90, "of the cores, for too many workers to cost anything", SAGEMAKER_CPU
+        0.90, "of the cores busy: below it, too many workers cost nothing", SAGEMAKER_CPU
     )
     min_wait_ms = Threshold(
-        3.0, "ms: shorter waits are the hand-over of a batch that is ready", HAND_OVER
+        3.0, "ms: taking over a ready batch from a worker takes as long", HAND_OVER
     )
 
     max_taken = Threshold(
-        0.5, "of the loading, which the step would go on to take on cores that it needs", CHOSEN
+        0.5, "of the loading would run on cores that the step needs for its own compute", CHOSEN
     )
 
     verify = "Record again: the phase 'data' shrinks."
     falsified_by = "the same step time when the loop reuses one batch"
-    assumptions = ("fetching a batch is bound by cores, not by storage",)
+    assumptions = ("cores limit the fetching, not storage",)
     confidence = 0.85
 
     fix = (
-        "Give the loader about {workers}: from the cores this process may use, not from "
+        "Give the loader about {workers}. Count the cores that this process may use, not "
         "os.cpu_count()."
     )
     code = (
@@ -115,24 +110,24 @@ class LoaderWorkers(Rule):
             "code": "loader = DataLoader(dataset, batch_size=..., num_workers={best})",
             "verify": "Record again with both settings and compare the median step.",
             "confidence": 0.6,
-            "falsified_by": "a step that is as long or longer with fewer workers",
-            "assumptions": ("the busy cores are busy with these workers",),
+            "falsified_by": "a step that is no shorter with fewer workers",
+            "assumptions": ("these workers keep the cores busy",),
         }
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
         """Compare workers with cores and with the wait."""
         recorded = record(a)
-        used = loader(a)
+        feed = find_loader(a)
         cpus = recorded.record.rank.cpus
-        if used is None:
+        if feed is None:
             return
-        workers = workers_of(used)
+        workers = workers_of(feed)
         wait = recorded.phase("data")
         if workers is None or cpus is None or wait is None:
             yield SkippedCheck(
-                what="whether the number of DataLoader workers fits the cores",
-                why="the run does not tell its cores, its workers, or the wait for data",
+                what="whether the number of DataLoader workers matches the cores",
+                why="the cores, the workers or the wait for data are not recorded",
             )
             return
         cores = max(1.0, cpus / local_ranks(a))
@@ -145,25 +140,24 @@ class LoaderWorkers(Rule):
             and median >= self.min_wait_ms * 1e6
             and not device_bound(a)
             and (workers > 0 or cores >= 2)
-            and not self._crowded(a, workers, share)
+            and not self._needs_cores(a, workers, share)
         ):
-            yield self._too_few(a, used, workers, cores, mean, share)
+            yield self._too_few(a, workers, cores, mean, share)
         elif workers > self.many * cores:
             busy = recorded.used_cores
             if busy is not None and busy >= self.busy_cpus * cores:
                 yield self._too_many(a, workers, cores, busy)
 
-    def _crowded(self, a: Analysis, workers: int, share: float) -> bool:
+    def _needs_cores(self, a: Analysis, workers: int, share: float) -> bool:
         """Whether this process computes on the cores that more workers would need."""
         if not workers:
             return (taken_by_training(a, share) or 0.0) > self.max_taken
-        used, cores = record(a).used_cores, record(a).record.rank.cpus
-        return bool(a.trains_on_host and used and cores and used > self.busy_cpus * cores)
+        busy, cores = record(a).used_cores, record(a).record.rank.cpus
+        return bool(a.trains_on_host and busy and cores and busy > self.busy_cpus * cores)
 
     def _too_few(
         self,
         a: Analysis,
-        used: dict[str, object],
         workers: int,
         cores: float,
         wait: float,
@@ -174,33 +168,31 @@ class LoaderWorkers(Rule):
         best = max(1, int(cores) - (0 if cores < 2 else 1)) if workers else max(1, int(cores) - 1)
         best = max(best, workers + 1)
         rest = step - wait
-        # without workers a batch takes the wait, and one worker makes one while the step runs
+        # without workers a batch takes the wait; one worker makes a batch while the step runs
         batch = wait if workers == 0 else workers * step
         after = max(rest, batch / best)
         gain = max(0.0, step - after)
         edits = []
         if not a.record_only:
             times = best if workers == 0 else max(2, round(best / workers))
-            name = SINGLE if workers == 0 else OTHERS
+            name = SINGLE_PROCESS if workers == 0 else WORKERS
             edits = [Edit(op="spread", select=Select(on="host", name=name), workers=times)]
         return Finding(
             title=(
-                "The main process loads its data itself (num_workers=0)"
+                "The main process loads data itself (num_workers=0)"
                 if workers == 0
                 else "Fewer DataLoader workers than the cores allow"
             ),
             summary=(
-                f"{t.format_duration(wait)} of each step ({share:.0%}) goes into waiting for data "
-                "with "
-                f"num_workers={workers}, while this process may use "
-                f"{t.count_noun(int(cores), 'core')}."
+                f"Waiting for data takes {t.format_duration(wait)} of each step ({share:.0%}) with "
+                f"num_workers={workers}. This process may use {t.count_noun(int(cores), 'core')}."
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
                 Evidence("share", share, "share", *self.limit("min_wait"), per="step"),
                 Evidence("workers", workers, "count"),
-                Evidence("cores for each main process", cores, "count"),
-                Evidence("workers a core", workers / cores, "", *self.limit("few")),
+                Evidence("cores per main process", cores, "count"),
+                Evidence("workers per core", workers / cores, "", *self.limit("few")),
                 steps_seen(recorded),
             ],
             edits=edits,
@@ -215,16 +207,15 @@ class LoaderWorkers(Rule):
         return Finding(
             summary=(
                 f"{workers} workers share {t.count_noun(int(cores), 'core')} with the main "
-                "process, "
-                f"and all of them are busy ({busy:.1f} cores): they interrupt it and each other."
+                f"process, and all of them are busy ({busy:.1f} cores)."
             ),
             evidence=[
                 Evidence("workers", workers, "count"),
-                Evidence("cores for each main process", cores, "count"),
-                Evidence("workers a core", workers / cores, "", *self.limit("many")),
+                Evidence("cores per main process", cores, "count"),
+                Evidence("workers per core", workers / cores, "", *self.limit("many")),
                 Evidence("cores in use", busy, "", *self.limit("busy_cpus", cores)),
             ],
-            impact=measure_it("what fewer workers save is not in the record: try it"),
+            impact=measure_it("the record does not show what fewer workers save; try it"),
             **self.case("too many", workers=t.count_noun(best, "worker"), best=best),
         )
 
@@ -251,7 +242,7 @@ class LoaderWorkers(Rule):
                 _run(0, 2, data=6, busy=170),
                 "workers > self.many * cores",
             ),
-            "cores not known": (_run(2, None, data=6), "cpus is None"),
+            "cores not recorded": (_run(2, None, data=6), "cpus is None"),
         }
 
 

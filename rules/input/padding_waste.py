@@ -10,21 +10,20 @@ from advisor.core.finding import Edit, Evidence, Finding, Impact, Outcome, Rule,
 from advisor.measure import Analysis
 from advisor.measure.steps.record import StepRecords
 from advisor.rules.recorded import a_step, record, steps_seen
-from advisor.rules.sources import CHOSEN
+from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import TraceBuilder
 
 
 class PaddingWaste(Rule):
     """Sequences of a batch are padded to the longest of them, and the model computes on the padding
-    too: the share of padding is the share of the work on tokens that nobody uses.
+    too. The share of padding is the share of the work on tokens that nobody uses.
 
-    The recorder samples the share of padding in the batch's mask while that is on the CPU; masks
-    that are made on the device are not seen. Reported from 20 % on, from at least three samples.
+    The recorder samples the share of padding in the batch's mask while that is on the CPU. Masks
+    made on the GPU are not sampled. Reported from 20 % on, from at least three samples.
 
-    The gain counts all device work of the model except the optimizer and communication as linear
-    in the number of tokens; attention is quadratic, so it gains more, and work that does not fill
-    the device gains less. Without a device in the trace it is taken from the phases forward and
-    backward.
+    The gain counts all GPU work of the model, except the optimizer and communication, as linear in
+    the number of tokens. Attention is quadratic, so it gains more; work that does not fill the GPU
+    gains less. Without a GPU in the trace the gain comes from the phases forward and backward.
     """
 
     id = "padding-waste"
@@ -32,12 +31,7 @@ class PaddingWaste(Rule):
     category = "input"
     reads_record = True
     found_in = ("workloads/padding_waste",)
-    silent_in = (
-        "recorded/anomaly.cured",
-        "recorded/gc_pauses.cured",
-        "recorded/leak.cured",
-        "workloads/padding_waste",
-    )
+    silent_in = (*CURED_RECORDINGS, "workloads/padding_waste")
     validated_on = "a CPU recording of batches padded to one length; silent with buckets"
     references = (
         "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments.group_by_length",
@@ -48,9 +42,8 @@ class PaddingWaste(Rule):
     min_samples = Threshold(3, "batches sampled", CHOSEN)
 
     fix = (
-        "Put sequences of similar length into one batch, and pad to the longest of the "
-        "batch, not to a fixed length; or pack several sequences into one with an "
-        "attention mask that keeps them apart."
+        "Batch sequences of similar length, and pad to the longest of the batch, not to a fixed "
+        "length. Or pack several sequences into one, with an attention mask between them."
     )
     code = (
         "# Hugging Face: TrainingArguments(group_by_length=True)\n"
@@ -61,8 +54,8 @@ class PaddingWaste(Rule):
         "loader = DataLoader(\n"
         "    dataset, batch_sampler=batches, collate_fn=pad_to_longest)"
     )
-    verify = "Record again: the share of padding falls, and samples a second rise."
-    falsified_by = "the same time a sample with batches of equal lengths"
+    verify = "Record again: the share of padding falls, and samples per second rise."
+    falsified_by = "the same time per sample with batches of equal lengths"
     assumptions = ("the model's time is proportional to the tokens of a batch",)
     confidence = 0.8
 
@@ -79,8 +72,8 @@ class PaddingWaste(Rule):
         edits, impact = self._effect(a, recorded, mean)
         yield Finding(
             summary=(
-                f"{mean:.0%} of the tokens are padding (between {padding.min():.0%} and "
-                f"{padding.max():.0%} of a batch): the model computes on them for nothing."
+                f"{mean:.0%} of the tokens are padding, {padding.min():.0%} to "
+                f"{padding.max():.0%} per batch. The model computes on them for nothing."
             ),
             evidence=[
                 Evidence("padding", mean, "share", *self.limit("min_padding")),
@@ -117,8 +110,8 @@ class PaddingWaste(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Four tenths of padding; the same with a device in the trace."""
-        return {"on the CPU": _run(0.4), "on a device": _run(0.4, device=True)}
+        """Four tenths of padding; the same with a GPU in the trace."""
+        return {"on the CPU": _run(0.4), "on a GPU": _run(0.4, device=True)}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
@@ -154,6 +147,6 @@ def _run(padding: float | None, *, samples: int = 30, device: bool = False) -> T
             b.sync()
     r = b.record_of_run()
     for n in range(60):
-        told = {} if padding is None or n < 60 - samples else {"padding": padding}
-        r.step(10, forward=3, backward=6, fields=told)
+        fields = {} if padding is None or n < 60 - samples else {"padding": padding}
+        r.step(10, forward=3, backward=6, fields=fields)
     return b

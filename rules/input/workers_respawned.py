@@ -1,4 +1,4 @@
-"""DataLoader workers are started anew for every epoch."""
+"""DataLoader workers are restarted for every epoch."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, Threshold
 from advisor.core.run_directory import LARGEST
 from advisor.measure import Analysis
-from advisor.rules.recorded import began, loader, over_the_run, record, workers_of
+from advisor.rules.recorded import find_loader, over_the_run, record, started_at, workers_of
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
-QUICK = 0.25
-"""Quantile of the waits that all batches are taken to come down to, at best, while workers that
-have just started fill their queue: in short epochs that is most of them, and so is the median."""
-AHEAD = 2
-"""Batches that a worker makes ahead (``prefetch_factor``, PyTorch's own)."""
+BEST_WAIT = 0.25
+"""Quantile of the waits that all batches come down to at best, while workers that have just started
+fill their queue. In short epochs most batches, and so the median, are from that time."""
+PREFETCH = 2
+"""Batches that a worker makes ahead (``prefetch_factor``, PyTorch's default)."""
 
 
 class WorkersRespawned(Rule):
-    """A DataLoader with ``persistent_workers=False`` (the default) starts its worker processes anew
-    for every epoch, and the first batch of the epoch waits for them: for the processes, for the
-    import of every module in them where they are spawned, and for the first batch itself.
+    """A DataLoader with ``persistent_workers=False`` (the default) restarts its worker processes
+    for every epoch. The first batch of the epoch waits for the processes, for the import of every
+    module in them where they are spawned, and for its own loading.
 
-    What an epoch's start costs is the time to end the old workers and to start the new ones, as
-    measured, and what its first batch takes beyond the median wait for data. The first epoch has to
-    start workers in any case; at least one more is needed. It is reported from 2 % of the time of
-    the epochs. Of that, ending and starting workers is saved for certain; the first batch still has
-    to be fetched, unless the workers can fetch it while the epoch before ends, so the lower end is
-    without it.
+    The cost of an epoch's start is the measured time to end the old workers and start the new ones,
+    and the wait for its first batch beyond the median wait. The first epoch has to start workers in
+    any case; at least one more is needed. Reported from 2 % of the time of the epochs. Ending and
+    starting workers is saved for certain. The first batch still has to be fetched, unless the
+    workers can fetch it while the previous epoch ends, so the lower end of the range is without it.
     """
 
     id = "workers-respawned"
-    title = "DataLoader workers are started anew for every epoch"
+    title = "DataLoader workers restart for every epoch"
     category = "input"
     knobs = ("loader-persistent",)
     reads_record = True
@@ -57,63 +56,63 @@ class WorkersRespawned(Rule):
     min_factor = Threshold(5.0, "start and first wait over the median wait", CHOSEN)
 
     fix = (
-        "Keep the workers alive between epochs. They then keep their copy of the dataset: "
-        "one that changes between epochs has to be told so."
+        "Keep the workers alive between epochs. They keep their copy of the dataset: if it changes "
+        "between epochs, pass the change on to them."
     )
     code = "DataLoader(..., persistent_workers=True)"
-    verify = "Record two epochs: the first step of the second is like the others."
+    verify = "Record two epochs: the first step of the second takes as long as the others."
     falsified_by = "the same wait at the start of an epoch with persistent workers"
     confidence = 0.9
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Add up what the starts of epochs cost."""
+        """Add up the cost of the starts of epochs."""
         recorded = record(a)
-        used = loader(a)
-        if used is None or not workers_of(used) or used.get("persistent_workers") is not False:
+        feed = find_loader(a)
+        if feed is None or not workers_of(feed) or feed.get("persistent_workers") is not False:
             return
         starts = [
             event
             for event in recorded.record.events
             if event.kind == "loader_iter"
-            and event.data.get("id") == used.get("id")
+            and event.data.get("id") == feed.get("id")
             and not event.data.get("evaluation")
         ][1:]
         wait = recorded.phases.get("data")
         if len(starts) < self.min_epochs or wait is None or not recorded.count:
             return
         usual = float(np.median(wait[recorded.used]))
-        quick = float(np.quantile(wait[recorded.used], QUICK))
-        workers = workers_of(used) or 0
+        best_wait = float(np.quantile(wait[recorded.used], BEST_WAIT))
+        workers = workers_of(feed) or 0
         filling = np.zeros(len(wait), dtype=bool)
         end = recorded.ts + recorded.dur
         costs, spawns = [], []
         for event in starts:
-            at = int(np.searchsorted(end, began(event), side="right"))
-            if at >= len(wait):
+            first = int(np.searchsorted(end, started_at(event), side="right"))
+            if first >= len(wait):
                 continue
             both = (event.data.get(name) for name in ("workers_ended_ns", "workers_started_ns"))
-            spawns.append(sum(map(_told, both)))
+            spawns.append(sum(map(_duration, both)))
             # the batch may be fetched in the step in which the iterator starts, or in the next
-            near = wait[at : at + 2]
+            near = wait[first : first + 2]
             costs.append(max(0.0, float(near.max()) - usual))
-            filling[at : at + 2 + workers * AHEAD] = True
+            filling[first : first + 2 + workers * PREFETCH] = True
         if len(costs) < self.min_epochs:
             return
-        first = max(int(np.searchsorted(end, began(starts[0]))), 0)
-        time = float((recorded.dur + recorded.column("evaluation"))[first:].sum())
-        starting = np.array(costs) + np.array(spawns)
-        lost = float(starting.sum())
-        most = float(np.sum(spawns)) + float(np.maximum(0.0, wait[filling] - quick).sum())
-        if lost < self.min_share * time or float(np.median(starting)) < self.min_factor * max(
+        begin = max(int(np.searchsorted(end, started_at(starts[0]))), 0)
+        time = float((recorded.dur + recorded.column("evaluation"))[begin:].sum())
+        start_costs = np.array(costs) + np.array(spawns)
+        lost = float(start_costs.sum())
+        upper = float(np.sum(spawns)) + float(np.maximum(0.0, wait[filling] - best_wait).sum())
+        if lost < self.min_share * time or float(np.median(start_costs)) < self.min_factor * max(
             usual, 1.0
         ):
             return
         yield Finding(
             summary=(
-                f"Each of {t.count_noun(len(costs), 'epoch')} after the first begins with "
-                f"{t.format_duration(float(np.median(starting)))} of starting {workers_of(used)} "
-                "workers "
-                f"again and waiting for their first batch: {lost / time:.1%} of the time."
+                f"Each of {t.count_noun(len(costs), 'epoch')} after the first spends "
+                f"{t.format_duration(float(np.median(start_costs)))} on restarting "
+                f"{workers_of(feed)} workers and waiting for their first batch: {lost / time:.1%} "
+                "of the time."
             ),
             evidence=[
                 Evidence("time lost", lost, "ns"),
@@ -128,8 +127,8 @@ class WorkersRespawned(Rule):
             impact=over_the_run(
                 lost,
                 low=min(lost, float(np.sum(spawns))),
-                high=max(lost, most),
-                method="what the first batches of epochs take beyond the others",
+                high=max(lost, upper),
+                method="time of the first batches of epochs beyond the others",
             ),
         )
 
@@ -139,7 +138,7 @@ class WorkersRespawned(Rule):
         return {
             "a second for each of three epochs": _run(),
             "the start lies between two steps": _run(wait=30, between=700),
-            "short epochs whose starts are told two steps later": _run(
+            "short epochs whose starts are recorded two steps later": _run(
                 epochs=20, steps=4, wait=15, usual=1, spawn=18, between=31, late=2
             ),
         }
@@ -150,9 +149,9 @@ class WorkersRespawned(Rule):
         return {
             "persistent workers": (
                 _run(persistent=True, wait=20),
-                "used.get('persistent_workers') is not False",
+                "feed.get('persistent_workers') is not False",
             ),
-            "no workers": (_run(workers=0), "not workers_of(used)"),
+            "no workers": (_run(workers=0), "not workers_of(feed)"),
             "one epoch": (_run(epochs=1), "len(starts) < self.min_epochs"),
             "long epochs": (_run(steps=8000, epochs=3), "min_share"),
             "the iterators are of validation": (
@@ -162,8 +161,8 @@ class WorkersRespawned(Rule):
         }
 
 
-def _told(value: object) -> float:
-    """Of what was measured, ns; else nothing."""
+def _duration(value: object) -> float:
+    """A measured duration, ns; 0 for anything else."""
     known = isinstance(value, int | float) and 0 <= value < LARGEST
     return float(value) if known and isinstance(value, int | float) else 0.0
 
@@ -181,23 +180,23 @@ def _run(
     spawn: float = 600,
     late: int = 0,
 ) -> TraceBuilder:
-    """``late``: steps after which the start of an epoch is told; all times ms."""
+    """``late``: steps after which the start of an epoch is recorded; all times ms."""
     b = TraceBuilder()
     r = b.record_of_run(cpus=8)
     r.event("loader", id=1, workers=workers, persistent_workers=persistent)
     for epoch in range(epochs):
-        told = {
+        fields = {
             "id": 1,
             "workers_started_ns": round(spawn * 1e6),
             "evaluation": evaluation and epoch > 0,
         }
         if late:
-            told["began_ns"] = r.now
+            fields["began_ns"] = r.now
         else:
-            r.event("loader_iter", **told)
+            r.event("loader_iter", **fields)
         r.step(wait + 20, data=wait, evaluation=between)
         r.steps(max(0, late - 1), 20, data=usual)
         if late:
-            r.event("loader_iter", **told)
+            r.event("loader_iter", **fields)
         r.steps(steps - max(1, late), 20, data=usual)
     return b

@@ -1,4 +1,4 @@
-"""Half of the device is empty: a larger batch would fit."""
+"""Half of the GPU memory is free: a larger batch would fit."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ import numpy as np
 from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
 from advisor.measure import Analysis
-from advisor.rules.memory.recorded import capacity, last
+from advisor.rules.memory.device_memory import gpu_capacity, last_known
 from advisor.rules.recorded import measure_it, record, steps_seen
 from advisor.rules.sources import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
 from advisor.testing import TraceBuilder
 
 
 class BatchHeadroom(Rule):
-    """Device memory is at most half used, and the device is not kept busy: a larger batch spreads
-    the fixed costs of a step (launches, the optimizer, the gradients' all-reduce) over more
-    samples.
+    """GPU memory is at most half used, and the GPU is not kept busy. A larger batch spreads the
+    fixed costs of a step (launches, the optimizer, the all-reduce of gradients) over more samples.
 
-    The device counts as not busy where the profiled window shows it idle for 20 % of the step or
-    more; without a window, where GPM shows less than 70 % of the multiprocessors active, or NVML
-    less than 70 % utilisation at its 95th percentile (SageMaker's BatchSize rule). NVML's
-    utilisation alone says nothing when it is high.
+    The GPU counts as not busy where the profiled window shows it idle for 20 % of the step or more.
+    Without a window, it counts where GPM shows less than 70 % of the multiprocessors active, or
+    NVML less than 70 % utilization at its 95th percentile (SageMaker's BatchSize rule). A high
+    NVML utilization alone says nothing.
 
-    A larger batch changes the optimisation: fewer updates an epoch, and a learning rate that has to
-    be scaled (in proportion with SGD, by the square root with Adam, after a warm-up), so that the
-    same quality may need more epochs. It is a note, never a finding.
+    A larger batch changes the optimization: there are fewer updates per epoch, and the learning
+    rate has to be scaled (linearly with SGD, by the square root with Adam, after a warm-up). The
+    same quality may need more epochs. So this is a note, never a finding.
     """
 
     id = "batch-headroom"
-    title = "Device memory allows a larger batch"
+    title = "GPU memory has room for a larger batch"
     category = "memory"
     reads_record = True
     references = (
@@ -40,39 +39,40 @@ class BatchHeadroom(Rule):
         "https://arxiv.org/abs/2205.10287",
     )
 
-    max_memory = Threshold(0.50, "of the device, reserved at its peak", CHOSEN)
-    max_busy = Threshold(0.80, "of the step, the device is busy", GPU_IDLE)
+    max_memory = Threshold(0.50, "of GPU memory, reserved at the peak", CHOSEN)
+    max_busy = Threshold(0.80, "of the step, the GPU is busy", GPU_IDLE)
     max_active = Threshold(
-        70.0, "% of the multiprocessors, or NVML utilisation at its 95th percentile", SAGEMAKER
+        70.0,
+        "% of the multiprocessors active, or NVML utilization at its 95th percentile",
+        SAGEMAKER,
     )
     target = Threshold(
-        0.85, "of the device, with the larger batch: below what counts as near capacity", TRACEML
+        0.85, "of GPU memory, with the larger batch: below what counts as near capacity", TRACEML
     )
 
     fix = (
-        "Try twice the batch and compare samples a second; go on while they rise. Scale "
-        "the learning rate (in proportion with SGD, by its square root with Adam) and warm "
-        "it up. This changes the optimisation: compare quality after as many samples."
+        "Double the batch and compare samples per second. Go on while they rise. Scale the "
+        "learning rate (linearly with SGD, by the square root with Adam) and warm it up. This "
+        "changes the optimization: compare quality after the same number of samples."
     )
     code = (
         "scale = new_batch / old_batch\n"
-        "lr = old_lr * scale            # SGD with momentum\n"
-        "lr = old_lr * scale ** 0.5     # Adam, AdamW"
+        "lr = old_lr * scale            # SGD with momentum; Adam: scale ** 0.5"
     )
-    verify = "Record again: samples a second rise."
-    falsified_by = "the same samples a second with twice the batch"
+    verify = "Record again: samples per second rise."
+    falsified_by = "the same samples per second with twice the batch"
     confidence = 0.6
 
     inference: ClassVar = {
-        "fix": "Try twice the batch and compare samples a second; go on while they rise.",
+        "fix": "Double the batch and compare samples per second. Go on while they rise.",
         "code": "loader = DataLoader(dataset, batch_size=2 * batch_size, ...)",
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare memory and activity with the device."""
+        """Compare memory and activity with what the GPU has."""
         recorded = record(a)
-        total = capacity(a)
-        peak = last(recorded.column("peak"))
+        total = gpu_capacity(a)
+        peak = last_known(recorded.column("peak"))
         reserved = recorded.column("reserved")
         if not total or peak is None or not recorded.count:
             return
@@ -82,8 +82,8 @@ class BatchHeadroom(Rule):
         active = _activity(a)
         if active is None:
             yield SkippedCheck(
-                what="whether a larger batch would keep the device busier",
-                why="neither a profiled window nor telemetry shows what the device does",
+                what="whether a larger batch would keep the GPU busier",
+                why="neither a profiled window nor telemetry shows how busy the GPU is",
             )
             return
         label, value, limit = active
@@ -97,51 +97,51 @@ class BatchHeadroom(Rule):
             summary=(
                 f"The run holds {t.format_bytes(held)} of {t.format_bytes(total)} "
                 f"({held / total:.0%}), and "
-                f"the device is not kept busy ({label} {value:.0%}): a batch up to "
-                f"{min(factor, 16)} times as large may fit."
+                f"the GPU is not kept busy ({label} {value:.0%}). A batch up to {min(factor, 16)} "
+                "times as large may fit."
             ),
             evidence=[
-                Evidence("device memory held", held, "bytes"),
-                Evidence("of the device", held / total, "share", *self.limit("max_memory")),
+                Evidence("GPU memory held", held, "bytes"),
+                Evidence("of the GPU's memory", held / total, "share", *self.limit("max_memory")),
                 Evidence(label, value, "share"),
-                Evidence("samples a batch", now, "count"),
+                Evidence("samples per batch", now, "count"),
                 steps_seen(recorded),
             ],
-            impact=measure_it("how fast a larger batch is, is not in the recording"),
+            impact=measure_it("the recording does not show how fast a larger batch is"),
             informational=True,
         )
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """A tenth of the memory and 40 % active; an idle device in the window."""
+        """A tenth of the memory and 40 % active; an idle GPU in the window."""
         return {
             "40 % of the multiprocessors": _run(8e9, gpm=40),
-            "an idle device in the window": _run(8e9, window=True),
+            "an idle GPU in the window": _run(8e9, window=True),
         }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Full; busy; utilisation says 100 %; nothing known."""
+        """Full; busy; utilization says 100 %; nothing recorded."""
         return {
             "full": (_run(70e9, gpm=40), "max_memory"),
             "busy": (_run(8e9, gpm=90), "max_active"),
-            "utilisation of 100 %": (_run(8e9, utilisation=100), "max_active"),
-            "nothing known of the device": (_run(8e9), "active is None"),
+            "utilization of 100 %": (_run(8e9, utilisation=100), "max_active"),
+            "GPU activity not recorded": (_run(8e9), "active is None"),
             "no device": (_run(None), "not total"),
         }
 
 
 def _activity(a: Analysis) -> tuple[str, float, str] | None:
-    """(what, share, kind) of the best measure of how busy the device is."""
+    """(label, share, kind) of the best measure of how busy the GPU is."""
     if a.device_id is not None and a.span_ns:
-        return "busy share of the step", a.breakdown.busy.total / a.span_ns, "busy"
+        return "GPU busy, share of the step", a.breakdown.busy.total / a.span_ns, "busy"
     recorded = record(a)
     active = [gpu.gpm["sm_util"] for gpu in recorded.gpus if gpu.gpm and "sm_util" in gpu.gpm]
     if len(active) >= 5:
         return "multiprocessors active", float(np.mean(active)) / 100, "active"
     used = recorded.gpu("utilisation")
     if len(used) >= 5:
-        return "utilisation, 95th percentile", float(np.quantile(used, 0.95)) / 100, "active"
+        return "utilization, 95th percentile", float(np.quantile(used, 0.95)) / 100, "active"
     return None
 
 
@@ -162,8 +162,8 @@ def _run(
             b.host(2000)
     devices = [] if held is None else [Device(total_bytes=80 * 10**9)]
     r = b.record_of_run(devices=devices)
-    told = {} if held is None else {"peak": round(held), "reserved": round(held), "samples": 32}
-    r.steps(60, 10, fields=told)
+    fields = {} if held is None else {"peak": round(held), "reserved": round(held), "samples": 32}
+    r.steps(60, 10, fields=fields)
     if gpm is not None or utilisation is not None:
         r.watch(
             gpu=Gpu(

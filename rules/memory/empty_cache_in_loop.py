@@ -13,7 +13,7 @@ from advisor.core.finding import Edit, Evidence, Finding, Location, Outcome, Rul
 from advisor.measure import Analysis
 from advisor.replay.selection import under_names
 from advisor.rules.common import figure
-from advisor.rules.sources import OURS
+from advisor.rules.sources import OURS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 FRAME = r"\bempty_?[cC]ache\b"
@@ -21,27 +21,22 @@ FRAME = r"\bempty_?[cC]ache\b"
 
 
 class EmptyCacheInLoop(Rule):
-    """``torch.cuda.empty_cache()`` hands all cached memory back to the driver, which waits for the
-    whole device, and the next step asks for it again, block by block. It lowers no peak: the
+    """``torch.cuda.empty_cache()`` returns all cached memory to the driver, which waits for the
+    whole GPU. The next step asks for it again, block by block. The call lowers no peak, because the
     allocator would have reused the same memory.
 
-    With Python stacks the call itself is seen. Without them it is told by a burst of two or more
-    ``cudaFree`` outside any operator (``empty_cache`` is called from Python, whereas the allocator
-    itself, when memory is full, frees from inside ``aten::empty``), with ``cudaMalloc`` after it,
-    in at least three steps.
+    With Python stacks the call itself is recorded. Without them it shows as a burst of two or more
+    ``cudaFree`` outside any operator, with ``cudaMalloc`` after it, in at least three steps.
+    ``empty_cache`` is called from Python, whereas the allocator itself frees from inside
+    ``aten::empty`` when memory is full.
     """
 
     id = "empty-cache-in-loop"
-    title = "empty_cache() in the loop"
+    title = "empty_cache() in the loop makes the allocator start over"
     category = "memory"
     knobs = ("keep-cache",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
-    validated_on = "the frame as PyTorch 2.13 records it; never seen to fire"
+    silent_in = SILENT_TRACES
+    validated_on = "the frame as PyTorch 2.13 records it; has not fired on a real trace"
     references = (
         "https://pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html",
         "https://pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management",
@@ -52,34 +47,32 @@ class EmptyCacheInLoop(Rule):
     min_burst = Threshold(2, "cudaFree calls in a row", OURS)
 
     fix = (
-        "Remove the call from the loop. It belongs between phases (after an evaluation "
-        "with other shapes), if anywhere. If it was there against running out of memory, "
-        "the cure is expandable segments or a lower peak."
+        "Remove the call from the loop. Use it between phases only, such as after an evaluation "
+        "with other shapes. If memory runs out without it, use expandable segments or lower the "
+        "peak."
     )
     code = (
-        "for batch in loader:\n"
-        "    ...\n"
-        "    # torch.cuda.empty_cache()   <- remove\n"
+        "# remove from the loop:  torch.cuda.empty_cache()\n"
         "# against fragmentation, in the shell before starting\n"
-        "# (older PyTorch: PYTORCH_CUDA_ALLOC_CONF):\n"
-        "# export PYTORCH_ALLOC_CONF=expandable_segments:True"
+        "# (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
+        "export PYTORCH_ALLOC_CONF=expandable_segments:True"
     )
-    verify = "Profile again: no cudaFree and no cudaMalloc in the steps, and no gap there."
-    falsified_by = "searching the loop and its callbacks for empty_cache finds none"
-    assumptions = ("the step runs within the same peak without the call",)
+    verify = "Profile again: no cudaFree and no cudaMalloc in the steps, and no idle gap there."
+    falsified_by = "no empty_cache in the loop and its callbacks"
+    assumptions = ("the step fits into the same peak without the call",)
 
     confidence = 0.95
     cases: ClassVar = {"without stacks": {"confidence": 0.7}}
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Find frees that empty_cache makes, with or without stacks."""
+        """Find the frees of empty_cache, with or without stacks."""
         if a.device_id is None or a.allocations.is_empty():
             return
         calls = a.allocations.filter(pl.col("call").is_in(["malloc", "free"]))
-        seen = under_names(a, FRAME)[calls["host"].to_numpy()]
+        in_empty_cache = under_names(a, FRAME)[calls["host"].to_numpy()]
         free = (calls["call"] == "free").to_numpy()
-        with_stack = bool((free & seen).any())
-        rows = free & seen if with_stack else self._bursts(calls)
+        with_stack = bool((free & in_empty_cache).any())
+        rows = free & in_empty_cache if with_stack else self._bursts(calls)
         frees = calls.filter(pl.Series(rows))
         enough = max(self.min_steps, self.min_share_of_steps * a.step_count)
         if frees["step"].n_unique() < enough:
@@ -92,9 +85,9 @@ class EmptyCacheInLoop(Rule):
         file, line, function = a.location(worst["host"])
         yield Finding(
             summary=(
-                f"{frees['step'].n_unique()} of {a.step_count} steps hand cached memory back to "
-                f"the driver ({bursts:.0f} cudaFree a step) and allocate it again "
-                f"({mallocs.height / a.step_count:.0f} cudaMalloc a step)."
+                f"{frees['step'].n_unique()} of {a.step_count} steps return cached memory to the "
+                f"driver ({bursts:.0f} cudaFree per step) and allocate it again "
+                f"({mallocs.height / a.step_count:.0f} cudaMalloc per step)."
             ),
             evidence=[
                 Evidence(
@@ -121,7 +114,7 @@ class EmptyCacheInLoop(Rule):
             edits=[Edit(op="remove", select=Select(on="gap", cause=("allocation",)))],
             confidence_notes=[]
             if with_stack
-            else ["no Python stacks: told by cudaFree bursts outside any operator"],
+            else ["without Python stacks: inferred from cudaFree bursts outside any operator"],
             **({} if with_stack else self.case("without stacks")),
         )
 

@@ -1,4 +1,4 @@
-"""Part of the loop builds an autograd graph whose backward pass never comes."""
+"""Part of the loop builds an autograd graph that no backward pass uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX, op_families
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import figure, of_step, per, places, rows
-from advisor.rules.sources import OURS, REAL_EVAL, REAL_KERNEL
+from advisor.rules.sources import OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 NODE = r"^autograd::engine::evaluate_function"
@@ -28,37 +28,31 @@ Rows = NDArray[np.int64]
 
 
 class EvalWithoutNoGrad(Rule):
-    """Forward computation with gradients enabled whose backward pass is never run: validation or
-    logging without ``torch.no_grad()``, a second model whose output should have been detached. Its
-    activations are kept for nothing, as long as anything refers to the result, which can be more
-    memory than training itself takes; recording the graph takes time besides.
+    """Forward computation runs with gradients enabled, and no backward pass follows: validation or
+    logging without ``torch.no_grad()``, or a second model whose output should be detached. Its
+    activations are kept as long as anything refers to the result, which can take more memory than
+    training itself. Building the graph takes time as well.
 
-    PyTorch numbers the nodes of the graph as they are made. An operator of the forward pass bears
-    the number that comes next, so the nodes it makes have the numbers from there to that of the
-    next operator; in the backward pass each node bears its own. Operators none of whose nodes
-    is in any backward pass of the trace are counted, in steps in which others are. A few are normal
-    (an output that the loss does not use). Operators that make no node do not count, and under
-    ``no_grad`` and ``inference_mode`` none has a number.
+    PyTorch numbers the nodes of the graph as it makes them. A forward operator carries the next
+    number, so its nodes have the numbers from there to that of the next operator; in the backward
+    pass each node carries its own. Counted are operators none of whose nodes is in any backward
+    pass of the trace, in steps in which others are. A few are normal (an output that the loss does
+    not use). Operators that make no node do not count, and under ``no_grad`` and
+    ``inference_mode`` none has a number.
 
-    Among them must be the work of a layer (matrix product, convolution, attention, normalisation,
-    recurrence). Elementwise operators alone are no model: distributions check their arguments so,
-    and accuracies are computed, and nothing of it is kept.
+    Among them must be the work of a layer (matrix product, convolution, attention, normalization,
+    recurrence). Elementwise operators alone are no model: distributions check their arguments and
+    metrics are computed this way, and nothing of it is kept.
 
-    A trace without any backward pass says nothing, for it may lie outside.
+    A trace without any backward pass says nothing, because it may lie outside.
     """
 
     id = "eval-without-no-grad"
-    title = "A graph is built for a backward pass that never comes"
+    title = "Forward passes without a backward build an autograd graph"
     category = "memory"
     knobs = ("no-grad-evaluation",)
     found_in = ("workloads/eval_with_grad",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-        "workloads/eval_with_grad",
-    )
+    silent_in = (*SILENT_TRACES, "workloads/eval_with_grad")
     validated_on = (
         "CPU recordings, torch 2.13: fires on validation with gradients enabled, silent on the "
         "same under inference_mode; silent on A100, V100 and NCCL trainings (0 to 3 % of the "
@@ -69,20 +63,19 @@ class EvalWithoutNoGrad(Rule):
         "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",
     )
 
-    min_numbers = Threshold(10, "graph nodes a step without a backward pass", OURS)
+    min_numbers = Threshold(10, "graph nodes per step without a backward pass", OURS)
     min_share = Threshold(
         0.10,
-        "of the forward pass's host time: some outputs are always left unused, up to 3 % in real "
-        "trainings",
+        "of the forward pass's host time: up to 3 % of the outputs stay unused in real training",
         REAL_KERNEL,
     )
     min_step = Threshold(
-        0.02, "of the step, host time: below, the graphs cannot be large", REAL_EVAL
+        0.02, "of the step, host time: below it the graphs cannot be large", REAL_EVAL
     )
 
     fix = (
-        "Run validation under torch.inference_mode() (or torch.no_grad()), and detach "
-        "outputs of a model that is not trained by this loss."
+        "Run validation under torch.inference_mode() or torch.no_grad(). Detach the outputs of a "
+        "model that this loss does not train."
     )
     code = (
         "model.eval()\n"
@@ -96,7 +89,7 @@ class EvalWithoutNoGrad(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare the numbers of the forward pass with those of the backward pass."""
+        """Compare node numbers of the forward pass with those of the backward pass."""
         cpu = a.trace.cpu
         number = rows(cpu["sequence"])
         nodes = name_matches(cpu["name"], NODE).to_numpy() & (number >= 0)
@@ -105,9 +98,9 @@ class EvalWithoutNoGrad(Rule):
         forward = self._forward(a, number)
         if not len(forward):
             return
-        forward, first, last = _made(forward, number)
-        theirs = np.sort(number[nodes])
-        has = np.searchsorted(theirs, last) > np.searchsorted(theirs, first)
+        forward, first, last = _with_nodes(forward, number)
+        backward = np.sort(number[nodes])
+        has = np.searchsorted(backward, last) > np.searchsorted(backward, first)
         unmatched = forward[~has]
         used = a.steps.used
         begin, end = used["ts"].to_numpy(), used["end"].to_numpy()
@@ -121,22 +114,22 @@ class EvalWithoutNoGrad(Rule):
         if not by_step or np.median(by_step) < self.min_numbers:
             return
         lost = intersect(_spans(a, unmatched), a.spans).total
-        whole = intersect(_spans(a, forward), a.spans).total
-        share = lost / max(whole, 1)
+        forward_ns = intersect(_spans(a, forward), a.spans).total
+        share = lost / max(forward_ns, 1)
         if share < self.min_share or lost < self.min_step * a.span_ns:
             return
         here = unmatched[covered_length(ts[unmatched], ts[unmatched] + 1, a.spans) > 0]
-        if not _of_a_model(cpu["name"].gather(here)).any():
+        if not _are_layers(cpu["name"].gather(here)).any():
             return
         count = round(float(np.median(by_step)))
         yield Finding(
             summary=(
-                f"{of_step(a, lost)} operators run with gradients enabled although no backward "
-                f"pass follows: {count_noun(count, 'node')}{per(a)}, whose activations are kept."
+                f"Operators with gradients enabled and no backward pass take {of_step(a, lost)}. "
+                f"They keep the activations of {count_noun(count, 'graph node')}{per(a)}."
             ),
             evidence=[
                 Evidence(
-                    "nodes without a backward pass",
+                    "graph nodes without a backward pass",
                     count,
                     "count",
                     *self.limit("min_numbers"),
@@ -149,7 +142,7 @@ class EvalWithoutNoGrad(Rule):
             where=places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
             impact=Impact(
                 currency="risk",
-                reason="how much memory the graphs hold depends on how long results are kept",
+                reason="the memory that the graphs hold depends on how long results are kept",
             ),
         )
 
@@ -174,7 +167,7 @@ class EvalWithoutNoGrad(Rule):
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """Validation with a graph beside training, with a GPU and without."""
+        """Validation with a graph during training, with a GPU and without."""
         return {"validation": _trace(24), "without a GPU": _trace(24, gpu=False)}
 
     @staticmethod
@@ -185,12 +178,15 @@ class EvalWithoutNoGrad(Rule):
             "no_grad": (_trace(24, graph=False), "np.median(by_step) < self.min_numbers"),
             "training alone": (_trace(0), "np.median(by_step) < self.min_numbers"),
             "an unused output": (_trace(2), "min_numbers"),
-            "arguments that are checked": (_trace(24, name="aten::abs"), "_of_a_model"),
+            "a distribution that checks its arguments": (
+                _trace(24, name="aten::abs"),
+                "_are_layers",
+            ),
             "no backward pass in the trace": (_trace(24, backward=False), "not nodes.any()"),
         }
 
 
-def _made(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:
+def _with_nodes(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:
     """The operators, in order of time, that made nodes; the first number of each, and the one
     after its last. That of the last operator of all is not known: it counts as one."""
     first = number[forward]
@@ -199,7 +195,7 @@ def _made(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:
     return forward[made], first[made], last[made]
 
 
-def _of_a_model(names: pl.Series) -> pl.Series:
+def _are_layers(names: pl.Series) -> pl.Series:
     """Operators that a layer is made of."""
     layers = [*MATRIX, "normalisation"]
     return op_families(names).is_in(layers).fill_null(value=False) | name_matches(names, RECURRENT)

@@ -1,4 +1,4 @@
-"""The allocator holds much more device memory than tensors ever needed."""
+"""The allocator holds much more GPU memory than tensors ever needed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from advisor.core import text as t
 from advisor.core.finding import Evidence, Finding, Impact, Outcome, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import fragments, placement
-from advisor.rules.memory.recorded import GIB, capacity, last
+from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
 from advisor.rules.recorded import record
 from advisor.rules.sources import CHOSEN
 from advisor.testing import TraceBuilder
 
 
 class Fragmentation(Rule):
-    """PyTorch's allocator holds much more device memory (reserved) than tensors ever filled at one
-    time (peak allocated): the rest is split into pieces too small for the next request. With
-    shapes that change from step to step this grows until the allocator has to give its whole cache
-    back and start again, which stops the device, or until memory runs out although it is there.
+    """PyTorch's allocator holds much more GPU memory (reserved) than tensors ever filled at one
+    time (peak allocated). The rest is split into pieces too small for the next request. With
+    shapes that change from step to step this grows until the allocator releases its whole cache and
+    starts again, which stalls the GPU, or until memory runs out although enough is free.
 
     Compared are reserved memory at the end of the steps and the highest allocated memory so far: a
-    peak that has passed explains a full cache, and is no fragmentation. Reported where the
-    difference is at least a tenth of the device and reserved memory 1.3 times the peak, or where
-    the allocator had to retry after the warm-up with a fifth of its memory unused.
+    past peak explains a full cache, and is no fragmentation. Reported where the difference is at
+    least a tenth of the GPU's memory and reserved memory is 1.3 times the peak, or where the
+    allocator had to retry after the warm-up with a fifth of its memory unused.
 
-    With a memory snapshot: where a request failed although as much was free in its pool and stream,
-    but in no one piece; or where a fifth of the reserved memory, and 1 GiB, is free in segments
-    that also hold tensors. What expandable segments free is then counted in whole pages.
+    With a memory snapshot: where a request failed although its pool and stream had as much free,
+    but in no single piece; or where a fifth of the reserved memory, and 1 GiB, is free in segments
+    that also hold tensors. What expandable segments would free is then counted in whole pages.
     """
 
     id = "memory-fragmentation"
-    title = "Device memory is held in fragments"
+    title = "GPU memory is fragmented"
     category = "memory"
     knobs = ("expandable-segments",)
     reads_record = True
@@ -45,28 +45,25 @@ class Fragmentation(Rule):
     )
 
     min_ratio = Threshold(1.3, "reserved over peak allocated", CHOSEN)
-    min_device = Threshold(0.10, "the difference, of the device's memory", CHOSEN)
+    min_device = Threshold(0.10, "the difference, of the GPU's memory", CHOSEN)
     min_split = Threshold(1.0, "GiB free beside tensors in a snapshot", CHOSEN)
     min_unused = Threshold(0.20, "of reserved memory, with retries", CHOSEN)
 
     fix = (
-        "Let segments grow and shrink (expandable_segments), and keep shapes the same: pad "
-        "sequences to a few lengths, drop the last batch."
+        "Let segments grow and shrink (expandable_segments). Keep shapes the same: pad sequences "
+        "to a few lengths, and drop the last batch."
     )
-    code = (
-        "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
-        "export PYTORCH_ALLOC_CONF=expandable_segments:True"
-    )
+    code = EXPANDABLE
     verify = "Record again: reserved memory stays close to the peak, without retries."
     falsified_by = "the same difference with expandable segments"
     confidence = 0.75
     cases: ClassVar = {
         "of a snapshot": {
-            "verify": "Take a snapshot again: what is free beside tensors has gone.",
+            "verify": "Take a snapshot again: no memory is free beside tensors.",
             "confidence": 0.7,
             "assumptions": (
-                "tensors stay where they are; whole pages are given back, 20 MiB in the large pool "
-                "and 2 MiB in the small one",
+                "tensors stay where they are; the allocator returns whole pages, 20 MiB in the "
+                "large pool and 2 MiB in the small one",
             ),
             "falsified_by": "as much free beside tensors with expandable segments",
         },
@@ -74,25 +71,25 @@ class Fragmentation(Rule):
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare what is held with what was needed."""
-        found = list(self._of_snapshot(a))
-        yield from found
-        if found or a.recorded is None:
+        """Compare reserved memory with what tensors needed."""
+        findings = list(self._of_snapshot(a))
+        yield from findings
+        if findings or a.recorded is None:
             return
         recorded = record(a)
         used = recorded.settled
-        reserved = last(recorded.column("reserved")[used])
-        peak = last(recorded.column("peak")[used])
+        reserved = last_known(recorded.column("reserved")[used])
+        peak = last_known(recorded.column("peak")[used])
         allocated = recorded.column("allocated")[used]
         if reserved is None or peak is None or not peak or not reserved:
             return
-        total = capacity(a)
+        total = gpu_capacity(a)
         tries = recorded.column("retries")[used]
         tries = tries[~np.isnan(tries)]
         retries = int(tries[-1] - tries[0]) if len(tries) else 0
-        loose = reserved - peak
-        unused = 1 - (last(allocated) or 0.0) / reserved
-        large = total is not None and loose >= self.min_device * total
+        difference = reserved - peak
+        unused = 1 - (last_known(allocated) or 0.0) / reserved
+        large = total is not None and difference >= self.min_device * total
         if not (large and reserved >= self.min_ratio * peak) and not (
             retries > 0 and unused >= self.min_unused
         ):
@@ -101,22 +98,22 @@ class Fragmentation(Rule):
         setting = conf.get("PYTORCH_ALLOC_CONF") or conf.get("PYTORCH_CUDA_ALLOC_CONF")
         yield Finding(
             summary=(
-                f"The allocator holds {t.format_bytes(reserved)}, though tensors never filled "
-                "more than "
-                f"{t.format_bytes(peak)} at a time"
-                + (f", and {retries} times it gave its cache back to go on." if retries else ".")
+                f"The allocator holds {t.format_bytes(reserved)}, but tensors never filled more "
+                "than "
+                f"{t.format_bytes(peak)}."
+                + (f" It released its cache and retried {retries} times." if retries else "")
             ),
             evidence=[
                 Evidence("reserved", reserved, "bytes"),
                 Evidence("peak allocated", peak, "bytes"),
                 Evidence("reserved over peak", reserved / peak, "", *self.limit("min_ratio")),
-                Evidence("device memory", total, "bytes"),
+                Evidence("GPU memory", total, "bytes"),
                 Evidence("retries after the warm-up", retries, "count"),
                 Evidence("allocator settings", setting),
             ],
             impact=Impact(
                 currency="memory",
-                freed_bytes=max(0, round(loose)),
+                freed_bytes=max(0, round(difference)),
                 method="reserved beyond the highest allocated",
             ),
         )
@@ -125,43 +122,43 @@ class Fragmentation(Rule):
         """Free memory that a failed request could not use because it is in pieces; or, where none
         failed, much that is free beside tensors."""
         for post in a.post_mortems:
-            found, placed = fragments(post), placement(post)
-            if found is None:
+            pieces, placed = fragments(post), placement(post)
+            if pieces is None:
                 continue
             failed = placed is not None and placed.scattered and placed.fits_expandable
             reserved = int(post.history.reserved[-1])
             crowded = placed is not None and not failed
-            least = max(self.min_unused * max(reserved, 1), self.min_split * GIB)
-            if not failed and (crowded or found.split < least):
+            limit = max(self.min_unused * max(reserved, 1), self.min_split * GIB)
+            if not failed and (crowded or pieces.split < limit):
                 continue
             case = self.case("of a snapshot")
             if failed:
                 case |= self.case("of a snapshot in which a request failed")
             yield Finding(
                 summary=(
-                    f"{t.format_bytes(found.split)} of the {t.format_bytes(reserved)} reserved "
-                    "are free in "
-                    "segments that also hold tensors, the largest piece "
-                    f"{t.format_bytes(found.largest)}"
+                    f"Segments that also hold tensors have {t.format_bytes(pieces.split)} of the "
+                    f"{t.format_bytes(reserved)} reserved free, at most "
+                    f"{t.format_bytes(pieces.largest)} in "
+                    "one piece."
                     + (
-                        f": a request of {t.format_bytes(placed.request)} failed beside them."
+                        f" A request of {t.format_bytes(placed.request)} failed."
                         if failed and placed is not None
-                        else "."
+                        else ""
                     )
                 ),
                 evidence=[
                     Evidence(
-                        "free beside tensors", found.split, "bytes", *self.limit("min_split", GIB)
+                        "free beside tensors", pieces.split, "bytes", *self.limit("min_split", GIB)
                     ),
                     Evidence(
-                        "of what is reserved",
-                        found.split / max(reserved, 1),
+                        "share of reserved memory",
+                        pieces.split / max(reserved, 1),
                         "share",
                         *self.limit("min_unused"),
                     ),
-                    Evidence("largest free block", found.largest, "bytes"),
-                    Evidence("lost to rounding", found.rounding, "bytes"),
-                    Evidence("whole pages in the pieces", found.expandable, "bytes"),
+                    Evidence("largest free block", pieces.largest, "bytes"),
+                    Evidence("lost to rounding", pieces.rounding, "bytes"),
+                    Evidence("whole pages in these pieces", pieces.expandable, "bytes"),
                     Evidence(
                         "allocator settings",
                         a.snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF") or None
@@ -171,7 +168,7 @@ class Fragmentation(Rule):
                 ],
                 impact=Impact(
                     currency="memory",
-                    freed_bytes=found.expandable,
+                    freed_bytes=pieces.expandable,
                     method="whole pages of the free blocks",
                 ),
                 **case,
@@ -183,21 +180,21 @@ class Fragmentation(Rule):
         return {
             "70 GB held for 40 GB": _run(70e9, 40e9, 30e9),
             "retries": _run(78e9, 70e9, 50e9, retries=5),
-            "a snapshot with holes": _holes(keep=True),
+            "a snapshot with gaps": _with_gaps(keep=True),
         }
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """A passed peak; a small model; full of tensors; retries in the warm-up only."""
+        """A past peak; a small model; full of tensors; retries in the warm-up only."""
         return {
-            "a peak that has passed": (
+            "a past peak": (
                 _run(70e9, 69e9, 20e9),
                 "not (retries > 0 and unused >= self.min_unused)",
             ),
             "a small model": (_run(2e9, 1e9, 1e9), "min_device"),
             "full of tensors": (_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
             "no device": (_run(None, None, None), "reserved is None"),
-            "a snapshot without holes": (_holes(keep=False), "a.recorded is None"),
+            "a snapshot without gaps": (_with_gaps(keep=False), "a.recorded is None"),
         }
 
 
@@ -209,19 +206,19 @@ def _run(
     b = TraceBuilder()
     r = b.record_of_run(devices=[Device(total_bytes=80 * 10**9)])
     for n in range(100):
-        told: dict[str, int] = {}
+        fields: dict[str, int] = {}
         if reserved is not None and peak is not None and allocated is not None:
-            told = {
+            fields = {
                 "reserved": round(reserved),
                 "peak": round(peak),
                 "allocated": round(allocated),
                 "retries": round(retries * n / 99),
             }
-        r.step(10, fields=told)
+        r.step(10, fields=fields)
     return b
 
 
-def _holes(*, keep: bool) -> TraceBuilder:
+def _with_gaps(*, keep: bool) -> TraceBuilder:
     """Ten segments of 64 MiB with 4 MiB in the middle of each, then 80 MiB are asked for. Not
     kept: nothing is in them, and they are given back."""
     from advisor.testing.allocator import LOOP, MIB, Allocator, DeviceFull

@@ -25,8 +25,8 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import logits
 from advisor.rules.common import figure, places
 from advisor.rules.kernel import facts
-from advisor.rules.memory.peaks import peaks
-from advisor.rules.sources import LLAMA, OURS, PEAKS
+from advisor.rules.memory.device_memory import peaks
+from advisor.rules.sources import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
@@ -38,54 +38,52 @@ _BACKWARD = r"^aten::_log_softmax_backward_data$"
 
 
 class HugeVocabulary(Rule):
-    """A language model's cross entropy makes, from logits of tokens x vocabulary, a log-softmax of
-    the same size that is kept for the backward pass, and there a gradient of the same size. With
+    """A language model's cross entropy makes a log-softmax as large as the logits (tokens x
+    vocabulary), keeps it for the backward pass, and makes a gradient of the same size there. With
     vocabularies of 32,000 and more these can be the largest tensors of the whole step, and decide
-    the largest batch. Computed in chunks, or fused with the last linear layer, none of them needs
-    to exist as a whole.
+    the largest batch. In chunks, or fused with the last linear layer, none of them has to exist in
+    full.
 
-    Looked at is ``aten::_log_softmax`` over the last dimension in training (its backward is there).
-    It counts when one call's tensor takes a tenth of the peak memory, or of the GPU's memory where
-    the peak is not recorded. The memory named is the log-softmax and one gradient; the logits
-    themselves, and an upcast to fp32 before, come on top.
+    Looked at is ``aten::_log_softmax`` over the last dimension in training (its backward is in the
+    trace). It counts when one call's tensor takes a tenth of the peak memory, or of the GPU's
+    memory where the peak is not recorded. The memory named is the log-softmax and one gradient; the
+    logits themselves, and an upcast to fp32 before, come on top.
 
     Needs shapes. A loss that is computed in chunks already has small calls and is not reported.
 
-    A memory snapshot shows the same without them, alone or beside a trace: what the loss made and
-    held at the peak, or when memory ran out, and what of the same size, or of half of it, was
-    around. It does not tell the vocabulary, so it may be a loss over the classes of pixels as well,
-    which chunks make smaller all the same.
+    A memory snapshot shows the same without shapes, alone or with a trace: what the loss allocated
+    and held at the peak, or when memory ran out, and the blocks of the same size or half of it. It
+    does not show the vocabulary, so it may be a loss over the classes of pixels as well; chunks
+    help there too.
     """
 
     id = "huge-vocabulary"
-    title = "The loss over the vocabulary holds the logits several times"
+    title = "The loss keeps several copies of the logits in memory"
     category = "memory"
     reads_snapshot = True
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
+    silent_in = SILENT_TRACES
+    validated_on = (
+        "operators, shapes, arguments as PyTorch 2.13 records them; has not fired on a real trace"
     )
-    validated_on = "operators, shapes, arguments as PyTorch 2.13 records them; never seen to fire"
     references = (
         "https://github.com/linkedin/Liger-Kernel",
         "https://arxiv.org/abs/2411.09009",
     )
 
     min_vocabulary = Threshold(
-        32000, "tokens: below LLaMA's the logits are seldom among the largest tensors", LLAMA
+        32000,
+        "tokens: with fewer than LLaMA, the logits are seldom among the largest tensors",
+        LLAMA,
     )
     worth_asking_ns = Threshold(
-        1_000_000, "ns of such a call: at 2 TB/s a GiB is read and written in this time", PEAKS
+        1_000_000, "ns of such a call: at 2 TB/s this reads and writes 1 GiB", PEAKS
     )
-    min_memory = Threshold(0.10, "of the peak that one call's tensor takes", OURS)
+    min_memory = Threshold(0.10, "of the peak, for one call's tensor", OURS)
 
     fix = (
-        "Fuse the last linear layer and the loss, which makes the logits in chunks and "
-        "keeps only their gradient with respect to the input (Liger Kernel, cut cross "
-        "entropy), or compute the loss in chunks of tokens under checkpoint. Use the "
-        "memory for a larger batch."
+        "Fuse the last linear layer and the loss (Liger Kernel, cut cross entropy). That makes "
+        "the logits in chunks and keeps only their gradient with respect to the input. Or compute "
+        "the loss in chunks of tokens under checkpoint. Use the memory for a larger batch."
     )
     code = (
         "# pip install liger-kernel\n"
@@ -95,23 +93,23 @@ class HugeVocabulary(Rule):
     )
     verify = "torch.cuda.max_memory_allocated() falls; the loss stays the same."
     falsified_by = "torch.cuda.memory._snapshot() shows the peak elsewhere"
-    assumptions = ("the peak of memory is at the loss, where all activations are alive",)
+    assumptions = ("memory peaks at the loss, where all activations are alive",)
     confidence = 0.7
     cases: ClassVar = {
         "as a snapshot shows it": {
-            "title": "The loss holds the logits several times",
+            "title": "The loss keeps several copies of the logits in memory",
             "assumptions": ("the loss can be computed in eight pieces, one at a time",),
-            "falsified_by": "blocks of that size there that belong to something else",
+            "falsified_by": "blocks of that size that belong to something else",
             "confidence": 0.8,
         }
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare the largest log-softmax with the peak; else what a snapshot says of the loss."""
-        found = list(self._of_trace(a))
-        told = any(isinstance(outcome, Finding) for outcome in found)
-        shown = [] if told else [self._of_snapshot(post) for post in a.post_mortems]
-        yield from [one for one in shown if one is not None] or found
+        """Compare the largest log-softmax with the peak; else read a snapshot."""
+        outcomes = list(self._of_trace(a))
+        in_trace = any(isinstance(outcome, Finding) for outcome in outcomes)
+        snapshots = [] if in_trace else [self._of_snapshot(post) for post in a.post_mortems]
+        yield from [finding for finding in snapshots if finding is not None] or outcomes
 
     def _of_snapshot(self, post: PostMortem) -> Finding | None:
         held = logits(post)
@@ -127,23 +125,29 @@ class HugeVocabulary(Rule):
             ),
             evidence=[
                 Evidence("largest block of the loss", held.largest, "bytes"),
-                Evidence("share of what tensors held", share, "share", *self.limit("min_memory")),
-                Evidence("blocks of its size, or of half of it", held.blocks, "count"),
-                Evidence("in all of them", held.bytes, "bytes"),
+                Evidence(
+                    "share of the memory in tensors", share, "share", *self.limit("min_memory")
+                ),
+                Evidence("blocks of its size, or half of it", held.blocks, "count"),
+                Evidence("memory in these blocks", held.bytes, "bytes"),
             ],
-            where=[
+            where=[]
+            if held.where.file is None
+            else [
                 Location(
-                    file=held.where.file, line=held.where.line, function=held.where.function,
+                    file=held.where.file,
+                    line=held.where.line,
+                    function=held.where.function,
                     count=held.blocks,
                 )
-            ] if held.where.file is not None else [],
+            ],
             impact=Impact(
                 currency="memory",
                 freed_bytes=held.freed,
                 method="the snapshot's blocks, less one piece in eight",
             ),
             **self.case("as a snapshot shows it"),
-        )  # fmt: skip
+        )
 
     def _of_trace(self, a: Analysis) -> Iterator[Outcome]:
         cpu = a.trace.cpu
@@ -173,8 +177,8 @@ class HugeVocabulary(Rule):
         if not largest:
             return
         reserved, allocated, _ = peaks(a)
-        whole = allocated or reserved or (a.device.memory_bytes if a.device else None)
-        if not whole or largest < self.min_memory * whole:
+        capacity = allocated or reserved or (a.device.memory_bytes if a.device else None)
+        if not capacity or largest < self.min_memory * capacity:
             return
         source = "of the peak" if allocated or reserved else "of the GPU's memory"
         tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
@@ -183,19 +187,19 @@ class HugeVocabulary(Rule):
         yield Finding(
             summary=(
                 f"The log-softmax of {shape} takes {t.format_bytes(largest)} "
-                f"({largest / whole:.0%} "
-                f"{source}), and its gradient as much again."
+                f"({largest / capacity:.0%} "
+                f"{source}). Its gradient takes as much again."
             ),
             evidence=[
                 Evidence("largest log-softmax", largest, "bytes"),
-                Evidence(f"share {source}", largest / whole, "share", *self.limit("min_memory")),
+                Evidence(f"share {source}", largest / capacity, "share", *self.limit("min_memory")),
                 Evidence(
                     "last dimension",
                     tensor.shape[-1] if tensor else None,
                     "count",
                     *self.limit("min_vocabulary"),
                 ),
-                figure(a, "device time of the loss", facts.duration(a, under)),
+                figure(a, "GPU time of the loss", facts.duration(a, under)),
             ],
             where=places(a, calls.astype(np.int64), taken),
             impact=Impact(
@@ -206,7 +210,7 @@ class HugeVocabulary(Rule):
         )
 
     def _bytes(self, inputs: OpInputs) -> int:
-        """Bytes of the result; 0: not over a vocabulary, or not known."""
+        """Bytes of the result; 0: not over a vocabulary, or unknown."""
         tensor = inputs.tensor(0)
         if tensor is None or not tensor.shape or tensor.shape[-1] < self.min_vocabulary:
             return 0
@@ -237,7 +241,7 @@ class HugeVocabulary(Rule):
             ),
             "no backward": (
                 _training([20480, 128256], backward=False),
-                "not matches(cpu['name'], _BACKWARD).any()",
+                "not name_matches(cpu['name'], _BACKWARD).any()",
             ),
             "the rest is much larger": (_training([4096, 128256], peak=60 << 30), "min_memory"),
             "no shapes": (_training(None), "described.null_count() == len(calls)"),

@@ -1,4 +1,4 @@
-"""Outputs of the step before are held while the next one runs."""
+"""Outputs of the previous step are still held while the next one runs."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from advisor.testing import TraceBuilder
 
 
 class KeptReferences(Rule):
-    """At the peak, memory holds what the forward pass of an earlier step made: a variable of the
-    loop (the output, the loss with its graph) still names it, and it is freed only when the next
-    step's takes its place. For a moment both are there, and the peak is that much higher.
+    """At the peak, memory still holds what the forward pass of an earlier step made. A variable of
+    the loop (the output, the loss with its graph) refers to it, and it is freed only when the next
+    step's takes its place. For a while both are in memory, and the peak is that much higher.
 
-    Told by a memory snapshot with history: blocks that a module's call or a function of
-    ``torch.nn.functional`` made before the step of the peak began, of which steps are told by
-    annotations or by the optimizer's allocations. Reported from 5 % of what tensors held. Lines
-    that leave something behind in each step are a leak, which is told apart.
+    Read from a memory snapshot with history: blocks that a module's call or a function of
+    ``torch.nn.functional`` allocated before the step of the peak began. Steps are found by
+    annotations or by the optimizer's allocations. Reported from 5 % of the memory in tensors.
+    Memory that grows with each step is a leak, which memory-leak reports.
     """
 
     id = "kept-references"
-    title = "Outputs of the step before are still held at the peak"
+    title = "The peak holds outputs of the previous step"
     category = "memory"
     reads_snapshot = True
     references = (
         "https://pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
     )
 
-    least = Threshold(0.05, "of what tensors held, from which it is worth telling", CHOSEN)
+    least = Threshold(0.05, "of the memory in tensors", CHOSEN)
 
     fix = (
-        "Let go of the outputs at the end of the step, before the next forward pass, and keep "
-        "numbers instead of tensors with a graph."
+        "Delete the outputs at the end of the step, before the next forward pass. Keep numbers "
+        "instead of tensors with a graph."
     )
     code = (
         "del output, loss              # at the end of the step\n"
         "total += loss.detach()        # not: total += loss"
     )
-    verify = "Take a snapshot again: nothing of earlier steps is held at the peak."
-    falsified_by = "a state that the next step needs, such as a recurrent one"
+    verify = "Take a snapshot again: the peak holds nothing of earlier steps."
+    falsified_by = "a state that the next step needs, such as a recurrent state"
     confidence = 0.8
 
     inference: ClassVar = {
@@ -53,44 +53,44 @@ class KeptReferences(Rule):
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Look for blocks of earlier steps at the moment that matters."""
+        """Look for blocks of earlier steps at the peak."""
         for post in a.post_mortems:
             if not post.growth.is_empty():
                 continue
-            for each in savings(post):
-                if each.change != "references" or each.bytes < self.least * post.allocated:
+            for saving in savings(post):
+                if saving.change != "references" or saving.bytes < self.least * post.allocated:
                     continue
                 yield Finding(
                     summary=(
-                        f"{t.format_bytes(each.bytes)} of the {t.format_bytes(post.allocated)} in "
-                        "tensors at "
-                        "the peak were made by the forward pass of an earlier step."
+                        f"{t.format_bytes(saving.bytes)} of the {t.format_bytes(post.allocated)} "
+                        "in tensors at "
+                        "the peak come from the forward pass of an earlier step."
                     ),
                     evidence=[
-                        Evidence("of earlier steps", each.bytes, "bytes"),
+                        Evidence("memory of earlier steps", saving.bytes, "bytes"),
                         Evidence(
-                            "of what tensors held",
-                            each.bytes / max(post.allocated, 1),
+                            "share of the memory in tensors",
+                            saving.bytes / max(post.allocated, 1),
                             "share",
                             *self.limit("least"),
                         ),
-                        Evidence("steps told by", post.step_source),
+                        Evidence("steps found by", post.step_source),
                     ],
                     where=[]
-                    if each.file is None
-                    else [Location(file=each.file, line=each.line, function=each.function)],
+                    if saving.file is None
+                    else [Location(file=saving.file, line=saving.line, function=saving.function)],
                     impact=Impact(
                         currency="memory",
-                        freed_bytes=each.bytes,
-                        method="held at the peak, by the snapshot",
+                        freed_bytes=saving.bytes,
+                        method="memory of earlier steps at the peak of the snapshot",
                     ),
-                    assumptions=[each.assumes],
+                    assumptions=[saving.assumes],
                 )
                 break
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
-        """The logits of each step are held until the next ones are there."""
+        """The loop keeps the logits of each step until it has the next ones."""
         from advisor.testing.allocator import MIB, Allocator, Training
 
         m = Allocator()
@@ -99,16 +99,16 @@ class KeptReferences(Rule):
             t.step()
         b = TraceBuilder()
         b.memory_snapshot(m)
-        return {"logits of the step before": b}
+        return {"logits of the previous step": b}
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Everything is let go of; a leak, which is another rule's; no history."""
+        """Nothing is kept; a leak, which is another rule's; no history."""
         from advisor.testing.allocator import MIB, Allocator, Training
 
         examples = {}
         for name, leak, history, guard in (
-            ("everything is let go of", 0, True, "each.change != 'references'"),
+            ("nothing is kept", 0, True, "saving.change != 'references'"),
             ("a leak", 8 * MIB, True, "not post.growth.is_empty()"),
             ("no history", 0, False, "not post.growth.is_empty()"),
         ):

@@ -1,4 +1,4 @@
-"""Device memory is almost full."""
+"""GPU memory is almost full."""
 
 from __future__ import annotations
 
@@ -18,34 +18,39 @@ from advisor.core.finding import (
     Threshold,
 )
 from advisor.measure import Analysis
-from advisor.rules.memory.peaks import held_most, peaks
-from advisor.rules.memory.recorded import capacity as recorded_capacity
+from advisor.rules.memory.device_memory import (
+    EXPANDABLE,
+    GIB,
+    LOWER_PEAK,
+    LOWER_PEAK_INFERENCE,
+    gpu_capacity,
+    locate_holders,
+    peaks,
+)
 from advisor.rules.sources import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure.memory.post_mortem import PostMortem
 
-GIB = 1 << 30
-
 
 class MemoryNearCapacity(Rule):
-    """Memory that PyTorch's allocator holds (reserved) is close to all the device has. A longer
-    sequence, an evaluation step or fragmentation then ends the run with an out-of-memory error;
-    before that the allocator frees and reallocates blocks, each time waiting for the device.
+    """The memory that PyTorch's allocator holds (reserved) is close to all that the GPU has. A
+    longer sequence, an evaluation step or fragmentation can then end the run with an out-of-memory
+    error. Before that, the allocator frees and reallocates blocks, and waits for the GPU each time.
 
-    Reserved memory is what counts for the risk, allocated memory is what tensors need: where
-    allocated is far below reserved, the rest is fragmentation or cache, and the cure is another
-    allocator setting rather than a smaller model. Memory of NCCL, cuBLAS, CUDA graphs' private
-    pools and other processes comes on top and is not in the trace.
+    Reserved memory is what counts for the risk, and allocated memory is what tensors need. Where
+    allocated is far below reserved, the rest is fragmentation or cache, and another allocator
+    setting helps rather than a smaller model. Memory of NCCL, cuBLAS, CUDA graphs' private pools
+    and other processes comes on top and is not in the trace.
 
-    Where there is a memory snapshot, alone or beside a trace, its history counts too, and the lines
-    that held most at the peak are named. A snapshot does not say how much the GPU has: the trace or
-    the record beside it does. One whose history ends out of memory is ``out-of-memory``'s.
+    The history of a memory snapshot, alone or with a trace, counts too, and the lines that held
+    most at the peak are named. A snapshot does not show how much memory the GPU has: the trace or
+    the record does. A snapshot whose history ends out of memory belongs to ``out-of-memory``.
     """
 
     id = "memory-near-capacity"
-    title = "Device memory is almost full"
+    title = "GPU memory is almost full"
     category = "memory"
     reads_snapshot = True
     silent_in = (
@@ -61,45 +66,37 @@ class MemoryNearCapacity(Rule):
     max_share = Threshold(0.90, "of capacity, reserved", TENSORBOARD, FOURNEX, GPUPROF)
     critical_share = Threshold(0.97, "of capacity, reserved", TRACEML)
     fragmented = Threshold(
-        0.80, "allocated below this share of reserved: the rest is no tensor", OURS
+        0.80, "allocated below this share of reserved: the rest is not in tensors", OURS
     )
 
-    verify = "torch.cuda.max_memory_reserved() against the card's memory, over an epoch."
-    falsified_by = "a whole epoch, evaluation and checkpoint included, that stays at this peak"
+    verify = "Compare torch.cuda.max_memory_reserved() with the GPU's memory, over an epoch."
+    falsified_by = "a full epoch, with evaluation and checkpoint, that stays at this peak"
     assumptions = ("the window holds the largest batch",)
 
-    fix = (
-        "Lower the peak: bf16 autocast, activation checkpointing of the largest "
-        "blocks, a sharded or 8-bit optimizer, a smaller micro-batch with accumulation."
-    )
+    fix = LOWER_PEAK
     code = (
         "from torch.utils.checkpoint import checkpoint\n"
-        "x = checkpoint(block, x, use_reentrant=False)   # for the largest blocks\n"
-        "# where the memory is: torch.cuda.memory._record_memory_history()"
+        "x = checkpoint(block, x, use_reentrant=False)   # for the largest blocks"
     )
     confidence = 0.8
     cases: ClassVar = {
         "most of it is reserved, not used": {
-            "fix": "Most of the reserved memory is not in use: let segments grow and shrink, and "
-            "keep shapes the same, so that fragments do not pile up.",
-            "code": "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
-            "export PYTORCH_ALLOC_CONF=expandable_segments:True",
+            "fix": "Let segments grow and shrink, because most of the reserved memory is not in "
+            "use. Keep shapes the same, so that fragments do not pile up.",
+            "code": EXPANDABLE,
         },
         "all but full": {"confidence": 0.9},
     }
 
     inference: ClassVar = {
-        "fix": "Lower the peak: 16-bit weights, inference_mode, a smaller batch, a shorter or "
-        "quantised key-value cache.",
-        "code": "with torch.inference_mode():\n"
-        "    y = model.to(torch.bfloat16)(x)\n"
-        "# where the memory is: torch.cuda.memory._record_memory_history()",
-        "falsified_by": "a whole pass over the data that stays at this peak",
+        "fix": LOWER_PEAK_INFERENCE,
+        "code": "with torch.inference_mode():\n    y = model.to(torch.bfloat16)(x)",
+        "falsified_by": "a full pass over the data that stays at this peak",
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare the highest reserved memory with the device's capacity."""
-        post = _shown(a)
+        """Compare the highest reserved memory with the GPU's capacity."""
+        post = _select_post_mortem(a)
         if a.device_id is None and post is None:
             return
         reserved, allocated, capacity = peaks(a)
@@ -108,14 +105,14 @@ class MemoryNearCapacity(Rule):
         if post is not None:
             if post.history.failed is not None:
                 return
-            told = int(post.history.reserved.max())
-            if reserved is None or told > reserved:
-                reserved, allocated = told, int(post.history.allocated.max())
+            in_snapshot = int(post.history.reserved.max())
+            if reserved is None or in_snapshot > reserved:
+                reserved, allocated = in_snapshot, int(post.history.allocated.max())
             capacity = capacity or _capacity(a, post.device)
-            held = held_most(post)
+            held = locate_holders(post)
         if reserved is None:
             yield SkippedCheck(
-                what="device memory: peak, capacity, what could be freed",
+                what="GPU memory: peak, capacity, what could be freed",
                 why="allocator events are not recorded",
                 record="profile_memory=True",
             )
@@ -123,9 +120,9 @@ class MemoryNearCapacity(Rule):
         if not capacity:
             alone = a.snapshot_only
             yield SkippedCheck(
-                what="how full device memory is",
-                why=f"the {'snapshot' if alone else 'trace'} does not say how much memory the GPU "
-                "has",
+                what="how full GPU memory is",
+                why=f"the {'snapshot' if alone else 'trace'} does not record how much memory the "
+                "GPU has",
                 record="a profiler trace, or 'advisor record', and the snapshot with --memory"
                 if alone
                 else "a profiler that writes deviceProperties (any recent PyTorch)",
@@ -135,15 +132,15 @@ class MemoryNearCapacity(Rule):
         if share < self.max_share:
             return
         used = None if allocated is None else allocated / reserved
-        loose = used is not None and used < self.fragmented
+        fragmented = used is not None and used < self.fragmented
         yield Finding(
             summary=(
                 f"PyTorch holds {reserved / GIB:.1f} of {capacity / GIB:.1f} GiB "
-                f"({share:.0%}) at its peak"
+                f"({share:.0%}) at the peak."
                 + (
-                    f", of which tensors fill only {used:.0%}: the rest is cache and fragments."
-                    if loose
-                    else ": a longer sequence or an evaluation step can run out of memory."
+                    f" Tensors fill only {used:.0%} of it; the rest is cache and fragments."
+                    if fragmented
+                    else " A longer sequence or an evaluation step can run out of memory."
                 )
             ),
             evidence=[
@@ -160,19 +157,19 @@ class MemoryNearCapacity(Rule):
             where=[*self._where(a, reserved), *held],
             impact=Impact(
                 currency="risk",
-                reason=f"{1 - share:.0%} of device memory is left before the run stops",
+                reason=f"{1 - share:.0%} of GPU memory is left before the run stops",
             ),
-            **(self.case("most of it is reserved, not used") if loose else {}),
+            **(self.case("most of it is reserved, not used") if fragmented else {}),
             **(self.case("all but full") if share >= self.critical_share else {}),
         )
 
     def _where(self, a: Analysis, reserved: int) -> list[Location]:
         """The step of the peak."""
-        at = a.memory.filter(
+        peak_steps = a.memory.filter(
             pl.col("device").eq_missing(a.device_id)
             & (pl.coalesce("peak_reserved", "peak_allocated") == reserved)
         )["step"]
-        steps = a.steps.table.filter(pl.col("index").is_in(at.implode()))
+        steps = a.steps.table.filter(pl.col("index").is_in(peak_steps.implode()))
         return [
             Location(step=row["name"], ts_ns=row["ts"], dur_ns=row["dur"])
             for row in steps.head(1).iter_rows(named=True)
@@ -189,11 +186,11 @@ class MemoryNearCapacity(Rule):
 
     @staticmethod
     def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
-        """Half full; not recorded; only allocated memory is told, and it is half."""
+        """Half full; not recorded; only allocated memory is recorded, and it is half."""
         return {
             "half full": (_step(30_000_000_000, 40_000_000_000), "max_share"),
             "not recorded": (_step(None, 0), "reserved is None"),
-            "an allocator that does not tell what it reserves": (
+            "an allocator that does not report what it reserves": (
                 _step(30_000_000_000, 0),
                 "max_share",
             ),
@@ -202,26 +199,26 @@ class MemoryNearCapacity(Rule):
                 _snapshot(1340, total=1 << 33),
                 "post.history.failed is not None",
             ),
-            "a snapshot alone, of a GPU that is not told": (
+            "a snapshot alone, of an unknown GPU": (
                 _snapshot(1340, trace=False),
                 "not capacity",
             ),
         }
 
 
-def _shown(a: Analysis) -> PostMortem | None:
-    """What the snapshot tells of the device that is looked at, else of the fullest."""
+def _select_post_mortem(a: Analysis) -> PostMortem | None:
+    """The snapshot's part of the analyzed GPU, else of the fullest."""
     posts = a.post_mortems
-    mine = [post for post in posts if post.device == a.device_id]
-    return next(iter(mine or posts), None)
+    of_this_gpu = [post for post in posts if post.device == a.device_id]
+    return next(iter(of_this_gpu or posts), None)
 
 
 def _capacity(a: Analysis, device: int) -> int | None:
-    """Memory of a GPU, bytes, as the trace or the record tells it; ``None``: neither does."""
-    told = a.trace.device(device)
-    if told is not None and told.memory_bytes:
-        return told.memory_bytes
-    return None if a.recorded is None else recorded_capacity(a)
+    """Memory of a GPU, bytes, from the trace or the record; ``None``: in neither."""
+    properties = a.trace.device(device)
+    if properties is not None and properties.memory_bytes:
+        return properties.memory_bytes
+    return None if a.recorded is None else gpu_capacity(a)
 
 
 def _snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBuilder:

@@ -1,4 +1,4 @@
-"""The run ended out of device memory."""
+"""The run ran out of GPU memory."""
 
 from __future__ import annotations
 
@@ -11,82 +11,79 @@ from advisor.core.finding import Evidence, Finding, Impact, Location, Outcome, R
 from advisor.measure import Analysis
 from advisor.measure.memory.fragments import placement
 from advisor.measure.memory.memory_savings import Saving, savings
-from advisor.rules.memory.peaks import held_most
-from advisor.rules.memory.recorded import capacity
+from advisor.rules.memory.device_memory import (
+    EXPANDABLE,
+    LOWER_PEAK,
+    LOWER_PEAK_INFERENCE,
+    gpu_capacity,
+    locate_holders,
+)
 from advisor.rules.recorded import record
-from advisor.rules.sources import CHOSEN
+from advisor.rules.sources import CHOSEN, CURED_RECORDINGS
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure.memory.post_mortem import PostMortem
 
-MAX_WAYS = 3
-"""To free memory, that a finding names."""
+MAX_SAVINGS = 3
+"""Ways to free memory that a finding names."""
 
 
 class OutOfMemory(Rule):
-    """The run ran out of device memory. The recorder writes the allocator's state down before the
-    exception goes on: what was held, what of it was in tensors, and a snapshot that says where
-    each block was allocated.
+    """The run ran out of GPU memory. The recorder saves the allocator's state before it passes the
+    exception on: the memory held, the part of it in tensors, and a snapshot of where each block was
+    allocated.
 
-    Where much of the held memory was in no tensor, fragments are the likelier cause; where the step
-    had a larger batch than those before it, that batch is; else the model needs more than there is.
+    Where much of the held memory was not in tensors, fragments are the likelier cause. Where the
+    step had a larger batch than those before it, that batch is. Else the model needs more memory
+    than there is.
 
-    With a snapshot whose history holds the failure it says what was held by category and line, why
-    the request could not be placed, and what checkpointing, smaller logits, another optimizer or
-    half the batch would have freed.
+    With a snapshot whose history holds the failure, the finding shows what was held by category and
+    line, why the request could not be placed, and what checkpointing, smaller logits, another
+    optimizer or half the batch would have freed.
     """
 
     id = "out-of-memory"
-    title = "The run ended out of device memory"
+    title = "The run ran out of GPU memory"
     category = "memory"
     reads_record = True
     reads_snapshot = True
-    silent_in = (
-        "recorded/anomaly.cured",
-        "recorded/gc_pauses.cured",
-        "recorded/leak.cured",
-    )
+    silent_in = CURED_RECORDINGS
     references = ("https://pytorch.org/docs/stable/torch_cuda_memory.html",)
 
-    loose = Threshold(0.80, "allocated below this share of reserved: fragments, not need", CHOSEN)
+    loose = Threshold(0.80, "allocated below this share of reserved: memory is fragmented", CHOSEN)
     larger = Threshold(1.2, "the last batch over the median one", CHOSEN)
 
     verify = "Record again, past the step at which it ended."
     falsified_by = "the same error at the same step with the fix"
 
-    fix = (
-        "Lower the peak: bf16 autocast, activation checkpointing of the largest "
-        "blocks, a sharded or 8-bit optimizer, a smaller micro-batch with accumulation. "
-        "The snapshot shows what fills it."
-    )
-    code = "# drag the snapshot into https://pytorch.org/memory_viz (it stays local)"
+    fix = f"{LOWER_PEAK} The snapshot shows what fills memory."
+    code = "# open the snapshot at https://pytorch.org/memory_viz (it stays local)"
     confidence = 0.7
     cases: ClassVar = {
         "fragments": {
-            "fix": "Let segments grow and shrink, so that what is there can be used.",
-            "code": "export PYTORCH_ALLOC_CONF=expandable_segments:True",
+            "fix": "Let segments grow and shrink, so that the free memory can be used.",
+            "code": EXPANDABLE,
             "confidence": 0.9,
         },
         "an unusually large batch": {
-            "fix": "Bound the size of a batch: cut or bucket sequences, batch by tokens.",
+            "fix": "Limit the size of a batch: cut or bucket sequences, or batch by tokens.",
             "confidence": 0.9,
         },
-        # what would have freed memory, as a snapshot tells it: the changes of ``savings``
+        # what would have freed memory, from a snapshot: the changes of ``savings``
         "checkpointing": {
-            "fix": "Checkpoint the blocks that are called there",
+            "fix": "Checkpoint the blocks called there",
             "code": "from torch.utils.checkpoint import checkpoint\n"
             "x = checkpoint(block, x, use_reentrant=False)",
         },
         "smaller logits": {
-            "fix": "Make the loss in chunks, or with a fused linear cross-entropy",
-            "code": "# pip install liger-kernel: LigerFusedLinearCrossEntropyLoss\n"
-            "loss = sum(F.cross_entropy(head(x), y, reduction='sum')\n"
-            "           for x, y in zip(hidden.chunk(8), target.chunk(8)))\n"
-            "# each chunk under checkpoint(), so that its logits are not kept",
+            "fix": "Compute the loss in chunks, or with a fused linear cross entropy",
+            "code": "# pip install liger-kernel\n"
+            "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
+            "loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, target)",
         },
         "references": {
-            "fix": "Let go of the outputs of the step before (del, detach)",
+            "fix": "Release the outputs of the previous step (del, detach)",
             "code": "del output, loss              # at the end of the step\n"
             "total += loss.detach()        # not: total += loss",
         },
@@ -95,29 +92,30 @@ class OutOfMemory(Rule):
             "code": "optimizer.zero_grad(set_to_none=True)   # before the forward pass",
         },
         "8-bit optimizer": {
-            "fix": "Take an 8-bit, sharded or offloaded optimizer",
-            "code": "optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())",
+            "fix": "Use an 8-bit, sharded or offloaded optimizer",
+            "code": "# pip install bitsandbytes\n"
+            "import bitsandbytes\n"
+            "optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())",
         },
         "batch": {
-            "fix": "Halve the micro-batch, and accumulate",
-            "code": "loader = DataLoader(..., batch_size=half)   # and accumulate over two",
+            "fix": "Halve the micro-batch and accumulate gradients",
+            "code": "loader = DataLoader(..., batch_size=half)   # accumulate over two batches",
         },
         "expandable segments": {
             "fix": "Let segments grow and shrink (expandable segments)",
-            "code": "export PYTORCH_ALLOC_CONF=expandable_segments:True",
+            "code": EXPANDABLE,
         },
     }
 
     inference: ClassVar = {
-        "fix": "Lower the peak: 16-bit weights, inference_mode, a smaller batch, a shorter or "
-        "quantised key-value cache. The snapshot shows what fills it.",
+        "fix": f"{LOWER_PEAK_INFERENCE} The snapshot shows what fills memory.",
         "cases": {
             "smaller logits": {
-                "fix": "Compute the logits in chunks, or those of the last position alone",
+                "fix": "Compute the logits in chunks, or only those of the last position",
                 "code": "logits = head(hidden[:, -1:])",
             },
             "references": {
-                "fix": "Let go of the outputs of the step before",
+                "fix": "Release the outputs of the previous step",
                 "code": "del output                    # at the end of the step",
             },
             "batch": {
@@ -128,7 +126,7 @@ class OutOfMemory(Rule):
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Read what was written when it happened."""
+        """Read what the recorder saved when it happened."""
         post = next((post for post in a.post_mortems if post.history.failed is not None), None)
         if post is not None and post.request is not None:
             yield self._of_snapshot(post, post.request)
@@ -141,7 +139,7 @@ class OutOfMemory(Rule):
             return
         event = events[-1]
         allocated, reserved = _number(event.get("allocated")), _number(event.get("reserved"))
-        total = capacity(a)
+        total = gpu_capacity(a)
         sizes = recorded.column("bytes")
         sizes = sizes[sizes == sizes]
         grown = (
@@ -153,22 +151,22 @@ class OutOfMemory(Rule):
         fragments = used is not None and used < self.loose
         batch = grown is not None and grown >= self.larger
         why = (
-            f"only {used:.0%} of what the allocator held was in tensors: fragments"
+            f"only {used:.0%} of the memory that the allocator held was in tensors"
             if fragments
             else f"the last batch was {grown:.1f} times the usual size"
             if batch
-            else "tensors filled what there was"
+            else "tensors filled the memory"
         )
         snapshot = event.get("snapshot")
         yield Finding(
             summary=(
-                f"After {len(recorded.steps):,} steps a request could not be met; {why}."
+                f"A request for memory failed after {len(recorded.steps):,} steps: {why}."
                 + (f" {str(event['message'])[:300]}" if event.get("message") else "")
             ),
             evidence=[
                 Evidence("in tensors", allocated, "bytes"),
                 Evidence("held by the allocator", reserved, "bytes"),
-                Evidence("device memory", total, "bytes"),
+                Evidence("GPU memory", total, "bytes"),
                 Evidence("last batch over the median one", grown, "", *self.limit("larger")),
                 Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
             ],
@@ -189,26 +187,26 @@ class OutOfMemory(Rule):
 
     def _of_snapshot(self, post: PostMortem, request: int) -> Finding:
         """The request that failed, what was held then, and what would have freed enough."""
-        placed, found = placement(post), savings(post)
+        placed, ways = placement(post), savings(post)
         scattered = placed is not None and placed.scattered and placed.fits_expandable
-        if scattered:  # the cure for fragments first
-            found.sort(key=lambda each: (each.change != "expandable segments", -each.bytes))
+        if scattered:  # the fix for fragments first
+            ways.sort(key=lambda way: (way.change != "expandable segments", -way.bytes))
         why = (
-            f"{t.format_bytes(placed.usable)} were free for it, but in pieces of at most "
+            f"{t.format_bytes(placed.usable)} were free, but in pieces of at most "
             f"{t.format_bytes(placed.largest)}"
             if placed is not None and scattered
             else f"tensors held {t.format_bytes(post.allocated)} of the "
             f"{t.format_bytes(post.reserved)} "
-            f"reserved: {_holders(post)}"
+            f"reserved ({_list_holders(post)})"
         )
-        enough = [each for each in found if each.bytes >= request]
+        enough = [way for way in ways if way.bytes >= request]
         return Finding(
-            summary=f"A request of {t.format_bytes(request)} could not be met; {why}.",
+            summary=f"A request of {t.format_bytes(request)} failed: {why}.",
             evidence=[
                 Evidence("request", request, "bytes"),
                 Evidence("in tensors", post.allocated, "bytes"),
                 Evidence("held by the allocator", post.reserved, "bytes"),
-                Evidence("left with the driver", post.device_free, "bytes"),
+                Evidence("free at the driver", post.device_free, "bytes"),
                 Evidence(
                     "largest free block for it", None if placed is None else placed.largest, "bytes"
                 ),
@@ -217,33 +215,32 @@ class OutOfMemory(Rule):
                     for name, held in list(post.by_category.items())[:4]
                 ],
             ],
-            where=_asked(post) + held_most(post),
+            where=_locate_request(post) + locate_holders(post),
             impact=Impact(
                 currency="risk", reason=f"the run stopped with {t.format_bytes(post.reserved)} held"
             ),
-            fix=self._ways(found),
-            code=self.case((enough or found)[0].change)["code"] if found else "",
+            fix=self._name_ways(ways),
+            code=self.case((enough or ways)[0].change)["code"] if ways else "",
             confidence=0.85,
-            assumptions=[f"{self._way(each)}: {each.assumes}" for each in found[:MAX_WAYS]],
+            assumptions=[f"{self._name(way)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
         )
 
-    def _way(self, saving: Saving) -> str:
+    def _name(self, saving: Saving) -> str:
         fix = str(self.case(saving.change)["fix"])
         return f"{fix[0].lower()}{fix[1:]}"
 
-    def _ways(self, found: list[Saving]) -> str:
-        """What would have freed most, in words."""
-        told = []
-        for each in found[:MAX_WAYS]:
-            where = (
-                ""
-                if each.line is None or each.file is None
-                else (f" ({each.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{each.line})")
-            )
-            told.append(
-                f"{self.case(each.change)['fix']}{where}: frees {t.format_bytes(each.bytes)}."
-            )
-        return " ".join([*told, "They overlap."] if told[1:] else told)
+    def _name_ways(self, ways: list[Saving]) -> str:
+        """What would have freed most, one sentence each."""
+        sentences = []
+        for way in ways[:MAX_SAVINGS]:
+            place = ""
+            if way.line is not None and way.file is not None:
+                place = f" ({way.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{way.line})"
+            freed = t.format_bytes(way.bytes)
+            sentences.append(f"{self.case(way.change)['fix']}{place}: this frees {freed}.")
+        if len(sentences) > 1:
+            sentences.append("These savings overlap.")
+        return " ".join(sentences)
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:
@@ -252,7 +249,7 @@ class OutOfMemory(Rule):
             "full of tensors": _run(78e9, 79e9),
             "fragments": _run(40e9, 79e9),
             "a large batch": _run(78e9, 79e9, last=4.0),
-            "a snapshot that says so": _snapshot(1),
+            "a snapshot with the failure": _snapshot(1),
         }
 
     @staticmethod
@@ -262,25 +259,28 @@ class OutOfMemory(Rule):
         b.record_of_run().steps(20, 10)
         return {
             "it did not happen": (b, "not events"),
-            "a snapshot that does not say so": (_snapshot(80), "a.recorded is None"),
+            "a snapshot without a failure": (_snapshot(80), "a.recorded is None"),
         }
 
 
-def _holders(post: PostMortem, most: int = 3) -> str:
-    """Categories that held most, in words."""
+def _list_holders(post: PostMortem, count: int = 3) -> str:
+    """Categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
     named = [
-        f"{name} {t.format_bytes(held)}" for name, held in list(post.by_category.items())[:most]
+        f"{name} {t.format_bytes(held)}" for name, held in list(post.by_category.items())[:count]
     ]
     return ", ".join(named)
 
 
-def _asked(post: PostMortem) -> list[Location]:
-    asked = post.failed_at
-    if asked is None or asked.file is None:
+def _locate_request(post: PostMortem) -> list[Location]:
+    request = post.failed_at
+    if request is None or request.file is None:
         return []
     return [
         Location(
-            file=asked.file, line=asked.line, function=asked.function, op="the request that failed"
+            file=request.file,
+            line=request.line,
+            function=request.function,
+            op="the request that failed",
         )
     ]
 

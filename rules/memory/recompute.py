@@ -23,67 +23,65 @@ from advisor.measure.memory.memory import recompute
 from advisor.replay.selection import under_names
 from advisor.rules.common import figure, of_each
 from advisor.rules.kernel import facts
-from advisor.rules.memory.peaks import peaks
+from advisor.rules.memory.device_memory import GIB, peaks
 from advisor.rules.sources import CHECKPOINT, OURS
 from advisor.testing import TraceBuilder
 
-GIB = 1 << 30
 RECOMPUTE = r"torch/utils/checkpoint\.py\(\d+\): (\w+\.)*recompute_fn\b"
 BACKWARD = r"^autograd::engine::evaluate_function|Backward"
 REENTRANT = r"^CheckpointFunctionBackward$"
 
 
 class RecomputeWithFreeMemory(Rule):
-    """Activation checkpointing throws activations away in the forward pass and computes them again
-    in the backward pass: about one forward pass more each step, in exchange for memory. Where a
-    third of the memory stays free, part of that exchange buys nothing.
+    """Activation checkpointing drops activations in the forward pass and recomputes them in the
+    backward pass: about one more forward pass per step, in exchange for memory. Where a third of
+    the memory stays free, part of that exchange gains nothing.
 
-    Recomputed kernels are told by what launched them: a Python frame ``recompute_fn`` of
+    Recomputed kernels are recognized by what launched them: a Python frame ``recompute_fn`` of
     ``torch/utils/checkpoint.py`` (``use_reentrant=False``, needs stacks), or the op
     ``CheckpointFunctionBackward`` outside the autograd nodes inside it (``use_reentrant=True``).
-    The rule says how much memory is free, not how much the activations need: turn checkpointing
+    The rule shows how much memory is free, not how much the activations need: turn checkpointing
     off for some blocks, look at the peak, and go on.
     """
 
     id = "recompute-with-free-memory"
-    title = "Activations are recomputed although memory is free"
+    title = "Activation checkpointing recomputes although memory is free"
     category = "memory"
     silent_in = (
         "traces/b200_eager",
         "traces/h100_bert_small_inference",
         "traces/pairs/particle_batch128",
     )
-    validated_on = "frames and operator as PyTorch 2.13 records them; never seen to fire"
+    validated_on = "frames and operator as PyTorch 2.13 records them; has not fired on a real trace"
     references = (
         "https://pytorch.org/docs/stable/checkpoint.html",
         "https://pytorch.org/blog/activation-checkpointing-techniques/",
     )
 
     min_share = Threshold(
-        0.10, "of the step; a full recomputation is about a quarter of it", CHECKPOINT
+        0.10, "of the step; full recomputation is about a quarter of it", CHECKPOINT
     )
-    max_reserved = Threshold(0.70, "of capacity: with more in use the memory may be needed", OURS)
+    max_reserved = Threshold(0.70, "of capacity: above it the memory may be needed", OURS)
 
     fix = (
-        "Turn checkpointing off, or checkpoint only every second block, and look at the "
-        "peak; or keep the cheap outputs and recompute only what is large (selective "
-        "checkpointing)."
+        "Turn checkpointing off, or checkpoint only every second block, and look at the peak. Or "
+        "keep small outputs and recompute only large ones (selective checkpointing)."
     )
     code = (
+        "# Hugging Face: model.gradient_checkpointing_disable()\n"
         "for i, block in enumerate(self.blocks):\n"
         "    if self.training and i % 2 == 0:      # was: every block\n"
         "        x = checkpoint(block, x, use_reentrant=False)\n"
         "    else:\n"
-        "        x = block(x)\n"
-        "# Hugging Face: model.gradient_checkpointing_disable()"
+        "        x = block(x)"
     )
     verify = "torch.cuda.max_memory_reserved() stays below 90 %, and the step is shorter."
     falsified_by = "a larger peak in another phase (evaluation, longer sequences)"
-    assumptions = ("the activations that are kept instead fit into the free memory",)
+    assumptions = ("the activations fit into the free memory",)
     confidence = 0.75
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare recomputed device time with the step, and peak memory with the capacity."""
+        """Compare recomputed GPU time with the step, and peak memory with the capacity."""
         if a.device_id is None or not a.breakdown.compute.total:
             return
         training = name_matches(a.trace.cpu["name"], BACKWARD).any()
@@ -97,18 +95,17 @@ class RecomputeWithFreeMemory(Rule):
                 record="with_stack=True",
             )
             return
-        again = int(table["busy"].sum())
-        share = again / a.span_ns
+        recomputed = int(table["busy"].sum())
+        share = recomputed / a.span_ns
         if share < self.min_share:
             return
         reserved, _, capacity = peaks(a)
         if reserved is None or not capacity:
             yield SkippedCheck(
-                what=f"whether memory is free that would save recomputation ({share:.0%} of the "
-                "step)",
+                what=f"whether free memory could save recomputation ({share:.0%} of the step)",
                 why="allocator events are not recorded"
                 if reserved is None
-                else "the trace does not say how much memory the GPU has",
+                else "the trace does not record how much memory the GPU has",
                 record="profile_memory=True",
             )
             return
@@ -119,14 +116,14 @@ class RecomputeWithFreeMemory(Rule):
         select, factor = self._select(a)
         yield Finding(
             summary=(
-                f"{share:.0%} {of_each(a)} recomputes activations of the forward pass, while "
-                f"{free / GIB:.1f} GiB ({1 - full:.0%}) of the device's memory is never used."
+                f"Recomputing activations takes {share:.0%} {of_each(a)}, while {free / GIB:.1f} "
+                f"GiB ({1 - full:.0%}) of GPU memory stay free."
             ),
             evidence=[
                 Evidence(
                     "recomputation, share", share, "share", *self.limit("min_share"), per=a.per
                 ),
-                figure(a, "recomputation", again),
+                figure(a, "recomputation", recomputed),
                 Evidence("peak reserved", reserved, "bytes"),
                 Evidence(
                     "peak reserved, share of capacity", full, "share", *self.limit("max_reserved")

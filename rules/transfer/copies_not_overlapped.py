@@ -1,11 +1,10 @@
-"""Copies between host and device that could run beside compute, and do not."""
+"""Copies between host and GPU that could run beside compute, and do not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import ClassVar
 
-import numpy as np
 import polars as pl
 
 from advisor.core import text as t
@@ -21,40 +20,35 @@ from advisor.core.finding import (
 )
 from advisor.core.intervals import intersect
 from advisor.measure import Analysis
-from advisor.rules.common import device_places, figure, of_step, per, rows
+from advisor.rules.common import busy_during, device_places, figure, of_step, per
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
-from advisor.rules.sources import OURS, TRACELENS
+from advisor.rules.sources import OURS, SILENT_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
 
 DIRECTIONS = ("HtoD", "DtoH")
 
 
 class CopiesNotOverlapped(Rule):
-    """Copies between pinned host memory and the device run while the device computes nothing;
-    copy engines work beside compute, so on a stream of their own, one batch ahead, they would be
-    free.
+    """Copies between pinned host memory and the GPU run while the GPU computes nothing. Copy
+    engines work beside compute, so on a separate stream, one batch ahead, the copies would be free.
 
     Exposed is copy time under neither compute nor communication. On the stream that also computes,
     a copy can never overlap with what is launched after it. Copies from pageable memory are left
-    out: they cannot run on their own (see pageable-copies). Copies within the device are too.
+    out, because they cannot run on their own (see pageable-copies), and so are copies within the
+    GPU.
 
-    Where most of the copy time is hidden already the rule is silent: a prefetch on its own stream
-    works, and what still shows is what compute is missing for.
+    Where most of the copy time is hidden already, the rule is silent: a prefetch on its own stream
+    works, and the rest shows where compute is missing.
     """
 
     id = "copies-not-overlapped"
-    title = "Copies are not overlapped with compute"
+    title = "Copies do not overlap with compute"
     category = "transfer"
     knobs = ("loader-pinning",)
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
-        "silent where it should be: A100 and V100 training prefetch on a stream of their own and "
-        "hide 68 and 80 % of their copies"
+        "silent where it should be: A100 and V100 training prefetch on a separate stream and hide "
+        "68 and 80 % of their copies"
     )
     references = (
         "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
@@ -66,11 +60,11 @@ class CopiesNotOverlapped(Rule):
         "of the step, exposed: above the noise, below the 5 % from which TraceLens flags copies",
         TRACELENS,
     )
-    max_overlap = Threshold(0.5, "share hidden from which the copies count as overlapped", OURS)
+    max_overlap = Threshold(0.5, "of the copy time is hidden: the copies count as overlapped", OURS)
 
     fix = (
-        "Copy the next batch on a stream of its own while this step computes, and let the "
-        "compute stream wait for it. Send less: uint8 images, and normalise on the device."
+        "Copy the next batch on a separate stream while this step computes, and let the compute "
+        "stream wait for it. Send fewer bytes: uint8 images, normalized on the GPU."
     )
     code = (
         "copies = torch.cuda.Stream()\n"
@@ -85,8 +79,8 @@ class CopiesNotOverlapped(Rule):
         "        t.record_stream(torch.cuda.current_stream())\n"
         "    train_step(*current)"
     )
-    verify = "Profile again: the copies lie under kernels, on another stream."
-    falsified_by = "the same step time when the loop reuses one batch on the device"
+    verify = "Profile again: the copies overlap with kernels, on another stream."
+    falsified_by = "the same step time when the loop reuses one batch on the GPU"
     assumptions = (
         "the next batch is known while this step runs",
         "memory for one more batch",
@@ -95,17 +89,16 @@ class CopiesNotOverlapped(Rule):
 
     elsewhere: ClassVar = {
         **in_any_language(
-            "Copy the next piece while the device computes on this one: two buffers, pinned host "
-            "memory, and a stream for the copies; and leave on the device what is needed there "
-            "again.",
-            cuda="cudaMemcpyAsync on a stream of its own, cudaEventRecord and cudaStreamWaitEvent "
-            "between the streams.",
+            "Copy the next piece while the GPU computes on this one, with two buffers in pinned "
+            "host memory and a separate stream for copies. Leave on the GPU what it needs again.",
+            cuda="Use cudaMemcpyAsync on a separate stream, and cudaEventRecord and "
+            "cudaStreamWaitEvent between the streams.",
             code="cudaMemcpyAsync(buffer[next], host + next * n, piece,\n"
             "                cudaMemcpyHostToDevice, copies);\n"
             "cudaEventRecord(arrived[next], copies);\n"
             "kernel<<<grid, block, 0, compute>>>(buffer[now], n);\n"
             "cudaStreamWaitEvent(compute, arrived[next], 0);",
-            verify="Profile again: copies lie beside kernels.",
+            verify="Profile again: copies overlap with kernels.",
         ),
         **BATCHES_AHEAD,
     }
@@ -118,16 +111,14 @@ class CopiesNotOverlapped(Rule):
         copies = a.copies.filter(pl.col("copy").is_in(DIRECTIONS) & ~pageable)
         if copies.is_empty():
             return
-        mask = np.zeros(a.trace.gpu.height, dtype=bool)
-        mask[rows(copies["gpu"])] = True
-        busy = a.device_busy(mask)
+        busy = busy_during(a, copies)
         exposed = intersect(busy, a.breakdown.copies).total
         share = exposed / a.span_ns
         overlap = 1 - exposed / busy.total if busy.total else 1.0
         if share < self.min_share or overlap >= self.max_overlap:
             if overlap >= self.max_overlap and busy.total >= self.min_share * a.span_ns:
                 yield PassedCheck(
-                    text=f"{overlap:.0%} of copy time between host and device runs under compute "
+                    text=f"compute hides {overlap:.0%} of the copy time between host and GPU "
                     f"({t.format_duration(busy.total / a.step_count)}{per(a)})"
                 )
             return
@@ -136,15 +127,14 @@ class CopiesNotOverlapped(Rule):
         moved = int(copies["bytes"].sum())
         yield Finding(
             summary=(
-                f"{of_step(a, exposed)} the device only "
-                f"copies ({t.format_bytes(moved / a.step_count)}{per(a)}, {overlap:.0%} of copy "
-                "time "
-                "hidden)" + (", on the stream it computes on." if on_compute > 0.5 else ".")
+                f"The GPU only copies for {of_step(a, exposed)}: "
+                f"{t.format_bytes(moved / a.step_count)}{per(a)}, {overlap:.0%} of the copy time "
+                "hidden" + (". The copies run on the compute stream." if on_compute > 0.5 else ".")
             ),
             evidence=[
-                figure(a, "exposed copies", exposed),
+                figure(a, "exposed copy time", exposed),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
-                Evidence("hidden under compute", overlap, "share", *self.limit("max_overlap")),
+                Evidence("hidden by compute", overlap, "share", *self.limit("max_overlap")),
                 Evidence("exposed on the compute stream", on_compute, "share"),
                 figure(a, "bytes", moved, "bytes"),
                 Evidence("bandwidth", moved / max(1, int(copies["dur"].sum())), "GB/s"),

@@ -1,4 +1,4 @@
-"""Device memory is copied to device memory for a noticeable part of the step."""
+"""Copies from GPU memory to GPU memory take a notable part of the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from advisor.core.trace import JAX
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import nearest, parents
-from advisor.rules.common import column, device_places, figure, of_step, per, rows
+from advisor.rules.common import busy_during, column, device_places, figure, of_step, per, rows
 from advisor.rules.elsewhere import in_any_language
 from advisor.rules.sources import TRACELENS
 from advisor.testing import TraceBuilder
@@ -33,18 +33,18 @@ _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Re
 
 
 class DeviceCopies(Rule):
-    """Tensors are copied from device memory to device memory (``clone``, ``copy_``, ``contiguous``,
-    ``cat``) for a noticeable part of the step: each byte is read and written and nothing computed.
+    """Tensors are copied from GPU memory to GPU memory (``clone``, ``copy_``, ``contiguous``,
+    ``cat``) for a notable part of the step: each byte is read and written, and nothing computed.
 
     Counted are copies by the copy engine or driver (``Memcpy DtoD``) that run under neither compute
-    nor communication; copies by kernels are the subject of other rules. Two causes are told apart:
-    copies at the border of compiled functions that replay CUDA graphs, whose inputs and outputs are
-    copied into and out of fixed buffers unless their addresses are known to stay (nearly all copies
-    of a public V100 trace are of this kind), and all others.
+    nor communication; other rules look at copies by kernels. Two causes are distinguished. Compiled
+    functions that replay CUDA graphs copy their inputs and outputs into and out of fixed buffers,
+    unless the addresses are known to stay (nearly all copies of a public V100 trace are of this
+    kind). The rest is the program's own.
     """
 
     id = "device-copies"
-    title = "Device memory is copied around on the device"
+    title = "Copies within GPU memory take part of the step"
     category = "transfer"
     found_in = ("traces/v100_train_copy_heavy",)
     silent_in = (
@@ -54,8 +54,8 @@ class DeviceCopies(Rule):
         "traces/h100_bert_small_inference",
     )
     validated_on = (
-        "v100_train_copy_heavy: 774 copies a step, 12 % of it, nearly all at the border of CUDA "
-        "graphs; silent on A100 training (0.6 %) and b200_eager (0.9 %)"
+        "v100_train_copy_heavy: 774 copies per step, 12 % of it, nearly all at the border of "
+        "CUDA graphs; silent on A100 training (0.6 %) and b200_eager (0.9 %)"
     )
     references = (
         "https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
@@ -65,13 +65,13 @@ class DeviceCopies(Rule):
     min_share = Threshold(0.05, "of the step", TRACELENS)
 
     verify = "Profile again: fewer 'Memcpy DtoD' rows, and less time in them."
-    falsified_by = "a version without the copies that computes something else"
-    assumptions = ("the copies are not needed for correctness (aliasing, in-place updates)",)
+    falsified_by = "a different result without the copies"
+    assumptions = ("correctness does not need the copies (aliasing, in-place updates)",)
 
     fix = (
-        "Keep tensors where and as they are: write results into views of one buffer "
-        "instead of concatenating, drop clones nobody changes, use the layout the next "
-        "operator wants from the start, update in place."
+        "Leave tensors in place: write results into views of one buffer instead of concatenating, "
+        "drop clones that nobody changes, use the layout that the next operator wants from the "
+        "start, and update in place."
     )
     code = (
         "out = torch.empty(n, 2 * d, device=device)\n"
@@ -81,10 +81,10 @@ class DeviceCopies(Rule):
     confidence = 0.6
     cases: ClassVar = {
         "at the border of CUDA graphs": {
-            "fix": "Let the graphs use tensors where they are: with CUDA graph trees (PyTorch 2.1 "
-            'and later, the default of mode="reduce-overhead") parameters and outputs that stay '
-            "at one address are not copied; mark other inputs that stay, and compile a larger "
-            "region so that fewer tensors cross its border.",
+            "fix": "Let the graphs use tensors where they are. CUDA graph trees (PyTorch 2.1 and "
+            'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
+            "that stay at one address. Mark other inputs that stay, and compile a larger region, "
+            "so that fewer tensors cross its border.",
             "code": "torch._dynamo.mark_static_address(buffer)   # an input that never moves\n"
             'step = torch.compile(train_step, mode="reduce-overhead")   # one border',
             "confidence": 0.75,
@@ -93,24 +93,22 @@ class DeviceCopies(Rule):
 
     elsewhere: ClassVar = {
         **in_any_language(
-            "Let kernels read their input where it lies, and write to where it is needed: pass "
-            "pointers, offsets and strides instead of copying to a new buffer; swap two buffers "
+            "Let kernels read their input in place, and write where the output is needed. Pass "
+            "pointers, offsets and strides instead of copying to a new buffer. Swap two buffers "
             "instead of copying one to the other."
         ),
         JAX: FrameworkAdvice(
-            "Donate what a step replaces, so that XLA writes the new state over the old one.",
+            "Donate the arguments that a step replaces, so that XLA overwrites the old state.",
             "train_step = jax.jit(train_step, donate_argnums=(0,))",
         ),
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Compare exposed copies within the device with the step."""
+        """Compare exposed copies within the GPU with the step."""
         if a.device_id is None or a.copies.is_empty():
             return
         copies = a.copies.filter(pl.col("copy") == "DtoD")
-        mask = np.zeros(a.trace.gpu.height, dtype=bool)
-        mask[rows(copies["gpu"])] = True
-        exposed = intersect(a.device_busy(mask), a.breakdown.copies).total
+        exposed = intersect(busy_during(a, copies), a.breakdown.copies).total
         share = exposed / a.span_ns
         if share < self.min_share:
             return
@@ -121,13 +119,13 @@ class DeviceCopies(Rule):
         per_step = max(1, round(copies.height / a.step_count))
         yield Finding(
             summary=(
-                f"{of_step(a, exposed)} the device does "
-                f"nothing but copy its own memory: {t.count_noun(per_step, 'copy')} of "
+                f"The GPU only copies within its own memory for {of_step(a, exposed)}: "
+                f"{t.count_noun(per_step, 'copy')} of "
                 f"{t.format_bytes(moved / a.step_count)}{per(a)}"
-                + (", most into and out of the buffers of CUDA graphs." if of_graphs else ".")
+                + (", most into and out of CUDA graph buffers." if of_graphs else ".")
             ),
             evidence=[
-                figure(a, "exposed copies within the device", exposed),
+                figure(a, "exposed copy time within the GPU", exposed),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 figure(a, "copies", copies.height, "count"),
                 figure(a, "bytes", moved, "bytes"),

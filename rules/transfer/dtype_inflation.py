@@ -1,4 +1,4 @@
-"""Bytes are made floats on the host, and four times as much is copied to the device."""
+"""The host converts bytes to floats and copies four times as much to the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from advisor.core.finding import (
     Finding,
     Outcome,
     Rule,
-    Select,
     SkippedCheck,
     Threshold,
 )
@@ -24,42 +23,35 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parents
 from advisor.measure.steps.steps import step_of
-from advisor.rules.common import device_places, figure, of_step, total
-from advisor.rules.sources import OURS, PAGEABLE_64K, TRACELENS
+from advisor.rules.common import device_places, figure, of_step, select_copies, total
+from advisor.rules.sources import OURS, PAGEABLE_64K, SILENT_TRACES, TRACELENS
 from advisor.testing import TraceBuilder
 
 _CONVERT = r"^aten::(?:copy_|div)$"
 _FLOATS = ("half", "bfloat16", "float", "double")
-MAX_CORRELATIONS = 500
-"""An Edit names single copies only up to this many."""
 
 
 class DtypeInflation(Rule):
-    """8-bit data (images, masks) is converted to floating point on the host and then copied to the
-    device: two or four times the bytes cross the bus. Sent as bytes and converted on the device,
+    """The host converts 8-bit data (images, masks) to floating point before it copies the data to
+    the GPU, so two or four times the bytes cross the bus. Sent as bytes and converted on the GPU,
     the copy takes a quarter of the time, and the host is spared the conversion.
 
     A conversion is an ``aten::copy_`` from ``unsigned char`` into a float type, or an ``aten::div``
-    of such a tensor, that launches nothing on the device. It counts when a copy to the device in
-    the same step has exactly the bytes of its result, in half of the steps or more.
-    ``x.to(device, dtype=torch.float32)`` is one too: PyTorch converts on the host and then copies.
-    Conversions in the loader's worker processes (``ToTensor``) are not in the trace and not seen.
+    of such a tensor, that launches nothing on the GPU. It counts when a copy to the GPU in the same
+    step has exactly the bytes of its result, in half of the steps or more.
+    ``x.to(device, dtype=torch.float32)`` counts too: PyTorch converts on the host and then copies.
+    Conversions in the loader's worker processes (``ToTensor``) are not in the trace.
 
-    Needs shapes. Only the copy is priced; the host time of the conversion is a gain on top.
+    Needs shapes. The gain is that of the copy alone; the host time of the conversion comes on top.
     """
 
     id = "dtype-inflation"
-    title = "8-bit data is sent to the device as floats"
+    title = "8-bit data crosses the bus as floats"
     category = "transfer"
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
         "operators and types as PyTorch 2.13 records a conversion on the CPU; silent on two_ranks "
-        "and b200_eager, which hold 8-bit tensors on the device; never seen to fire"
+        "and b200_eager, which hold 8-bit tensors on the GPU; has not fired on a real trace"
     )
     references = (
         "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
@@ -67,27 +59,26 @@ class DtypeInflation(Rule):
     )
 
     min_share = Threshold(
-        0.005, "of the step, exposed in these copies; three quarters of it are saved", OURS
+        0.005, "of the step, exposed in these copies; the fix saves three quarters of it", OURS
     )
     min_bytes = Threshold(
-        65536, "bytes: smaller copies cost their latency, whatever their type", PAGEABLE_64K
+        65536, "bytes: a smaller copy costs its latency, whatever its type", PAGEABLE_64K
     )
-    min_steps_share = Threshold(0.5, "of the steps must show it", OURS)
+    min_steps_share = Threshold(0.5, "of the steps have such a copy", OURS)
     worth_asking = Threshold(
-        0.05, "of the step: exposed copies below this share need no shapes", TRACELENS
+        0.05, "of the step: exposed copies below it do not ask for shapes", TRACELENS
     )
 
     fix = (
-        "Send the bytes and convert on the device: keep uint8 in the dataset (PILToTensor "
-        "instead of ToTensor), and do the division and the normalisation on the GPU, with "
-        "mean and std as tensors there."
+        "Send bytes and convert on the GPU. Keep uint8 in the dataset (PILToTensor instead of "
+        "ToTensor), and divide and normalize on the GPU, with mean and std as GPU tensors."
     )
     code = (
         "x = x.to(device, non_blocking=True)            # uint8: a quarter of the bytes\n"
-        "x = x.to(torch.float32).div_(255).sub_(mean).div_(std)   # on the device"
+        "x = x.to(torch.float32).div_(255).sub_(mean).div_(std)   # on the GPU"
     )
-    verify = "Profile again: the copy to the device has a quarter of the bytes."
-    falsified_by = "augmentation on the host that works on floats"
+    verify = "Profile again: the copy to the GPU has a quarter of the bytes."
+    falsified_by = "augmentation on the host that needs floats"
     assumptions = ("nothing on the host needs the floats",)
     confidence = 0.8
 
@@ -112,40 +103,34 @@ class DtypeInflation(Rule):
                 )
             return
         made = self._conversions(a)
-        found = copies.join(made, on=["step", "bytes"], how="inner", maintain_order="left").filter(
+        inflated = copies.join(
+            made, on=["step", "bytes"], how="inner", maintain_order="left"
+        ).filter(
             # with more copies of this size than conversions it is not known which is which
             pl.len().over("step", "bytes") <= pl.col("conversions")
         )
-        steps = found["step"].n_unique()
-        cost = total(found["exposed"])
+        steps = inflated["step"].n_unique()
+        cost = total(inflated["exposed"])
         if steps < self.min_steps_share * a.step_count or cost < self.min_share * a.span_ns:
             return
-        moved = total(found["bytes"])
-        needed = int((found["bytes"] // found["width"]).sum())
-        ids = a.trace.gpu["correlation"].gather(found["gpu"]).drop_nulls().unique().sort()
+        moved = total(inflated["bytes"])
+        needed = int((inflated["bytes"] // inflated["width"]).sum())
         yield Finding(
             summary=(
-                f"{of_step(a, cost)} goes to copies of {t.format_bytes(moved / a.step_count)} of "
-                "floats "
-                f"that were {t.format_bytes(needed / a.step_count)} of bytes before the host "
-                "converted them."
+                f"Copying {t.format_bytes(moved / a.step_count)} of floats takes "
+                f"{of_step(a, cost)}. "
+                f"They were {t.format_bytes(needed / a.step_count)} before the host converted them."
             ),
             evidence=[
-                figure(a, "copy time that nothing hides", cost),
+                figure(a, "exposed copy time", cost),
                 Evidence("share", cost / a.span_ns, "share", *self.limit("min_share"), per=a.per),
                 figure(a, "bytes sent", moved, "bytes"),
                 figure(a, "bytes before the conversion", needed, "bytes"),
-                Evidence("steps that show it", steps, "count"),
+                Evidence("steps with such a copy", steps, "count"),
             ],
-            where=device_places(a, found, "exposed", "made"),
+            where=device_places(a, inflated, "exposed", "made"),
             edits=[
-                Edit(
-                    op="scale",
-                    select=Select(
-                        on="gpu", kind=("memcpy",), correlation=tuple(ids[:MAX_CORRELATIONS])
-                    ),
-                    factor=needed / moved,
-                )
+                Edit(op="scale", select=select_copies(a, inflated["gpu"]), factor=needed / moved)
             ],
         )
 
@@ -156,12 +141,12 @@ class DtypeInflation(Rule):
         trace = a.trace
         cpu = trace.cpu
         wide = []
-        # as many rounds as there are different inputs with 8-bit data, not as there are ops
+        # one round per distinct input with 8-bit data, not per op
         inputs = trace.inputs.with_row_index("inputs").filter(
             pl.col("types").str.contains("unsigned char", literal=True)
         )
         for row, dims, types in inputs.select("inputs", "dims", "types").iter_rows():
-            first, second = (OpInputs(dims, types).tensor(at) for at in (0, 1))
+            first, second = (OpInputs(dims, types).tensor(index) for index in (0, 1))
             if first is None:
                 continue
             if first.dtype == "unsigned char":  # aten::div: floats of the default type
@@ -177,20 +162,20 @@ class DtypeInflation(Rule):
                 wide.append((row, "aten::copy_", first.elements * first.width, first.width))
         schema = {"inputs": pl.Int32, "op": pl.String, "bytes": pl.Int64, "width": pl.Int64}
         table = pl.DataFrame(wide, schema=schema, orient="row")
-        mine = (cpu["kind"] == "op") & name_matches(cpu["name"], _CONVERT)
-        mine &= cpu["inputs"].is_in(table["inputs"].implode()).fill_null(False)
-        candidate = mine.to_numpy()
+        converts = (cpu["kind"] == "op") & name_matches(cpu["name"], _CONVERT)
+        converts &= cpu["inputs"].is_in(table["inputs"].implode()).fill_null(False)
+        candidate = converts.to_numpy()
         launch = trace.gpu["launch"].drop_nulls().to_numpy().astype(np.int64)
         on_device = np.zeros(cpu.height, dtype=bool)
         around = climb_stack(parents(trace), candidate, launch)
         on_device[around[around >= 0]] = True
-        at = np.flatnonzero(candidate & ~on_device)
+        on_host = np.flatnonzero(candidate & ~on_device)
         made = pl.DataFrame(
             {
-                "made": at,
-                "inputs": cpu["inputs"].gather(at),
-                "op": cpu["name"].gather(at).cast(pl.String),
-                "step": step_of(a.steps, cpu["ts"].gather(at).to_numpy()),
+                "made": on_host,
+                "inputs": cpu["inputs"].gather(on_host),
+                "op": cpu["name"].gather(on_host).cast(pl.String),
+                "step": step_of(a.steps, cpu["ts"].gather(on_host).to_numpy()),
             }
         )
         return (

@@ -1,11 +1,10 @@
-"""Copies from pageable host memory: slow, and they hold the host."""
+"""Copies from pageable host memory: slow, and they block the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import ClassVar
 
-import numpy as np
 import polars as pl
 
 from advisor.core import text as t
@@ -23,10 +22,10 @@ from advisor.core.finding import (
 from advisor.core.intervals import intersect
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
-from advisor.rules.common import device_places, figure, of_step, per, rows, total
+from advisor.rules.common import busy_during, device_places, figure, of_step, per, total
 from advisor.rules.elsewhere import BATCHES_AHEAD, in_any_language
-from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG
-from advisor.rules.sync.held import edit, held_by
+from advisor.rules.sources import ENGINE_FLOOR, PAGEABLE_64K, PINNED_BLOG, SILENT_TRACES
+from advisor.rules.sync.blocking_calls import make_async, select_blocking_calls
 from advisor.testing import TraceBuilder
 
 _CALLS = (
@@ -35,23 +34,21 @@ _CALLS = (
 
 
 class PageableCopies(Rule):
-    """Inputs are copied to the device from pageable memory, so the driver has to stage every piece
-    through a pinned buffer: the copy is slower, holds the host thread, and cannot run beside
-    compute.
+    """Inputs are copied to the GPU from pageable memory. The driver stages every piece through a
+    pinned buffer, so the copy is slower, blocks the host thread, and cannot run beside compute.
 
-    Counted is what such copies cost: device time in which nothing but the copy runs, and the bubble
-    on the device after a copy that held the host. Copies that compute hides, and the small ones
-    that the driver takes over at once, cost nothing and are not reported. Copies that are pinned
-    already are never in it.
+    Counted is what such copies cost: GPU time in which nothing but the copy runs, and the GPU idle
+    time after a copy that blocked the host. Copies that compute hides, and small ones that the
+    driver takes over at once, cost nothing and are not reported. Pinned copies are never counted.
 
-    Copies of results to the host are not in it either: pinning does not help where the host waits
-    for the value anyway (``.item()``, ``.cpu()``); implicit-sync judges those by their bubble. In a
-    program without a framework it is arrays that are fetched: those that the driver has to stage
-    are in it. A parameter upload before the first step lies outside the steps.
+    Copies of results to the host are not counted either. Pinning does not help where the host waits
+    for the value anyway (``.item()``, ``.cpu()``); implicit-sync judges those by the idle time
+    after them. In a program without a framework, copies to the host that the driver has to stage
+    are counted. A parameter upload before the first step lies outside the steps.
     """
 
     id = "pageable-copies"
-    title = "Copies from pageable memory keep the device waiting"
+    title = "Copies from pageable memory leave the GPU waiting"
     category = "transfer"
     knobs = ("loader-pinning",)
     found_in = (
@@ -60,15 +57,10 @@ class PageableCopies(Rule):
         "traces/pairs/loader_profiler_workers0",
         "traces/pairs/loader_profiler_workers4",
     )
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     validated_on = (
-        "training with a loader, with workers and without: 2 copies a step of 18.4 MiB that the "
-        "file itself calls pageable; on the A100 and V100 all copies to the device are pinned, 60 "
+        "training with a loader, with workers and without: 2 copies per step of 18.4 MiB that the "
+        "file itself calls pageable; on the A100 and V100 all copies to the GPU are pinned, 60 "
         "pageable ones go back; b200_eager has 2 copies of 8 bytes"
     )
     references = (
@@ -78,20 +70,20 @@ class PageableCopies(Rule):
 
     min_share = Threshold(
         0.01,
-        "of the step: above what two profiled runs differ by; nsys reports any such copy",
+        "of the step: above the noise between two profiled runs; nsys reports any such copy",
         ENGINE_FLOOR,
     )
     min_bytes = Threshold(
-        65536, "bytes: CUDA takes pageable copies of up to 64 KiB over at once", PAGEABLE_64K
+        65536, "bytes: CUDA takes over pageable copies of up to 64 KiB at once", PAGEABLE_64K
     )
     pinned_speedup = Threshold(
-        2.0, "of the copy, when no pinned copy is in the trace to compare with", PINNED_BLOG
+        2.0, "times as fast, when the trace has no pinned copy to compare with", PINNED_BLOG
     )
-    worst_speedup = Threshold(1.15, "of the copy, where the host is fast", PINNED_BLOG)
+    worst_speedup = Threshold(1.15, "times as fast, where the host is fast", PINNED_BLOG)
 
     fix = (
-        "Let the DataLoader pin its batches and copy them without blocking; tensors made "
-        "in the main process are pinned once and refilled, not pinned every step."
+        "Let the DataLoader pin its batches, and copy them with non_blocking=True. For tensors "
+        "that the main process makes, allocate one pinned buffer and refill it every step."
     )
     code = (
         "loader = DataLoader(..., pin_memory=True)\n"
@@ -102,17 +94,17 @@ class PageableCopies(Rule):
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."
     falsified_by = "copies that are pinned and take as long"
     assumptions = (
-        "at best the copy is hidden altogether, at worst it gets {worst_speedup:g} times as fast",
+        "at best compute hides the copy, at worst the copy gets {worst_speedup:g} times as fast",
         "the host has memory to pin",
     )
     confidence = 0.8
 
     elsewhere: ClassVar = {
         **in_any_language(
-            "Copy from pinned (page-locked) host memory that is allocated once and used again, in "
-            "pieces on a stream of their own while kernels run; and keep on the device what the "
-            "next kernel needs, so that it is not copied at all.",
-            cuda="cudaHostAlloc (or cudaHostRegister, once) pins; cudaMemcpyAsync on a stream "
+            "Copy from pinned (page-locked) host memory that you allocate once and reuse. Copy in "
+            "pieces on a separate stream while kernels run. Keep on the GPU what the next kernel "
+            "needs, so that it is not copied at all.",
+            cuda="cudaHostAlloc (or one cudaHostRegister) pins memory. cudaMemcpyAsync on a stream "
             "returns at once and runs beside kernels of other streams.",
             code="float* host;  cudaHostAlloc(&host, bytes, cudaHostAllocDefault);  // once\n"
             "for (int i = 0; i < pieces; ++i) {\n"
@@ -124,13 +116,13 @@ class PageableCopies(Rule):
             "                  cudaMemcpyDeviceToHost, s);\n"
             "}\n"
             "cudaDeviceSynchronize();                          // once, at the end",
-            verify="Profile again: copies read 'Pinned -> Device' and lie beside kernels.",
+            verify="Profile again: copies read 'Pinned -> Device' and overlap with kernels.",
         ),
         **BATCHES_AHEAD,
     }
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
-        """Cost of pageable copies: exposed time and the bubbles they leave."""
+        """Add up the exposed time of pageable copies and the GPU idle time after them."""
         if a.device_id is None or a.copies.is_empty():
             return
         copies = a.copies.filter(pl.col("copy").is_in(["HtoD", "DtoH"]))
@@ -139,18 +131,18 @@ class PageableCopies(Rule):
         if copies["memory"].null_count() == copies.height:
             yield SkippedCheck(
                 what="whether copies use pinned memory",
-                why="the trace does not tell the kind of host memory",
+                why="the kind of host memory is not recorded",
                 record="a profiler that writes 'Memcpy HtoD (Pageable -> Device)'",
             )
             return
         large = pl.col("bytes").fill_null(0) >= self.min_bytes
-        ways = ["HtoD"]
+        directions = ["HtoD"]
         fetched = (pl.col("copy") == "DtoH") & large
         if a.trace.meta.framework == CUDA:
-            ways.append("DtoH")
+            directions.append("DtoH")
         slow = copies.filter(
             pl.col("memory") == "pageable",
-            (pl.col("copy") == "HtoD") | (fetched & pl.col("copy").is_in(ways)),
+            (pl.col("copy") == "HtoD") | (fetched & pl.col("copy").is_in(directions)),
         )
         up = copies.filter((pl.col("copy") == "HtoD") & large)
         if slow.is_empty():
@@ -161,12 +153,13 @@ class PageableCopies(Rule):
                     f"{t.format_bytes(total(up['bytes']))})"
                 )
             return
-        # what is fetched is needed: its host would wait for it from pinned memory too
-        held = held_by(
+        # the host needs what it fetches: it would wait for it from pinned memory too
+        blocking = select_blocking_calls(
             a, (pl.col("direction") == "HtoD") & (pl.col("memory") == "Pageable").fill_null(False)
         )
-        exposed = self._exposed(a, slow)
-        share = (exposed + held.total) / a.span_ns
+        alone = busy_during(a, slow.filter(pl.col("exposed") > 0))  # two at once count once
+        exposed = intersect(alone, a.breakdown.copies).total
+        share = (exposed + blocking.total) / a.span_ns
         if share < self.min_share:
             return
         speed = _speed(slow)
@@ -176,15 +169,14 @@ class PageableCopies(Rule):
             factor = min(1.0, speed / pinned)
         yield Finding(
             summary=(
-                f"{of_step(a, exposed + held.total)} goes to "
                 f"{t.count_noun(max(1, round(slow.height / a.step_count)), 'copy')}{per(a)} of "
                 f"{t.format_bytes(total(slow['bytes']) / a.step_count)} through pageable memory "
-                "that "
-                "nothing hides."
+                "cost "
+                f"{of_step(a, exposed + blocking.total)}."
             ),
             evidence=[
-                figure(a, "copy time that nothing hides", exposed),
-                figure(a, "device idle after them", held.total),
+                figure(a, "exposed copy time", exposed),
+                figure(a, "GPU idle after these calls", blocking.total),
                 Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
                 Evidence("bandwidth of these copies", speed, "GB/s"),
                 Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
@@ -194,22 +186,16 @@ class PageableCopies(Rule):
             edits=[
                 Edit(
                     op="scale",
-                    select=Select(on="gpu", kind=("memcpy",), copy=tuple(ways), memory="pageable"),
+                    select=Select(
+                        on="gpu", kind=("memcpy",), copy=tuple(directions), memory="pageable"
+                    ),
                     factor=factor,
                     factor_low=0.0,
                     factor_high=max(factor, 1 / self.worst_speedup),
                 ),
-                *([edit(a, held, *_CALLS)] if held.total else []),
+                *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
             ],
         )
-
-    @staticmethod
-    def _exposed(a: Analysis, slow: pl.DataFrame) -> int:
-        """Time in which nothing but these copies runs, ns (two at once count once)."""
-        up = slow.filter(pl.col("exposed") > 0)
-        mask = np.zeros(a.trace.gpu.height, dtype=bool)
-        mask[rows(up["gpu"])] = True
-        return intersect(a.device_busy(mask), a.breakdown.copies).total
 
     @staticmethod
     def fires_on() -> dict[str, TraceBuilder]:

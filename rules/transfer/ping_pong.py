@@ -1,4 +1,4 @@
-"""Data goes from the device to the host and comes straight back."""
+"""Data goes from the GPU to the host and straight back."""
 
 from __future__ import annotations
 
@@ -14,73 +14,63 @@ from advisor.core.finding import (
     Finding,
     Outcome,
     Rule,
-    Select,
     SkippedCheck,
     Threshold,
 )
 from advisor.measure import Analysis
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import climb_stack, frame_rank, parents
-from advisor.rules.common import device_places, figure, of_step, per, rows, total
-from advisor.rules.sources import ENGINE_FLOOR, OURS
+from advisor.rules.common import device_places, figure, of_step, per, rows, select_copies, total
+from advisor.rules.sources import ENGINE_FLOOR, OURS, SILENT_TRACES
+from advisor.rules.sync.blocking_calls import make_calls_async
 from advisor.testing import TraceBuilder
 
 _DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"
-MAX_CORRELATIONS = 500
-"""An Edit names single copies only up to this many."""
 
 
 class PingPong(Rule):
-    """A tensor is copied to the host, and in the same call of the same function as many bytes are
-    copied back: something in between was done on the CPU (``.cpu().numpy()``, a library without GPU
-    support, a random permutation) that the device could do. Both copies cost time, and the first
-    makes the host wait for all work before it.
+    """A tensor is copied to the host, and the same call of the same function copies as many bytes
+    back. The CPU did something in between (``.cpu().numpy()``, a library without GPU support, a
+    random permutation) that the GPU could do. Both copies cost time, and the first makes the host
+    wait for all work before it.
 
-    Counted are pairs: a copy to the host and the next one back of exactly the same size, both
-    called directly from one and the same run of one function of the user's code, which begins and
-    ends inside the step, in at least three steps. So equal sizes by chance do not count, such as a
-    result that is read and the next batch that is sent by the training loop. Nor does deliberate
+    Counted are pairs: a copy to the host and the next copy back of exactly the same size. One and
+    the same run of one function of the user's code must call both directly, and begin and end
+    inside the step, in at least three steps. So equal sizes by coincidence do not count, such as a
+    result that the training loop reads and the next batch that it sends. Nor does deliberate
     offloading: copies inside the optimizer, under frames of a library, or under a name that says
     so; nor what the backward pass brings back, which runs on another thread.
 
-    Needs Python stacks. The work in between is not priced: it moves to the device.
+    Needs Python stacks. The gain leaves out the work in between: it moves to the GPU.
     """
 
     id = "ping-pong"
     title = "Data makes a round trip through the host"
     category = "transfer"
-    silent_in = (
-        "traces/a100_train_6steps",
-        "traces/v100_train_copy_heavy",
-        "traces/two_ranks_rank0",
-        "traces/b200_eager",
-    )
+    silent_in = SILENT_TRACES
     references = (
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization",
     )
 
     min_steps = Threshold(3, "steps with such a pair", OURS)
-    min_bytes = Threshold(
-        4096, "bytes: single values that are read and written have other causes", OURS
-    )
+    min_bytes = Threshold(4096, "bytes: reads and writes of single values have other causes", OURS)
     worth_asking = Threshold(
-        0.01, "of the step: exposed copies below this share need no stacks", ENGINE_FLOOR
+        0.01, "of the step: exposed copies below it do not ask for stacks", ENGINE_FLOOR
     )
 
     fix = (
-        "Do on the device what happens between the two copies: torch has counterparts of "
-        "most of NumPy (sort, unique, randperm, topk, scatter), CuPy and torchvision.ops "
-        "share memory with torch tensors without a copy."
+        "Do the work between the two copies on the GPU. torch has most of NumPy (sort, unique, "
+        "randperm, topk, scatter). CuPy shares memory with torch tensors without a copy."
     )
     code = (
         "# before: torch.from_numpy(np.argsort(x.cpu().numpy())).to(device)\n"
         "order = torch.argsort(x)\n"
-        "# a CUDA array of another library, without a copy\n"
+        "# a CUDA array of another library, without a copy:\n"
         "y = torch.from_dlpack(cupy_array)"
     )
     verify = "Profile again: no Memcpy DtoH followed by a Memcpy HtoD of the same size."
-    falsified_by = "a function that reads one thing and uploads another of the same size"
-    assumptions = ("what happens in between can be done on the device, in little time",)
+    falsified_by = "a function that reads one tensor and uploads another of the same size"
+    assumptions = ("the GPU can do the work in between, in little time",)
     confidence = 0.7
 
     def check(self, a: Analysis) -> Iterator[Outcome]:
@@ -107,20 +97,19 @@ class PingPong(Rule):
         both = copies.filter(
             pl.col("gpu").is_in(pl.concat([table["gpu"], table["back"]]).implode())
         )
-        gpu, cpu = a.trace.gpu, a.trace.cpu
         waits = a.syncs.filter(pl.col("copy").is_in(both["gpu"].implode()))
-        ids = gpu["correlation"].gather(both["gpu"]).drop_nulls().unique().sort()
-        calls = cpu["correlation"].gather(waits["host"]).drop_nulls().unique().sort()
+        edits = [Edit(op="remove", select=select_copies(a, both["gpu"]))]
+        if waits.height:
+            edits.append(make_calls_async(a, rows(waits["host"])))
         rate = table.height / a.step_count
         cost = total(both["exposed"])
         yield Finding(
             summary=(
-                f"{t.count_noun(max(1, round(rate)), 'time')}{per(a)} the same function copies "
-                "data "
-                "to the host and as many bytes back "
-                f"({t.format_bytes(total(table['bytes']) / table.height)}): {of_step(a, cost)} in "
-                "copies "
-                "that nothing hides, and the host waits for the first."
+                f"The same function copies {t.format_bytes(total(table['bytes']) / table.height)} "
+                "to the "
+                f"host and back, {t.count_noun(max(1, round(rate)), 'time')}{per(a)}. The copies "
+                "take "
+                f"{of_step(a, cost)}, and the host waits for the first."
             ),
             evidence=[
                 Evidence("round trips", rate, "count", per=a.per),
@@ -131,32 +120,11 @@ class PingPong(Rule):
                     *self.limit("min_steps"),
                 ),
                 figure(a, "bytes to the host", total(table["bytes"]), "bytes"),
-                figure(a, "copy time that nothing hides", cost),
+                figure(a, "exposed copy time", cost),
                 figure(a, "host waits for these copies", waits.height, "count"),
             ],
             where=device_places(a, table, "bytes", "launch"),
-            edits=[
-                Edit(
-                    op="remove",
-                    select=Select(
-                        on="gpu", kind=("memcpy",), correlation=tuple(ids[:MAX_CORRELATIONS])
-                    ),
-                ),
-                *(
-                    [
-                        Edit(
-                            op="asynchronous",
-                            select=Select(
-                                on="host",
-                                kind=("runtime",),
-                                correlation=tuple(calls[:MAX_CORRELATIONS]),
-                            ),
-                        )
-                    ]
-                    if len(calls)
-                    else []
-                ),
-            ],
+            edits=edits,
         )
 
     @staticmethod
@@ -173,18 +141,20 @@ class PingPong(Rule):
         launch = rows(copies["launch"])
         # the function that called: the innermost frame that is not PyTorch's or Python's own
         frame = climb_stack(parent, python & (rank > 0), launch)
-        meant = climb_stack(parent, name_matches(cpu["name"], _DELIBERATE).to_numpy(), launch) >= 0
-        good = (frame >= 0) & ~meant & (rank[np.maximum(frame, 0)] == 2)
+        offloaded = (
+            climb_stack(parent, name_matches(cpu["name"], _DELIBERATE).to_numpy(), launch) >= 0
+        )
+        wanted = (frame >= 0) & ~offloaded & (rank[np.maximum(frame, 0)] == 2)
         start = cpu["ts"].to_numpy()
         end = start + cpu["dur"].to_numpy()
         steps = a.steps.marks  # frames are the host's
         begin = steps["ts"].gather(copies["step"]).to_numpy()
         finish = steps["end"].gather(copies["step"]).to_numpy()
-        at = np.maximum(frame, 0)
-        good &= (start[at] >= begin) & (end[at] <= finish)
+        inner = np.maximum(frame, 0)
+        wanted &= (start[inner] >= begin) & (end[inner] <= finish)
         copies = (
             copies.with_columns(frame=pl.Series(frame), called=cpu["ts"].gather(copies["launch"]))
-            .filter(pl.Series(good))
+            .filter(pl.Series(wanted))
             .sort("called")
         )
         return copies.with_columns(

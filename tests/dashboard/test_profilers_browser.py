@@ -109,6 +109,6 @@ def test_a_snapshot_is_drawn_and_its_advice_is_there(
     told = page.locator("main").inner_text()
     assert "Left behind by each step" in told and "train.py" in told
     found = t.open("/findings").locator("main").inner_text()
-    assert "The loss holds the logits several times" in found
+    assert "The loss keeps several copies of the logits in memory" in found
     assert len(list(t.walk())) > 5
     assert t.wrong == []

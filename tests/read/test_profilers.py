@@ -444,11 +444,11 @@ def test_a_program_in_c_is_bound_by_its_transfers(shared_file: Found) -> None:
     found = {finding.rule: finding for finding in report.findings}
     assert list(found) == ["pageable-copies"]  # results are fetched: no values that are read
     seen = {each.label: each.value for each in found["pageable-copies"].evidence}
-    assert 5 * seen["copy time that nothing hides"] == pytest.approx(284.7e6, rel=1e-3)
+    assert 5 * seen["exposed copy time"] == pytest.approx(284.7e6, rel=1e-3)
     assert "in copies alone" in report.verdict
     assert "cudaHostAlloc" in found["pageable-copies"].code
     assert "cudaMemcpyAsync" in found["pageable-copies"].code
-    assert "on the device" in found["pageable-copies"].fix
+    assert "on the GPU" in found["pageable-copies"].fix
     told = report.to_json() if hasattr(report, "to_json") else repr(report)
     assert "DataLoader(" not in str(told)
 

@@ -193,12 +193,12 @@ def test_its_sixty_pageable_copies_to_the_host_are_judged_by_the_bubble_they_lea
 
     from advisor.measure import Analysis
     from advisor.read import read_trace
-    from advisor.rules.sync.held import held_by
+    from advisor.rules.sync.blocking_calls import select_blocking_calls
 
     path = shared_trace("a100_train_6steps")
     a = Analysis(read_trace(path))
-    held = held_by(a, pl.col("direction") == "DtoH")
-    assert (held.table["kind"] == "memcpy").sum() == 60  # each with a sync that finds it done
+    blocking = select_blocking_calls(a, pl.col("direction") == "DtoH")
+    assert (blocking.table["kind"] == "memcpy").sum() == 60  # each with a sync that finds it done
     # by hand: idle time from the copy's end to the start of the next work of its thread
     calls = {
         e["args"]["correlation"]: e
@@ -224,9 +224,9 @@ def test_its_sixty_pageable_copies_to_the_host_are_judged_by_the_bubble_they_lea
             until = following[0][1]
             idle = outside([(copy["end"], until)], busy) if until > copy["end"] else 0
             bound += min(idle, call["end"] - call["start"])
-    assert held.total <= bound * 1.05
+    assert blocking.total <= bound * 1.05
     assert bound < 0.02 * a.span_ns  # less than implicit-sync asks for, so it is rightly silent
-    assert held.table["waited"].sum() > 10 * held.total  # while the host waited far longer
+    assert blocking.table["waited"].sum() > 10 * blocking.total  # while the host waited far longer
 
 
 # -- launch-bound ---------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_copies_around_cuda_graphs_lead_on_v100_training(shared_trace: Find) -> 
     inside = [e for e in device(path) if e["start"] < spans[-1][1] and e["end"] > spans[0][0]]
     within = [(e["start"], e["end"]) for e in inside if "DtoD" in e["name"]]
     kernels = [(e["start"], e["end"]) for e in inside if e["kind"] == "kernel"]
-    told = figure(copies, "exposed copies within the device") * 6
+    told = figure(copies, "exposed copy time within the GPU") * 6
     assert told == pytest.approx(outside(within, kernels), rel=0.01)
     assert {"exposed-communication", "device-copies"} == mentioned(result)
 

@@ -9,8 +9,8 @@ from advisor.core.finding import Finding, Rule
 from advisor.rules.distributed.missing_no_sync import MissingNoSync
 from advisor.rules.distributed.slow_device import SlowDevice
 from advisor.rules.host.periodic_stalls import PeriodicStalls
+from advisor.rules.memory.driver_allocations import PinnedAllocationInLoop
 from advisor.rules.memory.huge_vocabulary import HugeVocabulary
-from advisor.rules.memory.pinned_allocation_in_loop import PinnedAllocationInLoop
 from advisor.rules.transfer.dtype_inflation import DtypeInflation
 from advisor.rules.transfer.ping_pong import PingPong
 

@@ -1,4 +1,4 @@
-"""How long the step waits for the DataLoader, and how much of that the device stands idle."""
+"""How long the step waits for the DataLoader, and for how much of that the GPU idles."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parse_frame
 from advisor.measure.steps.contents import contents
-from advisor.rules.common import per, rows
+from advisor.rules.common import figure, rows
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
-SINGLE = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
+SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""
-OTHERS = r"^enumerate\(Data(?:Loader|Pipe)\)#(?:[^_]|_[^S]|_S[^i])|^tf\.data::"
+WORKERS = r"^enumerate\(Data(?:Loader|Pipe)\)#(?:[^_]|_[^S]|_S[^i])|^tf\.data::"
 """Every other iterator: worker processes, a DataPipe, or tf.data."""
 
 
@@ -49,28 +49,28 @@ def find_waits(a: Analysis, pattern: str) -> Waits | None:
     named = name_matches(cpu["name"], pattern) & cpu["kind"].is_in(["annotation", "op"])
     if a.device_id is None and a.trace.main_thread is not None:
         named &= cpu["thread"] == a.trace.main_thread
-    found = np.flatnonzero(named.to_numpy())
-    if not len(found):
+    ranges = np.flatnonzero(named.to_numpy())
+    if not len(ranges):
         return None
     # a nested loader's range lies inside another one's: the outer one has its time already
-    inner = np.isin(rows(cpu["parent"])[found], found)
-    found = found[~inner]
-    ts = cpu["ts"].to_numpy()[found]
-    end = ts + cpu["dur"].to_numpy()[found]
+    nested = np.isin(rows(cpu["parent"])[ranges], ranges)
+    ranges = ranges[~nested]
+    ts = cpu["ts"].to_numpy()[ranges]
+    end = ts + cpu["dur"].to_numpy()[ranges]
     inside = covered_length(ts, end, a.spans) > 0
-    found, ts, end = found[inside], ts[inside], end[inside]
-    if not len(found):
+    ranges, ts, end = ranges[inside], ts[inside], end[inside]
+    if not len(ranges):
         return None
     wait = intersect(union(ts, end), a.spans)
     exposed = wait
     if a.device_id is not None:
         gaps = a.gaps.filter(pl.col("cause") == "loader")
-        blamed = np.isin(rows(gaps["host"]), found)
+        blamed = np.isin(rows(gaps["host"]), ranges)
         start = gaps["ts"].to_numpy()[blamed]
         exposed = intersect(union(start, start + gaps["dur"].to_numpy()[blamed]), a.spans)
     used = a.steps.used
     by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), exposed)
-    return Waits(found, wait.total, exposed.total, covered_length(ts, end, exposed), by_step)
+    return Waits(ranges, wait.total, exposed.total, covered_length(ts, end, exposed), by_step)
 
 
 def recurs(waits: Waits, minimum: float) -> bool:
@@ -82,89 +82,88 @@ def recurs(waits: Waits, minimum: float) -> bool:
     return bool(rest / (len(waits.by_step) - 1) >= minimum)
 
 
-def in_one_step(waits: Waits) -> SkippedCheck:
-    """What is said of a wait that does not recur."""
+def in_one_step(waits: Waits, loader: str) -> SkippedCheck:
+    """What to say of a wait that does not recur. ``loader``: its name for the reader."""
+    longest = t.format_duration(waits.by_step.max())
     return SkippedCheck(
-        what=f"whether the DataLoader's wait of {t.format_duration(waits.by_step.max())} recurs",
-        why=f"one of {len(waits.by_step)} steps holds nearly all of it, as at the start of "
-        "an epoch",
+        what=f"whether the wait of {longest} for {loader} recurs",
+        why=f"one of {len(waits.by_step)} steps has nearly all of it, as at the start of an epoch",
         record="more steps: schedule(wait=1, warmup=2, active=8)",
     )
 
 
-class Culprits(NamedTuple):
+class LoadingCalls(NamedTuple):
     """What the loading consists of, where that was recorded."""
 
     evidence: list[Evidence]
     where: list[Location]
     summary: str
-    """A sentence about the call that holds most of it, or nothing."""
+    """A sentence about the call that takes most of it, or nothing."""
 
 
 BUILT_IN = re.compile(r"^<built-in (?:method|function) (\S+?)(?: of (\S+) object.*)?>$")
 """``<built-in method std of Tensor object at 0x7f…>``, which is shown as ``Tensor.std``."""
-NAMED_SHARE = 0.05
+MIN_LISTED_SHARE = 0.05
 """Part of the loading from which a call inside it is listed: smaller ones change nothing."""
-MAX_SHARE = 0.3
-"""Part of the loading from which one call is what the loading is about, and is said first."""
+MIN_SUMMARY_SHARE = 0.3
+"""Part of the loading from which one call is named in the summary."""
 
 
-def culprits(a: Analysis, waits: Waits) -> Culprits:
+def find_loading_calls(a: Analysis, waits: Waits) -> LoadingCalls:
     """The calls inside the loading that take its time, with the user's lines that make them."""
-    found = Culprits([], [], "")
-    inside = contents(a, waits.host)
-    table = inside.filter(pl.col("ns") >= NAMED_SHARE * waits.total).head(3)
+    evidence: list[Evidence] = []
+    where: list[Location] = []
+    calls = contents(a, waits.host)
     summary = ""
-    for row in table.iter_rows(named=True):
-        text = _told(a, row)
-        per_step = row["ns"] / a.step_count
-        found.evidence.append(Evidence(f"of the loading{per(a)}: {text}", per_step, "ns"))
+    listed = calls.filter(pl.col("ns") >= MIN_LISTED_SHARE * waits.total).head(3)
+    for row in listed.iter_rows(named=True):
+        text = _describe(a, row)
+        evidence.append(figure(a, f"loading: {text}", row["ns"]))
         share = row["ns"] / waits.total
-        if not summary and share >= MAX_SHARE:
-            summary = f" {share:.0%} of the loading is {text}."
+        if not summary and share >= MIN_SUMMARY_SHARE:
+            summary = f" {text} takes {share:.0%} of the loading."
         if row["frame"] is not None:
             file, line, function = a.location(row["frame"])
-            op = _short(a, row["callee"])
             ts, dur = (int(a.trace.cpu[c][row["callee"]]) for c in ("ts", "dur"))
-            found.where.append(
+            where.append(
                 Location(
                     file=file,
                     line=line,
                     function=function,
-                    op=op,
+                    op=_short_name(a, row["callee"]),
                     ts_ns=ts,
                     dur_ns=dur,
                     count=row["count"],
                 )
             )
-    dark = waits.total - int(inside["ns"].sum())
+    unexplained = waits.total - int(calls["ns"].sum())
     stacks = bool((a.trace.cpu["kind"] == "python").any())
-    if not stacks and not inside.is_empty() and dark >= NAMED_SHARE * waits.total:
-        label = f"of the loading{per(a)}: outside operators (with_stack=True would tell)"
-        found.evidence.append(Evidence(label, dark / a.step_count, "ns"))
-    return found._replace(summary=summary)
+    if not stacks and not calls.is_empty() and unexplained >= MIN_LISTED_SHARE * waits.total:
+        label = "loading: outside operators (with_stack=True shows what)"
+        evidence.append(figure(a, label, unexplained))
+    return LoadingCalls(evidence, where, summary)
 
 
-def _told(a: Analysis, row: dict[str, int | None]) -> str:
+def _describe(a: Analysis, row: dict[str, int | None]) -> str:
     """``zoom (scipy/ndimage/interpolation.py:700), called by __getitem__ (data.py:41)``."""
     callee, leaf, frame = row["callee"], row["leaf"], row["frame"]
     assert callee is not None
-    text = _full(a, callee)
-    if leaf is not None and _short(a, leaf) != _short(a, callee):
-        text += f", in it {_short(a, leaf)}"
+    text = _name_with_line(a, callee)
+    if leaf is not None and _short_name(a, leaf) != _short_name(a, callee):
+        text += f" with {_short_name(a, leaf)}"
     if frame is not None and frame != callee:
-        text += f", called by {_full(a, frame)}"
+        text += f", called by {_name_with_line(a, frame)}"
     return text
 
 
-def _full(a: Analysis, row: int) -> str:
+def _name_with_line(a: Analysis, row: int) -> str:
     parsed = parse_frame(str(a.trace.cpu["name"][row]))
     if parsed is None:
-        return _short(a, row)
+        return _short_name(a, row)
     return f"{parsed.function} ({PurePath(parsed.file).name}:{parsed.line})"
 
 
-def _short(a: Analysis, row: int) -> str:
+def _short_name(a: Analysis, row: int) -> str:
     name = str(a.trace.cpu["name"][row])
     parsed = parse_frame(name)
     if parsed is not None:

@@ -1,4 +1,4 @@
-"""How late the host launches: idle device time while it prepares the next kernel."""
+"""GPU idle time while the host prepares the next launch, and what keeps launches from a graph."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 CAUSES = ("dispatch", "launch", "python")
-"""Causes of idle gaps that a shorter way to the launch would shorten. Time that nothing explains
-(Python without stacks) is left out, so what is found is rather too little than too much."""
+"""Causes of idle gaps that a shorter way to the launch would shorten. Unexplained time (Python
+without stacks) is left out, so the result is rather too small than too large."""
 MAX_PIECE_NS = 200_000
 """Longer pieces are not the cost of launching: dispatching one op takes some 5 to 50 µs, with
-Python stacks up to 150 µs (b200_eager), while a slow function or an op on the CPU takes more."""
+Python stacks up to 150 µs (b200_eager). A slow function or an op on the CPU takes longer."""
 MAX_GAP_NS = 1_000_000
 """Nor are many short pieces in one gap: a loop over the pixels of an image is thousands of calls
-before one launch. Where launching is what the device waits for, on public traces 96 % and more of
-the idle time is in gaps with less than this of it (70 % where a job also prepares its data), and
-3 % where the first kernel follows a quarter of a second of Python."""
+before one launch. Where the GPU waits for launches, on public traces 96 % and more of the idle time
+is in gaps with less than this of it (70 % where a job also prepares its data), and 3 % where the
+first kernel follows a quarter of a second of Python."""
 
-MAX_NAMED = 3
+MAX_NAMED_CAUSES = 3
 
 
-class Late(NamedTuple):
-    """The analysed window, seen from the queue of launches."""
+class LaunchGaps(NamedTuple):
+    """The GPU idle time between launches in the analyzed window, and the launches themselves."""
 
     idle: int
-    """Device idle time in short pieces of CAUSES, ns."""
+    """GPU idle time in short pieces of CAUSES, ns."""
     at_launches: bool
-    """Most of that is between one launch and the next, not in long gaps of many calls."""
+    """Most of it lies between one launch and the next, not in long gaps of many calls."""
     busy_share: float
     launches: float
-    """Device work a step, kernels of graphs included."""
+    """Pieces of GPU work per step, kernels of graphs included."""
     calls: float
-    """Launch calls a step (a graph launch is one)."""
+    """Launch calls per step (a graph launch is one)."""
     kernel_ns: float
     """Median duration of a kernel."""
     short: float
     """Share of kernels below 10 µs (TraceLens's limit of a short kernel)."""
     per_launch: float
-    """Idle time of the above kind for each launch call, ns."""
+    """``idle`` per launch call, ns."""
     graph_launches: int
 
 
-def how_late(a: Analysis) -> Late | None:
-    """Measure it; ``None``: no kernels, or the launches are not in the trace."""
+def measure_launch_gaps(a: Analysis) -> LaunchGaps | None:
+    """Measure them; ``None``: no kernels, or the launches are not in the trace."""
     gpu = a.trace.gpu
     kernels = a.in_window & (gpu["kind"] == "kernel").to_numpy()
     launch = gpu["launch"].filter(pl.Series(a.in_window)).drop_nulls()
@@ -66,7 +66,7 @@ def how_late(a: Analysis) -> Late | None:
     dur = gpu["dur"].to_numpy()[kernels]
     calls = launch.n_unique()
     graphs = (a.trace.cpu["call"].gather(launch.unique()) == "graph_launch").sum()
-    return Late(
+    return LaunchGaps(
         idle=idle,
         at_launches=2 * int(near["dur"].sum()) >= idle,
         busy_share=a.breakdown.busy.total / a.span_ns,
@@ -80,21 +80,21 @@ def how_late(a: Analysis) -> Late | None:
 
 
 def _pieces(a: Analysis) -> pl.DataFrame:
-    """Rows of ``Analysis.gaps`` in which a launch is prepared, but for a step's first: what comes
-    before that is another subject."""
+    """Rows of ``Analysis.gaps`` in which a launch is prepared, without a step's first launch: other
+    rules look at what comes before that."""
     short = a.gaps.filter(pl.col("cause").is_in(CAUSES) & (pl.col("dur") <= MAX_PIECE_NS))
     ts = column(short, "ts")
     before_the_first = covered_length(ts, ts + column(short, "dur"), step_starts(a)) > 0
     return short.filter(pl.Series(~before_the_first))
 
 
-def edit() -> Edit:
-    """The launches cost nothing any more, or next to nothing."""
+def remove_launch_cost() -> Edit:
+    """Launches cost next to nothing."""
     select = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
     return Edit(op="drop_launch", select=select, host_ns=1000)
 
 
-def where(a: Analysis) -> list[Location]:
+def locate_gaps(a: Analysis) -> list[Location]:
     """Lines, or without stacks ops, behind most of the idle time."""
     gaps = _pieces(a)
     return places(
@@ -108,9 +108,9 @@ def where(a: Analysis) -> list[Location]:
     )
 
 
-def same_kernels(a: Analysis) -> bool | None:
-    """Every used step launches the same kernels in the same order; ``None``: one step only, or
-    steps are not known."""
+def repeats_kernels(a: Analysis) -> bool | None:
+    """Every used step launches the same kernels in the same order; ``None``: a single step, or no
+    steps in the trace."""
     used = a.steps.used
     if used.height < 2 or a.steps.source == "whole trace":
         return None
@@ -118,40 +118,41 @@ def same_kernels(a: Analysis) -> bool | None:
     kernels = (gpu["kind"] == "kernel") & gpu["launch"].is_not_null()
     kernels &= gpu["device"] == a.device_id
     work = gpu.filter(kernels).select("name", "launch", "stream", "ts")
-    at = cpu["ts"].gather(work["launch"]).to_numpy()
-    told = step_of(a.steps, at)
-    inside = told.is_not_null()
-    work, at, step = work.filter(inside), at[inside.to_numpy()], told.drop_nulls().to_numpy()
+    launched = cpu["ts"].gather(work["launch"]).to_numpy()
+    steps = step_of(a.steps, launched)
+    inside = steps.is_not_null()
+    work, launched = work.filter(inside), launched[inside.to_numpy()]
+    step = steps.drop_nulls().to_numpy()
     index = column(used, "index")
     launches = np.bincount(step, minlength=index[-1] + 1)[index]
     if launches[0] == 0 or (launches != launches[0]).any():
         return False
-    order = np.lexsort((work["ts"].to_numpy(), at, work["stream"].to_numpy(), step))
+    order = np.lexsort((work["ts"].to_numpy(), launched, work["stream"].to_numpy(), step))
     names = work["name"].to_physical().to_numpy()[order].reshape(used.height, -1)
     return bool((names == names[0]).all())
 
 
-class Blockers(NamedTuple):
-    """Waits for the device, none of which may happen while a graph is captured."""
+class CaptureBlockers(NamedTuple):
+    """Waits for the GPU, which a CUDA graph capture does not allow."""
 
-    each_step: int
-    """How many a step, rounded up. A copy and the sync after it in one operator are one wait."""
+    per_step: int
+    """Waits per step, rounded up. A copy and the sync after it in one operator are one wait."""
     names: str
     """The most frequent causes, with their line where stacks were recorded: ``aten::item
     (train.py:10)``."""
 
 
-def blockers(a: Analysis) -> Blockers:
-    """Count them and say where they are."""
+def find_capture_blockers(a: Analysis) -> CaptureBlockers:
+    """Count them and locate them."""
     syncs = a.syncs.filter(~pl.col("profiler"))
     syncs = syncs.with_columns(pl.coalesce("op", "host").alias("wait"))
     syncs = syncs.unique("wait", keep="first", maintain_order=True)
     named: dict[str, int] = {}
     for host, cause in syncs.select("host", "cause").iter_rows():  # tens a step at most
         file, line, _ = a.location(host)
-        where_ = f" ({PurePath(file).name}:{line})" if file and line else ""
-        name = f"{cause}{where_}"
+        place = f" ({PurePath(file).name}:{line})" if file and line else ""
+        name = f"{cause}{place}"
         named[name] = named.get(name, 0) + 1
-    most = sorted(named, key=lambda name: -named[name])[:MAX_NAMED]
-    more = f" and {len(named) - len(most)} more places" if len(named) > len(most) else ""
-    return Blockers(-(-syncs.height // a.step_count), ", ".join(most) + more)
+    top = sorted(named, key=lambda name: -named[name])[:MAX_NAMED_CAUSES]
+    more = f" and {len(named) - len(top)} more places" if len(named) > len(top) else ""
+    return CaptureBlockers(-(-syncs.height // a.step_count), ", ".join(top) + more)

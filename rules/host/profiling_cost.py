@@ -1,0 +1,214 @@
+"""What the profiler itself costs: notes for the reader, with nothing to gain in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, Source, Threshold
+from advisor.core.intervals import intersect, union
+from advisor.measure import Analysis
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.recorded import measure_it, record, steps_seen
+from advisor.rules.sources import CHOSEN, OURS, TRACEML
+from advisor.testing import TraceBuilder
+
+_NO_GAIN = "it slows the recording, not the program"
+
+
+class ObserverEffect(Rule):
+    """Steps in the profiled window take longer than those before and after it. Host times of the
+    trace are too long by that much, most where operators are small. GPU times are not.
+
+    Compared are the medians of the steps that the window kept and of the unprofiled steps within 20
+    steps of them, so that a run whose speed drifts is compared with itself. Reported from 10 % on.
+    """
+
+    id = "observer-effect"
+    title = "Profiled steps take longer than the others"
+    category = "host"
+    reads_record = True
+    found_in = (
+        "recorded/anomaly.slow",
+        "recorded/gc_pauses.slow",
+    )
+    silent_in = ("recorded/leak.slow",)
+    validated_on = "CPU recordings: windows whose steps are longer than those around them"
+    sources = (Source("unprofiled steps within 20 steps", "advisor/measure/steps/record.py"),)
+    references = ("https://github.com/pytorch/pytorch/issues/144455",)
+
+    min_effect = Threshold(0.10, "longer step in the window", TRACEML)
+    min_steps = Threshold(10, "unprofiled steps", CHOSEN)
+
+    fix = (
+        "Record less at a time: no stacks and no memory events unless you need them. Trust GPU "
+        "times, and gains from them, more than host times."
+    )
+    verify = "Record again: the medians of profiled and unprofiled steps come closer."
+    falsified_by = "steps before and after the window that take as long"
+    confidence = 0.9
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the two medians."""
+        recorded = record(a)
+        effect = recorded.observer
+        if effect is None or effect < self.min_effect or recorded.count < self.min_steps:
+            return
+        around, profiled = recorded.around_windows, recorded.profiled_median
+        assert around is not None and profiled is not None
+        yield Finding(
+            summary=(
+                f"A step takes {t.format_duration(profiled)} while it is profiled, and "
+                f"{t.format_duration(around)} "
+                f"around the window ({effect:+.0%}). Host times and idle time in this report "
+                "are longer than in an unprofiled step."
+            ),
+            evidence=[
+                Evidence("median step around the window", around, "ns"),
+                Evidence("median profiled step", profiled, "ns"),
+                Evidence("longer by", effect, "share", *self.limit("min_effect")),
+                Evidence("profiled steps", int(recorded.profiled.sum()), "count"),
+                steps_seen(recorded),
+            ],
+            impact=measure_it(_NO_GAIN),
+            informational=True,
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Half as long again in the window."""
+        return {"half as long again": _run(15)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Hardly longer; never profiled."""
+        return {
+            "hardly longer": (_run(10.5), "min_effect"),
+            "no window": (_run(None), "effect is None"),
+        }
+
+
+class ProfilerOverhead(Rule):
+    """The recording itself took a notable part of the analyzed window, so host times are longer
+    than without the profiler and idle gaps are wider. Read gains in host time as upper bounds.
+
+    Kineto writes the cost of CUPTI and the profiler as rows of category ``overhead``: buffer
+    requests and flushes, instrumentation of kernels, loading of device code. That loading (``Lazy
+    Function Loading``, ``Runtime Triggered Module Loading``) is not the profiler's doing: the
+    window begins too early, and it is gone after some warm-up steps. The cost of the Python tracer
+    and of each recorded call is not in these rows, so this is a lower bound.
+
+    A note, not a finding: an unprofiled run gains nothing from it.
+    """
+
+    id = "profiler-overhead"
+    title = "Profiling took a notable part of the window"
+    category = "host"
+    found_in = ("traces/b200_eager",)
+    silent_in = (
+        "traces/a100_train_6steps",
+        "traces/v100_train_copy_heavy",
+        "traces/two_ranks_rank0",
+        "traces/h100_bert_small_inference",
+    )
+    validated_on = "b200_eager: 2 % of the window in overhead rows; no overhead rows elsewhere"
+    references = ("https://pytorch.org/docs/stable/profiler.html#torch.profiler.schedule",)
+
+    min_share = Threshold(0.02, "of the window", OURS)
+
+    fix = (
+        "Let the profiler warm up before it records, and record fewer things at a time (stacks "
+        "cost most). Set CUDA_MODULE_LOADING=EAGER where code loading shows."
+    )
+    code = (
+        "with profile(schedule=schedule(skip_first=10, wait=1, warmup=3, active=5),\n"
+        "             with_stack=False, record_shapes=True) as profiler:\n"
+        "    for batch in loader:\n"
+        "        train_step(batch)\n"
+        "        profiler.step()"
+    )
+    verify = "Profile again: this note is gone."
+    falsified_by = "the same step time with and without the profiler"
+    confidence = 0.9
+
+    elsewhere: ClassVar = in_any_language(
+        "Record fewer things at a time and a shorter span, after the program has warmed up."
+    )
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Add up the overhead rows."""
+        cpu = a.trace.cpu
+        rows = np.flatnonzero((cpu["kind"] == "overhead").to_numpy())
+        if not len(rows) or not a.span_ns:
+            return
+        ts = cpu["ts"].to_numpy()[rows]
+        end = ts + cpu["dur"].to_numpy()[rows]
+        spent = intersect(union(ts, end), a.spans)
+        share = spent.total / a.span_ns
+        if share < self.min_share:
+            return
+        idle = a.gaps.filter(pl.col("cause") == "profiler")["dur"].sum() if a.gaps.height else 0
+        by_name = (
+            pl.DataFrame({"name": cpu["name"].gather(rows), "dur": cpu["dur"].gather(rows)})
+            .group_by("name")
+            .agg(pl.col("dur").sum())
+            .sort("dur", descending=True)
+        )
+        largest = "; ".join(
+            f"{name} {t.format_duration(ns)}" for name, ns in by_name.head(3).iter_rows()
+        )
+        yield Finding(
+            summary=(
+                f"The profiler, or loading of device code, took {share:.0%} of the window. Host "
+                "times and idle gaps are that much longer than in an unprofiled run."
+            ),
+            evidence=[
+                Evidence("overhead in the window", spent.total, "ns"),
+                Evidence("share of the window", share, "share", *self.limit("min_share")),
+                Evidence("GPU idle because of it", int(idle), "ns"),
+                Evidence("largest", largest),
+            ],
+            impact=measure_it(_NO_GAIN),
+            informational=True,
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Buffers are flushed in every step."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+                b.overhead("Buffer Flush", 200)
+                b.sync()
+        return {"a buffer flush a step": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """A short one, and one outside the steps."""
+        short, outside = TraceBuilder(), TraceBuilder()
+        outside.overhead("Activity Buffer Request", 9000)
+        for _ in range(4):
+            for b in (short, outside):
+                with b.step():
+                    b.run("aten::mm", "ampere_sgemm_128x64_nn", 3000)
+                    b.sync()
+        short.overhead("Activity Buffer Request", 5)
+        return {
+            "a short one": (short, "share < self.min_share"),
+            "before the steps": (outside, "share < self.min_share"),
+        }
+
+
+def _run(profiled: float | None) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run()
+    r.steps(30, 10)
+    if profiled is not None:
+        r.steps(5, profiled, window=0)
+    r.steps(30, 10)
+    return b

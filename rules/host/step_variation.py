@@ -1,0 +1,339 @@
+"""Steps that take much longer than the others, from the recorded step times.
+
+The rules of this family differ in whether the long steps come at regular distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from advisor.core import text as t
+from advisor.core.finding import Evidence, Finding, Outcome, Rule, SkippedCheck, Threshold
+from advisor.core.run_directory import Host
+from advisor.measure import Analysis
+from advisor.measure.steps.record import Floats, Ints, StepRecords
+from advisor.rules.recorded import over_the_run, record, steps_seen
+from advisor.rules.sources import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
+from advisor.testing import TraceBuilder
+
+FACTOR, MADS = 1.5, 5.0
+"""A long step takes more than this many medians, and lies more than this many median absolute
+deviations above the median, as in the series of profiled steps."""
+MIN_PERIOD = 5
+"""Shortest period in steps: a loader with a few workers has a period of its own."""
+MIN_LONG_STEPS = 4
+"""Long steps that a period takes."""
+MIN_REGULAR = 0.8
+"""Share of the distances that must be equal, within one step."""
+
+
+class LongSteps(NamedTuple):
+    """Long steps among those that count."""
+
+    rows: Ints
+    """Their positions among all steps of the record."""
+    excess: Floats
+    """What each takes beyond the median, ns; with the time between steps that went into validation
+    and checkpoints."""
+    period: int | None
+    """Steps from one to the next, if that is regular."""
+
+
+def find_long_steps(recorded: StepRecords) -> LongSteps:
+    """The long steps of a record. Validation between two steps counts with the step after it."""
+    steps = np.flatnonzero(recorded.used)
+    if not len(steps):
+        return LongSteps(steps, np.zeros(0), None)
+    dur = recorded.dur[steps].astype(np.float64)
+    median = float(np.median(dur))
+    mad = float(np.median(np.abs(dur - median)))
+    is_long = dur > max(FACTOR * median, median + MADS * mad)
+    rows = steps[is_long]
+    return LongSteps(rows, dur[is_long] - median, _find_period(rows))
+
+
+def _find_period(rows: Ints) -> int | None:
+    if len(rows) < MIN_LONG_STEPS:
+        return None
+    gaps = np.diff(rows)
+    usual = int(np.median(gaps))
+    regular = float(np.mean(np.abs(gaps - usual) <= 1))
+    return usual if usual >= MIN_PERIOD and regular >= MIN_REGULAR else None
+
+
+def find_causes(recorded: StepRecords, long_steps: LongSteps) -> list[tuple[str, float]]:
+    """Phases that take longer than usual in the long steps: (phase, ns over all of them), largest
+    first. Garbage collection is listed as well, and stays in the phase around it."""
+    causes = []
+    for name, values in recorded.phases.items():
+        usual = float(np.median(values[recorded.used]))
+        excess = float(np.maximum(0.0, values[long_steps.rows] - usual).sum())
+        causes.append((name, excess))
+    pause = float(recorded.column("gc")[long_steps.rows].sum())
+    if pause > 0:
+        causes.append(("garbage collection", pause))
+    return sorted(causes, key=lambda item: -item[1])
+
+
+def _list_causes(causes: list[tuple[str, float]]) -> str:
+    """``other 3 ms, garbage collection 1 ms``."""
+    return ", ".join(f"{name} {t.format_duration(ns)}" for name, ns in causes[:3] if ns > 0)
+
+
+class RegularStalls(Rule):
+    """Every n-th step takes much longer than the others, over the whole run. The loop does
+    something every n steps, such as logging, a checkpoint, clearing a cache, or garbage collection.
+
+    A long step takes more than 1.5 times the median and lies more than five median absolute
+    deviations above it. There must be at least four, five or more steps apart, at equal distances.
+    The phase that is longer in them shows where to look: ``other`` is the loop's own code after the
+    optimizer step, ``data`` the loader. Validation loops and checkpoints that the recorder
+    recognized are no part of a step and do not count.
+
+    The rule periodic-stalls names what is saved or logged, from the stacks of a profiled window.
+    This rule needs no window, but sees no cause.
+    """
+
+    id = "regular-stalls"
+    title = "Every n-th step stalls"
+    category = "host"
+    reads_record = True
+    silent_in = CURED_RECORDINGS
+    sources = (STEP_SERIES,)
+    references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
+
+    min_steps = Threshold(40, "steps", CHOSEN)
+    min_share = Threshold(0.02, "of the steps' time", CHOSEN)
+
+    verify = "Record again: no step stands out."
+    falsified_by = "long steps at irregular distances in a longer run"
+    confidence = 0.85
+
+    fix = (
+        "Find what the loop does every {every} steps: logging, saving, empty_cache, garbage "
+        "collection. Do it less often, from another thread, or without waiting for the GPU."
+    )
+    cases: ClassVar = {
+        "while data is fetched": {
+            "fix": "Find what the loop does every {every} steps while it fetches data: it may open "
+            "a shard or shuffle a buffer."
+        }
+    }
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Look for long steps at regular distances."""
+        recorded = record(a)
+        if recorded.count < self.min_steps or not recorded.median:
+            return
+        stalls = find_long_steps(recorded)
+        total = float(recorded.dur[recorded.used].sum())
+        lost = float(stalls.excess.sum())
+        if stalls.period is None or lost < self.min_share * total:
+            return
+        causes = find_causes(recorded, stalls)
+        phase = causes[0][0] if causes else "other"
+        fix = self.case("while data is fetched")["fix"] if phase == "data" else self.fix
+        yield Finding(
+            title=f"Every {stalls.period}th step stalls",
+            summary=(
+                f"{t.count_noun(len(stalls.rows), 'step')}, {stalls.period} steps apart, take "
+                f"{t.format_duration(float(stalls.excess.mean()))} more than the median of "
+                f"{t.format_duration(recorded.median)}. They lose {t.format_duration(lost)} of "
+                "the run "
+                f"({lost / total:.1%}). Longer phases: {_list_causes(causes)}."
+            ),
+            evidence=[
+                Evidence("time in stalls", lost, "ns"),
+                Evidence(
+                    "share of the steps' time", lost / total, "share", *self.limit("min_share")
+                ),
+                Evidence("stalled steps", len(stalls.rows), "count", MIN_LONG_STEPS),
+                Evidence("steps apart", stalls.period, "count"),
+                Evidence("longest phase in them", phase),
+                steps_seen(recorded),
+            ],
+            impact=over_the_run(lost, method="time of the stalled steps beyond the median"),
+            fix=fix.format(every=stalls.period),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A log every twenty steps; a shard every 25."""
+        return {"every 20 steps": _regular(20, "other"), "every 25 steps": _regular(25, "data")}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Irregular; too seldom to count; the loader's own period."""
+        return {
+            "irregular": (_regular(0, "other", at=(12, 31, 90, 130, 190)), "stalls.period is None"),
+            "twice": (_regular(0, "other", at=(50, 100)), "stalls.period is None"),
+            "every second batch, from two workers": (_regular(2, "data"), "stalls.period is None"),
+        }
+
+
+class StepJitter(Rule):
+    """Some steps take at least twice as long as the median, at irregular distances, so that the
+    mean step is well above the median. In a job of several ranks every rank waits for the slowest
+    of each step, so the jitter of one costs all.
+
+    Reported where the 99th percentile is at least twice the median (gpuprof) and steps beyond that
+    lose 3 % of the time, from a hundred steps on. Where other programs use a quarter of the
+    machine's CPUs, the rule abstains: they are the likelier cause. Steps with an unusual batch
+    shape are compared with each other, because sequences of different lengths are no jitter. The
+    summary names the phase that is longer in the long steps, and the garbage collection in it.
+    """
+
+    id = "step-jitter"
+    title = "Some steps take much longer than most"
+    category = "host"
+    reads_record = True
+    silent_in = (
+        "recorded/anomaly.cured",
+        "recorded/gc_pauses.cured",
+        "recorded/worker_respawn.cured",
+    )
+    references = ("https://www.usenix.org/conference/osdi25/presentation/lin-jinkun",)
+
+    min_steps = Threshold(100, "steps that count", CHOSEN)
+    min_ratio = Threshold(2.0, "99th percentile over median", GPUPROF)
+    min_excess = Threshold(0.03, "of the time, lost in steps beyond that ratio", CHOSEN)
+    max_others = Threshold(
+        0.25, "of the machine's CPUs: other programs are then the likelier cause", CHOSEN
+    )
+
+    fix = (
+        "Look at the phase that is longer. 'data' is the loader: a slow sample, a full disk. "
+        "'between steps' is a wait for a batch that comes from no DataLoader, and other code of "
+        "the loop. 'other' is the loop's own code or another program on the machine. Move garbage "
+        "collection to fixed steps. A longer 'forward' with new shapes is recompilation or "
+        "autotuning."
+    )
+    verify = "Record again: the 99th percentile comes closer to the median."
+    falsified_by = "even steps in a longer run"
+    confidence = 0.6
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Compare the slowest steps with the median."""
+        recorded = record(a)
+        if recorded.count < self.min_steps or not recorded.median:
+            return
+        used = recorded.used
+        dur = recorded.dur[used].astype(np.float64)
+        expected = _expect(dur, recorded.column("shapes")[used], recorded.column("samples")[used])
+        ratio = float(np.quantile(dur / expected, 0.99))
+        is_long = dur > self.min_ratio * expected
+        lost = float((dur - expected)[is_long].sum())
+        excess = lost / float(dur.sum())
+        stalls = find_long_steps(recorded)
+        if ratio < self.min_ratio or excess < self.min_excess or stalls.period is not None:
+            return
+        if len(stalls.rows) < 2:
+            return  # a single one may be coincidence
+        causes = [(name, ns) for name, ns in find_causes(recorded, stalls)[:3] if ns > 0]
+        others = _cpu_share_of_others(recorded)
+        if others is not None and others >= self.max_others:
+            yield SkippedCheck(
+                what="whether the program itself makes its steps uneven",
+                why=f"other programs used {others:.0%} of the machine's CPUs meanwhile",
+                record="a run on a machine without other load",
+            )
+            return
+        yield Finding(
+            summary=(
+                f"One step in a hundred takes {ratio:.1f} times the median of "
+                f"{t.format_duration(recorded.median)} or more. The long steps lose "
+                f"{t.format_duration(lost)} together. "
+                f"Longer phases: {_list_causes(causes) or 'not recorded'}."
+            ),
+            evidence=[
+                Evidence(
+                    "99th percentile over the usual step", ratio, "", *self.limit("min_ratio")
+                ),
+                Evidence(
+                    "lost in long steps, of all time", excess, "share", *self.limit("min_excess")
+                ),
+                Evidence("long steps", len(stalls.rows), "count"),
+                Evidence("longest phase in them", causes[0][0] if causes else None),
+                Evidence("CPUs used by other programs", others, "share", *self.limit("max_others")),
+                steps_seen(recorded),
+            ],
+            impact=over_the_run(lost, method="time of the long steps beyond the usual step"),
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Now and then a step of five times the usual length."""
+        return {"irregular long steps": _irregular(lambda n: 50 if n in _LONG else 10)}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Even steps; regular ones; longer batches; one step; a short run."""
+        return {
+            "even steps": (_irregular(lambda n: 10 + n % 3), "ratio < self.min_ratio"),
+            "at regular distances": (
+                _irregular(lambda n: 60 if n % 20 == 19 else 10),
+                "stalls.period is not None",
+            ),
+            "batches of another shape": (
+                _irregular(lambda n: 50 if n in _LONG else 10, shapes=True),
+                "ratio < self.min_ratio",
+            ),
+            "one step": (_irregular(lambda n: 500 if n == 150 else 10), "ratio < self.min_ratio"),
+            "a crowded machine": (
+                _irregular(lambda n: 50 if n in _LONG else 10, machine=99),
+                "max_others",
+            ),
+            "a short run": (_irregular(lambda n: 50 if n in _LONG else 10, steps=80), "min_steps"),
+        }
+
+
+def _regular(every: int, phase: str, *, at: tuple[int, ...] = ()) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run()
+    for n in range(200):
+        slow = n in at or (every and n % every == every - 1)
+        ms = 60.0 if slow else 10.0
+        r.step(ms, forward=5, data=ms - 5 if phase == "data" else 0)
+    return b
+
+
+_LONG = {31, 44, 45, 77, 90, 121, 150, 171, 190, 223}
+
+
+def _cpu_share_of_others(recorded: StepRecords) -> float | None:
+    """Share of the machine's CPUs that other programs use; ``None``: not recorded."""
+    machine, own = recorded.host("cpu"), recorded.host("process_cpu")
+    total = recorded.record.rank.cpus_total
+    if len(machine) < 3 or len(own) < 3 or not total:
+        return None
+    return max(0.0, float(machine.mean()) / 100 - float(own.mean()) / 100 / total)
+
+
+def _expect(dur: Floats, shapes: Floats, samples: Floats) -> Floats:
+    """The usual length of each step: the median of those with the same batch shape, where there
+    are at least five of them, else of all."""
+    expected = np.full(len(dur), float(np.median(dur)))
+    kind = np.where(np.isnan(shapes), samples, shapes)
+    for value in np.unique(kind[~np.isnan(kind)]):
+        same = kind == value
+        if same.sum() >= 5:
+            expected[same] = float(np.median(dur[same]))
+    floor: Floats = np.maximum(expected, 1.0)
+    return floor
+
+
+def _irregular(
+    ms: object, *, shapes: bool = False, steps: int = 300, machine: float = 20
+) -> TraceBuilder:
+    assert callable(ms)
+    b = TraceBuilder()
+    r = b.record_of_run(cpus_total=8)
+    for n in range(steps):
+        length = float(ms(n))
+        fields = {"shapes": int(length > 20)} if shapes else {}
+        r.step(length, forward=5, fields=fields)
+    r.watch(host=Host(cpu=machine, process_cpu=100))
+    return b

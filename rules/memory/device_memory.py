@@ -1,0 +1,100 @@
+"""What the memory rules share: peaks of GPU memory in a trace and over a run, and who held it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from advisor.core.finding import Location
+from advisor.rules.recorded import record
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.steps.record import Floats
+
+GIB = 1 << 30
+
+LOWER_PEAK = (
+    "Lower the peak: bf16 autocast, activation checkpointing of the largest blocks, a sharded or "
+    "8-bit optimizer, or a smaller micro-batch with gradient accumulation."
+)
+LOWER_PEAK_INFERENCE = (
+    "Lower the peak: 16-bit weights, inference_mode, a smaller batch, or a shorter or quantized "
+    "key-value cache."
+)
+EXPANDABLE = (
+    "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
+    "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+)
+
+
+class Peaks(NamedTuple):
+    """Bytes on the analyzed GPU; ``None``: not measured."""
+
+    reserved: int | None
+    """Most that PyTorch's allocator held, cached memory included."""
+    allocated: int | None
+    """Most that tensors held."""
+    capacity: int | None
+    """Memory of the GPU."""
+
+
+def peaks(a: Analysis) -> Peaks:
+    """The largest values of any used step."""
+    if a.device_id is None:
+        return Peaks(None, None, None)
+    rows = a.memory.filter(a.memory["device"] == a.device_id)
+
+    def largest(name: str) -> int | None:
+        return max((int(value) for value in rows[name].drop_nulls()), default=None)
+
+    return Peaks(largest("peak_reserved"), largest("peak_allocated"), largest("capacity"))
+
+
+def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
+    """The user's lines that held most at the moment that the snapshot is read at."""
+    held = post.held.filter(post.held["file"].is_not_null()).head(count)
+    return [
+        Location(file=row["file"], line=row["line"], function=row["function"], count=row["blocks"])
+        for row in held.iter_rows(named=True)
+    ]
+
+
+def gpu_capacity(a: Analysis) -> int | None:
+    """Memory of the rank's GPU, bytes; ``None``: not recorded."""
+    recorded = record(a)
+    device = next(iter(recorded.record.rank.devices), None)
+    if device is not None and device.total_bytes:
+        return device.total_bytes
+    totals = recorded.gpu("memory_total")
+    return int(totals.max()) if len(totals) else None
+
+
+def last_known(values: Floats) -> float | None:
+    """The last value that was measured."""
+    known = values[~np.isnan(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def growth(values: Floats) -> tuple[float, bool]:
+    """(what a series grows by over its length, whether it grows steadily).
+
+    By the lowest values of eight equal blocks (four of a short series), so that peaks of long
+    sequences and caches that fill up do not count: steady means that at least six of seven blocks
+    (all of a short series) are above the one before, and that the last half still grows at half the
+    rate of the first or more.
+    """
+    values = values[~np.isnan(values)]
+    blocks = 8 if len(values) >= 24 else 4
+    if len(values) < 2 * blocks:
+        return 0.0, False
+    low = np.array([part.min() for part in np.array_split(values, blocks)])
+    rises = np.diff(low) > 0
+    middle = len(low) // 2
+    first = (low[middle] - low[0]) / middle
+    second = (low[-1] - low[middle]) / (blocks - 1 - middle)
+    missing = 1 if blocks == 8 else 0
+    steady = bool(rises.sum() >= blocks - 1 - missing and second >= 0.5 * first and second > 0)
+    return float((low[-1] - low[0]) * blocks / (blocks - 1)), steady

@@ -1,0 +1,350 @@
+"""Calls that allocate memory through the driver in the training loop, although PyTorch caches it.
+
+The rules of this family differ in the calls that they count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    Location,
+    Outcome,
+    PassedCheck,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.measure import Analysis
+from advisor.rules.common import column, places, rows, total
+from advisor.rules.elsewhere import in_any_language
+from advisor.rules.sources import CACHING_ALLOCATOR, OURS, SILENT_TRACES
+from advisor.testing import TraceBuilder
+
+
+class DriverAllocationRule(Rule):
+    """A rule about one kind of driver call that allocates or frees memory."""
+
+    min_steps = Threshold(
+        3, "steps with such calls: once or twice is warm-up or an evaluation", OURS
+    )
+    min_a_step = Threshold(
+        1.0,
+        "calls per step after the first step: in steady state there are none",
+        CACHING_ALLOCATOR,
+    )
+
+    verify = "Profile later steps again: no such calls inside them."
+    falsified_by = "no such calls some hundred steps later: then it was warm-up"
+    assumptions = ("the GPU has other work as soon as the host is free",)
+
+    _calls: ClassVar[dict[str, str]]
+    """Calls to count, as ``Analysis.allocations`` names them, and CUDA's name of each."""
+    _label: ClassVar[str]
+    _none: ClassVar[str] = ""
+    """What to say of a trace without such calls."""
+    _select: ClassVar[Select]
+    """The idle time that the calls cause."""
+
+    def _summary(self, calls: pl.DataFrame, steps: int) -> str:
+        raise NotImplementedError
+
+    def _places(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
+        return places(a, rows(calls["host"]), column(calls, "dur"))
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Count such calls in the steps after the first."""
+        used = a.steps.used
+        if a.device_id is None or used.height <= self.min_steps:
+            return
+        counted = pl.col("call").is_in(list(self._calls))
+        calls = a.allocations.filter(counted & (pl.col("step") != used["index"][0]))
+        steps = used.height - 1
+        if calls.is_empty():
+            if self._none and (a.trace.cpu["kind"] == "runtime").any():
+                yield PassedCheck(text=f"{self._none} in the last {steps} steps")
+            return
+        rate = calls.height / steps
+        if calls["step"].n_unique() < self.min_steps or rate < self.min_a_step:
+            return
+        yield Finding(
+            summary=self._summary(calls, steps),
+            evidence=[
+                Evidence(self._label, rate, "count", *self.limit("min_a_step"), per=a.per),
+                Evidence(
+                    "steps with such calls",
+                    calls["step"].n_unique(),
+                    "count",
+                    *self.limit("min_steps"),
+                ),
+                Evidence("host time in these calls", total(calls["dur"]) / steps, "ns", per=a.per),
+            ],
+            where=self._places(a, calls),
+            edits=[Edit(op="remove", select=self._select)],
+        )
+
+
+class AllocationsInLoop(DriverAllocationRule):
+    """After the first steps, PyTorch's caching allocator serves every tensor from memory that it
+    holds. A ``cudaMalloc`` or ``cudaFree`` in a later step means that it could not. ``cudaFree``
+    waits for the whole GPU, ``cudaMalloc`` takes up to milliseconds, and the GPU idles meanwhile.
+
+    Steady state: calls in at least three used steps, one per step or more on average, without the
+    first used step, which may be warm-up. Usual causes are shapes that change from step to step,
+    ``empty_cache()`` in the loop (its own rule), a peak so near to the capacity that blocks are
+    freed and allocated again, and the caching allocator switched off. Pinned host allocations
+    (``cudaHostAlloc``) have their own rule.
+
+    The gain is the GPU idle time that allocation causes, not the duration of the calls: a
+    ``cudaMalloc`` while the GPU has work queued costs nothing.
+    """
+
+    id = "allocations-in-loop"
+    title = "The loop allocates GPU memory through the driver"
+    category = "memory"
+    knobs = ("expandable-segments",)
+    silent_in = SILENT_TRACES
+    validated_on = (
+        "silent where it must be: A100 and V100 training (no such call in six steps), AlexNet (24 "
+        "cudaMalloc at the start); has not fired on a real trace"
+    )
+    references = (
+        "https://pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf",
+    )
+
+    fix = (
+        "Keep shapes the same from step to step: pad or bucket lengths, and set drop_last=True. "
+        "Let the allocator grow its segments instead of freeing them (expandable_segments). "
+        "Lower the peak if memory is full."
+    )
+    code = (
+        "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
+        "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+    verify = (
+        "Profile later steps again: no cudaMalloc or cudaFree inside them, and "
+        "torch.cuda.memory_stats()['num_alloc_retries'] stays 0."
+    )
+    confidence = 0.8
+
+    elsewhere: ClassVar = in_any_language(
+        "Allocate once, before the loop, and reuse the memory, or take it from a pool.",
+        cuda="Use cudaMallocAsync from a pool with a high release threshold in place of cudaMalloc "
+        "and cudaFree, which make the whole GPU wait.",
+        code="uint64_t all = UINT64_MAX;\n"
+        "cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all);\n"
+        "cudaMallocAsync(&p, bytes, stream);",
+    )
+
+    _calls: ClassVar = {"malloc": "cudaMalloc", "free": "cudaFree"}
+    _label = "allocation calls"
+    _none = "no cudaMalloc or cudaFree"
+    _select = Select(on="gap", cause=("allocation",))
+
+    def _summary(self, calls: pl.DataFrame, steps: int) -> str:
+        by_call = dict(calls.group_by("call").len().iter_rows())
+        rates = ", ".join(
+            f"{by_call[call] / steps:.1f} {name}"
+            for call, name in self._calls.items()
+            if by_call.get(call)
+        )
+        return (
+            f"Each step calls the driver for memory after the warm-up: {rates} per step. cudaFree "
+            "waits for the whole GPU, and cudaMalloc blocks the host."
+        )
+
+    def _places(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
+        """The lines (else the ops) with most time in such calls."""
+        table = calls.with_columns(
+            op_name=a.trace.cpu["name"].gather(calls["op"]),
+            name=a.trace.cpu["name"].gather(calls["host"]),
+        )
+        top = (
+            table.sort("dur", descending=True)
+            .group_by("line", "op_name", maintain_order=True)
+            .agg(
+                pl.len(),
+                pl.col("dur").sum().alias("total"),
+                pl.col("host", "ts", "dur", "name").first(),
+            )
+            .sort("total", descending=True)
+            .head(3)
+        )
+        locations = []
+        for row in top.iter_rows(named=True):
+            file, line, function = a.location(row["host"])
+            locations.append(
+                Location(
+                    file=file,
+                    line=line,
+                    function=function,
+                    op=row["op_name"] or row["name"],
+                    ts_ns=row["ts"],
+                    dur_ns=row["dur"],
+                    count=row["len"],
+                )
+            )
+        return locations
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Sizes that change each step: a cudaMalloc and a cudaFree in the middle of it."""
+        b = TraceBuilder()
+        for _ in range(6):
+            with b.step():
+                _product(b, 1000)
+                b.sync()
+                with b.op("aten::empty"):
+                    b.call("cudaFree", 400)
+                    b.call("cudaMalloc", 600)
+                _product(b, 1000)
+                b.sync()
+        return {"a new size each step": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Warm-up only; under queued work; none."""
+        warm = TraceBuilder()
+        hidden = TraceBuilder()
+        none = TraceBuilder()
+        for step in range(6):
+            with warm.step():
+                if step < 2:
+                    warm.call("cudaMalloc", 1500)
+                _product(warm, 3000)
+                warm.sync()
+            with hidden.step():
+                _product(hidden, 5000)
+                hidden.call("cudaMalloc", 600)
+                _product(hidden, 5000)
+                hidden.sync()
+            with none.step():
+                _product(none, 3000)
+                none.sync()
+        return {
+            "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
+            "the device has work queued": (hidden, "worth"),
+            "none": (none, "calls.is_empty()"),
+        }
+
+
+class PinnedAllocationInLoop(DriverAllocationRule):
+    """Pinned (page-locked) host memory is allocated in the middle of training. Each such call
+    (``cudaHostAlloc``, ``cudaHostRegister``) locks pages one by one and takes milliseconds. In many
+    drivers it also synchronizes with the GPU. PyTorch keeps pinned blocks for reuse, so no such
+    call should be left after the first steps.
+
+    Steady state: calls in at least three used steps, one per step or more on average, without the
+    first used step. Usual causes are ``.pin_memory()`` on tensors whose size grows or changes from
+    step to step, blocks that are still in use because their copies wait, and manual calls of
+    ``cudaHostRegister``.
+
+    The gain is the GPU idle time that these calls cause: a call in a loader's thread, or while work
+    is queued, costs nothing.
+    """
+
+    id = "pinned-allocation-in-loop"
+    title = "The loop allocates pinned host memory"
+    category = "memory"
+    silent_in = SILENT_TRACES
+    validated_on = (
+        "silent on A100 and V100 training (pinned copies, no such call); has not fired on a real "
+        "trace"
+    )
+    references = (
+        "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
+        "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/index.html#pinned-memory",
+    )
+
+    fix = (
+        "Pin in the DataLoader (pin_memory=True). Or allocate one pinned buffer as large as the "
+        "largest batch, and copy each batch into it."
+    )
+    code = (
+        "staging = torch.empty(max_batch_shape, dtype=dtype, pin_memory=True)   # once\n"
+        "copied = torch.cuda.Event()\n"
+        "for batch in loader:\n"
+        "    copied.synchronize()                     # the copy of the step before\n"
+        "    part = staging[: len(batch)].copy_(batch)\n"
+        "    x = part.to(device, non_blocking=True)\n"
+        "    copied.record()"
+    )
+    verify = "Profile later steps again: no cudaHostAlloc inside them."
+    confidence = 0.85
+
+    elsewhere: ClassVar = in_any_language(
+        "Pin host memory once, before the loop, and reuse it: pinning takes far longer than the "
+        "copy.",
+        cuda="Call cudaHostAlloc or cudaHostRegister once, not in each iteration.",
+    )
+
+    _calls: ClassVar = {"host_alloc": "cudaHostAlloc"}
+    _label = "pinned allocations"
+    _select = Select(
+        on="gap", cause=("allocation",), name=r"HostAlloc|MallocHost|HostRegister|AllocHost"
+    )
+
+    def _summary(self, calls: pl.DataFrame, steps: int) -> str:
+        count = t.count_noun(round(calls.height / steps), "allocation")
+        return (
+            f"The loop makes {count} of pinned host memory per step after the warm-up. Each takes "
+            f"{t.format_duration(total(calls['dur']) / calls.height)}."
+        )
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """A new pinned buffer in every step, while the device waits."""
+        b = TraceBuilder()
+        for _ in range(6):
+            with b.step():
+                with b.python("train.py(40): train_step"), b.op("aten::_pin_memory"):
+                    b.call("cudaHostAlloc", 2500)
+                b.copy("HtoD", 8 << 20)
+                _train(b)
+        return {"a new buffer each step": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Warm-up only; under queued work; device memory; two steps of five."""
+        warm, hidden, device, rare = (TraceBuilder() for _ in range(4))
+        for step in range(6):
+            with warm.step():
+                if step < 2:
+                    warm.call("cudaHostAlloc", 2500)
+                _train(warm)
+            with hidden.step():
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
+                hidden.call("cudaHostAlloc", 2500)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000)
+                hidden.sync()
+            with device.step():
+                device.call("cudaMalloc", 2500)
+                _train(device)
+            with rare.step():
+                if step in (2, 4):
+                    for _ in range(4):
+                        rare.call("cudaHostAlloc", 500)
+                _train(rare)
+        return {
+            "warm-up": (warm, "calls.is_empty()"),
+            "the device has work queued": (hidden, "worth"),
+            "device memory": (device, "calls.is_empty()"),
+            "two steps only": (rare, "min_steps"),
+        }
+
+
+def _product(b: TraceBuilder, us: float) -> None:
+    with b.op("aten::mm", [[4096, 4096], [4096, 4096]], "c10::BFloat16"):
+        b.launch("ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn", us)
+
+
+def _train(b: TraceBuilder) -> None:
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=4)
+    b.sync()

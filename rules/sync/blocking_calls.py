@@ -1,0 +1,490 @@
+"""Calls that block the host until the GPU is done, and the GPU idle time that follows them.
+
+The rules of this family differ in which calls they select. A call costs the idle time after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.finding import (
+    Edit,
+    Evidence,
+    Finding,
+    FrameworkAdvice,
+    Location,
+    Outcome,
+    Rule,
+    Select,
+    Threshold,
+)
+from advisor.core.intervals import covered_length
+from advisor.core.text import count_noun
+from advisor.core.trace import JAX, TENSORFLOW
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import nearest, parents
+from advisor.rules.common import (
+    MAX_CORRELATIONS,
+    column,
+    figure,
+    of_pytorch,
+    of_step,
+    per,
+    places,
+    rows,
+    total,
+)
+from advisor.rules.elsewhere import NO_READS, in_any_language
+from advisor.rules.sources import ENGINE_FLOOR, SILENT_TRACES
+from advisor.testing import TraceBuilder
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
+
+class BlockingCalls(NamedTuple):
+    """Some rows of ``Analysis.syncs`` and what they cost."""
+
+    table: pl.DataFrame
+    idle: NDArray[np.int64]
+    """GPU idle time after each call, ns. Only the last part counts, as long as the host was
+    blocked: without the call the host would be ahead by that much and no more."""
+
+    @property
+    def total(self) -> int:
+        """Sum of ``idle``, ns."""
+        return int(self.idle.sum())
+
+    def per_step(self, a: Analysis) -> int:
+        """Calls per step that the GPU idles after, at least 1."""
+        return max(1, round(int((self.idle > 0).sum()) / a.step_count))
+
+
+def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
+    """The rows of ``Analysis.syncs`` that meet ``condition``, without the profiler's own.
+
+    ``condition`` may use two more columns: ``direction`` and ``memory`` (``Pinned``, ``Pageable``
+    …, the host side) of the copy that the host waits for; null: no copy, or not recorded.
+    """
+    gpu = a.trace.gpu
+    copies = pl.DataFrame(
+        {name: gpu[name].gather(a.syncs["copy"]) for name in ("copy", "src", "dst")}
+    ).select(
+        direction=pl.col("copy").cast(pl.String),
+        memory=pl.when(pl.col("copy") == "HtoD").then("src").otherwise("dst").cast(pl.String),
+    )
+    table = a.syncs.hstack(copies).filter(condition & ~pl.col("profiler"))
+    end = column(table, "bubble_end")
+    start = np.maximum(column(table, "bubble_ts"), end - column(table, "waited"))
+    return BlockingCalls(table, covered_length(start, end, a.breakdown.idle))
+
+
+def locate(a: Analysis, blocking: BlockingCalls) -> list[Location]:
+    """The places that lose most; the worst instance is the call that blocked."""
+    return places(a, rows(blocking.table["host"]), blocking.idle)
+
+
+def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
+    """``aten::item 12 times, aten::nonzero 3 times``, the costliest first. The runtime calls' own
+    names where the program is not written with PyTorch."""
+    table = blocking.table.with_columns(lost=pl.Series(blocking.idle))
+    if not of_pytorch(a):
+        names = a.trace.cpu["name"].gather(rows(table["host"])).cast(pl.String)
+        table = table.with_columns(cause=names)
+    by_cause = (
+        table.group_by("cause")
+        .agg(pl.col("lost").sum(), pl.len())
+        .sort("lost", "len", "cause", descending=[True, True, False])
+    )
+    return ", ".join(f"{cause} {count} times" for cause, _, count in by_cause.head(3).iter_rows())
+
+
+def make_async(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edit:
+    """Make these calls asynchronous: with the first candidate that selects every costly one and no
+    other costly call, else call by call."""
+    costly = a.syncs.filter((pl.col("bubble") > 0) & ~pl.col("profiler"))
+    calls = rows(blocking.table["host"])
+    wanted = calls[blocking.idle > 0]
+    others = np.setdiff1d(rows(costly["host"]), wanted)
+    for select in candidates:
+        if _selects(a, select, wanted).all() and not _selects(a, select, others).any():
+            return Edit(op="asynchronous", select=select)
+    return make_calls_async(a, calls[np.argsort(-blocking.idle, kind="stable")])
+
+
+def make_calls_async(a: Analysis, calls: NDArray[np.int64]) -> Edit:
+    """Make single runtime calls asynchronous, the first ``MAX_CORRELATIONS`` of them."""
+    ids = a.trace.cpu["correlation"].gather(calls[:MAX_CORRELATIONS]).drop_nulls().unique().sort()
+    select = Select(on="host", kind=("runtime",), correlation=tuple(ids.to_list()))
+    return Edit(op="asynchronous", select=select)
+
+
+def _selects(a: Analysis, select: Select, calls: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of these runtime calls a selector with ``under`` or ``call`` picks."""
+    cpu = a.trace.cpu
+    chosen = np.ones(len(calls), dtype=bool)
+    if select.under:
+        named = name_matches(cpu["name"], select.under).to_numpy()
+        chosen &= nearest(parents(a.trace), named)[calls] >= 0
+    if select.call:
+        chosen &= cpu["call"].gather(calls).is_in(list(select.call)).to_numpy()
+    return chosen
+
+
+class BlockingRule(Rule):
+    """A rule about one kind of blocking call. A subclass selects the calls and words the result."""
+
+    min_share = Threshold(0.01, "of the step: GPU idle after these calls", ENGINE_FLOOR)
+
+    _sync_selects: ClassVar[tuple[Select, ...]] = ()
+    """Candidates for the Edit, see :func:`make_async`."""
+
+    def _calls(self) -> pl.Expr:
+        """Which rows of ``Analysis.syncs`` to count."""
+        raise NotImplementedError
+
+    def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
+        """The end of the summary: after which calls the GPU idles, and why."""
+        raise NotImplementedError
+
+    def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
+        return [
+            figure(a, "calls before idle time", int((blocking.idle > 0).sum()), "count"),
+            figure(a, "host blocked in these calls", total(blocking.table["waited"])),
+            Evidence("calls", count_causes(a, blocking)),
+        ]
+
+    def check(self, a: Analysis) -> Iterator[Outcome]:
+        """Sum the GPU idle time after these calls."""
+        if a.device_id is None or a.syncs.is_empty():
+            return
+        blocking = select_blocking_calls(a, self._calls())
+        share = blocking.total / a.span_ns
+        if share < self.min_share:
+            return
+        yield Finding(
+            summary=f"The GPU idles for {of_step(a, blocking.total)} {self._reason(a, blocking)}",
+            evidence=[
+                figure(a, "GPU idle after these calls", blocking.total),
+                Evidence("share", share, "share", *self.limit("min_share"), per=a.per),
+                *self._details(a, blocking),
+            ],
+            where=locate(a, blocking),
+            edits=[make_async(a, blocking, *self._sync_selects)],
+        )
+
+
+class ExplicitSynchronize(BlockingRule):
+    """``torch.cuda.synchronize()``, or a wait for a stream or an event, runs inside the step. The
+    host cannot prepare the next work while it waits, so the GPU idles afterwards.
+
+    Counted are synchronizing calls outside any operator, by the GPU idle time after them: from the
+    end of the awaited work to the next work that the thread launches, at most as long as the call
+    blocked the host. A call that finds its work done costs nothing. A call that another stream's
+    work hides costs only what is idle. The synchronization that the profiler itself issues at the
+    end of its window is not counted.
+
+    Often the call is there for timing. CUDA events measure GPU time without blocking the host.
+    """
+
+    id = "explicit-synchronize"
+    title = "synchronize() in the step leaves the GPU idle"
+    category = "sync"
+    silent_in = SILENT_TRACES
+    references = (
+        "https://pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution",
+        "https://pytorch.org/docs/stable/generated/torch.cuda.Event.html",
+    )
+
+    fix = (
+        "Remove the call. Work of one stream runs in order anyway, and streams wait for each "
+        "other with wait_event() or wait_stream(). To time a step, record CUDA events and read "
+        "them some steps later."
+    )
+    code = (
+        "start = torch.cuda.Event(enable_timing=True)\n"
+        "end = torch.cuda.Event(enable_timing=True)\n"
+        "start.record()\n"
+        "train_step(batch)\n"
+        "end.record()                         # does not block the host\n"
+        "# some steps later:\n"
+        "if end.query():\n"
+        "    print(start.elapsed_time(end))   # ms"
+    )
+    verify = "Profile again: the call is gone, and so is the idle time after it."
+    falsified_by = "as much GPU idle time at the same place in a run without the call"
+    assumptions = ("no host code reads GPU results right after the call",)
+    confidence = 0.85
+
+    elsewhere: ClassVar = {
+        **in_any_language(
+            title="A wait in the step leaves the GPU idle",
+            fix="Wait only for what you need. Order the work of several streams by events, and "
+            "let the host wait once, for the result.",
+            cuda="Replace cudaDeviceSynchronize between kernels with cudaStreamWaitEvent.",
+            code="cudaEventRecord(done, producer);\ncudaStreamWaitEvent(consumer, done, 0);",
+        ),
+        TENSORFLOW: FrameworkAdvice(
+            "Do not wait for the GPU inside the loop. " + NO_READS,
+            title="A wait in the step leaves the GPU idle",
+        ),
+        JAX: FrameworkAdvice(
+            "Call block_until_ready() only outside the loop. " + NO_READS,
+            title="A wait in the step leaves the GPU idle",
+        ),
+    }
+
+    _sync_selects = (
+        Select(on="host", call=("sync_device",)),
+        Select(on="host", call=("sync_device", "sync_event")),
+        Select(on="host", call=("sync_device", "sync_event", "sync_stream")),
+    )
+
+    def _calls(self) -> pl.Expr:
+        pattern = r"^torch\.cuda\.(?:synchronize|Stream\.synchronize|Event\.synchronize)$"
+        return pl.col("cause").str.contains(pattern) & pl.col("op").is_null()
+
+    def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
+        calls = count_noun(blocking.per_step(a), "explicit wait")
+        return f"after {calls}{per(a)}. The host launches nothing while it waits."
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """``torch.cuda.synchronize()`` after each step, and some host work after it."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                _kernels(b, 10)
+                b.sync()
+                b.host(1000)
+        return {"synchronize every step": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """The profiler's own; one that finds the work done; one hidden by another stream."""
+        own, done, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with own.step():
+                _kernels(own, 10)
+            with done.step():
+                _kernels(done, 10)
+                done.host(9000)
+                done.sync()
+                done.host(1000)
+            with hidden.step():
+                _kernels(hidden, 5)
+                hidden.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, stream=13)
+                hidden.sync("cudaStreamSynchronize", stream=7)
+                hidden.host(1000)
+        own.sync()
+        return {
+            "the profiler's": (own, "share < self.min_share"),
+            "nothing to wait for": (done, "share < self.min_share"),
+            "another stream": (hidden, "share < self.min_share"),
+        }
+
+
+class DataDependentShapes(BlockingRule):
+    """The output size of an operator depends on the values of its input (``nonzero``,
+    ``masked_select``, ``unique``, indexing with a boolean mask, ``repeat_interleave``). The host
+    waits for the GPU to learn the size, and the GPU then idles until the host launches new work.
+
+    Counted are calls that really waited inside such an operator, by the GPU idle time after them,
+    as in implicit-sync. On CPU tensors, or with a known size (``repeat_interleave(output_size=…)``,
+    indexing with integers), these operators do not wait and are not counted. Varying shapes also
+    prevent CUDA graphs, which is not in the figure.
+    """
+
+    id = "data-dependent-shapes"
+    title = "Data-dependent shapes leave the GPU idle"
+    category = "sync"
+    silent_in = SILENT_TRACES
+    references = (
+        "https://pytorch.org/docs/stable/generated/torch.nonzero.html",
+        "https://pytorch.org/docs/stable/generated/torch.repeat_interleave.html",
+    )
+
+    fix = (
+        "Keep shapes fixed. Use torch.where(mask, a, b) or multiply by the mask instead of "
+        "boolean indexing. Pass output_size to repeat_interleave, and use "
+        "torch.nonzero_static(size=…) or topk with a fixed k. Compute index lists that do not "
+        "depend on GPU results on the host beforehand."
+    )
+    code = (
+        "# instead of  mean = per_token[mask].mean()\n"
+        "mean = (per_token * mask).sum() / mask.sum()\n"
+        "# instead of  idx = mask.nonzero()\n"
+        "idx = torch.nonzero_static(mask, size=max_count, fill_value=0)"
+    )
+    verify = "Profile again: these operators no longer synchronize."
+    falsified_by = "as much GPU idle time at the same place in a run with fixed shapes"
+    assumptions = ("fixed shapes give the same result in no more GPU time",)
+    confidence = 0.85
+
+    _OPERATORS = (
+        r"^aten::(?:nonzero\w*|argwhere|where|\w*unique\w*|masked_select|masked_scatter_?|index"
+        r"|index_put_?|_index_put_impl_|repeat_interleave|bincount|histc|tensor_split"
+        r"|_pack_padded_sequence)$"
+    )
+    _sync_selects = (Select(on="host", kind=("runtime",), under=_OPERATORS),)
+
+    def _calls(self) -> pl.Expr:
+        return pl.col("cause").str.contains(self._OPERATORS)
+
+    def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
+        operators = count_noun(blocking.per_step(a), "operator")
+        return f"after {operators}{per(a)} whose output size the host has to read back."
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """Boolean indexing in the middle of a step."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                _kernels(b, 6)
+                _masked_index(b)
+                _kernels(b, 6)
+        return {"boolean indexing": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """Indexing with integers, which does not wait; nonzero of a host tensor; ``.item()``."""
+        integers, host, item = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with integers.step():
+                _kernels(integers, 6)
+                integers.run("aten::index", "index_elementwise_kernel", 10)
+                integers.host(400)
+                _kernels(integers, 6)
+            with host.step():
+                _kernels(host, 6)
+                with host.op("aten::nonzero", host_us=300):
+                    pass
+                _kernels(host, 6)
+            with item.step():
+                _kernels(item, 6)
+                item.item()
+                item.host(400)
+        return {
+            "integer indices": (integers, "a.syncs.is_empty()"),
+            "a host tensor": (host, "a.syncs.is_empty()"),
+            "item": (item, "share < self.min_share"),
+        }
+
+
+class BlockingPinnedCopy(BlockingRule):
+    """A batch is in pinned memory, but ``.to(device)`` without ``non_blocking=True`` makes the host
+    wait until it has arrived. The host cannot launch the next work meanwhile.
+
+    It shows as a copy ``Pinned -> Device`` whose operator also waits for the stream. Counted is the
+    GPU idle time after the wait: until the next work that the thread launches, at most as long as
+    it waited. The copy itself still takes its time; copies-not-overlapped asks whether it could run
+    beside compute.
+    """
+
+    id = "blocking-pinned-copy"
+    title = "The host waits for copies from pinned memory"
+    category = "transfer"
+    knobs = ("loader-pinning",)
+    silent_in = SILENT_TRACES
+    references = ("https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",)
+
+    fix = (
+        "Copy with non_blocking=True. Work on the same stream sees the data in order. Do not "
+        "overwrite the pinned source before the copy ends; a DataLoader with pin_memory=True "
+        "takes care of that."
+    )
+    code = "batch = batch.to(device, non_blocking=True)"
+    verify = "Profile again: no cudaStreamSynchronize is left in the copy's operator."
+    falsified_by = "as much GPU idle time in a run with non_blocking=True"
+    assumptions = ("the source buffer is not reused before the copy has ended",)
+    confidence = 0.9
+
+    elsewhere: ClassVar = in_any_language(
+        "Copy asynchronously on a stream: the memory is pinned already.",
+        cuda="Replace cudaMemcpy with cudaMemcpyAsync, and wait with an event where the result is "
+        "needed.",
+        code="cudaMemcpyAsync(device, pinned, bytes, cudaMemcpyHostToDevice, copies);\n"
+        "cudaEventRecord(arrived, copies);\n"
+        "cudaStreamWaitEvent(compute, arrived, 0);   // the host does not wait",
+    )
+
+    _sync_selects = (
+        Select(on="host", call=("sync_stream",), under=r"^aten::(?:to|_to_copy|copy_)$"),
+        Select(on="host", call=("memcpy_blocking",)),
+    )
+
+    def _calls(self) -> pl.Expr:
+        to_device = (pl.col("direction") == "HtoD").fill_null(False)
+        return to_device & (pl.col("memory") == "Pinned").fill_null(False)
+
+    def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
+        copies = count_noun(max(1, round(blocking.table.height / a.step_count)), "copy")
+        return f"after {copies}{per(a)} from pinned memory that the host waited for."
+
+    def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
+        moved = total(a.trace.gpu["bytes"].gather(blocking.table["copy"]))
+        return [
+            figure(a, "copies", blocking.table.height, "count"),
+            figure(a, "host blocked in these calls", total(blocking.table["waited"])),
+            figure(a, "bytes", moved, "bytes"),
+        ]
+
+    @staticmethod
+    def fires_on() -> dict[str, TraceBuilder]:
+        """``.to(device)`` of a pinned batch, and some host work after it."""
+        b = TraceBuilder()
+        for _ in range(4):
+            with b.step():
+                with b.op("aten::to"), b.op("aten::_to_copy"):
+                    b.copy("HtoD", 24 << 20, blocking=True)
+                b.host(500)
+                _products(b)
+        return {"to(device) of a pinned batch": b}
+
+    @staticmethod
+    def silent_on() -> dict[str, tuple[TraceBuilder, str]]:
+        """With ``non_blocking=True``; from pageable memory; a wait that leaves no bubble."""
+        free, pageable, hidden = TraceBuilder(), TraceBuilder(), TraceBuilder()
+        for _ in range(4):
+            with free.step():
+                with free.op("aten::to"), free.op("aten::_to_copy"):
+                    free.copy("HtoD", 24 << 20)
+                free.host(500)
+                _products(free)
+            with pageable.step():
+                with pageable.op("aten::to"), pageable.op("aten::_to_copy"):
+                    pageable.copy("HtoD", 24 << 20, pinned=False)
+                pageable.host(500)
+                _products(pageable)
+            with hidden.step():
+                _products(hidden)
+                with hidden.op("aten::to"), hidden.op("aten::_to_copy"):
+                    hidden.copy("HtoD", 24 << 20, blocking=True, stream=13)
+        return {
+            "non_blocking": (free, "a.syncs.is_empty()"),
+            "pageable": (pageable, "share < self.min_share"),
+            "behind a full queue": (hidden, "share < self.min_share"),
+        }
+
+
+def _kernels(b: TraceBuilder, count: int) -> None:
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 300, times=count)
+
+
+def _masked_index(b: TraceBuilder) -> None:
+    with b.op("aten::index"):
+        with b.op("aten::nonzero"):
+            b.launch("cub::DeviceReduceSingleTileKernel", 5)
+            b.copy("DtoH", 8, 1.5, pinned=False, op=None)
+        b.host(200)
+        b.launch("index_elementwise_kernel", 10)
+
+
+def _products(b: TraceBuilder) -> None:
+    b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000, times=6)

@@ -76,7 +76,7 @@ def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_no_launching
     (finding,) = found(a, "python-hot-spot")
     before = int(a.trace.gpu["ts"].min()) - int(a.spans.start[0])  # type: ignore[arg-type]
     assert "run_on_input" in finding.summary
-    assert 0.9 * before < number(finding, "device idle in them") < before
+    assert 0.9 * before < number(finding, "GPU idle in these functions") < before
 
 
 @pytest.mark.parametrize(

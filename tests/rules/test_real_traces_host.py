@@ -304,7 +304,7 @@ def test_the_hot_python_function_of_b200_is_on_the_device_s_way(shared_trace: Fi
         and any(start <= e["start"] and e["end"] <= end for start, end in spans)
     ]
     busy = [(e["start"], e["end"]) for e in device(path)]
-    idle = figure(found, "device idle in them")
+    idle = figure(found, "GPU idle in these functions")
     # an upper bound: other user functions that it calls have their own time
     assert 0.5 * outside(spans, other + busy) <= idle <= 1.02 * outside(spans, other + busy)
 
